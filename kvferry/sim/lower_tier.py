@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 from core.errors import Unavailable
 from kvferry.sim.faults import Fault
-from kvstore.testing.sim_store import DictTier
+from kvstore.testing.in_memory import DictTier
 from kvstore.tiers.base import TierBlock
 
 

@@ -21,14 +21,14 @@ from kvferry.sim.loop import Process, Queue, Timer
 from kvferry.sim.network import Link
 from kvferry.sim.tier_plan import TierPlan
 from kvferry.sim.troubles import Kind
-from kvstore.arena import NONCE_BYTES, Arena, SlotState, arena_bytes, round_slot_bytes, write_header
+from kvstore.arena import NONCE_BYTES, Arena, SlotState, arena_bytes, round_slot_bytes, slot_word, write_header
 from kvstore.client_base import StoreClientBase
 from kvstore.client_state import ClientAction, ClientOptions, ClientState, ConnectionState, CopyIn, MapArena, SendToStore
 from kvstore.eviction import make_policy
 from kvstore.memory import MemoryTier
 from kvstore.messages import decode_to_client, decode_to_store, encode_to_client, encode_to_store
 from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
-from kvstore.testing.sim_store import DictTier, SimArena
+from kvstore.testing.in_memory import DictTier, MappableArena
 from kvstore.tiers.base import TierJob
 from kvstore.tiers.worker import TierRunner
 
@@ -66,7 +66,7 @@ def machine_options(plan: TierPlan, ids: SeededIds, max_pinned_share: float) -> 
         memory = memoryview(bytearray(arena_bytes(plan.num_slots, slot_bytes)))
         nonce = ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little")
         write_header(memory, plan.num_slots, slot_bytes, incarnation, nonce)
-        return MemoryTier(SimArena(memory, None), make_policy(plan.eviction, plan.num_slots))
+        return MemoryTier(MappableArena(memory, None), make_policy(plan.eviction, plan.num_slots))
 
     return ServerOptions(incarnation, make_memory, CLIENT_TIMEOUT_S, max_pinned_share, plan.write_back)
 
@@ -132,6 +132,8 @@ class SimStoreServer:
         return [f"{self.host.process.name}: {count} {what} left" for what, count in leftovers_of(self.machine).items() if count]
 
     def _on_frame(self, peer: bytes, frame: bytes) -> None:
+        if not self._is_calm and self._plan.question_loss_rate and self._random.random() < self._plan.question_loss_rate:
+            return
         first, *blocks = _unpack(frame)
         message = decode_to_store(first)
         self.host.log("is asked", message)
@@ -223,6 +225,7 @@ class SimStoreClient(SimStoreClientBase):
         self._arena_of = arena_of
         self._actions: deque[ClientAction] = deque()
         self._waiting: deque[Callable[[], None]] = deque()
+        self._incarnation = 0  # of the store whose arena is mapped
         self._is_copying = False
         self._timer: Timer | None = None
         self._to_thread = Queue(host.process, host.loop, host.thread_delay_s)
@@ -267,6 +270,7 @@ class SimStoreClient(SimStoreClientBase):
                 if not self._link.send(_pack(encode_to_store(parcel.message), parcel.blocks)):
                     self._machine.on_link_lost(self._clock.now())
             case MapArena(_, incarnation):
+                self._incarnation = incarnation
                 self._machine.on_mapped(self._arena_of(incarnation))
             case CopyIn(number, copies):
                 self._copy(number, copies)
@@ -289,8 +293,11 @@ class SimStoreClient(SimStoreClientBase):
         self._host.process.call_later(self._host.world.random.uniform(0.0, _COPY_S), finish)
 
     def _copy_half(self, copies: Sequence[tuple[memoryview, memoryview]], half: int) -> None:
+        arena = self._arena_of(self._incarnation)
         for source, target in copies:
             self.watch.on_copy(source)
+            if arena is not None:  # else the store's process is gone
+                _check_reserved(arena, target)
             middle = source.nbytes // 2
             part = slice(0, middle) if half == 0 else slice(middle, None)
             np.frombuffer(target, np.uint8)[part] = np.frombuffer(source, np.uint8)[part]
@@ -379,6 +386,13 @@ def _pack(first: bytes, blocks: Sequence[memoryview | bytes]) -> bytes:
 
 def _unpack(frame: bytes) -> list[bytes]:
     return msgspec.msgpack.decode(frame[len(_HEADER) :], type=list[bytes])
+
+
+def _check_reserved(arena: Arena, target: memoryview) -> None:
+    """Check that a slot that a client writes is still reserved: it is neither free nor another block's."""
+    base, address = (np.frombuffer(memory, np.uint8).ctypes.data for memory in (arena.content(0, 1), target))
+    slot = (address - base) // arena.slot_bytes
+    assert arena.word(slot) == slot_word(arena.generation(slot), SlotState.WRITING), f"slot {slot} is written unreserved"
 
 
 def _nothing() -> None:

@@ -42,6 +42,7 @@ class TierPlan:
     num_lower_tiers: int = 0  # the first is one like a disk, the second must be asked
     remote_workers: frozenset[str] = frozenset()  # that do not map the arena
     loss_rate: float = 0.0  # share of the store's replies that never come
+    question_loss_rate: float = 0.0  # share of what it is asked that never arrives
     late_rate: float = 0.0  # share of those that are late, and all behind them
     late_s: float = 0.0  # up to
     process: str = STORE  # of a store that all share

@@ -9,7 +9,7 @@ from kvstore.key import pack_keys
 from kvstore.memory import MemoryTier
 from kvstore.server_state import SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.testing.blocks import BLOCK_BYTES, make_block, make_key
-from kvstore.testing.sim_store import DictTier, SimArena
+from kvstore.testing.in_memory import DictTier, MappableArena
 from kvstore.tiers.worker import TierRunner
 
 NUM_SLOTS = 8
@@ -24,7 +24,7 @@ class Store:
         def make_memory(block_bytes):
             memory = memoryview(bytearray(arena_bytes(NUM_SLOTS, BLOCK_BYTES)))
             write_header(memory, NUM_SLOTS, BLOCK_BYTES, INCARNATION, NONCE)
-            return MemoryTier(SimArena(memory, None), make_policy(policy, NUM_SLOTS))
+            return MemoryTier(MappableArena(memory, None), make_policy(policy, NUM_SLOTS))
 
         self.machine = ServerState(ServerOptions(INCARNATION, make_memory, write_back=write_back), tiers)
         self.runners = [TierRunner(tier) for tier in tiers]
