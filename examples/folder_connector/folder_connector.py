@@ -187,7 +187,7 @@ class FolderConnector(Connector):
         section = context.config.connector
         folder = section.extra.get("folder")
         if not isinstance(folder, str) or not folder:
-            raise ConfigError("connector.extra.folder: a folder that all workers see is needed", param="connector.extra.folder")
+            raise ConfigError("connector.extra.folder: name a folder for all workers", param="connector.extra.folder")
         if context.layout.num_groups != 1:
             raise ConnectorUnavailable("the folder connector is for models whose layers are all alike")
         self._folder = Path(folder)
