@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import numpy.typing as npt
 
+from connectors.testing.stepping import call_if_open, step_until
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.digest import BlockDigester
 from core.kv.hashing import BlockHasher
@@ -336,14 +337,7 @@ class ConnectorEngine:
         Raises:
             TimeoutError: it does not hold after ``timeout_s``.
         """
-        async with asyncio.timeout(timeout_s):
-            while True:
-                self._wake.clear()
-                self.step()
-                if condition():
-                    return
-                if not self.scheduler.has_pending_push_work():
-                    await self._wake.wait()
+        await step_until(condition, self.step, self._wake, self.scheduler.has_pending_push_work, timeout_s)
 
     def close(self) -> None:
         """Close the pool."""
@@ -387,9 +381,3 @@ class ConnectorEngine:
         self.manager.free(request)
         self._requests.pop(request.request_id, None)
         self._aborted.discard(request.request_id)
-
-
-def call_if_open(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """Call back in the event loop, from any thread; not at all once the loop is closed."""
-    if not loop.is_closed():
-        loop.call_soon_threadsafe(callback)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from connectors.testing.stepping import call_if_open, step_until
 from core.ec_connector import ECConnectorScheduler, ECConnectorWorker, EmbeddingsLayout
 from core.request import ECConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.wire.media import ECSource, MMFeature
@@ -73,12 +74,8 @@ class ECEngine:
     def register(self) -> None:
         """Do what comes before the connector's start."""
         loop = asyncio.get_running_loop()
-
-        def wake() -> None:
-            loop.call_soon_threadsafe(self._wake.set)
-
         self.worker.register_caches(self.layout)
-        self.worker.set_wakeup(wake)
+        self.worker.set_wakeup(lambda: call_if_open(loop, self._wake.set))
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
@@ -153,19 +150,9 @@ class ECEngine:
             rows = self.encoder_cache[feature.identifier]
             assert torch.equal(rows, embed(feature.identifier, feature.num_embeds, self.layout)), "rows of something else"
 
-    async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        """Step until the condition holds; sleep while the connector has nothing to say.
-
-        Raises:
-            TimeoutError: it does not hold after ``timeout_s``.
-        """
-        async with asyncio.timeout(timeout_s):
-            while True:
-                self._wake.clear()
-                self.step()
-                if condition():
-                    return
-                await self._wake.wait()
+    async def until(self, condition: Callable[[], bool]) -> None:
+        """Step until the condition holds; sleep while the connector has nothing to say. Raises TimeoutError after 20 s."""
+        await step_until(condition, self.step, self._wake)
 
     async def run(self, request: Request) -> None:
         """Step until a request has its embeddings, or has failed."""
@@ -181,18 +168,12 @@ class ECEngine:
         self.computed.append(image.identifier)
         self.worker.save_caches(self.encoder_cache, image.identifier)
         del self.encoder_cache[image.identifier]
-        await self._poll(lambda: image.identifier in self.saved or image.identifier in self.not_saved)
+        await step_until(
+            lambda: image.identifier in self.saved or image.identifier in self.not_saved,
+            lambda: self._take(self.worker.get_finished(set())),
+            self._wake,
+        )
         return self.saved[image.identifier]
-
-    async def _poll(self, condition: Callable[[], bool]) -> None:
-        """Take reports without a scheduler until the condition holds."""
-        async with asyncio.timeout(20):
-            while True:
-                self._wake.clear()
-                self._take(self.worker.get_finished(set()))
-                if condition():
-                    return
-                await self._wake.wait()
 
     def _schedule(self, request: Request, coming: set[bytes], to_compute: dict[bytes, int]) -> None:
         """Find a place for each feature that has none, as the scheduler does; nothing is lacking behind the step."""

@@ -31,7 +31,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from connectors.testing.connector_engine import MemoryPool, call_if_open
+from connectors.testing.connector_engine import MemoryPool
+from connectors.testing.stepping import call_if_open
 from core.clock import SystemClock
 from core.config import SchedulerSection
 from core.connector import Connector

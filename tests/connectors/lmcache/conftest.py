@@ -29,8 +29,8 @@ from connectors.lmcache.wire import (
     register_call,
     store_call,
 )
-from connectors.testing.connector_engine import call_if_open
 from connectors.testing.contexts import connector_context
+from connectors.testing.stepping import call_if_open
 from core.clock import SystemClock
 from core.config import ConnectorSection, LMCacheSection, SchedulerSection
 from core.constants import HASH_BLOCK_SIZE
