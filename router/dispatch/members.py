@@ -152,6 +152,12 @@ class GenerationWorker(Member):
         limit = self.facts.max_num_choices
         return not limit or num_choices <= limit
 
+    def has_unleased_blocks(self, num_tokens: int) -> bool:
+        """Return True if the blocks of so many tokens fit beside those that are leased to readers."""
+        layout = self.facts.layout
+        num_needed = -(-num_tokens // layout.block_size) * layout.num_groups
+        return num_needed <= self.facts.num_blocks - self.num_leased_blocks
+
     def has_room(self, count: int) -> bool:
         """Return True if it would admit this many more choices, as far as this router knows."""
         limit = self.facts.max_num_choices

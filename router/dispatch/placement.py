@@ -69,6 +69,7 @@ class Placement:
     def _demand(self, request: RequestState, now: float) -> Demand:
         return Demand(
             num_tokens=request.submission.num_tokens,
+            num_prompt_tokens=len(request.submission.prompt_token_ids),
             num_choices=len(request.live_choices),
             avoid=frozenset(request.avoid),
             model_fingerprint=request.submission.model_fingerprint,

@@ -32,6 +32,7 @@ class Demand:
     """
 
     num_tokens: int
+    num_prompt_tokens: int = 0
     num_choices: int = 1
     avoid: frozenset[WorkerKey] = frozenset()
     model_fingerprint: bytes = b""  # empty = any
@@ -136,8 +137,9 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand) -> Route:
     """Return the route that holds the request, has room for it, and is the least loaded.
 
     The least loaded prefill worker with a partner is combined with its least loaded partner; the load of a pair is that of its
-    more loaded worker. Among equals the worker picked least recently is chosen, and a pair before an aggregated worker. Pairs
-    with failing handoffs come after all others. A decode worker alone comes last, if it can read from no open prefill worker.
+    more loaded worker. Prefill workers whose leases leave no room for the prompt come after the others, since readers may take
+    long. Among equals the worker picked least recently is chosen, and a pair before an aggregated worker. Pairs with failing
+    handoffs come after all others. A decode worker alone comes last, if it can read from no open prefill worker.
 
     Raises:
         NoWorker: no worker can serve now; says what is missing.
@@ -151,13 +153,17 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand) -> Route:
     alone = _fitting(_alone(every), demand)
     for bad_pairs in (demand.bad_pairs, frozenset[tuple[WorkerKey, WorkerKey]]()):
         for candidates in _in_order_of_preference(fitting, demand):
-            found = [route for route in (_best_pair(candidates, bad_pairs), _best_aggregated(candidates)) if route is not None]
+            found = [
+                route
+                for route in (_best_pair(candidates, demand, bad_pairs), _best_aggregated(candidates))
+                if route is not None
+            ]
             if found:
                 return min(found, key=lambda route: route.load)
     for candidates in _in_order_of_preference(alone, demand):
         if candidates:
             return Route(None, min(candidates, key=_least_loaded))
-    if _best_pair(fitting) or _best_aggregated(fitting) or alone:
+    if _best_pair(fitting, demand) or _best_aggregated(fitting) or alone:
         _check_num_choices(fitting, demand)
         raise Overloaded("every worker that could serve the request is full: try again later")
     limit = max_model_len(members)
@@ -299,9 +305,14 @@ def _least_loaded_of(workers: list[GenerationWorker], demand: Demand) -> Generat
     raise Overloaded("every worker that could go on with the request is full")
 
 
-def _best_pair(workers: list[GenerationWorker], bad_pairs: Container[tuple[WorkerKey, WorkerKey]] = ()) -> Route | None:
+def _best_pair(
+    workers: list[GenerationWorker], demand: Demand, bad_pairs: Container[tuple[WorkerKey, WorkerKey]] = ()
+) -> Route | None:
+    def order(prefill: GenerationWorker) -> tuple[bool, tuple[float, int]]:
+        return not prefill.has_unleased_blocks(demand.num_prompt_tokens), _least_loaded(prefill)
+
     decodes = sorted((worker for worker in workers if worker.role == "decode"), key=_least_loaded)
-    for prefill in sorted((worker for worker in workers if worker.role == "prefill"), key=_least_loaded):
+    for prefill in sorted((worker for worker in workers if worker.role == "prefill"), key=order):
         fitting = (decode for decode in decodes if mismatch(prefill, decode) is None)
         partner = next((decode for decode in fitting if (prefill.key, decode.key) not in bad_pairs), None)
         if partner is not None:
