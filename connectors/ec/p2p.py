@@ -8,6 +8,7 @@ pool of chunks. Owns that pool and the life of the parts. Seals carry digests, a
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 from connectors.ec import p2p_adapter as handoff
 from connectors.ec.chunks import ChunkLayout
@@ -20,11 +21,10 @@ from connectors.ec.tensors import to_bytes, to_tensor
 from connectors.ec.wakeup_timer import WakeupTimer
 from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report
-from connectors.p2p.config import transfer_settings
+from connectors.p2p.config import driver_settings, worker_identity
 from connectors.p2p.driver import AgentHost, P2PDriver
 from connectors.p2p.host_id import host_id
 from connectors.p2p.metrics import P2PMetrics
-from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import DriverSettings
 from connectors.p2p.transport.factory import TransportFactory, create_transport
 from connectors.reports import SendingEnded
@@ -127,15 +127,8 @@ class P2PECConnector(ECConnector):
         layout = self._layout = ChunkLayout(embeddings, context.model_fingerprint)
         memory = self._memory = ChunkMemory(layout, self._settings.memory_bytes, context.incarnation)
         self.scheduler.bind(layout, memory.num_chunks)
-        identity = WorkerIdentity(
-            engine_id=context.engine_id,
-            incarnation=context.incarnation,
-            model_fingerprint=context.model_fingerprint,
-            layout=layout.as_blocks,
-            host_id=self._host_id,
-        )
         host = AgentHost(
-            identity=identity,
+            identity=worker_identity(context, layout.as_blocks),
             is_producer=self._is_producer,
             report=self._on_report,
             fail=self.worker.fail,
@@ -183,7 +176,7 @@ class P2PECConnector(ECConnector):
 
 
 def _driver_settings(context: ECContext) -> DriverSettings:
-    config, worker = context.config.ec_connector, context.config.worker
+    config = context.config.ec_connector
     section = ConnectorSection(
         transports=config.transports,
         kv_verify="digest",
@@ -193,12 +186,5 @@ def _driver_settings(context: ECContext) -> DriverSettings:
         lease_renew_interval_s=config.lease_s / _RENEWALS_PER_LEASE,
         lease_max_s=max(config.lease_s, ConnectorSection().lease_max_s),
     )
-    return DriverSettings(
-        transfer=transfer_settings(section),
-        control_address=worker.control_address,
-        data_port=worker.data_port if context.role == "encode" else 0,
-        keys=context.keys,
-        advertise_host=worker.advertise_host,
-        clock=context.clock,
-        ids=context.ids,
-    )
+    settings = driver_settings(context, section)
+    return settings if context.role == "encode" else replace(settings, data_port=0)

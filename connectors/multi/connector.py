@@ -6,7 +6,6 @@ were alone; ``connector.*`` settings are shared by all.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
@@ -17,10 +16,7 @@ from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from connectors.registry import connector_factory
 from core.connector import Connector, ConnectorContext
-from core.errors import ConfigError
 from core.wire.kv import KVHandoff
-
-NAME = "multi"
 
 
 class MultiConnector(Connector):
@@ -36,11 +32,9 @@ class MultiConnector(Connector):
         """Build every connector that the configuration names.
 
         Raises:
-            ConfigError: there is no such connector, or they do not go together.
+            ConfigError: there is no such connector.
         """
-        names = context.config.connector.connectors
-        check_names(names)
-        return cls([connector_factory(name)(_own_context(context, name)) for name in names])
+        return cls([connector_factory(name)(_own_context(context, name)) for name in context.config.connector.connectors])
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -102,23 +96,6 @@ class MultiConnector(Connector):
     def longest_lease_s(self) -> float:
         """Return how long the last of the blocks is held for readers, unless they ask for more time."""
         return max((connector.longest_lease_s() for connector in self._connectors), default=0.0)
-
-
-def check_names(names: Sequence[str]) -> None:
-    """Refuse what cannot be several connectors.
-
-    Raises:
-        ConfigError: none, one of them twice, or one that is this one.
-    """
-    if not names:
-        raise ConfigError(
-            "connector.name = 'multi' needs connector.connectors, such as [p2p, offload]", param="connector.connectors"
-        )
-    twice = [name for name, count in Counter(names).items() if count > 1]
-    if twice:
-        raise ConfigError(f"connector.connectors: {twice[0]!r} is named twice", param="connector.connectors")
-    if NAME in names:
-        raise ConfigError("connector.connectors: 'multi' cannot be one of its own parts", param="connector.connectors")
 
 
 def _own_context(context: ConnectorContext, name: str) -> ConnectorContext:

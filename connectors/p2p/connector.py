@@ -8,12 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from connectors.p2p.actions import HandoffRef, LeaseGrant
-from connectors.p2p.config import driver_settings
+from connectors.p2p.config import driver_settings, worker_identity
 from connectors.p2p.driver import AgentHost, P2PDriver
-from connectors.p2p.host_id import host_id
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.metrics import P2PMetrics
-from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.transport.factory import TransportFactory, create_transport
 from connectors.p2p.worker import P2PConnectorWorker
@@ -23,19 +21,13 @@ from core.wire.kv import KVHandoff
 
 
 class P2PConnector(Connector):
-    """Producer on prefill workers, consumer on decode workers; built by ``connectors.p2p.connector``."""
+    """Producer on prefill workers, consumer on decode workers."""
 
     scheduler: P2PConnectorScheduler
     worker: P2PConnectorWorker
 
     def __init__(self, context: ConnectorContext, create: TransportFactory = create_transport) -> None:
-        self._identity = WorkerIdentity(
-            engine_id=context.engine_id,
-            incarnation=context.incarnation,
-            model_fingerprint=context.model_fingerprint,
-            layout=context.layout,
-            host_id=host_id(),
-        )
+        self._identity = worker_identity(context, context.layout)
         self.scheduler = P2PConnectorScheduler(
             self._identity,
             lease_ms=int(1000 * context.config.connector.lease_s),
@@ -51,7 +43,7 @@ class P2PConnector(Connector):
             metrics=P2PMetrics(context.metrics),
             name_load=lambda request_id: {"request_id": router_id(request_id)},
         )
-        self.driver = P2PDriver(driver_settings(context), host, create)
+        self.driver = P2PDriver(driver_settings(context, context.config.connector), host, create)
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -7,9 +7,13 @@ from types import SimpleNamespace
 
 import pytest
 
+import connectors.multi.connector
 from connectors.multi.connector import MultiConnector
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import LayerwiseMultiConnectorWorker, MultiConnectorWorker, multi_connector_worker
+from connectors.registry import connector_factory
+from connectors.testing.contexts import connector_context
+from core.config import ConnectorSection
 from core.connector import Connector, KVConnectorScheduler, KVConnectorWorker
 from core.errors import ConnectorUnavailable
 from core.request import KVConnectorMetadata, KVConnectorOutput, KVConnectorWorkerMetadata, SchedulerOutput
@@ -299,3 +303,16 @@ def test_numbers_and_names_of_all():
     multi.release(["kv-1"])
     multi.expect("kv-2")
     assert log == [("a", "kv-1"), ("b", "kv-1"), ("a", "expect", "kv-2"), ("b", "expect", "kv-2")]
+
+
+def test_each_part_is_made_as_if_it_were_configured_alone(monkeypatch):
+    made = []
+
+    def factory(context):
+        made.append(context.config.connector)
+        return FakeConnector("a", [])
+
+    monkeypatch.setattr(connectors.multi.connector, "connector_factory", lambda name: factory)
+    section = ConnectorSection(name="multi", connectors=("p2p", "offload"), lease_s=12.0)
+    connector_factory("multi")(connector_context("prefill", connector=section))
+    assert [(own.name, own.connectors, own.lease_s) for own in made] == [("p2p", (), 12.0), ("offload", (), 12.0)]
