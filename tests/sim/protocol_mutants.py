@@ -290,9 +290,9 @@ MUTANTS = (
     Mutant(compare_seals_without_their_hash, 0),
     Mutant(leave_old_seals_in_landing_rows, 2),
     Mutant(reuse_blocks_without_a_new_generation, 0),
-    Mutant(rewrite_blocks_without_breaking_their_seals, None),
+    Mutant(rewrite_blocks_without_breaking_their_seals, 79),
     Mutant(evict_blocks_without_breaking_their_seals, None),
-    Mutant(leave_invalid_blocks_hits, None),
+    Mutant(leave_invalid_blocks_hits, 79),
     Mutant(leave_evicted_blocks_hits, None),
     Mutant(do_not_fence_lost_peers, 2),
     Mutant(keep_reading_from_a_life_that_is_over, 47),
@@ -302,11 +302,11 @@ MUTANTS = (
     Mutant(start_reads_that_outlast_their_leases, 42),
     Mutant(release_the_lease_with_its_first_reader, 6),
     Mutant(do_not_wait_for_a_worker, 21),
-    Mutant(never_take_a_worker_that_has_failed_the_request, 16),
+    Mutant(never_take_a_worker_that_has_failed_the_request, 21),
     Mutant(end_requests_with_their_first_loss, 2),
-    Mutant(forget_requests_of_lost_workers, 79),
+    Mutant(forget_requests_of_lost_workers, 5),
     Mutant(take_a_replaced_process_back, 2),
-    Mutant(keep_requests_of_a_router_that_was_replaced, 11),
+    Mutant(keep_requests_of_a_router_that_was_replaced, 0),
     Mutant(do_not_leave_a_hung_worker, 78),
     Mutant(never_trust_a_worker_again_that_has_stalled, 0),
     Mutant(let_pauses_cost_retries, 4),
@@ -314,8 +314,8 @@ MUTANTS = (
     Mutant(never_open_a_breaker, 10),
 )
 
-# One of each kind of mistake: left out are defects that are all but another one here, what only a load within a step shows,
-# and an end of quarantine that only its bounds would show.
+# One of each kind of mistake: left out are defects that are all but another one here, and what only failed steps or the bounds
+# of the quarantine would show.
 _LEFT_OUT = (
     let_broken_seals_pass,
     evict_blocks_without_breaking_their_seals,
