@@ -22,6 +22,7 @@ from connectors.testing.contexts import connector_context
 from core.config import ConnectorSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from kvferry.local import LocalCluster
+from tests.support.delayed_device import DelayedDevice
 
 RECORD_BYTES = LAYOUT.block_bytes + 16  # a block and its digest
 
@@ -95,6 +96,16 @@ class TestConformance(ConnectorConformance):
 
     def make_connector(self, role, patience_s):
         return self.module.FolderConnector(self.context(role, transfer_deadline_s=patience_s))
+
+
+class TestConformanceBesideDevice(TestConformance):
+    """The pool is on a device that copies when it likes to."""
+
+    def make_connector(self, role, patience_s):
+        connector = super().make_connector(role, patience_s)
+        register = connector.worker.register_kv_caches
+        connector.worker.register_kv_caches = lambda pool: register(DelayedDevice(seed=1).holding(pool))
+        return connector
 
 
 async def test_reader_waits_for_a_file_that_is_not_written_yet(peer):

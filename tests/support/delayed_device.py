@@ -11,13 +11,16 @@ import random
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from core.engine.cuda.block_copier import TensorBlockCopier
+from core.kv.pool_region import KVPoolRegion
 
 SHARE_OF_WORK = 0.3  # how likely a stream does its next piece of work when it gets the chance
+NUM_SLOTS = 6  # of a copier beside a pool
 
 Work = Callable[[], object]
 
@@ -41,6 +44,12 @@ class DelayedDevice:
     def new_copier(self, rows: torch.Tensor, num_slots: int) -> TensorBlockCopier:
         """Return a copier with a stream of its own. ``rows`` [num_blocks, block_bytes] uint8 is memory of this device."""
         return TensorBlockCopier(rows, self.new_stream(), num_slots)
+
+    def holding(self, pool: KVPoolRegion) -> KVPoolRegion:
+        """Return a pool as if its memory were that of this device."""
+        assert pool.buffer is not None
+        rows = torch.frombuffer(pool.buffer, dtype=torch.uint8).view(pool.num_blocks, pool.block_bytes)
+        return replace(pool, buffer=None, memory_fd=None, device="cuda:0", new_copier=partial(self.new_copier, rows, NUM_SLOTS))
 
     def go_on(self) -> None:
         """Let each stream, in any order, do a part of its work."""

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from functools import partial
 
 import pytest
-import torch
 
 from connectors.offload.arena import offload_connector
 from connectors.testing.contexts import connector_context
@@ -59,15 +57,7 @@ class TestOffloadBesideDevice(TestOffload):
         return connector
 
     def on_device(self, region):
-        rows = torch.frombuffer(region.buffer, dtype=torch.uint8).view(region.num_blocks, region.block_bytes)
-        return dataclasses.replace(
-            region,
-            buffer=None,
-            memory_fd=None,
-            device="cuda:0",
-            new_copier=partial(self.device.new_copier, rows, 6),
-            pin_memory=self.pin,
-        )
+        return dataclasses.replace(self.device.holding(region), pin_memory=self.pin)
 
     def pin(self, memory):
         self.pinned.append(memory)
