@@ -34,6 +34,7 @@ def test_most_of_the_chosen_defects_are_known_to_be_found():
 
 @pytest.mark.full
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_most_of_the_chosen_defects_are_found_within_a_hundred_runs():
     found = [mutant.name for mutant in CHOSEN if find(mutant, range(NUM_RUNS)) is not None]
     assert len(found) >= MIN_FOUND, found
