@@ -163,8 +163,8 @@ def keep_reading_from_a_life_that_is_over(patch: Patch) -> None:
 def end_quarantine_when_reads_are_cancelled(patch: Patch) -> None:
     real = InflightReads.abandon
 
-    def abandon(self, load, fence_at):
-        real(self, load, fence_at)
+    def abandon(self, load, fence_at, now):
+        real(self, load, fence_at, now)
         self.quarantine.fence(load.owner)
 
     patch(InflightReads, "abandon", abandon)

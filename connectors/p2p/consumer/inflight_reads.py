@@ -13,18 +13,21 @@ from dataclasses import dataclass
 
 from connectors.p2p.actions import Action, CancelRead, QuarantineEnded
 from connectors.p2p.consumer.load import Load, RowSlice
-from connectors.p2p.consumer.quarantine import Quarantine
+from connectors.p2p.consumer.quarantine import LateRead, Quarantine
 from connectors.p2p.transport.interface import PeerId
 from core.errors import PeerUnreachable
 
 
 @dataclass(frozen=True, slots=True)
 class QuarantineBounds:
-    """The most blocks that may be kept: for a peer, with those of its loads in progress once there are any, and in total."""
+    """The most blocks that may be kept: in total, and for a peer, with those of its open loads if its reads do not end.
+
+    A cancelled read that has not ended for ``fence_grace_s`` counts as one that does not end: most end at once.
+    """
 
     max_blocks: int
     max_blocks_in_total: int
-    fence_grace_s: float  # of a peer that has reached it: most cancelled reads end at once
+    fence_grace_s: float  # also of a peer that has reached its bound
 
 
 class InflightReads:
@@ -65,7 +68,7 @@ class InflightReads:
             self._count_awaited(load.owner, -1)
         return load
 
-    def abandon(self, load: Load, fence_at: float) -> None:
+    def abandon(self, load: Load, fence_at: float, now: float) -> None:
         """Cancel the reads of a load that is over. What they may still write is kept, at most until their peer is fenced.
 
         Whether the read of the seals has begun is not known here. If not, it ends at once; if so, it goes on to keep what the
@@ -78,19 +81,22 @@ class InflightReads:
         for read_id, rows in late.items():
             del self._loads[read_id]
             self._count_awaited(load.owner, -1)
-            self.quarantine.add(read_id, load.owner, rows, fence_at, None if read_id == load.seal_read else load.seal_read)
+            heir = None if read_id == load.seal_read else load.seal_read
+            self.quarantine.add(read_id, LateRead(load.owner, rows, now, fence_at, heir))
             self.num_quarantined += len(rows)
             self.emit(CancelRead(read_id))
 
-    def is_full(self, peer: PeerId) -> bool:
+    def is_full(self, peer: PeerId, now: float) -> bool:
         """Say whether no load from a peer may be added.
 
         A peer with reads that do not end counts with what it is reading for others too: all that may come to the quarantine.
         """
         if self.quarantine.num_waiting_blocks >= self._bounds.max_blocks_in_total:
             return True
-        num_quarantined = self.quarantine.num_blocks_of(peer)
-        return num_quarantined > 0 and num_quarantined + self._num_open_blocks(peer) >= self._bounds.max_blocks
+        num_blocks = self.quarantine.num_blocks_of(peer)
+        if num_blocks and self.quarantine.oldest_of(peer) <= now - self._bounds.fence_grace_s:
+            num_blocks += self._num_open_blocks(peer)
+        return num_blocks >= self._bounds.max_blocks
 
     def why_full(self, peer: PeerId) -> PeerUnreachable:
         """Return what is told of a load that is not started."""
@@ -104,7 +110,7 @@ class InflightReads:
         """Fence peers soon that keep the quarantine full, but for those that still serve loads."""
         spared = set(serving)
         for peer in self.quarantine.peers():
-            if peer not in spared and self.is_full(peer):
+            if peer not in spared and self.is_full(peer, now):
                 self.quarantine.hurry(peer, now + self._bounds.fence_grace_s)
 
     def _open(self, load: Load) -> int:

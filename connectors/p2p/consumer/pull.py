@@ -145,7 +145,7 @@ class PullProtocol:
         self._loads[request.request_id] = load = Load(request, now, deadline)
         if deadline <= now:
             self._on_deadline(load, now)
-        elif self._reads.is_full(load.owner):
+        elif self._reads.is_full(load.owner, now):
             self._end(load, self._reads.why_full(load.owner), now)
         else:
             self._connect(load, now)
@@ -156,7 +156,7 @@ class PullProtocol:
         load = self._loads.get(request_id)
         if load is not None:
             quarantined = load.open_rows()
-            self._forget(load, fence_at=max(now, load.deadline))
+            self._forget(load, max(now, load.deadline), now)
             self._emit(LoadEnded(request_id, usage=None, quarantined_block_ids=quarantined))
             self._reads.hurry_if_full(self._served_by(), now)
             self._close_if_retired(load.owner, now)
@@ -451,16 +451,16 @@ class PullProtocol:
         if peer is not None and load.is_loaded:
             self._peers.health.count_success(peer.peer_id, peer.transport)
         report = load.report(info, peer.transport if peer else "", self._layout_of(load.request).block_bytes, now)
-        self._forget(load, max(now, load.deadline) if fence_at is None else fence_at)
+        self._forget(load, max(now, load.deadline) if fence_at is None else fence_at, now)
         self._emit(report)
         self._reads.hurry_if_full(self._served_by(), now)
         self._close_if_retired(load.owner, now)
 
-    def _forget(self, load: Load, fence_at: float) -> None:
+    def _forget(self, load: Load, fence_at: float, now: float) -> None:
         """Let go of a load, and of its reads."""
         del self._loads[load.request.request_id]
         is_open = self._peers.get(load.owner) is not None
-        self._reads.abandon(load, fence_at if is_open else math.inf)
+        self._reads.abandon(load, fence_at if is_open else math.inf, now)
 
     # ---- small change --------------------------------------------------------------------------------------------------
 

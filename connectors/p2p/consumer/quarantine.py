@@ -16,9 +16,12 @@ from connectors.p2p.transport.interface import PeerId
 
 
 @dataclass(slots=True)
-class _LateRead:
+class LateRead:
+    """A read whose load has ended, at ``since``. Its peer is fenced at ``fence_at``."""
+
     peer: PeerId
     local_rows: tuple[int, ...]
+    since: float
     fence_at: float  # infinite once the peer is fenced: the report of its end is on its way
     heir: int | None  # the read of their seals, if it was ordered
 
@@ -27,7 +30,7 @@ class Quarantine:
     """Late reads by their ids."""
 
     def __init__(self) -> None:
-        self._reads: dict[int, _LateRead] = {}
+        self._reads: dict[int, LateRead] = {}
         self._num_blocks_of: dict[PeerId, int] = {}  # reads of fenced peers left out
 
     @property
@@ -48,13 +51,19 @@ class Quarantine:
         """Return how many blocks wait for reads of a peer that is not fenced."""
         return self._num_blocks_of.get(peer, 0)
 
-    def add(self, read_id: int, peer: PeerId, local_rows: tuple[int, ...], fence_at: float, heir: int | None = None) -> None:
-        """Keep the blocks of a read that is open, until it ends or its peer is fenced; that happens at ``fence_at``.
+    def oldest_of(self, peer: PeerId) -> float:
+        """Return since when the oldest read of a peer that is not fenced is in here; infinite if there is none."""
+        return min(
+            (read.since for read in self._reads.values() if read.peer == peer and read.fence_at < math.inf), default=math.inf
+        )
 
-        If the read ``heir``, of their seals, is still in here then, it goes on to keep them.
+    def add(self, read_id: int, read: LateRead) -> None:
+        """Keep the blocks of a read that is open, until it ends or its peer is fenced.
+
+        If its heir, the read of their seals, is still in here then, it goes on to keep them.
         """
-        self._reads[read_id] = read = _LateRead(peer, local_rows, fence_at, heir)
-        self._count(read, len(local_rows))
+        self._reads[read_id] = read
+        self._count(read, len(read.local_rows))
 
     def end(self, read_id: int) -> tuple[int, ...]:
         """Take out a read that is terminal; returns the blocks that nothing keeps any more. Unknown ones keep none."""
@@ -95,7 +104,7 @@ class Quarantine:
         """Return when the next peer is overdue; infinite if none is going to be."""
         return min((read.fence_at for read in self._reads.values()), default=math.inf)
 
-    def _count(self, read: _LateRead, difference: int) -> None:
+    def _count(self, read: LateRead, difference: int) -> None:
         """Note what waits for a peer, as long as it is not fenced."""
         if read.fence_at == math.inf:
             return

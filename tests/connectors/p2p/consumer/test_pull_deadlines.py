@@ -324,6 +324,9 @@ def test_what_a_peer_still_reads_for_others_counts_once_it_has_reads_that_do_not
     assert pull.reads_of("healthy"), "a peer of which nothing is quarantined is not limited"
     pull.abort("a")
     assert len(pull.quarantined) == 2
+    pull.start("soon after", 1)
+    assert pull.reads_of("soon after"), "most cancelled reads end at once"
+    pull.tick(1.0)
     pull.start("too much", 1)
     assert pull.failed == {"too much": "peer_lost"}
     pull.end_read(pull.reads_of("b")[0])  # its seals are read now
@@ -361,6 +364,7 @@ def test_blocks_whose_seals_are_ordered_count_even_if_they_have_arrived(make_pul
     assert len(pull.quarantined) == 1
     for _ in range(2):
         pull.end_read(pull.reads_of("b")[0])
+    pull.tick(1.0)
     pull.start("too much", 1)
     assert pull.failed == {"too much": "peer_lost"}
     pull.abort("b")
