@@ -103,6 +103,7 @@ class Peers:
         self._handshakes: dict[str, _OpenHandshake] = {}  # by address
         self._other_versions: dict[PeerId, _OtherVersion] = {}  # in the order of their first refusal
         self._answering: dict[str, int] = {}  # by address, the life that has answered on the present control connection
+        self._asked: dict[str, set[str]] = {}  # by address, the transports that were offered on the present control connection
         self._failed: dict[PeerId, dict[str, str]] = {}  # transports by which a peer could not be opened, and why
         self.health = TransportHealth(terms.breaker, emit)
 
@@ -123,6 +124,17 @@ class Peers:
     def is_shaking_hands(self, address: str) -> bool:
         """True if an answer from there is awaited."""
         return address in self._handshakes
+
+    def awaits(self, address: str, reply: HandshakeReply) -> bool:
+        """True if this reply may answer the handshake in progress.
+
+        A handshake that was repeated, or came twice, is answered twice. The second answer is known by a transport that was
+        offered then, on this connection, and is not offered now.
+        """
+        handshake = self._handshakes.get(address)
+        if handshake is None:
+            return False
+        return reply.transport in handshake.transports or reply.transport not in self._asked[address]
 
     def shake_hands(self, peer_id: PeerId, last_lease_question: int, now: float) -> bool:
         """Ask who lives at a peer's address; False if that question is open already.
@@ -150,6 +162,7 @@ class Peers:
 
     def _ask(self, handshake: _OpenHandshake) -> None:
         self._handshakes[handshake.peer_id.address] = handshake
+        self._asked.setdefault(handshake.peer_id.address, set()).update(handshake.transports)
         ours = self._identity
         message = Handshake(
             engine_id=ours.engine_id,
@@ -219,6 +232,7 @@ class Peers:
     def forget_answers(self, address: str) -> None:
         """The control connection has ended; who answers on the next one is not known."""
         self._answering.pop(address, None)
+        self._asked.pop(address, None)
 
     # ---- peers -------------------------------------------------------------------------------------------------------
 

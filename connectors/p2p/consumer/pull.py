@@ -172,7 +172,7 @@ class PullProtocol:
                 return self._take_actions(now)
             self._peers.note_answer(address, message.incarnation)
         match message:
-            case HandshakeReply() if self._peers.is_shaking_hands(address):
+            case HandshakeReply() if self._peers.awaits(address, message):
                 self._on_handshake_reply(address, message, now)
             case HandshakeRefused() if self._peers.is_shaking_hands(address):
                 self._note_incarnation(address, message.incarnation, now)

@@ -352,8 +352,9 @@ def test_transport_that_failed_is_not_used_though_the_peer_insists_on_it(pull):
     pull.start()
     cannot_open(pull, "shm")
     pull.accept(transport="shm")
-    assert pull.failed == {"r": "protocol_error"}
-    assert len(pull.messages(Handshake)) == 2
+    assert (pull.failed, len(pull.messages(Handshake))) == ({}, 2)
+    pull.tick(5)
+    assert pull.failed == {"r": "peer_lost"}
 
 
 def test_transport_that_failed_for_a_life_is_used_if_it_was_offered_to_another(pull):
@@ -385,6 +386,23 @@ def test_failed_transport_is_not_offered_to_the_peer_again_if_another_is_left(pu
     pull.start("next life", transfer_id="t2", incarnation=2)
     cannot_open(pull, "tcp", incarnation=2)
     assert offered(pull) == ("shm",)
+
+
+def test_second_answer_to_an_earlier_handshake_is_not_taken_for_this_one(pull):
+    pull.start()
+    cannot_open(pull, "shm")
+    assert offered(pull) == ("tcp",)
+    pull.accept(transport="shm")
+    assert (pull.failed, pull.protocol.counts.unexpected_messages) == ({}, 1)
+    pull.accept(transport="tcp")
+    pull.grant()
+    assert pull.reads_of("r")
+
+
+def test_answer_by_a_transport_that_was_never_offered_ends_the_load(pull):
+    pull.start()
+    pull.accept(transport="nixl")
+    assert pull.failed == {"r": "protocol_error"}
 
 
 @pytest.mark.parametrize(
