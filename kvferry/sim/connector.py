@@ -16,7 +16,6 @@ from core.ids import IdSource
 from kvferry.sim.driver import SimDriver, WriteWatch
 from kvferry.sim.host import Host
 from kvferry.sim.timing_checks import TimingChecks
-from kvferry.sim.troubles import Kind
 
 
 class SimConnector(SimDriver):
@@ -67,6 +66,4 @@ class SimConnector(SimDriver):
         if isinstance(report, LoadEnded) and report.usage is not None:
             self._ended_loads[f"load_{report.error.code if report.error is not None else 'ok'}"] += 1
             self._times.on_load_ended(report)
-            if report.error is not None and "blocks are quarantined" in report.error.message:
-                self._host.troubles.note(Kind.QUARANTINED, [self._host.process.name], 0.0)
         self.worker.report(report)

@@ -311,7 +311,7 @@ FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
     ),
     "digest": (trouble(Kind.CORRUPTED), store_was_in_trouble),
     "peer_lost": (
-        trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.FAILED, Kind.DATA_PARTED, Kind.QUARANTINED),
+        trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.FAILED, Kind.DATA_PARTED),
         busy_reader,
         transport_was_off,
     ),

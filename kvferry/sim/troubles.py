@@ -31,7 +31,6 @@ class Kind(StrEnum):
     LATE = "late"  # a frame between two processes
     DROPPED = "dropped"  # a frame between two processes
     UNANSWERED = "unanswered"  # a read of one process's memory by another, whose answer was dropped, until the reader ends it
-    QUARANTINED = "quarantined"  # so many blocks of a worker that it starts no load: reads of ended loads have not ended
     STALLED = "stalled"  # a read of one process's memory by another
     FAILED = "failed"  # such a read
     CORRUPTED = "corrupted"  # such a read, or what a process holds
