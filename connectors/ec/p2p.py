@@ -20,7 +20,7 @@ from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.tensors import to_bytes, to_tensor
 from connectors.ec.wakeup_timer import WakeupTimer
 from connectors.ec.worker import FetchingWorker
-from connectors.p2p.actions import LeaseGrant, Report
+from connectors.p2p.actions import ReleaseHandoffs, Report
 from connectors.p2p.config import driver_settings, worker_identity
 from connectors.p2p.driver import AgentHost, P2PDriver
 from connectors.p2p.host_id import host_id
@@ -108,17 +108,16 @@ class P2PECConnector(ECConnector):
             source for source in sources if source.incarnation == self._context.incarnation and source.connector == self.name
         ]
         transfer_ids = [handoff.decode_held(source.payload).transfer_id for source in own]
-        self.driver.call_soon(self._on_release, transfer_ids)  # after the grants
+        self.driver.post(ReleaseHandoffs(transfer_ids))  # after the grants
 
     def num_leased_chunks(self) -> int:
         """Return how many chunks are held for readers."""
         agent = self.driver.agent
-        return 0 if agent is None else agent.num_leased_blocks
+        return 0 if agent is None else agent.producer.leases.num_blocks
 
     def longest_lease_s(self) -> float:
         """Return how long the last of them is held, unless its reader asks for more time."""
-        agent = self.driver.agent
-        return 0.0 if agent is None else agent.longest_lease_s()
+        return self.driver.longest_lease_s()
 
     # ---- the parts, once the form of the embeddings is known -------------------------------------------------------------
 
@@ -140,7 +139,7 @@ class P2PECConnector(ECConnector):
             terms = OfferTerms(
                 engine_id=context.engine_id, incarnation=context.incarnation, lease_ms=int(1000 * self._settings.lease_s)
             )
-            self._offers = ProducedEmbeddings(memory, terms, context.ids, self._grant)
+            self._offers = ProducedEmbeddings(memory, terms, context.ids, self._driver.post)
         self.worker.bind(memory.rows, self._submit, self._offers)
 
     def _locate(self, feature: MMFeature, announced: ECSource | None) -> Source | None:
@@ -149,23 +148,11 @@ class P2PECConnector(ECConnector):
 
     # ---- from the engine thread, and back ----------------------------------------------------------------------------------
 
-    def _grant(self, grant: LeaseGrant) -> None:
-        self.driver.call_soon(self._on_grant, grant)
-
-    def _on_grant(self, grant: LeaseGrant) -> None:
-        self.driver.tell(lambda agent: agent.on_grant(grant))
-
-    def _on_release(self, transfer_ids: list[str]) -> None:
-        self.driver.tell(lambda agent: agent.release(transfer_ids))
-
     def _submit(self, metadata: FetchingMetadata) -> None:
         if metadata.has_orders:
-            self.driver.call_soon(self._on_orders, metadata)
+            self.driver.post(handoff.as_p2p(metadata))
         if metadata.wake_at is not None:
             self._alarm.set_soon(metadata.wake_at)
-
-    def _on_orders(self, metadata: FetchingMetadata) -> None:
-        self.driver.tell(lambda agent: agent.on_metadata(handoff.as_p2p(metadata)))
 
     def _on_report(self, report: Report) -> None:
         if not isinstance(report, SendingEnded):

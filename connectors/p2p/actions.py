@@ -1,7 +1,7 @@
 """The messages inside the p2p connector: those of its scheduler side, and the actions and events of its agent.
 
-Plain values without behaviour. ``P2PAgent`` returns actions; its driver carries them out in order: control messages on
-sockets, ``TransferCommand`` by ``TransferExecutor.execute``, ``Report`` by ``P2PConnectorWorker.report``.
+Plain values without behaviour. An agent's two machines take events and return actions, which the driver carries out in order:
+control messages on sockets, ``TransferCommand`` by ``TransferExecutor.execute``, ``Report`` by ``P2PConnectorWorker.report``.
 """
 
 from __future__ import annotations
@@ -124,6 +124,48 @@ class ConsumerStep:
         return not (self.holds or self.pulls or self.refused or self.aborts or self.releases)
 
 
+# ---- router → event loop ---------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class ExpectHandoff:
+    """Consumer: a coming request may load this handoff; ask for its lease."""
+
+    handoff: HandoffRef
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseHandoffs:
+    """Producer: no consumer will read these handoffs; end their leases."""
+
+    transfer_ids: Iterable[str]
+
+
+@dataclass(frozen=True, slots=True)
+class RenewHandoffs:
+    """Producer: extend the leases of these handoffs."""
+
+    transfer_ids: Iterable[str]
+
+
+# ---- control sockets → state machine. A message to the control address of a producer is an event itself. -------------
+
+
+@dataclass(frozen=True, slots=True)
+class ControlReceived:
+    """Consumer: a message from the producer connected at ``address``."""
+
+    address: str
+    message: ControlMessage
+
+
+@dataclass(frozen=True, slots=True)
+class ControlLost:
+    """Consumer: the control connection to an address was lost or refused."""
+
+    address: str
+
+
 # ---- state machine → control sockets ---------------------------------------------------------------------------------
 
 
@@ -144,7 +186,7 @@ class CloseControl:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Answer the message passed to ``P2PAgent.on_question``."""
+    """Answer the control message that the producer is handling."""
 
     message: ControlMessage
 
@@ -292,6 +334,17 @@ class ProbeEnded:
     error: KVFerryError | None = None
 
 
+TransferEvent = ReadEnded | PeerOpened | PeerFailed | PeerProgress | ProbeEnded
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """Consumer: what the transfer thread reports; ``at`` is the time of the event."""
+
+    event: TransferEvent
+    at: float
+
+
 # ---- state machine → engine ------------------------------------------------------------------------------------------
 
 
@@ -336,7 +389,6 @@ class TransportRestored:
 
 
 TransferCommand = OpenPeer | ClosePeer | PostRead | PostSealRead | CancelRead | AskProgress | StartProbe | EndProbe
-TransferEvent = ReadEnded | PeerOpened | PeerFailed | PeerProgress | ProbeEnded
 Report = LoadEnded | QuarantineEnded | SendingEnded
 LogEntry = PeerFenced | TransportBroken | TransportRestored
 Action = SendControl | CloseControl | Reply | LogEntry | TransferCommand | Report

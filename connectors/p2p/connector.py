@@ -1,16 +1,15 @@
 """The p2p connector of a worker: scheduler side, worker side and the driver of the agent between them.
 
-Decides nothing. Messages of the engine thread reach the agent in the event loop by ``P2PDriver.call_soon``.
+Decides nothing. Messages of the engine thread reach the agent in the event loop by ``P2PDriver.post``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant
+from connectors.p2p.actions import ExpectHandoff, HandoffRef, ReleaseHandoffs, RenewHandoffs
 from connectors.p2p.config import driver_settings, worker_identity
 from connectors.p2p.driver import AgentHost, P2PDriver
-from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.transport.factory import TransportFactory, create_transport
@@ -28,13 +27,7 @@ class P2PConnector(Connector):
 
     def __init__(self, context: ConnectorContext, create: TransportFactory = create_transport) -> None:
         self._identity = worker_identity(context, context.layout)
-        self.scheduler = P2PConnectorScheduler(
-            self._identity,
-            lease_ms=int(1000 * context.config.connector.lease_s),
-            ids=context.ids,
-            grant=lambda grant: self.driver.call_soon(self._on_grant, grant),
-        )
-        self.worker = P2PConnectorWorker(lambda metadata: self.driver.call_soon(self._on_metadata, metadata))
+        self.worker = P2PConnectorWorker(lambda metadata: self.driver.post(metadata))  # noqa: PLW0108, the driver is made below
         host = AgentHost(
             identity=self._identity,
             is_producer=context.role == "prefill",
@@ -44,6 +37,12 @@ class P2PConnector(Connector):
             name_load=lambda request_id: {"request_id": router_id(request_id)},
         )
         self.driver = P2PDriver(driver_settings(context, context.config.connector), host, create)
+        self.scheduler = P2PConnectorScheduler(
+            self._identity,
+            lease_ms=int(1000 * context.config.connector.lease_s),
+            ids=context.ids,
+            grant=self.driver.post,
+        )
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -88,40 +87,31 @@ class P2PConnector(Connector):
 
     def expect(self, handoff: KVHandoff) -> None:
         """Ask for the remaining time of the lease while the request is still on its way to the engine."""
-        self.driver.tell(lambda agent: agent.expect(HandoffRef.of(handoff)))
+        self.driver.handle(ExpectHandoff(HandoffRef.of(handoff)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these handoffs: no consumer will read them. Idempotent."""
-        self.driver.tell(lambda agent: agent.release(transfer_ids))
+        self.driver.handle(ReleaseHandoffs(transfer_ids))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
         """Extend the leases of these handoffs."""
-        self.driver.tell(lambda agent: agent.renew(transfer_ids))
+        self.driver.handle(RenewHandoffs(transfer_ids))
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are leased to consumers."""
         agent = self.driver.agent
-        return 0 if agent is None else agent.num_leased_blocks
+        return 0 if agent is None else agent.producer.leases.num_blocks
 
     def longest_lease_s(self) -> float:
         """Return how long the longest lease lasts unless its consumer renews it, in seconds."""
-        agent = self.driver.agent
-        return 0.0 if agent is None else agent.longest_lease_s()
+        return self.driver.longest_lease_s()
 
     def num_loading_blocks(self) -> int:
         """Return how many blocks belong to loads in progress."""
         agent = self.driver.agent
-        return 0 if agent is None else agent.num_loading_blocks
+        return 0 if agent is None else agent.consumer.num_loading_blocks
 
     def num_quarantined_blocks(self) -> int:
         """Return how many blocks of ended loads a late read may still write."""
         agent = self.driver.agent
-        return 0 if agent is None else agent.num_quarantined_blocks
-
-    # ---- messages of the engine thread, in the event loop --------------------------------------------------------------
-
-    def _on_grant(self, grant: LeaseGrant) -> None:
-        self.driver.tell(lambda agent: agent.on_grant(grant))
-
-    def _on_metadata(self, metadata: P2PConnectorMetadata) -> None:
-        self.driver.tell(lambda agent: agent.on_metadata(metadata))
+        return 0 if agent is None else agent.consumer.num_quarantined_blocks

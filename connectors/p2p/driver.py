@@ -1,7 +1,7 @@
 """``P2PDriver`` runs a ``P2PAgent`` in the event loop of a worker: ZeroMQ sockets, transports, transfer thread and clock.
 
-Decides nothing. The driver passes every event to the agent and carries out the returned actions in order. Calls from other
-threads arrive by ``call_soon_threadsafe``, which keeps their order. If the agent raises, the worker ends, because requests
+Decides nothing. Events go to the consumer or the producer by their type, and actions to what carries them out. Events of other
+threads arrive by ``call_soon_threadsafe``, which keeps their order. If a machine raises, the worker ends, because requests
 may wait for actions that were lost. The driver knows a pool of blocks with seals and not what the blocks hold:
 ``connectors.p2p.connector`` uses it for KV, ``connectors.ec.p2p`` for embeddings.
 """
@@ -13,12 +13,13 @@ import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from operator import attrgetter
 
 from connectors.p2p.actions import (
     Action,
     CloseControl,
-    LogEntry,
+    ControlLost,
+    ControlReceived,
     PeerFailed,
     PeerFenced,
     PeerOpened,
@@ -26,7 +27,7 @@ from connectors.p2p.actions import (
     Reply,
     Report,
     SendControl,
-    TransferEvent,
+    TransferReport,
     TransportBroken,
     TransportRestored,
 )
@@ -49,6 +50,7 @@ from connectors.reports import LoadEnded, SendingEnded
 from core.errors import ConnectorUnavailable, VersionMismatch, fallback_reason
 from core.kv.pool_region import KVPoolRegion
 from core.log import event
+from core.machine_driver import ActionHandler, ByType, LoopTimers, MachineDriver
 from core.rate_limit import LimitedLog
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
 from core.wire.pairing import verifies_digests
@@ -86,7 +88,7 @@ class P2PDriver:
         self._transport_set = TransportSet()
         self._agent: P2PAgent | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._machines: ByType[MachineDriver[ControlMessage]] = ByType()  # by the type of the event; empty before ``start``
         self._zmq: AsyncContext | None = None
         self._server: ControlServer | None = None
         self._clients: ControlClients | None = None
@@ -97,6 +99,10 @@ class P2PDriver:
     def agent(self) -> P2PAgent | None:
         """The agent; None before ``start`` and after ``stop``."""
         return self._agent
+
+    def longest_lease_s(self) -> float:
+        """Return how long the longest lease lasts unless it is renewed, in seconds."""
+        return 0.0 if self._agent is None else self._agent.producer.leases.longest_left_s(self._settings.clock.now())
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -134,9 +140,8 @@ class P2PDriver:
         self._transport_set.skipped |= unverifiable
         offers = self._transport_set.offers
         responder = HandshakeResponder(self._host.identity, pool.num_blocks, offers, pool.seals.has_digests)
-        self._agent = P2PAgent(
+        agent = P2PAgent(
             self._host.identity,
-            self._settings.clock,
             self.transports,
             agent_settings(self._settings.transfer, pool.num_blocks, is_on_device=pool.buffer is None),
             responder if is_producer else None,
@@ -145,14 +150,21 @@ class P2PDriver:
             self._transport_set.transports,
             pool.seals,
             pool.new_digester() if pool.new_digester is not None else _no_digest,
-            partial(self.call_soon, self._on_transfer),
+            lambda happened, at: self.post(TransferReport(happened, at)),
             self._settings.clock.now,
             staging,
         )
         self._transfers = TransferThread(executor, self._host.fail, pool.bind_thread)
         self._transfers.start()
         self._zmq = AsyncContext()
-        self._clients = ControlClients(self._zmq, self._on_control, self._on_disconnected, self._host.fail, self._settings.keys)
+        self._clients = ControlClients(
+            self._zmq,
+            lambda address, message: self.handle(ControlReceived(address, message)),
+            lambda address: self.handle(ControlLost(address)),
+            self._host.fail,
+            self._settings.keys,
+        )
+        self._drive(agent, self._clients, self._transfers)
         if is_producer:
             self._serve(self._zmq)
         self._publish()
@@ -162,8 +174,8 @@ class P2PDriver:
         if self._loop is None:
             return
         self._loop = self._agent = None  # later events find no agent
-        if self._timer is not None:
-            self._timer.cancel()
+        for machine in self._machines.values():
+            machine.stop()
         if self._server is not None:
             await self._server.stop()
         if self._clients is not None:
@@ -173,89 +185,66 @@ class P2PDriver:
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
 
-    # ---- events, in the event loop ---------------------------------------------------------------------------
+    # ---- events and actions ----------------------------------------------------------------------------------------
 
-    def call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Call ``callback`` in the event loop; calls keep their order and are dropped after ``stop``. Any thread."""
+    def post(self, happened: object) -> None:
+        """Have an event handled in the event loop; events keep their order and are dropped after ``stop``. Any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(callback, *arguments)
+            loop.call_soon_threadsafe(self.handle, happened)
 
-    def tell(self, happened: Callable[[P2PAgent], list[Action]]) -> ControlMessage | None:
-        """Pass an event to the agent, carry out its actions and return its reply, if any. Event loop only."""
-        agent = self._agent
-        if agent is None:
-            return None
-        try:
-            actions = happened(agent)
-            for action in actions:
-                self._carry_out(action)
-            self._arm_timer(agent)
-        except Exception as error:
-            _log.exception(event("kv_agent_failed"))
-            self._host.fail(error)
-            return None
-        return next((action.message for action in actions if isinstance(action, Reply)), None)
+    def handle(self, happened: object) -> None:
+        """Pass an event to the machine for its type. Event loop only."""
+        if self._agent is not None:
+            self._machines[type(happened)].handle(happened)
 
-    def _on_control(self, address: str, message: ControlMessage) -> None:
-        self.tell(lambda agent: agent.on_control(address, message))
+    def _drive(self, agent: P2PAgent, clients: ControlClients, transfers: TransferThread) -> None:
+        """Route events to the machines of the agent, and their actions to sockets, transfer thread, engine and log."""
+        actions: ByType[ActionHandler[ControlMessage]] = ByType(
+            {
+                SendControl: lambda action: clients.send(action.address, action.message),
+                CloseControl: lambda action: clients.close(action.address),
+                Reply: attrgetter("message"),  # ``MachineDriver.handle`` returns it
+                PeerFenced: self._note_fence,
+                TransportBroken: self._note_broken_transport,
+                TransportRestored: self._note_restored_transport,
+                LoadEnded: self._report_load,
+                QuarantineEnded: self._host.report,
+                SendingEnded: self._host.report,
+                object: transfers.submit,
+            }
+        )
+        timers = LoopTimers(self._settings.clock)
+        consumer, producer = (
+            MachineDriver[ControlMessage](machine.handlers, actions, machine.next_timer, timers, self._fail)
+            for machine in (agent.consumer, agent.producer)
+        )
+        self._machines = ByType(dict.fromkeys(agent.consumer.handlers, consumer) | {object: producer})
+        agent.consumer.handlers[TransferReport] = self._on_transfer
+        agent.producer.handlers[Handshake] = self._on_handshake
+        self._agent = agent
 
-    def _on_disconnected(self, address: str) -> None:
-        self.tell(lambda agent: agent.on_disconnected(address))
+    def _on_transfer(self, report: TransferReport, now: float) -> list[Action]:
+        assert self._agent is not None
+        consumer = self._agent.consumer
+        actions = consumer.on_transfer(report, now)
+        match report.event:
+            case PeerOpened() as opened:
+                self._note_peer(opened)
+            case PeerFailed() as failed:
+                self._note_failed_peer(failed, consumer.peers.transports_in_use())
+        return actions
 
-    def _on_transfer(self, happened: TransferEvent, at: float) -> None:
-        self.tell(lambda agent: agent.on_transfer(happened, at))
-        match happened:
-            case PeerOpened():
-                self._note_peer(happened)
-            case PeerFailed():
-                self._note_failed_peer(happened)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self.tell(P2PAgent.on_timer)
-
-    def _answer(self, message: ControlMessage) -> ControlMessage | None:
-        reply = self.tell(lambda agent: agent.on_question(message))
-        if isinstance(message, Handshake):
-            self._note_reader(message, reply)
-        return reply
-
-    def _arm_timer(self, agent: P2PAgent) -> None:
-        """Schedule ``_on_timer`` for the agent's next deadline."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        due = agent.next_timer()
-        if due is not None and self._loop is not None:
-            self._timer = self._loop.call_later(max(0.0, due - self._settings.clock.now()), self._on_timer)
-
-    # ---- actions of the agent ---------------------------------------------------------------------------------------
-
-    def _carry_out(self, action: Action) -> None:
-        assert self._clients is not None
-        assert self._transfers is not None
-        match action:
-            case SendControl():
-                self._clients.send(action.address, action.message)
-            case CloseControl():
-                self._clients.close(action.address)
-            case Reply():
-                pass  # ``tell`` returns it
-            case PeerFenced() | TransportBroken() | TransportRestored():
-                self._note(action)
-            case LoadEnded():
-                self._metrics.count_load(action)
-                self._note_failed_load(action)
-                self._host.report(action)
-            case QuarantineEnded() | SendingEnded():
-                self._host.report(action)
-            case _:
-                self._transfers.submit(action)
+    def _on_handshake(self, handshake: Handshake, now: float) -> list[Reply]:
+        assert self._agent is not None
+        actions = self._agent.producer.on_handshake(handshake, now)
+        for reply in actions:
+            self._note_consumer(handshake, reply.message)
+        return actions
 
     def _serve(self, zmq: AsyncContext) -> None:
         """Bind the control socket and answer consumers."""
-        self._server = ControlServer(zmq, self._answer, self._host.fail, self._settings.keys)
+        self._server = ControlServer(zmq, self._machines[Handshake].handle, self._host.fail, self._settings.keys)
         host, port = split_tcp(self._server.start(self._settings.control_address))
         self.control_address = join_tcp(advertised_host(host, self._settings.advertise_host), port)
 
@@ -282,20 +271,23 @@ class P2PDriver:
 
     # ---- metrics and log -------------------------------------------------------------------------------------------
 
+    def _fail(self, error: Exception) -> None:
+        _log.error(event("kv_agent_failed"), exc_info=error)
+        self._host.fail(error)
+
     def _note_peer(self, opened: PeerOpened) -> None:
         self._metrics.set_transport(opened.transport, is_used=True)
         incarnation = f"{opened.peer.incarnation:016x}"
         fallback = {"instead_of": opened.instead_of} if opened.instead_of else {}
         self._log_transport(transport=opened.transport, peer=opened.peer.address, incarnation=incarnation, **fallback)
 
-    def _note_failed_peer(self, failed: PeerFailed) -> None:
-        """Log that a transport failed; the agent tries the next one."""
-        in_use = self._agent.transports_in_use() if self._agent is not None else set()
+    def _note_failed_peer(self, failed: PeerFailed, in_use: set[str]) -> None:
+        """Log that a transport failed; the consumer tries the next one. ``in_use`` names the transports of open peers."""
         self._metrics.set_transport(failed.transport, is_used=failed.transport in in_use)
         name = f"{self._metrics.kind}_transport_failed"
         _log.warning(event(name, transport=failed.transport, peer=failed.peer.address, error=failed.error.message))
 
-    def _note_reader(self, handshake: Handshake, answer: ControlMessage | None) -> None:
+    def _note_consumer(self, handshake: Handshake, answer: ControlMessage) -> None:
         if isinstance(answer, HandshakeReply):
             self._metrics.set_transport(answer.transport, is_used=True)
             self._log_transport(transport=answer.transport, reader=handshake.engine_id)
@@ -304,6 +296,11 @@ class P2PDriver:
             self._limited_log.warning(
                 name, key=answer.code, reader=handshake.engine_id, code=answer.code, reason=answer.message
             )
+
+    def _report_load(self, ended: LoadEnded) -> None:
+        self._metrics.count_load(ended)
+        self._note_failed_load(ended)
+        self._host.report(ended)
 
     def _note_failed_load(self, ended: LoadEnded) -> None:
         """Log the peer and request of a failed load, one line per load and none for an aborted one.
@@ -329,17 +326,18 @@ class P2PDriver:
             )
         )
 
-    def _note(self, entry: LogEntry) -> None:
-        kind, peer = self._metrics.kind, entry.peer.address
-        match entry:
-            case PeerFenced():
-                _log.warning(event(f"{kind}_peer_fenced", peer=peer, quarantined_blocks=entry.num_blocks))
-            case TransportBroken():
-                retry = {"reason": entry.reason, "probe_in_s": entry.retry_s}
-                _log.warning(event(f"{kind}_transport_broken", transport=entry.transport, peer=peer, **retry))
-            case TransportRestored():
-                after_s = round(entry.after_s, 3)
-                _log.info(event(f"{kind}_transport_restored", transport=entry.transport, peer=peer, after_s=after_s))
+    def _note_fence(self, fenced: PeerFenced) -> None:
+        name = f"{self._metrics.kind}_peer_fenced"
+        _log.warning(event(name, peer=fenced.peer.address, quarantined_blocks=fenced.num_blocks))
+
+    def _note_broken_transport(self, broken: TransportBroken) -> None:
+        where = {"transport": broken.transport, "peer": broken.peer.address}
+        name = f"{self._metrics.kind}_transport_broken"
+        _log.warning(event(name, **where, reason=broken.reason, probe_in_s=broken.retry_s))
+
+    def _note_restored_transport(self, restored: TransportRestored) -> None:
+        where = {"transport": restored.transport, "peer": restored.peer.address}
+        _log.info(event(f"{self._metrics.kind}_transport_restored", **where, after_s=round(restored.after_s, 3)))
 
     def _log_transport(self, **fields: object) -> None:
         _log.info(event(f"{self._metrics.kind}_transport", **fields))
@@ -353,13 +351,13 @@ class P2PDriver:
         self._log_transport(usable=usable, skipped=skipped, control_address=self.control_address)
 
     def _num_leased_blocks(self) -> int:
-        return self._agent.num_leased_blocks if self._agent is not None else 0
+        return self._agent.producer.leases.num_blocks if self._agent is not None else 0
 
     def _num_loading_blocks(self) -> int:
-        return self._agent.num_loading_blocks if self._agent is not None else 0
+        return self._agent.consumer.num_loading_blocks if self._agent is not None else 0
 
     def _num_broken_transports(self) -> dict[str, int]:
-        return self._agent.num_broken_transports() if self._agent is not None else {}
+        return self._agent.consumer.peers.health.num_broken() if self._agent is not None else {}
 
     def _events(self) -> dict[str, int]:
         counts = Counter(self._agent.counts() if self._agent is not None else {})

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from connectors.p2p.actions import Action, Report
-from connectors.p2p.agent import P2PAgent
+from connectors.p2p.actions import Report
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
@@ -56,11 +55,11 @@ class SimConnector(SimDriver):
         )
 
     def _submit(self, metadata: P2PConnectorMetadata) -> None:
-        def on_metadata(agent: P2PAgent) -> list[Action]:
+        def on_step() -> None:
             self._times.on_order(metadata)
-            return agent.on_metadata(metadata)
+            self._consumer.handle(metadata)
 
-        self._put(self._host.from_engine, on_metadata)
+        self._host.from_engine.put(on_step)
 
     def _report(self, report: Report) -> None:
         if isinstance(report, LoadEnded) and report.usage is not None:

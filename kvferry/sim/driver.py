@@ -11,11 +11,15 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from typing import Protocol
 
 from connectors.p2p.actions import (
     Action,
     CloseControl,
+    ControlLost,
+    ControlReceived,
+    ExpectHandoff,
     HandoffRef,
     LeaseGrant,
     PeerFenced,
@@ -23,12 +27,14 @@ from connectors.p2p.actions import (
     ProbeEnded,
     QuarantineEnded,
     ReadEnded,
+    ReleaseHandoffs,
+    RenewHandoffs,
     Reply,
     Report,
     SendControl,
     TokenCopy,
     TransferCommand,
-    TransferEvent,
+    TransferReport,
     TransportBroken,
     TransportRestored,
 )
@@ -46,13 +52,14 @@ from core.digest import BlockDigester
 from core.ids import IdSource
 from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import each_by_itself
+from core.machine_driver import ActionHandler, ByType, MachineDriver
 from core.testing.hash_model import SLOT_BYTES
 from core.wire.codec import decode_control_frame, encode_control_message
 from core.wire.kv import ControlMessage, KVHandoff, LeaseRelease, LeaseRenew, LeaseState
 from kvferry.sim.breaker_checks import BreakerChecks
 from kvferry.sim.host import Host
 from kvferry.sim.lease_checks import LeaseChecks
-from kvferry.sim.loop import Queue, Timer
+from kvferry.sim.loop import ProcessTimers, Queue
 from kvferry.sim.network import Link
 from kvferry.sim.seal_checks import WrongSeals
 from kvferry.sim.transport import TRAITS, LandingWatch, SimTransport
@@ -115,7 +122,6 @@ class SimDriver:
         self._ids = ids
         self._control_address = control_address
         self._links: dict[str, Link] = {}
-        self._timer: Timer | None = None
         self._to_transfers = Queue(host.process, host.loop, host.thread_delay_s)
         self._from_transfers = Queue(host.process, host.loop, host.thread_delay_s)
 
@@ -150,7 +156,7 @@ class SimDriver:
             opened.transports,
             pool.seals,
             each_by_itself(self._digest_block),
-            self._on_transfer,
+            lambda happened, at: self._from_transfers.put(partial(self._consumer.handle, TransferReport(happened, at))),
             host.process.clock.now,
             self._staging,
         )
@@ -163,86 +169,79 @@ class SimDriver:
         self._breakers = BreakerChecks(name, pull.transfer_deadline_s, clock.now, watch.complain)
         self.agent = P2PAgent(
             self._identity,
-            clock,
             self.transports,
             limits,
             responder if self._control_address else None,
         )
+        self._drive(self.agent)
         if self._control_address:
             self._server = host.network.listen(host.process, self._control_address, self._on_question)
 
     def on_timer(self) -> None:
         """Do what is due."""
-        self._tell(P2PAgent.on_timer)
+        self._consumer.on_timer()
+        self._producer.on_timer()
 
     # ---- leases, as the roles see them -----------------------------------------------------------------------------
 
     def expect(self, handoff: KVHandoff) -> None:
         """Learn that a request may come that loads this handoff."""
-        self._tell(lambda agent: agent.expect(HandoffRef.of(handoff)))
+        self._consumer.handle(ExpectHandoff(HandoffRef.of(handoff)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these handoffs, because nobody will read them."""
         self._leases.on_release(transfer_ids)
-        self._tell(lambda agent: agent.release(transfer_ids))
+        self._producer.handle(ReleaseHandoffs(transfer_ids))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
         """Keep these handoffs for another while."""
         self._leases.on_renewal(transfer_ids)
-        self._tell(lambda agent: agent.renew(transfer_ids))
+        self._producer.handle(RenewHandoffs(transfer_ids))
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
-        return self.agent.num_leased_blocks if self.agent is not None else 0
+        return self.agent.producer.leases.num_blocks if self.agent is not None else 0
 
     def longest_lease_s(self) -> float:
         """Return how long readers may still need this worker."""
-        return self.agent.longest_lease_s() if self.agent is not None else 0.0
+        now = self._host.process.clock.now()
+        return self.agent.producer.leases.longest_left_s(now) if self.agent is not None else 0.0
 
     def leftovers(self) -> dict[str, int]:
         """Count what must be gone once every request has ended."""
         assert self.agent is not None
-        opened = self.agent.consumer._peers._peers
+        opened = self.agent.consumer.peers._peers
         return {
             "peers that were closed, and can be read,": len(set(self._executor._peers) - set(opened)),
             "second lives of peers": len(opened) - len({peer.address for peer in opened}),
-            "blocks under lease": self.agent.num_leased_blocks,
-            "blocks being loaded": self.agent.num_loading_blocks,
-            "quarantined blocks": self.agent.num_quarantined_blocks,
+            "blocks under lease": self.agent.producer.leases.num_blocks,
+            "blocks being loaded": self.agent.consumer.num_loading_blocks,
+            "quarantined blocks": self.agent.consumer.num_quarantined_blocks,
             "bytes of the staging area": self._staging.num_taken_bytes,
-            "leases asked for": self.agent.num_held_leases,
+            "leases asked for": len(self.agent.consumer.leases),
             "open reads": sum(transport.num_open_reads for transport in self._transports),
         }
 
     # ---- what happens ------------------------------------------------------------------------------------------------
 
     def _grant(self, grant: LeaseGrant) -> None:
-        def on_grant(agent: P2PAgent) -> list[Action]:
+        def on_grant() -> None:
             self._leases.on_grant(grant.transfer_id)
-            return agent.on_grant(grant)
+            self._producer.handle(grant)
 
-        self._put(self._host.from_engine, on_grant)
+        self._host.from_engine.put(on_grant)
 
-    def _on_transfer(self, happened: TransferEvent, at: float) -> None:
-        def on_transfer(agent: P2PAgent) -> list[Action]:
-            self._breakers.on_transfer(happened)
-            verdict = WrongSeals(agent.consumer._reads, happened) if isinstance(happened, ReadEnded) else None
-            actions = agent.on_transfer(happened, at)
-            if verdict is not None and verdict.are_accepted():
-                self._leases.complain(f"{self._identity.engine_id}: accepts a block by another seal than that of its handoff")
-            if isinstance(happened, ProbeEnded) and happened.error is None:
-                self._check_restored(agent, happened.probe_id)
-            return actions
-
-        self._put(self._from_transfers, on_transfer)
-
-    def _put(self, queue: Queue, happened: Callable[[P2PAgent], list[Action]]) -> None:
-        """Let the agent take something in that comes from another thread."""
-
-        def tell() -> None:
-            self._tell(happened)
-
-        queue.put(tell)
+    def _on_transfer(self, report: TransferReport, now: float) -> list[Action]:
+        assert self.agent is not None
+        consumer, happened = self.agent.consumer, report.event
+        self._breakers.on_transfer(happened)
+        verdict = WrongSeals(consumer._reads, happened) if isinstance(happened, ReadEnded) else None
+        actions = consumer.on_transfer(report, now)
+        if verdict is not None and verdict.are_accepted():
+            self._leases.complain(f"{self._identity.engine_id}: accepts a block by another seal than that of its handoff")
+        if isinstance(happened, ProbeEnded) and happened.error is None:
+            self._check_restored(self.agent, happened.probe_id)
+        return actions
 
     def _on_question(self, peer: bytes, frame: bytes) -> None:
         question = decode_control_frame(frame)
@@ -250,7 +249,7 @@ class SimDriver:
             self._leases.on_renewal(question.transfer_ids)
         elif isinstance(question, LeaseRelease):
             self._leases.on_release(question.transfer_ids)
-        reply = self._tell(lambda agent: agent.on_question(question))
+        reply = self._producer.handle(question)
         if isinstance(reply, LeaseState):
             self._leases.on_answer(reply)
         if reply is not None:
@@ -261,49 +260,55 @@ class SimDriver:
         if self._links.get(address) is link:
             del self._links[address]
             self._host.log(f"loses {address}")
-            self._tell(lambda agent: agent.on_disconnected(address))
-
-    def _tell(self, happened: Callable[[P2PAgent], list[Action]]) -> ControlMessage | None:
-        """Let the agent take something in and carry out what it wants; return its reply, if there is one."""
-        assert self.agent is not None
-        actions = happened(self.agent)
-        for action in actions:
-            self._carry_out(action)
-        self._arm_timer()
-        return next((action.message for action in actions if isinstance(action, Reply)), None)
-
-    def _arm_timer(self) -> None:
-        assert self.agent is not None
-        if self._timer is not None:
-            self._timer.cancel()
-        due = self.agent.next_timer()
-        self._timer = self._host.process.call_at(due, self.on_timer) if due is not None else None
+            self._consumer.handle(ControlLost(address))
 
     # ---- what the agent wants ---------------------------------------------------------------------------------------
 
-    def _carry_out(self, action: Action) -> None:
+    def _drive(self, agent: P2PAgent) -> None:
+        """Route events to the machines of the agent, and carry out their actions under the eyes of the checks."""
+        agent.consumer.handlers[TransferReport] = self._on_transfer
+        handlers: ByType[ActionHandler[ControlMessage]] = ByType(
+            {
+                SendControl: self._send,
+                CloseControl: self._close,
+                Reply: attrgetter("message"),
+                PeerFenced: partial(self._host.log, "fences"),
+                TransportBroken: partial(self._host.log, "switches"),
+                TransportRestored: partial(self._host.log, "switches"),
+                PostRead: self._post_read,
+                object: lambda command: self._to_transfers.put(partial(self._execute, command)),
+            }
+        )
+        handlers.update(dict.fromkeys((LoadEnded, QuarantineEnded, SendingEnded), self._report_and_log))
+        actions: dict[type, ActionHandler[ControlMessage]] = ByType({object: partial(self._carry_out, handlers)})
+        timers = ProcessTimers(self._host.process)
+        self._consumer, self._producer = (
+            MachineDriver[ControlMessage](machine.handlers, actions, machine.next_timer, timers)
+            for machine in (agent.consumer, agent.producer)
+        )
+
+    def _carry_out(self, handlers: ByType[ActionHandler[ControlMessage]], action: Action) -> ControlMessage | None:
         self._breakers.on_action(action)
-        match action:
-            case SendControl(address, message):
-                self._host.log(f"asks {address}", message)
-                if isinstance(message, LeaseRenew):
-                    self._leases.on_question(address, message.number)
-                link = self._links.get(address) or self._open(address)
-                link.send(encode_control_message(message))
-            case CloseControl(address):
-                if address in self._links:
-                    self._links.pop(address).close()
-            case Reply():
-                pass  # ``_tell`` returns it
-            case PeerFenced() | TransportBroken() | TransportRestored():
-                self._host.log("fences" if isinstance(action, PeerFenced) else "switches", action)
-            case LoadEnded() | QuarantineEnded() | SendingEnded():
-                self._host.log("reports", action)
-                self._report(action)
-            case _:
-                if isinstance(action, PostRead):
-                    self._check_lease(action.read_id)
-                self._to_transfers.put(partial(self._execute, action))
+        return handlers[type(action)](action)
+
+    def _send(self, action: SendControl) -> None:
+        self._host.log(f"asks {action.address}", action.message)
+        if isinstance(action.message, LeaseRenew):
+            self._leases.on_question(action.address, action.message.number)
+        link = self._links.get(action.address) or self._open(action.address)
+        link.send(encode_control_message(action.message))
+
+    def _close(self, action: CloseControl) -> None:
+        if action.address in self._links:
+            self._links.pop(action.address).close()
+
+    def _report_and_log(self, report: Report) -> None:
+        self._host.log("reports", report)
+        self._report(report)
+
+    def _post_read(self, read: PostRead) -> None:
+        self._check_lease(read.read_id)
+        self._to_transfers.put(partial(self._execute, read))
 
     def _check_lease(self, read_id: int) -> None:
         assert self.agent is not None
@@ -315,13 +320,13 @@ class SimDriver:
     def _check_restored(self, agent: P2PAgent, probe_id: int) -> None:
         restored = self._breakers.take_probe(probe_id)
         if restored is not None:
-            broken = agent.consumer._peers.health.reasons(restored.peer).get(restored.transport)
+            broken = agent.consumer.peers.health.reasons(restored.peer).get(restored.transport)
             self._breakers.check_restored(restored, broken)
 
     def _check_fence(self, address: str, incarnation: int) -> None:
         """Nothing may be read of another life than the one that has answered."""
         assert self.agent is not None
-        if any(peer.address == address and peer.incarnation != incarnation for peer in self.agent.consumer._peers._peers):
+        if any(peer.address == address and peer.incarnation != incarnation for peer in self.agent.consumer.peers._peers):
             self._leases.complain(f"{self._identity.engine_id}: {address} has answered, and another life of it can be read")
 
     def _open(self, address: str) -> Link:
@@ -330,7 +335,7 @@ class SimDriver:
             if isinstance(message, LeaseState):
                 self._leases.on_told(address, message)
                 self._breakers.forget_at(address, but_for=message.incarnation)
-            self._tell(lambda agent: agent.on_control(address, message))
+            self._consumer.handle(ControlReceived(address, message))
             if isinstance(message, LeaseState):
                 self._check_fence(address, message.incarnation)
 

@@ -112,7 +112,7 @@ class SimEmbeddings(SimDriver):
 
     def _submit(self, metadata: FetchingMetadata) -> None:
         if metadata.has_orders:
-            self._put(self._host.from_engine, lambda agent: agent.on_metadata(handoff.as_p2p(metadata)))
+            self._host.from_engine.put(lambda: self._consumer.handle(handoff.as_p2p(metadata)))
         if metadata.wake_at is not None:
             self._alarm.set(metadata.wake_at)
 

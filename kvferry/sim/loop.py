@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from core.testing.clock import FakeClock
 
-Callback = Callable[[], None]
+Callback = Callable[[], object]
 
 _ROUNDING_S = 1e-9  # a timer never fires before it is due by the clock that it was planned by
 
@@ -153,6 +153,14 @@ class Process:
             self._deferred.append(timer)
         else:
             timer.fire()
+
+
+class ProcessTimers:
+    """The timers of a process, as a ``MachineDriver`` uses them."""
+
+    def __init__(self, process: Process) -> None:
+        self.now = process.clock.now
+        self.call_at = process.call_at
 
 
 class Queue:

@@ -8,6 +8,7 @@ first of a hundred seeds that finds it, and how.
 from __future__ import annotations
 
 import dataclasses
+import heapq
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -171,13 +172,13 @@ def end_quarantine_when_reads_are_cancelled(patch: Patch) -> None:
 
 
 def renew_leases_that_are_over(patch: Patch) -> None:
-    def renew(self, transfer_ids):
-        now = self._clock.now()
+    def renew(self, transfer_ids, now):
         left_ms = {}
         for transfer_id in transfer_ids:
             lease = self._leases.get(transfer_id)
             if lease is not None:
-                self._extend(transfer_id, lease, now)
+                lease.expires_at = max(lease.expires_at, min(now + self._terms.renew_s, lease.last_expiry))
+                heapq.heappush(self._expiries, (lease.expires_at, transfer_id))
             left_ms[transfer_id] = int(1000 * (lease.expires_at - now)) if lease is not None else 0
         return left_ms
 

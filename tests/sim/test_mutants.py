@@ -20,8 +20,8 @@ import core.sched.scheduler
 import router.dispatch.dispatcher
 import router.dispatch.worker_messages
 from connectors.p2p.actions import PostRead
-from connectors.p2p.agent import P2PAgent
 from connectors.p2p.consumer.load import Load
+from connectors.p2p.consumer.pull import PullProtocol
 from connectors.p2p.consumer.verification import SealCheck, Verdict
 from connectors.p2p.producer.leases import LeaseTable
 from connectors.p2p.scheduler import P2PConnectorScheduler
@@ -150,9 +150,9 @@ def seal_what_was_not_computed(patch: Patch) -> None:
 def release_leases_early(patch: Patch) -> None:
     real = LeaseTable.grant
 
-    def grant(self, transfer_id, request_id, num_blocks):
+    def grant(self, transfer_id, request_id, num_blocks, now):
         self._terms = dataclasses.replace(self._terms, grant_s=0.01, renew_s=0.01)
-        real(self, transfer_id, request_id, num_blocks)
+        real(self, transfer_id, request_id, num_blocks, now)
 
     patch(LeaseTable, "grant", grant)
 
@@ -339,8 +339,8 @@ def sleep_with_work(patch: Patch) -> None:
 
 
 def ignore_lost_connections(patch: Patch) -> None:
-    patch(P2PAgent, "on_disconnected", returns([]))
-    patch(P2PAgent, "on_timer", returns([]))
+    patch(PullProtocol, "on_disconnected", returns([]))
+    patch(PullProtocol, "on_timer", returns([]))
 
 
 # ---- router

@@ -17,10 +17,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 
-from connectors.p2p.actions import PullRequest, TokenCopy
+from connectors.p2p.actions import PullRequest, Refusal, TokenCopy
 from connectors.p2p.consumer.verification import SealCheck, SealTerms
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded
+from core.errors import StaleBlock
 from core.wire.messages import ErrorInfo, TransferUsage
 
 
@@ -56,6 +57,8 @@ class Load:
 
     def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
         self.request = request
+        self.owner = request.handoff.owner
+        self.is_converted = any(unit.copies for unit in request.units)  # blocks of another size, by way of the staging area
         self.started_at = self.asked_since = now
         self.deadline = deadline
         self.phase = LoadPhase.CONNECTING
@@ -79,16 +82,6 @@ class Load:
         self._bytes_ended_at: float | None = None
         self._whole = self._slice(range(len(request.units)))
         self._queue(range(len(request.units)))
-
-    @property
-    def owner(self) -> PeerId:
-        """Whose rows they are."""
-        return self.request.handoff.owner
-
-    @property
-    def is_converted(self) -> bool:
-        """True if the owner's blocks have another size than ours, and land in the staging area."""
-        return any(unit.copies for unit in self.request.units)
 
     @property
     def is_waiting(self) -> bool:
@@ -264,3 +257,16 @@ class Load:
             tuple(row for unit in units for row in unit.local_rows),
             tuple(copy for unit in units for copy in unit.copies),
         )
+
+
+def refused_load(request_id: str, refusal: Refusal) -> LoadEnded:
+    """Return the report of a load that is refused without being tried."""
+    return LoadEnded(request_id, TransferUsage(), ErrorInfo.of(refusal.error), peer=refusal.owner.address)
+
+
+def other_life(expected: PeerId, incarnation: int) -> StaleBlock:
+    """Return the error of a load whose producer has restarted as ``incarnation``."""
+    return StaleBlock(
+        f"the worker at {expected.address} has restarted since it made the handoff: "
+        f"incarnation {incarnation:016x} instead of {expected.incarnation:016x}"
+    )

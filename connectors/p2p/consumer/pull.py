@@ -3,7 +3,7 @@
 Owns the loads in progress and puts together what they need: peers and the health of transports to them (``peers``), leases kept
 alive (``held_leases``), reads and the blocks that late bytes may hit (``open_reads``), the steps of reading (``load_reading``)
 and the search for peers that have stalled (``stalls``). Does no I/O and reads no clock: every entry point takes the time and
-returns actions. Called by ``connectors.p2p.agent``.
+returns actions.
 
     load:  CONNECTING ──handshake──▶ READING ──every read terminal──▶ SEALING ──seals read──▶ reported
                │                        ▲  │                             │ │
@@ -29,6 +29,10 @@ from connectors.p2p.actions import (
     Action,
     AskProgress,
     CloseControl,
+    ConsumerStep,
+    ControlLost,
+    ControlReceived,
+    ExpectHandoff,
     HandoffRef,
     PeerFailed,
     PeerFenced,
@@ -36,21 +40,21 @@ from connectors.p2p.actions import (
     ProbeEnded,
     PullRequest,
     ReadEnded,
-    TransferEvent,
+    TransferReport,
 )
 from connectors.p2p.consumer.held_leases import HeldLeases
 from connectors.p2p.consumer.inflight_reads import InflightReads, QuarantineBounds
-from connectors.p2p.consumer.load import Load, LoadPhase
+from connectors.p2p.consumer.load import Load, LoadPhase, other_life, refused_load
 from connectors.p2p.consumer.load_reading import LoadExits, LoadReader
 from connectors.p2p.consumer.peers import ConsumerTerms, Peer, Peers
 from connectors.p2p.consumer.stalls import StallWatch
-from connectors.p2p.consumer.transport_health import BreakerCounts
 from connectors.p2p.producer.handshake import WorkerIdentity, peer_error
 from connectors.p2p.settings import PullSettings
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded
-from core.errors import KVFerryError, PeerUnreachable, StaleBlock, TransferTimeout
-from core.wire.kv import ControlError, ControlMessage, HandshakeRefused, HandshakeReply, KVLayoutInfo, LeaseState
+from core.errors import KVFerryError, PeerUnreachable, TransferTimeout
+from core.machine_driver import ByType, EventHandler, TimerDue
+from core.wire.kv import ControlError, HandshakeRefused, HandshakeReply, LeaseState
 from core.wire.messages import ErrorInfo
 
 
@@ -75,18 +79,26 @@ class PullProtocol:
         self._layout = identity.layout
         self._actions: list[Action] = []
         terms = ConsumerTerms(tuple(transports), settings.kv_verify, settings.handshake_timeout_s, settings.breaker)
-        self._peers = Peers(identity, terms, self._emit)
+        self.peers = Peers(identity, terms, self._emit)
         self.leases = HeldLeases(settings.lease_renew_interval_s, settings.lease_margin_s, self._emit)
-        bounds = QuarantineBounds(
-            settings.max_quarantined_blocks, settings.max_quarantined_blocks_in_total, settings.fence_grace_s
-        )
-        self._reads = InflightReads(bounds, self._emit)
+        most, most_in_total = settings.max_quarantined_blocks, settings.max_quarantined_blocks_in_total
+        self._reads = InflightReads(QuarantineBounds(most, most_in_total, settings.fence_grace_s), self._emit)
         self._quarantine = self._reads.quarantine
         self._loads: dict[str, Load] = {}
         self._stalls = StallWatch(settings.transfer_stall_s)
         exits = LoadExits(self._end, self._on_read_failed, self._connect)
-        self._reader = LoadReader(settings, identity.layout, self._peers, self.leases, self._reads, exits)
+        self._reader = LoadReader(settings, identity.layout, self.peers, self.leases, self._reads, exits)
         self._counts = PullCounts()
+        self.handlers: ByType[EventHandler] = ByType(
+            {
+                ConsumerStep: self.on_step,
+                ExpectHandoff: self.expect,
+                ControlReceived: self.on_control,
+                ControlLost: self.on_disconnected,
+                TransferReport: self.on_transfer,
+                TimerDue: self.on_timer,
+            }
+        )
 
     @property
     def counts(self) -> PullCounts:
@@ -94,15 +106,6 @@ class PullProtocol:
         self._counts.quarantined_blocks = self._reads.num_quarantined
         self._counts.blocks_read_again = self._reader.num_blocks_read_again
         return self._counts
-
-    @property
-    def breaker_counts(self) -> BreakerCounts:
-        """What has happened to transports since the start."""
-        return self._peers.health.counts
-
-    def num_broken_transports(self) -> dict[str, int]:
-        """Return to how many peers each transport is broken; transports without any are left out."""
-        return self._peers.health.num_broken()
 
     @property
     def num_loading_blocks(self) -> int:
@@ -114,15 +117,25 @@ class PullProtocol:
         """Blocks of reported loads that a read may still write."""
         return self._quarantine.num_blocks
 
-    def transports_in_use(self) -> set[str]:
-        """Return the transports by which peers are open."""
-        return self._peers.transports_in_use()
-
     # ---- what the engine wants -------------------------------------------------------------------------------------
 
-    def expect(self, handoff: HandoffRef, now: float) -> list[Action]:
+    def on_step(self, step: ConsumerStep, now: float) -> list[Action]:
+        """Start, abort and release what one engine step asks for, in the order of the fields."""
+        actions: list[Action] = []
+        for handoff in step.holds:
+            actions += self.hold(handoff, now)
+        for request in step.pulls:
+            actions += self.start(request, now)
+        actions += [refused_load(request_id, refusal) for request_id, refusal in step.refused.items()]
+        for request_id in step.aborts:
+            actions += self.abort(request_id, now)
+        for handoff in step.releases:
+            actions += self.release(handoff)
+        return actions
+
+    def expect(self, event: ExpectHandoff, now: float) -> list[Action]:
         """Ask for a lease that may be held soon."""
-        self.leases.expect(handoff, now)
+        self.leases.expect(event.handoff, now)
         return self._take_actions()
 
     def hold(self, handoff: HandoffRef, now: float) -> list[Action]:
@@ -164,40 +177,42 @@ class PullProtocol:
 
     # ---- what the world says ---------------------------------------------------------------------------------------
 
-    def on_control(self, address: str, message: ControlMessage, now: float) -> list[Action]:
-        """Take a control message from the peer that we reached at ``address``."""
-        self._peers.hear(address, now)
+    def on_control(self, event: ControlReceived, now: float) -> list[Action]:
+        """Handle a control message from the producer connected at ``event.address``."""
+        address, message = event.address, event.message
+        self.peers.hear(address, now)
         if isinstance(message, HandshakeReply | HandshakeRefused | LeaseState):
             if self._ask_anew(address, message.incarnation, now):
                 return self._take_actions(now)
-            self._peers.note_answer(address, message.incarnation)
+            self.peers.note_answer(address, message.incarnation)
         match message:
-            case HandshakeReply() if self._peers.awaits(address, message):
+            case HandshakeReply() if self.peers.awaits(address, message):
                 self._on_handshake_reply(address, message, now)
-            case HandshakeRefused() if self._peers.is_shaking_hands(address):
+            case HandshakeRefused() if self.peers.is_shaking_hands(address):
                 self._note_incarnation(address, message.incarnation, now)
-                error = self._peers.note_refusal(address, peer_error(message.code, message.message), now)
+                error = self.peers.note_refusal(address, peer_error(message.code, message.message), now)
                 self._fail_handshake(address, error, now)
             case LeaseState():
                 self._on_lease_state(address, message, now)
-            case ControlError() if self._peers.is_shaking_hands(address):
-                error = self._peers.note_refusal(address, peer_error(message.code, message.message), now)
+            case ControlError() if self.peers.is_shaking_hands(address):
+                error = self.peers.note_refusal(address, peer_error(message.code, message.message), now)
                 self._fail_handshake(address, error, now)
             case _:
                 self._counts.unexpected_messages += 1
         return self._take_actions(now)
 
-    def on_disconnected(self, address: str, now: float) -> list[Action]:
+    def on_disconnected(self, event: ControlLost, now: float) -> list[Action]:
         """The control connection is lost or was refused: the process behind it is gone, or cannot be reached.
 
         Who waits for another life of it than the one that is lost gets a new handshake, once.
         """
-        if self._peers.end_handshake(address):
+        address = event.address
+        if self.peers.end_handshake(address):
             self._counts.failed_handshakes += 1
-        self._peers.health.forget_at(address)
+        self.peers.health.forget_at(address)
         self._close_control(address)
         error = PeerUnreachable(f"the control connection to {address} was lost")
-        lost = self._peers.at(address)
+        lost = self.peers.at(address)
         for peer_id in lost:
             self._lose(peer_id, error, now)
         for load in self._loads_at(address):
@@ -207,28 +222,28 @@ class PullProtocol:
                 self._end(load, error, now)
         return self._take_actions(now)
 
-    def on_transfer(self, event: TransferEvent, now: float, at: float | None = None) -> list[Action]:
-        """Take a report of the transfer thread. ``at``: when it happened, on the same clock; None = now."""
-        match event:
+    def on_transfer(self, report: TransferReport, now: float) -> list[Action]:
+        """Handle a report of the transfer thread."""
+        match event := report.event:
             case PeerFailed():
                 self._on_peer_failed(event, now)
             case ReadEnded():
                 if not event.has_no_room:
                     self._offer_room(now)
-                self._on_read_ended(event, now, now if at is None else at)
+                self._on_read_ended(event, now, report.at)
             case PeerProgress():
                 self._on_progress(event, now)
             case ProbeEnded():
                 self._on_probe_ended(event, now)
         return self._take_actions(now)
 
-    def on_timer(self, now: float) -> list[Action]:
+    def on_timer(self, event: TimerDue, now: float) -> list[Action]:
         """Do what is due: handshake timeouts, deadlines, fences, renewals."""
-        for address in self._peers.unanswered(now):
+        for address in self.peers.unanswered(now):
             timeout_s = self._settings.handshake_timeout_s
             error = PeerUnreachable(f"no answer to the handshake from {address} in {timeout_s:g} s")
             self._fail_handshake(address, ErrorInfo.of(error), now)
-            if not self._peers.at(address):
+            if not self.peers.at(address):
                 self._close_control(address)
         for load in [load for load in self._loads.values() if load.deadline <= now]:
             if load.request.request_id in self._loads:
@@ -238,18 +253,18 @@ class PullProtocol:
         for peer_id in self._stalls.due(now):
             self._emit(AskProgress(peer_id))
             self.leases.ask_owner(peer_id, now)
-        self._peers.health.on_timer(now)
+        self.peers.health.on_timer(now)
         self.leases.on_timer(now)
         return self._take_actions(now)
 
     def next_timer(self) -> float | None:
         """Return when ``on_timer`` has something to do, or None."""
         earliest = min(
-            self._peers.next_timeout(),
+            self.peers.next_timeout(),
             min((load.deadline for load in self._loads.values()), default=math.inf),
             self._quarantine.next_fence(),
             self._stalls.next_timer(),
-            self._peers.health.next_timer(),
+            self.peers.health.next_timer(),
             self.leases.next_timer(),
         )
         return None if earliest == math.inf else earliest
@@ -258,19 +273,19 @@ class PullProtocol:
 
     def _connect(self, load: Load, now: float) -> None:
         """Go on to the blocks if the peer is open, else find out who it is."""
-        peer = self._peers.get(load.owner)
+        peer = self.peers.get(load.owner)
         if peer is not None and peer.is_retiring:
             return  # it goes on when the loads by the old transport are over
         if peer is not None:
             self._reader.begin(load, peer, now)
             return
-        if (refusal := self._peers.why_not_asked(load.owner, now)) is not None:
+        if (refusal := self.peers.why_not_asked(load.owner, now)) is not None:
             self._end(load, refusal, now)
             return
-        if (unreadable := self._peers.why_unreadable(load.owner)) is not None:
+        if (unreadable := self.peers.why_unreadable(load.owner)) is not None:
             self._counts.loads_without_transport += 1
             self._end(load, unreadable, now)
-        elif self._peers.shake_hands(load.owner, self.leases.last_question, now):
+        elif self.peers.shake_hands(load.owner, self.leases.last_question, now):
             self._counts.handshakes += 1
 
     def _ask_anew(self, address: str, incarnation: int, now: float) -> bool:
@@ -280,9 +295,9 @@ class PullProtocol:
         answer over the new connection decides. Returns False if there is nothing to ask.
         """
         waiting = [load for load in self._connecting_to(address) if load.owner.incarnation != incarnation]
-        if not waiting or not self._peers.is_answering(address, incarnation):
+        if not waiting or not self.peers.is_answering(address, incarnation):
             return False
-        self._peers.end_handshake(address)
+        self.peers.end_handshake(address)
         self._close_control(address)
         for owner in dict.fromkeys(load.owner for load in waiting):
             self.leases.ask_owner(owner, now)
@@ -292,14 +307,14 @@ class PullProtocol:
 
     def _close_control(self, address: str) -> None:
         """End the control connection; what was asked over it is not answered."""
-        self._peers.forget_answers(address)
+        self.peers.forget_answers(address)
         self.leases.on_disconnected(address)
         self._emit(CloseControl(address))
 
     def _on_handshake_reply(self, address: str, reply: HandshakeReply, now: float) -> None:
         self._note_incarnation(address, reply.incarnation, now)
         try:
-            peer = self._peers.open(address, reply, now)
+            peer = self.peers.open(address, reply, now)
         except KVFerryError as error:
             self._fail_handshake(address, ErrorInfo.of(error), now)
             return
@@ -309,44 +324,44 @@ class PullProtocol:
 
     def _on_peer_failed(self, failed: PeerFailed, now: float) -> None:
         """Let the loads that wait go over to the next transport; without one they fail."""
-        is_left = self._peers.avoid(failed.peer, failed.transport, failed.error.message)
+        is_left = self.peers.avoid(failed.peer, failed.transport, failed.error.message)
         self._leave(failed.peer, failed.error, now, is_left=is_left)
 
     def _on_progress(self, progress: PeerProgress, now: float) -> None:
         """Give a transport up by which nothing comes from a peer that answers; do not wait for the deadlines of its loads."""
-        peer = self._peers.get(progress.peer)
+        peer = self.peers.get(progress.peer)
         if peer is not None and self._stalls.on_progress(progress, peer.heard_at, now):
             where = f"{progress.peer.address} by {peer.transport}"
             self._break_transport(peer, TransferTimeout(f"no byte came from {where} in {self._stalls.stall_s:g} s"), now)
 
     def _on_probe_ended(self, ended: ProbeEnded, now: float) -> None:
         """Use a transport again that works again, once the loads by a less preferred one are over."""
-        restored = self._peers.health.on_probe_ended(ended, now)
-        if restored is not None and self._peers.retire_if_worse(restored):
+        restored = self.peers.health.on_probe_ended(ended, now)
+        if restored is not None and self.peers.retire_if_worse(restored):
             self._close_if_retired(restored.peer, now)
 
     def _close_if_retired(self, peer_id: PeerId, now: float) -> None:
-        peer = self._peers.get(peer_id)
+        peer = self.peers.get(peer_id)
         is_needed = any(load.owner == peer_id and load.phase is not LoadPhase.CONNECTING for load in self._loads.values())
         if peer is not None and peer.is_retiring and not is_needed:
             self._lose(peer_id, PeerUnreachable(f"{peer_id.address} is read by another transport from now on"), now)
 
     def _on_read_failed(self, peer_id: PeerId, error: PeerUnreachable, now: float) -> None:
-        peer = self._peers.get(peer_id)
+        peer = self.peers.get(peer_id)
         if peer is not None:
-            self._peers.health.count_failure(peer.how_to_open, error, now)
+            self.peers.health.count_failure(peer.how_to_open, error, now)
             self._lose(peer_id, error, now)
 
     def _break_transport(self, peer: Peer, error: KVFerryError, now: float) -> None:
         """Use the transport of a peer no more until a probe finds that it works. Fences the peer."""
         self._counts.fenced_peers += 1
-        self._peers.health.open_breaker(peer.how_to_open, error, now)
-        self._leave(peer.peer_id, error, now, is_left=self._peers.why_unreadable(peer.peer_id) is None)
+        self.peers.health.open_breaker(peer.how_to_open, error, now)
+        self._leave(peer.peer_id, error, now, is_left=self.peers.why_unreadable(peer.peer_id) is None)
 
     def _leave(self, peer_id: PeerId, error: KVFerryError, now: float, *, is_left: bool) -> None:
         """Close a peer; loads that have got nothing of it yet go over to another transport if one ``is_left``."""
         waiting = [load for load in self._loads_at(peer_id.address) if load.owner == peer_id and load.is_untouched]
-        if is_left and self._peers.get(peer_id) is not None:
+        if is_left and self.peers.get(peer_id) is not None:
             for load in waiting:
                 load.start_over()
         self._lose(peer_id, error, now)
@@ -356,7 +371,7 @@ class PullProtocol:
 
     def _fail_handshake(self, address: str, error: ErrorInfo, now: float) -> None:
         """Fail all loads that wait for this handshake."""
-        self._peers.end_handshake(address)
+        self.peers.end_handshake(address)
         self._counts.failed_handshakes += 1
         for load in self._connecting_to(address):
             self._end(load, error, now)
@@ -364,17 +379,17 @@ class PullProtocol:
     def _note_incarnation(self, address: str, incarnation: int, now: float) -> None:
         """Whoever lived at this address before is dead: its blocks, leases and memory are worth nothing."""
         self.leases.forget_others(address, incarnation)
-        self._peers.health.forget_at(address, but_for=incarnation)
-        others = [peer_id for peer_id in self._peers.at(address) if peer_id.incarnation != incarnation]
+        self.peers.health.forget_at(address, but_for=incarnation)
+        others = [peer_id for peer_id in self.peers.at(address) if peer_id.incarnation != incarnation]
         for peer_id in others:
-            self._lose(peer_id, _other_life(peer_id, incarnation), now)
+            self._lose(peer_id, other_life(peer_id, incarnation), now)
         for load in self._loads_at(address):
             if load.owner.incarnation != incarnation:
-                self._end(load, _other_life(load.owner, incarnation), now)
+                self._end(load, other_life(load.owner, incarnation), now)
 
     def _lose(self, peer_id: PeerId, error: KVFerryError, now: float) -> None:
         """Fence a peer and fail its loads; its open reads become terminal by that."""
-        peer = self._peers.close(peer_id)
+        peer = self.peers.close(peer_id)
         if peer is None:
             return
         self._stalls.forget(peer_id)
@@ -419,7 +434,7 @@ class PullProtocol:
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)
-        if self._peers.repeat_lost_handshake(address, state.number, self.leases.last_question, now):
+        if self.peers.repeat_lost_handshake(address, state.number, self.leases.last_question, now):
             self._counts.handshakes += 1
         going_on, ending = self.leases.on_state(address, state)
         news = {*going_on, *ending}
@@ -431,7 +446,7 @@ class PullProtocol:
 
     def _on_deadline(self, load: Load, now: float) -> None:
         """Report the failure now. A peer from which nothing came meanwhile is frozen and fenced; a slow one gets more time."""
-        peer = self._peers.get(load.owner)
+        peer = self.peers.get(load.owner)
         is_frozen = peer is not None and peer.last_progress_at <= load.reading_since
         patience_s = self._settings.transfer_deadline_s
         fence_at = max(now, load.asked_since + patience_s) if is_frozen else now + patience_s
@@ -439,7 +454,7 @@ class PullProtocol:
         error = TransferTimeout(f"the load from {load.owner.address} did not end in {budget}: {load.phase.value}")
         was_reading = load.is_reading
         self._end(load, error, now, fence_at)
-        if peer is not None and was_reading and fence_at <= now and self._peers.get(load.owner) is peer:
+        if peer is not None and was_reading and fence_at <= now and self.peers.get(load.owner) is peer:
             self._break_transport(peer, error, now)
 
     def _end(self, load: Load, error: KVFerryError | ErrorInfo | None, now: float, fence_at: float | None = None) -> None:
@@ -447,10 +462,11 @@ class PullProtocol:
         if load.request.request_id not in self._loads:
             return
         info = ErrorInfo.of(error) if isinstance(error, KVFerryError) else error
-        peer = self._peers.get(load.owner)
+        peer = self.peers.get(load.owner)
         if peer is not None and load.is_loaded:
-            self._peers.health.count_success(peer.peer_id, peer.transport)
-        report = load.report(info, peer.transport if peer else "", self._layout_of(load.request).block_bytes, now)
+            self.peers.health.count_success(peer.peer_id, peer.transport)
+        layout = load.request.layout or self._layout
+        report = load.report(info, peer.transport if peer else "", layout.block_bytes, now)
         self._forget(load, max(now, load.deadline) if fence_at is None else fence_at, now)
         self._emit(report)
         self._reads.hurry_if_full(self._served_by(), now)
@@ -459,13 +475,8 @@ class PullProtocol:
     def _forget(self, load: Load, fence_at: float, now: float) -> None:
         """Let go of a load, and of its reads."""
         del self._loads[load.request.request_id]
-        is_open = self._peers.get(load.owner) is not None
+        is_open = self.peers.get(load.owner) is not None
         self._reads.abandon(load, fence_at if is_open else math.inf, now)
-
-    # ---- small change --------------------------------------------------------------------------------------------------
-
-    def _layout_of(self, request: PullRequest) -> KVLayoutInfo:
-        return self._layout if request.layout is None else request.layout
 
     def _served_by(self) -> set[PeerId]:
         return {load.owner for load in self._loads.values()}
@@ -482,14 +493,7 @@ class PullProtocol:
     def _take_actions(self, now: float | None = None) -> list[Action]:
         """Return what is to be done. ``now`` is given where reads may have been posted or ended."""
         if now is not None:
-            readable = [peer for peer in self._reads.awaited_peers() if self._peers.get(peer) is not None]
+            readable = [peer for peer in self._reads.awaited_peers() if self.peers.get(peer) is not None]
             self._stalls.watch(readable, now)
         actions, self._actions = self._actions, []
         return actions
-
-
-def _other_life(expected: PeerId, incarnation: int) -> StaleBlock:
-    return StaleBlock(
-        f"the worker at {expected.address} has restarted since it made the handoff: "
-        f"incarnation {incarnation:016x} instead of {expected.incarnation:016x}"
-    )

@@ -15,8 +15,6 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from core.clock import Clock
-
 MAX_REMEMBERED_ENDS = 4096  # ended leases kept to tell a late message from one about something unknown
 
 
@@ -52,8 +50,7 @@ class _Lease:
 class LeaseTable:
     """Leases by transfer id."""
 
-    def __init__(self, clock: Clock, terms: LeaseTerms) -> None:
-        self._clock = clock
+    def __init__(self, terms: LeaseTerms) -> None:
         self._terms = terms
         self._leases: dict[str, _Lease] = {}
         self._expiries: list[tuple[float, str]] = []
@@ -64,10 +61,9 @@ class LeaseTable:
     def __len__(self) -> int:
         return len(self._leases)
 
-    def grant(self, transfer_id: str, request_id: str, num_blocks: int) -> None:
+    def grant(self, transfer_id: str, request_id: str, num_blocks: int, now: float) -> None:
         """Hold the blocks of a finished request. A transfer id is granted once."""
         assert transfer_id not in self._leases, f"{transfer_id} is granted twice"
-        now = self._clock.now()
         lease = _Lease(request_id, num_blocks, now + self._terms.grant_s, now + self._terms.max_s)
         lease.expires_at = min(lease.expires_at, lease.last_expiry)
         self._leases[transfer_id] = lease
@@ -75,9 +71,8 @@ class LeaseTable:
         self.counts.granted += 1
         heapq.heappush(self._expiries, (lease.expires_at, transfer_id))
 
-    def renew(self, transfer_ids: Iterable[str]) -> dict[str, int]:
+    def renew(self, transfer_ids: Iterable[str], now: float) -> dict[str, int]:
         """Extend these leases and return what is left of each in whole ms; 0 = not held (any more)."""
-        now = self._clock.now()
         left_ms: dict[str, int] = {}
         for transfer_id in transfer_ids:
             lease = self._leases.get(transfer_id)
@@ -86,7 +81,11 @@ class LeaseTable:
                 self._count_stray(transfer_id)
                 left_ms[transfer_id] = 0
                 continue
-            self._extend(transfer_id, lease, now)
+            expires_at = min(now + self._terms.renew_s, lease.last_expiry)
+            if expires_at > lease.expires_at:
+                lease.expires_at = expires_at
+                heapq.heappush(self._expiries, (expires_at, transfer_id))
+            self.counts.renewed += 1
             left_ms[transfer_id] = int(1000 * (lease.expires_at - now))
         return left_ms
 
@@ -101,9 +100,8 @@ class LeaseTable:
             self.counts.released += 1
         return request_ids
 
-    def expire(self) -> list[str]:
+    def expire(self, now: float) -> list[str]:
         """End the leases that are due and return their request ids, the longest overdue first."""
-        now = self._clock.now()
         request_ids = []
         while self._expiries and self._expiries[0][0] <= now:
             expires_at, transfer_id = heapq.heappop(self._expiries)
@@ -113,9 +111,8 @@ class LeaseTable:
                 self.counts.expired += 1
         return request_ids
 
-    def longest_left_s(self) -> float:
+    def longest_left_s(self, now: float) -> float:
         """Return how long the last of the leases may still last if nobody renews it, 0 without any."""
-        now = self._clock.now()
         return max((lease.expires_at - now for lease in self._leases.values()), default=0.0)
 
     def next_expiry(self) -> float | None:
@@ -127,13 +124,6 @@ class LeaseTable:
                 return expires_at
             heapq.heappop(self._expiries)
         return None
-
-    def _extend(self, transfer_id: str, lease: _Lease, now: float) -> None:
-        self.counts.renewed += 1
-        expires_at = min(now + self._terms.renew_s, lease.last_expiry)
-        if expires_at > lease.expires_at:
-            lease.expires_at = expires_at
-            heapq.heappush(self._expiries, (expires_at, transfer_id))
 
     def _end(self, transfer_id: str) -> str:
         lease = self._leases.pop(transfer_id)

@@ -7,6 +7,7 @@ import pytest
 
 from connectors.ec.p2p import P2PECConnector
 from connectors.ec.p2p_adapter import decode_held, encode_held
+from connectors.p2p.actions import ConsumerStep
 from connectors.testing.contexts import ec_context
 from connectors.testing.ec_engine import Image
 from connectors.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
@@ -180,9 +181,9 @@ async def test_reader_of_another_model_is_refused(new_side):
 
 async def test_bug_in_taking_something_in_ends_the_worker(new_side):
     reader = await new_side("reader", 2)
-    reader.connector._driver._agent = object()
+    reader.connector.driver.agent.consumer.handlers[ConsumerStep] = None
     reader.engine.add("r", [Image("a")], [])
-    reader.connector.driver.tell(lambda agent: agent.on_metadata(None))
+    reader.connector.driver.handle(ConsumerStep())
     with pytest.raises(EngineDead):
         reader.engine.step()
 

@@ -12,6 +12,9 @@ from connectors.p2p.actions import (
     Action,
     CancelRead,
     ClosePeer,
+    ControlLost,
+    ControlReceived,
+    ExpectHandoff,
     HandoffRef,
     OpenPeer,
     PostRead,
@@ -21,6 +24,7 @@ from connectors.p2p.actions import (
     ReadEnded,
     SendControl,
     TokenCopy,
+    TransferReport,
     row_units,
 )
 from connectors.p2p.consumer.pull import PullProtocol
@@ -30,6 +34,7 @@ from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
+from core.machine_driver import TimerDue
 from core.testing.clock import FakeClock
 from core.wire.kv import ControlMessage, HandshakeReply, KVLayoutInfo, LeaseRenew, LeaseState
 
@@ -129,7 +134,7 @@ class PullDriver:
         return self.take(self.protocol.start(request, self.now))
 
     def expect(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
-        return self.take(self.protocol.expect(HandoffRef(transfer_id, PeerId(address, incarnation)), self.now))
+        return self.take(self.protocol.expect(ExpectHandoff(HandoffRef(transfer_id, PeerId(address, incarnation))), self.now))
 
     def hold(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
         self.held.add(transfer_id)
@@ -143,7 +148,7 @@ class PullDriver:
         return self.take(self.protocol.abort(request_id, self.now))
 
     def receive(self, message: ControlMessage, address: str = ADDRESS) -> list[Action]:
-        return self.take(self.protocol.on_control(address, message, self.now))
+        return self.take(self.protocol.on_control(ControlReceived(address, message), self.now))
 
     def accept(self, incarnation: int = 1, address: str = ADDRESS, **changed: object) -> list[Action]:
         """Let the peer accept the handshake."""
@@ -196,12 +201,12 @@ class PullDriver:
                 self.bytes_here.update(read.local_rows)
         elif isinstance(read, PostSealRead) and error is None:
             event = self._seals_read(read, seals or {}, digests or {})
-        return self.take(self.protocol.on_transfer(event, self.now, at))
+        return self.take(self.protocol.on_transfer(TransferReport(event, self.now if at is None else at), self.now))
 
     def refuse_read(self, read_id: int) -> list[Action]:
         """Let a read have no room in the staging area."""
         del self.open_reads[read_id]
-        return self.take(self.protocol.on_transfer(ReadEnded(read_id, has_no_room=True), self.now))
+        return self.take(self.protocol.on_transfer(TransferReport(ReadEnded(read_id, has_no_room=True), self.now), self.now))
 
     @property
     def endable(self) -> list[int]:
@@ -230,11 +235,11 @@ class PullDriver:
         return seal_read
 
     def disconnect(self, address: str = ADDRESS) -> list[Action]:
-        return self.take(self.protocol.on_disconnected(address, self.now))
+        return self.take(self.protocol.on_disconnected(ControlLost(address), self.now))
 
     def tick(self, seconds: float = 0.0) -> list[Action]:
         self.clock.advance(seconds)
-        actions = self.take(self.protocol.on_timer(self.now))
+        actions = self.take(self.protocol.on_timer(TimerDue(), self.now))
         due = self.protocol.next_timer()
         assert due is None or due > self.now, "the timer is due again at once: the event loop would spin"
         sent = [action.message for action in actions if isinstance(action, SendControl)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, Reply, SendControl
+from connectors.p2p.actions import HandoffRef, LeaseGrant, ReleaseHandoffs, RenewHandoffs, Reply, SendControl
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import HandshakeResponder
@@ -12,6 +12,7 @@ from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import AgentSettings, PullSettings
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import SendingEnded
+from core.machine_driver import TimerDue
 from core.testing.clock import FakeClock
 from core.wire.kv import ControlError, Handshake, HandshakeReply, LeaseRelease, LeaseRenew, LeaseState
 
@@ -27,18 +28,23 @@ def clock() -> FakeClock:
 
 
 @pytest.fixture
-def owner(clock, make_identity) -> P2PAgent:
+def owner(make_identity) -> P2PAgent:
     identity = make_identity("prefill-0", 42)
     responder = HandshakeResponder(identity, 512, {"tcp": b"an address"}, has_digests=True)
-    return P2PAgent(identity, clock, ("shm", "tcp"), SETTINGS, responder)
+    return P2PAgent(identity, ("shm", "tcp"), SETTINGS, responder)
 
 
 @pytest.fixture
-def reader(clock, make_identity) -> P2PAgent:
-    return P2PAgent(make_identity(), clock, ("shm", "tcp"), SETTINGS)
+def reader(make_identity) -> P2PAgent:
+    return P2PAgent(make_identity(), ("shm", "tcp"), SETTINGS)
 
 
-def test_handshake_and_lease_of_a_reader_are_answered(owner, make_identity):
+def ask(agent, clock, event):
+    """Return the producer's actions."""
+    return agent.producer.handlers[type(event)](event, clock.now())
+
+
+def test_handshake_and_lease_of_a_reader_are_answered(owner, clock, make_identity):
     ours = make_identity()
     question = Handshake(
         engine_id=ours.engine_id,
@@ -48,67 +54,68 @@ def test_handshake_and_lease_of_a_reader_are_answered(owner, make_identity):
         transports=("shm", "tcp"),
         host_id=ours.host_id,
     )
-    (reply,) = owner.on_question(question)
+    (reply,) = ask(owner, clock, question)
     assert isinstance(reply.message, HandshakeReply)
     assert (reply.message.incarnation, reply.message.transport) == (42, "tcp")
-    owner.on_grant(LeaseGrant("t", "r", 3))
-    (state,) = owner.on_question(LeaseRenew(transfer_ids=("t", "unknown"), number=17))
+    ask(owner, clock, LeaseGrant("t", "r", 3))
+    (state,) = ask(owner, clock, LeaseRenew(transfer_ids=("t", "unknown"), number=17))
     assert state == Reply(LeaseState(incarnation=42, left_ms={"t": 10_000, "unknown": 0}, number=17))
 
 
-def test_release_by_a_reader_or_by_the_router_ends_the_sending_once(owner):
+def test_release_by_a_reader_or_by_the_router_ends_the_sending_once(owner, clock):
     for name in ("t", "u"):
-        owner.on_grant(LeaseGrant(name, f"request of {name}", 3))
-    assert owner.num_leased_blocks == 6
-    assert owner.on_question(LeaseRelease(transfer_ids=("t",))) == [SendingEnded("request of t")]
-    assert owner.release(["t", "u"]) == [SendingEnded("request of u")]
-    assert owner.num_leased_blocks == 0
+        ask(owner, clock, LeaseGrant(name, f"request of {name}", 3))
+    assert owner.producer.leases.num_blocks == 6
+    assert ask(owner, clock, LeaseRelease(transfer_ids=("t",))) == [SendingEnded("request of t")]
+    assert ask(owner, clock, ReleaseHandoffs(["t", "u"])) == [SendingEnded("request of u")]
+    assert owner.producer.leases.num_blocks == 0
     assert (owner.counts()["lease_released"], owner.counts()["lease_late"]) == (2, 1)
 
 
 def test_lease_that_nobody_renews_ends_by_the_timer(owner, clock):
-    owner.on_grant(LeaseGrant("t", "r", 3))
+    ask(owner, clock, LeaseGrant("t", "r", 3))
     clock.advance(6.0)
-    owner.renew(["t"])
-    assert owner.next_timer() == clock.now() + 8.0
-    assert owner.on_timer() == []
+    ask(owner, clock, RenewHandoffs(["t"]))
+    assert owner.producer.next_timer() == clock.now() + 8.0
+    assert ask(owner, clock, TimerDue()) == []
     clock.advance(8.0)
-    assert owner.on_timer() == [SendingEnded("r")]
-    assert owner.next_timer() is None
+    assert ask(owner, clock, TimerDue()) == [SendingEnded("r")]
+    assert owner.producer.next_timer() is None
 
 
 @pytest.mark.parametrize("message", [LeaseState(incarnation=1, left_ms={}), ControlError(code="x", message="y")])
-def test_message_that_is_for_somebody_else_is_told_and_counted(owner, message):
-    (reply,) = owner.on_question(message)
+def test_message_that_is_for_somebody_else_is_told_and_counted(owner, clock, message):
+    (reply,) = ask(owner, clock, message)
     assert isinstance(reply.message, ControlError)
     assert reply.message.code == "protocol_error"
     assert type(message).__name__ in reply.message.message
     assert owner.counts()["unexpected_questions"] == 1
 
 
-def test_worker_that_nobody_reads_from_shakes_no_hands(reader, make_identity):
+def test_worker_that_nobody_reads_from_shakes_no_hands(reader, clock, make_identity):
     ours = make_identity()
     question = Handshake(
         engine_id="x", incarnation=1, model_fingerprint=b"", layout=ours.layout, transports=("tcp",), host_id="h"
     )
-    (reply,) = reader.on_question(question)
+    (reply,) = ask(reader, clock, question)
     assert isinstance(reply.message, ControlError)
 
 
-def test_news_of_a_step_is_taken_in_order(reader):
+def test_news_of_a_step_is_taken_in_order(reader, clock):
     held, done = (HandoffRef(name, PeerId("tcp://p:1", 1)) for name in "ab")
-    actions = reader.on_metadata(P2PConnectorMetadata(holds=[held], releases=[done]))
+    actions = reader.consumer.on_step(P2PConnectorMetadata(holds=[held], releases=[done]), clock.now())
     assert actions == [
         SendControl("tcp://p:1", LeaseRenew(transfer_ids=("a",), number=1)),
         SendControl("tcp://p:1", LeaseRelease(transfer_ids=("b",))),
     ]
 
 
-def test_one_timer_serves_both_roles(owner, clock):
-    owner.on_metadata(P2PConnectorMetadata(holds=[HandoffRef("h", PeerId("tcp://p:1", 1))]))
-    owner.on_grant(LeaseGrant("t", "r", 3))
-    assert owner.next_timer() == clock.now() + 5.0
+def test_each_half_has_its_own_timer(owner, clock):
+    owner.consumer.on_step(P2PConnectorMetadata(holds=[HandoffRef("h", PeerId("tcp://p:1", 1))]), clock.now())
+    ask(owner, clock, LeaseGrant("t", "r", 3))
+    assert (owner.consumer.next_timer(), owner.producer.next_timer()) == (clock.now() + 5.0, clock.now() + 10.0)
     clock.advance(5.0)
-    assert owner.on_timer() == [SendControl("tcp://p:1", LeaseRenew(transfer_ids=("h",), number=2))]
+    renewal = SendControl("tcp://p:1", LeaseRenew(transfer_ids=("h",), number=2))
+    assert owner.consumer.on_timer(TimerDue(), clock.now()) == [renewal]
     clock.advance(5.0)
-    assert SendingEnded("r") in owner.on_timer()
+    assert ask(owner, clock, TimerDue()) == [SendingEnded("r")]

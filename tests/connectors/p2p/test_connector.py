@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.p2p.actions import PeerFailed, PeerOpened
+from connectors.p2p.actions import ControlLost, ControlReceived, PeerFailed, PeerOpened, TransferReport
 from connectors.p2p.config import transfer_settings
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.metadata import P2PConnectorMetadata
@@ -19,13 +19,13 @@ from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.config import ConnectorSection, WorkerSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead, PeerUnreachable
+from core.machine_driver import TimerDue
 from core.wire.kv import LeaseRenew, LeaseState
 from core.wire.pairing import STAGING_BYTES
 
 
-class BrokenAgent:
-    def __getattr__(self, name):
-        raise ValueError("a bug")
+def broken(event, now):
+    raise ValueError("a bug")
 
 
 def never(name, settings):
@@ -115,10 +115,10 @@ async def test_engine_without_seals_is_refused(pool):
         lambda connector: connector.worker.start_load_kv(P2PConnectorMetadata(aborts=["r"])),
         lambda connector: connector.expect(SimpleNamespace(transfer_id="t", control_address="tcp://p:1", incarnation=1)),
         lambda connector: connector.release(["t"]),
-        lambda connector: connector.driver._answer(LeaseRenew(transfer_ids=("t",))),
-        lambda connector: connector.driver._on_timer(),
-        lambda connector: connector.driver._on_control("tcp://p:1", LeaseState(incarnation=1, left_ms={})),
-        lambda connector: connector.driver._on_disconnected("tcp://p:1"),
+        lambda connector: connector.driver.handle(LeaseRenew(transfer_ids=("t",))),
+        lambda connector: connector.driver.handle(TimerDue()),
+        lambda connector: connector.driver.handle(ControlReceived("tcp://p:1", LeaseState(incarnation=1, left_ms={}))),
+        lambda connector: connector.driver.handle(ControlLost("tcp://p:1")),
     ],
     ids=["step", "expect", "release", "question", "timer", "control", "disconnected"],
 )
@@ -128,7 +128,8 @@ async def test_bug_in_taking_something_in_ends_the_worker(pool, happen):
     woken = asyncio.Event()
     connector.worker.set_wakeup(woken.set)
     await connector.start()
-    connector.driver._agent = BrokenAgent()
+    for machine in (connector.driver.agent.consumer, connector.driver.agent.producer):
+        machine.handlers.update(dict.fromkeys(machine.handlers, broken))
     happen(connector)
     async with asyncio.timeout(20):
         await woken.wait()
@@ -145,7 +146,7 @@ async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_u
     peer = PeerId("tcp://p:1", 1)
     connector.driver._note_peer(PeerOpened(peer, "inproc"))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 1
-    connector.driver._on_transfer(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"), 0.0)
+    connector.driver.handle(TransferReport(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"), 0.0))
     assert context.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "inproc"}) == 0
     assert "kv_transport_failed" in caplog.text
     assert "permission denied" in caplog.text

@@ -8,7 +8,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.actions import HandoffRef, PeerFenced, PullRequest, Refusal, SendControl, row_units
+from connectors.p2p.actions import ControlLost, HandoffRef, PeerFenced, PullRequest, Refusal, SendControl, row_units
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.factory import create_transport
@@ -59,7 +59,9 @@ class Started:
         return self.connector.worker.get_transfer_results(set())
 
     def told(self, *actions):
-        self.connector.driver.tell(lambda agent: list(actions))
+        driver = self.connector.driver
+        driver.agent.consumer.handlers[ControlLost] = lambda event, now: actions
+        driver.handle(ControlLost(NOBODY.address))
 
     def lines(self, name):
         found = [record for record in self.caplog.records if getattr(record.msg, "name", "") == name]

@@ -14,12 +14,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from connectors.p2p.actions import Action
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import TransportSettings, create_transport
 from connectors.p2p.transport.interface import PeerId, ReadResult, RowRegion, Transport
 from connectors.testing.fault_transport import FaultPlan, FaultTransport
 from core.connector import Connector, ConnectorContext, KVConnectorWorker
 from core.errors import KVFerryError, PeerUnreachable, TransferError
+from core.machine_driver import TimerDue
 
 _LOOK_AGAIN_S = 0.001  # at the plan, while a read waits for it
 
@@ -51,16 +53,26 @@ def hang_on_command(worker: KVConnectorWorker, command: Path) -> None:
 class CommandedConnector(P2PConnector):
     """Lets the deadlines of its loads pass when it is told to: no test has to wait for them, or to be faster than they are."""
 
+    _must_end = False
+
     def end_deadlines(self) -> None:
         """Let the deadline of every load in progress be now. Any thread."""
-        self.driver.call_soon(self._end_deadlines)
+        self._must_end = True
+        self.driver.post(TimerDue())
 
-    def _end_deadlines(self) -> None:
+    async def start(self) -> None:
+        await super().start()
         agent = self.driver.agent
         assert agent is not None
-        for load in agent.consumer._loads.values():
-            load.deadline = agent._clock.now()
-        self.driver._on_timer()
+        agent.consumer.handlers[TimerDue] = self._on_timer
+
+    def _on_timer(self, event: TimerDue, now: float) -> list[Action]:
+        agent = self.driver.agent
+        assert agent is not None
+        for load in agent.consumer._loads.values() if self._must_end else ():
+            load.deadline = now
+        self._must_end = False
+        return agent.consumer.on_timer(event, now)
 
 
 class BoastfulConnector(CommandedConnector):
@@ -70,7 +82,7 @@ class BoastfulConnector(CommandedConnector):
         await super().start()
         agent = self.driver.agent
         assert agent is not None
-        agent.producer.leases.renew = lambda transfer_ids: dict.fromkeys(transfer_ids, 60_000)  # type: ignore[method-assign]
+        agent.producer.leases.renew = lambda transfer_ids, now: dict.fromkeys(transfer_ids, 60_000)  # type: ignore[method-assign]
 
 
 class FaultDesk:

@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from connectors.p2p.actions import ClosePeer, PeerFailed, PostRead, PostSealRead, SendControl
+from connectors.p2p.actions import ClosePeer, PeerFailed, PostRead, PostSealRead, SendControl, TransferReport
 from connectors.p2p.producer.leases import LeaseTable, LeaseTerms
 from connectors.reports import LoadEnded
 from core.errors import PeerUnreachable, TransferError
@@ -157,7 +157,11 @@ class HostileWorld(RuleBasedStateMachine):
     @rule(data=st.data())
     def fail_to_open(self, data: st.DataObject) -> None:
         peer = data.draw(st.sampled_from(sorted(self.pull.open_peers)))
-        self.pull.take(self.pull.protocol.on_transfer(PeerFailed(peer, PeerUnreachable("gone"), "tcp"), self.pull.now))
+        self.pull.take(
+            self.pull.protocol.on_transfer(
+                TransferReport(PeerFailed(peer, PeerUnreachable("gone"), "tcp"), self.pull.now), self.pull.now
+            )
+        )
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 4.0, 11.0]))
     def wait(self, seconds: float) -> None:
@@ -219,7 +223,7 @@ class ReusedBlocks(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.pull = ReusedBlocks.make_pull(lease_renew_interval_s=2.0, transfer_deadline_s=60.0, lease_margin_s=0.5)
-        self.table = LeaseTable(self.pull.clock, LeaseTerms(grant_s=3.0, renew_s=2.0, max_s=9.0))
+        self.table = LeaseTable(LeaseTerms(grant_s=3.0, renew_s=2.0, max_s=9.0))
         self.to_owner: deque[LeaseRenew] = deque()
         self.to_reader: deque[LeaseState] = deque()
         self.num_seen = 0
@@ -229,7 +233,7 @@ class ReusedBlocks(RuleBasedStateMachine):
         self.is_written = dict.fromkeys(rows, True)  # since the seal was broken
         self.copies: dict[int, dict[int, int]] = {}  # read id → remote row → what was copied
         self.local: dict[int, int] = {}
-        self.table.grant("t", "request", self.NUM_ROWS)
+        self.table.grant("t", "request", self.NUM_ROWS, self.pull.now)
         self.pull.start("r", self.NUM_ROWS)
         self.pull.accept()
         self.pull.grant(3_000)
@@ -259,7 +263,7 @@ class ReusedBlocks(RuleBasedStateMachine):
     @rule()
     def reach_owner(self) -> None:
         question = self.to_owner.popleft()
-        left_ms = self.table.renew(question.transfer_ids)
+        left_ms = self.table.renew(question.transfer_ids, self.pull.now)
         self.to_reader.append(LeaseState(incarnation=1, left_ms=left_ms, number=question.number))
 
     @precondition(lambda self: self.to_reader)
@@ -272,7 +276,7 @@ class ReusedBlocks(RuleBasedStateMachine):
     @rule(halves=st.integers(1, 5))
     def wait(self, halves: int) -> None:
         self.pull.tick(halves / 2)
-        self.table.expire()
+        self.table.expire(self.pull.now)
 
     # ---- the transfers
 

@@ -9,6 +9,7 @@ from connectors.p2p.actions import (
     PeerProgress,
     ProbeEnded,
     StartProbe,
+    TransferReport,
     TransportBroken,
     TransportRestored,
 )
@@ -24,7 +25,7 @@ def peer(address):
 
 
 def tell_progress(pull, peer, *, has_advanced=False):
-    return pull.take(pull.protocol.on_transfer(PeerProgress(peer, has_advanced), pull.now))
+    return pull.take(pull.protocol.on_transfer(TransferReport(PeerProgress(peer, has_advanced), pull.now), pull.now))
 
 
 def stall(pull, peer, *names):
@@ -38,7 +39,7 @@ def stall(pull, peer, *names):
 
 def end_probe(pull, error=None):
     probe = pull.actions(StartProbe)[-1]
-    return pull.take(pull.protocol.on_transfer(ProbeEnded(probe.probe_id, error), pull.now))
+    return pull.take(pull.protocol.on_transfer(TransferReport(ProbeEnded(probe.probe_id, error), pull.now), pull.now))
 
 
 def refuse(pull, code=ConnectorUnavailable.code):
@@ -338,6 +339,6 @@ def test_restarted_peer_is_read_by_every_transport(pull, peer):
     pull.start("second", incarnation=2, transfer_id="t2")
     assert offered(pull) == ("shm", "tcp")
     pull.accept(incarnation=2, transport="shm")
-    assert pull.protocol.num_broken_transports() == {}
+    assert pull.protocol.peers.health.num_broken() == {}
     pull.tick(1.0)
     assert not pull.actions(StartProbe), "the dead incarnation is not probed"

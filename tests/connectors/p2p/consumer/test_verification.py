@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 
-from connectors.p2p.actions import PostRead, PostSealRead, ReadEnded, row_units
+from connectors.p2p.actions import PostRead, PostSealRead, ReadEnded, TransferReport, row_units
 from connectors.p2p.consumer.verification import SealCheck, SealTerms
 from core.errors import PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import ExpectedSeal, layout_fingerprint
@@ -99,7 +99,7 @@ def test_seals_that_came_too_early_fail_the_load_and_the_blocks_wait_for_their_r
     pull.start_reading(num_rows=4)
     (seal_read,) = (read_id for read_id, read in pull.open_reads.items() if isinstance(read, PostSealRead))
     del pull.open_reads[seal_read]
-    pull.take(pull.protocol.on_transfer(ReadEnded(seal_read, ProtocolError("too early")), pull.now))
+    pull.take(pull.protocol.on_transfer(TransferReport(ReadEnded(seal_read, ProtocolError("too early")), pull.now), pull.now))
     ended = pull.ended["r"]
     assert (ended.error.code, ended.usage.verified_blocks) == ("protocol_error", 0)
     assert pull.quarantined == {0, 1, 2, 3}

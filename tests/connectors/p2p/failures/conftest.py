@@ -13,6 +13,8 @@ import pytest
 from connectors.p2p.actions import (
     Action,
     CloseControl,
+    ControlLost,
+    ControlReceived,
     HandoffRef,
     LeaseGrant,
     LogEntry,
@@ -23,6 +25,7 @@ from connectors.p2p.actions import (
     SendControl,
     TransferCommand,
     TransferEvent,
+    TransferReport,
     row_units,
 )
 from connectors.p2p.agent import P2PAgent
@@ -38,6 +41,7 @@ from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from connectors.testing.transport_owner import HostRows
 from core.errors import PeerUnreachable, fallback_reason
 from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
+from core.machine_driver import TimerDue
 from core.testing.clock import FakeClock
 from core.wire.kv import ControlMessage
 
@@ -92,7 +96,7 @@ class Worker:
             leases=LeaseTerms(LEASE_S, LEASE_S, 60.0),
         )
         responder = HandshakeResponder(identity, NUM_BLOCKS, offers, self.seals.has_digests)
-        self.agent = P2PAgent(identity, clock, transports, settings, responder)
+        self.agent = P2PAgent(identity, transports, settings, responder)
 
     def report(self, event: TransferEvent, at: float) -> None:
         self.events.append((event, at))
@@ -154,13 +158,13 @@ class World:
         remote = tuple(range(first, first + num_blocks))
         expected = tuple(self.owner.write(row, content=100 + row) for row in remote)
         transfer_id = f"transfer of {request_id}"
-        self.carry_out(self.owner, self.owner.agent.on_grant(LeaseGrant(transfer_id, request_id, num_blocks)))
+        self.take_in(self.owner, LeaseGrant(transfer_id, request_id, num_blocks))
         ref = HandoffRef(transfer_id, PeerId(ADDRESS, self.owner.identity.incarnation))
         local = tuple(range(rows, rows + num_blocks))
         return PullRequest(request_id, ref, row_units(remote, local, expected), 32 * num_blocks)
 
     def tell_reader(self, **news: object) -> None:
-        self.carry_out(self.reader, self.reader.agent.on_metadata(P2PConnectorMetadata(**news)))
+        self.take_in(self.reader, P2PConnectorMetadata(**news))
 
     def load(self, request: PullRequest, *, settle: bool = True) -> None:
         self.tell_reader(pulls=[request])
@@ -172,19 +176,22 @@ class World:
         while any(worker.executor.poll() or worker.events for worker in self.workers):
             for worker in self.workers:
                 while worker.events:
-                    self.carry_out(worker, worker.agent.on_transfer(*worker.events.pop(0)))
+                    self.take_in(worker, TransferReport(*worker.events.pop(0)))
 
     def wait(self, seconds: float) -> None:
         """Let time pass, timer by timer."""
         end = self.clock.now() + seconds
         while True:
             awake = [worker for worker in self.workers if worker is not self.owner or not self.is_frozen]
-            due = [(time, index) for index, worker in enumerate(awake) if (time := worker.agent.next_timer()) is not None]
+            machines = [(worker, machine) for worker in awake for machine in (worker.agent.consumer, worker.agent.producer)]
+            times = [(machine.next_timer(), index) for index, (_, machine) in enumerate(machines)]
+            due = [(time, index) for time, index in times if time is not None]
             time, index = min(due, default=(end + 1, 0))
             if time > end:
                 break
             self.clock.advance(max(0.0, time - self.clock.now()))
-            self.carry_out(awake[index], awake[index].agent.on_timer())
+            worker, machine = machines[index]
+            self.carry_out(worker, machine.handlers[TimerDue](TimerDue(), self.clock.now()))
             self.settle()
         self.clock.advance(end - self.clock.now())
         self.settle()
@@ -198,7 +205,7 @@ class World:
         assert self.owner is not None
         self.is_frozen = False
         self.fabric.set_frozen(self.owner.inproc.number, False)
-        self.carry_out(self.owner, self.owner.agent.on_timer())
+        self.take_in(self.owner, TimerDue())
         held_back, self._held_back = self._held_back, []
         for message in held_back:
             self.deliver(self.reader, message)
@@ -210,7 +217,7 @@ class World:
         self.fabric.kill(self.owner.inproc.number)
         self.workers.remove(self.owner)
         self.owner = None
-        self.carry_out(self.reader, self.reader.agent.on_disconnected(ADDRESS))
+        self.take_in(self.reader, ControlLost(ADDRESS))
         self.settle()
 
     def restart(self, **changed: object) -> Worker:
@@ -219,6 +226,13 @@ class World:
         return self.owner
 
     # ---- what the agents want
+
+    def take_in(self, worker: Worker, event: object) -> list[Action]:
+        """Let the reader's consumer or an owner's producer handle an event."""
+        machine = worker.agent.consumer if worker is self.reader else worker.agent.producer
+        actions = list(machine.handlers[type(event)](event, self.clock.now()))
+        self.carry_out(worker, actions)
+        return actions
 
     def carry_out(self, worker: Worker, actions: list[Action]) -> None:
         for action in actions:
@@ -237,13 +251,12 @@ class World:
             self._held_back.append(message)
             return
         if self.owner is None:
-            self.carry_out(sender, sender.agent.on_disconnected(ADDRESS))
+            self.take_in(sender, ControlLost(ADDRESS))
             return
-        answers = self.owner.agent.on_question(message)
-        self.carry_out(self.owner, answers)
+        answers = self.take_in(self.owner, message)
         for answer in answers:
             if isinstance(answer, Reply):
-                self.carry_out(sender, sender.agent.on_control(ADDRESS, answer.message))
+                self.take_in(sender, ControlReceived(ADDRESS, answer.message))
 
     # ---- what is true in the end
 
@@ -253,7 +266,7 @@ class World:
 
     def assert_quiet(self) -> None:
         """Check that the reader has nothing open, and that its quarantine has been told to end as often as to begin."""
-        agent = self.reader.agent
+        agent = self.reader.agent.consumer
         assert (agent.num_loading_blocks, agent.num_quarantined_blocks) == (0, 0)
         began = [row for load in self.reader.loads().values() for row in load.quarantined_block_ids]
         ended = [row for report in self.reader.reports if isinstance(report, QuarantineEnded) for row in report.block_ids]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from connectors.p2p.actions import PullRequest
+from connectors.p2p.actions import PullRequest, RenewHandoffs
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import SendingEnded
 from core.wire.kv import Handshake
@@ -18,7 +18,7 @@ def test_the_fault_free_case_loads_everything_and_leaves_nothing(world):
     assert world.has_content(request)
     world.tell_reader(releases=[request.handoff])
     assert world.owner.reports == [SendingEnded("r")]
-    assert world.owner.agent.num_leased_blocks == 0
+    assert world.owner.agent.producer.leases.num_blocks == 0
     world.assert_quiet()
 
 
@@ -50,7 +50,7 @@ def test_abort_is_reported_at_once_in_every_phase_and_what_is_open_is_quarantine
         world.thaw()
     world.settle()
     world.assert_quiet()
-    assert world.owner.agent.num_leased_blocks == 0
+    assert world.owner.agent.producer.leases.num_blocks == 0
 
 
 # ---- D dies
@@ -61,10 +61,10 @@ def test_leases_of_a_reader_that_died_end_within_their_term(world):
     world.load(request)
     world.workers.remove(world.reader)
     world.wait(world.lease_s - 0.5)
-    assert world.owner.agent.num_leased_blocks == 6
+    assert world.owner.agent.producer.leases.num_blocks == 6
     world.wait(0.5)
     assert world.owner.reports == [SendingEnded("r")]
-    assert world.owner.agent.num_leased_blocks == 0
+    assert world.owner.agent.producer.leases.num_blocks == 0
     world.workers.append(world.reader)
 
 
@@ -152,7 +152,7 @@ def test_quarantine_ends_with_the_read_where_the_peer_need_not_be_fenced(world):
     world.freeze()
     world.wait(1.0)
     world.tell_reader(aborts=["r"])
-    assert world.reader.agent.num_quarantined_blocks == 6
+    assert world.reader.agent.consumer.num_quarantined_blocks == 6
     world.thaw()  # the bytes land, in blocks that no request has
     world.assert_quiet()
     assert np.array_equal(world.reader.memory.rows[20], world.owner.memory.rows[4])
@@ -199,8 +199,8 @@ def test_lease_that_the_router_kept_alive_ends_when_it_does_not_any_more(world):
     request = world.hand_over()
     for _ in range(3):
         world.wait(world.lease_s - 1)
-        world.carry_out(world.owner, world.owner.agent.renew([request.handoff.transfer_id]))
-    assert world.owner.agent.num_leased_blocks == 6
+        world.take_in(world.owner, RenewHandoffs([request.handoff.transfer_id]))
+    assert world.owner.agent.producer.leases.num_blocks == 6
     world.wait(world.lease_s)
     assert world.owner.reports == [SendingEnded("r")]
 
@@ -209,6 +209,6 @@ def test_no_renewal_goes_beyond_the_cap(world):
     request = world.hand_over()
     world.tell_reader(holds=[request.handoff])
     world.wait(59.0)
-    assert world.owner.agent.num_leased_blocks == 6
+    assert world.owner.agent.producer.leases.num_blocks == 6
     world.wait(1.0)
-    assert world.owner.agent.num_leased_blocks == 0
+    assert world.owner.agent.producer.leases.num_blocks == 0

@@ -68,7 +68,7 @@ def test_lease_that_ended_with_the_blocks_untouched_is_no_failure(world):
     world.freeze()
     world.wait(world.lease_s + 1)
     world.thaw()
-    assert world.owner.agent.num_leased_blocks == 0
+    assert world.owner.agent.producer.leases.num_blocks == 0
     assert world.reason() == ""
     assert world.has_content(request)
 
@@ -111,7 +111,7 @@ def test_transport_that_opens_nobody_costs_no_load(world):
         assert world.reason(name) == ""
         assert world.has_content(request)
         assert world.reader.loads()[name].usage.transport == "inproc"
-    assert world.reader.agent.transports_in_use() == {"inproc"}
+    assert world.reader.agent.consumer.peers.transports_in_use() == {"inproc"}
     assert [message.transports for message in world.sent if isinstance(message, Handshake)] == [
         ("denied", "inproc"),
         ("inproc",),

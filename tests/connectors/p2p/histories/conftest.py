@@ -32,7 +32,13 @@ class Owner:
     """
 
     def __init__(self, history, address, incarnation):
-        self.rng, self.fabric, self.address, self.incarnation = history.rng, history.fabric, address, incarnation
+        self.rng, self.fabric, self.clock, self.address, self.incarnation = (
+            history.rng,
+            history.fabric,
+            history.clock,
+            address,
+            incarnation,
+        )
         self.block_size = history.remote_size
         digest = BlockDigester(self.block_size * SLOT_BYTES).digest
         self.region = hash_model_region(NUM_BLOCKS, self.block_size, incarnation, digest)
@@ -45,7 +51,7 @@ class Owner:
         self.is_stubborn = self.rng.random() < RATE_OF_STUBBORN
         identity = history.make_identity("prefill", incarnation, layout=self.region.layout)
         responder = HandshakeResponder(identity, NUM_BLOCKS, self.offers, has_digests=True)
-        self.agent = P2PAgent(identity, history.clock, NAMES, history.settings, responder)
+        self.agent = P2PAgent(identity, NAMES, history.settings, responder)
         self.is_alive, self.is_frozen = True, False
         self.leased: dict[str, tuple[int, ...]] = {}  # by request id
         self.generations = [0] * NUM_BLOCKS
@@ -100,7 +106,7 @@ class Owner:
         for block_id in block_ids:
             self.end_writing(block_id)
         self.leased[name] = block_ids
-        self.agent.on_grant(LeaseGrant(f"t-{name}", name, len(block_ids)))
+        self.take_in(LeaseGrant(f"t-{name}", name, len(block_ids)))
         generations = tuple(self.generations[block_id] for block_id in block_ids)
         hashes = tuple(self.hashes[block_id] for block_id in block_ids)
         return GroupBlocks(group_id=0, block_ids=block_ids, generations=generations, block_hashes=hashes)
@@ -108,8 +114,11 @@ class Owner:
     def connect(self):
         return Link(self)
 
+    def take_in(self, event):
+        return self.agent.producer.handlers[type(event)](event, self.clock.now())
+
     def answer(self, message):
-        actions = self.agent.on_question(message)
+        actions = self.take_in(message)
         self.end_leases(actions)
         return [self._own_way(action.message) for action in actions if isinstance(action, Reply)]
 

@@ -16,6 +16,9 @@ import pytest
 
 from connectors.p2p.actions import (
     CloseControl,
+    ControlLost,
+    ControlReceived,
+    ExpectHandoff,
     HandoffRef,
     OpenPeer,
     PeerFenced,
@@ -23,6 +26,7 @@ from connectors.p2p.actions import (
     QuarantineEnded,
     SendControl,
     TransferCommand,
+    TransferReport,
     TransportBroken,
     TransportRestored,
 )
@@ -40,6 +44,7 @@ from connectors.testing.fault_transport import FaultPlan, FaultTransport
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.digest import BlockDigester
 from core.kv.seals import each_by_itself
+from core.machine_driver import TimerDue
 from core.testing.clock import FakeClock
 from core.testing.hash_model import SLOT_BYTES, hash_model_region
 from core.wire.kv import Handshake
@@ -117,7 +122,7 @@ class History:
         self.executor = TransferExecutor(
             transports, self.region.seals, digest_blocks, self.report, self.clock.now, self.staging
         )
-        self.agent = P2PAgent(self.make_identity("decode", 77, layout=self.region.layout), self.clock, NAMES, self.settings)
+        self.agent = P2PAgent(self.make_identity("decode", 77, layout=self.region.layout), NAMES, self.settings)
 
     def report(self, event, at):
         self.events.append((event, at))
@@ -193,7 +198,7 @@ class History:
         for block_id in request.local_rows:
             del self.free[block_id]
         if self.rng.random() < 0.5:
-            self.take(self.agent.expect(handoff))
+            self.take_in(ExpectHandoff(handoff))
             if self.rng.random() < 0.2:  # the engine refuses it
                 self.give_back(request.local_rows)
                 return
@@ -205,11 +210,11 @@ class History:
         pull = self.waiting.pop(self.rng.randrange(len(self.waiting)))
         self.loading[pull.request.request_id] = pull
         self.held.add(pull.request.handoff)
-        self.take(self.agent.on_metadata(P2PConnectorMetadata(pulls=[pull.request])))
+        self.take_in(P2PConnectorMetadata(pulls=[pull.request]))
 
     def abort(self):
         if self.loading:
-            self.take(self.agent.on_metadata(P2PConnectorMetadata(aborts=[self.rng.choice(list(self.loading))])))
+            self.take_in(P2PConnectorMetadata(aborts=[self.rng.choice(list(self.loading))]))
 
     def disconnect(self):
         if self.links:
@@ -217,7 +222,7 @@ class History:
 
     def lose_link(self, address):
         del self.links[address]
-        self.take(self.agent.on_disconnected(address))
+        self.take_in(ControlLost(address))
 
     def carry_out(self):
         """Let the transfer thread take commands."""
@@ -227,7 +232,7 @@ class History:
     def take_events(self):
         """Let the event loop take what the transfer thread has reported."""
         for _ in range(min(self.rng.randint(1, 3), len(self.events))):
-            self.take(self.agent.on_transfer(*self.events.popleft()))
+            self.take_in(TransferReport(*self.events.popleft()))
 
     def talk(self):
         """Let a message arrive, or the end of a connection."""
@@ -242,16 +247,16 @@ class History:
         elif link.questions and self.rng.random() < 0.5:
             link.answers += link.owner.answer(link.questions.popleft())
         elif link.answers:
-            self.take(self.agent.on_control(address, link.answers.popleft()))
+            self.take_in(ControlReceived(address, link.answers.popleft()))
 
     def tick(self):
         self.clock.advance(self.rng.choice((0.01, 0.1, 0.5)))
         for owner in self.owners.values():
             if not owner.is_frozen:
-                owner.end_leases(owner.agent.on_timer())
-        if (due := self.agent.next_timer()) is not None and due <= self.clock.now():
-            self.take(self.agent.on_timer())
-            due = self.agent.next_timer()
+                owner.end_leases(owner.take_in(TimerDue()))
+        if (due := self.agent.consumer.next_timer()) is not None and due <= self.clock.now():
+            self.take_in(TimerDue())
+            due = self.agent.consumer.next_timer()
             assert due is None or due > self.clock.now(), "the timer is due again at once"
 
     def finish(self):
@@ -275,7 +280,7 @@ class History:
                 break
         assert not self.loading
         assert not self.quarantined
-        assert self.agent.num_quarantined_blocks == 0
+        assert self.agent.consumer.num_quarantined_blocks == 0
         self.release_all()
         assert len(self.free) == NUM_BLOCKS - 1
         self.check_executor()
@@ -283,13 +288,13 @@ class History:
 
     def release_all(self):
         """Let go of every handoff but those that were only expected; these are forgotten."""
-        self.take(self.agent.on_metadata(P2PConnectorMetadata(releases=sorted(self.held, key=str))))
+        self.take_in(P2PConnectorMetadata(releases=sorted(self.held, key=str)))
         for _ in range(NUM_LAST_ROUNDS):
-            if (due := self.agent.next_timer()) is None:
+            if (due := self.agent.consumer.next_timer()) is None:
                 break
             self.clock.advance(due - self.clock.now())
-            self.take(self.agent.on_timer())
-        assert self.agent.num_held_leases == 0
+            self.take_in(TimerDue())
+        assert len(self.agent.consumer.leases) == 0
 
     def check_executor(self):
         """Nothing is kept of reads that have ended, nor of peers that are closed."""
@@ -299,6 +304,9 @@ class History:
         assert self.staging.num_taken_bytes == 0
 
     # ---- what the reader wants, and what must hold
+
+    def take_in(self, event):
+        self.take(self.agent.consumer.handlers[type(event)](event, self.clock.now()))
 
     def take(self, actions):
         for action in actions:
@@ -345,7 +353,7 @@ class History:
         self.give_back(set(request.local_rows) - late)
         self.happened[ended.error.code if ended.error else "loads" if ended.usage else "aborts"] += 1
         if self.rng.random() < 0.9:
-            self.take(self.agent.on_metadata(P2PConnectorMetadata(releases=[request.handoff])))
+            self.take_in(P2PConnectorMetadata(releases=[request.handoff]))
 
     def check_accepted(self, unit, pull):
         """Our blocks hold what the owner's held at the handoff."""
