@@ -109,21 +109,22 @@ class MachineDriver(Generic[ReplyT]):
             reply = reply if result is None else result
         due = self._next_timer()
         if due is not None and (self._timer is None or due < self._timer_at):  # a timer that fires early does no harm
-            self._cancel_timer()
+            self.cancel_timer()
             self._timer_at, self._timer = due, self._timers.call_at(due, self.on_timer)
         return reply
 
     def on_timer(self) -> None:
         """Let the machine do what is due now."""
-        self._cancel_timer()
+        self.cancel_timer()
         self.handle(TimerDue())
 
     def stop(self) -> None:
         """Cancel the timer and ignore later events."""
         self._is_stopped = True
-        self._cancel_timer()
+        self.cancel_timer()
 
-    def _cancel_timer(self) -> None:
+    def cancel_timer(self) -> None:
+        """Cancel the timer; the next event may plan another."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None

@@ -28,6 +28,7 @@ from core.errors import EngineDead, ProtocolError
 from core.gc_freeze import freeze_loaded_objects
 from core.ids import RandomIds, new_incarnation
 from core.log import event
+from core.machine_driver import ActionHandler, ByType, EventHandler, LoopTimers, MachineDriver, TimerDue
 from core.metrics import WorkerMetrics
 from core.process_signals import handled_signals
 from core.rate_limit import LimitedLog
@@ -63,6 +64,10 @@ LINGER_S = 1.0  # for the last replies and the goodbye
 Announce = Callable[[Mapping[str, str]], None]
 
 
+class _LeaveSignal:
+    """Leave in good order, or at once if the worker is leaving already."""
+
+
 class WorkerProcess:
     """One worker process. ``assemble`` loads the model and takes seconds; it runs on a thread of its own."""
 
@@ -88,8 +93,7 @@ class WorkerProcess:
         self._engine: EngineThread | None = None
         self._state: WorkerState | None = None
         self._traces = WorkerTraces(context.tracer, context.engine_id)
-        self._timer: asyncio.TimerHandle | None = None
-        self._timer_at = 0.0
+        self._driver: MachineDriver[None] | None = None
         self._exit_code: asyncio.Future[int] | None = None
 
     # ---- life --------------------------------------------------------------------------------------------------------
@@ -149,6 +153,7 @@ class WorkerProcess:
         if assembled.built.image_decode_thread is not None:
             assembled.built.image_decode_thread.start(self._engine.wake)
         self._state = self._make_state(assembled, WorkerStats(assembled, self._engine, lambda: self._state))
+        self._driver = self._make_driver(self._state, self._engine)
         self._engine.start()
         self._sockets.start()
         return True
@@ -166,8 +171,8 @@ class WorkerProcess:
 
     async def _shut_down(self) -> None:
         """Engine first, so that no step uses what the connector takes down; sockets late, so that the last replies leave."""
-        if self._timer is not None:
-            self._timer.cancel()
+        if self._driver is not None:
+            self._driver.cancel_timer()
         if self._engine is not None:
             has_ended = await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
             if not has_ended:
@@ -182,12 +187,10 @@ class WorkerProcess:
     def _on_signal(self) -> None:
         """Leave in good order at the first signal, at once at the second."""
         assert self._exit_code is not None
-        state = self._state
-        if state is None:
+        if self._driver is None:
             self._stop(0)
-            return
-        now = self._clock.now()
-        self._take(lambda: state.start_drain(now, 0.0) if state.is_draining else state.start_drain(now))
+        else:
+            self._driver.handle(_LeaveSignal())
 
     # ---- what the links tell (LinkEvents) ------------------------------------------------------------------------------
 
@@ -228,9 +231,8 @@ class WorkerProcess:
             loop.call_soon_threadsafe(handler, news)
 
     def _on_outputs(self, outputs: list[EngineCoreOutput]) -> None:
-        state = self._state
-        if state is not None:
-            self._take(lambda: state.on_outputs(outputs, self._clock.now()))
+        if self._driver is not None:
+            self._driver.handle(outputs)
 
     def _on_engine_death(self, error: BaseException) -> None:
         if self._state is not None:
@@ -238,45 +240,49 @@ class WorkerProcess:
 
     # ---- carrying actions out ------------------------------------------------------------------------------------------
 
-    def _take(self, step: Callable[[], Sequence[Action]]) -> None:
-        """Run one step of the state machine from a callback, and carry out its actions.
+    def _make_driver(self, state: WorkerState, engine: EngineThread) -> MachineDriver[None]:
+        """Route events to the state, and its actions to engine, connectors and sockets."""
+        events: ByType[EventHandler] = ByType(
+            {
+                list: state.on_outputs,
+                TimerDue: lambda event, now: state.on_timer(now),
+                _LeaveSignal: lambda event, now: state.start_drain(now, 0.0) if state.is_draining else state.start_drain(now),
+            }
+        )
+        actions: ByType[ActionHandler[None]] = ByType(
+            {
+                Send: self._send,
+                SubmitAdd: lambda action: self._submit(engine.submit_add, action.requests),
+                SubmitAbort: lambda action: self._submit(engine.submit_abort, action.engine_request_ids),
+                Stop: lambda action: self._stop(action.exit_code),
+                object: lambda action: None,  # of a connector that this worker lacks
+            }
+        )
+        connector, ec_connector = self._connector, self._ec_connector
+        if connector is not None:
+            actions[ExpectTransfer] = lambda action: connector.expect(action.handoff)
+            actions[ReleaseTransfers] = lambda action: connector.release(action.transfer_ids)
+            actions[RenewTransfers] = lambda action: connector.renew(action.transfer_ids)
+        if ec_connector is not None:
+            actions[ReleaseEmbeddings] = lambda action: ec_connector.release(action.sources)
+        timers = LoopTimers(self._clock)
+        return MachineDriver(events, actions, lambda: state.next_timer(timers.now()), timers, self._on_bug)
 
-        A bug ends the process, as the engine's death does: the state is unknown after it, and the event loop would only log it.
-        """
+    def _on_bug(self, bug: Exception) -> None:
+        """End the process, as the engine's death does: the state is unknown, and the event loop would only log the bug."""
+        logger.error(event("worker_bug"), exc_info=bug)
         try:
-            self._perform(step())
-        except Exception as bug:
-            logger.exception(event("worker_bug"))
-            try:
-                self._on_engine_death(bug)
-            finally:
-                self._stop(1)
+            self._on_engine_death(bug)
+        finally:
+            self._stop(1)
 
     def _perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self._carry_out(action)
-        self._arm_timer()
+        assert self._driver is not None
+        self._driver.carry_out(actions)
 
-    def _carry_out(self, action: Action) -> None:
-        assert self._engine is not None
+    def _submit(self, submit: Callable[[Any], None], what: object) -> None:
         try:
-            match action:
-                case Send():
-                    self._send(action)
-                case SubmitAdd():
-                    self._engine.submit_add(action.requests)
-                case SubmitAbort():
-                    self._engine.submit_abort(action.engine_request_ids)
-                case ExpectTransfer() if self._connector is not None:
-                    self._connector.expect(action.handoff)
-                case ReleaseTransfers() if self._connector is not None:
-                    self._connector.release(action.transfer_ids)
-                case ReleaseEmbeddings() if self._ec_connector is not None:
-                    self._ec_connector.release(action.sources)
-                case RenewTransfers() if self._connector is not None:
-                    self._connector.renew(action.transfer_ids)
-                case Stop():
-                    self._stop(action.exit_code)
+            submit(what)
         except EngineDead:
             logger.debug(event("engine_dead_already"))  # its death is on the way here and answers every request
 
@@ -301,23 +307,6 @@ class WorkerProcess:
     def _stop(self, exit_code: int) -> None:
         if self._exit_code is not None and not self._exit_code.done():
             self._exit_code.set_result(exit_code)
-
-    def _arm_timer(self) -> None:
-        """Schedule ``_on_timer`` for the next due time; a timer that fires early does no harm."""
-        assert self._state is not None
-        due = self._state.next_timer(self._clock.now())
-        if due is None or (self._timer is not None and self._timer_at <= due):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer_at = due
-        self._timer = asyncio.get_running_loop().call_later(max(0.0, due - self._clock.now()), self._on_timer)
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        state = self._state
-        if state is not None:
-            self._take(lambda: state.on_timer(self._clock.now()))
 
     # ---- operations port -------------------------------------------------------------------------------------------------
 

@@ -28,7 +28,7 @@ from core.testing.hash_encoder import HashEncoder
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
 from core.wire.kv import KVHandoff
 from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
-from core.worker.actions import Action, AdmissionLimits, EngineLoad, Send
+from core.worker.actions import AdmissionLimits, EngineLoad, Send
 from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
 from decode.role import DecodeHandler
@@ -243,10 +243,10 @@ class SimWorker(SimWorkerProtocol):
         self._times.on_outputs(outputs)
         super()._put_outputs(outputs)
 
-    def _carry_out(self, action: Action) -> None:
-        if isinstance(action, Send) and isinstance(action.message, PrefillDone) and self.tier is None:
+    def _send(self, action: Send) -> None:
+        if isinstance(action.message, PrefillDone) and self.tier is None:
             self._times.on_prefill_done(action.message)
-        super()._carry_out(action)
+        super()._send(action)
 
     # ---- details -----------------------------------------------------------------------------------------------------
 

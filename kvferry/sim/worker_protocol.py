@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from core.engine.engine_messages import Abort, Add, EngineMessage
+from core.machine_driver import ActionHandler, ByType, EventHandler, MachineDriver, TimerDue
 from core.request import EngineCoreOutput
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
 from core.wire.kv import KVHandoff
@@ -29,7 +30,7 @@ from core.worker.actions import (
 )
 from core.worker.state import WorkerState
 from kvferry.sim.host import Host
-from kvferry.sim.loop import Timer
+from kvferry.sim.loop import ProcessTimers
 from kvferry.sim.network import Link
 
 FINGERPRINT = b"hash-model fingerprint"
@@ -56,7 +57,6 @@ class SimWorkerProtocol:
     def __init__(self, host: Host) -> None:
         self.host = host
         self.is_stopped = False
-        self._timer: Timer | None = None
         self._links: dict[str, Link] = {}
         self._router_ids: dict[str, str] = {}  # by address, the router that has answered last; "" if it refused
 
@@ -74,7 +74,7 @@ class SimWorkerProtocol:
         process = self.host.process
         if process.is_alive:
             process.clock.jump(seconds)
-            for callback in (self._on_timer, *self._timers()):
+            for callback in (self._driver.on_timer, *self._timers()):
                 process.call_later(0.0, callback)
 
     def leftovers(self) -> list[str]:
@@ -111,6 +111,7 @@ class SimWorkerProtocol:
 
     def _join(self, router_addresses: Sequence[str]) -> None:
         """Introduce the worker to its routers."""
+        self._driver = self._make_driver()
         self._links = {address: self._open(address) for address in router_addresses}
         for address in self._links:
             self._perform(self.state.connect(address, self._now()))
@@ -137,50 +138,35 @@ class SimWorkerProtocol:
     def _put_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self.host.from_engine.put(lambda: self._perform(self.state.on_outputs(outputs, self._now())))
 
-    def _on_timer(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = None
-        self._perform(self.state.on_timer(self._now()))
-
     # ---- carrying actions out ----------------------------------------------------------------------------------------
 
+    def _make_driver(self) -> MachineDriver[None]:
+        events: ByType[EventHandler] = ByType({TimerDue: lambda event, now: self.state.on_timer(now)})
+        actions: ByType[ActionHandler[None]] = ByType(
+            {
+                Send: self._send,
+                SubmitAdd: lambda action: self.engine.submit(Add(action.requests)),
+                SubmitAbort: lambda action: self.engine.submit(Abort(action.engine_request_ids)),
+                ExpectTransfer: lambda action: self._expect(action.handoff),
+                ReleaseTransfers: lambda action: self._release(action.transfer_ids),
+                ReleaseEmbeddings: lambda action: self._release_embeddings(action.sources),
+                RenewTransfers: lambda action: self._renew(action.transfer_ids),
+                Stop: self._stop,
+            }
+        )
+        return MachineDriver(events, actions, lambda: self.state.next_timer(self._now()), ProcessTimers(self.host.process))
+
     def _perform(self, actions: Sequence[Action]) -> None:
-        for action in actions:
-            self._carry_out(action)
-        self._arm_timer()
+        self._driver.carry_out(actions)
 
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case Send(link, message):
-                self.host.log(f"sends {link}", message)
-                self._links[link].send(encode_tokens(message) if isinstance(message, list) else encode_worker_message(message))
-            case SubmitAdd(requests):
-                self.engine.submit(Add(requests))
-            case SubmitAbort(engine_request_ids):
-                self.engine.submit(Abort(engine_request_ids))
-            case ExpectTransfer(handoff):
-                self._expect(handoff)
-            case ReleaseTransfers(transfer_ids):
-                self._release(transfer_ids)
-            case ReleaseEmbeddings(sources):
-                self._release_embeddings(sources)
-            case RenewTransfers(transfer_ids):
-                self._renew(transfer_ids)
-            case Stop():
-                self.is_stopped = True
-                self.host.process.call_later(LINGER_S, self.host.process.kill)
+    def _send(self, action: Send) -> None:
+        message = action.message
+        self.host.log(f"sends {action.link}", message)
+        self._links[action.link].send(encode_tokens(message) if isinstance(message, list) else encode_worker_message(message))
 
-    def _arm_timer(self) -> None:
-        due = self.state.next_timer(self._now())
-        if due is None or (self._timer is not None and not self._timer.is_over and self._timer.due <= self._loop_time(due)):
-            return
-        if self._timer is not None:
-            self._timer.cancel()
-        self._timer = self.host.process.call_at(due, self._on_timer)
+    def _stop(self, action: Stop) -> None:
+        self.is_stopped = True
+        self.host.process.call_later(LINGER_S, self.host.process.kill)
 
     def _now(self) -> float:
         return self.host.process.clock.now()
-
-    def _loop_time(self, when: float) -> float:
-        return self.host.loop.now + self.host.process.clock.delay_until(when)

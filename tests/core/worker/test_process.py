@@ -43,6 +43,7 @@ from core.wire.sampling import SamplingParams
 from core.worker.builder import Assembled
 from core.worker.process import WorkerProcess
 from core.worker.role import EngineFacts
+from core.worker.state import WorkerState
 from decode.role import DecodeHandler
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
@@ -366,13 +367,15 @@ def broken(*args):
 @pytest.mark.parametrize("step", ["on_timer", "on_outputs"])
 @pytest.mark.parametrize("is_all_broken", [False, True])
 async def test_bug_in_a_step_that_nobody_waits_for_is_an_exit_code(make_worker, router, monkeypatch, step, is_all_broken):
+    real, is_broken = getattr(WorkerState, step), asyncio.Event()
+    monkeypatch.setattr(WorkerState, step, lambda *args: broken() if is_broken.is_set() else real(*args))
     worker = make_worker()
     running = asyncio.create_task(worker.run(lambda announcement: None))
     await router.expect(Heartbeat)
     await router.send(generate("waiting", first_token=7))
     await router.send(generate("served", max_tokens=1))
     await router.expect(list)
-    monkeypatch.setattr(worker._state, step, broken)
+    is_broken.set()
     if is_all_broken:
         monkeypatch.setattr(worker._state, "on_engine_death", broken)
     await router.send(generate("next"))
