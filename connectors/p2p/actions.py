@@ -33,7 +33,7 @@ class HandoffRef:
     """Consumer: a handoff and the incarnation of its producer."""
 
     transfer_id: str
-    owner: PeerId
+    producer: PeerId
 
     @classmethod
     def of(cls, handoff: KVHandoff) -> HandoffRef:
@@ -53,7 +53,7 @@ class TokenCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadUnit:
-    """Blocks of the owner and of ours that are read, verified, and used or not, together; no others hold the same tokens.
+    """Blocks of the producer and of ours that are read, verified, and used or not, together; no others hold the same tokens.
 
     Without ``copies`` it is one of each, alike to the last byte. With them the two sides' blocks differ in size, and what is
     read is converted; a slot of our blocks that no copy fills becomes zero. The seal of ``remote_rows[i]`` must be
@@ -77,10 +77,10 @@ def row_units(remote_rows: Iterable[int], local_rows: Iterable[int], expected: I
 
 @dataclass(frozen=True, slots=True)
 class PullRequest:
-    """Consumer: read these units of the owner's pool, which hold ``num_tokens`` tokens together.
+    """Consumer: read these units of the producer's pool, which hold ``num_tokens`` tokens together.
 
-    ``deadline`` is when the request's own budget ends, on the worker's clock. ``layout`` is that of the owner's blocks by its
-    handoff; None = it is ours.
+    ``deadline`` is when the request's own budget ends, on the worker's clock. ``layout`` is that of the producer's blocks by
+    its handoff; None = it is ours.
     """
 
     request_id: str
@@ -92,7 +92,7 @@ class PullRequest:
 
     @property
     def remote_rows(self) -> tuple[int, ...]:
-        """The owner's blocks."""
+        """The producer's blocks."""
         return tuple(row for unit in self.units for row in unit.remote_rows)
 
     @property
@@ -106,7 +106,7 @@ class Refusal:
     """Consumer: why a load fails without being tried, and the producer of its blocks."""
 
     error: KVFerryError
-    owner: PeerId
+    producer: PeerId
 
 
 @dataclass(slots=True)
@@ -236,7 +236,7 @@ class PostSealRead:
     """Read the seals of ``remote_rows`` of a peer when all their blocks have been read into ``local_rows``.
 
     It is begun when none of the reads ``after`` is open any more, well or badly ended; those that are not named have ended
-    before. Where the owner takes reads in order it is begun at once (``Transport.reads_in_order``). One that is cancelled
+    before. Where the producer takes reads in order it is begun at once (``Transport.reads_in_order``). One that is cancelled
     before it has begun ends at once. With ``wants_digests`` each block has gone into one of ours as it was, of whose bytes the
     digest is taken.
     """

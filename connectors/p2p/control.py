@@ -2,10 +2,10 @@
 
 The producer binds one ROUTER; the consumer opens one DEALER per address. They move frames to and from the state machines and
 know nothing of what a message means. A malformed frame is answered by ``ControlError``, never by an exception; one of another
-wire version by the refusal that every version reads, and not each time (``core.wire.version``). A fault of ours
-costs its message or its peer; a task that ends all the same is told to ``on_death``, because a worker without its control plane
-must not look alive. One DEALER is one connection: when it is lost, or refused, its owner is told and the socket is closed, so
-that a connection never silently goes over to the next process at the same address.
+wire version by the refusal that every version reads, and not each time (``core.wire.version``). A fault of ours costs its
+message or its peer; a task that ends all the same is told to ``on_death``, because a worker without its control plane must
+not look alive. One DEALER is one connection: when it is lost or refused, ``on_disconnected`` is called and the socket is
+closed, so that a connection never silently goes over to the next process at the same address.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class ControlServer:
         self._answer = answer
         self._on_death = on_death
         self._refuser = VersionRefuser()
-        self._limited_log = LimitedLog(_log, time.monotonic)  # for what readers can cause as often as they like
+        self._limited_log = LimitedLog(_log, time.monotonic)  # for what consumers can cause as often as they like
         self._task: asyncio.Task[None] | None = None
         self.num_bad_frames = 0
         self.num_dropped = 0
@@ -103,7 +103,7 @@ class ControlServer:
                 if reply is not None:
                     await self._socket.send_multipart([identity, reply], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                # The reader is gone or takes nothing: whatever it wanted ends by its own deadline.
+                # The consumer is gone or takes nothing: whatever it wanted ends by its own deadline.
                 self.num_dropped += 1
                 _log.debug(event("kv_control_reply_dropped", error=error))
 
@@ -120,7 +120,7 @@ class ControlServer:
         except KVFerryError as error:
             self.num_bad_frames += 1
             return encode_control_message(ControlError(code=error.code, message=error.message[:1000]))
-        except Exception:  # a transfer boundary: one message must not end the service of all readers
+        except Exception:  # a transfer boundary: one message must not end the service of all consumers
             self._limited_log.exception("kv_control_answer_failed")
             return encode_control_message(ControlError(code=KVFerryError.code, message="the message could not be handled"))
 

@@ -63,7 +63,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
 
     def refuse_load(self, request_id: str, error: KVFerryError) -> None:
         """Report the load as failed, with its owner."""
-        self.step.refused[request_id] = Refusal(error, self._refs[request_id].owner)
+        self.step.refused[request_id] = Refusal(error, self._refs[request_id].producer)
 
     def abort_load(self, request_id: str) -> None:
         """Abort the pull."""

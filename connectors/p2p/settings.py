@@ -80,7 +80,7 @@ class PullSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentSettings:
-    """How an agent reads, and how long it keeps blocks for readers."""
+    """How an agent reads, and how long it keeps blocks for consumers."""
 
     pull: PullSettings
     leases: LeaseTerms

@@ -72,7 +72,7 @@ class BreakerChecks:
 
     def on_read(self, load: Load) -> None:
         """A read of blocks is ordered for a load."""
-        self._loads[load.request.request_id] = _Reading(load, self._opened[load.owner])
+        self._loads[load.request.request_id] = _Reading(load, self._opened[load.producer])
 
     def on_transfer(self, event: TransferEvent) -> None:
         """Something has come of the transfers."""
@@ -108,6 +108,6 @@ class BreakerChecks:
             return
         load = reading.load
         has_waited = load.asked_since == load.started_at and self._now() >= load.started_at + self._patience_s
-        is_silent = self._ended_at.get(load.owner, load.started_at) <= load.started_at
-        if has_waited and is_silent and self._opened.get(load.owner) == reading.transport:
-            self._silent.add((load.owner, reading.transport))
+        is_silent = self._ended_at.get(load.producer, load.started_at) <= load.started_at
+        if has_waited and is_silent and self._opened.get(load.producer) == reading.transport:
+            self._silent.add((load.producer, reading.transport))

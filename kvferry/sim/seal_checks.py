@@ -22,7 +22,7 @@ class WrongSeals:
             return
         rows = [decode_seal(read.seals[start : start + SEAL_BYTES]) for start in range(0, len(read.seals), SEAL_BYTES)]
         seals = dict(zip(load.sealing.remote_rows, rows, strict=True))
-        units, incarnation = load.request.units, load.owner.incarnation
+        units, incarnation = load.request.units, load.producer.incarnation
         self._indices = [index for index in load.sealing.indices if not _is_sealed(units[index], incarnation, seals)]
 
     def are_accepted(self) -> bool:

@@ -166,7 +166,7 @@ def end_quarantine_when_reads_are_cancelled(patch: Patch) -> None:
 
     def abandon(self, load, fence_at, now):
         real(self, load, fence_at, now)
-        self.quarantine.fence(load.owner)
+        self.quarantine.fence(load.producer)
 
     patch(InflightReads, "abandon", abandon)
 

@@ -75,7 +75,7 @@ def kill_and_look(cluster: SimCluster) -> int:
     def check(dead: SimWorker) -> None:
         for worker in alive(cluster):
             loads = worker.connector.agent.consumer._loads.values()
-            assert not [load for load in loads if load.owner.incarnation == dead.incarnation]
+            assert not [load for load in loads if load.producer.incarnation == dead.incarnation]
 
     def note(name: str) -> None:
         cluster.loop.call_later(DETECT_S, lambda dead=cluster.workers[name]: check(dead))

@@ -1,6 +1,6 @@
-"""Which of the owner's blocks hold what our blocks of a request lack: the units of a load.
+"""Which of the producer's blocks hold what our blocks of a request lack: the units of a load.
 
-Pure. One group at a time; blocks may have another size at the owner than here. What a sliding group has given up is in no
+Pure. One group at a time; blocks may have another size at the producer than here. What a sliding group has given up is in no
 table: null here, before the first block there.
 
     tokens  |  local hit  |      external     |
@@ -52,11 +52,11 @@ class GroupMapping:
 def map_group(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], block_hashes: Sequence[bytes]) -> GroupMapping:
     """Return the units that fill our blocks of one group, and what their seals must be.
 
-    ``local_ids`` is our table, ``block_hashes`` our own chain at the ends of the owner's blocks; of the seals only the
+    ``local_ids`` is our table, ``block_hashes`` our own chain at the ends of the producer's blocks; of the seals only the
     generations are taken from the handoff.
 
     Raises:
-        StaleBlock: the owner does not hold a block that is needed here.
+        StaleBlock: the producer does not hold a block that is needed here.
     """
     found = GroupMapping()
     remote = _RemoteBlocks(extent, group, block_hashes)
@@ -64,7 +64,7 @@ def map_group(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bloc
     for positions in _unit_positions(extent, local_ids):
         local = {position: local_ids[position] for position in positions}
         copies: list[TokenCopy] = []
-        sources: dict[int, None] = {}  # positions of the owner's blocks, each once, in order
+        sources: dict[int, None] = {}  # positions of the producer's blocks, each once, in order
         for position, row in local.items():
             first, last = position * size, min((position + 1) * size, remote.end)
             held_from = remote.held_from(first, last)
@@ -79,7 +79,7 @@ def map_group(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bloc
 
 
 def _unit_positions(extent: Extent, local_ids: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the positions of our blocks that are loaded together: the owner's blocks end where a run of these does."""
+    """Yield the positions of our blocks that are loaded together: the producer's blocks end where a run of these does."""
     size = extent.local_block_size
     per_unit = math.lcm(size, extent.remote_block_size) // size
     first, end = extent.start // size, -(-extent.end // size)
@@ -91,7 +91,7 @@ def _unit_positions(extent: Extent, local_ids: Sequence[int]) -> Iterator[list[i
 
 @dataclass(frozen=True, slots=True)
 class _RemoteBlocks:
-    """The owner's blocks of one group by the positions of their tokens."""
+    """The producer's blocks of one group by the positions of their tokens."""
 
     extent: Extent
     group: GroupBlocks
@@ -99,21 +99,21 @@ class _RemoteBlocks:
 
     @property
     def size(self) -> int:
-        """Tokens of one of the owner's blocks."""
+        """Tokens of one of the producer's blocks."""
         return self.extent.remote_block_size
 
     @property
     def end(self) -> int:
-        """Where the owner's last block ends; behind the last token its slots are zero."""
+        """Where the producer's last block ends; behind the last token its slots are zero."""
         return len(self.block_hashes) * self.size
 
     def row(self, position: int) -> int:
-        """Return the block at this position, the null block if the owner has none."""
+        """Return the block at this position, the null block if the producer has none."""
         index = position - self.group.first_block
         return self.group.block_ids[index] if 0 <= index < len(self.group.block_ids) else NULL_BLOCK_ID
 
     def held_from(self, start: int, end: int) -> int:
-        """Return from where on the owner holds all tokens up to ``end``, ``start`` at the least."""
+        """Return from where on the producer holds all tokens up to ``end``, ``start`` at the least."""
         size, position = self.size, -(-end // self.size)
         while position * size > start and self.row(position - 1) != NULL_BLOCK_ID:
             position -= 1
@@ -134,9 +134,9 @@ class _RemoteBlocks:
         copies: Sequence[TokenCopy],
         local_positions: Sequence[int],
     ) -> ReadUnit:
-        """Return the unit of the owner's blocks at these positions; blocks of the same size are taken as they are.
+        """Return the unit of the producer's blocks at these positions; blocks of the same size are taken as they are.
 
-        What the seal of a block must be follows from the position that it fills here, whatever block the owner names for it.
+        What the seal of a block must be follows from the position that it fills here, whatever block the producer names for it.
         """
         extent = self.extent
         local_size, is_alike = extent.local_block_size, extent.local_block_size == self.size

@@ -1,10 +1,10 @@
-"""The leases that a reader keeps alive, and how long each is good for as far as it knows.
+"""The leases that a consumer keeps alive, and how long each is good for as far as it knows.
 
-Owns which handoffs are held from arrival to release, and the questions to their owners: all leases of one owner in one
-message, again and again. A lease is good until a lower bound: the owner's answer, counted from the sending of the question, so
-that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the bound, and those to
-questions from before a lease was taken say nothing of it. Leases say how long blocks are *kept*, and so whether a read is worth
-starting; they never say that a read was right. Called by ``connectors.p2p.consumer.pull``.
+Owns which handoffs are held from arrival to release, and the questions to their producers: all leases of one producer in one
+message, again and again. A lease is good until a lower bound: the producer's answer, counted from the sending of the
+question, so that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the
+bound, and those to questions from before a lease was taken say nothing of it. Leases say how long blocks are *kept*, and so
+whether a read is worth starting; they never say that a read was right. Called by ``connectors.p2p.consumer.pull``.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from connectors.p2p.actions import Action, HandoffRef, SendControl
 from connectors.p2p.transport.interface import PeerId
 from core.wire.kv import LeaseRelease, LeaseRenew, LeaseState
 
-MAX_OPEN_QUESTIONS = 64  # per owner; the oldest are forgotten
+MAX_OPEN_QUESTIONS = 64  # per producer; the oldest are forgotten
 
 
 @dataclass(slots=True)
 class _HeldLease:
-    owner: PeerId
+    producer: PeerId
     first_question: int  # about it; what was asked before concerns an earlier stay of the same lease
     good_until: float = -math.inf
     is_asked_for: bool = False  # a question about it is open
@@ -34,7 +34,7 @@ class HeldLeaseCounts:
     """What has happened since the start to leases that were asked for ahead of their requests."""
 
     leases_known_in_time: int = 0  # answered when the engine took the request
-    leases_given_up: int = 0  # not held after an interval, though the owner still kept them
+    leases_given_up: int = 0  # not held after an interval, though the producer still kept them
 
 
 class HeldLeases:
@@ -45,7 +45,7 @@ class HeldLeases:
         self._margin_s = margin_s
         self._emit = emit
         self._leases: dict[str, _HeldLease] = {}
-        self._asked_at: dict[str, dict[int, float]] = {}  # owner's address → number of the question → when
+        self._asked_at: dict[str, dict[int, float]] = {}  # producer's address → number of the question → when
         self._last_number = 0
         self._renew_at = math.inf
         self.counts = HeldLeaseCounts()
@@ -55,7 +55,7 @@ class HeldLeases:
 
     @property
     def last_question(self) -> int:
-        """Number of the last question, to whichever owner; 0 if there was none."""
+        """Number of the last question, to whichever producer; 0 if there was none."""
         return self._last_number
 
     def __contains__(self, transfer_id: str) -> bool:
@@ -72,7 +72,7 @@ class HeldLeases:
     def hold(self, handoff: HandoffRef, now: float) -> None:
         """Keep a lease alive from now on. Idempotent."""
         lease = self._leases.get(handoff.transfer_id)
-        if lease is None or (lease.expected_until is not None and lease.owner != handoff.owner):
+        if lease is None or (lease.expected_until is not None and lease.producer != handoff.producer):
             self._take(handoff, now)
         elif lease.expected_until is not None:
             self._renew_at = min(self._renew_at, lease.expected_until)  # an interval after it was asked for
@@ -80,9 +80,9 @@ class HeldLeases:
             self.counts.leases_known_in_time += lease.good_until > now
 
     def release(self, handoff: HandoffRef) -> None:
-        """Tell the owner that nobody here needs the handoff any more, and stop keeping it alive."""
+        """Tell the producer that nobody here needs the handoff any more, and stop keeping it alive."""
         self._leases.pop(handoff.transfer_id, None)
-        self._emit(SendControl(handoff.owner.address, LeaseRelease(transfer_ids=(handoff.transfer_id,))))
+        self._emit(SendControl(handoff.producer.address, LeaseRelease(transfer_ids=(handoff.transfer_id,))))
 
     def may_start_read(self, transfer_id: str, now: float) -> bool:
         """Say whether a read started now ends within the lease, as far as is known; if not, ask how much is left."""
@@ -94,13 +94,13 @@ class HeldLeases:
         return False
 
     def on_state(self, address: str, state: LeaseState) -> tuple[list[str], list[str]]:
-        """Take an owner's answer; returns the transfer ids that it says go on, and those of which too little is left."""
+        """Take a producer's answer; returns the transfer ids that it says go on, and those of which too little is left."""
         asked_at = self._close_question(address, state.number)
         going_on: list[str] = []
         ending: list[str] = []
         for transfer_id, left_ms in state.left_ms.items():
             lease = self._leases.get(transfer_id)
-            if lease is None or lease.owner != PeerId(address, state.incarnation) or state.number < lease.first_question:
+            if lease is None or lease.producer != PeerId(address, state.incarnation) or state.number < lease.first_question:
                 continue
             lease.is_asked_for = False
             if left_ms / 1000 <= self._margin_s:
@@ -115,14 +115,14 @@ class HeldLeases:
     def forget_others(self, address: str, incarnation: int) -> None:
         """Drop the leases of whoever lived at the address before."""
         for transfer_id, lease in list(self._leases.items()):
-            if lease.owner.address == address and lease.owner.incarnation != incarnation:
+            if lease.producer.address == address and lease.producer.incarnation != incarnation:
                 del self._leases[transfer_id]
 
     def on_disconnected(self, address: str) -> None:
         """Expect no answers to what was asked; the next round asks again, whoever lives there then."""
         self._asked_at.pop(address, None)
         for lease in self._leases.values():
-            if lease.owner.address == address:
+            if lease.producer.address == address:
                 lease.is_asked_for = False
 
     def on_timer(self, now: float) -> None:
@@ -136,9 +136,9 @@ class HeldLeases:
         self._renew_at = now + self._renew_interval_s if self._leases else math.inf
         self._ask([transfer_id for transfer_id, lease in self._leases.items() if lease.expected_until is None], now)
 
-    def ask_owner(self, owner: PeerId, now: float) -> None:
-        """Ask about everything that is held of an owner, whether it is time or not."""
-        held = [name for name, lease in self._leases.items() if lease.owner == owner and lease.expected_until is None]
+    def ask_producer(self, producer: PeerId, now: float) -> None:
+        """Ask about everything that is held of a producer, whether it is time or not."""
+        held = [name for name, lease in self._leases.items() if lease.producer == producer and lease.expected_until is None]
         self._ask(held, now)
 
     def next_timer(self) -> float:
@@ -146,7 +146,7 @@ class HeldLeases:
         return self._renew_at
 
     def _take(self, handoff: HandoffRef, now: float) -> _HeldLease:
-        lease = self._leases[handoff.transfer_id] = _HeldLease(handoff.owner, self._last_number + 1)
+        lease = self._leases[handoff.transfer_id] = _HeldLease(handoff.producer, self._last_number + 1)
         self._ask([handoff.transfer_id], now)
         self._renew_at = min(self._renew_at, now + self._renew_interval_s)
         return lease
@@ -164,7 +164,7 @@ class HeldLeases:
         for transfer_id in transfer_ids:
             lease = self._leases[transfer_id]
             lease.is_asked_for = True
-            by_address.setdefault(lease.owner.address, []).append(transfer_id)
+            by_address.setdefault(lease.producer.address, []).append(transfer_id)
         for address, ids in by_address.items():
             self._last_number += 1
             questions = self._asked_at.setdefault(address, {})

@@ -65,7 +65,7 @@ class InflightReads:
             self.emit(QuarantineEnded(freed))
         load = self._loads.pop(read_id, None)
         if load is not None:
-            self._count_awaited(load.owner, -1)
+            self._count_awaited(load.producer, -1)
         return load
 
     def abandon(self, load: Load, fence_at: float, now: float) -> None:
@@ -80,9 +80,9 @@ class InflightReads:
             late[load.seal_read] = tuple(row for row in load.sealing.local_rows if row not in being_read)
         for read_id, rows in late.items():
             del self._loads[read_id]
-            self._count_awaited(load.owner, -1)
+            self._count_awaited(load.producer, -1)
             heir = None if read_id == load.seal_read else load.seal_read
-            self.quarantine.add(read_id, LateRead(load.owner, rows, now, fence_at, heir))
+            self.quarantine.add(read_id, LateRead(load.producer, rows, now, fence_at, heir))
             self.num_quarantined += len(rows)
             self.emit(CancelRead(read_id))
 
@@ -116,7 +116,7 @@ class InflightReads:
     def _open(self, load: Load) -> int:
         self._last_read_id += 1
         self._loads[self._last_read_id] = load
-        self._count_awaited(load.owner, 1)
+        self._count_awaited(load.producer, 1)
         return self._last_read_id
 
     def _count_awaited(self, peer: PeerId, difference: int) -> None:
@@ -125,5 +125,5 @@ class InflightReads:
             del self._num_awaited[peer]
 
     def _num_open_blocks(self, peer: PeerId) -> int:
-        loads = {load for load in self._loads.values() if load.owner == peer}
+        loads = {load for load in self._loads.values() if load.producer == peer}
         return sum(load.num_open_rows for load in loads)

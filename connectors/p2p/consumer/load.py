@@ -50,14 +50,14 @@ class Load:
     """The units of one request. ``open_reads`` maps the reads of blocks that are not terminal to what they read.
 
     ``seal_read`` is the read of seals that is under way or waits for those reads, of the units ``sealing``. ``digests`` are
-    those of the owner's blocks that have arrived, as far as they are wanted. ``asked_since`` is since when it has been up to
+    those of the producer's blocks that have arrived, as far as they are wanted. ``asked_since`` is since when it has been up to
     the peer how far the load gets, ``last_ended_at`` when the last of the reads of blocks ended, ``seals_ended_at`` when that
     of the seals did. ``wants_room``: a read of it had no room in the staging area.
     """
 
     def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
         self.request = request
-        self.owner = request.handoff.owner
+        self.producer = request.handoff.producer
         self.is_converted = any(unit.copies for unit in request.units)  # blocks of another size, by way of the staging area
         self.started_at = self.asked_since = now
         self.deadline = deadline
@@ -221,7 +221,7 @@ class Load:
             error=error,
             invalid_block_ids=tuple(row for index in spoiled for row in units[index].local_rows) if self._verified else (),
             quarantined_block_ids=self.open_rows(),
-            peer=self.owner.address,
+            peer=self.producer.address,
         )
 
     def open_rows(self) -> tuple[int, ...]:
@@ -261,7 +261,7 @@ class Load:
 
 def refused_load(request_id: str, refusal: Refusal) -> LoadEnded:
     """Return the report of a load that is refused without being tried."""
-    return LoadEnded(request_id, TransferUsage(), ErrorInfo.of(refusal.error), peer=refusal.owner.address)
+    return LoadEnded(request_id, TransferUsage(), ErrorInfo.of(refusal.error), peer=refusal.producer.address)
 
 
 def other_life(expected: PeerId, incarnation: int) -> StaleBlock:

@@ -71,20 +71,20 @@ class LoadReader:
         transfer_id = load.request.handoff.transfer_id
         while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
             if transfer_id not in self._leases:
-                error = LeaseExpired(f"{load.owner.address} no longer holds the handoff {transfer_id}")
+                error = LeaseExpired(f"{load.producer.address} no longer holds the handoff {transfer_id}")
                 load.spoil_waiting(ErrorInfo.of(error))
             elif not load.wants_room and self._leases.may_start_read(transfer_id, now):
                 rows = load.next_slice()
-                self._emit(self._post_read(self._reads.open_blocks(load, rows), load.owner, rows))
+                self._emit(self._post_read(self._reads.open_blocks(load, rows), load.producer, rows))
             else:
                 return
         if not load.is_waiting:
             self._read_seals(load, now)
 
-    def _post_read(self, read_id: int, owner: PeerId, rows: RowSlice) -> PostRead:
-        peer = self._peers.get(owner)
+    def _post_read(self, read_id: int, producer: PeerId, rows: RowSlice) -> PostRead:
+        peer = self._peers.get(producer)
         wants_digests = bool(rows.copies) and peer is not None and peer.verifies_digests
-        return PostRead(read_id, owner, rows.remote_rows, rows.local_rows, rows.copies, wants_digests)
+        return PostRead(read_id, producer, rows.remote_rows, rows.local_rows, rows.copies, wants_digests)
 
     def _read_seals(self, load: Load, now: float) -> None:
         """Order the seals of all that has arrived or is about to; without anything, the load is over.
@@ -97,12 +97,12 @@ class LoadReader:
         if not rows.indices:
             self._exits.end(load, None, now)
             return
-        peer = self._peers.get(load.owner)
+        peer = self._peers.get(load.producer)
         assert peer is not None, "a lost peer ends its loads"
         after = tuple(load.open_reads)
         read_id = self._reads.open_seals(load, rows)
         wants_digests = peer.verifies_digests and not rows.copies  # what was converted has been digested before
-        self._emit(PostSealRead(read_id, load.owner, rows.remote_rows, rows.local_rows, wants_digests, after))
+        self._emit(PostSealRead(read_id, load.producer, rows.remote_rows, rows.local_rows, wants_digests, after))
         if not after:
             load.begin_sealing()
 
@@ -111,7 +111,7 @@ class LoadReader:
         if load.phase is LoadPhase.CONNECTING:  # posted in vain, to a peer that could not be opened
             self._on_read_in_vain(load, read, now)
             return
-        peer = self._peers.get(load.owner)
+        peer = self._peers.get(load.producer)
         assert peer is not None, "a lost peer ends its loads"
         if read.error is None and not read.has_no_room:
             peer.last_progress_at = now
@@ -143,7 +143,7 @@ class LoadReader:
         else:
             load.spoil(rows.indices, ErrorInfo.of(read.error))
         if isinstance(read.error, PeerUnreachable):
-            self._exits.read_failed(load.owner, read.error, now)
+            self._exits.read_failed(load.producer, read.error, now)
         elif load.seal_read is None:
             self.go_on(load, now)
         elif load.open_reads:
@@ -165,7 +165,7 @@ class LoadReader:
         if read.error is not None:
             load.spoil(load.arrived_of(rows.indices), ErrorInfo.of(read.error))
             if isinstance(read.error, PeerUnreachable):
-                self._exits.read_failed(load.owner, read.error, now)
+                self._exits.read_failed(load.producer, read.error, now)
             self._exits.end(load, read.error, now)
             return
         assert not load.open_reads, "seals are read when the blocks have been"

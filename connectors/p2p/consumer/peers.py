@@ -74,7 +74,7 @@ class ConsumerTerms:
 class _OpenHandshake:
     """A question that is not answered yet: until when it may be, and by which transports which peer may be read.
 
-    ``after_lease_question`` is the number of the last lease question that was asked before it, of any owner.
+    ``after_lease_question`` is the number of the last lease question that was asked before it, of any producer.
     """
 
     peer_id: PeerId

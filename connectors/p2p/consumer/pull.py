@@ -144,7 +144,7 @@ class PullProtocol:
         return self._take_actions()
 
     def release(self, handoff: HandoffRef) -> list[Action]:
-        """Tell the owner that nobody here needs the handoff any more."""
+        """Tell the producer that nobody here needs the handoff any more."""
         self.leases.release(handoff)
         return self._take_actions()
 
@@ -158,8 +158,8 @@ class PullProtocol:
         self._loads[request.request_id] = load = Load(request, now, deadline)
         if deadline <= now:
             self._on_deadline(load, now)
-        elif self._reads.is_full(load.owner, now):
-            self._end(load, self._reads.why_full(load.owner), now)
+        elif self._reads.is_full(load.producer, now):
+            self._end(load, self._reads.why_full(load.producer), now)
         else:
             self._connect(load, now)
         return self._take_actions(now)
@@ -172,7 +172,7 @@ class PullProtocol:
             self._forget(load, max(now, load.deadline), now)
             self._emit(LoadEnded(request_id, usage=None, quarantined_block_ids=quarantined))
             self._reads.hurry_if_full(self._served_by(), now)
-            self._close_if_retired(load.owner, now)
+            self._close_if_retired(load.producer, now)
         return self._take_actions(now)
 
     # ---- what the world says ---------------------------------------------------------------------------------------
@@ -252,7 +252,7 @@ class PullProtocol:
             self._fence(peer_id, now)
         for peer_id in self._stalls.due(now):
             self._emit(AskProgress(peer_id))
-            self.leases.ask_owner(peer_id, now)
+            self.leases.ask_producer(peer_id, now)
         self.peers.health.on_timer(now)
         self.leases.on_timer(now)
         return self._take_actions(now)
@@ -273,19 +273,19 @@ class PullProtocol:
 
     def _connect(self, load: Load, now: float) -> None:
         """Go on to the blocks if the peer is open, else find out who it is."""
-        peer = self.peers.get(load.owner)
+        peer = self.peers.get(load.producer)
         if peer is not None and peer.is_retiring:
             return  # it goes on when the loads by the old transport are over
         if peer is not None:
             self._reader.begin(load, peer, now)
             return
-        if (refusal := self.peers.why_not_asked(load.owner, now)) is not None:
+        if (refusal := self.peers.why_not_asked(load.producer, now)) is not None:
             self._end(load, refusal, now)
             return
-        if (unreadable := self.peers.why_unreadable(load.owner)) is not None:
+        if (unreadable := self.peers.why_unreadable(load.producer)) is not None:
             self._counts.loads_without_transport += 1
             self._end(load, unreadable, now)
-        elif self.peers.shake_hands(load.owner, self.leases.last_question, now):
+        elif self.peers.shake_hands(load.producer, self.leases.last_question, now):
             self._counts.handshakes += 1
 
     def _ask_anew(self, address: str, incarnation: int, now: float) -> bool:
@@ -294,13 +294,13 @@ class PullProtocol:
         A process that was replaced may live on, and the connections to it stay; at its address another one listens. The first
         answer over the new connection decides. Returns False if there is nothing to ask.
         """
-        waiting = [load for load in self._connecting_to(address) if load.owner.incarnation != incarnation]
+        waiting = [load for load in self._connecting_to(address) if load.producer.incarnation != incarnation]
         if not waiting or not self.peers.is_answering(address, incarnation):
             return False
         self.peers.end_handshake(address)
         self._close_control(address)
-        for owner in dict.fromkeys(load.owner for load in waiting):
-            self.leases.ask_owner(owner, now)
+        for producer in dict.fromkeys(load.producer for load in waiting):
+            self.leases.ask_producer(producer, now)
         for load in self._connecting_to(address):
             self._connect(load, now)
         return True
@@ -342,7 +342,7 @@ class PullProtocol:
 
     def _close_if_retired(self, peer_id: PeerId, now: float) -> None:
         peer = self.peers.get(peer_id)
-        is_needed = any(load.owner == peer_id and load.phase is not LoadPhase.CONNECTING for load in self._loads.values())
+        is_needed = any(load.producer == peer_id and load.phase is not LoadPhase.CONNECTING for load in self._loads.values())
         if peer is not None and peer.is_retiring and not is_needed:
             self._lose(peer_id, PeerUnreachable(f"{peer_id.address} is read by another transport from now on"), now)
 
@@ -360,7 +360,7 @@ class PullProtocol:
 
     def _leave(self, peer_id: PeerId, error: KVFerryError, now: float, *, is_left: bool) -> None:
         """Close a peer; loads that have got nothing of it yet go over to another transport if one ``is_left``."""
-        waiting = [load for load in self._loads_at(peer_id.address) if load.owner == peer_id and load.is_untouched]
+        waiting = [load for load in self._loads_at(peer_id.address) if load.producer == peer_id and load.is_untouched]
         if is_left and self.peers.get(peer_id) is not None:
             for load in waiting:
                 load.start_over()
@@ -384,8 +384,8 @@ class PullProtocol:
         for peer_id in others:
             self._lose(peer_id, other_life(peer_id, incarnation), now)
         for load in self._loads_at(address):
-            if load.owner.incarnation != incarnation:
-                self._end(load, other_life(load.owner, incarnation), now)
+            if load.producer.incarnation != incarnation:
+                self._end(load, other_life(load.producer, incarnation), now)
 
     def _lose(self, peer_id: PeerId, error: KVFerryError, now: float) -> None:
         """Fence a peer and fail its loads; its open reads become terminal by that."""
@@ -395,7 +395,7 @@ class PullProtocol:
         self._stalls.forget(peer_id)
         self._fence_late_reads(peer_id)
         waiting = []
-        for load in [load for load in self._loads_at(peer_id.address) if load.owner == peer_id]:
+        for load in [load for load in self._loads_at(peer_id.address) if load.producer == peer_id]:
             if load.phase is not LoadPhase.CONNECTING:
                 self._end(load, error, now)
             elif peer.is_retiring:
@@ -421,7 +421,7 @@ class PullProtocol:
         late_from = self._quarantine.open_peer_of(read.read_id)
         load = self._reads.end(read.read_id)
         if load is not None:
-            self._stalls.begin_again(load.owner, now)
+            self._stalls.begin_again(load.producer, now)
             self._reader.on_read_ended(load, read, now, ended_at)
         elif late_from is not None and isinstance(read.error, PeerUnreachable):
             self._on_read_failed(late_from, read.error, now)  # else the next load would find out
@@ -446,15 +446,15 @@ class PullProtocol:
 
     def _on_deadline(self, load: Load, now: float) -> None:
         """Report the failure now. A peer from which nothing came meanwhile is frozen and fenced; a slow one gets more time."""
-        peer = self.peers.get(load.owner)
+        peer = self.peers.get(load.producer)
         is_frozen = peer is not None and peer.last_progress_at <= load.reading_since
         patience_s = self._settings.transfer_deadline_s
         fence_at = max(now, load.asked_since + patience_s) if is_frozen else now + patience_s
         budget = f"{load.deadline - load.started_at:g} s"
-        error = TransferTimeout(f"the load from {load.owner.address} did not end in {budget}: {load.phase.value}")
+        error = TransferTimeout(f"the load from {load.producer.address} did not end in {budget}: {load.phase.value}")
         was_reading = load.is_reading
         self._end(load, error, now, fence_at)
-        if peer is not None and was_reading and fence_at <= now and self.peers.get(load.owner) is peer:
+        if peer is not None and was_reading and fence_at <= now and self.peers.get(load.producer) is peer:
             self._break_transport(peer, error, now)
 
     def _end(self, load: Load, error: KVFerryError | ErrorInfo | None, now: float, fence_at: float | None = None) -> None:
@@ -462,7 +462,7 @@ class PullProtocol:
         if load.request.request_id not in self._loads:
             return
         info = ErrorInfo.of(error) if isinstance(error, KVFerryError) else error
-        peer = self.peers.get(load.owner)
+        peer = self.peers.get(load.producer)
         if peer is not None and load.is_loaded:
             self.peers.health.count_success(peer.peer_id, peer.transport)
         layout = load.request.layout or self._layout
@@ -470,19 +470,19 @@ class PullProtocol:
         self._forget(load, max(now, load.deadline) if fence_at is None else fence_at, now)
         self._emit(report)
         self._reads.hurry_if_full(self._served_by(), now)
-        self._close_if_retired(load.owner, now)
+        self._close_if_retired(load.producer, now)
 
     def _forget(self, load: Load, fence_at: float, now: float) -> None:
         """Let go of a load, and of its reads."""
         del self._loads[load.request.request_id]
-        is_open = self.peers.get(load.owner) is not None
+        is_open = self.peers.get(load.producer) is not None
         self._reads.abandon(load, fence_at if is_open else math.inf, now)
 
     def _served_by(self) -> set[PeerId]:
-        return {load.owner for load in self._loads.values()}
+        return {load.producer for load in self._loads.values()}
 
     def _loads_at(self, address: str) -> list[Load]:
-        return [load for load in self._loads.values() if load.owner.address == address]
+        return [load for load in self._loads.values() if load.producer.address == address]
 
     def _connecting_to(self, address: str) -> list[Load]:
         return [load for load in self._loads_at(address) if load.phase is LoadPhase.CONNECTING]

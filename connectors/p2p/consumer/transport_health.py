@@ -74,8 +74,8 @@ class TransportHealth:
         """Return the broken transports of a peer, and why each is."""
         return {
             transport: breaker.reason
-            for (owner, transport), breaker in self._breakers.items()
-            if owner == peer and breaker.opened_at is not None
+            for (producer, transport), breaker in self._breakers.items()
+            if producer == peer and breaker.opened_at is not None
         }
 
     def num_broken(self) -> dict[str, int]:

@@ -47,7 +47,7 @@ class SealCheck:
     def verdict(self, seals: bytes, digests: Mapping[int, int]) -> Verdict:
         """Decide about every unit: one is as good as the worst of its blocks.
 
-        ``seals`` are those of the owner's blocks, one behind the other, ``digests`` by the owner's block.
+        ``seals`` are those of the producer's blocks, one behind the other, ``digests`` by the producer's block.
         """
         assert len(seals) == SEAL_BYTES * len(self._remote_rows), "a seal read brings every seal that it was posted for"
         found = [digests[row] for row in self._remote_rows] if self._terms.wants_digests else None

@@ -1,4 +1,4 @@
-"""The prefill worker's half of the handshake: is this reader compatible, and by which transport does it read?
+"""The prefill worker's half of the handshake: is this consumer compatible, and by which transport does it read?
 
 Pure: takes a ``Handshake``, returns the answer. Knows the worker's own identity and what its transports told about themselves;
 sockets belong to ``connectors.p2p.control``.
@@ -64,7 +64,7 @@ class HandshakeResponder:
         return tuple(self.offers)
 
     def answer(self, handshake: Handshake) -> HandshakeReply | HandshakeRefused:
-        """Accept with the first transport of the reader's preferences that works for both, or refuse with both values."""
+        """Accept with the first transport of the consumer's preferences that works for both, or refuse with both values."""
         try:
             transport = choose_transport(handshake, self)
         except KVFerryError as error:

@@ -1,4 +1,4 @@
-"""How long a prefill worker keeps blocks for a reader: the lease table.
+"""How long a prefill worker keeps blocks for a consumer: the lease table.
 
 Owns which handoffs are held and until when. Pure: no sockets, no timers, no blocks; the connector's event-loop side calls it
 and reports the request ids it returns as ``finished_sending``. Leases decide how long blocks are *kept*, never whether a read

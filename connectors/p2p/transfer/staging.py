@@ -1,10 +1,10 @@
 """Where blocks of peers land whose blocks have another size than ours, and how they become ours.
 
-Owns the memory and which rows of it are taken. A read of such blocks lands here in rows of the owner's size, so that the
-owner's digests can be checked on the owner's bytes; then its tokens are copied to where our blocks have them. Both sides hold
-a token alike, only a block has more or fewer of them:
+Owns the memory and which rows of it are taken. A read of such blocks lands here in rows of the producer's size, so that the
+producer's digests can be checked on the producer's bytes; then its tokens are copied to where our blocks have them. Both sides
+hold a token alike, only a block has more or fewer of them:
 
-    owner's block   [planes, 16, token]   ->   slots 32 to 47 of ours   [planes, 64, token]
+    producer's block   [planes, 16, token]   ->   slots 32 to 47 of ours   [planes, 64, token]
 
 A plane is keys or values of one layer, of one head if heads come before tokens (HND). Used by the transfer thread only.
 """
@@ -112,7 +112,7 @@ class StagingArea:
         return tuple(digester.digest(self._memory(row, staged.row_bytes)) for row in staged.rows)
 
     def convert(self, staged: StagedRows, remote_rows: Sequence[int], copies: Sequence[TokenCopy]) -> None:
-        """Fill our blocks from the owner's blocks ``remote_rows``, which have landed in these rows."""
+        """Fill our blocks from the producer's blocks ``remote_rows``, which have landed in these rows."""
         row_of: Mapping[int, int] = dict(zip(remote_rows, staged.rows, strict=True))
         layout = self.pool.layout
         copies_to: dict[int, list[TokenCopy]] = {}
@@ -144,7 +144,7 @@ class StagingArea:
         return _Block(content, lambda: write_block(block_id, content))
 
     def _tokens(self, block: memoryview) -> Tokens:
-        """View a block, ours or the owner's, by its tokens."""
+        """View a block, ours or the producer's, by its tokens."""
         layout = self.pool.layout
         token_bytes = layout.block_bytes // (self.num_planes * layout.block_size)
         return np.frombuffer(block, dtype=np.uint8).reshape(self.num_planes, -1, token_bytes)

@@ -71,7 +71,7 @@ class TransferExecutor:
     """Runs commands on transports, one at a time. ``report`` gets every event and its time, by ``now``; it must not block.
 
     A read of seals that waits for the blocks' reads is begun here, when the last of them is terminal: nobody has to be asked.
-    Where the owner keeps that order by itself it is begun at once (``Transport.reads_in_order``).
+    Where the producer keeps that order by itself it is begun at once (``Transport.reads_in_order``).
 
     Seals land in ``seals``; ``digest_blocks`` computes the digests of local blocks by their ids, when the seals have come.
     ``staging`` is where blocks of another size land, None if they cannot be read. A read for which it has no room ends without

@@ -15,7 +15,7 @@ from core.errors import ProtocolError
 
 T = TypeVar("T")
 
-MAX_ROWS = 1 << 24  # of a region; what a reader keeps per row of a peer is bounded by it
+MAX_ROWS = 1 << 24  # of a region; what a consumer keeps per row of a peer is bounded by it
 SystemNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # what fits a C int: processes, descriptors, devices
 
 

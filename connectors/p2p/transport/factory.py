@@ -38,7 +38,7 @@ TransportFactory = Callable[[str, TransportSettings], Transport]
 
 @dataclass(slots=True)
 class TransportSet:
-    """The transports that work here, in order of preference, and what the serving ones tell their readers."""
+    """The transports that work here, in order of preference, and what the serving ones tell their consumers."""
 
     transports: dict[str, Transport] = field(default_factory=dict)
     offers: dict[str, bytes] = field(default_factory=dict)

@@ -93,7 +93,7 @@ def _take_packed_rows(socket: zmq.Socket[bytes], rows: Sequence[int], row_bytes:
 
 
 def max_frame_bytes(row_bytes: int) -> int:
-    """Return the longest frame of rows that an owner may send."""
+    """Return the longest frame of rows that a producer may send."""
     return MAX_CHUNK_ROWS * row_bytes if is_packed(row_bytes) else row_bytes
 
 

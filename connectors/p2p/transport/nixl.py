@@ -3,20 +3,20 @@
 The only file that imports the library. What was learned about NIXL 1.5.1 decides the design:
 
 - Releasing a handle does not cancel its read: its bytes land later. So a handle in progress is never released, and a read has
-  no early end. The reader makes **one agent per peer and incarnation**; destroying that agent is the fence, and touches no
-  other peer. The owner has one agent for all readers, which take no part of its time.
+  no early end. The consumer makes **one agent per peer and incarnation**; destroying that agent is the fence, and touches no
+  other peer. The producer has one agent for all consumers, which take no part of its time.
 - Errors are raised, in posting and in polling, and the library documents a state ``ERR`` as well. None of them says that the
   read writes nothing more, so the first failure of a peer's read fences the peer, before any of its reads is reported.
 - After a disconnect an agent's connection is dead for good; the caller removes the peer and shakes hands again.
 - An agent's progress thread spins unless it is told to sleep between events, see ``sleeping_progress``.
 - On one host a read runs inside the posting call, so reads must be small (the caller cuts loads into some MiB) and this runs
   on the transfer thread. Over TCP it is asynchronous and nothing tells when it ends: ``poll`` with a back-off.
-- Over TCP, UCX may end the process of an owner that was stopped (SIGSTOP) while a reader with open reads went away: once
-  it goes on it aborts with "unexpected error: Endpoint timeout". Killing readers of a running owner never did that in tests.
+- Over TCP, UCX may end the process of a producer that was stopped (SIGSTOP) while a consumer with open reads went away: once
+  it goes on it aborts with "unexpected error: Endpoint timeout". Killing consumers of a running producer never did that.
 - UCX listens with TCP on every interface unless it is told which to use, has no authentication, and may end the process
   (SIGSEGV) on bytes that it does not understand. So the agents of a worker at a loopback address use the device ``lo`` alone.
 - The library's Python logger writes INFO lines to stdout unless ``NIXL_LOG_LEVEL`` says otherwise.
-- The owner's memory must stay mapped while any reader may hold its metadata: the engine never unmaps its pool.
+- The producer's memory must stay mapped while any consumer may hold its metadata: the engine never unmaps its pool.
 
 - A pool on a GPU is registered as VRAM: UCX goes by CUDA IPC on one host and by RDMA between hosts. Seals are in host memory
   everywhere, so their read is a transfer between hosts' memories, posted once the blocks' bytes are there.
@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a region of the owner lies, from which the reader builds the descriptors itself."""
+    """Where a region of the producer lies, from which the consumer builds the descriptors itself."""
 
     base_address: Annotated[int, msgspec.Meta(ge=0)]
     shape: RowShape
@@ -78,7 +78,7 @@ class RemoteRegion(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class NixlMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What an owner tells its readers. ``agent`` is the library's own blob."""
+    """What a producer tells its consumers. ``agent`` is the library's own blob."""
 
     agent: bytes
     regions: tuple[RemoteRegion, ...]
@@ -131,7 +131,7 @@ class NixlTransport(Transport):
         self._regions: tuple[RowRegion, ...] = ()
         self._staging: RowRegion | None = None
         self._spare: Agent = None  # made by ``register``, used by whoever needs an agent first
-        self._owner: Agent = None
+        self._serving: Agent = None
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
@@ -144,7 +144,7 @@ class NixlTransport(Transport):
         return None if installed_module() else f"NIXL is not installed: {INSTALL_HINT}"
 
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
-        """Load the library and check that it takes the regions' memory, on an agent that the owner or the first peer gets."""
+        """Load the library and check that it takes the regions' memory, on an agent for the producer or the first peer."""
         self._load_library()
         self._regions, self._staging = tuple(regions), staging
         self._backoff_bounds_s = BACKOFF_S if all(region.device == "cpu" for region in regions) else DEVICE_BACKOFF_S
@@ -154,9 +154,9 @@ class NixlTransport(Transport):
             raise ConnectorUnavailable(f"nixl transport: {type(error).__name__}: {error}") from None
 
     def describe(self) -> bytes:
-        """Return the owner agent's metadata; its progress thread serves from now on."""
-        if self._owner is None:
-            self._owner = self._take_agent(self._is_local)
+        """Return the producer agent's metadata; its progress thread serves from now on."""
+        if self._serving is None:
+            self._serving = self._take_agent(self._is_local)
         regions = tuple(
             RemoteRegion(
                 base_address=region.base_address,
@@ -166,16 +166,16 @@ class NixlTransport(Transport):
             )
             for region in self._regions
         )
-        return msgspec.msgpack.encode(NixlMetadata(agent=self._owner.get_agent_metadata(), regions=regions))
+        return msgspec.msgpack.encode(NixlMetadata(agent=self._serving.get_agent_metadata(), regions=regions))
 
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
         """Make an agent for this peer. Takes about half a second, unless nobody has needed the first one yet."""
-        owner = decode_metadata(metadata, NixlMetadata, self.name)
-        landing = landing_of(self._regions, self._staging, [region.shape for region in owner.regions])
+        producer = decode_metadata(metadata, NixlMetadata, self.name)
+        landing = landing_of(self._regions, self._staging, [region.shape for region in producer.regions])
         if peer in self._peers:
             return
         try:
-            self._peers[peer] = self._connect(self._is_local and _is_local(peer.address), owner, landing)
+            self._peers[peer] = self._connect(self._is_local and _is_local(peer.address), producer, landing)
         except self._errors as error:
             gc.collect()
             kind = ProtocolError if isinstance(error, self._refusals) else PeerUnreachable
@@ -187,11 +187,11 @@ class NixlTransport(Transport):
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Post one transfer with a descriptor per row. On one host it is over when this returns."""
-        owner = self._peers.get(peer)
-        if owner is None:
+        producer = self._peers.get(peer)
+        if producer is None:
             raise PeerUnreachable(f"no NIXL agent for {peer.address}")
-        local = region_at(owner.landing, region)
-        check_read(owner.shapes[region], local, remote_rows, local_rows)
+        local = region_at(producer.landing, region)
+        check_read(producer.shapes[region], local, remote_rows, local_rows)
         self._last_handle += 1
         self._backoff_s = self._backoff_bounds_s[0]
         self._reads[self._last_handle] = _Read(peer)
@@ -225,7 +225,7 @@ class NixlTransport(Transport):
         """Destroy all agents."""
         for peer in list(self._peers):
             self.remove_peer(peer)
-        self._owner = self._spare = None
+        self._serving = self._spare = None
         self._regions, self._staging = (), None
         gc.collect()
 
@@ -272,13 +272,13 @@ class NixlTransport(Transport):
             address = ucx_net_devices() or "every interface"
             _log.warning(event("exposed_socket", setting="connector.transports", address=address, reason=reason))
 
-    def _connect(self, is_local: bool, owner: NixlMetadata, landing: tuple[RowRegion, ...]) -> _Peer:
+    def _connect(self, is_local: bool, producer: NixlMetadata, landing: tuple[RowRegion, ...]) -> _Peer:
         agent = self._take_agent(is_local)
-        remote_name = agent.add_remote_agent(owner.agent)
+        remote_name = agent.add_remote_agent(producer.agent)
         if isinstance(remote_name, bytes):
             remote_name = remote_name.decode()
-        peer = _Peer(agent, [region.shape for region in owner.regions], landing, [], [])
-        for local, remote in zip(landing, owner.regions, strict=True):
+        peer = _Peer(agent, [region.shape for region in producer.regions], landing, [], [])
+        for local, remote in zip(landing, producer.regions, strict=True):
             local_rows = _descriptors(local.base_address, RowShape(local.num_rows, local.row_bytes), device_id(local))
             peer.local.append(agent.prep_xfer_dlist("", local_rows, mem_type=memory_type(local)))
             remote_rows = _descriptors(remote.base_address, remote.shape, remote.device_id)
@@ -288,12 +288,12 @@ class NixlTransport(Transport):
     def _start(self, handle: int, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> str:
         """Post a transfer; return why it failed, empty if it did not."""
         read = self._reads[handle]
-        owner = self._peers[read.peer_id]
+        producer = self._peers[read.peer_id]
         try:
-            read.xfer = owner.agent.make_prepped_xfer(
-                "READ", owner.local[region], _indices(local_rows), owner.remote[region], _indices(remote_rows)
+            read.xfer = producer.agent.make_prepped_xfer(
+                "READ", producer.local[region], _indices(local_rows), producer.remote[region], _indices(remote_rows)
             )
-            return self._settle(handle, owner.agent.transfer(read.xfer))
+            return self._settle(handle, producer.agent.transfer(read.xfer))
         except self._errors as error:
             return f"{type(error).__name__}: {error}"
 
@@ -323,15 +323,15 @@ class NixlTransport(Transport):
 
     def _fence(self, peer: PeerId, reason: str) -> None:
         """Destroy a peer's agent; only then are its open reads terminal."""
-        owner = self._peers.pop(peer, None)
-        if owner is None:
+        producer = self._peers.pop(peer, None)
+        if producer is None:
             return
         handles = [handle for handle, read in self._reads.items() if read.peer_id == peer]
         for handle in handles:
             del self._reads[handle]
-        owner.local.clear()
-        owner.remote.clear()
-        owner.agent = None
+        producer.local.clear()
+        producer.remote.clear()
+        producer.agent = None
         gc.collect()  # the agent must be gone when this returns, also if a traceback holds a cycle around it
         self._ended += [ReadResult(handle, PeerUnreachable(reason)) for handle in handles]
 

@@ -1,10 +1,10 @@
 """Reads from the memory of another process on the same host: one memcpy per run of adjacent blocks, one for all short rows.
 
-The owner's pool is an anonymous memory file. The reader opens it as ``/proc/<pid>/fd/<n>`` and maps it read-only: no name in
-``/dev/shm``, nothing to clean up after a crash. Who the owner is, is proven, not assumed: a pidfd taken first says that the
-process number was not reused until the files were open, and a second small file holds a random token of this owner's life.
-Copies happen in ``poll``, some MiB at a time and read by read, on the caller's thread; therefore removing a peer is an exact
-fence, and seals that are asked for behind their blocks are looked at behind them.
+The producer's pool is an anonymous memory file. The consumer opens it as ``/proc/<pid>/fd/<n>`` and maps it read-only: no
+name in ``/dev/shm``, nothing to clean up after a crash. Who the producer is, is proven, not assumed: a pidfd taken first says
+that the process number was not reused until the files were open, and a second small file holds a random token of this
+producer's life. Copies happen in ``poll``, some MiB at a time and read by read, on the caller's thread; therefore removing a
+peer is an exact fence, and seals that are asked for behind their blocks are looked at behind them.
 
 Sources: memfd_create(2), pidfd_open(2), proc_pid_fd(5).
 """
@@ -45,7 +45,7 @@ Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
 
 
 class MemoryFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One region of the owner: its descriptor number in the owner's process, and what proves that it is that file."""
+    """One region of the producer: its descriptor number in the producer's process, and what proves that it is that file."""
 
     fd: SystemNumber
     inode: int
@@ -53,7 +53,7 @@ class MemoryFile(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What an owner tells its readers."""
+    """What a producer tells its consumers."""
 
     pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
     token_fd: SystemNumber
@@ -63,7 +63,7 @@ class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Peer:
-    """An owner whose files are mapped here."""
+    """A producer whose files are mapped here."""
 
     pidfd: int
     maps: list[mmap.mmap]
@@ -89,7 +89,7 @@ class _Read:
 
 
 class ShmTransport(Transport):
-    """Reads rows by mapping the owner's memory file."""
+    """Reads rows by mapping the producer's memory file."""
 
     name = "shm"
     reads_in_order = True  # one after the other, by this process
@@ -143,11 +143,11 @@ class ShmTransport(Transport):
         return msgspec.msgpack.encode(ShmMetadata(pid=os.getpid(), token_fd=self._token_fd, token=token, files=tuple(files)))
 
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
-        """Map the owner's files read-only."""
-        owner = decode_metadata(metadata, ShmMetadata, self.name)
-        landing = landing_of(self._regions, self._staging, [file.shape for file in owner.files])
+        """Map the producer's files read-only."""
+        producer = decode_metadata(metadata, ShmMetadata, self.name)
+        landing = landing_of(self._regions, self._staging, [file.shape for file in producer.files])
         if peer not in self._peers:
-            mapped = _map_owner(owner)
+            mapped = _map_producer(producer)
             mapped.landing = landing
             mapped.targets = [_as_rows(_host_memory(region), RowShape(region.num_rows, region.row_bytes)) for region in landing]
             self._peers[peer] = mapped
@@ -158,11 +158,11 @@ class ShmTransport(Transport):
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Queue the copies; ``poll`` does them."""
-        owner = self._peers.get(peer)
-        if owner is None:
+        producer = self._peers.get(peer)
+        if producer is None:
             raise PeerUnreachable(f"no shared memory of {peer.address} is mapped")
-        local = region_at(owner.landing, region)
-        check_read(owner.shapes[region], local, remote_rows, local_rows)
+        local = region_at(producer.landing, region)
+        check_read(producer.shapes[region], local, remote_rows, local_rows)
         copies: deque[Run | _ShortRows] = deque()
         if local.row_bytes <= MAX_SHORT_ROW_BYTES:
             copies.append(_ShortRows(np.asarray(remote_rows), np.asarray(local_rows)))
@@ -173,8 +173,8 @@ class ShmTransport(Transport):
         return self._last_handle
 
     def poll(self) -> list[ReadResult]:
-        """Copy for at most ``COPY_BYTES_PER_POLL``, until a read has ended, and notice owners that have died."""
-        self._drop_dead_owners()
+        """Copy for at most ``COPY_BYTES_PER_POLL``, until a read has ended, and notice producers that have died."""
+        self._drop_dead_producers()
         budget = COPY_BYTES_PER_POLL
         while budget > 0 and self._reads and not self._ended:
             read = next(iter(self._reads.values()))
@@ -190,24 +190,24 @@ class ShmTransport(Transport):
             self._end(handle, TransferError("the read was cancelled"))
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Unmap the owner's files."""
-        owner = self._peers.pop(peer, None)
-        if owner is None:
+        """Unmap the producer's files."""
+        producer = self._peers.pop(peer, None)
+        if producer is None:
             return
         for read in [read for read in self._reads.values() if read.peer_id == peer]:
             self._end(read.handle, PeerUnreachable(f"{peer.address} was removed"))
-        _unmap(owner)
+        _unmap(producer)
 
     def pollables(self) -> Sequence[int]:
-        """Readable pidfds of owners that have died, so that their memory is given back at once."""
-        return [owner.pidfd for owner in self._peers.values()]
+        """Readable pidfds of producers that have died, so that their memory is given back at once."""
+        return [producer.pidfd for producer in self._peers.values()]
 
     def max_wait_s(self) -> float | None:
         """Copies that wait are work for now."""
         return 0.0 if self._reads or self._ended else None
 
     def close(self) -> None:
-        """Unmap all owners and withdraw the token."""
+        """Unmap all producers and withdraw the token."""
         for peer in list(self._peers):
             self.remove_peer(peer)
         if self._token_fd is not None:
@@ -218,17 +218,17 @@ class ShmTransport(Transport):
 
     def _copy_next(self, read: _Read) -> int:
         copy = read.copies.popleft()
-        owner = self._peers[read.peer_id]
-        source, target = owner.rows[read.region], owner.targets[read.region]
+        producer = self._peers[read.peer_id]
+        source, target = producer.rows[read.region], producer.targets[read.region]
         if isinstance(copy, _ShortRows):
             target[copy.local] = source[copy.remote]
-            return len(copy.local) * owner.landing[read.region].row_bytes
+            return len(copy.local) * producer.landing[read.region].row_bytes
         # numpy copies with the GIL released: the engine thread computes meanwhile.
         target[copy.local : copy.local + copy.num_rows] = source[copy.remote : copy.remote + copy.num_rows]
-        return copy.num_rows * owner.landing[read.region].row_bytes
+        return copy.num_rows * producer.landing[read.region].row_bytes
 
     def _finish(self, read: _Read) -> None:
-        """End a read whose copies are done; an owner that died meanwhile makes it a failure."""
+        """End a read whose copies are done; a producer that died meanwhile makes it a failure."""
         if _has_exited(self._peers[read.peer_id].pidfd):
             self._end(read.handle, PeerUnreachable(f"{read.peer_id.address} died during a read"))
             return
@@ -238,8 +238,8 @@ class ShmTransport(Transport):
         del self._reads[handle]
         self._ended.append(ReadResult(handle, error))
 
-    def _drop_dead_owners(self) -> None:
-        for peer in [peer for peer, owner in self._peers.items() if _has_exited(owner.pidfd)]:
+    def _drop_dead_producers(self) -> None:
+        for peer in [peer for peer, producer in self._peers.items() if _has_exited(producer.pidfd)]:
             self.remove_peer(peer)
 
 
@@ -253,42 +253,42 @@ def _as_rows(memory: memoryview | mmap.mmap, shape: RowShape) -> Rows:
     return flat.reshape(shape.num_rows, shape.row_bytes)
 
 
-def _map_owner(owner: ShmMetadata) -> _Peer:
-    """Open and check the owner's files, then map them.
+def _map_producer(producer: ShmMetadata) -> _Peer:
+    """Open and check the producer's files, then map them.
 
     The pidfd is alive after the last open, so every ``/proc/<pid>`` path named the same process; the token says it is the
     right one.
     """
     try:
-        pidfd = os.pidfd_open(owner.pid)
+        pidfd = os.pidfd_open(producer.pid)
     except OSError as error:
-        raise PeerUnreachable(f"process {owner.pid} is gone: {error}") from None
+        raise PeerUnreachable(f"process {producer.pid} is gone: {error}") from None
     peer = _Peer(pidfd, [], [], [])
     try:
-        _check_token(owner)
-        for file in owner.files:
-            peer.maps.append(_map_file(owner.pid, file))
+        _check_token(producer)
+        for file in producer.files:
+            peer.maps.append(_map_file(producer.pid, file))
             peer.rows.append(_as_rows(peer.maps[-1], file.shape))
             peer.shapes.append(file.shape)
         if _has_exited(pidfd):
-            raise PeerUnreachable(f"process {owner.pid} died while its memory was mapped")
+            raise PeerUnreachable(f"process {producer.pid} died while its memory was mapped")
     except (OSError, ValueError) as error:
         _unmap(peer)
-        raise PeerUnreachable(f"cannot map the memory of process {owner.pid}: {error}") from None
+        raise PeerUnreachable(f"cannot map the memory of process {producer.pid}: {error}") from None
     except KVFerryError:
         _unmap(peer)
         raise
     return peer
 
 
-def _check_token(owner: ShmMetadata) -> None:
-    fd = os.open(f"/proc/{owner.pid}/fd/{owner.token_fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+def _check_token(producer: ShmMetadata) -> None:
+    fd = os.open(f"/proc/{producer.pid}/fd/{producer.token_fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         token = os.pread(fd, TOKEN_BYTES, 0)
     finally:
         os.close(fd)
-    if len(owner.token) != TOKEN_BYTES or token != owner.token:
-        raise PeerUnreachable(f"process {owner.pid} is not the one that described its memory")
+    if len(producer.token) != TOKEN_BYTES or token != producer.token:
+        raise PeerUnreachable(f"process {producer.pid} is not the one that described its memory")
 
 
 def _map_file(pid: int, file: MemoryFile) -> mmap.mmap:

@@ -1,11 +1,11 @@
 """Reads over ZeroMQ frames: works between any two hosts that can open a TCP connection.
 
-The owner answers chunk requests (``connectors.p2p.transport.tcp_server``). The reader opens one DEALER per peer, keeps a window
-of requests in flight and receives every frame straight into its row. A pool on a device is copied through pinned memory on
-either side. A connection is never re-established: one DEALER lives as long as its peer's incarnation, so closing it is an exact
-fence.
+The producer answers chunk requests (``connectors.p2p.transport.tcp_server``). The consumer opens one DEALER per peer, keeps a
+window of requests in flight and receives every frame straight into its row. A pool on a device is copied through pinned
+memory on either side. A connection is never re-established: one DEALER lives as long as its peer's incarnation, so closing it
+is an exact fence.
 
-Both ends check everything: rows are bounds-checked by the owner, frame sizes by the reader, and a request names the
+Both ends check everything: rows are bounds-checked by the producer, frame sizes by the consumer, and a request names the
 incarnation's token, so that a process that took over the address answers nothing from its own pool.
 """
 
@@ -40,10 +40,10 @@ from core.wire.sockets import LOST_EVENTS
 
 CHUNK_BYTES = 4 << 20
 WINDOW_BYTES = 16 << 20  # asked for and not received yet, per peer
-WINDOW_CHUNKS = 256  # as well; an owner drops what it cannot queue, and it queues SNDHWM = 1000 answers for a reader
+WINDOW_CHUNKS = 256  # as well; a producer drops what it cannot queue, and it queues SNDHWM = 1000 answers for a consumer
 MAX_HEADER_BYTES = 4 << 10
 CHUNKS_PER_POLL = 4
-MAX_QUEUED_ANSWERS = 1024  # an owner that sends more than it was asked for waits on its own side
+MAX_QUEUED_ANSWERS = 1024  # a producer that sends more than it was asked for waits on its own side
 
 
 @dataclass(slots=True)
@@ -81,7 +81,7 @@ class _Peer:
 
 
 class TcpTransport(Transport):
-    """Reads rows by asking their owner for them, with a window of chunks in flight.
+    """Reads rows by asking their producer for them, with a window of chunks in flight.
 
     ``bind_address`` is a ZeroMQ endpoint (port 0 = any); ``advertise_host`` replaces its host in what peers are told. With
     ``keys`` connections are encrypted, and only holders of them can read. Each transport has a context of its own, so that its
@@ -100,7 +100,7 @@ class TcpTransport(Transport):
         self._regions: tuple[RowRegion, ...] = ()
         self._access: tuple[PoolAccess, ...] = ()
         self._staging: RowRegion | None = None
-        self._owner: TcpServer | None = None
+        self._server: TcpServer | None = None
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
@@ -110,10 +110,10 @@ class TcpTransport(Transport):
 
     def counts(self) -> dict[str, int]:
         """Return requests that made no sense or too many of them, and answers that could not be sent."""
-        owner = self._owner
+        server = self._server
         return {
-            "bad_data_requests": owner.num_bad_requests if owner is not None else 0,
-            "dropped_data_answers": owner.num_dropped_answers if owner is not None else 0,
+            "bad_data_requests": server.num_bad_requests if server is not None else 0,
+            "dropped_data_answers": server.num_dropped_answers if server is not None else 0,
         }
 
     def unavailable_reason(self) -> str | None:
@@ -128,28 +128,30 @@ class TcpTransport(Transport):
 
     def describe(self) -> bytes:
         """Bind the data socket, once."""
-        if self._owner is None:
-            self._owner = TcpServer(self._context, self._bind_address, self._advertise_host, self._keys)
-            self._metadata = self._owner.serve(self._regions, self._access, self._ids)
+        if self._server is None:
+            self._server = TcpServer(self._context, self._bind_address, self._advertise_host, self._keys)
+            self._metadata = self._server.serve(self._regions, self._access, self._ids)
         return msgspec.msgpack.encode(self._metadata)
 
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
         """Start to connect. A refused connection ends the reads that wait for it."""
-        owner = decode_metadata(metadata, TcpMetadata, self.name)
-        landing = landing_of(self._regions, self._staging, owner.shapes)
+        producer = decode_metadata(metadata, TcpMetadata, self.name)
+        landing = landing_of(self._regions, self._staging, producer.shapes)
         if peer in self._peers:
             return
-        socket, monitor = self._connect(owner.address, owner.shapes, self._keys)
+        socket, monitor = self._connect(producer.address, producer.shapes, self._keys)
         access = tuple(
             ours if region is mine else access_to(region)
             for region, mine, ours in zip(landing, self._regions, self._access, strict=True)
         )
-        self._peers[peer] = _Peer(socket, monitor, owner.address, self._keys, owner.token, owner.shapes, landing, access)
+        self._peers[peer] = _Peer(
+            socket, monitor, producer.address, self._keys, producer.token, producer.shapes, landing, access
+        )
 
     def _connect(
         self, address: str, shapes: Sequence[RowShape], keys: ClusterKeys | None
     ) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
-        """Return a socket that connects to an owner, and its monitor."""
+        """Return a socket that connects to a producer, and its monitor."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
         socket.ipv6 = True  # beside IPv4
@@ -177,11 +179,11 @@ class TcpTransport(Transport):
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Cut the read into chunks and send as many requests as the window allows."""
-        owner = self._peers.get(peer)
-        if owner is None or owner.lost:
-            raise PeerUnreachable(owner.lost if owner else f"no data connection to {peer.address}")
-        local = region_at(owner.landing, region)
-        check_read(owner.shapes[region], local, remote_rows, local_rows)
+        producer = self._peers.get(peer)
+        if producer is None or producer.lost:
+            raise PeerUnreachable(producer.lost if producer else f"no data connection to {peer.address}")
+        local = region_at(producer.landing, region)
+        check_read(producer.shapes[region], local, remote_rows, local_rows)
         step = min(MAX_CHUNK_ROWS, max(1, CHUNK_BYTES // local.row_bytes))
         starts = range(0, len(remote_rows), step)
         handle = self._next_id()
@@ -189,14 +191,14 @@ class TcpTransport(Transport):
         for start in starts:
             rows = tuple(remote_rows[start : start + step])
             chunk = _Chunk(handle, region, rows, tuple(local_rows[start : start + step]), len(rows) * local.row_bytes)
-            owner.waiting.append(chunk)
-        self._fill_window(owner)
+            producer.waiting.append(chunk)
+        self._fill_window(producer)
         return handle
 
     def poll(self) -> list[ReadResult]:
         """Answer requests, take in chunks, notice lost connections."""
-        if self._owner is not None:
-            self._owner.poll()
+        if self._server is not None:
+            self._server.poll()
         for peer_id, peer in list(self._peers.items()):
             self._receive(peer)
             news = None if peer.lost else _next_event(peer.monitor)
@@ -212,7 +214,7 @@ class TcpTransport(Transport):
         return ended
 
     def _try_next_key(self, peer: _Peer) -> None:
-        """Connect again with the next key that the owner may hold, and ask again for what was asked for."""
+        """Connect again with the next key that the producer may hold, and ask again for what was asked for."""
         _close_connection(peer.socket, peer.monitor)
         peer.keys = next_keys(peer.keys)
         peer.socket, peer.monitor = self._connect(peer.address, peer.shapes, peer.keys)
@@ -239,25 +241,25 @@ class TcpTransport(Transport):
 
     def pollables(self) -> Sequence[zmq.Socket[bytes] | int]:
         """The data socket, the connections and their monitors."""
-        sockets: list[zmq.Socket[bytes] | int] = [] if self._owner is None else [self._owner.socket]
+        sockets: list[zmq.Socket[bytes] | int] = [] if self._server is None else [self._server.socket]
         for peer in self._peers.values():
             if not peer.lost:
                 sockets += [peer.socket, peer.monitor]
         return sockets
 
     def max_wait_s(self) -> float | None:
-        """Sockets tell everything, except results that ended outside ``poll`` and what the owner holds back."""
+        """Sockets tell everything, except results that ended outside ``poll`` and what the producer holds back."""
         if self._ended:
             return 0.0
-        return self._owner.max_wait_s() if self._owner is not None else None
+        return self._server.max_wait_s() if self._server is not None else None
 
     def close(self) -> None:
         """Close all sockets and end the I/O thread."""
         for peer in list(self._peers):
             self.remove_peer(peer)
-        if self._owner is not None:
-            self._owner.close()
-            self._owner = None
+        if self._server is not None:
+            self._server.close()
+            self._server = None
         self._context.destroy(linger=0)
         self._staging = None
         self._regions = ()

@@ -1,12 +1,12 @@
-"""The owner's half of the tcp transport: answers the requests for chunks of this process's regions.
+"""The producer's half of the tcp transport: answers the requests for chunks of this process's regions.
 
 Owns the ROUTER socket, the format of requests and answers, and their order. Frames point into the pool (no copy in this
 process), so ZeroMQ's thread looks at long rows when it writes them to the network, some time after they were asked for. Short
 rows, the seals, are packed: all of a chunk in one frame, since a frame costs more than copying them. They are looked at only
-when ZeroMQ has let go of everything that was sent to the same reader before. So a reader may ask for blocks and their seals at
-once: the seals it gets say what the blocks were when their bytes had left.
+when ZeroMQ has let go of everything that was sent to the same consumer before. So a consumer may ask for blocks and their seals
+at once: the seals it gets say what the blocks were when their bytes had left.
 
-Knows nothing of a reader but what of its answers is under way. Used by ``connectors.p2p.transport.tcp_client``.
+Knows nothing of a consumer but what of its answers is under way. Used by ``connectors.p2p.transport.tcp_client``.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from core.wire.sockets import CLOSE_LINGER_MS, advertised_host, binds_ipv6, join
 FORMAT_VERSION = 3
 MAX_REQUEST_BYTES = 64 << 10
 REQUESTS_PER_POLL = 16
-MAX_HELD_BACK = 1024  # requests for short rows, of one reader
+MAX_HELD_BACK = 1024  # requests for short rows, of one consumer
 HELD_BACK_WAITS_S = (0.0001, 0.005)  # between looks at whether they can be answered, which nothing announces: first, longest
 PATIENT_LOOKS = 20  # after so many in vain the wait is twice the first, and so on
 SOCKET_BUFFER_BYTES = 4 << 20
 
 
 class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
-    """What an owner tells its readers."""
+    """What a producer tells its consumers."""
 
     address: Text
     token: int
@@ -46,7 +46,7 @@ class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class ChunkRequest(msgspec.Struct, frozen=True, array_like=True):
-    """Reader → owner: send these rows, one frame each or, if they are short, all in one."""
+    """Consumer → producer: send these rows, one frame each or, if they are short, all in one."""
 
     version: int
     token: int
@@ -56,7 +56,7 @@ class ChunkRequest(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
-    """Owner → reader: first frame of an answer. ``refusal`` is empty if the rows follow."""
+    """Producer → consumer: first frame of an answer. ``refusal`` is empty if the rows follow."""
 
     version: int
     chunk_id: int
@@ -64,7 +64,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _HeldBack(NamedTuple):
-    """A request for short rows, and what was under way to its reader when it came."""
+    """A request for short rows, and what was under way to its consumer when it came."""
 
     request: ChunkRequest
     sending: Sequence[zmq.MessageTracker]
@@ -74,7 +74,7 @@ class TcpServer:
     """Serves regions at ``bind_address``, a ZeroMQ endpoint (port 0 = any).
 
     Raises:
-        ConfigError: readers could not be told where to connect.
+        ConfigError: consumers could not be told where to connect.
         ConnectorUnavailable: the address cannot be bound.
     """
 
@@ -85,7 +85,7 @@ class TcpServer:
         self._access: tuple[PoolAccess, ...] = ()
         self._token = 0
         self._sending: dict[bytes, list[zmq.MessageTracker]] = {}
-        self._held_back: dict[bytes, deque[_HeldBack]] = {}  # by reader, in order
+        self._held_back: dict[bytes, deque[_HeldBack]] = {}  # by consumer, in order
         self._num_looks = 0  # in vain
         self.num_bad_requests = 0
         self.num_dropped_answers = 0
@@ -96,7 +96,7 @@ class TcpServer:
         self.socket.ipv6 = binds_ipv6(bind_address)
         self.socket.maxmsgsize = MAX_REQUEST_BYTES
         secure_server(self.socket, keys)
-        self.socket.router_mandatory = True  # a reader that does not take its answers gets EAGAIN instead of more memory
+        self.socket.router_mandatory = True  # a consumer that does not take its answers gets EAGAIN instead of more memory
         self.socket.sndbuf = SOCKET_BUFFER_BYTES
         try:
             self._address = self._bind(bind_address, advertise_host)
@@ -108,7 +108,7 @@ class TcpServer:
             warn_if_exposed("worker.control_address", endpoint)  # its host is the data socket's
 
     def serve(self, regions: Sequence[RowRegion], access: Sequence[PoolAccess], ids: IdSource) -> TcpMetadata:
-        """Answer for these regions from now on, and return what readers must know."""
+        """Answer for these regions from now on, and return what consumers must know."""
         self._regions, self._access = tuple(regions), tuple(access)
         self._token = ids.bits(63)
         return TcpMetadata(address=self._address, token=self._token, shapes=shapes_of(self._regions))
@@ -136,7 +136,7 @@ class TcpServer:
         self._sending.clear()
 
     def _bind(self, bind_address: str, advertise_host: str) -> str:
-        """Bind, and return the address that readers are told."""
+        """Bind, and return the address that consumers are told."""
         try:
             self.socket.bind(bind_address)
         except zmq.ZMQError as error:
@@ -146,7 +146,7 @@ class TcpServer:
 
     def _take(self, frames: list[bytes]) -> None:
         try:
-            reader, body = frames
+            consumer, body = frames
             request = self._request_decoder.decode(body)
         except (ValueError, RecursionError, OverflowError):  # msgspec's errors are ValueErrors
             self.num_bad_requests += 1  # nobody to answer: it has no chunk id
@@ -154,19 +154,19 @@ class TcpServer:
         try:
             region = self._check(request)
         except ProtocolError as error:
-            self._refuse(reader, request, error.message)
+            self._refuse(consumer, request, error.message)
             return
-        sending = self._sending_to(reader) if is_packed(region.row_bytes) else []
-        if sending or (is_packed(region.row_bytes) and reader in self._held_back):
-            self._hold_back(reader, _HeldBack(request, sending))
+        sending = self._sending_to(consumer) if is_packed(region.row_bytes) else []
+        if sending or (is_packed(region.row_bytes) and consumer in self._held_back):
+            self._hold_back(consumer, _HeldBack(request, sending))
         else:
-            self._answer(reader, request)
+            self._answer(consumer, request)
 
-    def _hold_back(self, reader: bytes, held: _HeldBack) -> None:
+    def _hold_back(self, consumer: bytes, held: _HeldBack) -> None:
         """Answer later, behind those that are held back already."""
-        waiting = self._held_back.setdefault(reader, deque())
+        waiting = self._held_back.setdefault(consumer, deque())
         if len(waiting) >= MAX_HELD_BACK:
-            self._refuse(reader, held.request, f"{MAX_HELD_BACK} requests for short rows wait for what was asked before them")
+            self._refuse(consumer, held.request, f"{MAX_HELD_BACK} requests for short rows wait for what was asked before them")
             return
         waiting.append(held)
         self._num_looks = 0
@@ -176,43 +176,43 @@ class TcpServer:
         if not self._held_back:
             return
         self._num_looks += 1
-        for reader, waiting in list(self._held_back.items()):
+        for consumer, waiting in list(self._held_back.items()):
             while waiting and all(tracker.done for tracker in waiting[0].sending):
-                self._answer(reader, waiting.popleft().request)
+                self._answer(consumer, waiting.popleft().request)
                 self._num_looks = 0
             if not waiting:
-                del self._held_back[reader]
+                del self._held_back[consumer]
 
-    def _answer(self, reader: bytes, request: ChunkRequest) -> None:
+    def _answer(self, consumer: bytes, request: ChunkRequest) -> None:
         rows = content_of(self._access[request.region], request.rows)
         if is_packed(self._regions[request.region].row_bytes):
             rows = [b"".join(rows)]
-        tracker = self._send(reader, ChunkHeader(FORMAT_VERSION, request.chunk_id), rows)
+        tracker = self._send(consumer, ChunkHeader(FORMAT_VERSION, request.chunk_id), rows)
         if tracker is not None and not tracker.done:
-            self._sending[reader] = [*(each for each in self._sending.get(reader, ()) if not each.done), tracker]
+            self._sending[consumer] = [*(each for each in self._sending.get(consumer, ()) if not each.done), tracker]
 
-    def _refuse(self, reader: bytes, request: ChunkRequest, reason: str) -> None:
+    def _refuse(self, consumer: bytes, request: ChunkRequest, reason: str) -> None:
         self.num_bad_requests += 1
-        self._send(reader, ChunkHeader(FORMAT_VERSION, request.chunk_id, reason), [])
+        self._send(consumer, ChunkHeader(FORMAT_VERSION, request.chunk_id, reason), [])
 
-    def _send(self, reader: bytes, header: ChunkHeader, rows: Sequence[memoryview | bytes]) -> zmq.MessageTracker | None:
+    def _send(self, consumer: bytes, header: ChunkHeader, rows: Sequence[memoryview | bytes]) -> zmq.MessageTracker | None:
         """Send an answer; returns what tells when ZeroMQ has let go of its last frame, and so of all before it."""
         try:
             return self.socket.send_multipart(
-                [reader, self._encoder.encode(header), *rows], zmq.NOBLOCK, copy=False, track=True
+                [consumer, self._encoder.encode(header), *rows], zmq.NOBLOCK, copy=False, track=True
             )
         except zmq.ZMQError:
-            self.num_dropped_answers += 1  # the reader is gone, or takes nothing: its deadline ends the read
+            self.num_dropped_answers += 1  # the consumer is gone, or takes nothing: its deadline ends the read
             return None
 
-    def _sending_to(self, reader: bytes) -> list[zmq.MessageTracker]:
-        """Return what ZeroMQ still has of the answers to a reader; of others, forget who has got everything."""
+    def _sending_to(self, consumer: bytes) -> list[zmq.MessageTracker]:
+        """Return what ZeroMQ still has of the answers to a consumer; of others, forget who has got everything."""
         self._sending = {
             other: left
             for other, trackers in self._sending.items()
             if (left := [tracker for tracker in trackers if not tracker.done])
         }
-        return list(self._sending.get(reader, ()))
+        return list(self._sending.get(consumer, ()))
 
     def _check(self, request: ChunkRequest) -> RowRegion:
         """Return the region whose rows are wanted.

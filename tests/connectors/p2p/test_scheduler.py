@@ -367,7 +367,7 @@ async def test_hand_over_that_does_not_fit_fails_with_its_reason(producer, consu
     news = consumer.step()
     assert news.pulls == []
     refusal = news.refused["d"]
-    assert (refusal.error.code, refusal.owner) == (code, ref_of(handoff).owner)
+    assert (refusal.error.code, refusal.producer) == (code, ref_of(handoff).producer)
     assert reason in refusal.error.message
     after = consumer.end_load("d", ErrorInfo(code=code, message=reason))
     assert after.releases == [ref_of(handoff)]

@@ -162,7 +162,7 @@ def test_a_request_that_cannot_be_answered_is_refused_at_once(world):
 def test_requests_of_one_reader_are_answered_in_order(world, monkeypatch):
     """Whatever was sent between two looks: nothing overtakes what is held back."""
     answered = []
-    owner = world.owner._owner
+    owner = world.owner._server
     monkeypatch.setattr(owner, "_answer", lambda reader, request: answered.append(request.chunk_id))
     sending = [SimpleNamespace(done=False)]
     monkeypatch.setattr(owner, "_sending_to", lambda reader: [tracker for tracker in sending if not tracker.done])
