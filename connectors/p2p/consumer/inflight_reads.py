@@ -22,7 +22,8 @@ from core.errors import PeerUnreachable
 class QuarantineBounds:
     """The most blocks that may be kept: in total, and for a peer, with those of its open loads if its reads do not end.
 
-    A cancelled read that has not ended for ``fence_grace_s`` counts as one that does not end: most end at once.
+    A cancelled read that has not ended for ``fence_grace_s`` counts as one that does not end: most end at once. Without one
+    no load is refused.
     """
 
     max_blocks: int
@@ -91,12 +92,15 @@ class InflightReads:
 
         A peer with reads that do not end counts with what it is reading for others too: all that may come to the quarantine.
         """
-        if self.quarantine.num_waiting_blocks >= self._bounds.max_blocks_in_total:
+        quarantine, late_since = self.quarantine, now - self._bounds.fence_grace_s
+        if (
+            quarantine.num_waiting_blocks >= self._bounds.max_blocks_in_total
+            and quarantine.oldest_of(quarantine.peers()) <= late_since
+        ):
             return True
-        num_blocks = self.quarantine.num_blocks_of(peer)
-        if num_blocks and self.quarantine.oldest_of(peer) <= now - self._bounds.fence_grace_s:
-            num_blocks += self._num_open_blocks(peer)
-        return num_blocks >= self._bounds.max_blocks
+        num_blocks = quarantine.num_blocks_of(peer)
+        are_late = num_blocks > 0 and quarantine.oldest_of([peer]) <= late_since
+        return are_late and num_blocks + self._num_open_blocks(peer) >= self._bounds.max_blocks
 
     def why_full(self, peer: PeerId) -> PeerUnreachable:
         """Return what is told of a load that is not started."""
@@ -108,9 +112,10 @@ class InflightReads:
 
     def hurry_if_full(self, serving: Iterable[PeerId], now: float) -> None:
         """Fence peers soon that keep the quarantine full, but for those that still serve loads."""
-        spared = set(serving)
+        spared, are_too_many = set(serving), self.quarantine.num_waiting_blocks >= self._bounds.max_blocks_in_total
         for peer in self.quarantine.peers():
-            if peer not in spared and self.is_full(peer, now):
+            is_at_bound = are_too_many or self.quarantine.num_blocks_of(peer) >= self._bounds.max_blocks
+            if peer not in spared and is_at_bound:
                 self.quarantine.hurry(peer, now + self._bounds.fence_grace_s)
 
     def _open(self, load: Load) -> int:

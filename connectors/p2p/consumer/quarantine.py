@@ -9,7 +9,7 @@ Knows no transports; called by ``connectors.p2p.consumer.inflight_reads`` and ``
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from connectors.p2p.transport.interface import PeerId
@@ -51,11 +51,10 @@ class Quarantine:
         """Return how many blocks wait for reads of a peer that is not fenced."""
         return self._num_blocks_of.get(peer, 0)
 
-    def oldest_of(self, peer: PeerId) -> float:
-        """Return since when the oldest read of a peer that is not fenced is in here; infinite if there is none."""
-        return min(
-            (read.since for read in self._reads.values() if read.peer == peer and read.fence_at < math.inf), default=math.inf
-        )
+    def oldest_of(self, peers: Collection[PeerId]) -> float:
+        """Return since when the oldest read of these peers is in here, fenced peers left out; infinite if there is none."""
+        waiting = (read for read in self._reads.values() if read.peer in peers and read.fence_at < math.inf)
+        return min((read.since for read in waiting), default=math.inf)
 
     def add(self, read_id: int, read: LateRead) -> None:
         """Keep the blocks of a read that is open, until it ends or its peer is fenced.

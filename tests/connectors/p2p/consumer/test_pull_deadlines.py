@@ -254,6 +254,7 @@ def test_peer_with_too_many_quarantined_blocks_gets_no_new_load_and_is_fenced(ma
     pull.abort("a")
     assert pull.quarantined == {0, 1, 2, 3}
     assert pull.open_peers, "a load that runs may end"
+    pull.tick(1.0)
     pull.start("new")
     assert pull.failed == {"new": "peer_lost"}
     assert "4 blocks are quarantined" in pull.ended["new"].error.message
@@ -287,6 +288,14 @@ def test_peer_whose_cancelled_reads_end_at_once_is_not_fenced_for_them(make_pull
     assert pull.protocol.next_timer() == pull.now + 5.0, "the last renewal, and no fence"
     pull.tick(100)
     assert pull.open_peers
+
+
+def test_load_of_a_bound_s_size_that_was_just_cancelled_refuses_no_other(make_pull):
+    pull = make_pull(max_quarantined_blocks=4)
+    pull.start_reading("a", 4)
+    pull.abort("a")
+    pull.start("b", 1)
+    assert pull.reads_of("b")
 
 
 def test_cap_is_each_peers_own(make_pull):
@@ -343,12 +352,17 @@ def test_total_of_all_peers_is_capped_and_those_that_fill_it_are_fenced_soon(mak
         pull.accept(address=address)
         pull.grant(60_000, f"t{number}", address=address)
     pull.abort("r0")
-    pull.start("third", 1, "t2", address=addresses[2])
-    assert pull.failed == {}
+    for number in (0, 1):
+        pull.start(f"keeps {number}", 1, f"t{number}", address=addresses[number])
     pull.abort("r1")
+    pull.start("third", 1, "t2", address=addresses[2])
+    assert pull.failed == {}, "most cancelled reads end at once"
+    pull.tick(1.0)
     pull.start("fourth", 1, "t2", address=addresses[2])
     assert pull.failed == {"fourth": "peer_lost"}
     assert "4 in total" in pull.ended["fourth"].error.message
+    for number in (0, 1):
+        pull.abort(f"keeps {number}")
     pull.tick(1.0)
     assert pull.open_peers == {PeerId(addresses[2], 1)}
     pull.end_reads()
