@@ -49,6 +49,7 @@ def test_a_request_that_comes_while_a_pause_ends_has_its_usual_time(make_bench):
     freeze(bench, 40.0)
     bench.submit("r2")
     deadline_ms = bench.generated("p0").deadline_ms
+    bench.do(bench.core.on_timer(bench.now))
     bench.tick(bench.now + 50.5)
     assert deadline_ms == 50_000
     assert bench.ended.keys() == {"r1", "r2"}
