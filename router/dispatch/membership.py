@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
 from core.wire.messages import (
     ErrorInfo,
@@ -99,6 +100,7 @@ class Membership:
         self._met_prefills: dict[tuple[object, ...], GenerationWorker] = {}
         self._by_peer: dict[bytes, Member] = {}
         self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
+        self._gone: dict[str, WorkerKey] = {}  # by engine_id, who had the name last and is no member
 
     @property
     def members(self) -> Iterable[Member]:
@@ -148,7 +150,8 @@ class Membership:
         else:
             namesake = self._members.get(facts.engine_id)
             if namesake is not None:
-                actions.append(self._supersede(namesake))
+                actions.append(self._remove(namesake, "a new process registered under its name"))
+            self._supersede(key)
             member = _new_member(key, peer, facts, now)
             self._members[facts.engine_id] = member
             self._by_peer[peer] = member
@@ -256,17 +259,26 @@ class Membership:
         if self._by_peer.get(peer) is worker:  # another worker may use the connection by now
             del self._by_peer[peer]
 
-    def _supersede(self, worker: Member) -> Left:
-        self._superseded[worker.key] = None
-        while len(self._superseded) > _MAX_SUPERSEDED:
-            del self._superseded[next(iter(self._superseded))]
-        return self._remove(worker, "a new process registered under its name")
+    def _supersede(self, successor: WorkerKey) -> None:
+        """Refuse the process that had this name before, also if it was cut off from here when its successor came."""
+        before = self._gone.pop(successor.engine_id, successor)
+        if before != successor:
+            self._superseded[before] = None
+            _keep_newest(self._superseded)
 
     def _remove(self, worker: Member, reason: str, *, is_orderly: bool = False) -> Left:
         del self._members[worker.key.engine_id]
+        self._gone.pop(worker.key.engine_id, None)
+        self._gone[worker.key.engine_id] = worker.key
+        _keep_newest(self._gone)
         for peer in worker.peers:
             self._forget_peer(worker, peer)
         return Left(worker, reason, is_orderly)
+
+
+def _keep_newest(entries: dict[Any, Any]) -> None:
+    while len(entries) > _MAX_SUPERSEDED:
+        del entries[next(iter(entries))]
 
 
 def _new_member(key: WorkerKey, peer: bytes, facts: Register | RegisterEncoder, now: float) -> Member:

@@ -233,6 +233,20 @@ def test_a_broken_worker_is_dropped_once(membership):
     assert membership.on_broken(worker, "it sent garbage") == []
 
 
+def test_a_process_that_was_cut_off_when_its_successor_came_is_refused(membership):
+    worker = only(membership.on_register(b"a", registration(incarnation=1), now=0.0), Joined).worker
+    membership.on_broken(worker, "its connection is gone")
+    successor = only(membership.on_register(b"b", registration(incarnation=2), now=1.0), Joined).worker
+    assert refusal(membership.on_register(b"c", registration(incarnation=1), now=2.0)) == DUPLICATE_ENGINE_ID
+    assert membership.workers == [successor]
+
+
+def test_a_process_that_was_cut_off_comes_back_if_nobody_has_its_name(membership):
+    for number in range(3):
+        joined = only(membership.on_register(b"%d" % number, registration(incarnation=1), now=0.0), Joined)
+        membership.on_broken(joined.worker, "its connection is gone")
+
+
 def test_superseded_incarnations_are_forgotten_in_the_end(membership):
     for incarnation in range(1, 1030):
         membership.on_register(b"%d" % incarnation, registration(incarnation=incarnation), now=0.0)
