@@ -81,6 +81,7 @@ class _OpenHandshake:
     deadline: float
     transports: tuple[str, ...]
     after_lease_question: int
+    asked_at: float  # the first time
 
 
 @dataclass(slots=True)
@@ -144,7 +145,7 @@ class Peers:
         if peer_id.address in self._handshakes:
             return False
         deadline = now + self._terms.handshake_timeout_s
-        self._ask(_OpenHandshake(peer_id, deadline, self._offered_to(peer_id), last_lease_question))
+        self._ask(_OpenHandshake(peer_id, deadline, self._offered_to(peer_id), last_lease_question, now))
         return True
 
     def repeat_lost_handshake(self, address: str, answered_lease_question: int, last_lease_question: int, now: float) -> bool:
@@ -158,6 +159,14 @@ class Peers:
             return False
         deadline = now + self._terms.handshake_timeout_s
         self._ask(replace(handshake, deadline=deadline, after_lease_question=last_lease_question))
+        return True
+
+    def repeat_handshake(self, address: str, deadline: float, now: float) -> bool:
+        """Ask once more, to wait until ``deadline``; False if it has gone on for long, and needs another connection."""
+        handshake = self._handshakes[address]
+        if now - handshake.asked_at >= 2 * self._terms.handshake_timeout_s:
+            return False
+        self._ask(replace(handshake, deadline=deadline))
         return True
 
     def _ask(self, handshake: _OpenHandshake) -> None:

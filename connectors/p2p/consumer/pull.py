@@ -10,13 +10,13 @@ returns actions.
                │                        └──│────wrong digest, once───────┘ │
                └──failure, abort, deadline─┴───────────────────────────────┴──────▶ reported, what is open quarantined
 
-A load of a peer that cannot be opened by the chosen transport, or by which nothing arrives, goes back to CONNECTING while there
-is another; without another it is refused at once. When a probe finds that a preferred transport works again, new loads wait in
-CONNECTING until those that use the other one are over: a peer is open by one transport at a time.
+A load of a peer that the chosen transport cannot open, or by which nothing arrives, goes back to CONNECTING while there is
+another; else it is refused at once. When a preferred transport works again, new loads wait in CONNECTING until those that use
+the other one are over: a peer is open by one transport at a time.
 A load is reported once and at once. What its open reads may still write is quarantined until they are terminal; a read that
 does not become terminal is ended by fencing its peer. A block is accepted only by a seal that was looked at when every byte had
-arrived; no lease and no timer takes part in that. Seals are ordered with the last of the blocks, and the transfer thread sees
-to it that they come behind (``PostSealRead.after``), so that the load does not wait for two changes of thread in between.
+arrived; no lease and no timer takes part in that. Seals are ordered with the last of the blocks; the transfer thread reads them
+after the blocks (``PostSealRead.after``).
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ from connectors.p2p.actions import (
     ControlLost,
     ControlReceived,
     ExpectHandoff,
-    HandoffRef,
     PeerFailed,
     PeerFenced,
     PeerProgress,
@@ -123,29 +122,20 @@ class PullProtocol:
         """Start, abort and release what one engine step asks for, in the order of the fields."""
         actions: list[Action] = []
         for handoff in step.holds:
-            actions += self.hold(handoff, now)
+            self.leases.hold(handoff, now)
         for request in step.pulls:
             actions += self.start(request, now)
-        actions += [refused_load(request_id, refusal) for request_id, refusal in step.refused.items()]
+        for request_id, refusal in step.refused.items():
+            self._emit(refused_load(request_id, refusal))
         for request_id in step.aborts:
             actions += self.abort(request_id, now)
         for handoff in step.releases:
-            actions += self.release(handoff)
-        return actions
+            self.leases.release(handoff)
+        return actions + self._take_actions()
 
     def expect(self, event: ExpectHandoff, now: float) -> list[Action]:
         """Ask for a lease that may be held soon."""
         self.leases.expect(event.handoff, now)
-        return self._take_actions()
-
-    def hold(self, handoff: HandoffRef, now: float) -> list[Action]:
-        """Keep a lease alive from now on. Idempotent."""
-        self.leases.hold(handoff, now)
-        return self._take_actions()
-
-    def release(self, handoff: HandoffRef) -> list[Action]:
-        """Tell the producer that nobody here needs the handoff any more."""
-        self.leases.release(handoff)
         return self._take_actions()
 
     def start(self, request: PullRequest, now: float) -> list[Action]:
@@ -240,11 +230,7 @@ class PullProtocol:
     def on_timer(self, event: TimerDue, now: float) -> list[Action]:
         """Do what is due: handshake timeouts, deadlines, fences, renewals."""
         for address in self.peers.unanswered(now):
-            timeout_s = self._settings.handshake_timeout_s
-            error = PeerUnreachable(f"no answer to the handshake from {address} in {timeout_s:g} s")
-            self._fail_handshake(address, ErrorInfo.of(error), now)
-            if not self.peers.at(address):
-                self._close_control(address)
+            self._on_unanswered(address, now)
         for load in [load for load in self._loads.values() if load.deadline <= now]:
             if load.request.request_id in self._loads:
                 self._on_deadline(load, now)
@@ -287,6 +273,21 @@ class PullProtocol:
             self._end(load, unreadable, now)
         elif self.peers.shake_hands(load.producer, self.leases.last_question, now):
             self._counts.handshakes += 1
+
+    def _on_unanswered(self, address: str, now: float) -> None:
+        """End the loads that have waited for the handshake long enough; ask once more for those that came later."""
+        timeout_s = self._settings.handshake_timeout_s
+        error = ErrorInfo.of(PeerUnreachable(f"no answer to the handshake from {address} in {timeout_s:g} s"))
+        waiting = self._connecting_to(address)
+        later = [load.started_at for load in waiting if load.started_at + timeout_s > now]
+        if later and self.peers.repeat_handshake(address, min(later) + timeout_s, now):
+            self._counts.handshakes += 1
+            for load in waiting[: -len(later)]:  # in the order of their starts
+                self._end(load, error, now)
+            return
+        self._fail_handshake(address, error, now)
+        if not self.peers.at(address):
+            self._close_control(address)
 
     def _ask_anew(self, address: str, incarnation: int, now: float) -> bool:
         """Ask over a new connection if loads wait for another life than the one that answers on this connection all along.

@@ -12,6 +12,7 @@ from connectors.p2p.actions import (
     Action,
     CancelRead,
     ClosePeer,
+    ConsumerStep,
     ControlLost,
     ControlReceived,
     ExpectHandoff,
@@ -138,11 +139,13 @@ class PullDriver:
 
     def hold(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
         self.held.add(transfer_id)
-        return self.take(self.protocol.hold(HandoffRef(transfer_id, PeerId(address, incarnation)), self.now))
+        step = ConsumerStep(holds=[HandoffRef(transfer_id, PeerId(address, incarnation))])
+        return self.take(self.protocol.on_step(step, self.now))
 
     def release(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:
         self.held.discard(transfer_id)
-        return self.take(self.protocol.release(HandoffRef(transfer_id, PeerId(address, incarnation))))
+        step = ConsumerStep(releases=[HandoffRef(transfer_id, PeerId(address, incarnation))])
+        return self.take(self.protocol.on_step(step, self.now))
 
     def abort(self, request_id: str = "r") -> list[Action]:
         return self.take(self.protocol.abort(request_id, self.now))

@@ -162,6 +162,26 @@ def test_repeated_handshake_has_the_whole_time_again(pull):
     assert pull.failed == {"a": "peer_lost", "b": "peer_lost"}
 
 
+def test_a_load_that_comes_late_in_a_handshake_has_one_of_its_own(pull):
+    pull.start("a")
+    pull.tick(4)
+    pull.start("b", transfer_id="u")
+    pull.tick(1)
+    assert pull.failed == {"a": "peer_lost"}
+    assert len(pull.messages(Handshake)) == 2
+    pull.accept()
+    pull.grant(60_000, "u")
+    assert pull.reads_of("b")
+
+
+def test_loads_that_never_end_keep_no_handshake_open_for_ever(pull):
+    for number in range(1, 11):
+        pull.start(f"r{number}", transfer_id=f"t{number}")
+        pull.tick(1)
+    assert pull.failed.keys() == {f"r{number}" for number in range(1, 11)}
+    assert pull.actions(CloseControl), "the next handshake has a connection of its own"
+
+
 def test_load_after_a_failed_handshake_tries_again(pull):
     pull.start("a")
     pull.tick(5)
