@@ -239,12 +239,15 @@ def load_takes_longer(case: Case) -> bool:
 
 
 def prefill_was_away(case: Case) -> bool:
-    """At one time or another since it came, each prefill worker that its reader can read was away from its router."""
+    """At some time since it came, each prefill worker that a decode worker of it can read was away from its router."""
     since = case.path.submitted_at - _BEFORE_S
-    orders = {case.spec(turn.engine_id).kv_order for turn in case.path.turns[-1:]}
-    prefills = [worker.engine_id for worker in case.plan.workers if worker.role == "prefill" and worker.kv_order in orders]
     kinds = UNAVAILABLE | {Kind.PAUSED}
-    return all(case.troubles.find(kinds, {case.path.router, name}, since, case.at) for name in prefills)
+
+    def were_away(kv_order: str) -> bool:
+        prefills = [each.engine_id for each in case.plan.workers if each.role == "prefill" and each.kv_order == kv_order]
+        return all(case.troubles.find(kinds, {case.path.router, name}, since, case.at) for name in prefills)
+
+    return any(were_away(case.spec(turn.engine_id).kv_order) for turn in case.path.turns if turn.role == "decode")
 
 
 def readers_were_away(case: Case) -> bool:
