@@ -112,7 +112,7 @@ class SchedulerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One worker process, whatever its role."""
+    """One worker process of any role."""
 
     engine_id: str = ""  # stable name of the instance (pod name); empty = role, host and pid
     router_addresses: tuple[str, ...] = ("tcp://127.0.0.1:5570",)  # every address a name resolves to is connected
@@ -130,7 +130,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_waiting_requests: Positive = 1024  # more are refused with 429
     kv_events_address: str = "tcp://127.0.0.1:0"  # ZeroMQ PUB of cache.kv_events; port 0 = any, the log says which
     stuck_step_s: Seconds = 120.0  # bound of the first step of a size, see docs/operations.md; then /health fails
-    is_supervised: bool = False  # somebody starts the worker anew when it ends; `kvferry serve` and the chart set it
+    is_supervised: bool = False  # a supervisor restarts the worker when it ends; `kvferry serve` and the chart set it
 
 
 class LMCacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -140,7 +140,7 @@ class LMCacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     http_address: str = "http://127.0.0.1:8080"  # its admin port, asked for version and settings
     staging_bytes: Positive = 256 << 20  # shared memory of a worker through which all blocks go; half to load, half to save
     lookup_timeout_s: Seconds = 1.0  # then the request goes on without
-    request_timeout_s: Seconds = 5.0  # a server that says nothing for so long is given up until it answers again
+    request_timeout_s: Seconds = 5.0  # a server that is silent for so long is not used until it answers again
     heartbeat_interval_s: Seconds = 2.0
     retry_interval_s: Seconds = 1.0  # between attempts to reach the server
     handoff_wait_s: Seconds = 0.25  # how long a decode worker waits for what the prefill worker is still saving
@@ -171,7 +171,7 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"  # what becomes of a request whose KV cannot be loaded
     kv_verify: Literal["auto", "identity", "digest"] = "auto"  # auto: digest over tcp, identity over shm and nixl
     transfer_deadline_s: Seconds = 30.0
-    transfer_stall_s: Seconds = 5.0  # a read that brings no byte for so long is given up if its owner answers otherwise; tcp
+    transfer_stall_s: Seconds = 5.0  # a read that brings no byte for so long is ended if its producer answers messages; tcp
     transport_retry_s: Seconds = 1.0  # a transport that failed to a peer is probed after this, then after twice as long,
     transport_retry_max_s: Seconds = 60.0  # up to this
     handshake_timeout_s: Seconds = 5.0
@@ -240,7 +240,7 @@ class ImagesSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     fetch_timeout_s: Seconds = 5.0  # for one image, its turn and redirects included
     max_redirects: NonNegative = 3
     max_fetches: Positive = 32  # of all clients at a time; others wait their turn
-    encode_timeout_s: Seconds = 20.0  # then a request's embeddings are given up, and its prefill worker computes them
+    encode_timeout_s: Seconds = 20.0  # after that the prefill worker computes a request's embeddings itself
 
 
 class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -269,7 +269,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     text_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # tokenize long texts and fill in long conversations
     max_retries: NonNegative = 2  # per request: how many workers may fail it; refusals, pauses and stalls do not count
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
-    worker_wait_s: Seconds = 10.0  # how long an accepted request waits for a worker that nobody is known to bring back
+    worker_wait_s: Seconds = 10.0  # how long an accepted request waits for a worker that no supervisor is known to restart
     api_key: str = msgspec.field(default_factory=default_api_key)  # clients send it as a bearer token; several: by commas
     cors_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the API, such as https://chat.example; * = all
     images: ImagesSection = ImagesSection()

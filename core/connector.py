@@ -89,7 +89,7 @@ class KVConnectorScheduler(ABC):
 
 
 class KVConnectorWorker(ABC):
-    """The side beside the model runner. All calls come from the engine thread.
+    """The side that serves the model runner. All calls come from the engine thread.
 
     Per step: ``handle_preemptions`` → ``start_load_kv`` → per layer ``wait_for_layer_load`` / ``save_kv_layer`` →
     ``wait_for_save`` → ``get_transfer_results`` → ``get_block_ids_with_load_errors``. Empty steps run the same sequence without
@@ -158,7 +158,7 @@ class WorkerContext:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorContext(WorkerContext):
-    """What a connector is made from: the worker, the model it has loaded, and the layout of a block of its KV pool."""
+    """All that a connector is made from: the worker, the model it has loaded, and the layout of a block of its KV pool."""
 
     model_fingerprint: bytes
     layout: KVLayoutInfo
@@ -205,7 +205,7 @@ class Connector:
         """
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these handoffs, because nobody will read them. Idempotent."""
+        """End these handoffs: they will not be read. Idempotent."""
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
         """Keep these handoffs for another while."""

@@ -47,7 +47,8 @@ class EmbeddingsLayout:
 
 
 class ImageReadiness:
-    """What has to be done to an image before it can be embedded: decoding, which takes longer than a step and runs beside them.
+    """What has to be done to an image before it can be embedded: decoding, which takes longer than a step
+    and runs in parallel with steps.
 
     The scheduler asks for each image that it would have computed, step by step, in the order in which images get their turn; a
     request whose image is not ready waits like one whose embeddings are on their way. As an engine with nothing else to do
@@ -56,12 +57,12 @@ class ImageReadiness:
     """
 
     def begin_step(self) -> None:
-        """Begin the questions of a step. Raises: whatever has ended the work, which ends the engine."""
+        """Begin the questions of a step. Raises the error that has ended the work; it ends the engine."""
 
     def is_ready(self, user: str, feature: MMFeature, content: bytes) -> bool:
-        """Say whether an image can be embedded in this step; if not, it is wanted, behind those that were asked for before it.
+        """Say whether an image can be embedded in this step; if not, it is queued for preparation, after earlier ones.
 
-        ``user`` is the request that wants it, ``content`` its file. A bad file is ready: whoever embeds it finds that out.
+        ``user`` is the request that wants it, ``content`` its file. A bad file is ready: embedding it fails with the reason.
         """
         return True
 
@@ -69,14 +70,14 @@ class ImageReadiness:
         """Learn that a ready image is embedded in this step."""
 
     def end_step(self) -> bool:
-        """Go on with what was asked for, now that all of it is known.
+        """Continue to prepare, now that all images that this step wants are known.
 
         True if an image that was ready has made room for others: the next step finds it not ready.
         """
         return False
 
     def forget(self, user: str, features: Iterable[MMFeature]) -> None:
-        """Forget a request that has shown these images, whatever ended it: what nobody else wants is not prepared."""
+        """Forget a request with these images, however it ended: images that no other request wants are not prepared."""
 
 
 class ECConnectorScheduler(ABC):
@@ -119,7 +120,7 @@ class ECConnectorScheduler(ABC):
         """See the worker side's report of a step."""
 
     def request_finished(self, request: Request) -> None:
-        """Forget a request; called once, whatever ended it, also if it never ran."""
+        """Forget a request, once, however it ended, also if it never ran."""
 
     def take_unavailable_requests(self) -> Mapping[str, ErrorInfo]:
         """Return and forget requests that can never run, as embeddings and image are missing. They end with the error."""
@@ -134,7 +135,7 @@ class ECConnectorScheduler(ABC):
 
 
 class ECConnectorWorker(ABC):
-    """The side beside the model runner.
+    """The side that serves the model runner.
 
     Per step: ``start_load_caches`` → for each item that is computed ``save_caches`` → ``get_finished``. Empty steps run the
     same sequence without items. An encode worker, which has no scheduler, uses ``save_caches``, ``get_finished`` and
@@ -212,7 +213,7 @@ class ECConnector(ABC):
         """End threads, close sockets. Idempotent."""
 
     def release(self, sources: Iterable[ECSource]) -> None:
-        """End the leases of these sources, because nobody will read them. Idempotent. Any thread."""
+        """End the leases of these sources: they will not be read. Idempotent. Any thread."""
 
     def num_leased_chunks(self) -> int:
         """Return how much is held for readers, in chunks of host memory."""

@@ -1,6 +1,6 @@
 """Log lines as ``key=value`` pairs or JSON on stderr, one handler per process.
 
-Owns the format, and what makes a line safe to read whatever a peer or client put into a value: its length is bounded, and
+Owns the format, and what makes a line safe to read with any value from a peer or client: its length is bounded, and
 characters that control a terminal or reorder text are escaped. Knows nothing about what is logged: callers write
 ``logger.info(event("ready", engine_id=...))``, and plain texts of libraries become ``event=log message="..."``. Only the entry
 point of a process calls ``configure_logging``.

@@ -33,7 +33,7 @@ class MemoryFile:
     page_bytes: int
 
     def map(self) -> memoryview:
-        """Return a shared mapping of the whole file; it lives as long as somebody holds a view of it."""
+        """Return a shared mapping of the whole file; it lives as long as a view of it is held."""
         return memoryview(mmap.mmap(self.fd, self.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
 
 

@@ -44,7 +44,7 @@ def handled_signals(loop: asyncio.AbstractEventLoop, handler: Callable[[], None]
                 handler()
 
     loop.add_reader(readable, on_readable)
-    wakeup_fd_before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)  # written to whatever thread gets the signal
+    wakeup_fd_before = signal.set_wakeup_fd(writable, warn_on_full_buffer=False)  # written in any thread that gets the signal
     before = {number: signal.signal(number, _leave_to_loop) for number in SIGNALS}
     try:
         yield
@@ -64,7 +64,7 @@ def _leave_to_loop(_number: int, _frame: FrameType | None) -> None:
 def exit_process(code: int) -> NoReturn:
     """End the process without the interpreter's teardown; what was printed is written out."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed: there is nobody to tell
+        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
             stream.flush()
     os._exit(code)
 

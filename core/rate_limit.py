@@ -1,6 +1,6 @@
 """At most one occurrence per interval and key, and log lines that are limited by it.
 
-For whatever a peer or a client can trigger as often as it likes: log lines and refusals. Memory is bounded by ``max_keys``
+For events that a peer or a client can trigger at any rate: log lines and refusals. Memory is bounded by ``max_keys``
 whatever the keys are. Knows nothing of what is limited. Times are seconds of one monotonic clock.
 """
 

@@ -289,7 +289,7 @@ class SchedulerOutput:
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
     free_encoder_identifiers: list[bytes] = field(default_factory=list)
     ec_connector_metadata: ECConnectorMetadata | None = None
-    has_dropped_images: bool = False  # ready ones, for others; the next step may decide otherwise about who waits for them
+    has_dropped_images: bool = False  # ready ones, for others; requests that wait for those may run in the next step
 
 
 # ---- runner → scheduler ----------------------------------------------------------------------------------------------
@@ -396,7 +396,7 @@ class ModelRunnerOutput:
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """Where the embeddings of an image lie that an encode worker was asked for. ``was_cached``: it was not computed again."""
+    """Where the embeddings of an image lie that an encode worker computed or had. ``was_cached``: it was not computed again."""
 
     source: ECSource
     was_cached: bool
@@ -416,7 +416,7 @@ class EngineCoreOutput:
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     prefill_stats: PrefillStats | None = None  # with the first output only
     first_token_times: FirstTokenTimes | None = None  # with the first output only
-    kv_handoff: KVHandoff | None = None  # with the last output of a request that was computed to be handed over
+    kv_handoff: KVHandoff | None = None  # with the last output of a request that was computed for another worker
     transfer_usage: TransferUsage | None = None  # with the first output of a request whose KV was loaded
     encoded: EncodedImage | None = None  # with the only output of a request that was one image to embed
     error: ErrorInfo | None = None

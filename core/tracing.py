@@ -5,7 +5,7 @@ requests: ``router.dispatch.traces`` and ``core.worker.traces`` say what a span 
 and not a thing is done. The SDK collects ended spans in a bounded queue and sends them from its own thread; what a collector
 takes too late is dropped.
 
-Times are seconds of the process's monotonic clock, as everywhere; a span is told the wall-clock time that goes with them.
+Times are seconds of the process's monotonic clock, as everywhere; a span also carries the wall-clock time.
 Sources: W3C Trace Context, OpenTelemetry's trace API and OTLP/HTTP.
 """
 

@@ -212,7 +212,7 @@ class StoreClient(StoreClientBase):
             self._progress.notify_all()
 
     def _close_sockets(self) -> None:
-        """Events stop first: ZeroMQ's thread blocks on one that nobody can read."""
+        """Events stop first: ZeroMQ's thread blocks on an event without a reader."""
         self._socket.disable_monitor()
         self._monitor.close(linger=0)
         self._socket.close(linger=200)  # for the goodbye

@@ -25,7 +25,7 @@ _MAX_GROUP_ID = 2**16 - 1  # a seal has 16 bits for it
 
 
 class StoreKey(NamedTuple):
-    """What a block is: the hash of its prefix (16 bytes), the layout of its bytes (``layout_key``), its KV cache group."""
+    """The identity of a block: the hash of its prefix (16 bytes), the layout of its bytes (``layout_key``), its group."""
 
     block_hash: bytes
     layout: bytes

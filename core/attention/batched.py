@@ -48,7 +48,7 @@ class BatchedSdpaBackend(AttentionBackend):
     name = "gather"
     preferred_layout = KVLayout.NHD
     device_types = frozenset({"cuda"})
-    max_graph_blocks = 32 << 10  # beyond, launches are nothing beside the work
+    max_graph_blocks = 32 << 10  # beyond that, launches cost little of the time
 
     def plan(self, batch: AttentionBatch) -> BatchedPlan:
         """See ``AttentionBackend.plan``."""

@@ -82,7 +82,7 @@ class DecodeRows:
                 out=columns[start:end].reshape(*heads, length),
                 casting="same_kind",
             )
-        # sampled_addmm reads whatever address a column leads to.
+        # sampled_addmm checks no index: a wrong column makes it read any address.
         assert 0 <= columns.min() <= columns.max() < self._num_rows, "a block id is outside the pool"
         weights = torch.zeros(len(columns))
         pattern = torch.from_numpy(row_starts), torch.from_numpy(columns)

@@ -23,7 +23,7 @@ def decode_arrays(batch: AttentionBatch, decoding: npt.NDArray[np.integer], bloc
 
 
 def powers_of_two(largest: int) -> tuple[int, ...]:
-    """Return 1, 2, 4, ... up to ``largest``, which ends them whatever it is."""
+    """Return 1, 2, 4, ... below ``largest``, and ``largest`` itself."""
     widths: list[int] = []
     while not widths or widths[-1] < largest:
         widths.append(min(1 << len(widths), largest))

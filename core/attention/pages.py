@@ -98,7 +98,7 @@ class PagesBackend(AttentionBackend):
     name = "pages"
     preferred_layout = KVLayout.NHD
     device_types = frozenset({"cuda"})
-    max_graph_blocks = MAX_PARTS  # beyond, launches are nothing beside the work
+    max_graph_blocks = MAX_PARTS  # beyond that, launches cost little of the time
     kernel: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = _varlen_attn
 
     def __init__(self, cache: PagedKVCache) -> None:

@@ -63,7 +63,7 @@ CANDIDATES: tuple[type[AttentionBackend], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """What the engine builds its pool for: the backend, whose ``preferred_layout`` is the pool's, and the size of a block."""
+    """The choice that the engine builds its pool for: the backend, whose ``preferred_layout`` it has, and the block size."""
 
     backend: type[AttentionBackend]
     block_size: int  # tokens
@@ -78,7 +78,7 @@ def choose_attention(
 
     ``auto`` takes the first candidate for this type of device that passes the probe, and logs why others did not. A backend
     asked for by name is probed, too, but never replaced. Raises: ConfigError if the name is unknown, nothing passes, or a
-    kernel has left a device behind that does nothing any more.
+    kernel may leave the device unusable.
     """
     if name == "auto":
         eligible = [c for c in candidates if not c.device_types or problem.device.type in c.device_types]

@@ -1,10 +1,10 @@
-"""What this build of torch offers for paged attention on CUDA: one place that looks, so that nobody else has to know versions.
+"""What this build of torch offers for paged attention on CUDA: the one place that knows versions.
 
-Owns the names of torch's functions and of the optional packages behind them. Does not know: pools, batches, or whether a
+Owns the names of torch's functions and of the optional packages that provide them. Does not know: pools, batches, or whether a
 kernel is right; ``core.attention.select`` probes that. Called by the backends; ``core.engine`` copies by it.
 
 ``torch.nn.attention.varlen.varlen_attn`` takes ``block_table``, ``seqused_k`` and ``enable_gqa`` from torch 2.12 on; its
-signature is looked at. In torch 2.11 it takes none of them; there the operator behind it takes ``seqused_k``. The kernels that
+signature is inspected. In torch 2.11 it takes none of them; there the underlying operator takes ``seqused_k``. The kernels that
 torch brings along (FlashAttention 2) refuse a block table; FlashAttention 3 (Hopper) and 4 (Blackwell) take one, and come in
 packages of their own that ``activate_flash_attention_impl`` puts in their place.
 """

@@ -41,13 +41,13 @@ Int32Array = npt.NDArray[np.int32]
 def _varlen_attn(*args: Any, **kwargs: Any) -> Tensor:  # noqa: ANN401 - torch's parameters
     """Call torch's kernel. Raises: ConfigError where there is none."""
     output = varlen_kernel()(*args, **kwargs)
-    assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is asked for
+    assert isinstance(output, Tensor)  # a pair only where the log-sum-exp is requested
     return output
 
 
 @dataclass(frozen=True, slots=True)
 class _Sequences:
-    """What the kernel is told, on the host: query_start_loc [N + 1], seq_lens [N], block_tables [N, pages]."""
+    """The kernel's arguments, on the host: query_start_loc [N + 1], seq_lens [N], block_tables [N, pages]."""
 
     query_start_loc: Int32Array
     seq_lens: Int32Array
@@ -151,7 +151,7 @@ class VarlenBackend(AttentionBackend):
         )
 
     def graph_widths(self, max_blocks: int) -> tuple[int, ...]:
-        """One: the kernel reads no more pages than a sequence has, whatever the width."""
+        """One: the kernel reads no more pages than a sequence has, at any width."""
         return (max_blocks,)
 
     def static_plan(self, num_seqs: int, num_blocks: int, specs: Sequence[AttentionSpec]) -> VarlenPlan:

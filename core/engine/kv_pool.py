@@ -113,7 +113,7 @@ class KVPool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolOptions:
-    """What a pool's seals state, besides what is in the block, and which pages it has in host memory."""
+    """The facts that a pool's seals state in addition to the block's content, and its pages of host memory."""
 
     incarnation: int = 0
     makes_digests: bool = False  # of each block

@@ -85,7 +85,7 @@ class KVCacheCoordinator(ABC):
         """Start the tables of a request: local hits, then blocks for the computed tokens that come from elsewhere.
 
         In two phases: every group takes references of its hits before any group allocates, since an allocation may reuse
-        a hit that nobody references yet. Blocks that no token after ``num_processed_tokens`` attends to are left out.
+        a hit without references. Blocks that no token after ``num_processed_tokens`` attends to are left out.
         Returns the blocks of the second phase.
         """
         for manager, blocks in zip(self.managers, new_computed_blocks, strict=True):

@@ -1,6 +1,6 @@
 """Block hashes: the identity of a prompt prefix, equal in every process that serves the same model.
 
-A 128-bit chain of keyed BLAKE2b with one value per ``HASH_BLOCK_SIZE`` tokens, whatever the block size of a pool: a block's
+A 128-bit chain of keyed BLAKE2b with one value per ``HASH_BLOCK_SIZE`` tokens, independent of a pool's block size: a block's
 hash is the chain's value at its end. Cryptographic, because with a fast hash one tenant could forge another's prefix.
 
     value  = blake2b(digest_size=16, key=model_fingerprint, person=DOMAIN, data)

@@ -14,7 +14,7 @@ from core.wire.kv import KVLayoutInfo
 
 
 class BlockCopier(Protocol):
-    """Copies whole blocks between a pool on a device and ``num_slots`` slots of host memory, beside the model's own work.
+    """Copies whole blocks between a pool on a device and ``num_slots`` slots of host memory, in parallel with the model.
 
     Made for one thread. A slot belongs to its last copy until ``wait`` returns.
     """
@@ -29,15 +29,15 @@ class BlockCopier(Protocol):
         ...
 
     def start_read(self, slot: int, block_id: int) -> None:
-        """Begin to copy a block, which nobody writes, into a slot."""
+        """Begin to copy a block into a slot. Nothing may write the block meanwhile."""
         ...
 
     def start_write(self, slot: int, block_id: int) -> None:
-        """Begin to copy a slot into a block, which nobody else uses."""
+        """Begin to copy a slot into a block. Nothing else may use the block meanwhile."""
         ...
 
     def start_write_from(self, slot: int, block_id: int, memory: memoryview) -> None:
-        """Begin to copy pinned memory, which nobody changes, into a block; the slot stands for the copy, and is not touched."""
+        """Begin to copy pinned memory into a block; it must not change meanwhile. The slot only numbers the copy."""
         ...
 
     def wait(self, slot: int) -> None:

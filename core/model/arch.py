@@ -299,7 +299,7 @@ def _parse_ropes(config: Mapping[str, Any], traits: _Traits) -> tuple[Rope | Non
 
 
 def _llama4_rotations(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return whether each layer rotates; the field's 1 means that it does, whatever its name says."""
+    """Return whether each layer rotates; the field's 1 means that it does, in spite of its name."""
     num_layers = positive_count(config, "num_hidden_layers")
     named = config.get("no_rope_layers")
     if named:

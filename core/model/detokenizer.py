@@ -1,7 +1,7 @@
 """Streaming text out of token ids: no broken characters, no half stop strings. Torch-free: the router runs it.
 
 Owns the state of one output stream. Knows nothing of requests or HTTP. One ``IncrementalDetokenizer`` and, where the request
-names stop strings, one ``StopStringMatcher`` behind it per choice:
+names stop strings, one ``StopStringMatcher`` after it per choice:
 
     token ids --push--> text --push--> text that is safe to send
 """

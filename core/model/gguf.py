@@ -152,7 +152,7 @@ def _hf_config(file: GGUFFile) -> dict[str, Any]:
 
 
 def _gemma3_fields(config: Mapping[str, Any], sliding_window: int) -> dict[str, Any]:
-    """Return what Gemma 3 has besides the others' fields; llama.cpp keeps most of it in its code."""
+    """Return the fields that only Gemma 3 has; llama.cpp keeps most of them in its code."""
     scaled_by = config["head_dim"]
     if config["num_hidden_layers"] == _GEMMA3_27B_LAYERS:
         scaled_by = config["hidden_size"] // config["num_attention_heads"]

@@ -46,7 +46,7 @@ class GGUFTensor:
 
 @dataclass(frozen=True, slots=True)
 class GGUFFile:
-    """The content of a file; the tensors stay valid as long as somebody holds them."""
+    """The content of a file; the tensors stay valid as long as they are referenced."""
 
     metadata: dict[str, Any]
     tensors: tuple[GGUFTensor, ...]

@@ -1,7 +1,7 @@
 """The tokenizer inside a GGUF file, written as ``tokenizer.json`` and ``tokenizer_config.json``.
 
 Owns the tokenizer and pre-tokenizer names of llama.cpp, and what each means in ``tokenizers``. Called by ``core.model.gguf``.
-A ``tokenizer.json`` beside the GGUF file wins over the metadata: that is the way out for every kind not listed here.
+A ``tokenizer.json`` in the folder of the GGUF file wins over the metadata: that is the way out for every kind not listed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write_tokenizer(metadata: Mapping[str, Any], gguf_path: Path, folder: Path) 
     """Write the tokenizer files of a GGUF's metadata into ``folder``.
 
     Raises:
-        ConfigError: the tokenizer model or pre-tokenizer is not supported and no ``tokenizer.json`` lies beside the file.
+        ConfigError: the tokenizer model or pre-tokenizer is not supported and no ``tokenizer.json`` lies in its folder.
     """
     beside = gguf_path.with_name("tokenizer.json")
     if beside.is_file():

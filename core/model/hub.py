@@ -343,7 +343,7 @@ def _find_or_build(key: str, cache_dir: Path, build: Callable[[Path], None]) -> 
     with _file_lock(cache_dir / "locks" / f"{key}.lock"):
         if final.is_dir():
             return final
-        for abandoned in final.parent.glob(f".{key}-*"):  # of a process that was killed; the lock says that nobody else builds
+        for abandoned in final.parent.glob(f".{key}-*"):  # of a killed process; by the lock no other one builds
             shutil.rmtree(abandoned, ignore_errors=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=final.parent))
         try:

@@ -1,11 +1,11 @@
 """Image files as clients send them: their size without decoding them, and their pixels.
 
-Owns which formats are read, and what is said of a bad file; whoever calls says which file it was. Knows nothing of models.
+Owns which formats are read, and what is said of a bad file; the caller adds which file it was. Knows nothing of models.
 Torch-free: the router asks for sizes, to know how many tokens an image takes; only a worker that computes embeddings decodes.
 Needs Pillow (extra ``vision``), which is imported with the first image. Pillow is given no file as it came, but what
 ``core.model.image_structure`` leaves of it, which bounds the time that it takes.
 
-Pillow raises whatever its parsers come across in a damaged file, so every exception of it is the file's fault here, unless
+Pillow raises exceptions of many types for a damaged file, so every exception of it is the file's fault here, unless
 there is no memory.
 """
 
@@ -27,7 +27,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF")  # as Pillow names them; of an animatio
 MAX_PIXELS = 64 << 20  # of one image, of three bytes each once it is decoded
 MAX_SIDE = 65535  # in pixels, JPEG's own limit: Pillow's time for resizing grows with the sides, however few pixels there are
 MAX_SCANNED_PIXELS = 256 << 20  # of a JPEG, times its scans: a decoder passes over all pixels in each of them
-USUAL_SCANS = 16  # of a JPEG, whatever its size: encoders write about ten, and scripts for them a few more
+USUAL_SCANS = 16  # of a JPEG of any size: encoders write about ten, and scripts for them a few more
 _MAX_EXIF_BYTES = 64 << 10  # what fits a segment of a JPEG; each of its entries may have all bytes of it copied
 _COMPOSED_PIXELS = 256 << 10  # at a time: Pillow lets no other thread run while it lays one image upon another
 _JPEG_END = b"\xff\xd9"
@@ -134,7 +134,7 @@ def _orientation(image: Image.Image) -> int:
     if any(len(image.info.get(name, "")) > _MAX_EXIF_BYTES for name in ("exif", "Raw profile type exif")):
         return 1
     try:
-        # of the base class: that of PNG decodes the image to find what stands behind it
+        # of the base class: that of PNG decodes the image to find what follows it
         return int(Image.Image.getexif(image).get(_ORIENTATION_TAG, 1))
     except MemoryError:
         raise

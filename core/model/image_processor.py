@@ -25,7 +25,7 @@ from core.model.image_file import ImageSize, enough_memory
 if TYPE_CHECKING:
     from PIL import Image
 
-_LARGEST_EDGE = 4096  # of a resized image, whatever the configuration says
+_LARGEST_EDGE = 4096  # of a resized image, in spite of any larger value in the configuration
 _DEFAULTS: Mapping[str, Any] = {
     "do_resize": True,
     "size": {"longest_edge": 4 * 364},

@@ -149,7 +149,7 @@ def embeds_per_tile(arch: VisionArch, processor: ImageProcessor, processor_confi
 
 
 def processing_key(arch: VisionArch, processor: ImageProcessor) -> bytes:
-    """Return what ``hash_media`` calls ``processing``: by what a file becomes embeddings, beside the weights."""
+    """Return what ``hash_media`` calls ``processing``: everything but the weights that turns a file into embeddings."""
     return arch.canonical + processor.canonical
 
 

@@ -28,7 +28,7 @@ class Progress(ABC):
 
     @abstractmethod
     def show(self, what: str, num_bytes: int, total_bytes: int) -> None:
-        """Show that a task has ``num_bytes`` of ``total_bytes``; 0 where nobody knows the total."""
+        """Show that a task has ``num_bytes`` of ``total_bytes``; 0 where the total is unknown."""
 
     @contextmanager
     def of(self, what: str, count_bytes: Callable[[], int], total_bytes: int = 0) -> Iterator[None]:

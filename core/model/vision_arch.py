@@ -65,7 +65,7 @@ class VisionArch:
 
     @property
     def canonical(self) -> bytes:
-        """Every field, in one spelling: for hashes of what embeddings depend on beside the weights."""
+        """Every field, in one spelling: for hashes of everything but the weights that embeddings depend on."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 

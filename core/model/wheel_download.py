@@ -1,6 +1,6 @@
 """Downloads one wheel from a package index: by pip, which knows the machine's index and proxy, or without it.
 
-Owns the download only; whoever asked checks the content's sum. The images have no pip, so there the index's JSON (PEP 691) is
+Owns the download only; the caller checks the content's sum. The images have no pip, so there the index's JSON (PEP 691) is
 read directly; proxies are those of the environment.
 """
 

@@ -1,4 +1,4 @@
-"""A clock that stands still until it is told otherwise. For tests and the simulation."""
+"""A clock that moves only by ``advance``. For tests and the simulation."""
 
 from __future__ import annotations
 

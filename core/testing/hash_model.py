@@ -66,7 +66,7 @@ class HashAttention:
         return max(0, position - self.window + 1) if self.window else 0
 
     def spec(self, block_size: int) -> KVCacheSpec:
-        """Return what the KV cache manager is told of it."""
+        """Return its specification for the KV cache manager."""
         heads = {"block_size": block_size, "num_kv_heads": 1, "head_dim": 1, "dtype_bytes": SLOT_BYTES // 2}
         if self.chunk:
             return ChunkedLocalAttentionSpec(attention_chunk_size=self.chunk, **heads)
@@ -227,7 +227,7 @@ class HashModel:
 
     ``rows`` is the pool, [num_blocks, block_size * SLOT_BYTES] uint8; connectors see it as ``region``, tests and in-process
     transports copy it by ``read_block`` and ``write_block``. ``seals`` is for the KV cache manager that goes with the model;
-    ``incarnation`` is what they say of this life. ``region`` is memory for both that somebody else has made: in memory files,
+    ``incarnation`` is what they say of this life. ``region`` is memory for both that the caller has made: in memory files,
     or with digests in its seals. ``encoder`` embeds images.
     """
 

@@ -29,7 +29,7 @@ class Remote:
 
 @dataclass
 class Load:
-    """A load that the worker side was told about."""
+    """A load that the worker side has to start."""
 
     request_id: str
     token_ids: list[int]
@@ -47,7 +47,7 @@ class Load:
 
 @dataclass
 class LoadMetadata(KVConnectorMetadata):
-    """What one step starts, and who has left."""
+    """The loads that one step starts, and the requests that have left."""
 
     loads: list[Load]
     finished_req_ids: set[str]

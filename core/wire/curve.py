@@ -1,6 +1,6 @@
 """Authentication and encryption of the cluster's own sockets: ZeroMQ CURVE, with keys that all members derive from one secret.
 
-Owns the derivation and the socket options. Knows nothing of planes: whoever makes a socket says whether it binds or connects.
+Owns the derivation and the socket options. Knows nothing of planes: the maker of a socket says whether it binds or connects.
 A server accepts whoever knows its public key. A client needs that key before its first byte (ZMTP 3.1, CURVE: RFC 26 of ZeroMQ)
 and nothing on the wire tells it, so here "public" is a secret of the cluster as well and no list of clients is needed. Sessions
 have keys of their own: who learns the cluster key later cannot read what was recorded.

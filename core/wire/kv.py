@@ -130,7 +130,7 @@ class LeaseRelease(msgspec.Struct, frozen=True, kw_only=True, tag="release", omi
 
 
 class ControlError(msgspec.Struct, frozen=True, kw_only=True, tag="err", omit_defaults=True):
-    """Answer to a frame that could not be understood; the sender is told and nothing else happens."""
+    """Answer to a frame that could not be understood; the frame has no other effect."""
 
     code: Name
     message: str

@@ -111,7 +111,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     ec_connector: Text = ""  # by which it reads embeddings of encode workers; empty = it computes all of them
     version: Text = ""  # of the package it runs, for people
     start_ms: WholeMilliseconds = 0  # from the start of its process to here; 0 = it does not say
-    is_supervised: bool = False  # somebody starts it anew when it ends
+    is_supervised: bool = False  # a supervisor restarts it when it ends
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -227,7 +227,7 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fail", omit_
 
 
 class EncodeDone(msgspec.Struct, frozen=True, kw_only=True, tag="edone", omit_defaults=True):
-    """The embeddings of these items are computed, and held for whoever reads them."""
+    """The embeddings of these items are computed, and held for their reader."""
 
     request_id: Name
     ec_sources: ECSources
@@ -257,7 +257,7 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_de
     """The router has the worker in its membership: the answer to ``Register`` and to every ``Heartbeat`` of a member.
 
     ``router_id`` is new at every start of a router. A worker that hears nothing from a router for ``heartbeat_timeout_ms``
-    aborts that router's requests. A heartbeat of a stranger is answered by ``Refused``; the worker then registers again.
+    aborts that router's requests. A heartbeat of an unknown worker is answered by ``Refused``; the worker then registers again.
     """
 
     router_id: Name
@@ -320,14 +320,14 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="enc", omit_d
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_defaults=True):
-    """Stop these requests, whatever state they are in, and free what they hold. Idempotent."""
+    """Stop these requests in any state, and free what they hold. Idempotent."""
 
     request_ids: tuple[Name, ...]
     reason: Text = "client"
 
 
 class Release(msgspec.Struct, frozen=True, kw_only=True, tag="rel", omit_defaults=True):
-    """Router → prefill worker: nobody will read these handoffs. Idempotent."""
+    """Router → prefill worker: these handoffs will not be read. Idempotent."""
 
     transfer_ids: tuple[Name, ...]
 

@@ -123,7 +123,7 @@ def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutI
 
 
 def _shown(model_fingerprint: bytes) -> str:
-    """Return as much as tells two models apart: who is refused does not learn what would be accepted."""
+    """Return enough to tell two models apart, and no more: a refused peer must not learn what would be accepted."""
     return model_fingerprint.hex()[:SHOWN_HEX_CHARS]
 
 

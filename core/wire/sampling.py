@@ -44,7 +44,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     allowed_token_ids: tuple[TokenId, ...] = ()
     stop_token_ids: tuple[TokenId, ...] = ()
     ignore_eos: bool = False
-    logprobs: NumLogprobs | None = None  # top-N per sampled token beside the sampled one; None = none at all
+    logprobs: NumLogprobs | None = None  # top-N per sampled token in addition to the sampled one; None = none at all
     prompt_logprobs: NumLogprobs | None = None  # the same for prompt tokens
 
 

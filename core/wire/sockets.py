@@ -145,7 +145,7 @@ def join_tcp(host: str, port: int) -> str:
 
 
 def advertised_host(bound_host: str, advertise_host: str) -> str:
-    """Return the host that peers are told: ``advertise_host``, or the bound one where that is empty; without brackets.
+    """Return the host that peers connect to: ``advertise_host``, or the bound one where that is empty; without brackets.
 
     Raises:
         ConfigError: it is a wildcard, good to bind but not to connect to.

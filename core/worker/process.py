@@ -122,7 +122,7 @@ class WorkerProcess:
             await self._shut_down()
 
     async def _start(self, loop: asyncio.AbstractEventLoop) -> bool:
-        """Load, then connect; returns False if the worker was told to leave in the meantime.
+        """Load, then connect; returns False if a signal asked the worker to leave in the meantime.
 
         In that case the load goes on in its thread until ``exit_process`` ends it.
         """

@@ -75,7 +75,7 @@ class RedisTier(Tier):
         if not isinstance(value, bytes) or len(value) <= SEAL_BYTES:
             raise CorruptBlock(f"the value of {key.hex()} is no block")
         num_bytes = len(value) - SEAL_BYTES
-        if num_bytes > target.nbytes:  # it would stay for ever: a value that is there is never replaced
+        if num_bytes > target.nbytes:  # it would stay without bound: an existing value is never replaced
             raise CorruptBlock(f"the value of {key.hex()} has {num_bytes} bytes, and a slot {target.nbytes}")
         target[:num_bytes] = memoryview(value)[SEAL_BYTES:]
         return TierBlock(num_bytes, value[:SEAL_BYTES])
@@ -113,7 +113,7 @@ class RedisTier(Tier):
 
 
 def _refuse_password(url: str) -> None:
-    """Refuse an address that holds a password: it would be seen wherever the settings are."""
+    """Refuse an address that holds a password: it would be visible in every copy of the settings."""
     try:
         parts = urlsplit(url)
     except ValueError:

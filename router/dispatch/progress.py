@@ -49,7 +49,7 @@ class WorkerProgress:
 
         A process that was paused as a whole reports a stall too, in its first heartbeat; its second one reports progress.
         Therefore only a second heartbeat confirms a stall. Time before the last heartbeat does not count as stalled unless
-        that heartbeat reported a stall, whatever the worker's clock does.
+        that heartbeat reported a stall, independent of the worker's clock.
         """
         stalled_s, told, told_at = heartbeat.stalled_ms / 1e3, self._told, self._told_at
         has_grown = told is not None and 0 < told.stalled_ms <= heartbeat.stalled_ms

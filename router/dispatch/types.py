@@ -57,7 +57,7 @@ class ChoiceUpdate:
 
 @dataclass(frozen=True, slots=True)
 class PromptReport:
-    """What is known once the prompt is computed. ``timing`` is set if a prefill worker computed it.
+    """The facts that are known once the prompt is computed. ``timing`` is set if a prefill worker computed it.
 
     ``model_fingerprint`` names the weights of all workers that serve the request, retries included.
     """

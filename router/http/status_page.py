@@ -164,7 +164,7 @@ def _hash_of(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-# Only this script, this style and the router's own report may load, whatever name a worker has.
+# Only this script, this style and the router's own report may load, under any name of a worker.
 CONTENT_SECURITY_POLICY = (
     f"default-src 'none'; connect-src 'self'; style-src 'unsafe-inline'; script-src 'sha256-{_hash_of(_SCRIPT)}'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"

@@ -36,7 +36,7 @@ def pin_memory(
 ) -> Callable[[], None] | None:
     """Pin writable memory and return a function that unpins it; None, with a warning, if that is refused or has no effect.
 
-    Takes about a second for some GB. A refusal leaves an error behind that belongs to the calling thread, so this thread should
+    Takes about a second for some GB. A refusal leaves an error that belongs to the calling thread, so this thread should
     launch nothing.
     """
     address = np.frombuffer(memory, dtype=np.uint8).ctypes.data

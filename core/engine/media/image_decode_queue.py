@@ -7,7 +7,7 @@ In every step images are requested in the order in which they will be embedded. 
     prepared next            | b | c |                        not before a step keeps them: d, f
 
 Kept images are decoded in this order and always fit the budget. The first of the order is always kept, even if it is larger.
-Ready images that are not kept (e, and images not requested in this step) stay while the budget has room besides the kept
+Ready images that are not kept (e, and images not requested in this step) stay while the budget has room in addition to the kept
 ones, and are dropped otherwise. So the first image that a step waits for is decoded next, however many later images are
 ready: requests cannot wait for each other's room.
 
