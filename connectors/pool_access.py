@@ -1,7 +1,7 @@
-"""The pool's blocks as memory that one can copy from and to, wherever the pool is.
+"""The pool's blocks as memory to copy from and to, for pools in host or device memory.
 
 The blocks of a pool in host memory are views of it. The blocks of a pool on a device are copied through pinned memory by a
-``BlockCopier`` beside the model's work; several copies overlap, so that one block is checked while the next one is copied. An
+``BlockCopier`` while the model computes; several copies overlap, so that one block is checked while the next one is copied. An
 access belongs to one thread.
 """
 
@@ -31,7 +31,7 @@ class PoolAccess(ABC):
 
     @abstractmethod
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """Return the bytes of blocks, ``max_reads`` at most, valid until the next ``read``, whatever is written meanwhile."""
+        """Return the bytes of blocks, ``max_reads`` at most, valid until the next ``read``, also while blocks are written."""
 
     @abstractmethod
     def write(self, block_id: int, fill: Callable[[memoryview], None]) -> None:
@@ -41,7 +41,7 @@ class PoolAccess(ABC):
         """
 
     def write_from(self, block_id: int, memory: memoryview) -> bool:
-        """Begin to copy memory that nobody changes before ``finish_writes`` into a block; False if it must go by ``write``.
+        """Begin to copy memory, which must not change before ``finish_writes``, into a block; False if it must go by ``write``.
 
         Only where there are ``digests``, so that what has landed can be checked.
         """
@@ -67,7 +67,7 @@ class HostPoolAccess(PoolAccess):
 
     @property
     def max_reads(self) -> int:
-        """Many: they cost no memory, and the store copies them beside the mover. What costs is their digests, so not all."""
+        """Many: they cost no memory, and the store copies them in parallel. Not all: their digests cost time."""
         return 32
 
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:

@@ -65,7 +65,7 @@ class FetchingMetadata(ECConnectorMetadata):
     loads: list[CacheLoad] = field(default_factory=list)
     holds: list[PeerSource] = field(default_factory=list)  # keep these leases alive
     fetches: list[Fetch] = field(default_factory=list)
-    aborts: list[bytes] = field(default_factory=list)  # fetches that nobody waits for any more
+    aborts: list[bytes] = field(default_factory=list)  # fetches that no request waits for any more
     releases: list[PeerSource] = field(default_factory=list)  # done with these leases
     wake_at: float | None = None
 

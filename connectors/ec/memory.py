@@ -78,7 +78,7 @@ class ChunkMemory:
     def write(self, item: CachedChunk, rows: memoryview, digester: RowsDigester) -> tuple[ECSeal, int]:
         """Fill the chunks of an item and seal them for readers; return the seal of the whole, and the generation of the chunks.
 
-        Each writing has a generation of its own, so that a reader who was told of another one is refused.
+        Each writing has a generation of its own, so that a reader with an older generation is refused.
         """
         self._seals.break_seals(item.chunks)
         self._last_generation += 1

@@ -1,7 +1,7 @@
 """What moves embeddings between a worker and the store of its host: fetches, and what was computed here.
 
 Owns the fetches and saves under way, and the keys under which the store knows chunks. Waits for nothing and has no thread:
-``step`` does what can be done now, and says whether that was anything. Everything ends, whatever becomes of the store, since
+``step`` does what can be done now, and says whether that was anything. Everything ends, also if the store is lost, since
 every ticket does, and a fetch by its deadline.
 
     fetch   got ──ticket──▶ copied out and checked, chunk by chunk ──▶ FetchEnded
@@ -29,7 +29,7 @@ from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket
 from kvstore.key import StoreKey, layout_key
 
 NAME = "shared"
-RETRY_S = 0.005  # before chunks that the store has, and could not pin, are asked for again
+RETRY_S = 0.005  # before it asks again for chunks that the store has and could not pin
 CHUNKS_PER_GET = 64  # a store pins only so much for one client
 CHUNKS_PER_TURN = 8  # of one fetch, before the others and new orders get their turn
 _ANY_GENERATION = 1  # of a chunk in a store: it is never rewritten there

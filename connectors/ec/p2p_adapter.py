@@ -50,7 +50,7 @@ def decode_held(payload: bytes) -> HeldEmbeddings:
 
 
 def locate(layout: ChunkLayout, feature: MMFeature, announced: ECSource | None) -> PeerSource | None:
-    """Return where to read the embeddings of a feature, and what the seals of the chunks must say; None: nobody has told.
+    """Return where to read the embeddings of a feature, and what the seals of the chunks must say; None: not announced.
 
     Raises:
         ProtocolError, LayoutMismatch: what was announced cannot be read here.

@@ -61,7 +61,7 @@ class ProducedEmbeddings:
         return self._chunk_cache.num_evicted
 
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded:
-        """Keep the rows, unless they are here already, and lease them to whoever reads them first."""
+        """Keep the rows, unless they are here already, and lease them to their first reader."""
         held = self._held.get(identifier)
         if held is None or held.item.num_embeds != num_embeds:
             held = self._put(identifier, num_embeds, rows)
@@ -85,7 +85,7 @@ class ProducedEmbeddings:
                 self._chunk_cache.unwant(item, transfer_id)
 
     def lease_ended(self, transfer_id: str) -> None:
-        """Note that nobody reads by this lease any more. Any thread."""
+        """Note that this lease has no reader any more. Any thread."""
         self._ended.append(transfer_id)
 
     def _put(self, identifier: bytes, num_embeds: int, rows: memoryview) -> _Held | None:

@@ -150,7 +150,7 @@ class FetchingScheduler(ECConnectorScheduler):
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """Load an item that is complete here; other items are computed.
 
-        What is loaded may make room from then on, as loads come before fetches in the worker side, unless nobody could compute
+        What is loaded may make room from then on, as the worker side loads before it fetches, unless no worker could compute
         it if it were needed again.
         """
         identifier = request.mm_features[index].identifier
@@ -214,7 +214,7 @@ class FetchingScheduler(ECConnectorScheduler):
         return wishes
 
     def _find_sources(self, request: Request, wishes: _Wishes) -> None:
-        """Find the sources of the request's items. What was announced and is unusable has failed already."""
+        """Find the sources of the request's items. A source that was announced and is unusable has failed already."""
         for feature in {feature.identifier: feature for feature in request.mm_features}.values():
             try:
                 source = self._source_of(request, feature)
@@ -236,7 +236,7 @@ class FetchingScheduler(ECConnectorScheduler):
         return announced if announced is not None and announced.connector == self._connector else None
 
     def _admit(self, request: Request, wishes: _Wishes, feature: MMFeature) -> bool:
-        """Say whether a feature stands in nobody's way: it is here, or it is given up and computed."""
+        """Say whether the request need not wait for a feature: it is here, or will be computed."""
         identifier = feature.identifier
         if wishes.is_lost or identifier in wishes.given_up:
             return not wishes.is_lost

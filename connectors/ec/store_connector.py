@@ -1,4 +1,4 @@
-"""EC connector "shared": a store that all workers of a host share keeps the embeddings, whoever has computed them.
+"""EC connector "shared": a store that all workers of a host share keeps the embeddings of all of them.
 
 Encode workers put, all others put and get: an image that any worker has embedded is embedded by none again. The store is the
 server of ``kvstore``, whose arena is mapped where it runs on the same host; from one elsewhere, and from its lower tiers,
@@ -110,7 +110,7 @@ class StoreECConnector(ECConnector):
             self._alarm.set_soon(metadata.wake_at)
 
     def _order(self, order: Order) -> None:
-        """Pass an order to the thread. After ``stop`` nobody is there, and nothing is reported."""
+        """Pass an order to the thread. After ``stop`` there is none, and nothing is reported."""
         if self._thread is not None:
             self._thread.submit(order)
 

@@ -1,4 +1,4 @@
-"""What a worker has put into the store that it shares with others, as far as it knows, and what is on its way there.
+"""The embeddings that a worker has put into the shared store, as far as it knows, and those on their way there.
 
 Owns the copies that wait to be stored, within a bound, and the memory of what was. Called by ``connectors.ec.worker`` on the
 engine thread; what has become of an order is told by the mover's thread. Knows no store: the mover is given orders.
@@ -52,7 +52,7 @@ class StoreOffers:
         return None
 
     def find(self, identifier: bytes) -> ECSource | None:
-        """Return where an item is, as far as is known; the store is asked for the next time."""
+        """Return where an item is, as far as is known; the next answer comes from the store."""
         source = self._stored.get(identifier)
         if source is not None:
             self._stored.move_to_end(identifier)
@@ -78,7 +78,7 @@ class StoreOffers:
 
 
 def pass_on(report: StoreReport, offers: StoreOffers, worker: FetchingWorker) -> None:
-    """Give a mover's report to those whom it concerns: nobody waits to hear that something was forgotten. Any thread."""
+    """Pass on a mover's report; the end of a forget concerns no request. Any thread."""
     if isinstance(report, (OfferEnded, Forgotten)):
         offers.tell(report)
     if not isinstance(report, Forgotten):

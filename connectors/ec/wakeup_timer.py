@@ -1,6 +1,6 @@
 """Wakes the engine at a time, although nothing has happened: a request's time for its embeddings is over then.
 
-Owns one timer of the event loop. Called by the connectors.
+Owns one timer of the event loop.
 """
 
 from __future__ import annotations

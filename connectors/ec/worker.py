@@ -1,4 +1,4 @@
-"""The worker side of EC connectors: from host memory into the encoder cache, and from the encoder cache to whoever offers it.
+"""The worker side of EC connectors: from host memory into the encoder cache, and from the encoder cache to its offers.
 
 Owns the queue in which other threads report, and the last check before an item counts as here: its bytes against the seal that
 was announced of it. Never blocks and decides nothing. ``submit`` gets the orders of each step, ``offer`` what was computed.
@@ -122,7 +122,7 @@ class FetchingWorker(ECConnectorWorker):
         """Drain the reports.
 
         Raises:
-            EngineDead: a part of the connector outside the engine thread has ended; nobody knows what still waits for it.
+            EngineDead: a part of the connector outside the engine thread has ended; requests may still wait for it.
         """
         if self._death is not None:
             raise EngineDead(f"the EC connector has died: {self._death!r}")
@@ -180,7 +180,7 @@ def _no_rows(first_chunk: int, num_embeds: int) -> memoryview:
 
 
 def _no_submit(metadata: FetchingMetadata) -> None:
-    """Before the start and after the stop nobody moves anything; deadlines end the waits."""
+    """Before the start and after the stop nothing is moved; deadlines end the waits."""
 
 
 def _no_wakeup() -> None:

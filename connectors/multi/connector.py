@@ -65,7 +65,7 @@ class MultiConnector(Connector):
             stack.pop_all()
 
     async def stop(self) -> None:
-        """Stop all, the last first, whatever becomes of the others."""
+        """Stop all, the last first, also if one fails."""
         async with AsyncExitStack() as stack:
             for connector in self._connectors:
                 stack.push_async_callback(connector.stop)
@@ -76,12 +76,12 @@ class MultiConnector(Connector):
             connector.expect(handoff)
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these handoffs, whoever has made them."""
+        """End these handoffs, each at the connector that has made it."""
         for connector in self._connectors:
             connector.release(transfer_ids)
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep these handoffs for another while, whoever has made them."""
+        """Renew these handoffs, each at the connector that has made it."""
         for connector in self._connectors:
             connector.renew(transfer_ids)
 

@@ -58,7 +58,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return what the first connector offers that has something.
 
-        While one cannot tell yet, those behind it are not asked: it comes before them.
+        While one cannot tell yet, the following ones are not asked: it comes before them.
         """
         self._chosen.pop(request.request_id, None)
         for connector in self._connectors:
@@ -73,7 +73,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
         """Tell the chosen connector to load, and all others that there is nothing for them to load."""
         chosen = self._chosen.pop(request.request_id, None)
-        assert chosen is not None or not num_external_tokens, f"{request!r} loads what nobody has offered"
+        assert chosen is not None or not num_external_tokens, f"{request!r} loads what was not offered"
         for connector in self._connectors:
             connector.update_state_after_alloc(request, blocks, num_external_tokens if connector is chosen else 0)
 
@@ -118,7 +118,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return any(connector.has_pending_block_frees() for connector in self._connectors)
 
     def shutdown(self) -> None:
-        """End all, the last first, whatever becomes of the others."""
+        """End all, the last first, also if one fails."""
         with ExitStack() as stack:
             for connector in self._connectors:
                 stack.callback(connector.shutdown)

@@ -77,7 +77,7 @@ class MultiConnectorWorker(KVConnectorWorker):
         return set().union(*(connector.get_block_ids_with_load_errors() for connector in self._connectors))
 
     def shutdown(self) -> None:
-        """End all, the last first, whatever becomes of the others."""
+        """End all, the last first, also if one fails."""
         with ExitStack() as stack:
             for connector in self._connectors:
                 stack.callback(connector.shutdown)

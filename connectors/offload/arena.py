@@ -1,4 +1,4 @@
-"""The tier of the offload connector: an arena in the worker's host memory, which nobody else maps.
+"""The tier of the offload connector: an arena in the worker's host memory, which no other process maps.
 
 Owns what the settings mean for it. Everything else is ``connectors.tier`` and ``kvstore``.
 """

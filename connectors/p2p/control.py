@@ -3,7 +3,7 @@
 The producer binds one ROUTER; the consumer opens one DEALER per address. They move frames to and from the state machines and
 know nothing of what a message means. A malformed frame is answered by ``ControlError``, never by an exception; one of another
 wire version by the refusal that every version reads, and not each time (``core.wire.version``). A fault of ours costs its
-message or its peer; a task that ends all the same is told to ``on_death``, because a worker without its control plane must
+message or its peer; if a task ends all the same, ``on_death`` is called, because a worker without its control plane must
 not look alive. One DEALER is one connection: when it is lost or refused, ``on_disconnected`` is called and the socket is
 closed, so that a connection never silently goes over to the next process at the same address.
 """
@@ -103,7 +103,7 @@ class ControlServer:
                 if reply is not None:
                     await self._socket.send_multipart([identity, reply], zmq.NOBLOCK)
             except zmq.ZMQError as error:
-                # The consumer is gone or takes nothing: whatever it wanted ends by its own deadline.
+                # The consumer is gone or takes nothing: its loads end by their own deadlines.
                 self.num_dropped += 1
                 _log.debug(event("kv_control_reply_dropped", error=error))
 
@@ -139,11 +139,11 @@ class _Link:
         self.tasks: list[asyncio.Task[None]] = []
 
     def close(self) -> None:
-        """End the tasks and close the sockets. Events stop first: ZeroMQ's thread blocks on one that nobody can read."""
+        """End the tasks and close the sockets. Events stop first: ZeroMQ's thread blocks on an event without a reader."""
         for task in self.tasks:
             task.cancel()
         self.socket.monitor(None, 0)
-        self.monitor.close(linger=0)  # the event loop holds it, so nobody else would
+        self.monitor.close(linger=0)  # the event loop holds it, so garbage collection would not
         self.socket.close(linger=0)
 
 
@@ -207,7 +207,7 @@ class ControlClients:
     def _open(self, address: str, options: SocketOptions) -> _Link:
         socket = dealer_socket(self._context, options)
         socket.setsockopt(zmq.RECONNECT_IVL, -1)
-        socket.setsockopt(zmq.IMMEDIATE, 0)  # queue while connecting: a failed connection is told by the monitor
+        socket.setsockopt(zmq.IMMEDIATE, 0)  # queue while connecting: the monitor reports a failed connection
         link = _Link(socket, options.keys)
         try:
             socket.connect(address)
@@ -270,7 +270,7 @@ class ControlClients:
             self.close(address)
             try:
                 self._on_disconnected(address)
-            except Exception as error:  # nobody knows what still waits for this peer
+            except Exception as error:  # loads may still wait for this peer
                 _log.exception(event("kv_control_loss_failed", address=address))
                 self._on_death(error)
 
@@ -285,7 +285,7 @@ def _send(link: _Link, frame: bytes) -> BaseException | None:
 
 
 def _death_of(task: asyncio.Task[None]) -> BaseException:
-    """Return why a task has ended that nobody ended. A socket that is closed under its reader looks like a cancellation."""
+    """Return why a task has ended that was not stopped. A socket that is closed under its reader looks like a cancellation."""
     error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
     _log.error(event("kv_control_task_died", task=task.get_name(), error=repr(error)))
     return error

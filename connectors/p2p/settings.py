@@ -17,7 +17,7 @@ from core.wire.kv import KVVerify
 
 RENEWAL_S = 20.0  # what a renewal adds, at most
 LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
-READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that nobody can interrupt; four converted ones fit the staging area
+READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that cannot be interrupted; four converted ones fit the staging area
 DEVICE_READ_BYTES = {"nixl": 128 << 20}  # what reaches a device's memory copies so much sooner than it can be asked for
 
 

@@ -114,7 +114,7 @@ class ConnectorEngine:
     ``parked`` holds finished requests whose blocks are kept for a reader, ``loads`` what became of every load, ``quarantined``
     the blocks that a transfer may still write although its load is over. A request whose load has failed, in whole or in part,
     is aborted; with ``recomputes`` it gives its blocks back and waits to be admitted again. Every report is held against the
-    contract of ``KVConnectorOutput``; with ``checks_content`` also every block of a load that nobody has called bad.
+    contract of ``KVConnectorOutput``; with ``checks_content`` also every block of a load that was not reported bad.
     """
 
     def __init__(
@@ -254,7 +254,7 @@ class ConnectorEngine:
         self.manager.seal_blocks(request, request.num_tokens)
 
     def abort(self, request: Request) -> None:
-        """Abort a request in whatever state it is."""
+        """Abort a request in any state."""
         is_loading = request.request_id in self.loads and not self.loads[request.request_id].is_ended
         request.status = RequestStatus.FINISHED_ABORTED
         block_ids = self.manager.get_block_ids_for_computed_tokens(request.request_id, request.num_computed_tokens)
@@ -285,7 +285,7 @@ class ConnectorEngine:
 
     @property
     def num_used_blocks(self) -> int:
-        """Blocks that somebody references."""
+        """Blocks with references."""
         return self.manager.block_pool.num_usable_blocks - self.manager.block_pool.num_free_blocks
 
     def step(self) -> KVConnectorOutput:
@@ -326,7 +326,7 @@ class ConnectorEngine:
             unknown -= {block_ids[position] for position in bad}
             is_explained = request_id in output.failed_recving or request_id in output.load_errors
             assert is_explained or not bad or request_id in self._aborted, f"nobody says why blocks of {request_id} are bad"
-        assert not unknown, f"nobody loads the blocks {unknown}"
+        assert not unknown, f"no load has the blocks {unknown}"
         for request_id, error in (output.failed_recving | output.load_errors).items():
             assert not self.loads[request_id].is_ended, "a failure is reported before the end of the load, or with it"
             self.loads[request_id].error = error

@@ -30,7 +30,7 @@ from core.wire.messages import Role
 
 ROLES: tuple[Role, Role] = ("prefill", "decode")
 PATIENCE_S = 30.0  # of loads that shall succeed
-IMPATIENCE_S = 2.0  # of loads that shall fail because nobody answers
+IMPATIENCE_S = 2.0  # of loads that shall fail for want of an answer
 PROMPT_BLOCKS = ceil_div(len(PROMPT), BLOCK_SIZE)
 
 
@@ -50,7 +50,7 @@ class ConnectorConformance:
 
     @asynccontextmanager
     async def started_pair(self, patience_s: float = PATIENCE_S) -> AsyncIterator[Pair]:
-        """Start both sides; stop them in the end, whatever state they are in."""
+        """Start both sides; stop them in the end, in any state."""
         sides = [Side(role, self.make_connector(role, patience_s)) for role in ROLES]
         try:
             for side in sides:
@@ -68,7 +68,7 @@ class ConnectorConformance:
 
     @pytest_asyncio.fixture
     async def impatient(self) -> AsyncIterator[Pair]:
-        """Return a pair whose loads fail soon if nobody answers."""
+        """Return a pair whose loads fail soon without an answer."""
         async with self.started_pair(IMPATIENCE_S) as pair:
             yield pair
 
@@ -339,7 +339,7 @@ class ConnectorConformance:
         await self.assert_consumer_is_empty(pair)
 
     async def test_blocks_of_a_load_are_in_quarantine_or_never_written_again(self, pair: Pair) -> None:
-        """Whenever a load is given up, what it reports decides which of its blocks others may have at once."""
+        """At any end of a load, its report decides which of its blocks others may have at once."""
         engine = pair.consumer.engine
         for turns in (0, 1, 2, 5, 20, 100):
             name = f"a{turns}"

@@ -112,7 +112,7 @@ class ECEngine:
         self.waiting[request.request_id] = self.ran.pop(request.request_id)
 
     def finish(self, request: Request) -> None:
-        """End a request in whatever state, as the scheduler does."""
+        """End a request in any state, as the scheduler does."""
         for requests in (self.waiting, self.ran):
             requests.pop(request.request_id, None)
         self.scheduler.request_finished(request)
@@ -176,7 +176,7 @@ class ECEngine:
         return self.saved[image.identifier]
 
     def _schedule(self, request: Request, coming: set[bytes], to_compute: dict[bytes, int]) -> None:
-        """Find a place for each feature that has none, as the scheduler does; nothing is lacking behind the step."""
+        """Find a place for each feature that has none, as the scheduler does; nothing is lacking after the step."""
         for index, feature in enumerate(request.mm_features):
             if feature.identifier in coming:
                 continue

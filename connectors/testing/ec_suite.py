@@ -41,7 +41,7 @@ async def poll_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> 
         TimeoutError: the condition does not hold after ``timeout_s``.
     """
     async with asyncio.timeout(timeout_s):
-        while not condition():  # noqa: ASYNC110 - nobody tells
+        while not condition():  # noqa: ASYNC110 - there is no event
             await asyncio.sleep(0.001)
 
 
@@ -63,7 +63,7 @@ class ECSide:
 class ECConformance:
     """The tests. Connectors have the system's clock.
 
-    ``announces`` is True where a reader finds only what it is told of, and leases hold it.
+    ``announces`` is True where a reader finds only what was announced to it, and leases hold it.
     """
 
     announces: ClassVar[bool] = True
@@ -77,7 +77,7 @@ class ECConformance:
         raise NotImplementedError
 
     async def lose(self, encoder: ECSide) -> None:
-        """Let die whoever holds the embeddings."""
+        """Kill the process that holds the embeddings."""
         raise NotImplementedError
 
     def num_held(self, side: ECSide) -> int:

@@ -4,7 +4,7 @@
         def make_connector(self, worker):
             return my_connector(role=worker.role, incarnation=worker.incarnation, ...)
 
-For whoever builds a connector, or a transport for connector p2p (``tests/conformance/test_stale_references.py`` shows how that
+For authors of a connector, or of a transport for connector p2p (``tests/conformance/test_stale_references.py`` shows how that
 one is built over any transport). The five cases are those that made other systems answer one user with another's text:
 
     1. a reference that has been used up: its owner does not hold the blocks any more
@@ -60,7 +60,7 @@ REFUSALS = {fallback_reason("stale"), fallback_reason("protocol_error")}
 
 @dataclass(frozen=True, slots=True)
 class SuiteWorker:
-    """What a connector of the suite is made for."""
+    """The facts that a connector of the suite is made from."""
 
     role: Role
     incarnation: int
@@ -201,7 +201,7 @@ class StaleReferenceSuite:
 
     @pytest_asyncio.fixture
     async def cluster(self) -> AsyncIterator[StaleReferenceCluster]:
-        """Return a running cluster; stop it in the end, whatever state it is in."""
+        """Return a running cluster; stop it in the end, in any state."""
         workers: list[StaleReferenceWorker] = []
         roles: tuple[Role, ...] = ("prefill", "prefill", "decode")
         try:
@@ -264,7 +264,7 @@ class StaleReferenceSuite:
     # ---- 4: another life
 
     async def test_reference_of_another_incarnation(self, cluster: StaleReferenceCluster) -> None:
-        """The owner has restarted: at its address lives somebody who holds another prompt in the same blocks."""
+        """The owner has restarted: at its address lives a process that holds another prompt in the same blocks."""
         handoff = await cluster.owner.prefill(PROMPT)
         there = await cluster.next_life.prefill(OTHER_PROMPT)
         assert there.groups[0].block_ids == handoff.groups[0].block_ids

@@ -1,10 +1,10 @@
-"""What the verified handoff builds on: a seal that is read behind its row, and is as it was before, proves the row.
+"""The base of the verified handoff: a seal that is read after its row, and is as it was before, proves the row.
 
     class TestTcpOverRewrittenRows(RewrittenRowsSuite):
         factory = f"{__file__}:make_tcp"          # a function without arguments that returns a transport
 
 An owner in a process of its own writes its rows anew all the time, as the rules demand: the seal is broken, the row written,
-the seal made with the next generation. A transport with ``reads_in_order`` is asked for rows and seals at once; with any other
+the seal made with the next generation. A transport with ``reads_in_order`` reads rows and seals at once; with any other
 the seals wait for the end of the rows. Imports pytest; only tests import this module.
 """
 
@@ -45,7 +45,7 @@ class RewrittenRowsSuite:
         owner.close()
 
     def test_a_seal_that_is_as_it_was_proves_its_row(self, connected: Reader) -> None:
-        """Some rows are rewritten meanwhile, some are not: both are told apart, and no row that counts as proven is torn."""
+        """Some rows are rewritten meanwhile, some are not: both are distinguished, and no row that counts as proven is torn."""
         found: Counter[str] = Counter()
         deadline = time.monotonic() + DEADLINE_S
         while any(found[kind] < number for kind, number in WANTED.items()):

@@ -140,7 +140,7 @@ class ProcessOwner:
         os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
-        """End and reap the process, whatever its state."""
+        """End and reap the process in any state."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

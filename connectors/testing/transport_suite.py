@@ -51,7 +51,7 @@ class Owner(Protocol):
 
 
 class Reader:
-    """A transport under test with rows of its own, and what its polls reported. Methods mean region 0 if they are told none."""
+    """A transport under test with rows of its own, and what its polls reported. Methods mean region 0 by default."""
 
     def __init__(self, transport: Transport, num_rows: int = NUM_ROWS, row_bytes: int = ROW_BYTES) -> None:
         self.transport = transport
@@ -331,7 +331,7 @@ class TransportSuite:
 
     @pytest.mark.parametrize("absurd", [-1, 2**31, 2**64 - 1, "", "\0", b"", bytes(100)], ids=repr)
     def test_survives_metadata_that_is_well_typed_and_absurd(self, connected: Reader, owner: Owner, absurd: object) -> None:
-        """Each value of that type is replaced in turn. What it breaks is that peer's, whose failure is a ``KVFerryError``."""
+        """Each value of that type is replaced in turn. It may break that peer only, with a ``KVFerryError``."""
         for number, metadata in enumerate(with_each_replaced(owner.metadata, absurd)):
             with contextlib.suppress(KVFerryError):
                 connected.transport.add_peer(PeerId("absurd", number), metadata)
@@ -455,7 +455,7 @@ class TransportSuite:
 
     @pytest.mark.parametrize("end", ["cancel", "death"])
     def test_no_byte_arrives_for_a_read_that_has_ended(self, facing: Reader, mortal: Owner, end: str) -> None:
-        """However it ended: its rows are somebody else's by then."""
+        """However it ended: its rows belong to others by then."""
         assert facing.read([0], [0]) is None
         mortal.freeze()
         handles = {facing.transport.post_read(PEER, 0, [row], [row]): row for row in range(1, NUM_ROWS)}

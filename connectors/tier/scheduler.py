@@ -27,7 +27,7 @@ from kvstore.key import StoreKey, layout_key
 from kvstore.messages import MAX_KEYS
 
 LAZY_STEPS = 4  # so many steps' worth of blocks before they are reused, they are saved
-ANSWER_LASTS_S = 1.0  # an answer that was first used longer ago is asked for again: the tier may have changed
+ANSWER_LASTS_S = 1.0  # after that the question is repeated: the tier may have changed
 MAX_PINNED_SHARE = 0.25  # of the pool, by copies that are not done
 
 
@@ -139,7 +139,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tier's tokens after the local hits; None until it answers, or while another request loads them."""
         coordinator = self._bound
-        end = coordinator.floor(request.num_tokens - 1)  # the last token is computed here, whatever the tier has
+        end = coordinator.floor(request.num_tokens - 1)  # the last token is computed here, also if the tier has it
         end = min(end, num_computed_tokens + coordinator.max_tokens_of(MAX_KEYS))
         if end <= num_computed_tokens or request.skip_reading_prefix_cache or request.has_failed_load:
             self._questions.pop(request.request_id, None)
@@ -163,7 +163,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         question = self._questions.pop(request.request_id, None)
         if not num_external_tokens:
             return
-        assert question is not None, f"{request!r} loads what nobody has offered"
+        assert question is not None, f"{request!r} loads what was not offered"
         start, end = question.start, question.start + num_external_tokens
         tables = blocks.get_block_ids()
         wanted = [(key, tables[group_id][index]) for key, group_id, index in self._blocks_of(request, start, end)]

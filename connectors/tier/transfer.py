@@ -36,7 +36,7 @@ from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, StoredB
 from kvstore.messages import MAX_KEYS
 from kvstore.seal_check import check_seal
 
-RETRY_S = 0.005  # before blocks that the tier has, and could not pin, are asked for again
+RETRY_S = 0.005  # before it asks again for blocks that the tier has and could not pin
 SLOW_S = 0.1  # without progress, and saves are slow: preempting is better than waiting for their blocks
 BLOCKS_PER_TURN = 4  # of one load, before the others and new commands get their turn
 GET_BYTES = 64 << 20  # asked for at a time: a store pins only so much for one client
@@ -54,7 +54,7 @@ class _Load:
     tickets: deque[tuple[int, GetTicket]] = field(default_factory=deque)
     num_asked: int = 0
     num_done: int = 0
-    retry_at: float = 0.0  # nothing is asked for before
+    retry_at: float = 0.0  # no question before
     errors: dict[int, KVFerryError] = field(default_factory=dict)
     is_aborted: bool = False
 

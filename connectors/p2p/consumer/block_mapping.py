@@ -10,7 +10,6 @@ table: null here, before the first block there.
     local          3      |         9         |      blocks of 64 here, of 16 there
     remote  .. 20  22  23 | 24   31   40   41 |      unit: 24, 31, 40, 41 -> 9, with four copies
 
-Called by the scheduler side of the connector.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ class Extent:
 
 @dataclass(slots=True)
 class GroupMapping:
-    """What is read for one group. ``is_partial``: the first block will lack tokens at its beginning, which nobody needs."""
+    """The blocks to read for one group. ``is_partial``: the first block will lack its first tokens, which are not needed."""
 
     units: list[ReadUnit] = field(default_factory=list)
     is_partial: bool = False
@@ -104,7 +103,7 @@ class _RemoteBlocks:
 
     @property
     def end(self) -> int:
-        """Where the producer's last block ends; behind the last token its slots are zero."""
+        """Where the producer's last block ends; its slots after the last token are zero."""
         return len(self.block_hashes) * self.size
 
     def row(self, position: int) -> int:
@@ -136,7 +135,7 @@ class _RemoteBlocks:
     ) -> ReadUnit:
         """Return the unit of the producer's blocks at these positions; blocks of the same size are taken as they are.
 
-        What the seal of a block must be follows from the position that it fills here, whatever block the producer names for it.
+        The expected seal of a block follows from the position that it fills here, not from the block that the producer names.
         """
         extent = self.extent
         local_size, is_alike = extent.local_block_size, extent.local_block_size == self.size

@@ -4,7 +4,7 @@ Owns which handoffs are held from arrival to release, and the questions to their
 message, again and again. A lease is good until a lower bound: the producer's answer, counted from the sending of the
 question, so that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the
 bound, and those to questions from before a lease was taken say nothing of it. Leases say how long blocks are *kept*, and so
-whether a read is worth starting; they never say that a read was right. Called by ``connectors.p2p.consumer.pull``.
+whether a read is worth starting; they never say that a read was right.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class _HeldLease:
     first_question: int  # about it; what was asked before concerns an earlier stay of the same lease
     good_until: float = -math.inf
     is_asked_for: bool = False  # a question about it is open
-    expected_until: float | None = None  # nobody holds it yet: when that is given up; None = it is held
+    expected_until: float | None = None  # not held yet: until when it is kept; None = it is held
 
 
 @dataclass(slots=True)
 class HeldLeaseCounts:
-    """What has happened since the start to leases that were asked for ahead of their requests."""
+    """The fate, since the start, of leases that were expected before their requests came."""
 
     leases_known_in_time: int = 0  # answered when the engine took the request
     leases_given_up: int = 0  # not held after an interval, though the producer still kept them
@@ -75,12 +75,12 @@ class HeldLeases:
         if lease is None or (lease.expected_until is not None and lease.producer != handoff.producer):
             self._take(handoff, now)
         elif lease.expected_until is not None:
-            self._renew_at = min(self._renew_at, lease.expected_until)  # an interval after it was asked for
+            self._renew_at = min(self._renew_at, lease.expected_until)  # an interval after the question
             lease.expected_until = None
             self.counts.leases_known_in_time += lease.good_until > now
 
     def release(self, handoff: HandoffRef) -> None:
-        """Tell the producer that nobody here needs the handoff any more, and stop keeping it alive."""
+        """Release the handoff at its producer, and stop keeping it alive."""
         self._leases.pop(handoff.transfer_id, None)
         self._emit(SendControl(handoff.producer.address, LeaseRelease(transfer_ids=(handoff.transfer_id,))))
 
@@ -113,20 +113,20 @@ class HeldLeases:
         return going_on, ending
 
     def forget_others(self, address: str, incarnation: int) -> None:
-        """Drop the leases of whoever lived at the address before."""
+        """Drop the leases of earlier processes at the address."""
         for transfer_id, lease in list(self._leases.items()):
             if lease.producer.address == address and lease.producer.incarnation != incarnation:
                 del self._leases[transfer_id]
 
     def on_disconnected(self, address: str) -> None:
-        """Expect no answers to what was asked; the next round asks again, whoever lives there then."""
+        """Expect no answers to what was asked; the next round asks again."""
         self._asked_at.pop(address, None)
         for lease in self._leases.values():
             if lease.producer.address == address:
                 lease.is_asked_for = False
 
     def on_timer(self, now: float) -> None:
-        """If it is time, renew what is held and forget what nobody came for."""
+        """If it is time, renew the leases that are held, and forget those that no request came for."""
         if self._renew_at > now:
             return
         for transfer_id, lease in list(self._leases.items()):

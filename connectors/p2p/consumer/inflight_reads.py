@@ -1,4 +1,4 @@
-"""The reads that are not terminal: those that a load waits for, and the late ones that nobody waits for any more.
+"""The reads that are not terminal: those that a load waits for, and the late ones of loads that have ended.
 
 Owns the numbers of reads, whose they are, and the quarantine; says when a peer's late reads keep so many blocks that nothing
 more may be read from it. Emits what follows from the end of a load or of a read; called by ``connectors.p2p.consumer.pull``,
@@ -103,7 +103,7 @@ class InflightReads:
         return are_late and num_blocks + self._num_open_blocks(peer) >= self._bounds.max_blocks
 
     def why_full(self, peer: PeerId) -> PeerUnreachable:
-        """Return what is told of a load that is not started."""
+        """Return the error of a load that is not started."""
         ours, total = self.quarantine.num_blocks_of(peer), self.quarantine.num_waiting_blocks
         return PeerUnreachable(
             f"no load from {peer.address} is started: {ours} blocks are quarantined for its reads that do not end, "

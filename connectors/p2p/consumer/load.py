@@ -90,7 +90,7 @@ class Load:
 
     @property
     def is_untouched(self) -> bool:
-        """True if nothing has come of what was asked for."""
+        """True if nothing has arrived."""
         return not (self._arrived or self._verified or self._num_rows_read)
 
     @property
@@ -105,7 +105,7 @@ class Load:
 
     @property
     def is_loaded(self) -> bool:
-        """True if every unit has come, and is what was asked for."""
+        """True if every unit has arrived and is verified."""
         return len(self._verified) == len(self.request.units)
 
     @property
@@ -188,7 +188,7 @@ class Load:
         return [index for index in indices if index in self._arrived]
 
     def verify(self, indices: Iterable[int]) -> None:
-        """Note that these units hold what was asked for."""
+        """Note that these units are verified."""
         self._verified.update(indices)
         self._arrived.difference_update(indices)
 

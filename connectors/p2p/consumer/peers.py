@@ -283,7 +283,7 @@ class Peers:
             self._peers[peer_id].heard_at = now
 
     def why_unreadable(self, peer_id: PeerId) -> PeerUnreachable | None:
-        """Return what is told of loads from a peer to which no transport works; None if there is one to try."""
+        """Return the error of loads from a peer to which no transport works; None if there is one to try."""
         if self._offered_to(peer_id):
             return None
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self._why_not(peer_id).items())
@@ -305,7 +305,7 @@ class Peers:
         failed = self._failed.setdefault(peer_id, {})
         failed[transport] = reason
         if len(failed) == len(self._terms.transports):
-            del self._failed[peer_id]  # whatever it was, nothing is lost by trying again
+            del self._failed[peer_id]  # trying again costs nothing
             return False
         return bool(self._offered_to(peer_id))
 

@@ -192,7 +192,7 @@ class PullProtocol:
         return self._take_actions(now)
 
     def on_disconnected(self, event: ControlLost, now: float) -> list[Action]:
-        """The control connection is lost or was refused: the process behind it is gone, or cannot be reached.
+        """The control connection is lost or was refused: its process is gone, or cannot be reached.
 
         Who waits for another life of it than the one that is lost gets a new handshake, once.
         """

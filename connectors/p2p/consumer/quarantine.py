@@ -1,4 +1,4 @@
-"""Blocks that a read may still write although nobody waits for it any more.
+"""Blocks that a read may still write although its load has ended.
 
 Owns the reads that were open when their load ended, until they are terminal, and when their peer is to be fenced because they
 do not end. A block in here has a reference of its own in the engine and must not be given to anybody. The seal of a block that

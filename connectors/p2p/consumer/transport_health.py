@@ -107,7 +107,7 @@ class TransportHealth:
             self._breakers.pop((peer, transport), None)
 
     def on_probe_ended(self, ended: ProbeEnded, now: float) -> OpenPeer | None:
-        """Take the result of a probe; returns what is usable again, if it is. A probe that was given up has no result."""
+        """Take the result of a probe; returns the transport that is usable again, if any. An abandoned probe has no result."""
         breaker = next((each for each in self._breakers.values() if each.probe_id == ended.probe_id), None)
         if breaker is None:
             return None

@@ -39,7 +39,7 @@ class Probes:
         try:
             transport.add_peer(how.peer, how.metadata)
             handle = transport.post_read(how.peer, SEAL_REGION, [_ANY_ROW], [self._landing_row])
-        except Exception as error:  # whatever a peer's bytes do to a transport is the peer's failure, not the worker's
+        except Exception as error:  # a peer's bytes may make a transport fail: the peer's failure, not the worker's
             transport.remove_peer(how.peer)
             known = error if isinstance(error, KVFerryError) else ProtocolError(f"{type(error).__name__}: {error}")
             return ProbeEnded(command.probe_id, known)
@@ -59,7 +59,7 @@ class Probes:
         return (transport, handle) in self._probes or (transport, handle) in self._given_up
 
     def take(self, transport: str, result: ReadResult) -> ProbeEnded | None:
-        """Take the end of a probe's read; returns what is told of it, None if it had been given up."""
+        """Take the end of a probe's read; returns its report, None if the probe was abandoned."""
         self._given_up.discard((transport, result.handle))
         probe = self._probes.pop((transport, result.handle), None)
         if probe is None:

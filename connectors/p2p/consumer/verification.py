@@ -1,4 +1,4 @@
-"""Whether what was read is what was asked for: seals, and digests where they are demanded.
+"""Verifies what was read: by seals, and by digests where they are demanded.
 
 Pure. ``connectors.p2p.consumer.pull`` makes a check while the bytes of a load are on the way, so that what its seals must be
 is at hand when they come, and asks for the verdict once their read is terminal. That read looked at the seals after the last
@@ -27,7 +27,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class SealTerms:
-    """What is demanded of every seal of a peer besides what is expected of each."""
+    """Demands on every seal of a peer, in addition to what is expected of each."""
 
     incarnation: int
     layout_version: int

@@ -76,7 +76,7 @@ class LeaseTable:
         left_ms: dict[str, int] = {}
         for transfer_id in transfer_ids:
             lease = self._leases.get(transfer_id)
-            # One that is due but not collected yet may not come back: its holder was told how long it had.
+            # One that is due but not collected yet may not come back: its holder knows how long it lasts.
             if lease is None or lease.expires_at <= now:
                 self._count_stray(transfer_id)
                 left_ms[transfer_id] = 0
@@ -112,7 +112,7 @@ class LeaseTable:
         return request_ids
 
     def longest_left_s(self, now: float) -> float:
-        """Return how long the last of the leases may still last if nobody renews it, 0 without any."""
+        """Return how long the last of the leases lasts without a renewal, 0 without any."""
         return max((lease.expires_at - now for lease in self._leases.values()), default=0.0)
 
     def next_expiry(self) -> float | None:

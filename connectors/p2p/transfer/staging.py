@@ -32,7 +32,7 @@ Tokens = npt.NDArray[np.uint8]  # [planes, tokens, bytes of a token in a plane]
 
 @dataclass(frozen=True, slots=True)
 class StagedRows:
-    """Rows of the staging area that a read may write, until they are given back. ``first`` counts in rows of this size."""
+    """Rows of the staging area that a read may write, until they are returned. ``first`` counts in rows of this size."""
 
     first: int
     num_rows: int
@@ -40,7 +40,7 @@ class StagedRows:
 
     @property
     def span(self) -> tuple[int, int]:
-        """First byte, and the one behind the last."""
+        """First byte, and the one after the last."""
         return self.first * self.row_bytes, (self.first + self.num_rows) * self.row_bytes
 
     @property
@@ -71,13 +71,13 @@ class StagingArea:
 
     @property
     def num_free_bytes(self) -> int:
-        """Bytes that nobody has taken, wherever they lie."""
+        """Bytes that are free, in all gaps together."""
         return self.region.num_bytes - self.num_taken_bytes
 
     # ---- whose rows are whose ----------------------------------------------------------------------------------------
 
     def holds(self, num_rows: int, row_bytes: int) -> bool:
-        """Say whether so many rows have room here when nobody else is there."""
+        """Say whether so many rows have room in an empty area."""
         return num_rows * row_bytes <= self.region.num_bytes
 
     def take(self, num_rows: int, row_bytes: int, num_held_bytes: int = 0) -> StagedRows | None:

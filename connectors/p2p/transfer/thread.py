@@ -125,7 +125,7 @@ class TransferExecutor:
     def poll(self) -> bool:
         """Let every transport progress and report the reads that ended; True if any did.
 
-        Seals are asked for before anything is reported, and what is near has come by then.
+        Seals are requested before anything is reported; those of a near peer have arrived by then.
         """
         ended = self._take_ended()
         following = self._following()  # also those whose blocks came in the second look of the poll before
@@ -147,7 +147,7 @@ class TransferExecutor:
         return [pollable for transport in self._transports.values() for pollable in transport.pollables()]
 
     def max_wait_s(self) -> float | None:
-        """Return how long ``poll`` may be left alone, None = for ever."""
+        """Return how long ``poll`` may be left alone, None = without bound."""
         waits = [wait for transport in self._transports.values() if (wait := transport.max_wait_s()) is not None]
         return min(waits, default=None)
 
@@ -162,7 +162,7 @@ class TransferExecutor:
         try:
             transport.add_peer(command.peer, command.metadata)
             _check_num_rows(transport, command)
-        except Exception as error:  # whatever a peer's bytes do to a transport is the peer's failure, not the worker's
+        except Exception as error:  # a peer's bytes may make a transport fail: the peer's failure, not the worker's
             transport.remove_peer(command.peer)
             self._report(PeerFailed(command.peer, _opening_error(command, error), command.transport))
             return
@@ -232,7 +232,7 @@ class TransferExecutor:
         return any(not self._is_open(command.after) for command in seal_reads)
 
     def _has_to_wait(self, read: _OpenRead) -> bool:
-        """Say whether these seals would be looked at before their blocks if they were asked for now."""
+        """Say whether these seals, if requested now, would be read before their blocks."""
         if not isinstance(read.command, PostSealRead):
             return False
         before = [self._reads[read_id].transport for read_id in read.command.after if read_id in self._reads]
@@ -321,7 +321,7 @@ class TransferExecutor:
                 self._staging.give_back(read.staged)
 
     def _blocks_ended(self, command: PostRead, read: _OpenRead) -> ReadEnded:
-        """Convert what has landed in the staging area, unless nobody wants it any more: its blocks may be another's soon."""
+        """Convert what has landed in the staging area, unless its load has ended: its blocks may soon be another's."""
         digests: tuple[int, ...] = ()
         if read.staged is not None and self._staging is not None and not read.is_cancelled:
             digests = self._staging.digests(read.staged) if command.wants_digests else ()
@@ -341,7 +341,7 @@ def _check_num_rows(transport: Transport, opened: OpenPeer) -> None:
 
 
 def _opening_error(command: OpenPeer, error: Exception) -> KVFerryError:
-    """Return what is told of a peer that could not be opened; what no transport foresees is logged with its origin."""
+    """Return the error of a peer that could not be opened; an unexpected exception is logged with its origin."""
     if isinstance(error, KVFerryError):
         return error
     _log.error(event("kv_peer_not_opened", transport=command.transport, peer=command.peer.address), exc_info=error)

@@ -1,6 +1,6 @@
 """What the concrete transports share: bounds of rows, runs of adjacent rows, and the state of their open reads.
 
-Knows no sockets, memory or threads. Used by the transports beside it.
+Knows no sockets, memory or threads.
 """
 
 from __future__ import annotations

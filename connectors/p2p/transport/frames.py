@@ -1,4 +1,4 @@
-"""Rows of a pool as ZeroMQ frames, on both ends of a connection, wherever the pool is.
+"""Rows of a pool as ZeroMQ frames, on both ends of a connection, for pools in host or device memory.
 
 Owns the rule which rows are packed into one frame, and the way from a socket into the rows. Rows in host memory are sent from
 where they lie and received where they belong. Rows on a device are copied to pinned memory before they are sent, and from there
@@ -29,7 +29,7 @@ def access_to(region: RowRegion) -> PoolAccess:
     """Return the way to a region's rows.
 
     Raises:
-        ConnectorUnavailable: it is on a device, and nobody says how to copy its rows.
+        ConnectorUnavailable: it is on a device, and there is no copier for its rows.
     """
     if region.buffer is not None:
         buffer = region.buffer.cast("B") if region.buffer.format != "B" else region.buffer
@@ -40,7 +40,7 @@ def access_to(region: RowRegion) -> PoolAccess:
 
 
 def content_of(access: PoolAccess, rows: Sequence[int]) -> Sequence[memoryview | bytes]:
-    """Return the bytes of rows, which nobody changes until they are sent: copies, if they do not lie in the rows themselves."""
+    """Return the bytes of rows, which do not change until they are sent: copies, if they do not lie in the rows themselves."""
     if access.is_direct:
         return access.read(rows)
     starts = range(0, len(rows), access.max_reads)

@@ -1,4 +1,4 @@
-"""What a transport of KV blocks is: reading rows of a peer's registered memory into rows of one's own.
+"""A transport of KV blocks: it reads rows of a peer's registered memory into rows of one's own.
 
 A *region* is memory cut into equal rows; a row is one KV block of all layers, or one seal. Everywhere region 0 is the KV pool
 and region 1 the table of its seals (``regions_of``). A producer registers its regions and describes them; a consumer adds the
@@ -108,7 +108,7 @@ def landing_regions(
 class ReadResult:
     """A read that is terminal: nothing is written into its rows any more, whether it ended well or with an error.
 
-    The rows are given to somebody else on the strength of it. A transport that cannot know after a failure that no byte is
+    The rows are given to other requests on the strength of it. A transport that cannot know after a failure that no byte is
     under way fences the peer before it reports; all reads of that peer end then, and the peer is as after ``remove_peer``.
 
     ``error`` is None if every byte has arrived. After an error the content of the rows is undefined.
@@ -123,7 +123,7 @@ class Transport(ABC):
 
     name: ClassVar[str]
 
-    # True if the rows of a read are looked at only when nothing looks any more at the rows of reads that were posted before it
+    # True if the rows of a read are read only after the rows of all reads that were posted before it
     # to the same peer, so that seals may be asked for together with their blocks.
     reads_in_order: ClassVar[bool] = False
 
@@ -140,7 +140,7 @@ class Transport(ABC):
         """Receive this process's regions, once, and memory for the blocks of peers whose blocks have another size.
 
         Raises:
-            ConfigError: this transport is not for such memory, wherever it runs; the message says which one is.
+            ConfigError: this transport is not for such memory on any host; the message says which one is.
             ConnectorUnavailable: the library, a system call, or a property of the memory is missing.
         """
 
@@ -204,7 +204,7 @@ class Transport(ABC):
         return ()
 
     def max_wait_s(self) -> float | None:
-        """Return how long ``poll`` may be left alone if no pollable becomes readable: 0 = it has work now, None = for ever."""
+        """Return how long ``poll`` may be left alone if no pollable becomes readable: 0 = it has work now, None = no limit."""
         return None
 
     @abstractmethod

@@ -8,7 +8,7 @@ The only file that imports the library. What was learned about NIXL 1.5.1 decide
 - Errors are raised, in posting and in polling, and the library documents a state ``ERR`` as well. None of them says that the
   read writes nothing more, so the first failure of a peer's read fences the peer, before any of its reads is reported.
 - After a disconnect an agent's connection is dead for good; the caller removes the peer and shakes hands again.
-- An agent's progress thread spins unless it is told to sleep between events, see ``sleeping_progress``.
+- An agent's progress thread spins unless it is configured to sleep between events, see ``sleeping_progress``.
 - On one host a read runs inside the posting call, so reads must be small (the caller cuts loads into some MiB) and this runs
   on the transfer thread. Over TCP it is asynchronous and nothing tells when it ends: ``poll`` with a back-off.
 - Over TCP, UCX may end the process of a producer that was stopped (SIGSTOP) while a consumer with open reads went away: once
@@ -130,7 +130,7 @@ class NixlTransport(Transport):
         self._refusals: tuple[type[Exception], ...] = ()  # what the library raises for metadata it does not accept
         self._regions: tuple[RowRegion, ...] = ()
         self._staging: RowRegion | None = None
-        self._spare: Agent = None  # made by ``register``, used by whoever needs an agent first
+        self._spare: Agent = None  # made by ``register``, used where an agent is needed first
         self._serving: Agent = None
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}
@@ -169,7 +169,7 @@ class NixlTransport(Transport):
         return msgspec.msgpack.encode(NixlMetadata(agent=self._serving.get_agent_metadata(), regions=regions))
 
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
-        """Make an agent for this peer. Takes about half a second, unless nobody has needed the first one yet."""
+        """Make an agent for this peer. Takes about half a second, but for the first one."""
         producer = decode_metadata(metadata, NixlMetadata, self.name)
         landing = landing_of(self._regions, self._staging, [region.shape for region in producer.regions])
         if peer in self._peers:
@@ -242,7 +242,7 @@ class NixlTransport(Transport):
         self._refusals = (bindings.nixlMismatchError, bindings.nixlInvalidParamError, bindings.nixlNotAllowedError)
 
     def _take_agent(self, is_local: bool) -> Agent:
-        """Return an agent that nobody uses yet; one ``is_local`` cannot be reached from other machines."""
+        """Return an unused agent; one ``is_local`` cannot be reached from other machines."""
         agent, self._spare = self._spare, None
         if agent is not None and is_local == self._is_local:
             return agent

@@ -199,7 +199,7 @@ class ShmTransport(Transport):
         _unmap(producer)
 
     def pollables(self) -> Sequence[int]:
-        """Readable pidfds of producers that have died, so that their memory is given back at once."""
+        """Readable pidfds of producers that have died, so that their memory is returned at once."""
         return [producer.pidfd for producer in self._peers.values()]
 
     def max_wait_s(self) -> float | None:

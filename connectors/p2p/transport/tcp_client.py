@@ -43,7 +43,7 @@ WINDOW_BYTES = 16 << 20  # asked for and not received yet, per peer
 WINDOW_CHUNKS = 256  # as well; a producer drops what it cannot queue, and it queues SNDHWM = 1000 answers for a consumer
 MAX_HEADER_BYTES = 4 << 10
 CHUNKS_PER_POLL = 4
-MAX_QUEUED_ANSWERS = 1024  # a producer that sends more than it was asked for waits on its own side
+MAX_QUEUED_ANSWERS = 1024  # a producer that sends more than was requested waits on its own side
 
 
 @dataclass(slots=True)
@@ -83,7 +83,7 @@ class _Peer:
 class TcpTransport(Transport):
     """Reads rows by asking their producer for them, with a window of chunks in flight.
 
-    ``bind_address`` is a ZeroMQ endpoint (port 0 = any); ``advertise_host`` replaces its host in what peers are told. With
+    ``bind_address`` is a ZeroMQ endpoint (port 0 = any); ``advertise_host`` replaces its host in the address for peers. With
     ``keys`` connections are encrypted, and only holders of them can read. Each transport has a context of its own, so that its
     I/O thread ends with it.
     """
@@ -208,13 +208,13 @@ class TcpTransport(Transport):
                 self._try_next_key(peer)
             else:
                 while self._receive_chunk(peer):
-                    pass  # what had arrived before the loss is taken in first; it may complete reads
+                    pass  # answers that arrived before the loss come first; they may complete reads
                 self._lose(peer_id, f"the data connection to {peer_id.address} was lost")
         ended, self._ended = self._ended, []
         return ended
 
     def _try_next_key(self, peer: _Peer) -> None:
-        """Connect again with the next key that the producer may hold, and ask again for what was asked for."""
+        """Connect again with the next key that the producer may hold, and repeat the requests."""
         _close_connection(peer.socket, peer.monitor)
         peer.keys = next_keys(peer.keys)
         peer.socket, peer.monitor = self._connect(peer.address, peer.shapes, peer.keys)
@@ -289,7 +289,7 @@ class TcpTransport(Transport):
                 return
 
     def _receive_chunk(self, peer: _Peer) -> bool:
-        """Take in the next answer; False if none has come, or nobody wants it any more."""
+        """Take in the next answer; False if none has come, or its read has ended."""
         if peer.lost:
             return False
         try:
@@ -359,7 +359,7 @@ def _close_connection(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> 
     """Close a connection and its monitor, in an order that cannot hang.
 
     ZeroMQ's thread reports events by a blocking send, under the lock that ``monitor`` takes: if the reading end is closed
-    first, as by pyzmq's ``disable_monitor``, an event in between blocks both for ever.
+    first, as by pyzmq's ``disable_monitor``, an event in between blocks both without end.
     """
     socket.monitor(None, 0)
     monitor.close(linger=0)

@@ -136,7 +136,7 @@ class TcpServer:
         self._sending.clear()
 
     def _bind(self, bind_address: str, advertise_host: str) -> str:
-        """Bind, and return the address that consumers are told."""
+        """Bind, and return the address for consumers."""
         try:
             self.socket.bind(bind_address)
         except zmq.ZMQError as error:
@@ -149,7 +149,7 @@ class TcpServer:
             consumer, body = frames
             request = self._request_decoder.decode(body)
         except (ValueError, RecursionError, OverflowError):  # msgspec's errors are ValueErrors
-            self.num_bad_requests += 1  # nobody to answer: it has no chunk id
+            self.num_bad_requests += 1  # it cannot be answered: it has no chunk id
             return
         try:
             region = self._check(request)
@@ -196,7 +196,7 @@ class TcpServer:
         self._send(consumer, ChunkHeader(FORMAT_VERSION, request.chunk_id, reason), [])
 
     def _send(self, consumer: bytes, header: ChunkHeader, rows: Sequence[memoryview | bytes]) -> zmq.MessageTracker | None:
-        """Send an answer; returns what tells when ZeroMQ has let go of its last frame, and so of all before it."""
+        """Send an answer; returns a tracker of when ZeroMQ has released its last frame, and so all before it."""
         try:
             return self.socket.send_multipart(
                 [consumer, self._encoder.encode(header), *rows], zmq.NOBLOCK, copy=False, track=True
@@ -206,7 +206,7 @@ class TcpServer:
             return None
 
     def _sending_to(self, consumer: bytes) -> list[zmq.MessageTracker]:
-        """Return what ZeroMQ still has of the answers to a consumer; of others, forget who has got everything."""
+        """Return what ZeroMQ still has of the answers to a consumer; forget other consumers that have everything."""
         self._sending = {
             other: left
             for other, trackers in self._sending.items()
