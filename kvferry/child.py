@@ -1,6 +1,6 @@
 """The child's side of being started by ``kvferry.processes``: die with the parent, tell it the bound addresses, or what failed.
 
-Owns what must work however the parent ends: no orphan is left, and no port is guessed. Called by the commands of
+Owns what must work however the parent ends: no orphan is left, and no port is guessed. For the commands of
 ``kvferry.cli`` before anything else happens.
 """
 

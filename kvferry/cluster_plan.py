@@ -1,4 +1,4 @@
-"""Which processes a local cluster has, and which settings it leaves to nobody else.
+"""Which processes a local cluster has, and which settings it decides itself.
 
 Owns names, roles and the refusal of settings that contradict them. Starts nothing (``kvferry.local``).
 """

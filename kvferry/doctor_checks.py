@@ -51,7 +51,7 @@ KERNEL_BYTES = 1 << 20  # of one of the kernels that ``worker.kernel_cache_entri
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at. ``fix`` says what to do if it is not in order."""
+    """One finding. ``fix`` says what to do if it is not in order."""
 
     subject: str
     verdict: Verdict
@@ -128,7 +128,7 @@ def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def _num_pools(config: KVFerryConfig) -> int:
-    """Return how many pools there are here: of the workers that somebody has counted, else of those that ``serve`` starts."""
+    """Return how many pools there are here: of the given number of workers, else of those that ``serve`` starts."""
     if config.worker.workers_on_host > 1 or not is_for_serve(config):
         return config.worker.workers_on_host
     return sum(role != "encode" for role in worker_roles(config).values())

@@ -1,6 +1,6 @@
 """Replaces processes that live and do no work: asks each for its health, and judges the answers.
 
-Owns when a process is given up, and the threads that ask. Knows nothing of how processes are ended and started
+Owns when a process counts as hung, and the threads that ask. Knows nothing of how processes are ended and started
 (``kvferry.processes``). ``HealthJudge`` is pure: answers and times go in, a reason to replace the process comes out. A pause of
 the supervisor itself, such as a frozen machine, says nothing about its children: what was held against them is forgotten.
 """
@@ -26,7 +26,7 @@ _PAUSE_SLACK_S = 2.0  # a check that comes, or ends, later than this was held up
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
-    """When a process is asked, and when it is given up; seconds, and checks in a row."""
+    """When a process is asked, and when it counts as hung; seconds, and checks in a row."""
 
     interval_s: float
     timeout_s: float
@@ -106,7 +106,7 @@ WatchedT = TypeVar("WatchedT", bound=Watched)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedProcess(Generic[WatchedT]):
-    """One process by name: how to find who has the name now, where to ask it, and how to replace it.
+    """One process by name: how to find its present process, where to ask it, and how to replace it.
 
     ``question`` returns the URL for a child that has started or has not; "" while there is none to ask.
     """

@@ -229,12 +229,12 @@ class LocalCluster:
 
     @property
     def reserved_bytes(self) -> dict[str, int]:
-        """The memory that all processes together take beside the model, by what it is for."""
+        """The memory that all processes together take in addition to the model, by purpose."""
         return reserved_bytes(self._config, self._worker_configs())
 
     @property
     def ends(self) -> dict[str, list[str]]:
-        """How processes have ended that nobody had asked to, by name, in order: how many, and why."""
+        """How many processes have ended on their own, by name, in order, and why."""
         return {name: list(ends) for name, ends in self._ends.items()}
 
     def workers_of(self, role: Role) -> list[LocalWorker]:
@@ -288,7 +288,7 @@ class LocalCluster:
         """Return once every process is up and the router has a route.
 
         Raises:
-            StartFailed: not within ``timeout_s`` (default ``local.ready_timeout_s``), or a process that nobody restarts ended.
+            StartFailed: not within ``timeout_s`` (default ``local.ready_timeout_s``), or a process ended that is not restarted.
         """
         timeout = self._config.local.ready_timeout_s if timeout_s is None else timeout_s
         self._wait_until_ready(time.monotonic() + timeout)
@@ -319,7 +319,7 @@ class LocalCluster:
         self._config = msgspec.structs.replace(self._config, router=router)
 
     def _start_store(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
-        """Start the store on the port it gets, and pin it; every worker is told where it is."""
+        """Start the store on the port it gets, and pin it; every worker gets its address."""
         store = self._config.kvstore
         if store.bind_address == KVStoreSection().bind_address:
             store = msgspec.structs.replace(store, bind_address="tcp://127.0.0.1:0")

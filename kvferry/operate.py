@@ -1,4 +1,4 @@
-"""The commands of operators beside the processes: make a cluster key, drain a worker and wait for its end, probe a cluster.
+"""The commands of operators: make a cluster key, drain a worker and wait for its end, probe a cluster.
 
 Owns what they print and when they give up. They are clients: of a worker's operations port, and of the router's HTTP API.
 The HTTP client is imported when one of them runs: every process of a cluster imports the command line.

@@ -37,7 +37,7 @@ _ANY_FREE = "stop what listens there, or choose another port; 0 is any free one"
 
 
 def check_cluster(config: KVFerryConfig, workers: Workers) -> None:
-    """Look for whatever keeps a cluster from starting; the model is fetched and converted if it is not here yet.
+    """Find what keeps a cluster from starting; the model is fetched and converted if it is not here yet.
 
     Raises:
         ConfigError: something does; names the setting, its value and the fix.
@@ -66,7 +66,7 @@ def check_cluster(config: KVFerryConfig, workers: Workers) -> None:
 
 
 def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None:
-    """Look for whatever keeps a single process from starting, as far as that takes no fetching.
+    """Find what keeps a single process from starting, as far as that takes no fetching.
 
     Raises:
         ConfigError: something does; names the setting, its value and the fix.

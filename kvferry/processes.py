@@ -58,7 +58,7 @@ class ChildSpec:
 class Child:
     """One child process. ``addresses`` is set once by the child, or fails if it ends before.
 
-    ``failure`` is why it ends, in its own words, or in its supervisor's who has it replaced; "" where nobody has said.
+    ``failure`` is why it ends, in its own words, or in those of the supervisor that replaces it; "" if unknown.
     """
 
     spec: ChildSpec
@@ -303,7 +303,7 @@ class ProcessKeeper:
             self._restarts[child.spec.name] = (self._clock.now() + delay_s, child.spec)
 
     def _signal(self, child: Child, number: int) -> bool:
-        """Signal through the pidfd, which cannot hit a stranger; SIGKILL goes to the whole group, as nothing may be left."""
+        """Signal through the pidfd, which cannot hit another process; SIGKILL goes to the whole group, to leave nothing."""
         if not child.is_alive:
             return False
         if number == signal.SIGKILL:
@@ -339,7 +339,7 @@ class ProcessKeeper:
 
 @contextlib.contextmanager
 def _pipe_of(text: str) -> Iterator[int]:
-    """Hold the read end of a pipe that contains ``text``, all of it: nobody reads yet."""
+    """Hold the read end of a pipe that contains all of ``text`` before it is read."""
     if len(text.encode()) > _MAX_INPUT_BYTES:
         raise StartFailed(f"the settings of a child process take more than {_MAX_INPUT_BYTES} bytes")
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)

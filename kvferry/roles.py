@@ -24,7 +24,7 @@ ProcessRole = Literal["router", "encode", "prefill", "decode", "aggregated", "kv
 
 
 def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, parent_pid: int | None) -> int:
-    """Run one process of a cluster until it is told to leave; returns its exit code.
+    """Run one process of a cluster until a signal or an operator ends it; returns its exit code.
 
     Raises:
         KVFerryError: it cannot start.

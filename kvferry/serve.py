@@ -57,7 +57,7 @@ def serve_forever(config: KVFerryConfig) -> int:
         cluster.stop(grace_s=0.0)
         return 0
     except (StartFailed, ConfigError):
-        if not is_leaving.is_set():  # else a process was told to leave, as this one was
+        if not is_leaving.is_set():  # else a process got the signal to leave, as this one did
             raise
     with contextlib.suppress(_Hurry):
         cluster.stop(
@@ -88,7 +88,7 @@ def _say_where(cluster: LocalCluster, config: KVFerryConfig) -> None:
 
 
 def _say_what_failed(cluster: LocalCluster) -> None:
-    """Name the processes that have ended although nobody had asked them to."""
+    """Name the processes that have ended on their own."""
     for name, ends in cluster.ends.items():
         count = f" {len(ends)} times, at last" if len(ends) > 1 else ""
         print(f"kvferry: {name} ended by itself{count}: it {ends[-1]}", file=sys.stderr, flush=True)

@@ -67,7 +67,7 @@ def parse_range(text: str, name: str) -> tuple[int, int]:
 
 
 def new_seed() -> int:
-    """Return a seed that nobody has used, so that no server has the prompts in its prefix cache."""
+    """Return a fresh seed, so that no server has the prompts in its prefix cache."""
     return random.SystemRandom().getrandbits(_SEED_BITS)
 
 

@@ -82,7 +82,7 @@ class BreakerChecks:
                 self._ended_at[peer] = self._now()
 
     def take_probe(self, probe_id: int) -> OpenPeer | None:
-        """A probe has succeeded; returns what may be used from now on, None if nobody waits for it."""
+        """A probe has succeeded; returns what may be used from now on, None if the probe is unknown."""
         restored = self._probes.pop(probe_id, None)
         if restored is not None:
             self._silent.discard((restored.peer, restored.transport))

@@ -39,7 +39,7 @@ _MAX_EMPTY_STEPS = 100  # in a row: each is taken because something has been rep
 
 
 class Oracle:
-    """What the blocks of a run's requests hold in a run without faults, by hash and group, whatever the size of a block."""
+    """What the blocks of a run's requests hold in a run without faults, by hash and group, for blocks of any size."""
 
     def __init__(self, requests: Iterable[RequestPlan], fingerprint: bytes, attentions: Sequence[HashAttention]) -> None:
         self._entries: dict[bytes, tuple[tuple[bytes, ...], int]] = {}  # per group, of a sequence; the hash's end
@@ -120,7 +120,7 @@ class WorkerChecks:
             self.complain(f"{self._name}: seals are going to be read into rows that hold old ones")
 
     def _generation_to_write(self, block_id: int) -> int:
-        """Return the generation that a load was given; or the present one, if the load was given up before its read began."""
+        """Return the generation that a load was given; or the present one, if the load ended before its read began."""
         if block_id in self._scheduler.quarantined:
             return self._scheduler.kv_cache_manager.block_pool.blocks[block_id].generation
         return self._loading.get(block_id, -1)
@@ -130,7 +130,7 @@ class WorkerChecks:
         self._reads.pop(handle, None)
 
     def on_landing(self, handle: int, region: int, local_row: int) -> None:
-        """Check that the block still belongs to the load, or to nobody."""
+        """Check that the block still belongs to the load, or is free."""
         if region:
             return
         self._times.on_landing(local_row)
@@ -142,7 +142,7 @@ class WorkerChecks:
             self.complain(f"{self._name}: a transfer wrote {block}, which is neither loading nor quarantined")
 
     def on_conversion(self, block_id: int) -> None:
-        """Check that a block that is filled from the staging area still belongs to the load, or to nobody."""
+        """Check that a block that is filled from the staging area still belongs to the load, or is free."""
         block = self._scheduler.kv_cache_manager.block_pool.blocks[block_id]
         if block.generation != self._generation_to_write(block_id) or block.ref_cnt == 0 or not self._may_be_written(block_id):
             self.complain(f"{self._name}: {block} was filled from the staging area, which it may not be")
@@ -230,9 +230,9 @@ class WorkerChecks:
             self.complain(f"{self._name}: block {block_id} {how}, but its content is wrong")
 
     def _check_asleep(self) -> None:
-        """A sleeping engine has nothing to do: the step that it does not make would change nothing and tell nobody anything."""
+        """A sleeping engine has nothing to do: the step that it does not make would change nothing and report nothing."""
         if self._tier is not None and (self._tier.is_lazy or self._tier.has_news_for_engine):
-            return  # a lazy tier saves with the next step whatever the last one has computed; an answer wakes the engine
+            return  # a lazy tier saves with the next step what the last one has computed; an answer wakes the engine
         output = self._scheduler.schedule()
         if _achieves_something(output) or self._scheduler.update_from_output(output, ModelRunnerOutput()):
             self.complain(f"{self._name}: asleep, although there is a step to make: {output}")

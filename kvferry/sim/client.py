@@ -41,7 +41,7 @@ class Client:
         self.ended_at: float | None = None
         self.report: HandoffReport | None = None
         self.path = RequestPath(plan.router, submitted_at=plan.at)
-        self.ended_choices: list[int] = []  # by their text, since the router was told last
+        self.ended_choices: list[int] = []  # by their text, since the router last heard of any
         self._complain = complain
         self._tokens: list[list[int]] = [[] for _ in range(plan.n)]
         self._finish_reasons: list[str | None] = [None] * plan.n

@@ -40,7 +40,7 @@ _ANSWER_BOUND_S = 2.0  # how much later than its deadline a request may end
 
 @dataclass(slots=True)
 class RunResult:
-    """What one run came to. ``log`` is empty unless it was asked for."""
+    """The result of one run. ``log`` is empty unless it was requested."""
 
     seed: int
     kinds: frozenset[Fault]
@@ -197,7 +197,7 @@ class SimCluster:
             self.loop.call_later(_CHECK_END_S, self._check_end)
 
     def _latest_end(self, client: Client) -> float:
-        """Return when a request must have ended. While the router is frozen nobody can tell its client anything."""
+        """Return when a request must have ended. While the router is frozen its client hears nothing."""
         frozen_s = sum(event.seconds for event in self.plan.faults.events if client.plan.router in event.targets)
         reading, num_tokens = client.plan.reading, client.plan.n * client.plan.max_tokens
         reading_s = reading.longest_s(num_tokens) if reading is not None else 0.0

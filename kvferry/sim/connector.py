@@ -1,4 +1,4 @@
-"""The p2p connector under virtual time: scheduler side and worker side are the real ones, and so is the agent behind them."""
+"""The p2p connector under virtual time: scheduler side, worker side and agent are the real ones."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ class WriteWatch(LandingWatch, Protocol):
 
 @dataclass(slots=True)
 class _WatchedStaging(StagingArea):
-    """Rows that are taken are nobody else's any more, and what is converted belongs to the load."""
+    """Rows that are taken belong to one read only, and what is converted belongs to the load."""
 
     watch: WriteWatch | None = None
     transports: Sequence[SimTransport] = ()
@@ -189,7 +189,7 @@ class SimDriver:
         self._consumer.handle(ExpectHandoff(HandoffRef.of(handoff)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these handoffs, because nobody will read them."""
+        """End these handoffs: they will not be read."""
         self._leases.on_release(transfer_ids)
         self._producer.handle(ReleaseHandoffs(transfer_ids))
 

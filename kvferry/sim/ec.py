@@ -32,7 +32,7 @@ class Embeddings(Protocol):
         """Change a bit of the embeddings that are promised to a reader next."""
 
     def release_sources(self, sources: Sequence[ECSource]) -> None:
-        """Let go of what nobody will read."""
+        """Release what will not be read."""
 
     def num_leased_blocks(self) -> int:
         """Return how many chunks are held for readers."""

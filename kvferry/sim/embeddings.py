@@ -77,7 +77,7 @@ class SimEmbeddings(SimDriver):
         self._num_to_flip += 1
 
     def release_sources(self, sources: Sequence[ECSource]) -> None:
-        """Let go of what nobody will read."""
+        """Release what will not be read."""
         self.release([handoff.decode_held(source.payload).transfer_id for source in sources])
 
     def leftovers(self) -> dict[str, int]:
@@ -143,7 +143,7 @@ class _ChunkWatch:
         self.complain(f"{self._name}: chunk {block_id} was filled from the staging area")
 
     def on_landing(self, handle: int, region: int, local_row: int) -> None:
-        """Check that the chunk is being filled, or belongs to nobody."""
+        """Check that the chunk is being filled, or is free."""
         if region or local_row in self._scheduler._chunk_cache._quarantined:
             return
         problem = why_not_written(self._scheduler, local_row)

@@ -162,7 +162,7 @@ class SimEncoder(SimWorkerProtocol):
         return SimPixels(self.host.process, plan.decoded_embeds, draw_decode_s(plan.decode_s, incarnation), encoder)
 
     def _check_sleep(self) -> None:
-        """The engine sleeps: somebody has to be about to wake it for the images that are queued."""
+        """The engine sleeps: something must be about to wake it for the images that are queued."""
         if self.engine.core._queue and (self.images is None or self.images.is_idle):
             self._complain(f"{self.spec.engine_id} sleeps beside images that nobody decodes")
 

@@ -37,14 +37,14 @@ class Fault(StrEnum):
     ROUTER_CRASH = "router_crash"
     FREEZE = "freeze"  # a process stops, and goes on later
     HANG = "hang"  # the engine of a worker stands still; its event loop goes on, and so do its heartbeats
-    EARLY_TERM = "early_term"  # a worker dies, and its successor is told to leave while it starts
+    EARLY_TERM = "early_term"  # a worker dies, and its successor gets SIGTERM while it starts
     DRIFT = "drift"  # clocks that run fast or slow
     JUMP = "jump"  # clocks that jump ahead, as after a pause of the machine
     SLOW = "slow"  # steps that take long
     LAYOUT = (
         "layout"  # workers of a second KV layout, as in the midst of an upgrade; the others and they read nothing of each other
     )
-    DRAIN = "drain"  # a worker is told to leave, and replaced
+    DRAIN = "drain"  # a worker gets SIGTERM, and is replaced
     TWIN = "twin"  # a worker is replaced without having been told
     # load
     PRESSURE = "pressure"  # pools that hold little more than one request

@@ -19,7 +19,7 @@ class World:
     loop: EventLoop
     network: Network
     fabric: SimFabric
-    random: Random  # of whatever takes time inside a process
+    random: Random  # for durations inside a process
     log: EventLog
 
 

@@ -37,5 +37,5 @@ def may_repeat(frame: bytes) -> bool:
 
 
 def may_drop(frame: bytes) -> bool:
-    """True if it is an answer of an owner of KV: whoever asked has to get by without."""
+    """True if it is an answer of a producer of KV: the consumer has to get by without."""
     return frame[1] == KIND_CONTROL

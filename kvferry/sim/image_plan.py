@@ -1,6 +1,6 @@
 """Which images the prompts of a simulated run show, who embeds them, and how much room there is, drawn from the seed.
 
-Drawn apart from everything else, so that a run without images is what it was. Called by ``kvferry.sim.plan``.
+Drawn apart from everything else, so that a run without images is what it was.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _NUM_IMAGES = 5
 _LARGE_EMBEDS = (CHUNK_EMBEDS + 1, CHUNK_EMBEDS + 6)  # of an image that takes two chunks, and most of a long prompt
 _LARGE_SHARE = 0.5  # of runs with a store for embeddings that have one, and of the prompts with room for it that show it
 _GENTLE_SHARE = 0.3
-_ABSENT_SHARE = 0.3  # of runs with encode workers in which nobody else has the files of some images
+_ABSENT_SHARE = 0.3  # of runs with encode workers in which no other worker has the files of some images
 _BEFALLS = (  # kind, how often at most, for how long at most
     (Fault.CRASH, 2, 3.0),
     (Fault.FREEZE, 2, 6.0),

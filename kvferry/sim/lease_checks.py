@@ -1,7 +1,7 @@
 """Leases as they are meant, beside those of one agent: who holds what until when, counted once more.
 
 An owner may not bring back a lease that is over, nor promise more than it keeps; a reader may not start a read that its lease,
-as far as it was told, does not outlast. Fed by ``kvferry.sim.driver`` with what passes through it.
+as far as it knows, does not outlast. Fed by ``kvferry.sim.driver`` with what passes through it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A tier below a simulated store's memory that fails for a while, as a disk or a Redis server does, and then heals.
 
 While it is full it keeps nothing new. While it is unreadable reads fail, and a disk forgets what it could not read. Blocks that
-vanish are announced by a disk until somebody wants one of their file. What ``kvstore`` makes of all that is the real code.
+vanish are announced by a disk until one of their file is read. The code of ``kvstore`` above it is the real one.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class SimLowerTier(DictTier):
         self._now = now
         self._on_lost_read = on_lost_read
         self._fails_until: dict[Fault, float] = {}
-        self._announced: set[bytes] = set()  # blocks that have vanished, and that nobody has missed yet
+        self._announced: set[bytes] = set()  # blocks that have vanished, and were not read since
         self._lost: set[bytes] = set()  # all that have vanished, could not be read, or found no room
 
     def fail(self, kind: Fault, seconds: float) -> None:

@@ -6,7 +6,7 @@ longer than ZeroMQ's heartbeat (a frozen process, a partition). Frames of one li
 links are, by their delays. ZeroMQ never repeats a frame, but peers may repeat a message, so frames that ``may_repeat`` says
 are safe to repeat sometimes arrive twice in a row.
 
-``Server`` is a bound ROUTER, ``Link`` a connected DEALER: one that finds its server again by itself and is told of nothing
+``Server`` is a bound ROUTER, ``Link`` a connected DEALER: one that finds its server again by itself and hears of nothing
 (the request plane), or one that is told of its loss and is closed then (the KV control plane). Knows no messages.
 """
 
@@ -82,7 +82,7 @@ class Network:
         return server if server is not None and server.process.is_alive else None
 
     def new_connection(self, link: Link, server: Server) -> Connection:
-        """Connect, under an identity that nobody had before."""
+        """Connect, under a new identity."""
         self._num_connections += 1
         connection = Connection(self, link, server, b"\x00" + self._num_connections.to_bytes(4, "big"))
         self._connections[self._num_connections] = connection

@@ -153,13 +153,13 @@ def _was_known(case: Case, worker: WorkerPlan, at: float) -> bool:
 
 
 def _waited_s(case: Case, since: float) -> float:
-    """Return for how long a worker was waited for: while its router stood still, it waited for nobody."""
+    """Return for how long a worker was waited for: without the time in which its router stood still."""
     pauses = case.troubles.find({Kind.PAUSED}, {case.path.router}, since, case.at)
     return case.at - since - sum(min(case.at, pause.end) - max(since, pause.start) for pause in pauses)
 
 
 def has_successor(case: Case, at: float) -> bool:
-    """Say whether somebody could go on with it at a time, or begin it if it has not begun."""
+    """Say whether some worker could continue it at a time, or begin it if it has not begun."""
     if case.path.first_news_at is None or at < case.path.first_news_at:
         return _has_route(case, at)
     return any(_is_available(case, worker, at) for worker in case.plan.workers if worker.role != "prefill")
@@ -289,7 +289,7 @@ def store_was_in_trouble(case: Case) -> bool:
 
 _LOST = (nobody_could_go_on, every_attempt_was_hit)
 
-# What a client is told → what may have caused it; of any other error nothing is a cause.
+# The error that a client gets → what may have caused it; any other error has no cause.
 ERRORS: Mapping[str, tuple[Cause, ...]] = {
     "cancelled": (client_left, stopped_reading),
     ROUTER_LOST: (router_died,),
@@ -325,7 +325,7 @@ FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
     "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED), readers_were_away, load_in_its_step_was_bad),
 }
 
-# What a client that wants to be told is told of a load → why its KV was not used.
+# The error of a load, for a client with policy fail → why its KV was not used.
 LOAD_ERRORS: Mapping[str, str] = {
     "stale": "stale",
     "lease_expired": "stale",

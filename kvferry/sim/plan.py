@@ -45,7 +45,7 @@ MAX_MODEL_LEN = 128  # tokens
 REQUESTS_WITHIN_S = 8.0  # all requests arrive in the first seconds
 FIRST_REQUEST_S = 1.5  # by then the workers have registered
 _BURSTS_S = (2.0, 3.0, 5.0)  # when many come at once
-_MAX_RETRIES = (0, 2, 2)  # where no kinds of faults are asked for
+_MAX_RETRIES = (0, 2, 2)  # where no kinds of faults are given
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
 _ASYNC_SCHEDULING_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
@@ -142,8 +142,8 @@ class ClusterPlan:
     requests: tuple[RequestPlan, ...]
     faults: FaultSchedule
     max_rows_per_read: int
-    keeps_order: bool  # of reads, where the transport can: seals are asked for together with their blocks
-    is_supervised: bool = False  # workers say that somebody starts them anew
+    keeps_order: bool  # of reads, where the transport can: seals are read together with their blocks
+    is_supervised: bool = False  # workers say that a supervisor restarts them
     tier: TierPlan | None = None
     images: ImagePlan | None = None
     embedding_store: TierPlan | None = None  # where embeddings have a store of their own
@@ -246,7 +246,7 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
     requests = draw_slow_readers(seed, requests, is_wanted=_is_wanted(Fault.SLOW_CLIENT, chosen))
     moments = [request.at for request in requests]
     faults = draw_faults(random, kinds, [worker.engine_id for worker in workers], routers, moments)
-    # Without digests nobody can see that a byte of a block is wrong; a wrong byte in a seal is always seen.
+    # Without digests a wrong byte of a block is not noticed; a wrong byte in a seal always is.
     connector = config.connector
     faults.reads.corrupts_data = all(verifies_digests(connector.kv_verify, name) for name in connector.transports)
     if has_other_layout:

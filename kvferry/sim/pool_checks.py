@@ -1,4 +1,4 @@
-"""What must hold right after a pool was told something, whatever is seen of it later.
+"""Rules that must hold right after a call of a pool, even if no answer would show a breach later.
 
 A block that is allocated, rewritten, invalidated or evicted has lost its seal; where it is given a new life, no seal and no
 handoff from before may fit it. Wraps the methods of one pool and one manager; called by ``kvferry.sim.checks``.

@@ -15,7 +15,7 @@ from msgspec.structs import replace as replace_struct
 from kvferry.sim.faults import Fault, FaultEvent
 from kvferry.sim.plan import FIRST_REQUEST_S, ClusterPlan, draw_plan, draw_shape
 
-_RACE_SHARE = 0.25  # of the seeds of which no kinds of faults are asked for
+_RACE_SHARE = 0.25  # of the seeds without given kinds of faults
 _REPEATED_SHARE, _LEASE_SHARE = 0.3, 0.3  # of these, with the same prompts again and again, and lease plans
 _LEASES_END_EVERY_S = 0.3  # in a race plan
 _LEASE_S, _LEASE_DEADLINE_S = 2.0, 8.0  # in a lease plan

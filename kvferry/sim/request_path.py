@@ -15,7 +15,7 @@ class WorkerTurn:
     engine_id: str
     role: str
     start: float
-    has_handoff: bool = False  # it was told where KV lies
+    has_handoff: bool = False  # it got a handoff
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +62,6 @@ class RequestPath:
         return max(starts, default=self.submitted_at)
 
     def start_of_handoff(self) -> float:
-        """Return when the prompt was given to the worker whose KV was handed over."""
+        """Return when the prompt was given to the worker that made the handoff."""
         starts = [turn.start for turn in self.turns if turn.role == "prefill"]
         return max(starts, default=self.submitted_at)

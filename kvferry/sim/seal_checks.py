@@ -1,6 +1,6 @@
 """Seals as they are meant, beside those of one reader: a block is accepted by nothing but the seal of its handoff.
 
-Compares each seal that was read once more, field by field. Called by ``kvferry.sim.driver``.
+Compares each seal that was read once more, field by field.
 """
 
 from __future__ import annotations

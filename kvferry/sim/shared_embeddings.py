@@ -69,7 +69,7 @@ class SimSharedEmbeddings:
         self._thread.start(self._mover, self._report)
 
     def on_copy(self, source: memoryview) -> None:
-        """What is stored is a copy that is nobody else's."""
+        """The store gets a copy of its own."""
 
     def on_timer(self) -> None:
         """Do what is due."""

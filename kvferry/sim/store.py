@@ -128,7 +128,7 @@ class SimStoreServer:
         return flip_a_bit(self.machine.memory, self._tiers, self._random)
 
     def leftovers(self) -> list[str]:
-        """Return what is held for nobody."""
+        """Return what is held without an owner."""
         return [f"{self.host.process.name}: {count} {what} left" for what, count in leftovers_of(self.machine).items() if count]
 
     def _on_frame(self, peer: bytes, frame: bytes) -> None:

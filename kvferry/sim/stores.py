@@ -80,7 +80,7 @@ class SharedStore:
         return SimStoreClient(host, store_address(plan.process), options, ids, self._arena)
 
     def leftovers(self) -> list[str]:
-        """Return what it holds for nobody."""
+        """Return what it holds without an owner."""
         return self._server.leftovers() if self._server is not None else []
 
     def _make_lower_tier(self, index: int) -> SimLowerTier:
@@ -150,5 +150,5 @@ class SimStores:
         return list(self.shared.values())[-1]
 
     def leftovers(self) -> list[str]:
-        """Return what the shared stores hold for nobody."""
+        """Return what the shared stores hold without an owner."""
         return [leftover for store in self.shared.values() for leftover in store.leftovers()]

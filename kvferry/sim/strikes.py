@@ -119,7 +119,7 @@ class Strikes:
         self._troubles.note(Kind.DATA_PARTED, event.targets, event.seconds + self._soon_s)
 
     def _aftermath_s(self, silent_s: float) -> float:
-        """Return how long it takes until who was silent for so long is found again."""
+        """Return how long it takes until a process that was silent for so long is found again."""
         return self.rejoin_s if silent_s >= self.patience_s else self._soon_s
 
     # ---- processes ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,6 @@
 """Which tier a simulated run has behind its workers' pools, which store of embeddings, and what goes wrong with them.
 
-Drawn from the seed apart from everything else, so that a run without is what it was. Called by ``kvferry.sim.plan``.
+Drawn from the seed apart from everything else, so that a run without is what it was.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class TierPlan:
     remote_workers: frozenset[str] = frozenset()  # that do not map the arena
     loss_rate: float = 0.0  # share of the store's replies that never come
     question_loss_rate: float = 0.0  # share of what it is asked that never arrives
-    late_rate: float = 0.0  # share of those that are late, and all behind them
+    late_rate: float = 0.0  # share of those that are late, and delay all that follow
     late_s: float = 0.0  # up to
     process: str = STORE  # of a store that all share
 

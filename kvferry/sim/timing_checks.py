@@ -32,7 +32,7 @@ class TimingChecks:
         self._complain = complain
         self._first_steps: dict[str, float] = {}  # engine request → when it was first given tokens
         self._ended: set[str] = set()  # of these; the next request of this id is another one
-        self._orders: dict[str, float] = {}  # engine request → when the agent was told to load
+        self._orders: dict[str, float] = {}  # engine request → when the agent got the order to load
         self._rows: dict[str, frozenset[int]] = {}
         self._waits: dict[str, float] = {}  # engine request → what it has waited for a load before its first step
         self._landings: dict[int, float] = {}  # local block → when it was first written since it was ordered
@@ -59,7 +59,7 @@ class TimingChecks:
                 self._complain(f"{self._name}: {output.request_id} has loaded for {loading_s} s, but waited {times.wait_s} s")
 
     def on_prefill_done(self, message: PrefillDone) -> None:
-        """Check what the router is told of a prompt; it is told of all choices at once."""
+        """Check the router's report on a prompt; it covers all choices at once."""
         first_step = self._first_steps[choice_id(message.request_id, 0)]
         self._compare(message.request_id, "prefill", message.prefill_ms / 1e3, self._since(first_step))
 

@@ -2,7 +2,7 @@
 
 A row is looked at on the owner's side at one moment and lands at the reader's at a later one; in between, and between two rows
 of a read, either side may do anything. So a reader can see a block before, while and after it is overwritten, and bytes can
-land where nobody expects them any more. What the real transports do differently is in ``TransportTraits``; what goes wrong
+land where no load expects them any more. What the real transports do differently is in ``TransportTraits``; what goes wrong
 by chance is in ``ReadWeather``. A reader's ``LandingWatch`` sees every row that is written: whether it may be is its business.
 """
 
@@ -51,9 +51,9 @@ class ReadWeather:
     stall_s: float = 0.0
     error_rate: float = 0.0  # reads that end in an error, with some of their bytes written
     corrupt_rate: float = 0.0  # reads of which one byte arrives wrong
-    corrupts_data: bool = False  # any byte; else only bytes of regions behind the first, the seals
+    corrupts_data: bool = False  # any byte; else only bytes of the second region, the seals
     refuse_rate: float = 0.0  # reads that cannot be posted
-    drop_rate: float = 0.0  # reads whose answer is dropped, where somebody has to answer: they never end by themselves
+    drop_rate: float = 0.0  # reads whose answer is dropped, where the producer has to answer: they never end by themselves
     num_stalled: int = 0
     num_failed: int = 0
     num_corrupted: int = 0
@@ -93,7 +93,7 @@ class _Read:
     local_rows: tuple[int, ...]
     num_rows_left: int
     num_rows_unseen: int
-    behind: list[_Read] = field(default_factory=list)  # none of whose rows may be unseen when one of these is looked at
+    behind: list[_Read] = field(default_factory=list)  # all of whose rows must be read before one of these is
     has_begun: bool = False
     has_arrived: bool = False  # told when those have ended
     fails: bool = False
@@ -107,7 +107,7 @@ class _Read:
 class SimFabric:
     """All registered memory, by the number of its owner; what is common to all transports of a simulation.
 
-    ``keeps_order``: seals are looked at when all that was asked for before them has been, by transports that can.
+    ``keeps_order``: transports that can read seals after all rows that were requested before.
     """
 
     loop: EventLoop
@@ -327,7 +327,7 @@ class SimTransport(Transport):
             self._process.call_later(self._hop_s(), lambda: self._end_well(read))
 
     def _end_well(self, read: _Read) -> None:
-        """Tell that a read has arrived, but behind what was asked for before it."""
+        """Report that a read has arrived, after those that were requested before it."""
         read.has_arrived = True
         if not self._is_any_open(read.behind):
             self._end(read, None)
@@ -339,7 +339,7 @@ class SimTransport(Transport):
             self._end(read, PeerUnreachable(f"the connection to {peer.address} has failed"))
 
     def _on_owner_death(self, read: _Read) -> None:
-        """What is under way may still land; then the read is found broken."""
+        """Rows under way may still land; then the read is found broken."""
         delay_s = 2 * self._fabric.weather.row_s + self._fabric.random.uniform(0.0, 0.5)
         self._process.call_later(delay_s, lambda: self._end(read, PeerUnreachable(f"{read.peer.address} died")))
 

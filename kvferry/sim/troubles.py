@@ -23,7 +23,7 @@ class Kind(StrEnum):
     FROZEN = "frozen"  # any other process does
     HUNG = "hung"  # its engine stands still, and nothing else of it
     DRAINING = "draining"
-    REPLACED = "replaced"  # by a twin; the two are told apart
+    REPLACED = "replaced"  # by a twin, until routers and peers know which is which
     JUMPED = "jumped"  # its clock
     CUT = "cut"  # the connections between two processes
     PARTED = "parted"  # nothing passes between two processes, or only in one direction
@@ -40,7 +40,7 @@ class Kind(StrEnum):
 
 @dataclass(slots=True)
 class Trouble:
-    """Something that concerns whoever needs all of ``names``. ``end`` is infinite while it lasts."""
+    """A trouble for requests that need all of ``names``. ``end`` is infinite while it lasts."""
 
     kind: Kind
     names: frozenset[str]
@@ -79,7 +79,7 @@ class Troubles:
         ]
 
     def touching(self, kinds: Collection[Kind], name: str, start: float, end: float) -> list[Trouble]:
-        """Return the troubles of these kinds that concern a name, whatever else they concern, at some moment of a period."""
+        """Return the troubles of these kinds with this name among theirs, at some moment of a period."""
         return [
             trouble
             for found in self._by_name.values()

@@ -95,10 +95,10 @@ class SimWorkerProtocol:
         """Prepare for a request that may load this handoff."""
 
     def _release(self, transfer_ids: Sequence[str]) -> None:
-        """Let go of handoffs that nobody will read."""
+        """Release handoffs that will not be read."""
 
     def _release_embeddings(self, sources: Sequence[ECSource]) -> None:
-        """Let go of embeddings that nobody will read."""
+        """Release embeddings that will not be read."""
 
     def _as_received(self, message: RouterMessage) -> RouterMessage:
         """Return what there is of a message here."""
