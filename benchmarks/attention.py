@@ -1,4 +1,4 @@
-"""Decode attention on CPU: the default backend beside the alternatives it replaced, and the memory floor.
+"""Decode attention on CPU: the default backend, the alternatives that it replaced, and the memory floor.
 
 Shapes of SmolLM2-135M (9 query and 3 KV heads of 64, 30 layers), fp32, one thread, scattered pages. Each call goes to the next
 layer, so that pages are cold. Columns, in us per layer (median):

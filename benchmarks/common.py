@@ -1,4 +1,4 @@
-"""What the benchmarks of processes share: arguments, facts about the machine, medians, and how a result is shown and kept.
+"""Common parts of the benchmarks of processes: arguments, facts about the machine, medians, and output of results.
 
 Knows nothing of what is measured. A script prints its tables as text, or as Markdown for ``docs/benchmarks.md``; ``--json``
 writes every single measurement.

@@ -52,7 +52,7 @@ SEQUENTIAL_SAMPLE = 4
 
 @dataclass
 class Case:
-    """Seconds of one case per repeat: the engine's, the baseline's, and what else was measured beside them."""
+    """Seconds of one case per repeat: the engine's, the baseline's, and what else was measured in the same run."""
 
     name: str
     unit: str
@@ -150,7 +150,7 @@ def total(times: list[float]) -> float:
 
 
 def behind_first(times: list[float], num_tokens: int) -> float:
-    """Seconds per token behind the first one; the last entries of ``times`` belong to the tokens."""
+    """Seconds per token after the first one; the last entries of ``times`` belong to the tokens."""
     return (times[-1] - times[-num_tokens]) / (num_tokens - 1)
 
 

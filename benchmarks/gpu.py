@@ -12,7 +12,7 @@ Sections, in this order:
 * prefill      one prompt from its arrival to its first token; the roofline is its multiplications at the pace of the product
 * host         how long the scheduler takes beside a step, and how much of a step the device is idle
 * handoff     a prefill and a decode worker as two processes on this device, by each transport that works here
-* transformers ``generate`` of the same weights beside it
+* transformers ``generate`` of the same weights, for comparison
 
 A section that fails, does not fit or has no time left says so and stops no other, not even if it takes its process along
 (``gpu_report``); what has been found until then is in the file. ``--smoke`` runs all of it with tiny shapes on the CPU: the

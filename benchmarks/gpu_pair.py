@@ -41,7 +41,7 @@ TEXT_TOKENS = 16  # after the first one, of a prompt with a handoff
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairSize:
-    """What the pair is built for and given to do."""
+    """The settings and the work of the pair."""
 
     engine: EngineSize
     prompt: int  # of a handoff

@@ -67,7 +67,7 @@ def compare_numbers(folder: Path, shape: Shape, device: str, dtype: str, num_pro
 def generation_rates(
     folder: Path, device: str, dtype: str, cases: Sequence[tuple[int, int]], num_tokens: int
 ) -> Iterator[tuple[int, int, float]]:
-    """Yield batch, context, and output tokens per second of transformers' ``generate`` behind the first token.
+    """Yield batch, context, and output tokens per second of transformers' ``generate`` after the first token.
 
     With its default attention and cache; the time to the first token is measured apart, behind one that does not count.
     """

@@ -1,4 +1,4 @@
-"""What the way through router and HTTP costs beside the engine alone, on the same workloads, interleaved in one run.
+"""The cost of the way through router and HTTP, against the engine alone, on the same workloads, interleaved in one run.
 
     python benchmarks/through_router.py [--rounds 2] [--repeats 3] [--json FILE] [--markdown] [--quick]
 

@@ -1,4 +1,4 @@
-"""What a tier behind the pool is worth: the time to the first token of a long prefix that is loaded, not computed; and copies.
+"""The gain from a tier below the pool: the time to the first token of a long prefix that is loaded, not computed; and copies.
 
     python benchmarks/tiers_connector.py [--model smollm2-135m] [--repeats 5] [--json FILE] [--markdown] [--quick]
 

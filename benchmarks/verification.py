@@ -119,7 +119,7 @@ def prompt(seed: int, num_tokens: int) -> list[int]:
 
 
 def own(transport: str, num_blocks: int, channel: Connection) -> None:
-    """Be the owner's process: compute every prompt that is asked for and send its handoff, until there is no more."""
+    """Run as the producer's process: compute every prompt and send its handoff, until there is no more."""
     asyncio.run(_own(transport, num_blocks, channel))
 
 

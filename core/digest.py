@@ -2,7 +2,7 @@
 
 Owns the definition and two ways to compute it: over host memory (with ``core.multilinear``), and with torch, on any device and
 several blocks at a time. Both give the same 64 bits in every process. Finds corruption, not forgery: the keys are no secret.
-Called by owners when a block is sealed and by readers when its bytes are there.
+Producers compute it when a block is sealed, consumers when its bytes have arrived.
 
 A multilinear hash in two levels over the little-endian 64-bit words of the block, all arithmetic modulo 2**64:
 
@@ -11,7 +11,7 @@ A multilinear hash in two levels over the little-endian 64-bit words of the bloc
     row     y[r] = sum over c of  a[c] * w[r,c]  +  b[c] * (w[r,c] >> 32)
     digest  = k * num_bytes  +  sum over r of  A[r] * y[r]  +  B[r] * (y[r] >> 32)
 
-Two different blocks of one size collide with a probability of at most 2**-32 over the choice of the keys, whatever the
+Two different blocks of one size collide with a probability of at most 2**-32 over the choice of the keys, for any
 difference; most differences, one odd word among them is enough, with about 2**-60. Multiplied by a random key, a difference
 that is 2**t times something odd is spread over the multiples of 2**t only, so upper bits of words count for little: two flipped
 sign bits would cancel each other every second time. Hence the second term, in which the upper half of a word is a number below

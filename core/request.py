@@ -101,7 +101,7 @@ class Request:
     ``num_computed_tokens`` is optimistic: it advances when a step is scheduled, before the step has run.
     ``num_in_flight_tokens`` are scheduled tokens whose step has not been processed yet; ``num_output_placeholders`` are output
     tokens that these steps sample, if the next step is scheduled before they are known. ``block_hashes`` holds one 16-byte
-    chain value per full run of ``hash_block_size`` tokens and grows with the tokens. ``mm_end`` is the position behind the last
+    chain value per full run of ``hash_block_size`` tokens and grows with the tokens. ``mm_end`` is the position after the last
     token of its media, 0 without any: once so much is computed, no embedding is needed any more.
     """
 

@@ -236,7 +236,7 @@ class EncodeEngine:
             left.append(entry)
         self._image_decode_thread.end_step()
         self._queue = left
-        # What this step has claimed has taken up room, in which others are queued once it is embedded; nobody would tell.
+        # Images claimed by this step take room, in which others are queued once they are embedded; no event would say so.
         self._must_step |= bool(batch and left)
         return batch
 

@@ -1,6 +1,6 @@
 """What a store counts, as Prometheus metrics under ``kvferry_kvstore_``.
 
-Owns names and labels; everything is kept by the machine and the tiers' threads and read when ``/metrics`` is asked. Called by
+Owns names and labels; everything is kept by the machine and the tiers' threads and read when ``/metrics`` is asked. For
 the process of a store server. A worker with a store of its own shows what its connector counts.
 """
 

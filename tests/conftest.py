@@ -175,8 +175,8 @@ class Gemma3Oracle:
     """transformers' own model of the GGUF file, read by its own reader.
 
     Reading takes minutes, and a prompt that crosses the window seconds. So what was read is kept in the cache folder, and
-    answers are kept by the question: those of the default suite beside the tests, others in the cache folder. A wrong answer
-    of ours makes another question, and nothing is kept about it. ``make test-full`` asks again what lies beside the tests.
+    answers are kept by the question: those of the default suite in ``tests``, others in the cache folder. A wrong answer
+    of ours makes another question, and nothing is kept about it. ``make test-full`` asks again what is kept in ``tests``.
     """
 
     KEPT = Path(__file__).parent / "kept_answers" / "gemma3-270m"
@@ -195,7 +195,7 @@ class Gemma3Oracle:
             assert token_id == expected or gap < NEAR_TIE, f"token {step} is {token_id}, expected {expected} by {gap}"
 
     def best_tokens(self, ids: Sequence[int], rows: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
-        """Return the ``count`` best tokens and their logits behind each of the ``rows`` of ``ids``, best first."""
+        """Return the ``count`` best tokens and their logits after each of the ``rows`` of ``ids``, best first."""
         question = {"ids": list(ids), "rows": list(rows), "count": count}
         name = hashlib.sha256(json.dumps(question).encode()).hexdigest()[:24] + ".json"
         kept = next((path for path in (self.KEPT / name, self._folder / name) if path.is_file()), None)

@@ -1,7 +1,7 @@
 """The embeddings that a worker has put into the shared store, as far as it knows, and those on their way there.
 
-Owns the copies that wait to be stored, within a bound, and the memory of what was. Called by ``connectors.ec.worker`` on the
-engine thread; what has become of an order is told by the mover's thread. Knows no store: the mover is given orders.
+Owns the copies that wait to be stored, within a bound, and the memory of what was. Used on the engine
+thread; the mover's thread reports the ends of orders. Knows no store: the mover is given orders.
 """
 
 from __future__ import annotations

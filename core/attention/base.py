@@ -1,8 +1,8 @@
 """The contract between the decoder and an attention backend, and the paged KV cache they share.
 
 Owns: the block-major pool's index arithmetic, the per-step batch description, and the write of new keys and values.
-Does not know: models, requests, schedulers, or who allocated the pool's memory. Called by ``core.model.decoder`` once
-per layer (``write_kv`` then ``attend``) and by ``core.engine`` once per step and KV cache group (``plan``).
+Does not know: models, requests, schedulers, or the owner of the pool's memory. ``plan`` comes once per step and KV cache
+group, ``write_kv`` and then ``attend`` once per layer.
 
 A block holds all layers of its group as one contiguous run, so that it moves with one descriptor or one memcpy:
 

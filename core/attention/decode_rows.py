@@ -1,7 +1,6 @@
 """CPU decode attention straight from the rows of the paged pool: no gather, no padding, no loop over pages.
 
 Owns: the kernel for sequences with one query each, fp32. Does not know: prefill, batches or plans beyond its own index.
-Called by ``core.attention.paged_cpu``.
 
 Seen as a matrix of rows of ``head_dim`` numbers, the pool is one table, and attention of a one-token query is two sparse
 products with it, which torch has for the CPU:

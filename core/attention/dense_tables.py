@@ -1,6 +1,6 @@
 """Block tables as dense arrays ``[N, pages]``, for kernels that are recorded once per width.
 
-Owns how rows of unequal length are filled up. Called by ``core.attention.batched`` and ``core.attention.pages``.
+Owns how rows of unequal length are filled up.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """CPU attention of one sequence at a time: gather its pages into a scratch buffer, then attend tile by tile.
 
 Owns: the kernel for prefill chunks (and for decode where the pool is not fp32). Does not know: plans of whole batches.
-Called by ``core.attention.paged_cpu``.
 
 The gather is one ``index_select`` of contiguous chunks for keys and values together (HND: one chunk per head and page; NHD:
 one per page), which runs at the speed of memcpy. Queries are taken ``TILE`` at a time against the keys that any of them sees,

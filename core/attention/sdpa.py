@@ -1,7 +1,7 @@
 """The reference backend: gather each sequence's pages, then scaled dot product attention under an explicit mask.
 
 Owns: the definition of what the other backends must compute. Does not know: speed. It runs on any device, dtype and layout,
-and is the fallback wherever a faster kernel fails its probe. Called through ``core.attention.base.AttentionBackend``.
+and is the fallback where a faster kernel fails its probe.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The choice of the attention backend, made once at start and logged.
 
 Owns: the order of preference per device, and the probe that a kernel must pass before it serves. Does not know: how kernels
-work. Called by ``core.engine`` before it allocates the pool, because the pool's layout depends on the answer.
+work. The choice comes before the pool is allocated, because the pool's layout depends on it.
 
 The probe runs a mixed batch (decode rows and a prefill chunk over a cached prefix, scattered, shared and partly filled pages)
 with the actual dtype, heads, block size, number of layers (hence strides) and masks, and compares with the reference. The

@@ -1,7 +1,7 @@
 """What this build of torch offers for paged attention on CUDA: the one place that knows versions.
 
 Owns the names of torch's functions and of the optional packages that provide them. Does not know: pools, batches, or whether a
-kernel is right; ``core.attention.select`` probes that. Called by the backends; ``core.engine`` copies by it.
+kernel is right; ``core.attention.select`` probes that.
 
 ``torch.nn.attention.varlen.varlen_attn`` takes ``block_table``, ``seqused_k`` and ``enable_gqa`` from torch 2.12 on; its
 signature is inspected. In torch 2.11 it takes none of them; there the underlying operator takes ``seqused_k``. The kernels that

@@ -109,7 +109,7 @@ def _num_tokens(token_ids: TokenIds) -> int:
 def hash_media(model_fingerprint: bytes, processing: bytes, media: bytes) -> bytes:
     """Return the 16-byte identifier of a media file, as the model sees it.
 
-    ``processing`` are the parameters of the conversion to pixels: everything that changes the embeddings besides the file and
+    ``processing`` are the parameters of the conversion to pixels: everything that changes the embeddings except the file and
     the model. The identifier is the same for every tenant: an embedding reveals nothing that the file does not.
     Raises: ValueError for a fingerprint that is empty or longer than 64 bytes.
     """

@@ -1,6 +1,6 @@
 """The tokenizer inside a GGUF file, written as ``tokenizer.json`` and ``tokenizer_config.json``.
 
-Owns the tokenizer and pre-tokenizer names of llama.cpp, and what each means in ``tokenizers``. Called by ``core.model.gguf``.
+Owns the tokenizer and pre-tokenizer names of llama.cpp, and what each means in ``tokenizers``.
 A ``tokenizer.json`` in the folder of the GGUF file wins over the metadata: that is the way out for every kind not listed here.
 """
 

@@ -1,4 +1,4 @@
-"""What a file's pixels depend on: its structure is walked before Pillow parses any of it, and all the rest is left out.
+"""Reduces a file to what its pixels depend on: walks its structure before Pillow parses any of it, and drops the rest.
 
 Pillow parses metadata in Python, which lets no other thread run, and a decoder works through a progressive JPEG once for each
 scan, however few bytes that has. So a file of a few megabytes could take minutes. What is walked here is bounded in number and

@@ -3,7 +3,7 @@
 The only file that touches torch's private oneDNN ops. On CPU in fp32 a weight is packed once and serves every batch size:
 ``F.linear`` packs it anew on each call from 3 rows on, which takes about twice the time at 4 to 16 rows and an eighth more
 at 1024 (``python benchmarks/model.py --only linear``). Everything else is ``F.linear``. The ops are detected, then compared
-with ``F.linear`` at load. Called by ``core.model.loader``; the decoder only calls the result.
+with ``F.linear`` at load.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Rotary position embedding as a configuration states it: base frequency and how it is stretched, layer by layer.
 
 Owns the rope variants that exist here and the two layouts in which ``config.json`` has them. Torch-free; the arithmetic is in
-``core.model.layers``. Called by ``core.model.arch``.
+``core.model.layers``.
 """
 
 from __future__ import annotations

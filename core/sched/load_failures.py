@@ -3,7 +3,7 @@
 A connector reports failures by request (``failed_recving``, asynchronous loads) or by block (``invalid_block_ids``). A request
 that relies on such KV ends with an error (policy *fail*) or computes the KV itself (*recompute*). Under both policies the bad
 KV is evicted and loses its seal. Runs before any output of the step is used, and again when the owner of an awaited block has
-left. What a step computed on missing embeddings (``encoder_failures``) is discarded in the same way.
+left. KV that a step computed on missing embeddings (``encoder_failures``) is discarded in the same way.
 
 A request that is rolled back keeps its place and its blocks. Blocks that another request may write are replaced by fresh ones;
 the others are written again in place. The runner's copy of the request has a token too many, so the request is sent as new

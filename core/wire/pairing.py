@@ -1,6 +1,6 @@
 """Whether a worker can read KV blocks out of another's pool, and by which transport. Pure functions.
 
-One decision for everybody who has to make it: the owner when a reader shakes hands, the reader when it hears the answer or gets
+One decision for each that has to make it: the producer at a consumer's handshake, the consumer when it gets the answer or gets
 a handoff, and the router before it pairs two workers, so that it never pairs two whose handshake would be refused.
 """
 

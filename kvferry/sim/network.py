@@ -40,7 +40,7 @@ class NetworkWeather:
 
 
 class Network:
-    """Who listens where, who is connected to whom, and which pairs of processes are partitioned."""
+    """Listening addresses, connections, and pairs of processes that are partitioned."""
 
     def __init__(
         self,

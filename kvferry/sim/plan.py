@@ -1,7 +1,6 @@
 """What one simulated run consists of, drawn from its seed: a cluster, its requests, and what goes wrong.
 
-Everything that is random about a run and not drawn while it runs is drawn here, so a plan can be printed and read. Called by
-``kvferry.sim.cluster``.
+Everything that is random about a run and not drawn while it runs is drawn here, so a plan can be printed and read.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Stalls: a client that gets nothing for longer than it takes to notice a fault, though some worker could serve it.
 
-What is waited for has a cause while the router stands still, while no worker that could continue is available, while one of the
+A wait has a cause while the router stands still, while no worker that could continue is available, while one of the
 request's workers computes for others, and while a read that one of them needs or answers is stalled. What is left must not
 exceed ``bound_s``: the time in which a silent or hung worker is noticed, a handoff is abandoned, and another worker takes over.
-Called by ``kvferry.sim.cluster`` once a run is over.
 """
 
 from __future__ import annotations

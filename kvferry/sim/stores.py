@@ -1,6 +1,6 @@
 """The stores of a simulated cluster: their lives, and what each worker has of them.
 
-Called by ``kvferry.sim.cluster``, which decides when something befalls one. A store keeps KV blocks (a tier behind the workers'
+``kvferry.sim.cluster`` decides which faults they suffer, and when. A store keeps KV blocks (a tier behind the workers'
 pools), embeddings, or both.
 """
 

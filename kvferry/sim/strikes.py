@@ -1,6 +1,6 @@
 """Carries the faults of a plan out, and notes what came of each: which process or link was hit, and until when it showed.
 
-Called by ``kvferry.sim.cluster``, which starts processes; what is noted is what ``kvferry.sim.oracle`` takes for causes.
+Notes the troubles that ``kvferry.sim.oracle`` takes for causes; ``kvferry.sim.cluster`` starts processes.
 After-effects belong to a trouble: a worker that was silent for longer than the router's patience has to be found again, and one
 that starts anew has to join. How long that may take follows from the timeouts of the network and of the plan.
 """

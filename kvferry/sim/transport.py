@@ -2,7 +2,7 @@
 
 A row is looked at on the owner's side at one moment and lands at the reader's at a later one; in between, and between two rows
 of a read, either side may do anything. So a reader can see a block before, while and after it is overwritten, and bytes can
-land where no load expects them any more. What the real transports do differently is in ``TransportTraits``; what goes wrong
+land where no load expects them any more. The real transports differ by ``TransportTraits``; what goes wrong
 by chance is in ``ReadWeather``. A reader's ``LandingWatch`` sees every row that is written: whether it may be is its business.
 """
 

@@ -1,4 +1,4 @@
-"""Every benchmark explains itself and runs to its end on the real thing. What it measures is not looked at."""
+"""Every benchmark explains itself and runs to its end on the real thing. Its figures are not checked."""
 
 import json
 import runpy

@@ -26,7 +26,7 @@ class Incident:
 
 
 class Injector:
-    """Makes faults in a cluster until it is told to stop. ``kinds`` are names of ``FAULTS``.
+    """Makes faults in a cluster until ``stop``. ``kinds`` are names of ``FAULTS``.
 
     ``calm_s`` is the time from the moment that the cluster is whole again to the next fault, if they come one at a time.
     """

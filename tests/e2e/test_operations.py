@@ -21,7 +21,7 @@ HUNG_UP = zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVE
 
 
 class Load:
-    """Clients that ask one after the other until they are told to stop; every answer is kept."""
+    """Clients that ask one after the other until ``stop``; every answer is kept."""
 
     def __init__(self, served, prompts):
         self._served = served

@@ -1,4 +1,4 @@
-"""What newcomers get wrong is told in one line that names the setting and the fix, before any process starts."""
+"""A newcomer's mistake is explained in one line that names the setting and the fix, before any process starts."""
 
 from __future__ import annotations
 

@@ -224,7 +224,7 @@ class ClaimedCuda:
     def kernel(self, function: Callable[..., Any], documented: Callable[..., Any] | None = None) -> Callable[..., Any]:
         """Return ``function``, written for host memory, as one operator of the device.
 
-        ``documented``: it must take arguments as this one does; nothing else of it is looked at.
+        ``documented``: it must take arguments as this one does; nothing else of it is checked.
         """
 
         def launched(*args: Any, **kwargs: Any) -> Any:

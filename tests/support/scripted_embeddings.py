@@ -94,7 +94,7 @@ class ScriptedECScheduler(ECConnectorScheduler):
 
 
 class ScriptedECWorker(ECConnectorWorker):
-    """The side beside the encoder."""
+    """The worker side of the encoder."""
 
     def __init__(self, script: EmbeddingScript) -> None:
         self.script = script

@@ -38,7 +38,7 @@ class _Way:
 
 
 class TcpProxy:
-    """Listens at ``address`` and carries each connection to ``target``, until it is told otherwise.
+    """Listens at ``address`` and carries each connection to ``target``, until that is changed.
 
     While it is silent no byte and no end of a connection passes, in either direction. What is sent meanwhile waits in buffers,
     as it waits for retransmission where a network is cut, and arrives late when it heals. New connections are accepted by the

@@ -1,6 +1,6 @@
 """Which of the producer's blocks hold what our blocks of a request lack: the units of a load.
 
-Pure. One group at a time; blocks may have another size at the producer than here. What a sliding group has given up is in no
+Pure. One group at a time; blocks may have another size at the producer than here. Blocks freed by a sliding group are in no
 table: null here, before the first block there.
 
     tokens  |  local hit  |      external     |

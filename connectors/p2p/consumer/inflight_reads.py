@@ -70,7 +70,7 @@ class InflightReads:
         return load
 
     def abandon(self, load: Load, fence_at: float, now: float) -> None:
-        """Cancel the reads of a load that is over. What they may still write is kept, at most until their peer is fenced.
+        """Cancel the reads of a load that is over. Their blocks are kept until they end, or their peer is fenced.
 
         Whether the read of the seals has begun is not known here. If not, it ends at once; if so, it goes on to keep what the
         reads of the blocks have kept.

@@ -75,7 +75,7 @@ class TransferExecutor:
 
     Seals land in ``seals``; ``digest_blocks`` computes the digests of local blocks by their ids, when the seals have come.
     ``staging`` is where blocks of another size land, None if they cannot be read. A read for which it has no room ends without
-    having been posted: whoever wants it decides whether it is still worth it when there is room. A peer that holds some of it
+    having been posted: its load decides whether it still needs it when there is room. A peer that holds some of it
     gets no more than it leaves to others, so that one that is frozen does not keep all.
     """
 

@@ -21,7 +21,7 @@ NUM_EMBEDS = 3 * 64 - 5
 
 
 class SlowStore:
-    """A ``BlockStore`` that answers when it is told to."""
+    """A ``BlockStore`` that answers on command."""
 
     def __init__(self):
         self.blocks = {}
@@ -122,7 +122,7 @@ def run(mover, store, turns=20):
 
 @pytest.fixture
 def saved(mover, store):
-    """Embeddings in the store; returns what others are told of them."""
+    """Embeddings in the store; returns their announcement."""
     mover.submit(SaveEmbeddings(NAME, NUM_EMBEDS, rows().data))
     (ended,) = run(mover, store)
     assert not mover.is_waiting

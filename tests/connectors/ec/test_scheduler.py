@@ -24,7 +24,7 @@ A, B = Image("a"), Image("b", 128)
 
 
 class Desk:
-    """A scheduler side of which every order is looked at. Sources are named: "owner/lease"."""
+    """A scheduler side whose orders are all checked. Sources are named: "owner/lease"."""
 
     def __init__(self, num_chunks=8, locate=None, is_consumer=True):
         self.clock = FakeClock()

@@ -31,7 +31,7 @@ class News(KVConnectorWorkerMetadata):
 
 
 class FakeScheduler(KVConnectorScheduler):
-    """Answers what it is told to, and remembers what it has heard."""
+    """Gives scripted answers, and records its calls."""
 
     def __init__(self, name, answer=(0, False), keeps=False, handoff=None):
         self.name, self.answer, self.keeps, self.handoff = name, answer, keeps, handoff
@@ -69,7 +69,7 @@ class FakeScheduler(KVConnectorScheduler):
 
 
 class FakeWorker(KVConnectorWorker):
-    """Reports what it is told to."""
+    """Reports on command."""
 
     def __init__(self):
         self.output = KVConnectorOutput()

@@ -52,7 +52,7 @@ class Started:
         return self.transports[-1]
 
     async def end(self, metadata):
-        """Give a step's orders and return what is told of the loads that have ended by them."""
+        """Give a step's orders and return the reports of the loads that have ended by them."""
         self.connector.worker.start_load_kv(metadata)
         async with asyncio.timeout(WAIT_S):
             await self.woken.wait()

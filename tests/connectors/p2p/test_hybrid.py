@@ -1,4 +1,4 @@
-"""Handoffs of several KV cache groups: what the owner describes is what the reader lacks, whatever their chunks and blocks.
+"""Handoffs of several KV cache groups: what the owner describes is what the reader lacks, for all chunks and blocks.
 
 Two scheduler sides with real managers and no memory: who holds which block, and which are read, is all that matters here.
 """

@@ -39,7 +39,7 @@ class Side:
         self.engine = ConnectorEngine(self.connector, self.worker, identity.model_fingerprint, LAYOUT)
 
     def step(self) -> P2PConnectorMetadata:
-        """Run an empty step and return what the worker side was told; an empty message if nothing."""
+        """Run an empty step and return the message to the worker side; an empty one if there is none."""
         self.submitted.clear()
         self.engine.step()
         assert len(self.submitted) <= 1

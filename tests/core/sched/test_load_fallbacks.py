@@ -1,4 +1,4 @@
-"""KV that could not be loaded: who decides what becomes of a request, and what is told about it."""
+"""KV that could not be loaded: who decides what becomes of a request, and what is reported."""
 
 import pytest
 

@@ -36,7 +36,7 @@ class Names:
 
 
 class Links:
-    """Notes what it is told."""
+    """Records its calls."""
 
     def __init__(self):
         self.events = []

@@ -68,7 +68,7 @@ def test_picks_the_least_loaded_of_each_role():
     assert names(choose_route(workers, Demand(num_tokens=10))) == ["p1", "d0"]
 
 
-def test_a_prefill_worker_whose_blocks_are_leased_comes_after_one_with_room_for_the_prompt():
+def test_a_prefill_worker_full_of_leases_comes_after_one_with_room():
     leased, busy = member("prefill", "p0"), member("prefill", "p1", load=3)
     workers = [leased, busy, member("decode", "d0")]
     leased.num_leased_blocks = 8  # of 10 blocks of 64 tokens

@@ -1,4 +1,4 @@
-"""The consumer's state machine: leases that are asked for, renewed, lost and released."""
+"""The consumer's state machine: leases: expected, renewed, lost and released."""
 
 import pytest
 

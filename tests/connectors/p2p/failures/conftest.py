@@ -117,7 +117,7 @@ class Worker:
 
 
 class World:
-    """A reader, and whoever lives at ``ADDRESS``; ``owner`` may be dead."""
+    """A consumer, and the process at ``ADDRESS``; ``owner`` may be dead."""
 
     address, num_blocks, lease_s, deadline_s = ADDRESS, NUM_BLOCKS, LEASE_S, DEADLINE_S
 

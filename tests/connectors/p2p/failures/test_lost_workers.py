@@ -1,4 +1,4 @@
-"""Clients that leave, and workers that die, freeze or come back: what is given up, and when."""
+"""Clients that leave, and workers that die, freeze or come back: which requests end, and when."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that are not what was asked for: leases are over, blocks were reused, owners do not fit, bytes are wrong."""
+"""Blocks that are not the expected ones: leases are over, blocks were reused, owners do not fit, bytes are wrong."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ RATE_OF_STUBBORN = 0.2
 class Owner:
     """One life of a worker whose blocks are read. ``contents`` is what its blocks hold, ``torn`` those that it is writing.
 
-    Some lives cannot be read by shm, and some are stubborn: they choose shm whatever a reader offers.
+    Some lives cannot be read by shm, and some are stubborn: they choose shm even if a reader does not offer it.
     """
 
     def __init__(self, history, address, incarnation):

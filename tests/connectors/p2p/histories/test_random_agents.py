@@ -1,6 +1,6 @@
 """Random histories of a reader and two owners: real agents, executor, staging area, seals and leases; what is between by hand.
 
-What happens is drawn from a seed: owners die, freeze, rewrite what nobody leases and choose transports as they like;
+What happens is drawn from a seed: owners die, freeze, rewrite blocks without leases and choose transports as they like;
 connections break; reads fail, stall or bring wrong bytes. Whatever happens, each load is reported once, what is accepted is
 what was handed over, nothing is written into a block that is free, and nothing stays open.
 """

@@ -219,7 +219,7 @@ def test_seals_that_come_before_their_blocks_prove_nothing(world):
 
 
 def test_seals_that_are_near_are_looked_at_before_their_blocks_are_reported(world):
-    """Whoever is told of the blocks takes the processor."""
+    """The receiver of the report takes the processor."""
     world.open()
     world.read(1, (3,), (0,))
     world.read_seals(2, (3,), (0,), after=(1,))

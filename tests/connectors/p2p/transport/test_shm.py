@@ -67,7 +67,7 @@ def num_maps():
 
 
 def test_reads_are_copied_one_after_the_other_and_told_one_by_one(reader, owner):
-    """Seals that are asked for behind their blocks are looked at when the blocks are here."""
+    """Seals that are requested after their blocks are read when the blocks are here."""
     reader.transport.add_peer(PEER, owner.metadata)
     blocks = reader.transport.post_read(PEER, POOL_REGION, [3, 7], [5, 6])
     seals = reader.transport.post_read(PEER, SEAL_REGION, [3, 7], [5, 6])

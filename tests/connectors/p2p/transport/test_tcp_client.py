@@ -55,7 +55,7 @@ class TestTcpOnGpu(TransportSuite):
 
 
 class LocalOwner:
-    """A transport that serves rows from this process, when it is told to."""
+    """A transport that serves rows from this process, on command."""
 
     def __init__(self, address="tcp://127.0.0.1:0", salt=1, advertise_host="", transport=None):
         self._regions = HostRegions(NUM_OWNER_ROWS, ROW_BYTES)

@@ -1,4 +1,4 @@
-"""Seals that are asked for together with their blocks say what the blocks were when their bytes had left the owner."""
+"""Seals that are requested together with their blocks say what the blocks were when their bytes had left the owner."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Pinning memory that torch has not allocated: with a runtime that notes what it is told, and on a GPU."""
+"""Pinning memory that torch has not allocated: with a runtime that records its calls, and on a GPU."""
 
 from __future__ import annotations
 
