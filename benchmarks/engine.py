@@ -241,7 +241,7 @@ class Suite:
         mean_context = STREAM_PROMPT + STREAM_TOKENS / 2
         step_s = (4 * (weights + head) + STREAMS * mean_context * kv_bytes) / bytes_per_s
         self.streams.floor_s = prompt_s + (STREAM_TOKENS - 1) * step_s
-        self.streams.floor_name = "prompts at the matrix rate, then weights and KV read once per step"
+        self.streams.floor_name = "matrix rate, then weights and KV once a step"
         return {"gemm_gflops_per_s": flops_per_s / 1e9, "read_gb_per_s": bytes_per_s / 1e9}
 
 

@@ -1,4 +1,4 @@
-"""How long the decoder takes beside transformers: same weights, same process, one thread, turn by turn.
+"""The time of the decoder and of transformers: same weights, same process, one thread, turn by turn.
 
 Prefill: one prompt, the logits of its last token. Decode: one more token for each of N sequences that hold a context already.
 Ours runs on the engine's attention backend over a paged cache; transformers on its own (SDPA, dynamic cache). fp32, CPU.
@@ -156,7 +156,7 @@ def measure(name: str, calls: dict[str, Call], repeats: int, rival: str = "trans
                 times[label].append((time.perf_counter() - start) * 1e3)
     median = {label: statistics.median(values) for label, values in times.items()}
     columns = " ".join(f"{label} {median[label]:8.1f} / {min(times[label]):8.1f}" for label in calls)
-    print(f"{name:28} {columns}   {median[rival] / median['ours']:.2f}x")
+    print(f"{name:24} {columns}  {median[rival] / median['ours']:.2f}x")
 
 
 def main() -> None:
