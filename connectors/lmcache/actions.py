@@ -129,7 +129,7 @@ class ProbeServer:
 
 @dataclass(frozen=True, slots=True)
 class ConnectToServer:
-    """Open a connection of its own for this attempt. Its loss is told by ``on_disconnected``."""
+    """Open a connection for this attempt. Its loss is reported by ``on_disconnected``."""
 
     attempt: int
 
@@ -151,7 +151,7 @@ class SessionOpened:
 
 @dataclass(frozen=True, slots=True)
 class SessionClosed:
-    """The server cannot be used any more: close the connection, and let go of the staging memory."""
+    """The session has ended: close the connection and release the staging memory."""
 
     attempt: int
     staging: Staging | None

@@ -1,7 +1,7 @@
-"""What reaches the server: one ZeroMQ connection, and its admin port.
+"""The connection to the server, over ZeroMQ, and the client of its admin port.
 
-A connection lives as long as one session of the node: when it is lost, its owner is told and it is closed, so that nothing that
-was meant for one server process ever reaches the next one at the same address. Knows frames, not what they mean.
+Every session of the node has a connection of its own, which is closed when it is lost. So no request for one server process
+reaches the next process at the same address. Moves frames without interpreting their arguments.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ _log = logging.getLogger(__name__)
 
 
 class LMCacheClient:
-    """One connection. ``on_reply`` gets number and result, ``on_lost`` says that nothing more will come; event loop only.
+    """One connection, used in the event loop only. Create it inside the event loop.
 
-    ``on_death`` is called if a task ends by a bug of ours. Make it inside the event loop.
+    Calls ``on_reply`` with number and result, ``on_lost`` when the connection is lost, and ``on_death`` if one of its tasks
+    raises.
 
     Raises:
         ConnectorUnavailable: the address is unusable.
@@ -66,7 +67,7 @@ class LMCacheClient:
             task.add_done_callback(self._on_task_end)
 
     def send(self, frames: list[bytes]) -> None:
-        """Queue a request. One that cannot be queued is never answered, and its deadline covers that."""
+        """Queue a request. A request that cannot be queued is dropped and ends at its deadline."""
         try:
             sent = self._socket.send_multipart(frames, zmq.NOBLOCK)
             error = sent.exception() if isinstance(sent, asyncio.Future) and sent.done() else None
@@ -76,7 +77,7 @@ class LMCacheClient:
             self._limited_log.warning("lmcache_request_dropped", error=error)
 
     def close(self) -> None:
-        """End the connection at once, whatever becomes of the caller: its context cannot end before. Idempotent."""
+        """Close the connection at once. The ZeroMQ context terminates only after this. Idempotent."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -85,16 +86,16 @@ class LMCacheClient:
         self._close_sockets()
 
     async def join(self) -> None:
-        """Return when nothing of a closed connection runs any more."""
+        """Return when the tasks of a closed connection have ended."""
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def _close_sockets(self) -> None:
-        self._socket.monitor(None, 0)  # first: ZeroMQ's thread blocks on an event that nobody can read
+        self._socket.monitor(None, 0)  # first: ZeroMQ's thread blocks on an event that is never read
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
     async def _receive(self) -> None:
-        while not self._is_closed:  # by what a reply has led to
+        while not self._is_closed:  # handling a reply may close it
             frames = await self._socket.recv_multipart()
             try:
                 uid, result = decode_reply(frames)
@@ -114,11 +115,11 @@ class LMCacheClient:
 
 
 def fetch_facts(http_address: str, timeout_s: float) -> ServerFacts:
-    """Ask the admin port what is running there. Blocks, for twice ``timeout_s`` at most.
+    """Read version and settings from the admin port. Blocks for at most twice ``timeout_s``.
 
     Raises:
-        PeerUnreachable: nobody answers.
-        ConnectorUnavailable: somebody answers who is no LMCache server that we know.
+        PeerUnreachable: there is no answer.
+        ConnectorUnavailable: the answer is not that of a known LMCache server.
     """
     try:
         version = _get(f"{http_address}/lmc_version", timeout_s)

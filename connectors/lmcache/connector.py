@@ -1,8 +1,8 @@
 """The LMCache connector as a worker sees it: a ``LMCacheNode`` carried by the event loop, a connection and a copying thread.
 
-Decides nothing. Whatever happens is handed to the node, and what the node wants is carried out in order. The engine thread and
-the copying thread reach it by ``call_soon_threadsafe``, which keeps order. A server that is not there, or not any more, costs
-hits and nothing else; a bug in taking something in ends the worker, because nobody knows what still waits.
+Passes events to the node and carries out the node's actions in order. The engine thread and the copying thread reach it by
+``call_soon_threadsafe``, which keeps order. A missing or lost server costs cache hits only. A bug in the node ends the worker,
+because loads that depend on it might never end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 
 class LMCacheConnector(Connector):
-    """Loads from and saves to the LMCache server of this host, on workers of any role."""
+    """Loads from and saves to the LMCache server of this host, in workers of any role."""
 
     scheduler: LMCacheMPConnectorScheduler
     worker: LMCacheMPConnectorWorker
@@ -93,7 +93,7 @@ class LMCacheConnector(Connector):
     # ---- life ------------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        """Begin to look for the server, and return after the first attempt, whatever its outcome.
+        """Start connecting to the server, and return after the first attempt, successful or not.
 
         Raises:
             ConnectorUnavailable: the engine's pool is not in host memory, or has no seals.
@@ -116,11 +116,11 @@ class LMCacheConnector(Connector):
         await self._has_tried.wait()
 
     async def stop(self) -> None:
-        """Say good-bye, end tasks and threads, close sockets, give the memory back."""
+        """Unregister, end tasks and threads, close sockets and release the memory."""
         if self._loop is None:
             return
         await self._part()
-        self._loop = self._node = None  # from here on nobody reaches the node
+        self._loop = self._node = None  # later events do not reach the node
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -138,7 +138,7 @@ class LMCacheConnector(Connector):
             self._zmq.destroy(linger=0)
 
     async def _part(self) -> None:
-        """Tell the server, and give it a moment to answer: a server that answers nobody complains in its log."""
+        """Unregister and wait briefly for the reply: the server logs an error if it cannot deliver it."""
         has_parted = asyncio.Event()
         self._tell(lambda node: node.on_stop(has_parted.set))
         with contextlib.suppress(TimeoutError):
@@ -170,7 +170,7 @@ class LMCacheConnector(Connector):
         self._tell(LMCacheNode.on_timer)
 
     def _tell(self, happened: Callable[[LMCacheNode], list[Action]]) -> None:
-        """Let the node take something in and carry out what it wants."""
+        """Pass an event to the node and carry out the actions that it returns."""
         node = self._node
         if node is None:
             return
@@ -178,12 +178,12 @@ class LMCacheConnector(Connector):
             for action in happened(node):
                 self._carry_out(action)
             self._arm_timer(node)
-        except Exception as error:  # nobody knows what still waits
+        except Exception as error:  # a load may wait without end
             _log.exception(event("lmcache_node_failed"))
             self.worker.fail(error)
 
     def _arm_timer(self, node: LMCacheNode) -> None:
-        """Have ``_on_timer`` called when something is due."""
+        """Schedule ``_on_timer`` for the node's next deadline."""
         if self._timer is not None:
             self._timer.cancel()
         if self._loop is not None:
@@ -220,7 +220,7 @@ class LMCacheConnector(Connector):
         task.add_done_callback(self._tasks.discard)
 
     async def _probe(self, attempt: int) -> None:
-        """Find out what runs there, and have memory ready for it."""
+        """Read the server's version and settings, and allocate staging memory."""
         staging: Staging | None = None
         found: ServerFacts | KVFerryError
         try:
@@ -232,7 +232,7 @@ class LMCacheConnector(Connector):
         self._tell(lambda node: node.on_probed(attempt, found, staging))
 
     def _allocate(self, name: str) -> Staging:
-        """Return new staging memory. Runs on a thread that nobody can stop, so ``stop`` may come in between."""
+        """Return new staging memory. Runs on a thread that cannot be cancelled, so ``stop`` may run meanwhile."""
         layout = self._context.layout
         self._allocated = Staging(name, self._settings.staging_bytes, layout.block_bytes, layout.block_size)
         if self._loop is None:
@@ -251,7 +251,7 @@ class LMCacheConnector(Connector):
 
     def _open(self, opened: SessionOpened) -> None:
         server = opened.server
-        server.staging.unlink()  # the server has mapped it; whatever happens from now on, the name is not left behind
+        server.staging.unlink()  # the server has mapped it, so the name is not needed, and a crash cannot leave it
         self.scheduler.server = server
         self._has_tried.set()
         pages = server.staging.pages
@@ -273,7 +273,7 @@ class LMCacheConnector(Connector):
     # ---- the copying thread ----------------------------------------------------------------------------------------
 
     def _copy(self, job: Callable[[Any], None], action: SealPages | TakePages) -> None:
-        """Have a job done on the copying thread."""
+        """Run a job on the copying thread."""
         assert self._copies is not None
         done = self._copies.submit(job, action)
         done.add_done_callback(lambda future: self.worker.fail(error) if (error := future.exception()) is not None else None)
@@ -286,9 +286,9 @@ class LMCacheConnector(Connector):
         self._call_soon(self._on_sealed, save)
 
     def _take(self, action: TakePages) -> None:
-        """Copy into the pool and check the copies: nothing that the server writes afterwards can change them.
+        """Copy pages into the pool and verify the copies, which later writes of the server cannot change.
 
-        A block that is not what it should be is garbage then, and named by its fault; the request does not use it.
+        A block that fails stays in the pool as garbage and is reported with its error; the request does not use it.
         """
         transfer, faults = action.load.transfer, dict[int, KVFerryError]()
         staging, pool = transfer.server.staging, self.worker.rows
@@ -343,7 +343,7 @@ class LMCacheConnector(Connector):
 
 
 def window_of(spec: KVCacheSpec) -> int:
-    """Return how many tokens back a group looks; -1 = to the beginning."""
+    """Return the attention window of a group in tokens; -1 = full attention."""
     match spec:
         case SlidingWindowSpec():
             return spec.sliding_window

@@ -75,7 +75,7 @@ class PageLoads:
         self._call_waiting()
 
     def abort(self, request_id: str) -> None:
-        """End a load that nobody wants any more, at once unless it is being copied."""
+        """End the load of an aborted request, at once unless its blocks are being copied."""
         load = self._loads.get(request_id)
         if load is None:
             return
@@ -84,7 +84,7 @@ class PageLoads:
             self._end(load, None, ())
 
     def on_taken(self, request_id: str, faults: dict[int, KVFerryError]) -> None:
-        """End a load whose pages have been looked at. Their memory may be that of a session that is over."""
+        """End a load whose pages were verified, possibly after the end of their session."""
         load = self._loads[request_id]
         load.order.transfer.server.staging.give_back(load.pages)
         moves = load.order.transfer.moves
@@ -138,7 +138,7 @@ class PageLoads:
         )
 
     def _on_reply(self, load: _Load, result: object) -> None:
-        """Take what the server has written, if somebody still waits for it."""
+        """Verify and copy the pages if the load is still wanted."""
         self._sessions.let_go(load.session_id)
         is_wanted = self._loads.get(load.order.request_id) is load
         if is_wanted and is_done(result):

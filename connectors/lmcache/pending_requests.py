@@ -88,7 +88,7 @@ class PendingRequests:
         self.act(SendToServer(self.attempt, frames_of(self._num_calls)))
 
     def on_reply(self, uid: int, result: object) -> None:
-        """Pass a reply on; one that nobody waits for is counted."""
+        """Pass a reply to its callback; count a reply after the deadline as late."""
         call = self._open.pop(uid, None)
         if call is None:
             self.count("late_replies")
@@ -112,7 +112,7 @@ class PendingRequests:
         return vital
 
     def forget(self) -> None:
-        """Forget all requests: nobody will answer them."""
+        """Forget all requests, since the connection is closed."""
         self._open.clear()
 
 

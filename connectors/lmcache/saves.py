@@ -2,8 +2,8 @@
 
     copied ──judged good──▶ sealed ──▶ sent ──reply──▶ over          judged bad, or the server lost: over
 
-Nobody waits for a save, and none is tried again: what the server does not have is computed when it is needed. That it says it
-has kept something proves nothing; whoever looks it up will see.
+No request waits for a save, and a failed save is not retried: missing blocks are recomputed when needed. A server that is full
+reports a save as stored and drops it; the next lookup is then a miss.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class PageSaves:
         )
 
     def fail_all(self) -> None:
-        """Forget what the server has not got. What is not judged yet is kept until it is."""
+        """Reset the doubt for the next session. Saves without a verdict are kept until their verdict."""
         self.has_doubt = False
 
     def _on_reply(self, save: SavePages, result: object) -> None:

@@ -1,9 +1,9 @@
-"""The scheduler side of the LMCache connector: what is looked up, loaded and saved, for every request.
+"""The scheduler side of the LMCache connector: decides what is looked up, loaded and saved for every request.
 
-A request is looked up once, without waiting: the scheduler asks again until the answer is there. What the server has beyond the
-local hits is loaded, once; a request whose load has failed computes its prompt. Chunks that a step completes are copied behind
-it (``connectors.lmcache.worker``) and sent when the engine has sealed their blocks: the seal says that the KV is complete and
-good, and whose it is. Runs on the engine thread, inside the scheduler; knows no sockets.
+A request is looked up once, without blocking: the scheduler polls until the answer arrives. The chunks that the server has
+beyond the local hits are loaded once; after a failed load the request computes its prompt. Chunks that a step completes are
+copied after the step (``connectors.lmcache.worker``) and sent when the engine has sealed their blocks. A seal means that the KV
+is complete and valid, and identifies it. Runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _SESSION_PREFIX = "kvferry-"
 
 
 class LMCacheMPConnectorScheduler(KVConnectorScheduler):
-    """Tracks every request; nothing is looked up, loaded or saved while ``server`` is None.
+    """Tracks every request. Looks up, loads and saves nothing while ``server`` is None.
 
-    ``server`` and answers to lookups are set by the event loop; each is read once per use. ``saves_output`` False saves
-    prompts only.
+    The event loop sets ``server`` and the answers to lookups; each method reads ``server`` once. With ``saves_output`` False
+    only prompts are saved.
     """
 
     def __init__(self, ids: IdSource, clock: Clock, *, saves_output: bool, handoff_wait_s: float) -> None:
@@ -51,13 +51,13 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         self._saves_output = saves_output
         self._manager: KVCacheManager | None = None
         self.server: ServerSession | None = None
-        self._arrived: deque[tuple[str, int]] = deque()  # answers, as the event loop has put them
+        self._arrived: deque[tuple[str, int]] = deque()  # answers to lookups from the event loop
         self._answers: dict[str, int] = {}  # by session
         self._trackers: dict[str, LMCacheMPRequestTracker] = {}  # by request id
-        self._servers: dict[str, ServerSession] = {}  # by session: the one that it lives on
-        self._waiting_since: dict[str, float] = {}  # by request id: for what a prefill worker may be saving still
+        self._servers: dict[str, ServerSession] = {}  # by session: the server it belongs to
+        self._waiting_since: dict[str, float] = {}  # by request id: for chunks that a prefill worker may still be saving
         self._loading: set[str] = set()
-        self._unproven: dict[str, list[SavePages]] = {}  # by request id: copied, and not known to be good yet
+        self._unproven: dict[str, list[SavePages]] = {}  # by request id: copied, but not sealed yet
         self._num_saves = 0
         self.num_saves_without_room = 0
         self._next = LMCacheMPConnectorMetadata()
@@ -72,13 +72,13 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         return self._bound_manager.kv_cache_config.groups
 
     def on_lookup_answer(self, session_id: str, num_tokens: int) -> None:
-        """Take what the server has, for the next time that the scheduler asks. Any thread."""
+        """Queue the answer to a lookup until the scheduler polls. Any thread."""
         self._arrived.append((session_id, num_tokens))
 
     # ---- lookups and loads -----------------------------------------------------------------------------------------
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Offer what the server has beyond the local hits; None until it has said so."""
+        """Return the number of tokens that the server has beyond the local hits; None while the lookup is pending."""
         tracker = self._tracker_of(request)
         if tracker.state is not LMCacheMPRequestState.PREFETCHING:
             return 0, False
@@ -94,10 +94,10 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         return count, count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Load what was offered, or let go of it: somebody else may load, or nobody.
+        """Load the offered tokens, or release their locks if another connector loads or no load is needed.
 
-        A request that this side was never asked about, since a connector before it has a hit, is tracked from here on, so that
-        what it computes is saved all the same.
+        If an earlier connector had a hit, the request was not looked up here. It is tracked from now on, so that the chunks it
+        computes are saved.
         """
         tracker = self._trackers.get(request.request_id)
         if tracker is None:
@@ -114,11 +114,11 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         self._next.unclaimed.append(tracker.session_id)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Note the ends of loads."""
+        """Record the ends of loads."""
         self._loading -= output.finished_recving
 
     def _tracker_of(self, request: Request) -> LMCacheMPRequestTracker:
-        """Return the request's tracker; a new one, with a lookup, if it has none or lost its blocks since."""
+        """Return the request's tracker; a new one, with a lookup, if it has none or was preempted."""
         tracker = self._trackers.get(request.request_id)
         if request.has_failed_load or request.skip_reading_prefix_cache:
             return tracker if tracker is not None else self._bypass(request)
@@ -130,7 +130,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         return tracker
 
     def _answer_of(self, tracker: LMCacheMPRequestTracker) -> int | None:
-        """Return what the server has of a request, None if it has not said so yet. Answers that nobody awaits are dropped."""
+        """Return the number of tokens that the server has; None while pending. Answers for ended sessions are dropped."""
         while self._arrived:
             session_id, num_tokens = self._arrived.popleft()
             if session_id in self._servers:
@@ -138,10 +138,10 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         return self._answers.get(tracker.session_id)
 
     def _is_being_saved(self, request: Request, tracker: LMCacheMPRequestTracker, num_tokens: int) -> bool:
-        """Say whether the prefill worker that has just computed the prompt may not have saved all of it yet.
+        """Return whether the prefill worker may still be saving chunks of this prompt.
 
-        A request that comes with its first token, but without a handoff: the server is the only way from there to here. Its
-        last chunks take a moment longer than the message does.
+        True only for a request that arrives with its first token and without a handoff: the server is its only source of KV.
+        The save of its last chunks can take longer than the message from the prefill worker.
         """
         server = self._servers.get(tracker.session_id)
         is_first_try = request.num_preemptions == 0 and request.kv_handoff is None
@@ -155,7 +155,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
 
     @staticmethod
     def _num_loadable(server: ServerSession) -> int:
-        """Return how many tokens one load can have."""
+        """Return the largest number of tokens for one load."""
         geometry = server.geometry
         pages_per_chunk = geometry.blocks_per_chunk * len(geometry.windows)
         return server.staging.load_capacity // pages_per_chunk * geometry.chunk_size
@@ -175,7 +175,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         return self._track(request, LMCacheMPRequestState.BYPASS_LMCACHE, self.server)
 
     def _track(self, request: Request, state: LMCacheMPRequestState, server: ServerSession | None) -> LMCacheMPRequestTracker:
-        """Track a request in a session with a name that was never used: the server takes equal names for equal tokens."""
+        """Track a request in a session with a new name: the server assumes that equal names mean equal tokens."""
         tracker = LMCacheMPRequestTracker(request, new_hex_id(self._ids, _SESSION_PREFIX), state)
         self._trackers[request.request_id] = tracker
         if server is not None:
@@ -194,7 +194,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
     # ---- steps and saves -------------------------------------------------------------------------------------------
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Judge what the last step completed, count what this one computes, and ship what has gathered."""
+        """Check the saves of the last step, count the tokens of this one, and return the queued work."""
         for request_id in list(self._unproven):
             self._judge(request_id)
         num_scheduled = scheduler_output.num_scheduled_tokens
@@ -206,11 +206,11 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         return metadata
 
     def has_pending_push_work(self) -> bool:
-        """True while a message, or a judgement, waits for a step."""
+        """True while work is queued, or copied blocks wait for their seals, until the next step."""
         return bool(self._unproven) or not self._next.is_empty()
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
-        """End the request's session and its load. Its blocks are not needed: what is saved has been copied."""
+        """End the request's session and its load. Its blocks can be freed: saves use copies of them."""
         self._judge(request.request_id)
         tracker = self._trackers.pop(request.request_id, None)
         self._waiting_since.pop(request.request_id, None)
@@ -221,7 +221,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         return False, None
 
     def _begin(self, request_id: str, num_computed_tokens: int) -> None:
-        """Count anew for a request that starts to run, the first time or after it has lost something."""
+        """Reset the counts of a request that starts or restarts."""
         tracker = self._trackers.get(request_id)
         if tracker is None:
             return
@@ -231,14 +231,14 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
             tracker.forget_stored(num_computed_tokens, server.geometry.chunk_size)
 
     def _count(self, request_id: str, num_scheduled: Mapping[str, int]) -> None:
-        """Add what the step computes of a request, and save the chunks that it completes."""
+        """Add the tokens that the step computes for a request, and save the chunks that it completes."""
         tracker = self._trackers.get(request_id)
         if tracker is None:
             return
         tracker.num_scheduled_tokens += num_scheduled[request_id]
         server = self._servers.get(tracker.session_id)
         if server is None or server is not self.server:
-            return  # it knows nothing of what came before
+            return  # a new server has none of the earlier chunks
         request, num_stored = tracker.request, tracker.num_stored_tokens
         if server.geometry.floor(tracker.num_computed_tokens) > num_stored:
             self._save(request, tracker, server)
@@ -253,7 +253,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
             return
         transfer = self._transfer(request, chunks, server)
         pages = server.staging.take_to_save(len(transfer.moves))
-        if pages is None:  # tried again with the next step, until the request ends
+        if pages is None:  # retried with the next step, until the request ends
             tracker.num_stored_tokens = num_stored
             self.num_saves_without_room += 1
             return
@@ -263,7 +263,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         self._next.saves.append(save)
 
     def _judge(self, request_id: str) -> None:
-        """Say of each copied block whether the engine has sealed it since, as what it was copied for."""
+        """Queue a verdict for each copied save: True if the engine sealed all of its blocks."""
         for save in self._unproven.pop(request_id, ()):
             is_good = self._is_sealed(save)
             self._next.verdicts[save.number] = is_good
@@ -273,10 +273,10 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
                 tracker.forget_stored(chunks.start, save.transfer.server.geometry.chunk_size)
 
     def _is_sealed(self, save: SavePages) -> bool:
-        """Say whether all blocks of a save are sealed as what they were copied for.
+        """Return whether the seals of all blocks of a save match their identities.
 
-        A block that has left its group's window since, and may be somebody else's, was complete: only what lies behind tokens
-        that have been processed leaves.
+        A block that has left its group's window since, and may hold another request's KV now, was complete: a block leaves the
+        window only after later tokens were processed.
         """
         chunks, manager = save.transfer.chunks, self._bound_manager
         tables = manager.get_block_ids(chunks.request_id)

@@ -1,9 +1,8 @@
-"""The server's sessions of our requests: what was looked up in them, which of its locks they hold, when they may end.
+"""The server's sessions of our requests: their lookups, the locks that they hold, and their ends.
 
-A lookup makes the server lock what it finds, until that is retrieved or let go. So every session ends in the same way, whatever
-becomes of its request: the answer to its lookup is awaited, locks that no load takes over are let go, and when nothing is open
-any more the server is told that it is over. A name is used for one session only: the server believes that a session's tokens
-are those that it has seen first.
+A lookup makes the server lock the chunks that it finds until they are retrieved or freed. So every session ends in the same
+way: wait for the answer to its lookup, free the locks that no load consumes, and end the session when none of its requests is
+open. A name is used for one session only, because the server assumes that a session's tokens never change.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _TP_SIZE = 1  # a field of former versions
 
 @dataclass(slots=True)
 class _Session:
-    """``num_open`` counts what must end before the session may.
+    """``num_open`` counts the lookups, loads, saves and lock requests that must end before the session.
 
-    ``locked`` are the ranges of tokens whose locks are ours to let go; a load takes over those that it needs, ``claimed``.
+    ``locked`` are the ranges of tokens whose locks must be freed; a load consumes the range ``claimed``.
     """
 
     span: TokenSpan
     num_open: int = 0
-    deadline: float = math.inf  # of an answer to whoever waits for the lookup
+    deadline: float = math.inf  # of the answer to the lookup
     poll_at: float = math.inf
     is_waited_for: bool = False
     locked: list[tuple[int, int]] = field(default_factory=list)
@@ -40,7 +39,7 @@ class _Session:
 
 
 class ServerSessions:
-    """All sessions that the server knows, or will know."""
+    """All sessions that are open on the server, or about to be."""
 
     def __init__(self, calls: PendingRequests) -> None:
         self._calls = calls
@@ -94,7 +93,7 @@ class ServerSessions:
         self._settle(session)
 
     def _answer(self, session: _Session, outcome: str, num_tokens: int) -> None:
-        """Tell whoever waits, once."""
+        """Report the answer, once."""
         if session.is_waited_for:
             session.is_waited_for = False
             session.deadline = math.inf
@@ -104,7 +103,7 @@ class ServerSessions:
     # ---- what else happens in a session ------------------------------------------------------------------------------
 
     def claim(self, session_id: str, start: int) -> None:
-        """A load takes over the locks from token ``start`` on; the session stays open for it."""
+        """Reserve the locks from token ``start`` on for a load, and keep the session open for it."""
         session = self._sessions[session_id]
         ((first, end),) = session.locked
         session.locked = [(first, start)] if first < start else []
@@ -112,7 +111,7 @@ class ServerSessions:
         session.num_open += 1
 
     def unclaim(self, session_id: str) -> None:
-        """A load that had claimed locks ends before the server has heard of it."""
+        """Return the claimed locks of a load that ends before its request was sent."""
         session = self._sessions.get(session_id)
         if session is not None:
             assert session.claimed is not None
@@ -132,21 +131,21 @@ class ServerSessions:
         session.num_open += 1
 
     def let_go(self, session_id: str) -> None:
-        """A load or save of the session is over."""
+        """Note that a load or save of the session has ended."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.num_open -= 1
             self._settle(session)
 
     def release(self, session_id: str) -> None:
-        """Nothing is going to be loaded beside what has been claimed."""
+        """Free the locks that no load has claimed."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.is_released = True
             self._settle(session)
 
     def end(self, session_id: str) -> None:
-        """The request is over. The server is told when nothing of it is open; sessions that it does not know need no end."""
+        """End the session as soon as none of its requests is open. Sessions unknown to the server need no end."""
         session = self._sessions.get(session_id)
         if session is not None:
             session.is_released = session.is_ended = True
@@ -155,16 +154,16 @@ class ServerSessions:
             self._settle(session)
 
     def end_all(self) -> None:
-        """The worker leaves: let go of all locks, and end all sessions, whatever is open."""
+        """Free all locks and end all sessions at once, including those with open requests."""
         for session_id, session in list(self._sessions.items()):
             session.num_open = 0
             self.end(session_id)
-            if session_id in self._sessions:  # it has let go of locks
+            if session_id in self._sessions:  # it is freeing locks
                 session.num_open = 0
                 self._settle(session)
 
     def on_timer(self, now: float) -> None:
-        """Answer in the server's place where it takes too long, and ask it again where it was not done."""
+        """Answer overdue lookups as misses, and poll the server for pending ones."""
         for session in list(self._sessions.values()):
             if session.deadline <= now:
                 session.is_released = True  # it may still find something, and lock it
@@ -177,7 +176,7 @@ class ServerSessions:
         return min((min(session.deadline, session.poll_at) for session in self._sessions.values()), default=math.inf)
 
     def fail_all(self) -> None:
-        """Forget all sessions, which the server has lost, or will."""
+        """Forget all sessions; the server has lost them or expires them."""
         for session in self._sessions.values():
             self._answer(session, "lookups_unanswered", 0)
         self._sessions.clear()
@@ -185,7 +184,7 @@ class ServerSessions:
     # ---- ends --------------------------------------------------------------------------------------------------------
 
     def _settle(self, session: _Session) -> None:
-        """Let go of locks that nobody needs, then end the session if it is over."""
+        """Free the locks of a released session, then end it if none of its requests is open."""
         if session.is_released:
             while session.locked:
                 self._free_locks(session, *session.locked.pop())

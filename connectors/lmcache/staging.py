@@ -1,13 +1,13 @@
-"""Staging: pages in shared memory through which every block goes to and from the server, each with its seal.
+"""Staging pages in shared memory: every block passes through one of them, with its seal, on its way to or from the server.
 
-The server copies by itself, whenever it likes, so it is never given the pool that attention reads: what it reads here is a copy
-that nobody writes, and what it writes here is looked at before it is used. A page holds a block and behind it the block's seal,
-with a digest; the server takes both for one piece of memory, so they are kept, moved and lost together.
+The server copies in its own process and at its own time, so it never gets access to the KV pool. It reads pages that hold a
+finished copy, and the pages it writes are verified before use. A page holds a block followed by the block's seal with a
+digest. The server treats both as one piece of memory, so they are stored, moved and lost together.
 
-    page    block ... | seal[64] | padding                  page 0 stands for "no block": its content means nothing
-    pages   0 | to load ... | to save ...                   each kind has its own, so that neither starves the other
+    page    block ... | seal[64] | padding                  page 0 stands for "no block": its content has no meaning
+    pages   0 | to load ... | to save ...                   separate ranges, so that neither starves the other
 
-Owns the memory and which pages are free. Knows neither server nor requests. Pages are taken and given back by several threads.
+Owns the memory and the list of free pages. Several threads take and return pages.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ SHM_PREFIX = "kvferry_lmcache_"
 PAGE_VERSION = 1  # of the format of a page; part of the name under which pages are kept
 NULL_PAGE = 0
 
-_SEALED_GENERATION = 1  # a page's seal tells no lives of a block apart: its bytes and their hash are all there is
+_SEALED_GENERATION = 1  # constant: a page is identified by its block hash and digest, not by a block's generation
 
 Bytes = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
 class PageIdentity:
-    """What a block is, by the prompt that it belongs to."""
+    """The identity of a block: its KV cache group and the hash of the prompt up to its end."""
 
     group_id: int
     block_hash: bytes
@@ -49,9 +49,9 @@ class PageIdentity:
 
 @dataclass(frozen=True, slots=True)
 class PageSealer:
-    """Makes and checks the seals of pages, for blocks of one layout. Holds scratch memory: one for each thread.
+    """Makes and verifies the seals of pages, for blocks of one layout. Holds scratch memory, so each thread needs its own.
 
-    ``incarnation`` is the life of the worker that seals; a reader takes pages of any.
+    ``incarnation`` is that of the worker that seals; pages of any incarnation pass verification.
     """
 
     incarnation: int
@@ -74,9 +74,9 @@ class PageSealer:
         page[start : start + SEAL_BYTES] = np.frombuffer(encode_seal(seal), dtype=np.uint8)
 
     def find_fault(self, content: Bytes, seal_row: bytes, identity: PageIdentity) -> KVFerryError | None:
-        """Say why bytes that came with a seal must not be used as this block; None if they are it, bit by bit.
+        """Return the error if these bytes and their seal are not the block ``identity``; None if they match.
 
-        Both should be copies: the server may write a page at any time.
+        Pass copies, since the server may write a page at any time.
         """
         seal = decode_seal(seal_row)
         if seal is None:
@@ -93,7 +93,7 @@ class PageSealer:
 
 
 class _FreePages:
-    """Pages of one kind that nobody uses."""
+    """The free pages of one kind."""
 
     def __init__(self, pages: Iterable[int]) -> None:
         self._free = list(pages)
@@ -120,11 +120,11 @@ class _FreePages:
 class Staging:
     """Pages for blocks of ``block_bytes``, in a new segment of shared memory named ``name``.
 
-    Half of the pages are for loads, the others for saves. The memory is there before the first page is used, and stays mapped
-    as long as an array of it lives; ``unlink`` takes the name away.
+    Half of the pages are for loads, the others for saves. The memory is allocated at once and stays mapped as long as an array
+    of it lives; ``unlink`` removes the name.
 
     Raises:
-        ConnectorUnavailable: there is not enough shared memory, or no two pages in ``num_bytes``.
+        ConnectorUnavailable: there is not enough shared memory, or ``num_bytes`` holds fewer than three pages.
     """
 
     def __init__(self, name: str, num_bytes: int, block_bytes: int, block_size: int) -> None:
@@ -140,7 +140,7 @@ class Staging:
         self._path = SHM_FOLDER / name
         self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            fcntl.flock(self._fd, fcntl.LOCK_EX)  # says that somebody is alive who needs the name
+            fcntl.flock(self._fd, fcntl.LOCK_EX)  # tells sweep_segments that the owner is alive
             os.posix_fallocate(self._fd, 0, num_pages * page_bytes)
             memory = mmap.mmap(self._fd, num_pages * page_bytes)
         except OSError as error:
@@ -156,29 +156,29 @@ class Staging:
 
     @property
     def load_capacity(self) -> int:
-        """Most pages that one load can have."""
+        """The largest number of pages for one load."""
         return self._to_load.capacity
 
     @property
     def num_used_pages(self) -> int:
-        """Pages that the server may read or write, or that are about to be copied."""
+        """Pages that the server may read or write, or that wait to be copied."""
         return self._to_load.num_used + self._to_save.num_used
 
     def take_to_load(self, count: int) -> list[int] | None:
-        """Return pages for a load, None while there are not enough."""
+        """Return pages for a load; None if too few are free."""
         return self._to_load.take(count)
 
     def take_to_save(self, count: int) -> list[int] | None:
-        """Return pages for a save, None while there are not enough."""
+        """Return pages for a save; None if too few are free."""
         return self._to_save.take(count)
 
     def give_back(self, pages: Sequence[int]) -> None:
-        """Take pages back that neither the server nor anybody here uses any more; all of one kind."""
+        """Return pages, all of one kind, that neither the server nor this process uses any more."""
         if pages:
             (self._to_load if pages[0] <= self._to_load.capacity else self._to_save).give(pages)
 
     def unlink(self) -> None:
-        """Take the name away: who has mapped the memory keeps it, and nobody else can. Idempotent."""
+        """Remove the name: existing mappings stay valid, new ones are impossible. Idempotent."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             self._path.unlink(missing_ok=True)
@@ -186,13 +186,13 @@ class Staging:
 
 
 def sweep_segments(folder: Path = SHM_FOLDER) -> int:
-    """Remove segments whose makers died before they took the names away; return how many there were.
+    """Remove segments that dead processes left, and return their number.
 
-    Their makers hold a lock as long as they live, which also holds between containers that share the folder but no pids.
+    A living owner holds a lock on its segment. Locks also work between containers that share the folder but not their pids.
     """
     num_removed = 0
     for path in sorted(folder.glob(f"{SHM_PREFIX}*")):
-        with contextlib.suppress(OSError):  # somebody else's, or somebody else was faster
+        with contextlib.suppress(OSError):  # not ours, locked by a living process, or already removed
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

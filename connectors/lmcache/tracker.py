@@ -1,11 +1,10 @@
-"""What is known of one request: what the server has of it, what has been computed, what has been saved.
+"""The counts of one request, in tokens: what the server has, what is computed, what is saved.
 
-Counts only, all in tokens; decides which chunks are saved and which are loaded. Whole chunks are saved and loaded, a chunk
-being what the server keeps under one key, so the saved count is a multiple of it. Knows no server, no blocks' content, no
-steps: the scheduler side calls it. After vLLM's ``LMCacheMPRequestTracker``.
+Decides which chunks to save and which to load. A chunk is what the server stores under one key. Only whole chunks are saved
+and loaded, so the saved count is a multiple of the chunk size. Modelled on vLLM's ``LMCacheMPRequestTracker``.
 
-    tokens   |--- hits: here already, or from the server ---|--- scheduled since ---|      computed, when the step has run
-             |------------ saved, or there before ------------|-- chunk --|- ... |         to save now: the whole chunks
+    tokens   |------- hits: local, or from the server -------|--- scheduled since ---|     computed after the step
+             |---- saved, or already on the server ----|-- chunk --|-- chunk --| ... |     to save now: the whole chunks
 """
 
 from __future__ import annotations
@@ -23,10 +22,10 @@ Direction = Literal["STORE", "RETRIEVE"]
 
 
 class LMCacheMPRequestState(Enum):
-    """How far a request is with the server.
+    """The state of a request towards the server.
 
-    PREFETCHING → WAITING_FOR_LOAD → READY, or PREFETCHING → READY if nothing is loaded; READY from the beginning if another
-    connector loads. BYPASS_LMCACHE asks the server for nothing, but may save.
+    PREFETCHING → WAITING_FOR_LOAD → READY, or PREFETCHING → READY if nothing is loaded; READY from the start if another
+    connector loads. A request in BYPASS_LMCACHE is not looked up, but is saved.
     """
 
     PREFETCHING = auto()
@@ -37,7 +36,7 @@ class LMCacheMPRequestState(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ChunkGeometry:
-    """Sizes in tokens. ``windows`` has one entry per KV cache group: how far back it looks, -1 = to the beginning."""
+    """Sizes in tokens. ``windows`` has one entry per KV cache group: its attention window, -1 = full attention."""
 
     chunk_size: int
     block_size: int
@@ -45,7 +44,7 @@ class ChunkGeometry:
 
     @property
     def blocks_per_chunk(self) -> int:
-        """Blocks of a chunk in one group."""
+        """Blocks per chunk in one group."""
         return self.chunk_size // self.block_size
 
     def floor(self, num_tokens: int) -> int:
@@ -54,9 +53,9 @@ class ChunkGeometry:
 
     @property
     def server_order(self) -> tuple[int, ...]:
-        """Groups in the order in which the server is told of them.
+        """Group ids in the order of registration with the server.
 
-        It keeps those with windows of as many chunks in one object, and takes for granted that they follow each other.
+        The server stores groups whose windows span the same number of chunks in one object, and requires them to be adjacent.
         """
 
         def num_chunks(group_id: int) -> int:
@@ -66,7 +65,7 @@ class ChunkGeometry:
         return tuple(sorted(range(len(self.windows)), key=lambda group_id: (num_chunks(group_id), group_id)))
 
     def declared_window(self, window: int) -> int:
-        """Return the window as the server is told: one below a chunk must be whole blocks."""
+        """Return the window for the registration: one below a chunk is rounded up to whole blocks."""
         return window if window < 0 or window >= self.chunk_size else -(-window // self.block_size) * self.block_size
 
 
@@ -74,8 +73,9 @@ class ChunkGeometry:
 class LMCacheMPRequestTracker:
     """The counts of a request in one session of the server, named ``session_id``.
 
-    ``num_local_hit_tokens`` were in the pool before the request's first step, whoever brought them; ``num_lmcache_hit_tokens``
-    the server has. Both count from the beginning, so the larger one counts. ``num_scheduled_tokens`` came after them.
+    ``num_local_hit_tokens`` were in the pool before the request's first step, from any source; the server has
+    ``num_lmcache_hit_tokens``. Both count from the start of the prompt, so the larger one applies. ``num_scheduled_tokens``
+    follow them.
     """
 
     request: Request
@@ -88,34 +88,34 @@ class LMCacheMPRequestTracker:
 
     @property
     def num_computed_tokens(self) -> int:
-        """Tokens that have KV once the step being scheduled has run."""
+        """Tokens that have KV after the step being scheduled."""
         return max(self.num_local_hit_tokens, self.num_lmcache_hit_tokens) + self.num_scheduled_tokens
 
     def needs_retrieve(self) -> bool:
-        """True if the server has more than is here, and it has not been asked for."""
+        """True if the server has more tokens than the pool and no load has been requested."""
         is_settled = self.state in (LMCacheMPRequestState.READY, LMCacheMPRequestState.BYPASS_LMCACHE)
         return self.num_lmcache_hit_tokens > self.num_local_hit_tokens and not is_settled
 
     def is_ready_for_retrieving(self) -> bool:
-        """True if the blocks to load into are there."""
+        """True if the blocks to load into are allocated."""
         return self.state is LMCacheMPRequestState.WAITING_FOR_LOAD and self.needs_retrieve()
 
     def found(self, num_hit_tokens: int, num_local_tokens: int) -> None:
-        """Note the answer to a lookup and what was in the pool then. It may be told many times."""
+        """Record the answer to a lookup and the local hits at that time. Repeatable."""
         self.num_lmcache_hit_tokens = self.num_stored_tokens = num_hit_tokens
         self.num_local_hit_tokens = num_local_tokens
 
     def begin(self, num_computed_tokens: int) -> None:
-        """Note that the request starts to run, anew or again, with this many tokens in the pool.
+        """Record that the request starts, or restarts, with this many tokens in the pool.
 
-        Whatever was hoped for before, these are the hits: a load may have failed, or somebody else's have succeeded.
+        They replace the expected hits, since a load can fail and another connector can load more.
         """
         self.num_scheduled_tokens = 0
         self.num_local_hit_tokens = num_computed_tokens
         self.num_lmcache_hit_tokens = min(self.num_lmcache_hit_tokens, num_computed_tokens)
 
     def forget_stored(self, num_tokens: int, chunk_size: int) -> None:
-        """Note that nothing behind ``num_tokens`` has been saved after all."""
+        """Record that no chunk after ``num_tokens`` is saved."""
         self.num_stored_tokens = min(self.num_stored_tokens, num_tokens - num_tokens % chunk_size)
 
 
@@ -123,9 +123,9 @@ class LMCacheMPRequestTracker:
 class LMCacheMPRequestMetadata:
     """Chunks of one request to save or to load: tokens [start, end), and the blocks of each group that hold them.
 
-    ``span`` holds tokens from the beginning to the end, or beyond. A load leaves the first ``num_skipped_tokens`` from
-    ``start`` on alone, which are in the pool already and may be shared. In a save, a group's chunk is whole, or null blocks
-    only: then the group does not have it, and nothing of it is kept.
+    ``span`` holds the tokens from 0 to at least ``end``. A load does not write the first ``num_skipped_tokens`` after
+    ``start``: their blocks are in the pool already and may be shared. In a save, a group's chunk is either whole, or consists
+    of null blocks and is not stored.
     """
 
     request_id: str
@@ -144,10 +144,9 @@ class LMCacheMPRequestMetadata:
         span: TokenSpan,
         max_tokens: int | None = None,
     ) -> LMCacheMPRequestMetadata | None:
-        """Return the chunks that the step completes and that are not saved yet, and count them as saved; None if none is.
+        """Return the unsaved chunks that this step completes, and count them as saved; None if there are none.
 
-        What is computed bounds it, what is hashed and what is allocated: of all groups the one that covers least.
-        ``max_tokens`` bounds it too, if given.
+        Limited by the computed tokens, the request's tokens, the group with the fewest allocated blocks, and ``max_tokens``.
         """
         covered = min(len(ids) for ids in allocated_block_ids) * geometry.block_size
         available = min(tracker.num_computed_tokens, tracker.request.num_tokens, covered)
@@ -170,9 +169,9 @@ class LMCacheMPRequestMetadata:
         allocated_block_ids: Sequence[Sequence[int]],
         span: TokenSpan,
     ) -> LMCacheMPRequestMetadata | None:
-        """Return the chunks to load, None if it is not the time; the request is READY afterwards in any case.
+        """Return the chunks to load, None if no load is due. The request is READY afterwards.
 
-        The first chunk may overlap local hits: the server knows whole chunks only, so it is told to skip these tokens.
+        The first chunk may overlap local hits. Since the server loads whole chunks, the request names the tokens to skip.
         """
         is_due = tracker.is_ready_for_retrieving()
         tracker.state = LMCacheMPRequestState.READY
@@ -189,10 +188,10 @@ def _blocks_of(block_ids: Sequence[int], start: int, end: int, geometry: ChunkGe
 
 
 def _whole_chunks(block_ids: Sequence[int], geometry: ChunkGeometry, window: int) -> tuple[int, ...]:
-    """Make every chunk null of which a needed block has left the window.
+    """Replace every chunk that lacks a needed block, because it left the window, with null blocks.
 
-    The server keeps all of a chunk, or the end of it that a window shorter than the chunk still covers, and would take the null
-    block's content for that of the blocks that are gone.
+    The server stores the whole chunk, or the part of it that a shorter window covers, and would store the content of the null
+    page in place of the missing block.
     """
     per_chunk = geometry.blocks_per_chunk
     num_needed = per_chunk if window < 0 else min(per_chunk, -(-window // geometry.block_size))

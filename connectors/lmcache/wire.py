@@ -1,13 +1,12 @@
-"""The wire protocol of the LMCache multi-process server, as far as this client needs it.
+"""The part of the LMCache multi-process server's wire protocol that this client uses.
 
     request   msgpack(uid) | msgpack(operation) | msgpack(argument) ...        DEALER → ROUTER, one frame each
     reply     msgpack(uid) | msgpack(operation) | [msgpack(result)]            no third frame = None
 
-There is no version in the frames, no handshake and no error reply: a request that the server fails to handle is never
-answered. So a client asks the server's admin port for its version first and speaks to those that it was tested with
-(``TESTED_VERSIONS``), and every request has a deadline. Owns operations, keys and descriptors; knows neither sockets nor
-requests.
-Facts from LMCache 0.5.6: ``v1/multiprocess/transport``, ``custom_types``, ``group_view``, ``platform/base/ipc_wire``.
+The frames carry no version, and there is no handshake and no error reply: a request that the server fails to handle is never
+answered. So the client reads the server's version from its admin port first, uses only ``TESTED_VERSIONS``, and gives every
+request a deadline. Owns operations, keys and descriptors.
+Sources in LMCache 0.5.6: ``v1/multiprocess/transport``, ``custom_types``, ``group_view``, ``platform/base/ipc_wire``.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ from core.kv.seals import layout_fingerprint
 from core.wire.kv import KVLayoutInfo
 
 TESTED_VERSIONS = ("0.5.6",)
-MAX_MESSAGE_BYTES = 1 << 20  # of the server's replies, which are small
+MAX_MESSAGE_BYTES = 1 << 20  # limit for replies, which are small
 
-_EVENT = b"stub_ipc_handle"  # stands for a device event; a server that copies host memory does not look at it
+_EVENT = b"stub_ipc_handle"  # in place of a device event, which the server ignores for host memory
 _TENSOR_EXTENSION = 1
-_DTYPE = "float32"  # words of 4 bytes, copied as they are
+_DTYPE = "float32"  # words of 4 bytes; the server copies them unchanged
 WORD_BYTES = 4
 _SALT_DOMAIN = b"lmcache salt v1\0"
 _MEDIA_DOMAIN = b"kvferry lmcache media v1"
@@ -38,7 +37,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 class Operation(IntEnum):
-    """Numbers of operations, frozen in the server's source."""
+    """Operation numbers, declared frozen in the server's source."""
 
     REGISTER_KV_CACHE = 1
     UNREGISTER_KV_CACHE = 2
@@ -53,10 +52,10 @@ class Operation(IntEnum):
 
 
 class CacheKey(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request is about: tokens [start, end) of a sequence, in one session of the server.
+    """Tokens [start, end) of a sequence in one session of the server.
 
-    ``request_id`` names the session. The server keeps the hashes of a session's tokens and never compares them with the tokens
-    again, so two sequences must never share one. ``worker_id`` None asks for all ranks (lookups).
+    ``request_id`` names the session. The server hashes a session's tokens once and does not compare later tokens with them, so
+    every sequence needs a session of its own. ``worker_id`` None means all ranks (lookups).
     """
 
     model_name: str
@@ -72,7 +71,7 @@ class CacheKey(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class GroupInfo(msgspec.Struct, frozen=True, kw_only=True):
-    """One KV cache group: which of the registered tensors it is. ``sw_size_tokens`` -1 = full attention."""
+    """One KV cache group and the indices of its registered tensors. ``sw_size_tokens`` -1 = full attention."""
 
     engine_group_id: int
     layer_indices: tuple[int, ...]
@@ -97,7 +96,7 @@ class _SharedTensor(msgspec.Struct, frozen=True, kw_only=True, tag="cpu_shm"):
 
 @dataclass(frozen=True, slots=True)
 class SharedPages:
-    """Pages of equal size in a named segment of shared memory; ``page_bytes`` a multiple of ``block_size`` words."""
+    """Pages of equal size in a named segment of shared memory. ``page_bytes`` is a multiple of ``block_size`` words."""
 
     shm_name: str
     num_pages: int
@@ -107,15 +106,15 @@ class SharedPages:
 
 @dataclass(frozen=True, slots=True)
 class Namespace:
-    """Under which name one model's blocks are kept. Everything that makes bytes incompatible must be in it."""
+    """The name under which the server stores one model's blocks. Everything that makes bytes incompatible is part of it."""
 
     model_name: str
 
     @classmethod
     def of(cls, model_fingerprint: bytes, layout: KVLayoutInfo, page_version: int) -> Namespace:
-        """Return the namespace of a model, its weights, the layout of its blocks and the format of a page.
+        """Return the namespace of a model, its weights, its block layout and the page format.
 
-        The server's own keys know neither dtype nor layout nor weights.
+        The server's own keys contain neither dtype nor layout nor weights.
         """
         model = hashlib.blake2b(model_fingerprint, digest_size=16).hexdigest()
         return cls(f"kvferry-{page_version}-{model}-{layout_fingerprint(layout):016x}")
@@ -143,10 +142,10 @@ class TokenSpan:
 
 
 def wire_salt(cache_salt: str, media_keys: Sequence[ExtraKey] = ()) -> str:
-    """Return what stands for a tenant's salt, and for a request's media, in the server's keys; empty for neither.
+    """Return the digest of a tenant's salt and a request's media for the server's keys; empty without either.
 
-    The server knows token ids only, and images of one size have the same ones: with ``media_keys``, a request's extra keys for
-    its media, what was computed over other media has other keys. 32 hexadecimal digits: keys end up in file names.
+    The server compares token ids only, and images of one size have the same token ids. ``media_keys``, the request's extra keys
+    for its media, keep them apart. 32 hexadecimal digits, since keys become file names.
     """
     if media_keys:
         content = _MEDIA_DOMAIN + encode_extra_keys((("cache_salt", cache_salt), *media_keys))
@@ -163,10 +162,10 @@ def encode_call(uid: int, operation: Operation, *arguments: object) -> list[byte
 
 
 def decode_reply(frames: Sequence[bytes]) -> tuple[int, object]:
-    """Return the number of the request and its result, None for a reply without one.
+    """Return the number of the request and its result; None for a reply without a result.
 
     Raises:
-        ProtocolError: this is no reply.
+        ProtocolError: the frames are not a reply.
     """
     try:
         uid = msgspec.msgpack.decode(frames[0], type=int)
@@ -179,10 +178,10 @@ def decode_reply(frames: Sequence[bytes]) -> tuple[int, object]:
 def register_call(
     uid: int, instance_id: int, namespace: Namespace, pages: SharedPages, groups: Sequence[GroupInfo]
 ) -> list[bytes]:
-    """Return the request that makes pages known, once per group.
+    """Return the request that registers the pages, once per group.
 
-    To the server every group is one layer of 3-dimensional pages ``[num_pages, block_size, words]``, its form of a layer
-    without heads: a page is copied as one contiguous run, whatever is in it.
+    Every group is registered as one layer of shape ``[num_pages, block_size, words]``, the server's form of a layer without
+    heads: it copies a page as one contiguous run of bytes.
     """
     words = pages.page_bytes // pages.block_size // WORD_BYTES
     assert words * pages.block_size * WORD_BYTES == pages.page_bytes, "pages are whole rows of words"
@@ -198,17 +197,17 @@ def register_call(
 
 
 def store_call(uid: int, key: CacheKey, instance_id: int, pages: Sequence[Sequence[int]]) -> list[bytes]:
-    """Return the request to keep these pages, one list per group."""
+    """Return the request to store these pages, one list per group."""
     return encode_call(uid, Operation.STORE, key, instance_id, pages, _EVENT)
 
 
 def retrieve_call(
     uid: int, key: CacheKey, instance_id: int, pages: Sequence[Sequence[int]], num_skipped_tokens: int
 ) -> list[bytes]:
-    """Return the request to fill these pages, one list per group, those of the first skipped tokens left out."""
+    """Return the request to fill these pages, one list per group, except those of the skipped tokens."""
     return encode_call(uid, Operation.RETRIEVE, key, instance_id, pages, _EVENT, num_skipped_tokens)
 
 
 def is_done(result: object) -> bool:
-    """Say whether the result of a store or a retrieve is a good one: ``[event, True]``."""
+    """Return whether a store or retrieve succeeded: ``[event, True]``."""
     return isinstance(result, list) and len(result) == 2 and result[1] is True

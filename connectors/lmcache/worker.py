@@ -1,7 +1,7 @@
 """The worker side of the LMCache connector: the engine thread's end of the queues to and from the event loop.
 
-The one thing it does itself is to copy what a step has completed, behind the step, before its blocks can be written again: a
-copy of some MiB per chunk. Everything else runs in the event loop and on the copying thread. Never waits.
+After a step it copies the blocks of completed chunks, before they can be written again: some MiB per chunk. Everything else
+runs in the event loop and on the copying thread. Never blocks on either.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from core.request import KVConnectorMetadata
 
 
 class LMCacheMPConnectorWorker(ReportingWorker[LoadEnded]):
-    """Hands step messages to ``submit``, what has been copied to ``submit_copied``, and collects the ends of loads.
+    """Passes step messages to ``submit`` and copied saves to ``submit_copied``, and collects the ends of loads.
 
     Both must be callable from the engine thread and keep order.
     """
@@ -34,20 +34,20 @@ class LMCacheMPConnectorWorker(ReportingWorker[LoadEnded]):
         self._saves: list[SavePages] = []
 
     def register_kv_caches(self, pool: KVPoolRegion) -> None:
-        """Keep the pool."""
+        """Keep the pool and map its rows."""
         super().register_kv_caches(pool)
         if pool.buffer is not None:
             self.rows = np.frombuffer(pool.buffer, dtype=np.uint8).reshape(pool.num_blocks, pool.block_bytes)
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """Pass the step's message on."""
+        """Pass the step's message to the event loop."""
         assert isinstance(metadata, LMCacheMPConnectorMetadata)
         self._saves = metadata.saves
         if not metadata.is_empty():
             self._submit(metadata)
 
     def wait_for_save(self) -> None:
-        """Copy the blocks of chunks that the step has completed."""
+        """Copy the blocks of the chunks that the step completed."""
         saves, self._saves = self._saves, []
         for save in saves:
             staging = save.transfer.server.staging
