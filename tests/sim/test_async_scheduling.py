@@ -27,7 +27,7 @@ _SLOW = (Fault.PRESSURE, Fault.SLOW)
 
 @pytest.fixture(scope="module")
 def runs() -> Summary:
-    plans = [*[draw_plan(seed, async_scheduling=True) for seed in range(6)], *map(draw_tight_plan, range(8))]
+    plans = [*[draw_plan(seed, async_scheduling=True) for seed in range(14)], *map(draw_tight_plan, range(8))]
     summary = Summary()
     for plan in plans:
         summary.add(SimCluster(plan).run())
