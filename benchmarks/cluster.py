@@ -91,7 +91,7 @@ def wait_until_serving(stdout: IO[str] | None) -> str:
     raise RuntimeError("kvferry serve ended before it served")
 
 
-def hand_over_once(base_url: str, model: str, transport: str) -> None:
+def make_one_handoff(base_url: str, model: str, transport: str) -> None:
     body = {"model": model, "prompt": list(range(1000, 1100)), "max_tokens": 4, "temperature": 0, "ignore_eos": True}
     response = httpx.post(f"{base_url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S)
     response.raise_for_status()
@@ -168,7 +168,7 @@ def main() -> None:
             with serve(arguments.model, name) as served:
                 starts[name].append(served.start_s)
                 if repeat == repeats - 1:
-                    hand_over_once(served.base_url, arguments.model, name)
+                    make_one_handoff(served.base_url, arguments.model, name)
                     time.sleep(SETTLE_S)
                     idle[name] = measure_idle(served.process, idle_s)
     publish(make_outcome(starts, idle, idle_s), machine, arguments)

@@ -115,7 +115,7 @@ class Host:
         return tuple(self._connector.transports)
 
     def submit(self, *requests: NewRequest) -> list[Heard]:
-        """Hand over requests; what comes of them is filled in by the engine's thread."""
+        """Submit requests; the engine's thread fills in their results."""
         heard = [Heard() for _ in requests]
         self._heard |= {request.request_id: one for request, one in zip(requests, heard, strict=True)}
         self._thread.submit_add(requests)
@@ -230,7 +230,7 @@ class _Pair:
 
     def measure(self) -> PairResult:
         size = self._size
-        first = [self._hand_over() for _ in range(size.repeats + 1)][1:]  # the first one shakes hands
+        first = [self._make_handoff() for _ in range(size.repeats + 1)][1:]  # the first one shakes hands
         alone = [self._first_token_ms() for _ in range(size.repeats + 1)][1:]
         usages = [usage for _, _, usage in first]
         num_bytes = usages[0].transferred_bytes
@@ -258,7 +258,7 @@ class _Pair:
             num_same_texts=sum(self._same_texts),
         )
 
-    def _hand_over(self) -> tuple[float, float, TransferUsage]:
+    def _make_handoff(self) -> tuple[float, float, TransferUsage]:
         """Return the milliseconds to the first token, there, and to the second, here; and what the transfer was."""
         prompt = self._prompts.new(self._size.prompt)
         begin = time.perf_counter()
@@ -268,7 +268,7 @@ class _Pair:
         (heard,) = self._host.submit(self._request(prompt, 1 + TEXT_TOKENS, output_token_ids=tokens, kv_handoff=handoff))
         self._host.wait([heard])
         if heard.usage is None:
-            raise RuntimeError("nothing was handed over")
+            raise RuntimeError("no handoff was made")
         (alone,) = self._host.submit(self._request(prompt, 1 + TEXT_TOKENS, cache_salt="alone"))  # nothing of it is cached
         self._host.wait([alone])
         self._same_texts.append(tokens + heard.tokens == alone.tokens)

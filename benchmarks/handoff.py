@@ -117,8 +117,8 @@ class Benchmark:
         self._copy = PlainCopy()
 
     def run(self, pair: LocalCluster) -> Found:
-        first = self._hand_over(pair)
-        others = [self._hand_over(pair) for _ in range(self._repeats)]
+        first = self._make_handoff(pair)
+        others = [self._make_handoff(pair) for _ in range(self._repeats)]
         found = Found(first, others, [], [])
         for cluster in (pair, self._aggregated):
             self._second_token_ms(cluster)  # not counted
@@ -127,7 +127,7 @@ class Benchmark:
             found.aggregated_gaps_ms.append(self._second_token_ms(self._aggregated))
         return found
 
-    def _hand_over(self, pair: LocalCluster) -> Transfer:
+    def _make_handoff(self, pair: LocalCluster) -> Transfer:
         body = {
             "model": self._model,
             "prompt": self._prompts.new(self._prompt_tokens),

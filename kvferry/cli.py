@@ -170,7 +170,7 @@ def prefill(
     ready_fd: options.ReadyFd = None,
     parent_pid: options.ParentPid = None,
 ) -> None:
-    """Run one prefill worker: it computes prompts and hands their KV cache over."""
+    """Run one prefill worker: it computes prompts, and decode workers read their KV cache."""
     from kvferry.roles import run_role
 
     flags = {

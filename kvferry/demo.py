@@ -155,7 +155,7 @@ def _report(console: Console, answer: Answer, blocks: dict[str, dict[str, float]
         console.print("FAILED: the answer did not come by a handoff of KV blocks")
         return 1
     if transfer["recomputed_tokens"] or not transfer["verified_blocks"]:
-        console.print(f"FAILED: blocks were computed instead of handed over: {transfer['fallback_reason']}")
+        console.print(f"FAILED: blocks were computed instead of transferred: {transfer['fallback_reason']}")
         return 1
     for title, rows in _sections(answer, transfer, block_size):
         _show(console, title, rows)

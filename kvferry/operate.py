@@ -154,6 +154,6 @@ def _describe(answer: Mapping[str, Any], expect_handoff: bool) -> str:
             raise ProbeFailed(f"the request was served without a verified handoff: {reason or 'nothing was transferred'}")
         return f"served: {usage['completion_tokens']} tokens, without a handoff"
     return (
-        f"served: {usage['completion_tokens']} tokens, {transfer['verified_blocks']} KV blocks handed over and verified "
+        f"served: {usage['completion_tokens']} tokens, {transfer['verified_blocks']} KV blocks transferred and verified "
         f"by {transfer['transport']}"
     )

@@ -62,7 +62,7 @@ class PrefillHandler(RoleHandler):
     def __init__(self, facts: EngineFacts) -> None:
         self._facts = facts
         self._live: dict[str, _Prefill] = {}
-        self._handed_over: OrderedDict[str, str] = OrderedDict()  # request id → transfer id
+        self._transfer_ids: OrderedDict[str, str] = OrderedDict()  # request id → transfer id of its handoff
 
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
         """Ask for the first token of the first choice.
@@ -99,7 +99,7 @@ class PrefillHandler(RoleHandler):
     def on_abort(self, request_id: str) -> RoleOutput:
         """Stop computing, or release the blocks if the answer is already on its way."""
         prefill = self._live.pop(request_id, None)
-        transfer_id = self._handed_over.pop(request_id, None)
+        transfer_id = self._transfer_ids.pop(request_id, None)
         return RoleOutput(
             abort_ids=prefill.choice_ids() if prefill is not None else [],
             release_transfer_ids=[transfer_id] if transfer_id is not None else [],
@@ -171,9 +171,9 @@ class PrefillHandler(RoleHandler):
         del self._live[request_id]
 
     def _remember(self, request_id: str, transfer_id: str) -> None:
-        self._handed_over[request_id] = transfer_id
-        if len(self._handed_over) > MAX_REMEMBERED_HANDOFFS:
-            self._handed_over.popitem(last=False)
+        self._transfer_ids[request_id] = transfer_id
+        if len(self._transfer_ids) > MAX_REMEMBERED_HANDOFFS:
+            self._transfer_ids.popitem(last=False)
 
     def _fail(self, prefill: _Prefill, index: int, error: ErrorInfo, result: RoleOutput) -> None:
         """One choice is lost: so is the request, as the client gets all choices or an error."""

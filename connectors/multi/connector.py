@@ -49,8 +49,8 @@ class MultiConnector(Connector):
     @property
     def has_digests(self) -> bool:
         """True if what is read of a handoff can be verified byte by byte."""
-        handing_over = [connector for connector in self._connectors if connector.transports]
-        return bool(handing_over) and all(connector.has_digests for connector in handing_over)
+        with_transports = [connector for connector in self._connectors if connector.transports]
+        return bool(with_transports) and all(connector.has_digests for connector in with_transports)
 
     async def start(self) -> None:
         """Start all in order; if one cannot start, stop those that have.

@@ -38,7 +38,7 @@ class MultiKVConnectorWorkerMetadata(KVConnectorWorkerMetadata):
 
 
 class MultiConnectorScheduler(KVConnectorScheduler):
-    """Asks in order; tells all. At most one of them hands requests over: a request has one handoff."""
+    """Asks in order; tells all. At most one of them makes handoffs: a request has one."""
 
     def __init__(self, connectors: Sequence[KVConnectorScheduler]) -> None:
         self._connectors = tuple(connectors)

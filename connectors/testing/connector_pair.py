@@ -85,7 +85,7 @@ class Pair:
         assert self.producer.engine.num_used_blocks == 0
         assert self.producer.connector.num_leased_blocks() == 0
 
-    async def hand_over(self, request_id: str, prompt: list[int]) -> Request:
+    async def make_handoff(self, request_id: str, prompt: list[int]) -> Request:
         """Compute a prompt here, load it there, and return the running request."""
         request = self.load(request_id, prompt, self.producer.engine.prefill(request_id, prompt))
         await self.ended(request_id)

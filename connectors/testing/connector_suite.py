@@ -92,7 +92,7 @@ class ConnectorConformance:
     @pytest.mark.parametrize("num_tokens", [1, BLOCK_SIZE - 1, BLOCK_SIZE, BLOCK_SIZE + 1, 3 * BLOCK_SIZE, 700])
     async def test_blocks_arrive_exactly_and_no_other_is_touched(self, pair: Pair, num_tokens: int) -> None:
         prompt = list(range(num_tokens))
-        request = await pair.hand_over("a", prompt)
+        request = await pair.make_handoff("a", prompt)
         assert pair.consumer.engine.has_content(request)
         written = set(range(NUM_BLOCKS)) - pair.consumer.untouched_rows()
         assert written == set(pair.consumer.block_ids(request)[: ceil_div(num_tokens, BLOCK_SIZE)])
@@ -127,10 +127,10 @@ class ConnectorConformance:
     # ---- local hits ------------------------------------------------------------------------------------------------
 
     async def test_only_the_suffix_behind_a_local_hit_is_read(self, pair: Pair) -> None:
-        first = await pair.hand_over("a", PROMPT)
+        first = await pair.make_handoff("a", PROMPT)
         pair.consumer.engine.finish(first)
         longer = PROMPT[: 2 * BLOCK_SIZE] + list(range(500, 540))
-        request = await pair.hand_over("b", longer)
+        request = await pair.make_handoff("b", longer)
         usage = pair.consumer.engine.loads["b"].usage
         assert usage is not None
         assert usage.transferred_bytes == 2 * LAYOUT.block_bytes
@@ -138,15 +138,15 @@ class ConnectorConformance:
         await pair.drained()
 
     async def test_blocks_of_a_local_hit_are_not_written(self, pair: Pair) -> None:
-        first = await pair.hand_over("a", PROMPT)
+        first = await pair.make_handoff("a", PROMPT)
         hits = pair.consumer.block_ids(first)[:3]
         pair.consumer.engine.pool.rows[hits] = UNTOUCHED
-        await pair.hand_over("b", [*PROMPT[: 3 * BLOCK_SIZE], 7, 8, 9])
+        await pair.make_handoff("b", [*PROMPT[: 3 * BLOCK_SIZE], 7, 8, 9])
         assert pair.consumer.untouched_rows() >= set(hits)
 
     async def test_a_full_local_hit_reads_nothing_and_lets_the_producer_go(self, pair: Pair) -> None:
         prompt = list(range(2 * BLOCK_SIZE))
-        first = await pair.hand_over("a", prompt)
+        first = await pair.make_handoff("a", prompt)
         handoff = pair.producer.engine.prefill("b", prompt)
         request = pair.consumer.engine.add("b", prompt, handoff)
         assert pair.consumer.engine.admit(request) == 0
@@ -171,7 +171,7 @@ class ConnectorConformance:
         await pair.ended("a")
         assert pair.consumer.engine.has_content(request)
 
-    async def test_a_hand_over_that_was_expected_is_loaded_like_any_other(self, pair: Pair) -> None:
+    async def test_a_handoff_that_was_expected_is_loaded_like_any_other(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
         assert handoff is not None
         pair.consumer.connector.expect(handoff)
@@ -194,8 +194,8 @@ class ConnectorConformance:
         pair.consumer.engine.abort(pair.consumer.engine.add("another", PROMPT, handoff))  # lets the producer go
         await pair.drained()
 
-    async def test_a_hand_over_is_offered_once(self, pair: Pair) -> None:
-        request = await pair.hand_over("a", PROMPT)
+    async def test_a_handoff_is_offered_once(self, pair: Pair) -> None:
+        request = await pair.make_handoff("a", PROMPT)
         scheduler, engine = pair.consumer.connector.scheduler, pair.consumer.engine
         scheduler.update_state_after_alloc(request, engine.manager.get_blocks("a"), 0)  # it starts to run
         assert scheduler.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -203,14 +203,14 @@ class ConnectorConformance:
         await self.assert_ended_once(pair, "a")
         await pair.drained()
 
-    async def test_a_request_without_hand_over_is_none_of_its_business(self, pair: Pair) -> None:
+    async def test_a_request_without_handoff_is_ignored(self, pair: Pair) -> None:
         request = pair.consumer.engine.add("a", PROMPT, None)
         assert pair.consumer.engine.admit(request) == 0
         await pair.consumer.settle()
         pair.consumer.engine.finish(request)
         await self.assert_consumer_is_empty(pair)
 
-    async def test_requests_share_a_hand_over_until_the_last_has_used_it(self, pair: Pair) -> None:
+    async def test_requests_share_a_handoff_until_the_last_has_used_it(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
         requests = [pair.consumer.engine.add(f"a/{index}", PROMPT, handoff) for index in range(4)]
         for request in requests[:3]:
@@ -225,7 +225,7 @@ class ConnectorConformance:
             pair.consumer.engine.finish(request)
         await self.assert_consumer_is_empty(pair)
 
-    async def test_requests_load_a_shared_hand_over_at_the_same_time(self, pair: Pair) -> None:
+    async def test_requests_load_a_shared_handoff_at_the_same_time(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
         requests = [pair.load(f"a/{index}", PROMPT, handoff) for index in range(3)]
         await pair.ended(*(request.request_id for request in requests))
@@ -267,7 +267,7 @@ class ConnectorConformance:
         assert pair.consumer.engine.loads["a"].error is None, "nobody wants to know"
         await self.assert_consumer_is_empty(pair)
 
-    async def test_abort_of_one_load_spares_the_others_of_its_hand_over(self, pair: Pair) -> None:
+    async def test_abort_of_one_load_spares_the_others_of_its_handoff(self, pair: Pair) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
         first, second = (pair.load(f"a/{index}", PROMPT, handoff) for index in range(2))
         pair.consumer.engine.step()
@@ -278,12 +278,12 @@ class ConnectorConformance:
         await pair.drained()
 
     async def test_abort_after_the_load_leaves_nothing(self, pair: Pair) -> None:
-        request = await pair.hand_over("a", PROMPT)
+        request = await pair.make_handoff("a", PROMPT)
         pair.consumer.engine.abort(request)
         await pair.drained()
         await self.assert_consumer_is_empty(pair)
 
-    async def test_a_prompt_whose_computation_was_aborted_is_not_handed_over(self, pair: Pair) -> None:
+    async def test_a_prompt_whose_computation_was_aborted_makes_no_handoff(self, pair: Pair) -> None:
         assert pair.producer.engine.prefill("a", PROMPT, RequestStatus.FINISHED_ABORTED) is None
         assert not pair.producer.engine.parked
         await pair.drained()
@@ -295,7 +295,7 @@ class ConnectorConformance:
         self, impatient: Pair, is_known: bool
     ) -> None:
         if is_known:
-            impatient.consumer.engine.finish(await impatient.hand_over("before", [1, 2, 3]))
+            impatient.consumer.engine.finish(await impatient.make_handoff("before", [1, 2, 3]))
         handoff = impatient.producer.engine.prefill("a", PROMPT)
         await impatient.producer.connector.stop()
         impatient.load("a", PROMPT, handoff)
@@ -303,7 +303,7 @@ class ConnectorConformance:
         await self.assert_failed(impatient, "a")
 
     @pytest.mark.parametrize("wrong", ["prompt", "model", "layout", "order of the blocks"])
-    async def test_a_hand_over_of_something_else_is_refused_and_let_go(self, pair: Pair, wrong: str) -> None:
+    async def test_a_handoff_of_something_else_is_refused_and_released(self, pair: Pair, wrong: str) -> None:
         handoff = pair.producer.engine.prefill("a", PROMPT)
         assert handoff is not None
         (group,) = handoff.groups
@@ -393,14 +393,14 @@ class ConnectorConformance:
             assert not side.connector.scheduler.has_pending_push_work()
 
     async def test_an_idle_engine_need_not_step(self, pair: Pair) -> None:
-        await pair.hand_over("a", PROMPT)
+        await pair.make_handoff("a", PROMPT)
         await pair.drained()
         for side in (pair.producer, pair.consumer):
             assert not side.connector.scheduler.has_pending_push_work()
             assert not side.connector.scheduler.has_pending_block_frees()
 
     async def test_ending_twice_does_no_harm(self, pair: Pair) -> None:
-        await pair.hand_over("a", PROMPT)
+        await pair.make_handoff("a", PROMPT)
         for side in (pair.producer, pair.consumer):
             for _ in range(2):
                 side.connector.scheduler.shutdown()

@@ -86,7 +86,7 @@ class Report:
         """Return the report in lines."""
         num_left = sum(each.has_left for each in self.answers)
         plan, kinds = self.plan, Counter(incident.kind for incident in self.incidents)
-        handed = sum(bool(each.transfer) and not each.transfer.get("fallback_reason") for each in self.complete)
+        handoffs = sum(bool(each.transfer) and not each.transfer.get("fallback_reason") for each in self.complete)
         reasons = Counter(reason for each in self.complete if (reason := each.transfer.get("fallback_reason")))
         frozen = verdict.router_freezes(self.incidents)
         pauses = sorted(verdict.longest_pause(each, frozen).duration_s for each in self.complete) or [0.0]
@@ -97,7 +97,7 @@ class Report:
             f"answers: {len(self.complete)} whole and compared, {num_left} left by the client, {len(self.errors)} errors, "
             f"{self.num_wrong} wrong",
             f"refused once, then served: {sum(bool(each.num_refused) for each in self.complete)}",
-            f"handed over: {handed}; computed instead: {dict(reasons) or 'none'}",
+            f"handoffs: {handoffs}; computed instead: {dict(reasons) or 'none'}",
             f"longest pause of a stream, without the router's own: median {median(pauses):.2f} s, longest {pauses[-1]:.2f} s",
             *(
                 f"{each.name} ({each.pid}): {each.life_s:.0f} s, {each.private_bytes / 2**20:.0f} MiB, then "

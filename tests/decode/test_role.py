@@ -32,7 +32,7 @@ def generate(request_id="r", **fields):
     return Generate(request_id=request_id, **{**defaults, **fields})
 
 
-def handed_over(*indices):
+def with_handoff(*indices):
     starts = tuple(ChoiceStart(index=index, output_token_ids=(90 + index,)) for index in indices)
     return generate(kv_handoff=HANDOFF, choices=starts, n=4)
 
@@ -49,7 +49,7 @@ def handler():
 
 
 def test_goes_on_with_the_live_choices_only(handler):
-    requests = handler.on_generate(handed_over(0, 3), 2.0)
+    requests = handler.on_generate(with_handoff(0, 3), 2.0)
     assert [(request.request_id, request.choice_index) for request in requests] == [("r/0", 0), ("r/3", 3)]
     assert [request.output_token_ids for request in requests] == [(90,), (93,)]
     assert all(request.kv_handoff is HANDOFF for request in requests)
@@ -59,7 +59,7 @@ def test_goes_on_with_the_live_choices_only(handler):
 
 def test_prompt_logprobs_come_from_the_worker_that_computes_the_prompt(handler):
     assert [r.sampling.prompt_logprobs for r in all_choices(handler, generate("own", n=2))] == [1, None]
-    assert [r.sampling.prompt_logprobs for r in handler.on_generate(handed_over(0, 1), 0.0)] == [None, None]
+    assert [r.sampling.prompt_logprobs for r in handler.on_generate(with_handoff(0, 1), 0.0)] == [None, None]
 
 
 def test_aggregated_request_starts_all_choices_here(handler):
@@ -95,7 +95,7 @@ def test_no_choice_starts_after_a_failure_or_an_abort(handler):
     assert handler.on_outputs([EngineCoreOutput("aborted/0", [1])], 0.0).new_requests == []
 
 
-@pytest.mark.parametrize("message", [generate(handoff=True), handed_over(1, 1), handed_over()])
+@pytest.mark.parametrize("message", [generate(handoff=True), with_handoff(1, 1), with_handoff()])
 def test_refuses_what_is_not_for_a_decode_worker(handler, message):
     with pytest.raises(InvalidRequest):
         handler.on_generate(message, 0.0)
@@ -103,7 +103,7 @@ def test_refuses_what_is_not_for_a_decode_worker(handler, message):
 
 
 def test_positions_continue_after_the_tokens_of_the_prefill_worker(handler):
-    handler.on_generate(handed_over(0), 0.0)
+    handler.on_generate(with_handoff(0), 0.0)
     first = handler.on_outputs([EngineCoreOutput("r/0", [11])], 0.0).replies
     second = handler.on_outputs([EngineCoreOutput("r/0", [12, 13])], 0.0).replies
     third = handler.on_outputs([EngineCoreOutput("r/0", [14])], 0.0).replies
@@ -111,7 +111,7 @@ def test_positions_continue_after_the_tokens_of_the_prefill_worker(handler):
 
 
 def test_usage_travels_with_the_first_and_the_last_tokens(handler):
-    handler.on_generate(handed_over(0), 0.0)
+    handler.on_generate(with_handoff(0), 0.0)
     outputs = [
         EngineCoreOutput("r/0", [11], prefill_stats=PrefillStats(3, 0, 3), transfer_usage=TRANSFER),
         EngineCoreOutput("r/0", [12]),
@@ -122,7 +122,7 @@ def test_usage_travels_with_the_first_and_the_last_tokens(handler):
 
 
 def test_wait_that_was_no_transfer_and_the_first_step_are_told_with_the_transfer(handler):
-    handler.on_generate(handed_over(0), 0.0)
+    handler.on_generate(with_handoff(0), 0.0)
     cost = TransferUsage(transport="shm", transferred_tokens=3, transfer_ms=30.0, verify_ms=10.0)
     times = FirstTokenTimes(wait_s=0.25, compute_s=0.0625)
     (reply,) = handler.on_outputs([EngineCoreOutput("r/0", [11], first_token_times=times, transfer_usage=cost)], 0.0).replies
@@ -132,7 +132,7 @@ def test_wait_that_was_no_transfer_and_the_first_step_are_told_with_the_transfer
 
 
 def test_time_in_the_queue_is_never_negative(handler):
-    handler.on_generate(handed_over(0), 0.0)
+    handler.on_generate(with_handoff(0), 0.0)
     output = EngineCoreOutput("r/0", [11], first_token_times=FirstTokenTimes(0.25, 0.0))
     output.transfer_usage = TransferUsage(transport="shm", transfer_ms=251.0)
     assert handler.on_outputs([output], 0.0).replies[0].usage.kv_transfer.queue_ms == 0.0
@@ -140,7 +140,7 @@ def test_time_in_the_queue_is_never_negative(handler):
 
 def test_times_are_told_of_a_handoff_that_moved_nothing_but_not_without_one(handler):
     times = FirstTokenTimes(wait_s=0.25, compute_s=0.5)
-    handler.on_generate(handed_over(0), 0.0)
+    handler.on_generate(with_handoff(0), 0.0)
     (taken_over,) = handler.on_outputs([EngineCoreOutput("r/0", [11], first_token_times=times)], 0.0).replies
     assert taken_over.usage.kv_transfer == TransferUsage(queue_ms=250.0, first_step_ms=500.0)
     handler.on_generate(generate("own"), 0.0)
@@ -159,14 +159,14 @@ def test_goes_on_without_a_handoff_by_computing_the_prompt_once(handler):
 
 @pytest.mark.parametrize("policy", ["recompute", "fail", None])
 def test_failure_policy_and_deadline_reach_every_choice(handler, policy):
-    message = msgspec.structs.replace(handed_over(0, 1), kv_load_failure_policy=policy, deadline_ms=1500)
+    message = msgspec.structs.replace(with_handoff(0, 1), kv_load_failure_policy=policy, deadline_ms=1500)
     requests = handler.on_generate(message, 10.0)
     assert [(new.kv_load_failure_policy, new.deadline) for new in requests] == [(policy, 11.5)] * 2
     assert handler.on_generate(generate("free"), 10.0)[0].deadline is None
 
 
 def test_usage_that_comes_before_the_first_token_is_not_lost(handler):
-    handler.on_generate(handed_over(0), 0.0)
+    handler.on_generate(with_handoff(0), 0.0)
     assert handler.on_outputs([EngineCoreOutput("r/0", [], transfer_usage=TRANSFER)], 0.0).replies == []
     (reply,) = handler.on_outputs([EngineCoreOutput("r/0", [11], prefill_stats=PrefillStats(3, 0, 3))], 0.0).replies
     assert reply.usage == Usage(num_cached_tokens=3, kv_transfer=TRANSFER)
@@ -196,7 +196,7 @@ def test_tokens_of_one_step_keep_their_order(handler):
 
 
 def test_failed_choice_fails_the_request_and_stops_the_others(handler):
-    handler.on_generate(handed_over(0, 1, 2), 0.0)
+    handler.on_generate(with_handoff(0, 1, 2), 0.0)
     error = ErrorInfo(code="peer_lost", message="p0 is gone", retryable=True)
     result = handler.on_outputs(
         [EngineCoreOutput("r/1", [], finish_reason="error", error=error), EngineCoreOutput("r/2", [1])], 0.0

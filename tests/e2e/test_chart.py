@@ -145,7 +145,7 @@ def test_rendered_chart_serves_by_verified_handoff_and_drains(installed, eventua
     eventually(lambda: installed.is_ready("router"), "a ready router", 120.0)
     probe = installed.run("probe", f"http://127.0.0.1:{installed.ports['router']['http']}", "--expect-handoff")
     assert probe.returncode == 0, probe.stderr
-    assert "handed over and verified by tcp" in probe.stdout
+    assert "transferred and verified by tcp" in probe.stdout
     metrics = httpx.get(f"http://127.0.0.1:{installed.ports[STORE]['storeOps']}/metrics").text
     assert "kvferry_kvstore_local_clients 2.0" in metrics  # both workers map its arena
     for role in ("prefill", "decode"):

@@ -109,7 +109,7 @@ def pair(request, cluster_config, serve, tmp_path_factory, eventually):
         eventually(lambda: not found.held(), f"release of {found.held()}")
 
 
-def handed_over_bytes(num_tokens, prefill_block, decode_block):
+def handoff_bytes(num_tokens, prefill_block, decode_block):
     """Count the owner's blocks that hold what the token behind the prompt attends to."""
     num_blocks = -(-num_tokens // prefill_block)
     first_seen = max(0, num_tokens - WINDOW + 1)
@@ -117,7 +117,7 @@ def handed_over_bytes(num_tokens, prefill_block, decode_block):
     return (num_blocks + NUM_SLIDING_GROUPS * (num_blocks - num_gone)) * prefill_block * TOKEN_BYTES
 
 
-def test_hand_over_brings_the_tail_of_the_windows_and_the_answers_of_transformers(pair, text, gemma3_oracle):
+def test_handoff_brings_the_tail_of_the_windows_and_the_answers_of_transformers(pair, text, gemma3_oracle):
     _, prefill_block, decode_block = PAIRS[pair.kind]
     prompt, other = text[: 2 * WINDOW + 76], [*text[: WINDOW + 338], *text[1200:1230]]
     for prompt_ids, max_tokens in ((prompt, 20), (other, 8)):
@@ -125,7 +125,7 @@ def test_hand_over_brings_the_tail_of_the_windows_and_the_answers_of_transformer
         gemma3_oracle.assert_token_identical(prompt_ids, body["choices"][0]["token_ids"])
         usage = body["usage"]["kv_transfer"]
         assert (usage["transferred_tokens"], usage["recomputed_tokens"]) == (len(prompt_ids), 0)
-        assert usage["transferred_bytes"] == handed_over_bytes(len(prompt_ids), prefill_block, decode_block)
+        assert usage["transferred_bytes"] == handoff_bytes(len(prompt_ids), prefill_block, decode_block)
 
 
 @pytest.mark.full

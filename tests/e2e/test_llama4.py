@@ -96,14 +96,14 @@ def assert_greedy(model):
     return check
 
 
-def handed_over_bytes(num_tokens):
+def handoff_bytes(num_tokens):
     """Count the blocks that hold what the token behind the prompt attends to: its own chunk's, and all of one layer."""
     num_blocks = -(-num_tokens // BLOCK)
     num_gone = num_tokens // CHUNK * CHUNK // BLOCK
     return (num_blocks * (NUM_LAYERS - NUM_CHUNKED) + (num_blocks - num_gone) * NUM_CHUNKED) * BLOCK * TOKEN_BYTES
 
 
-def test_hand_over_across_chunks_gives_the_answers_of_transformers(served, assert_greedy):
+def test_handoff_across_chunks_gives_the_answers_of_transformers(served, assert_greedy):
     generator = np.random.default_rng(3)
     lengths = (1, 40, 63, 64, 65, 130, 257)
     prompts = [generator.integers(3, VOCAB, length).tolist() for length in lengths]
@@ -112,7 +112,7 @@ def test_hand_over_across_chunks_gives_the_answers_of_transformers(served, asser
         assert_greedy(prompt, body["choices"][0]["token_ids"])
         usage = body["usage"]["kv_transfer"]
         assert (usage["transferred_tokens"], usage["recomputed_tokens"]) == (len(prompt), 0)
-        assert usage["transferred_bytes"] == handed_over_bytes(len(prompt))
+        assert usage["transferred_bytes"] == handoff_bytes(len(prompt))
 
 
 def test_prefill_worker_computes_no_more_tokens_in_a_step_than_its_role_may(served):

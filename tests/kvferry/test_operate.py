@@ -88,7 +88,7 @@ def cluster(*answers):
 
 def test_probe_tells_of_a_verified_handoff():
     line = probe_cluster(cluster((200, TRANSFER)), 0.0, True, no_sleep)
-    assert line == "served: 4 tokens, 1 KV blocks handed over and verified by tcp"
+    assert line == "served: 4 tokens, 1 KV blocks transferred and verified by tcp"
 
 
 def test_probe_waits_for_a_cluster_that_is_not_ready_and_says_so_once(capsys):

@@ -224,7 +224,7 @@ def test_every_choice_is_served_to_its_end(names):
 # ---- one choice ends by its text -----------------------------------------------------------------------------------------
 
 
-def handed_over(*names: str, n: int = 3) -> Cluster:
+def cluster_after_prefill(*names: str, n: int = 3) -> Cluster:
     """Return a cluster whose r1 has its first tokens; the decode worker has not read its message yet."""
     cluster = Cluster(*names)
     cluster.submit(n=n)
@@ -238,7 +238,7 @@ def handed_over(*names: str, n: int = 3) -> Cluster:
 
 @pytest.mark.parametrize("when", ["before the decode worker has it", "while it loads", "in mid-stream"])
 def test_a_stopped_choice_ends_on_the_decode_worker_and_the_others_go_on(when):
-    cluster = handed_over("p0", "d0")
+    cluster = cluster_after_prefill("p0", "d0")
     if when != "before the decode worker has it":
         cluster.deliver()
     if when == "in mid-stream":
@@ -256,7 +256,7 @@ def test_a_stopped_choice_ends_on_the_decode_worker_and_the_others_go_on(when):
 
 
 def test_the_last_choice_that_is_stopped_takes_the_request_along():
-    cluster = handed_over("p0", "d0", n=2)
+    cluster = cluster_after_prefill("p0", "d0", n=2)
     cluster.deliver()
     cluster.stop_choice(0)
     cluster.stop_choice(1)
@@ -265,7 +265,7 @@ def test_the_last_choice_that_is_stopped_takes_the_request_along():
 
 
 def test_a_choice_is_stopped_on_the_worker_that_took_over():
-    cluster = handed_over("p0", "d0", "d1")
+    cluster = cluster_after_prefill("p0", "d0", "d1")
     cluster.deliver()
     cluster.step("d0")
     cluster.deliver()
@@ -309,14 +309,14 @@ def test_an_abort_that_crosses_the_first_token():
 
 
 def test_an_abort_before_the_decode_worker_has_the_request():
-    cluster = handed_over("p0", "d0")
+    cluster = cluster_after_prefill("p0", "d0")
     cluster.abort()
     cluster.assert_idle()
 
 
 def test_an_abort_during_the_read_and_in_mid_stream():
     for num_steps in (0, 1, 2):
-        cluster = handed_over("p0", "d0")
+        cluster = cluster_after_prefill("p0", "d0")
         for _ in range(num_steps):
             cluster.deliver()
             cluster.step("d0")
@@ -344,7 +344,7 @@ def test_an_abort_that_crosses_a_refusal_for_lack_of_room():
 
 @pytest.mark.parametrize("num_steps", range(6))
 def test_a_stream_goes_on_where_its_worker_died(num_steps):
-    cluster = handed_over("p0", "d0", "d1")
+    cluster = cluster_after_prefill("p0", "d0", "d1")
     for _ in range(num_steps):
         cluster.deliver()
         cluster.step("d0")
@@ -374,7 +374,7 @@ def test_an_aggregated_stream_goes_on_where_its_worker_died(num_steps):
 
 
 def test_a_router_that_falls_silent_loses_its_requests_within_its_heartbeat_timeout():
-    cluster = handed_over("p0", "d0")
+    cluster = cluster_after_prefill("p0", "d0")
     cluster.submit("r2")
     cluster.deliver()
     cluster.step("d0")
@@ -390,7 +390,7 @@ def test_a_router_that_falls_silent_loses_its_requests_within_its_heartbeat_time
 
 
 def test_a_router_that_comes_back_finds_its_workers_and_none_of_its_old_requests():
-    cluster = handed_over("p0", "d0")
+    cluster = cluster_after_prefill("p0", "d0")
     cluster.submit("r2")
     cluster.deliver()
     for worker in cluster.workers.values():

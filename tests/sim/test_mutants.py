@@ -264,7 +264,7 @@ def forget_a_token_of_the_window_too_early(patch: Patch) -> None:
     patch(SlidingWindowSpec, "num_skipped_tokens", num_skipped_tokens)
 
 
-def hand_over_less_than_the_window(patch: Patch) -> None:
+def describe_less_than_the_window(patch: Patch) -> None:
     real = P2PConnectorScheduler._describe_group
 
     def describe_group(self, group_id, ids, hashes):
@@ -444,7 +444,7 @@ MUTANTS = (
     Mutant("lose a block when freeing", (), lose_a_block_when_freeing),
     Mutant("load a group into the blocks of another", (), load_a_group_into_the_blocks_of_another),
     Mutant("forget a token of the window too early", (), forget_a_token_of_the_window_too_early),
-    Mutant("hand over less than the window", (), hand_over_less_than_the_window),
+    Mutant("describe less than the window", (), describe_less_than_the_window),
     Mutant("hash a block that lacks its first tokens", (), hash_a_block_that_lacks_its_first_tokens),
     Mutant("go back to where a group holds nothing", (Fault.READ_ERROR,), go_back_to_where_a_group_holds_nothing),
     Mutant("give back staged rows of cancelled reads", _FROZEN, give_back_staged_rows_of_cancelled_reads, 200),

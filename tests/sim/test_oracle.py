@@ -202,7 +202,7 @@ def test_deadline_is_a_cause_when_it_is_over(at, is_explained):
 # ---- handoffs that were not used
 
 
-def hand_over(run: Run) -> None:
+def make_handoff(run: Run) -> None:
     run.attempt("prefill-0", SUBMITTED)
     run.attempt("decode-0", 10.2)
 
@@ -218,7 +218,7 @@ def hand_over(run: Run) -> None:
     ],
 )
 def test_trouble_of_the_pair_within_the_handoff_is_a_cause(run, reason, kind, names):
-    hand_over(run)
+    make_handoff(run)
     run.trouble(kind, names, 10.3, 0.1)
     assert run.end_without_its_kv(reason, 11.0) == []
 
@@ -235,7 +235,7 @@ def test_trouble_of_the_pair_within_the_handoff_is_a_cause(run, reason, kind, na
     ],
 )
 def test_trouble_of_others_or_of_another_kind_is_no_cause(run, reason, kind, names):
-    hand_over(run)
+    make_handoff(run)
     run.trouble(kind, names, 10.3, 0.1)
     assert "was not used" in run.end_without_its_kv(reason, 11.0)[0]
 
@@ -254,14 +254,14 @@ def test_handoff_is_rejected_by_an_aggregated_worker_if_its_readers_were_away(aw
 
 
 def test_trouble_that_was_over_before_the_handoff_is_no_cause(run):
-    hand_over(run)
+    make_handoff(run)
     run.trouble(Kind.CUT, "decode-0 prefill-0", 5.0, 1.0)
     assert run.end_without_its_kv("peer_lost", 11.0)
 
 
 @pytest.mark.parametrize(("last_failure", "is_explained"), [(9.0, True), (7.0, False)])
 def test_transport_that_is_off_after_failures_is_a_cause_until_its_back_off_is_over(run, last_failure, is_explained):
-    hand_over(run)
+    make_handoff(run)
     for at in (last_failure - 0.2, last_failure):
         run.trouble(Kind.FAILED, "decode-0 prefill-0", at, 0.0)
     assert (run.end_without_its_kv("peer_lost", 11.0) == []) == is_explained
@@ -269,20 +269,20 @@ def test_transport_that_is_off_after_failures_is_a_cause_until_its_back_off_is_o
 
 @pytest.mark.parametrize(("ended_at", "is_explained"), [(9.0, True), (7.0, False)])
 def test_transport_that_is_off_after_an_unanswered_read_is_a_cause(run, ended_at, is_explained):
-    hand_over(run)
+    make_handoff(run)
     run.trouble(Kind.UNANSWERED, "decode-0 prefill-0", ended_at - 0.2, 0.2)
     assert (run.end_without_its_kv("peer_lost", 11.0) == []) == is_explained
 
 
 @pytest.mark.parametrize(("ended_at", "is_explained"), [(10.2, True), (9.9, False)])
 def test_unanswered_read_of_another_request_is_a_cause_until_it_ends(run, ended_at, is_explained):
-    hand_over(run)
+    make_handoff(run)
     run.trouble(Kind.UNANSWERED, "decode-0 prefill-1", 8.0, ended_at - 8.0)
     assert (run.end_without_its_kv("deadline", 11.0) == []) == is_explained
 
 
 def test_lease_that_was_used_up_is_a_cause(run):
-    hand_over(run)
+    make_handoff(run)
     assert run.end_without_its_kv("stale", 11.0)
     run.client.outcome = ""
     assert run.end_without_its_kv("stale", SUBMITTED + run.plan.config.connector.lease_max_s + 0.1) == []

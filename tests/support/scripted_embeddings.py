@@ -75,7 +75,7 @@ class ScriptedECScheduler(ECConnectorScheduler):
             self._loads.append((feature.identifier, feature.num_embeds))
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> EmbeddingLoads:
-        """Hand over the loads."""
+        """Return the loads and start a new list."""
         loads, self._loads = self._loads, []
         return EmbeddingLoads(loads)
 
@@ -119,6 +119,6 @@ class ScriptedECWorker(ECConnectorWorker):
         self.script.saved.append(identifier)
 
     def get_finished(self, finished_req_ids: set[str]) -> ECConnectorOutput:
-        """Hand over the report."""
+        """Return the report and start a new one."""
         report, self.script.report = self.script.report, ECConnectorOutput()
         return report

@@ -176,7 +176,7 @@ def test_ends_in_the_same_step_count_each():
     assert worker.get_transfer_results(set()).finished_sending == {"r"}
 
 
-def test_hand_over_of_one_is_that_of_all():
+def test_handoff_of_one_is_that_of_all():
     multi = MultiConnectorScheduler([FakeScheduler("a"), FakeScheduler("b", keeps=True, handoff="handoff")])
     assert multi.request_finished(REQUEST, ([1],)) == (True, "handoff")
 

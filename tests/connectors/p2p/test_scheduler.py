@@ -95,7 +95,7 @@ def ref_of(handoff: KVHandoff) -> HandoffRef:
 
 
 @pytest.mark.parametrize("num_tokens", [1, 15, 31, 32, 33, 64, 70, 96])
-async def test_hand_over_describes_exactly_the_prompts_tokens(producer, num_tokens):
+async def test_handoff_describes_exactly_the_prompts_tokens(producer, num_tokens):
     prompt = prompt_of(num_tokens)
     handoff = producer.engine.prefill("r", prompt)
     (group,) = handoff.groups
@@ -109,7 +109,7 @@ async def test_hand_over_describes_exactly_the_prompts_tokens(producer, num_toke
     assert list(group.block_hashes) == [hasher.prefix_hash(request.block_hashes, request.all_token_ids, end) for end in ends]
 
 
-async def test_block_of_the_sampled_token_is_not_handed_over(producer):
+async def test_handoff_leaves_out_the_block_of_the_sampled_token(producer):
     """A prompt of whole blocks: the first token's block, if it was allocated, holds nothing of the prompt."""
     request = Request(
         NewRequest(request_id="r", prompt_token_ids=prompt_of(64), sampling=SamplingParams(max_tokens=1), needs_handoff=True),
@@ -125,33 +125,33 @@ async def test_block_of_the_sampled_token_is_not_handed_over(producer):
     assert producer.grants == [LeaseGrant(handoff.transfer_id, "r", 2)]
 
 
-async def test_hand_over_says_who_holds_it_and_how_long(producer):
+async def test_handoff_names_its_producer_and_lease(producer):
     handoff = producer.engine.prefill("r", prompt_of(40))
     assert (handoff.engine_id, handoff.incarnation, handoff.control_address) == ("prefill-0", 42, "tcp://10.0.0.1:5600")
     assert (handoff.model_fingerprint, handoff.layout, handoff.lease_ms) == (b"model", LAYOUT, 30_000)
     assert producer.grants == [LeaseGrant(handoff.transfer_id, "r", 2)]
 
 
-async def test_hand_overs_have_names_of_their_own(producer):
+async def test_every_handoff_has_a_transfer_id_of_its_own(producer):
     first, second = (producer.engine.prefill(name, prompt_of(40)) for name in "ab")
     assert first.transfer_id != second.transfer_id
     assert first.groups[0].block_ids[0] == second.groups[0].block_ids[0]  # a local hit is handed off like any block
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED])
-async def test_request_that_ended_well_is_handed_over(producer, status):
+async def test_request_that_ended_well_makes_a_handoff(producer, status):
     assert producer.engine.prefill("r", prompt_of(40), status) is not None
     assert producer.engine.num_used_blocks == 2
 
 
 @pytest.mark.parametrize("status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR])
-async def test_request_that_ended_badly_hands_nothing_over(producer, status):
+async def test_request_that_ended_badly_makes_no_handoff(producer, status):
     assert producer.engine.prefill("r", prompt_of(40), status) is None
     assert producer.grants == []
     assert producer.engine.num_used_blocks == 0
 
 
-async def test_prompt_that_was_not_computed_to_its_end_is_not_handed_over(producer):
+async def test_prompt_that_was_not_computed_to_its_end_makes_no_handoff(producer):
     new = NewRequest(request_id="r", prompt_token_ids=prompt_of(40), sampling=SamplingParams(), needs_handoff=True)
     request = Request(new, producer.engine.hasher)
     request.num_computed_tokens = 39
@@ -294,7 +294,7 @@ async def test_full_local_hit_reads_nothing_and_lets_go(producer, consumer):
     assert (news.pulls, news.releases) == ([], [ref_of(handoff)])
 
 
-async def test_salted_prompt_is_handed_over_under_its_own_hashes(producer, consumer):
+async def test_handoff_of_a_salted_prompt_has_its_own_hashes(producer, consumer):
     def salted(side: Side, name: str, salt: str, handoff: KVHandoff | None) -> Request:
         return side.request(name, prompt_of(40), handoff, salt)
 
@@ -360,7 +360,7 @@ def with_fields(**changed):
         (missing_block, "stale", "does not hold"),
     ],
 )
-async def test_hand_over_that_does_not_fit_fails_with_its_reason(producer, consumer, spoil, code, reason):
+async def test_handoff_that_does_not_fit_fails_with_its_reason(producer, consumer, spoil, code, reason):
     handoff = spoil(producer.engine.prefill("p", prompt_of(40)))
     request = consumer.engine.add("d", prompt_of(40), handoff)
     assert consumer.engine.admit(request) == 40
@@ -374,7 +374,7 @@ async def test_hand_over_that_does_not_fit_fails_with_its_reason(producer, consu
     assert consumer.engine.num_used_blocks == 0
 
 
-async def test_hand_over_of_another_prompt_is_refused(producer, consumer):
+async def test_handoff_of_another_prompt_is_refused(producer, consumer):
     handoff = producer.engine.prefill("p", prompt_of(40))
     request = consumer.engine.add("d", [*prompt_of(39), 5], handoff)
     consumer.engine.admit(request)

@@ -140,7 +140,7 @@ def test_an_id_may_be_used_again_while_the_step_of_its_first_life_is_under_way(b
     oracle.assert_greedy(text, found["r"].token_ids)
 
 
-def test_a_request_to_be_handed_over_is_not_computed_ahead(build_tiny, copy_connector):
+def test_a_request_with_a_handoff_is_not_computed_ahead(build_tiny, copy_connector):
     engine = build_tiny(copy_connector(), scheduler__async_scheduling="on").engine
     params = SamplingParams(temperature=0.0, max_tokens=3)
     engine.add_request(NewRequest(request_id="r", prompt_token_ids=[5] * 20, sampling=params, needs_handoff=True))

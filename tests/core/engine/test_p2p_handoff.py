@@ -63,7 +63,7 @@ class Worker:
             await asyncio.sleep(0)
 
 
-async def hand_over(prefill, decode, greedy):
+async def make_handoff(prefill, decode, greedy):
     """Let one worker compute the prompts and the other go on; return the tokens of both."""
     await prefill.connector.start()
     await decode.connector.start()
@@ -92,7 +92,7 @@ async def hand_over(prefill, decode, greedy):
     return [prefill.tokens[f"p{n}"] + decode.tokens[f"d{n}"] for n in range(len(PROMPTS))]
 
 
-def assert_was_handed_over(decode, transport):
+def assert_handoff_succeeded(decode, transport):
     for n, prompt in enumerate(PROMPTS):
         (usage,) = [output.transfer_usage for output in decode.last[f"d{n}"] if output.transfer_usage is not None]
         assert (usage.transport, usage.transferred_tokens, usage.recomputed_tokens) == (transport, len(prompt), 0)
@@ -106,53 +106,53 @@ def greedy_for():
 
 async def test_decode_worker_goes_on_where_the_prefill_worker_stopped(build_tiny, greedy_for, oracle):
     prefill, decode = (Worker(role, build_tiny, "tcp", model__device="cpu") for role in ("prefill", "decode"))
-    texts = await hand_over(prefill, decode, greedy_for)
-    assert_was_handed_over(decode, "tcp")
+    texts = await make_handoff(prefill, decode, greedy_for)
+    assert_handoff_succeeded(decode, "tcp")
     for prompt, text in zip(PROMPTS, texts, strict=True):
         oracle.assert_greedy(prompt, text)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
-async def test_blocks_of_a_gpu_are_handed_over_to_a_gpu(build_tiny, greedy_for, oracle, make_oracle, transport):
+async def test_handoff_between_two_gpus(build_tiny, greedy_for, oracle, make_oracle, transport):
     if transport == "nixl" and installed_module() is None:
         pytest.skip("NIXL is not installed")
     settings = {"model__device": "cuda", "model__dtype": "bfloat16"}
     prefill, decode = (Worker(role, build_tiny, transport, **settings) for role in ("prefill", "decode"))
-    texts = await hand_over(prefill, decode, greedy_for)
-    assert_was_handed_over(decode, transport)
+    texts = await make_handoff(prefill, decode, greedy_for)
+    assert_handoff_succeeded(decode, transport)
     rounded = make_oracle(copy.deepcopy(oracle.model).to(torch.bfloat16).float(), BF16_MARGIN)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         rounded.assert_greedy(prompt, text)
 
 
-async def hand_over_to_larger_blocks(build_tiny, greedy_for, transport, **settings):
+async def make_handoff_to_larger_blocks(build_tiny, greedy_for, transport, **settings):
     """Let blocks of 16 tokens become blocks of 32; return the tokens of both workers."""
     sizes = {"prefill": 16, "decode": 32}
     prefill, decode = (
         Worker(role, build_tiny, transport, cache__block_size=size, model__attention="gather", **settings)
         for role, size in sizes.items()
     )
-    texts = await hand_over(prefill, decode, greedy_for)
-    assert_was_handed_over(decode, transport)
+    texts = await make_handoff(prefill, decode, greedy_for)
+    assert_handoff_succeeded(decode, transport)
     assert [worker.built.layout.block_size for worker in (prefill, decode)] == [16, 32]
     return texts
 
 
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
-async def test_blocks_are_handed_over_to_a_worker_with_larger_ones(build_tiny, greedy_for, oracle, transport):
-    texts = await hand_over_to_larger_blocks(build_tiny, greedy_for, transport, model__device="cpu")
+async def test_handoff_to_a_worker_with_larger_blocks(build_tiny, greedy_for, oracle, transport):
+    texts = await make_handoff_to_larger_blocks(build_tiny, greedy_for, transport, model__device="cpu")
     for prompt, text in zip(PROMPTS, texts, strict=True):
         oracle.assert_greedy(prompt, text)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
-async def test_blocks_of_a_gpu_are_handed_over_to_larger_ones(build_tiny, greedy_for, oracle, make_oracle, transport):
+async def test_handoff_between_gpus_to_larger_blocks(build_tiny, greedy_for, oracle, make_oracle, transport):
     if transport == "nixl" and installed_module() is None:
         pytest.skip("NIXL is not installed")
     settings = {"model__device": "cuda", "model__dtype": "bfloat16"}
-    texts = await hand_over_to_larger_blocks(build_tiny, greedy_for, transport, **settings)
+    texts = await make_handoff_to_larger_blocks(build_tiny, greedy_for, transport, **settings)
     rounded = make_oracle(copy.deepcopy(oracle.model).to(torch.bfloat16).float(), BF16_MARGIN)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         rounded.assert_greedy(prompt, text)

@@ -44,7 +44,7 @@ def fail(world, request_id):
     world.in_flight.append((step, failing))
 
 
-def test_what_is_handed_over_is_sealed_though_the_request_that_filled_it_was_aborted(ahead, some_handoff):
+def test_blocks_of_a_handoff_are_sealed_though_an_aborted_request_filled_them(ahead, some_handoff):
     ahead.script.keep.add("b")
     ahead.script.handoffs["b"] = some_handoff
     request = share(ahead, max_tokens=1, needs_handoff=True)

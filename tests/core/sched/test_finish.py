@@ -11,7 +11,7 @@ def world(loading_world):
     return loading_world
 
 
-def test_prefilled_request_hands_over_its_blocks_with_its_last_output(world, some_handoff):
+def test_last_output_of_a_prefilled_request_carries_its_handoff(world, some_handoff):
     world.script.keep.add("a")
     world.script.handoffs["a"] = some_handoff
     request = world.add("a", 40, max_tokens=1, needs_handoff=True)

@@ -116,7 +116,7 @@ def test_a_request_is_no_victim_of_its_own_next_step(make_world):
     world.assert_clean()
 
 
-def test_a_request_to_be_handed_over_waits_for_every_token(make_world, some_handoff):
+def test_a_request_with_a_handoff_waits_for_every_token(make_world, some_handoff):
     world = make_world(with_connector=True, async_scheduling=True)
     world.script.keep.add("a")
     world.script.handoffs["a"] = some_handoff

@@ -136,7 +136,7 @@ def test_idle_engine_goes_on_after_the_report(world, load):
     assert len(output.new_token_ids) == 1
 
 
-def test_siblings_that_loaded_one_hand_over_recompute_it_once(make_world, remote):
+def test_choices_that_loaded_one_handoff_recompute_it_once(make_world, remote):
     world = make_world(with_connector=True)
     prompt = world.prompt(70)
     for index in range(3):

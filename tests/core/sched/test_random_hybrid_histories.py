@@ -128,7 +128,7 @@ class History:
         return self.tell_connector(request, block_ids)
 
     def check_good_end(self, request):
-        """Whoever ends well could hand over all that it has filled or hit. (A failure of a step takes that back.)"""
+        """A request that ends well could offer every block that it has filled or hit. (A failed step takes blocks back.)"""
         pool = self.world.manager.block_pool
         for manager in self.world.manager.coordinator.managers:
             table = manager.req_to_blocks[request.request_id]

@@ -319,7 +319,7 @@ async def test_lease_messages_reach_the_connector(running, router, journal):
     assert journal[-2:] == ["renew ('t',)", "release ('t',)"]
 
 
-async def test_hand_over_of_a_request_is_expected_by_the_connector(running, router, journal, handoff):
+async def test_handoff_of_a_request_is_expected_by_the_connector(running, router, journal, handoff):
     await router.expect(Heartbeat)
     first = ChoiceStart(index=0, output_token_ids=(1,))
     await router.send(msgspec.structs.replace(generate("r"), kv_handoff=handoff, choices=(first,)))

@@ -444,13 +444,13 @@ def test_deadlines_of_ended_requests_are_not_kept(worker):
     assert len(worker.state._deadlines) == 0
 
 
-def test_hand_over_is_expected_when_its_request_is_on_the_way_to_the_engine(worker, handoff):
+def test_handoff_is_expected_when_its_request_is_on_the_way_to_the_engine(worker, handoff):
     added, expected = worker.generate(kv_handoff=handoff, choices=(ChoiceStart(index=0, output_token_ids=(1,)),))
     assert expected == ExpectTransfer(handoff)
     assert isinstance(added, SubmitAdd)
 
 
-def test_hand_over_of_a_refused_request_is_not_expected(worker, handoff):
+def test_handoff_of_a_refused_request_is_not_expected(worker, handoff):
     worker.state.start_drain(0.0)
     assert not [action for action in worker.generate(kv_handoff=handoff) if isinstance(action, ExpectTransfer)]
 

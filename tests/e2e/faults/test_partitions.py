@@ -29,7 +29,7 @@ def test_read_that_the_network_cuts_off_is_replaced_by_a_computation_until_it_he
     faulty.plan()
     healed = faulty.start(100).result()
     faulty.assert_released(cut_at, "partition to nothing held")
-    assert_handed_over(faulty, healed)
+    assert_handoff_succeeded(faulty, healed)
     faulty.assert_correct(stream)
     faulty.assert_correct(another)
 
@@ -39,7 +39,7 @@ def test_network_that_comes_back_at_once_costs_nothing(faulty):
     stream = start_and_cut(faulty)
     faulty.network.heal()
     faulty.let_go()
-    assert_handed_over(faulty, stream)
+    assert_handoff_succeeded(faulty, stream)
 
 
 @pytest.mark.full
@@ -54,7 +54,7 @@ def test_connections_that_break_in_the_midst_of_a_read_are_made_anew(faulty):
     faulty.measure("reset to next token", stream.times[1] - reset_at)
     faulty.assert_released(reset_at)
     faulty.assert_correct(stream)
-    assert_next_is_handed_over(faulty)
+    assert_next_handoff_succeeds(faulty)
 
 
 @pytest.mark.quick_on("tcp")
@@ -92,7 +92,7 @@ def test_prefill_worker_that_the_router_cannot_reach_comes_back(faulty):
     faulty.assert_released(cut_at, "partition to nothing held")
     faulty.network.heal()
     faulty.wait_for_members("prefill", 1)
-    assert_next_is_handed_over(faulty)
+    assert_next_handoff_succeeds(faulty)
 
 
 @pytest.mark.full
@@ -118,7 +118,7 @@ def test_requests_of_a_router_that_does_not_come_back_end_within_its_heartbeat(f
     faulty.wait_for_restart("router", pid)
     faulty.wait_for_members("decode", 2)
     faulty.wait_for_members("prefill", 1)
-    assert_next_is_handed_over(faulty)
+    assert_next_handoff_succeeds(faulty)
 
 
 def start_and_cut(faulty):
@@ -151,12 +151,12 @@ def assert_ended_in_time(faulty, since, what):
     assert seconds < RouterSection().heartbeat_timeout_s + MARGIN_S
 
 
-def assert_next_is_handed_over(faulty):
+def assert_next_handoff_succeeds(faulty):
     faulty.plan()
-    assert_handed_over(faulty, faulty.start(100))
+    assert_handoff_succeeded(faulty, faulty.start(100))
 
 
-def assert_handed_over(faulty, stream):
+def assert_handoff_succeeded(faulty, stream):
     faulty.assert_correct(stream)
     assert (stream.transfer["fallback_reason"], stream.transfer["recomputed_tokens"]) == ("", 0)
     assert stream.transfer["transferred_tokens"] > 0

@@ -22,7 +22,7 @@ def test_restarted_prefill_worker_is_read_from_again_by_the_same_decode_worker(f
 
 
 @pytest.mark.quick_on("nixl")
-def test_hand_over_of_a_former_life_is_refused_and_computed_again(faulty):
+def test_handoff_of_a_former_incarnation_is_refused_and_computed_again(faulty):
     """A request waits at the decode worker for blocks, and its owner is another process by the time it gets them."""
     faulty.plan(late=[1])
     first = faulty.start(400)

@@ -110,7 +110,7 @@ def test_block_that_the_owner_lacks_is_stale_only_if_it_is_needed():
         map_group(extent, hole, own_table(96, 16), hashes(6))
 
 
-def test_hand_over_that_ends_too_early_is_stale():
+def test_handoff_that_ends_too_early_is_stale():
     extent = Extent(group_id=0, start=0, end=96, local_block_size=16, remote_block_size=16)
     with pytest.raises(StaleBlock):
         map_group(extent, owner_group(80, 16), own_table(96, 16), hashes(6))

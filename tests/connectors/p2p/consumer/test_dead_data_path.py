@@ -72,7 +72,7 @@ class World:
         return proxy
 
     async def load(self):
-        """Hand a prompt over, load it, and let it go; return how the load ended."""
+        """Make a handoff of a prompt, load it and release it; return how the load ended."""
         self.num_loads += 1
         name, prompt = f"r{self.num_loads}", [token + 1000 * self.num_loads for token in PROMPT]
         engine = self.pair.consumer.engine

@@ -453,7 +453,7 @@ def test_restarted_peer_fails_old_loads_and_shakes_hands_once_for_new_ones(pull,
     assert pull.open_peers == {PeerId(address, 2)}
 
 
-def test_hand_over_of_a_dead_incarnation_is_refused_by_the_reply(pull, address):
+def test_handoff_of_a_dead_incarnation_is_refused_by_the_reply(pull, address):
     pull.start("old", transfer_id="old", incarnation=1)
     pull.start("new", transfer_id="new", incarnation=2)
     pull.accept(incarnation=2)

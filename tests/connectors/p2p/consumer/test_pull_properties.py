@@ -320,7 +320,7 @@ class ReusedBlocks(RuleBasedStateMachine):
             if isinstance(action, LoadEnded):
                 self.reached["accepted" if action.error is None else action.error.code] += 1
                 for local in self.pull.usable_rows("r"):
-                    assert self.local[local] == local + 507, "accepted what was not handed over"
+                    assert self.local[local] == local + 507, "accepted a block that is not part of the handoff"
         self.num_seen = len(self.pull.log)
 
 

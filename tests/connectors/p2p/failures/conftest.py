@@ -152,7 +152,7 @@ class World:
 
     # ---- what happens
 
-    def hand_over(self, request_id: str = "r", first: int = 4, num_blocks: int = 6, rows: int = 20) -> PullRequest:
+    def make_handoff(self, request_id: str = "r", first: int = 4, num_blocks: int = 6, rows: int = 20) -> PullRequest:
         """Compute blocks on the owner, grant their lease, and return what the reader's engine would ask for."""
         assert self.owner is not None
         remote = tuple(range(first, first + num_blocks))

@@ -12,7 +12,7 @@ from core.wire.kv import Handshake
 
 
 def test_the_fault_free_case_loads_everything_and_leaves_nothing(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.load(request)
     assert world.reason() == ""
     assert world.has_content(request)
@@ -27,7 +27,7 @@ def test_the_fault_free_case_loads_everything_and_leaves_nothing(world):
 
 @pytest.mark.parametrize("phase", ["handshake", "read", "seals"])
 def test_abort_is_reported_at_once_in_every_phase_and_what_is_open_is_quarantined(world, phase):
-    request = world.hand_over()
+    request = world.make_handoff()
     if phase == "handshake":
         world.freeze()
     world.load(request, settle=False)
@@ -57,7 +57,7 @@ def test_abort_is_reported_at_once_in_every_phase_and_what_is_open_is_quarantine
 
 
 def test_leases_of_a_reader_that_died_end_within_their_term(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.load(request)
     world.workers.remove(world.reader)
     world.wait(world.lease_s - 0.5)
@@ -73,10 +73,10 @@ def test_leases_of_a_reader_that_died_end_within_their_term(world):
 
 @pytest.mark.parametrize("when", ["before contact", "before the read", "during the read", "before the seals"])
 def test_death_of_the_owner_is_reported_at_once(world, when):
-    before = world.hand_over("before", num_blocks=1, first=1, rows=1)
+    before = world.make_handoff("before", num_blocks=1, first=1, rows=1)
     if when != "before contact":
         world.load(before)
-    request = world.hand_over()
+    request = world.make_handoff()
     if when == "before contact":
         world.kill()
         world.load(request)
@@ -102,7 +102,7 @@ def test_death_of_the_owner_is_reported_at_once(world, when):
 def test_memory_of_a_dead_owner_is_given_up_at_once(world, monkeypatch):
     removed: list[PeerId] = []
     monkeypatch.setattr(world.reader.transport, "remove_peer", removed.append)
-    world.load(world.hand_over())
+    world.load(world.make_handoff())
     world.kill()
     assert removed == [PeerId(world.address, 1)]
 
@@ -111,7 +111,7 @@ def test_memory_of_a_dead_owner_is_given_up_at_once(world, monkeypatch):
 
 
 def test_frozen_owner_costs_its_readers_a_deadline_and_its_late_bytes_never_land(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.load(request, settle=False)
     world.freeze()
     world.wait(world.deadline_s - 0.5)
@@ -126,19 +126,19 @@ def test_frozen_owner_costs_its_readers_a_deadline_and_its_late_bytes_never_land
 
 
 def test_owner_that_thaws_is_a_peer_again(world):
-    world.load(world.hand_over("first"), settle=False)
+    world.load(world.make_handoff("first"), settle=False)
     world.freeze()
     world.wait(world.deadline_s)
     world.thaw()
     world.wait(1.0)  # a probe finds that it can be read again
-    again = world.hand_over("again")
+    again = world.make_handoff("again")
     world.load(again)
     assert world.reason("again") == ""
     assert world.has_content(again)
 
 
 def test_owner_that_is_frozen_at_the_handshake_costs_its_timeout(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.freeze()
     world.load(request)
     world.wait(5.0)
@@ -147,7 +147,7 @@ def test_owner_that_is_frozen_at_the_handshake_costs_its_timeout(world):
 
 
 def test_quarantine_ends_with_the_read_where_the_peer_need_not_be_fenced(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.load(request, settle=False)
     world.freeze()
     world.wait(1.0)
@@ -162,15 +162,15 @@ def test_quarantine_ends_with_the_read_where_the_peer_need_not_be_fenced(world):
 
 
 def test_restarted_owner_is_a_new_peer_with_one_handshake_for_all_who_wait(world):
-    old = world.hand_over("old")
+    old = world.make_handoff("old")
     world.load(old, settle=False)
     world.kill()
     assert world.reason("old") == "peer_lost"
     world.restart()
     world.sent.clear()
-    outdated = world.hand_over("outdated", first=1, num_blocks=1, rows=1)
+    outdated = world.make_handoff("outdated", first=1, num_blocks=1, rows=1)
     outdated = PullRequest("outdated", old.handoff, outdated.units, outdated.num_tokens)
-    new = [world.hand_over(f"new {index}", first=8 + 4 * index, num_blocks=4, rows=8 + 4 * index) for index in range(3)]
+    new = [world.make_handoff(f"new {index}", first=8 + 4 * index, num_blocks=4, rows=8 + 4 * index) for index in range(3)]
     world.tell_reader(pulls=[outdated, *new])
     world.settle()
     assert world.reason("outdated") == "stale"
@@ -181,12 +181,12 @@ def test_restarted_owner_is_a_new_peer_with_one_handshake_for_all_who_wait(world
     world.assert_quiet()
 
 
-def test_hand_over_of_an_earlier_life_is_stale_though_the_blocks_look_right(world):
+def test_handoff_of_an_earlier_incarnation_is_stale_though_the_blocks_look_right(world):
     """The new life has the same content at the same place and grants the same lease: only the incarnation tells."""
-    request = world.hand_over()
+    request = world.make_handoff()
     world.kill()
     world.restart()
-    world.hand_over()
+    world.make_handoff()
     world.load(request)
     assert world.reason() == "stale"
     world.assert_quiet()
@@ -196,7 +196,7 @@ def test_hand_over_of_an_earlier_life_is_stale_though_the_blocks_look_right(worl
 
 
 def test_lease_that_the_router_kept_alive_ends_when_it_does_not_any_more(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     for _ in range(3):
         world.wait(world.lease_s - 1)
         world.take_in(world.owner, RenewHandoffs([request.handoff.transfer_id]))
@@ -206,7 +206,7 @@ def test_lease_that_the_router_kept_alive_ends_when_it_does_not_any_more(world):
 
 
 def test_no_renewal_goes_beyond_the_cap(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.tell_reader(holds=[request.handoff])
     world.wait(59.0)
     assert world.owner.agent.producer.leases.num_blocks == 6

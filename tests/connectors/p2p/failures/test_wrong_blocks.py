@@ -13,7 +13,7 @@ from core.wire.kv import Handshake
 
 
 def test_lease_that_is_over_is_stale_before_anything_is_read(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.wait(world.lease_s)
     world.load(request)
     assert world.reason() == "stale"
@@ -22,7 +22,7 @@ def test_lease_that_is_over_is_stale_before_anything_is_read(world):
 
 
 def test_blocks_that_were_reused_are_stale_by_their_seals_whatever_the_lease_says(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     for row in request.remote_rows:
         world.owner.write(row, content=50, generation=2)
     world.load(request)
@@ -31,7 +31,7 @@ def test_blocks_that_were_reused_are_stale_by_their_seals_whatever_the_lease_say
 
 
 def test_reused_block_is_stale_even_with_the_same_content(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.owner.write(request.remote_rows[2], content=100 + request.remote_rows[2], generation=2)
     world.load(request)
     assert world.reason() == "stale"
@@ -39,7 +39,7 @@ def test_reused_block_is_stale_even_with_the_same_content(world):
 
 
 def test_block_that_is_being_rewritten_is_stale_and_the_others_are_kept(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.owner.seals.break_seals(request.remote_rows[3:])
     world.load(request)
     load = world.reader.loads()["r"]
@@ -50,7 +50,7 @@ def test_block_that_is_being_rewritten_is_stale_and_the_others_are_kept(world):
 
 def test_owner_that_thaws_after_its_lease_and_reuses_the_blocks_is_stale(world):
     """The reads were in flight when the owner froze; they end with the bytes of another prompt."""
-    request = world.hand_over()
+    request = world.make_handoff()
     world.load(request, settle=False)
     world.freeze()
     world.wait(world.lease_s + 1)
@@ -63,7 +63,7 @@ def test_owner_that_thaws_after_its_lease_and_reuses_the_blocks_is_stale(world):
 
 
 def test_lease_that_ended_with_the_blocks_untouched_is_no_failure(world):
-    request = world.hand_over()
+    request = world.make_handoff()
     world.load(request, settle=False)
     world.freeze()
     world.wait(world.lease_s + 1)
@@ -90,7 +90,7 @@ def test_owner_that_does_not_fit_is_refused_with_both_values(world, make_identit
             owner.identity, world.num_blocks, {"inproc": owner.transport.describe()}
         )
         world.reader = world.add("decode-1", 98, kv_verify="digest")
-    request = world.hand_over()
+    request = world.make_handoff()
     world.load(request)
     message = world.reader.loads()["r"].error.message
     assert world.reason() == ("rejected" if wrong == "digests" else "layout")
@@ -106,7 +106,7 @@ def test_owner_that_does_not_fit_is_refused_with_both_values(world, make_identit
 def test_transport_that_opens_nobody_costs_no_load(world):
     world.reader = world.add("decode-1", 98, transports=("denied", "inproc"))
     for name in ("first", "second"):
-        request = world.hand_over(name)
+        request = world.make_handoff(name)
         world.load(request)
         assert world.reason(name) == ""
         assert world.has_content(request)
@@ -120,7 +120,7 @@ def test_transport_that_opens_nobody_costs_no_load(world):
 
 def test_reader_whose_only_transport_opens_nobody_says_why(world):
     world.reader = world.add("decode-1", 98, transports=("denied",))
-    world.load(world.hand_over())
+    world.load(world.make_handoff())
     assert world.reason() == "peer_lost"
     assert "permission denied" in world.reader.loads()["r"].error.message
     world.assert_quiet()
@@ -136,7 +136,7 @@ def digesting(world):
 
 
 def test_bytes_that_were_corrupted_once_are_read_again_and_served(digesting):
-    request = digesting.hand_over()
+    request = digesting.make_handoff()
     digesting.reader.plan.corrupt = {2}
     digesting.load(request)
     assert digesting.reason() == ""
@@ -145,7 +145,7 @@ def test_bytes_that_were_corrupted_once_are_read_again_and_served(digesting):
 
 
 def test_bytes_that_are_corrupted_twice_are_given_up_alone(digesting):
-    request = digesting.hand_over()
+    request = digesting.make_handoff()
     digesting.reader.plan.corrupt = {2, 5}  # 1 to 3 are the blocks, 4 the seals, 5 is the second time
     digesting.load(request)
     assert digesting.reason() == "digest"
@@ -153,7 +153,7 @@ def test_bytes_that_are_corrupted_twice_are_given_up_alone(digesting):
 
 
 def test_corrupted_seal_is_no_proof(digesting):
-    request = digesting.hand_over()
+    request = digesting.make_handoff()
     digesting.reader.plan.corrupt = {4}
     digesting.load(request)
     assert digesting.reason() == "stale"

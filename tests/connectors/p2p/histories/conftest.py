@@ -100,7 +100,7 @@ class Owner:
 
     # ---- its readers
 
-    def hand_over(self, name):
+    def make_handoff(self, name):
         """Hold some blocks for a reader."""
         block_ids = tuple(self.rng.sample(range(1, NUM_BLOCKS), self.rng.randint(1, 6)))
         for block_id in block_ids:

@@ -2,7 +2,7 @@
 
 What happens is drawn from a seed: owners die, freeze, rewrite blocks without leases and choose transports as they like;
 connections break; reads fail, stall or bring wrong bytes. Whatever happens, each load is reported once, what is accepted is
-what was handed over, nothing is written into a block that is free, and nothing stays open.
+what the owner computed, nothing is written into a block that is free, and nothing stays open.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class History:
 
     def run(self):
         happenings = {
-            self.hand_over: 3,
+            self.make_handoff: 3,
             self.begin: 3,
             self.abort: 0.5,
             self.carry_out: 18,
@@ -181,12 +181,12 @@ class History:
     def rewrite(self):
         self.some_owner().rewrite_something()
 
-    def hand_over(self):
+    def make_handoff(self):
         rng, owner, name = self.rng, self.some_owner(), f"r{self.num_pulls}"
         if len(self.free) < 6 * self.remote_size // self.size + 1:
             return
         self.num_pulls += 1
-        group = owner.hand_over(name)
+        group = owner.make_handoff(name)
         end = len(group.block_ids) * owner.block_size
         local_ids = rng.sample(sorted(self.free), -(-end // self.size))
         start = rng.randrange(len(local_ids)) * self.size

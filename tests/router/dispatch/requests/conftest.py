@@ -200,7 +200,7 @@ def pair() -> Bench:
 
 
 @pytest.fixture
-def handed_over() -> Bench:
+def after_handoff() -> Bench:
     """Return a bench whose request r1 has two choices and a handoff from p0 to d0."""
     bench = Bench("p0", "d0")
     bench.submit(n=2)

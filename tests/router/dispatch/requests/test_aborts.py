@@ -22,7 +22,7 @@ def test_an_abort_that_crosses_the_prefill_result_releases_the_handoff(pair):
     assert pair.to("d0", Generate) == []
 
 
-def test_an_abort_during_hand_over_stops_decode_and_releases_the_lease(pair):
+def test_an_abort_during_a_handoff_stops_decode_and_releases_the_lease(pair):
     pair.submit()
     pair.prefill_done()
     pair.do(pair.core.abort("r1", "client", 0.0))
@@ -72,7 +72,7 @@ def test_a_stop_string_in_one_of_two_choices_lets_the_other_go_on(make_bench):
     bench.assert_idle()
 
 
-def test_a_choice_stopped_at_its_first_token_is_not_handed_over(pair):
+def test_a_choice_stopped_at_its_first_token_has_no_handoff(pair):
     pair.submit(n=2)
     pair.prefill_done(n=2)
     pair.do(pair.core.finish_choice("r1", 1, 0.0))

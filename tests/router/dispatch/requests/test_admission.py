@@ -218,7 +218,7 @@ def test_a_prefill_worker_that_is_full_is_not_passed_by(make_bench):
         bench.submit()
 
 
-def test_with_the_prefill_worker_back_requests_are_handed_over_again(make_bench):
+def test_with_the_prefill_worker_back_handoffs_are_made_again(make_bench):
     bench = make_bench("p0", "d0")
     bench.leave("p0")
     bench.submit("r1")

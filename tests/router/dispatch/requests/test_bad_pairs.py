@@ -33,7 +33,7 @@ def test_the_only_pair_is_used_however_often_it_fails(make_bench):
     assert [serve(bench, f"r{number}", "deadline") for number in range(5)] == [("p0", "d0")] * 5
 
 
-def test_a_hand_over_goes_to_a_worker_that_can_read_it(make_bench):
+def test_a_handoff_goes_to_a_worker_that_can_read_it(make_bench):
     bench = make_bench("p0", "d0", "d1", "d2", max_requests=9)
     for number in range(6):
         serve(bench, f"r{number}", "deadline" if number % 3 == 1 else "")
@@ -44,7 +44,7 @@ def test_a_hand_over_goes_to_a_worker_that_can_read_it(make_bench):
     assert bench.core.dispatcher._requests["r9"].attempt.decode.engine_id == "d2", "it has more to do than d1"
 
 
-def test_the_choices_of_one_hand_over_count_as_one_failure(make_bench):
+def test_the_choices_of_one_handoff_count_as_one_failure(make_bench):
     bench = make_bench("p0", "d0", "d1", max_requests=9)
     bench.submit("r1", n=3)
     decode = bench.core.dispatcher._requests["r1"].attempt.decode.engine_id

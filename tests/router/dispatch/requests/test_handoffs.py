@@ -29,7 +29,7 @@ def test_a_request_goes_to_prefill_then_to_decode_and_ends(pair):
     pair.assert_idle()
 
 
-def test_a_connector_without_transports_hands_over_by_what_both_workers_share(make_bench):
+def test_a_handoff_without_transports_passes_through_shared_storage(make_bench):
     """Its decode worker looks for the prompt's KV by itself: in a store, say."""
     bench = make_bench()
     for name in ("p0", "d0"):

@@ -67,11 +67,11 @@ def test_time_lost_with_a_worker_counts_as_relay(make_bench):
     assert (timing.total_ms, timing.relay_ms) == (3250.0, 3050.0)
 
 
-def test_choices_are_added_up(handed_over):
-    handed_over.tokens(1, 60, index=0, usage=Usage(kv_transfer=COST))
+def test_choices_are_added_up(after_handoff):
+    after_handoff.tokens(1, 60, index=0, usage=Usage(kv_transfer=COST))
     local = TransferUsage(queue_ms=70.0, recomputed_tokens=3, fallback_reason="stale")
-    handed_over.tokens(1, 61, index=1, usage=Usage(kv_transfer=local))
-    cost = handed_over.updates["r1"][-1].handoff.cost
+    after_handoff.tokens(1, 61, index=1, usage=Usage(kv_transfer=local))
+    cost = after_handoff.updates["r1"][-1].handoff.cost
     assert (cost.transport, cost.transferred_tokens, cost.verified_blocks) == ("shm", 10, 1)
     assert (cost.queue_ms, cost.recomputed_tokens, cost.fallback_reason) == (70.0, 3, "stale")
 

@@ -96,11 +96,11 @@ def test_lost_tokens_are_computed_again(make_bench):
     bench.assert_idle()
 
 
-def test_what_came_with_a_gap_in_one_frame_is_not_lost_itself(handed_over):
+def test_what_came_with_a_gap_in_one_frame_is_not_lost_itself(after_handoff):
     frame = [Tokens("r1", 0, 1, (60,)), Tokens("r1", 1, 2, (72,)), Tokens("r1", 0, 2, (61,))]
-    handed_over.receive("d0", frame)
-    assert (handed_over.output(index=0), handed_over.output(index=1)) == ([50, 60], [51])
-    again = handed_over.generated("d0")
+    after_handoff.receive("d0", frame)
+    assert (after_handoff.output(index=0), after_handoff.output(index=1)) == ([50, 60], [51])
+    again = after_handoff.generated("d0")
     assert (again.request_id, [choice.output_token_ids for choice in again.choices]) == ("r1.2", [(50, 60), (51,)])
 
 

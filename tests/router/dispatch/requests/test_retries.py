@@ -218,7 +218,7 @@ def test_a_reserved_decode_worker_that_goes_is_replaced(make_bench, how):
 
 
 @pytest.mark.parametrize("how", ["lost", FULL, DRAINING, DEAD, GIVEN_UP], ids=lambda how: getattr(how, "code", how))
-def test_the_same_hand_over_goes_to_another_decode_worker(make_bench, how):
+def test_the_same_handoff_goes_to_another_decode_worker(make_bench, how):
     bench = make_bench("p0", "d0", "d1")
     bench.submit()
     bench.prefill_done()

@@ -15,7 +15,7 @@ LOST = TransferUsage(
     recomputed_tokens=32,
     fallback_reason="digest",
 )
-HANDED_OVER = TransferUsage(transport="shm", transferred_tokens=10, verified_blocks=1)
+TRANSFERRED = TransferUsage(transport="shm", transferred_tokens=10, verified_blocks=1)
 
 
 def last_report(bench):
@@ -78,7 +78,7 @@ def test_prefill_worker_tells_what_its_tier_has_lost(pair):
     pair.prefill_done(recomputed_tokens=6, fallback_reason="store_miss")
     assert lost_by(pair) == (6, "store_miss")
     assert last_report(pair).outcome is None, "the handoff is not over yet"
-    pair.tokens(1, 51, usage=Usage(kv_transfer=HANDED_OVER), finish_reason="stop")
+    pair.tokens(1, 51, usage=Usage(kv_transfer=TRANSFERRED), finish_reason="stop")
     report = last_report(pair)
     assert lost_by(pair) == (6, "store_miss")
     assert (report.cost.transport, report.cost.transferred_tokens) == ("shm", 10)

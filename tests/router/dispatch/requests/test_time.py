@@ -48,16 +48,16 @@ def test_leases_of_one_worker_are_renewed_together(pair):
     assert pair.to("p0", Renew) == [Renew(transfer_ids=("t-r1", "t-r2"))]
 
 
-def test_a_handoff_is_renewed_until_every_choice_has_shown_a_token(handed_over):
-    handed_over.tokens(1, 60, index=0)
-    handed_over.tick(10.0)
-    assert len(handed_over.to("p0", Renew)) == 1
-    handed_over.tokens(1, 61, index=1)
-    handed_over.tick(20.0)
-    assert len(handed_over.to("p0", Renew)) == 1
+def test_a_handoff_is_renewed_until_every_choice_has_shown_a_token(after_handoff):
+    after_handoff.tokens(1, 60, index=0)
+    after_handoff.tick(10.0)
+    assert len(after_handoff.to("p0", Renew)) == 1
+    after_handoff.tokens(1, 61, index=1)
+    after_handoff.tick(20.0)
+    assert len(after_handoff.to("p0", Renew)) == 1
 
 
-def test_a_choice_that_has_ended_is_not_waited_for(handed_over):
-    handed_over.do(handed_over.core.finish_choice("r1", 1, handed_over.now))
-    handed_over.tokens(1, 60, index=0)
-    assert handed_over.core.dispatcher.count(RequestPhase.DECODE) == 1
+def test_a_choice_that_has_ended_is_not_waited_for(after_handoff):
+    after_handoff.do(after_handoff.core.finish_choice("r1", 1, after_handoff.now))
+    after_handoff.tokens(1, 60, index=0)
+    assert after_handoff.core.dispatcher.count(RequestPhase.DECODE) == 1

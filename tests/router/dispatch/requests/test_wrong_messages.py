@@ -153,7 +153,7 @@ def test_a_rejection_by_an_aggregated_worker_fails_what_it_never_answered(make_b
     assert set(bench.ended) == {"r1"}
 
 
-def test_a_rejection_spares_a_request_that_has_shown_a_token_of_one_choice(handed_over):
-    handed_over.tokens(1, 60, index=0)
-    handed_over.receive("d0", Rejected(error=UNREADABLE))
-    assert "r1" not in handed_over.ended
+def test_a_rejection_spares_a_request_that_has_shown_a_token_of_one_choice(after_handoff):
+    after_handoff.tokens(1, 60, index=0)
+    after_handoff.receive("d0", Rejected(error=UNREADABLE))
+    assert "r1" not in after_handoff.ended
