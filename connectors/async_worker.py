@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
-from connectors.reports import LoadEnded, SendingEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded, SendingEnded
 from core.connector import KVConnectorWorker
 from core.errors import EngineDead
 from core.kv.pool_region import KVPoolRegion
@@ -92,8 +92,8 @@ def add_load_ended(ended: LoadEnded, output: KVConnectorOutput) -> None:
         output.transfer_usage[ended.request_id] = ended.usage
     if ended.error is None:
         return
-    if ended.invalid_block_ids:
+    if ended.invalid_block_ids is ALL_BLOCKS:
+        output.failed_recving[ended.request_id] = ended.error
+    else:
         output.invalid_block_ids.update(ended.invalid_block_ids)
         output.load_errors[ended.request_id] = ended.error
-    else:
-        output.failed_recving[ended.request_id] = ended.error

@@ -18,7 +18,7 @@ from connectors.lmcache.actions import LoadPages, TakePages
 from connectors.lmcache.pending_requests import PendingRequests
 from connectors.lmcache.sessions import ServerSessions
 from connectors.lmcache.wire import is_done, retrieve_call
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from core.errors import KVFerryError, NotFound, PeerUnreachable, TransferTimeout, fallback_reason
 from core.wire.messages import ErrorInfo, TransferUsage
 
@@ -172,7 +172,10 @@ class PageLoads:
             self._calls.count("loaded_tokens", load.order.num_tokens)
         else:
             self._calls.count(f"failed_loads_{fallback_reason(error.code)}")
-        self._calls.act(LoadEnded(request_id, usage, None if load.is_aborted else error, invalid_block_ids))
+        if load.is_aborted or error is None:
+            self._calls.act(LoadEnded(request_id, usage))
+        else:
+            self._calls.act(LoadEnded(request_id, usage, error, invalid_block_ids or ALL_BLOCKS))
 
     def _usage(self, load: _Load, error: ErrorInfo | None, invalid_block_ids: tuple[int, ...]) -> TransferUsage:
         now, transfer = self._calls.clock.now(), load.order.transfer

@@ -25,7 +25,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from connectors.pool_access import PoolAccess
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.tier.messages import Report, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
 from core.clock import Clock
 from core.digest import BlockDigester
@@ -236,7 +236,7 @@ class TierTransfer:
         self.counts["loads"] += 1
         self.counts["loaded_blocks"] += num_loaded
         self.counts["failed_blocks"] += len(load.errors)
-        bad = tuple(job.block_ids[index] for index in sorted(load.errors))
+        invalid_block_ids = tuple(job.block_ids[index] for index in sorted(load.errors))
         error = load.errors[min(load.errors)] if load.errors else None
         self._reports.append(
             LoadEnded(
@@ -249,7 +249,7 @@ class TierTransfer:
                     verified_blocks=num_loaded,
                 ),
                 error=None if error is None else ErrorInfo.of(error),
-                invalid_block_ids=bad if num_loaded else (),
+                invalid_block_ids=() if error is None else invalid_block_ids if num_loaded else ALL_BLOCKS,
             )
         )
 

@@ -5,7 +5,7 @@ one is read, verified and used as a whole, and shares no block with another (``c
 
     waiting ──posted──▶ open ──ended──▶ arrived ──its seal is right──▶ verified
        ▲                  │                │
-       │◀─ posted in vain ┴── failed ──────┼── its seal is wrong ────▶ spoiled
+       │◀─ posted in vain ┴── failed ──────┼── its seal is wrong ────▶ invalid
        └──────── wrong digest, once ───────┘
 """
 
@@ -20,7 +20,7 @@ from enum import Enum
 from connectors.p2p.actions import PullRequest, Refusal, TokenCopy
 from connectors.p2p.consumer.verification import SealCheck, SealTerms
 from connectors.p2p.transport.interface import PeerId
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from core.errors import StaleBlock
 from core.wire.messages import ErrorInfo, TransferUsage
 
@@ -75,9 +75,9 @@ class Load:
         self.num_rows = len(request.local_rows)
         self._units_per_read = 1  # until the peer is known
         self._waiting: deque[RowSlice] = deque()
-        self._arrived: set[int] = set()  # and neither verified nor spoiled
+        self._arrived: set[int] = set()  # and neither verified nor invalid
         self._verified: set[int] = set()
-        self._spoiled: dict[int, ErrorInfo] = {}
+        self._invalid: dict[int, ErrorInfo] = {}
         self._num_rows_read = 0
         self._bytes_ended_at: float | None = None
         self._whole = self._slice(range(len(request.units)))
@@ -150,16 +150,16 @@ class Load:
         self._arrived.update(rows.indices)
         self._num_rows_read += len(rows.remote_rows)
 
-    def spoil(self, indices: Iterable[int], error: ErrorInfo) -> None:
+    def invalidate(self, indices: Iterable[int], error: ErrorInfo) -> None:
         """Note that these units must not be used."""
         for index in indices:
             self._arrived.discard(index)
-            self._spoiled[index] = error
+            self._invalid[index] = error
 
-    def spoil_waiting(self, error: ErrorInfo) -> None:
+    def invalidate_waiting(self, error: ErrorInfo) -> None:
         """Give the units up that have not been asked for."""
         while self._waiting:
-            self.spoil(self._waiting.popleft().indices, error)
+            self.invalidate(self._waiting.popleft().indices, error)
 
     def to_seal(self) -> RowSlice:
         """Return the units whose seals decide about them, in order: those that have arrived, and those that are being read."""
@@ -184,7 +184,7 @@ class Load:
         return rows
 
     def arrived_of(self, indices: Iterable[int]) -> list[int]:
-        """Return those of these units whose bytes have come and are neither verified nor spoiled."""
+        """Return those of these units whose bytes have come and are neither verified nor invalid."""
         return [index for index in indices if index in self._arrived]
 
     def verify(self, indices: Iterable[int]) -> None:
@@ -203,10 +203,11 @@ class Load:
     def report(self, error: ErrorInfo | None, transport: str, block_bytes: int, now: float) -> LoadEnded:
         """Return what became of the load. ``error`` is why the units failed that have no reason of their own."""
         units = self.request.units
-        spoiled = [index for index in range(len(units)) if index not in self._verified]
-        if spoiled:
-            error = self._spoiled.get(spoiled[0], error)
+        invalid = [index for index in range(len(units)) if index not in self._verified]
+        if invalid:
+            error = self._invalid.get(invalid[0], error)
             assert error is not None, "rows are missing for no reason"
+        invalid_rows = tuple(row for index in invalid for row in units[index].local_rows)
         verify_s = self._verify_s(now)
         return LoadEnded(
             self.request.request_id,
@@ -219,7 +220,7 @@ class Load:
                 verified_blocks=sum(len(units[index].remote_rows) for index in self._verified),
             ),
             error=error,
-            invalid_block_ids=tuple(row for index in spoiled for row in units[index].local_rows) if self._verified else (),
+            invalid_block_ids=() if error is None else invalid_rows if self._verified else ALL_BLOCKS,
             quarantined_block_ids=self.open_rows(),
             peer=self.producer.address,
         )
@@ -261,7 +262,7 @@ class Load:
 
 def refused_load(request_id: str, refusal: Refusal) -> LoadEnded:
     """Return the report of a load that is refused without being tried."""
-    return LoadEnded(request_id, TransferUsage(), ErrorInfo.of(refusal.error), peer=refusal.producer.address)
+    return LoadEnded(request_id, TransferUsage(), ErrorInfo.of(refusal.error), ALL_BLOCKS, peer=refusal.producer.address)
 
 
 def other_life(expected: PeerId, incarnation: int) -> StaleBlock:

@@ -72,7 +72,7 @@ class LoadReader:
         while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
             if transfer_id not in self._leases:
                 error = LeaseExpired(f"{load.producer.address} no longer holds the handoff {transfer_id}")
-                load.spoil_waiting(ErrorInfo.of(error))
+                load.invalidate_waiting(ErrorInfo.of(error))
             elif not load.wants_room and self._leases.may_start_read(transfer_id, now):
                 rows = load.next_slice()
                 self._emit(self._post_read(self._reads.open_blocks(load, rows), load.producer, rows))
@@ -141,7 +141,7 @@ class LoadReader:
             load.arrive(rows)
             load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
         else:
-            load.spoil(rows.indices, ErrorInfo.of(read.error))
+            load.invalidate(rows.indices, ErrorInfo.of(read.error))
         if isinstance(read.error, PeerUnreachable):
             self._exits.read_failed(load.producer, read.error, now)
         elif load.seal_read is None:
@@ -163,7 +163,7 @@ class LoadReader:
         check = load.seal_check(peer.seal_terms)
         rows = load.end_sealing()
         if read.error is not None:
-            load.spoil(load.arrived_of(rows.indices), ErrorInfo.of(read.error))
+            load.invalidate(load.arrived_of(rows.indices), ErrorInfo.of(read.error))
             if isinstance(read.error, PeerUnreachable):
                 self._exits.read_failed(load.producer, read.error, now)
             self._exits.end(load, read.error, now)
@@ -173,7 +173,7 @@ class LoadReader:
         verdict = check.verdict(read.seals, load.digests)
         load.verify(load.arrived_of(verdict.good))
         for index in load.arrived_of(verdict.stale):
-            load.spoil([index], verdict.stale[index])
+            load.invalidate([index], verdict.stale[index])
         corrupt = load.arrived_of(verdict.corrupt)
         if corrupt and not load.has_read_again:
             self.num_blocks_read_again += len(corrupt)
@@ -182,5 +182,5 @@ class LoadReader:
             self.go_on(load, now)
             return
         for index in corrupt:
-            load.spoil([index], verdict.corrupt[index])
+            load.invalidate([index], verdict.corrupt[index])
         self._exits.end(load, None, now)

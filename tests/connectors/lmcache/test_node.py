@@ -30,7 +30,7 @@ from connectors.lmcache.pending_requests import LMCacheSettings
 from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata
 from connectors.lmcache.wire import Namespace, Operation, TokenSpan
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from core.errors import ConnectorUnavailable, CorruptBlock, PeerUnreachable
 from core.ids import RandomIds, SeededIds
 from core.testing.clock import FakeClock
@@ -374,7 +374,7 @@ def test_a_load_without_a_good_block_has_failed(played):
     played.load()
     played.answer(Operation.RETRIEVE, STORED)
     (ended,) = played.do(played.node.on_taken("r", dict.fromkeys(range(8), CorruptBlock("bad"))))
-    assert ended.invalid_block_ids == ()
+    assert ended.invalid_block_ids is ALL_BLOCKS
     assert ended.error is not None
     assert ended.usage.transferred_tokens == ended.usage.verified_blocks == 0
 

@@ -32,7 +32,7 @@ from connectors.p2p.consumer.pull import PullProtocol
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import PullSettings
 from connectors.p2p.transport.interface import PeerId
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from core.errors import KVFerryError
 from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
 from core.machine_driver import TimerDue
@@ -276,7 +276,7 @@ class PullDriver:
     def usable_rows(self, request_id: str) -> set[int]:
         """Local rows that the engine may compute on, by what was reported."""
         ended, rows = self.ended[request_id], self.requests[request_id].local_rows
-        if ended.usage is None or (ended.error is not None and not ended.invalid_block_ids):
+        if ended.usage is None or ended.invalid_block_ids is ALL_BLOCKS:
             return set()
         return set(rows) - set(ended.invalid_block_ids)
 
@@ -327,7 +327,8 @@ class PullDriver:
         name = ended.request_id
         assert name not in self.ended, "reported twice"
         self.ended[name] = ended
-        assert set(ended.invalid_block_ids) <= set(self.requests[name].local_rows)
+        if ended.invalid_block_ids is not ALL_BLOCKS:
+            assert set(ended.invalid_block_ids) <= set(self.requests[name].local_rows)
         assert self.usable_rows(name) <= self.sealed, "accepted without its seal"
         may_be_written = {row for read_id in self.reads_of(name) for row in self.open_reads[read_id].local_rows}
         assert set(ended.quarantined_block_ids) == may_be_written

@@ -14,7 +14,7 @@ from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkRequest, TcpMetadata
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.testing.connector_engine import MemoryPool
 from connectors.testing.connector_pair import LAYOUT
 from connectors.testing.contexts import connector_context
@@ -145,7 +145,7 @@ async def test_failed_load_has_the_id_of_the_routers_log_in_every_attempt(reader
     request_id = new_hex_id(RandomIds())
     on_the_wire = RequestState.wire_id.fget(SimpleNamespace(request_id=request_id, attempt=Attempt(number)))
     usage, error = TransferUsage(), ErrorInfo.of(LeaseExpired("too late"))
-    reader.told(LoadEnded(choice_id(on_the_wire, 3), usage, error, peer=NOBODY.address))
+    reader.told(LoadEnded(choice_id(on_the_wire, 3), usage, error, ALL_BLOCKS, peer=NOBODY.address))
     (line,) = reader.lines("kv_load_failed")
     assert (line["request_id"], line["reason"]) == (request_id, "stale")
 

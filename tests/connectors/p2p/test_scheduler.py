@@ -12,7 +12,7 @@ from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.worker import P2PConnectorWorker
-from connectors.reports import LoadEnded, SendingEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded, SendingEnded
 from connectors.testing.connector_engine import ConnectorEngine, small_layout
 from core.ids import SeededIds
 from core.kv.block import NULL_BLOCK_ID
@@ -47,7 +47,7 @@ class Side:
 
     def end_load(self, request_id: str, error: ErrorInfo | None = None) -> P2PConnectorMetadata:
         """Let a load end, apply it, and return the news of the step after."""
-        self.worker.report(LoadEnded(request_id, TransferUsage(), error))
+        self.worker.report(LoadEnded(request_id, TransferUsage(), error, ALL_BLOCKS if error else ()))
         self.step()
         return self.step()
 

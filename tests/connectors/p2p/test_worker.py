@@ -8,7 +8,7 @@ from connectors.p2p.actions import HandoffRef, QuarantineEnded
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.worker import P2PConnectorWorker
-from connectors.reports import LoadEnded, SendingEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded, SendingEnded
 from core.errors import EngineDead
 from core.request import KVConnectorOutput
 from core.wire.messages import ErrorInfo, TransferUsage
@@ -51,7 +51,7 @@ def test_message_with_anything_in_it_is_not_empty(field):
 
 def test_reports_are_told_once(worker):
     worker.report(LoadEnded("good", USAGE))
-    worker.report(LoadEnded("bad", FAILED, ERROR))
+    worker.report(LoadEnded("bad", FAILED, ERROR, ALL_BLOCKS))
     worker.report(LoadEnded("partly", USAGE, STALE, invalid_block_ids=(4, 5)))
     worker.report(LoadEnded("aborted", None))
     for request_id in "ab":

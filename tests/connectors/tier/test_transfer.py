@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from connectors.pool_access import open_pool
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.tier import transfer as mover_module
 from connectors.tier.messages import SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
 from connectors.tier.transfer import BLOCKS_PER_TURN, TierTransfer
@@ -271,14 +271,14 @@ def test_a_tier_that_goes_on_withholding_costs_no_more_than_the_deadline(region,
     assert store.num_gets == 1, "it is asked again after a moment, not at once"
     clock.advance(1)
     (ended,) = drive(mover)
-    assert (ended.error.code, ended.invalid_block_ids) == ("deadline", ())
+    assert (ended.error.code, ended.invalid_block_ids) == ("deadline", ALL_BLOCKS)
 
 
 def test_a_load_of_nothing_names_no_blocks(mover, region, store):
     items = [sealed(region, block_id) for block_id in (1, 2)]
     load(mover, items, (20, 21))
     (ended,) = drive(mover)
-    assert (ended.invalid_block_ids, ended.usage.transferred_tokens) == ((), 0)
+    assert (ended.invalid_block_ids, ended.usage.transferred_tokens) == (ALL_BLOCKS, 0)
     assert ended.error.code == "store_miss"
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from connectors.p2p.actions import PostRead, PostSealRead, SendControl
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from core.errors import TransferError
 from core.wire.kv import LeaseRelease, LeaseRenew, LeaseState
 
@@ -348,4 +348,4 @@ def test_load_whose_lease_and_reads_fail_says_why_its_first_block_is_missing(pul
     for read_id in sorted(pull.open_reads):
         pull.end_read(read_id, TransferError("no"))
     (ended,) = pull.actions(LoadEnded)
-    assert (ended.error.code, ended.invalid_block_ids) == ("transfer_error", ())
+    assert (ended.error.code, ended.invalid_block_ids) == ("transfer_error", ALL_BLOCKS)

@@ -5,7 +5,7 @@ import pytest
 
 from connectors.p2p.actions import CancelRead, ClosePeer, PeerFailed, PostRead, PostSealRead, QuarantineEnded, TransferReport
 from connectors.p2p.transport.interface import PeerId
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from core.errors import PeerUnreachable, TransferError
 
 
@@ -175,7 +175,7 @@ def test_load_whose_reads_all_fail_does_not_wait_for_seals(pull):
     assert pull.quarantined == {0, 1, 2, 3}, "a seal may land beside them"
     pull.end_read(seal_read, TransferError("cancelled"))
     assert not pull.quarantined
-    assert pull.ended["r"].invalid_block_ids == ()
+    assert pull.ended["r"].invalid_block_ids is ALL_BLOCKS
     assert pull.ended["r"].usage.verified_blocks == 0
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from connectors.p2p.actions import PostRead, PostSealRead, ReadEnded, TransferReport, row_units
 from connectors.p2p.consumer.verification import SealCheck, SealTerms
+from connectors.reports import ALL_BLOCKS
 from core.errors import PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import ExpectedSeal, layout_fingerprint
 
@@ -91,7 +92,7 @@ def test_load_whose_blocks_are_all_stale_fails_as_a_whole(pull):
     pull.start_reading(num_rows=2)
     pull.end_read(pull.end_data_reads(), seals={500: bytes(64), 501: bytes(64)})
     ended = pull.ended["r"]
-    assert (ended.error.code, ended.invalid_block_ids) == ("stale", ())
+    assert (ended.error.code, ended.invalid_block_ids) == ("stale", ALL_BLOCKS)
     assert (ended.usage.verified_blocks, ended.usage.transferred_tokens) == (0, 0)
 
 

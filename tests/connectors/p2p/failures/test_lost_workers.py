@@ -7,7 +7,7 @@ import pytest
 
 from connectors.p2p.actions import PullRequest, RenewHandoffs
 from connectors.p2p.transport.interface import PeerId
-from connectors.reports import SendingEnded
+from connectors.reports import ALL_BLOCKS, SendingEnded
 from core.wire.kv import Handshake
 
 
@@ -92,7 +92,7 @@ def test_death_of_the_owner_is_reported_at_once(world, when):
         world.load(request)
         world.kill()
     assert world.reason() == "peer_lost"
-    assert world.reader.loads()["r"].invalid_block_ids == ()
+    assert world.reader.loads()["r"].invalid_block_ids is ALL_BLOCKS
     world.settle()
     world.assert_quiet()
     if when != "before contact":

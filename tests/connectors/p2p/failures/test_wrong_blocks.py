@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from connectors.p2p.producer.handshake import HandshakeResponder
-from connectors.reports import SendingEnded
+from connectors.reports import ALL_BLOCKS, SendingEnded
 from core.wire.kv import Handshake
 
 # ---- leases and reuse
@@ -27,7 +27,7 @@ def test_blocks_that_were_reused_are_stale_by_their_seals_whatever_the_lease_say
         world.owner.write(row, content=50, generation=2)
     world.load(request)
     assert world.reason() == "stale"
-    assert world.reader.loads()["r"].invalid_block_ids == ()
+    assert world.reader.loads()["r"].invalid_block_ids is ALL_BLOCKS
 
 
 def test_reused_block_is_stale_even_with_the_same_content(world):

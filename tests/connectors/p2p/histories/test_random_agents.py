@@ -39,7 +39,7 @@ from connectors.p2p.settings import AgentSettings, PullSettings
 from connectors.p2p.transfer.staging import map_staging_area
 from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, regions_of
-from connectors.reports import LoadEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.testing.fault_transport import FaultPlan, FaultTransport
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.digest import BlockDigester
@@ -342,7 +342,7 @@ class History:
         request = pull.request
         late = set(ended.quarantined_block_ids)
         usable = set()
-        if ended.usage is not None and (ended.error is None or ended.invalid_block_ids):
+        if ended.usage is not None and ended.invalid_block_ids is not ALL_BLOCKS:
             usable = set(request.local_rows).difference(ended.invalid_block_ids)
         assert not usable & late
         for unit in request.units:
