@@ -71,7 +71,7 @@ Loads = dict[str, list[Measured]]  # by kind of verification
 class TimedCheck:
     """Stands before the comparison of seals in this process. ``ms``: what it took when the seals had come.
 
-    What they are compared with belongs to it if it is made only then, and not while bytes were on the way.
+    ``ms`` includes computing the digests to compare with, unless that was done while the bytes were on the way.
     """
 
     def __init__(self) -> None:

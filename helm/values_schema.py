@@ -1,7 +1,7 @@
 """Writes the chart's ``values.schema.json``: every key of values.yaml, no other, and kvferry's own settings under ``config``.
 
 Owns the shape of the values. The settings come from ``core.config`` as they are, less those that are the chart's business
-(addresses, ports, names, secrets), so that a wrong one is refused by ``helm install`` and not by a pod that restarts for ever.
+(addresses, ports, names, secrets), so that ``helm install`` refuses a wrong one; else its pod would restart forever.
 Run it after a change of either: ``python helm/values_schema.py``. The tests compare.
 """
 
@@ -20,7 +20,7 @@ from core.constants import HASH_BLOCK_SIZE
 
 SCHEMA_PATH = Path(__file__).parent / "kvferry" / "values.schema.json"
 
-# What the chart sets itself, by section; a section of which nothing is left is left out.
+# Settings that the chart sets itself, by section. A section without any other setting is left out of the schema.
 CHART_OWNED = {
     "ModelSection": {"cache_dir"},
     "WorkerSection": {

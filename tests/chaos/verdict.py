@@ -1,7 +1,7 @@
-"""What a run showed, and what of it is bad.
+"""The verdict about a run: which errors, pauses, tokens and leftovers are our bugs.
 
 One fault at a time: no error, and no pause of a stream above ``MAX_PAUSE_S`` beyond the time in which the router itself was
-frozen. Densely: every error must have a cause that was true, a fault that could make it, at work while the request was.
+frozen. Densely: every error must have a cause: a fault that can produce it and that lasted while the request ran.
 Always: no wrong token, flat memory, nothing held at the end.
 """
 

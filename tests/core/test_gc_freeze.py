@@ -1,4 +1,4 @@
-"""What a server has loaded is not looked through again."""
+"""The garbage collector does not scan what a server has loaded."""
 
 import gc
 

@@ -234,9 +234,9 @@ def assert_token_identical(request, smollm2_gguf) -> Iterator[Callable[[Sequence
 class SmolLM2Oracle:
     """How transformers goes on, token by token, by its own model of the GGUF file, read by its own reader.
 
-    How it goes on behind the prompts of the default suite is kept beside the tests, by prompt: ``pytest --keep-answers`` adds
-    what is missing. Output that is the beginning of what is kept is right; the model is asked about any other, and about all
-    of them with --full.
+    The continuations of the default suite's prompts are stored next to the tests, by prompt: ``pytest --keep-answers`` adds
+    missing ones. Output that is the beginning of a stored continuation is right; the model is run for any other output, and for
+    all of them with --full.
     """
 
     KEPT = Path(__file__).parents[1] / "kept_answers" / f"{MODEL}.json"

@@ -72,8 +72,8 @@ def test_only_holders_of_the_key_get_in():
         assert member.wait_until_connected(DEADLINE_S)
         assert put(member, [block]).stored == [True]
         assert read(member, [block.key]) == [bytes(block.content)]
-        with client_at(address, others) as stranger, client_at(address) as anonymous:
-            assert not stranger.wait_until_connected(0.5)
+        with client_at(address, others) as other_key, client_at(address) as anonymous:
+            assert not other_key.wait_until_connected(0.5)
             assert not anonymous.is_connected
             assert server.machine.num_clients == 1
 
@@ -172,7 +172,7 @@ def test_an_address_in_use_is_refused(tmp_path):
         with pytest.raises(ConfigError, match="cannot bind"):
             second.start(address)
         second.stop()
-    for tier in make_tiers(config, ids):  # the folder was given back
+    for tier in make_tiers(config, ids):  # the folder was released
         tier.close()
 
 

@@ -17,7 +17,7 @@ from kvstore.testing.blocks import make_block
 
 BLOCK = 4000
 RECORD = record_bytes(BLOCK)
-SEGMENT = 4 * RECORD  # three blocks beside the first page
+SEGMENT = 4 * RECORD  # three blocks after the first page
 
 
 def blocks_of(count, first=0):

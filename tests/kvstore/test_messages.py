@@ -40,7 +40,7 @@ TO_CLIENT = {
     "alive": m.Alive(incarnation=1),
 }
 
-# What a store and a client of this version exchange; a change here is a new version of the protocol.
+# The bytes of every message between a store and a client of this version; a change here is a new version of the protocol.
 GOLDEN = {
     "release": "011082a474797065a772656c65617365a76e756d626572739102",
     "heartbeat": "011083a474797065a26862a46c61737404a468656c649102",

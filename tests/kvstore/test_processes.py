@@ -193,8 +193,8 @@ def test_frames_that_are_nonsense_are_answered_and_counted(shared_server, client
     context = zmq.Context()
     socket = context.socket(zmq.DEALER)
     socket.connect(server.address)
-    stranger = encode_to_store(Corrupt(keys=b"", code="digest"))
-    for frames in ([b"nonsense"], [b""], [stranger[:-1]], [stranger + b"more", b"x" * 100], [stranger]):
+    valid = encode_to_store(Corrupt(keys=b"", code="digest"))
+    for frames in ([b"nonsense"], [b""], [valid[:-1]], [valid + b"more", b"x" * 100], [valid]):
         socket.send_multipart(frames)
         assert socket.poll(10_000)
         socket.recv_multipart()

@@ -359,7 +359,7 @@ class RouterUnderTest:
         await self.until(lambda: member.peer != old_peer)
         old_socket.close(linger=0)
 
-    async def stranger(self, role: str = "decode", **facts: Any) -> FakeWorker:
+    async def unregistered(self, role: str = "decode", **facts: Any) -> FakeWorker:
         """Return a connected worker that has not registered."""
         worker = FakeWorker(self.context, self.router.worker_address, role, self.tokenizer, **facts)
         self.workers.append(worker)

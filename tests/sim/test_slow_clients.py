@@ -1,4 +1,4 @@
-"""Slow clients: a router keeps what they do not read, cuts those that stop for too long, and nobody else notices."""
+"""Slow clients: a router buffers for them, disconnects those that stop for too long, and no other client is affected."""
 
 from __future__ import annotations
 

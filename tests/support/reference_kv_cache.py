@@ -283,7 +283,7 @@ class NaiveKVCache:
     def truncate(self, request_id: str, kept: int) -> Tables:
         """Go back to ``kept`` tokens; return the blocks that are rewritten in place.
 
-        Behind them, null blocks and those of others are given up with all that follows.
+        After them, null blocks and blocks of other requests are released with all that follow.
         """
         tables = self.tables[request_id]
         dropped: list[int] = []

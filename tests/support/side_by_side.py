@@ -1,9 +1,9 @@
-"""A pytest plugin (``-p tests.support.side_by_side``): with ``-n`` files run side by side, and some tests behind them, alone.
+"""A pytest plugin (``-p tests.support.side_by_side``): with ``-n`` files run side by side, and some tests after them, alone.
 
 Tests below the paths of the setting ``alone`` start processes, want the processors for themselves, or look at what is left in
 /dev/shm. All of them are one unit of work, the last, which begins when the other workers have finished, their session fixtures
-included. It is still one run: one report, one closing line. Libraries in a worker compute with one thread, as others are beside
-it. Without ``-n`` nothing changes.
+included. It is still one run: one report, one closing line. Libraries in a worker compute with one thread, as other workers
+run at the same time. Without ``-n`` nothing changes.
 
 How it is known that the others have finished: every worker holds a shared lock on a file from its first test to the end of its
 session, and the one that comes to the unit wants the lock exclusively. The kernel releases what a dead worker held.

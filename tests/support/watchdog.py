@@ -5,9 +5,9 @@ stop watching as soon as a test has failed, because a debugger may take over the
 for ever. This watch goes on until the teardown is over, and from the last test to the end of the process. It gives a test
 ``watchdog_grace`` seconds beyond its timeout.
 
-What it finds hanging it ends: the stacks of all threads go to stderr, child processes are killed, the exit status is 1. That is
-done by a thread; where even that cannot run, because something waits while it holds the interpreter's lock, faulthandler's
-timer prints the stacks and ends the process a little later, and children are left. Knows nothing of kvferry.
+It ends what hangs: the stacks of all threads go to stderr, child processes are killed, the exit status is 1. A thread does
+this. Where that thread cannot run, because something waits while it holds the interpreter's lock, faulthandler's timer prints
+the stacks and ends the process a little later, and children are left. Knows nothing of kvferry.
 """
 
 from __future__ import annotations

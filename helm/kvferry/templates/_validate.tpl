@@ -55,7 +55,7 @@
 {{- end -}}
 {{- end -}}
 
-{{/* Last, so that every other mistake is told first. */}}
+{{/* Last, so that every other mistake is reported first. */}}
 {{- define "kvferry.validateKeySource" -}}
 {{- $key := .Values.security.clusterKey -}}
 {{- if not (or .Values.security.insecure $key.existingSecret $key.value $key.generate) -}}

@@ -95,7 +95,7 @@ class PullDriver:
         self.ended: dict[str, LoadEnded] = {}
         self.quarantined: set[int] = set()
         self.bytes_here: set[int] = set()  # local rows whose last read of blocks ended well
-        self.sealed: set[int] = set()  # of these, by a right seal that was asked for afterwards
+        self.sealed: set[int] = set()  # those of them whose seal was read afterwards and is right
         self._next_row = 0
 
     @property

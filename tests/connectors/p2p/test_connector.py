@@ -1,4 +1,4 @@
-"""The p2p connector's driver: its start refuses what its peers could not use; a bug behind it ends the worker."""
+"""The p2p connector's driver: its start refuses what its peers could not use; a bug in its machines ends the worker."""
 
 import asyncio
 import dataclasses

@@ -158,7 +158,7 @@ def test_seals_name_their_group(make_side):
 
 
 def test_local_hit_shorter_than_the_window_is_gone_on_from(make_side):
-    """Its blocks stay in the window of what comes behind it, and are not read again."""
+    """Its blocks stay in the window of the tokens after it, and are not read again."""
     owner, reader = make_side(16, 1), make_side(16, 2)
     short = reader.request("before", prompt_of(37))
     reader.compute(short, 512)

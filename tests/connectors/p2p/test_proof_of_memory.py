@@ -14,7 +14,7 @@ from core.config import ConnectorSection
 
 
 class LyingTransport(ShmTransport):
-    """Says things of its memory that are not so: as if the names were right and the process behind them another."""
+    """Makes false claims about its memory: as if the names were right but belonged to another process."""
 
     def __init__(self, ids, **lies):
         super().__init__(ids)

@@ -1,4 +1,4 @@
-"""A tier whose every answer and copy comes on command, and a whole engine without weights beside it."""
+"""A tier whose every answer and copy comes on command, and a whole engine without weights."""
 
 from __future__ import annotations
 

@@ -191,11 +191,11 @@ def test_no_copy_is_ever_early_or_late_in_many_histories(tier_engine, store, see
 
 
 def nobody_waits_for_writes(access):
-    """What is wrong: a load is reported while its last copies are under way."""
+    """The mutant reports a load while its last copies are under way."""
 
 
 def nobody_waits_for_reads(copier, slot, wait=TensorBlockCopier.wait):
-    """What is wrong: a slot is used while its copy is under way."""
+    """The mutant uses a slot while its copy is under way."""
     copier._copies.pop(slot, None)
 
 

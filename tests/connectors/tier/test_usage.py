@@ -48,7 +48,7 @@ class Served:
         self.updates = []
 
     def ask(self, request_id, max_tokens):
-        """Return the tokens of the first worker's answer, and what was told last of its KV."""
+        """Return the tokens of the first worker's answer, and the last report about its KV."""
         self.updates = []
         sampling = SamplingParams(max_tokens=max_tokens)
         self.do(self.router.submit(Submission(request_id=request_id, prompt_token_ids=PROMPT, sampling=sampling), 0.0))

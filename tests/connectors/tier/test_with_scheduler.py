@@ -1,4 +1,4 @@
-"""A tier beside the real scheduler and a model whose tokens change with any wrong byte."""
+"""A tier with the real scheduler and a model whose tokens change with any wrong byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The attention backends on a real device: the probe's mixed batch, under every mask, beside the reference."""
+"""The attention backends on a real device: the probe's mixed batch, under every mask, compared with the reference."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_a_device_gets_a_backend_whose_steps_can_be_recorded():
 
 
 def assert_many_pages_are_attended(device, dtype, num_seqs, num_pages):
-    """Decode rows of many pages, which they share with each other, beside the reference; a call takes a part of them."""
+    """Compare decode rows of many shared pages with the reference; a call takes a part of them."""
     block_size, num_blocks, head_dim = 16, min(num_pages, 4096) + 1, 64
     generator = np.random.default_rng(3)
     tables = generator.integers(1, num_blocks, (num_seqs, num_pages))

@@ -1,4 +1,4 @@
-"""What is asked of torch's kernels is asked as each supported version takes it, or refused by name."""
+"""Torch's kernels are called as each supported version expects it, or refused by name."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def varlen_attn_of_2_12(  # noqa: PLR0917
 
 @pytest.fixture(autouse=True)
 def forget_torch():
-    """What is known of torch is kept for the life of a process."""
+    """Clear the caches of what is known of torch, which otherwise last as long as the process."""
     varlen_kernel.cache_clear()
     varlen_kernel_with_sums.cache_clear()
     yield

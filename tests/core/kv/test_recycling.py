@@ -1,4 +1,4 @@
-"""Requests of windowed and chunked groups, by example: what is given back when, what loads bring, and where to go back to."""
+"""Requests of windowed and chunked groups, by example: which blocks are freed when, what loads bring, how far to go back."""
 
 import pytest
 

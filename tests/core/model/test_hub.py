@@ -358,7 +358,7 @@ def test_a_digest_that_cannot_be_kept_is_only_a_warning(tmp_path, caplog):
 
 
 def fake_hub(monkeypatch, folder):
-    """Let the hub hold a model: what is asked for comes into the folder, and its names are returned as they are asked for."""
+    """Let the hub hold a model: a download puts the requested files into the folder; return the list of requested names."""
     files = {"config.json": "{}", "tokenizer.json": "{}", "chat_template.jinja": "", "model.safetensors": "weights"}
     fetched = []
 

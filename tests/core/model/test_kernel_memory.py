@@ -42,6 +42,6 @@ def test_memory_is_flat_over_many_shapes():
 
 @pytest.mark.full
 def test_memory_grows_with_every_shape_without_the_limit():
-    """What the limit is for; where this fails, oneDNN has changed and the setting may go."""
+    """The reason for the limit; where this fails, oneDNN has changed and the setting may go."""
     used = used_after(1024)
     assert used[-1] - used_after(64)[-1] > 200, used

@@ -196,7 +196,7 @@ class World:
         return outputs
 
     def check_told(self, output: EngineCoreOutput) -> None:
-        """What is told about the prompt is told once, with the first output, and its counts make sense."""
+        """The first output, and no other, reports about the prompt, and its counts make sense."""
         stats, usage = output.prefill_stats, output.transfer_usage
         is_first = output.request_id not in self.tokens
         assert output.error is not None or (stats is not None) is is_first

@@ -126,7 +126,7 @@ def test_request_that_must_not_recompute_ends_with_the_error(hybrid, remote):
 
 @pytest.mark.parametrize("is_shared", [True, False])
 def test_sealed_blocks_before_the_bad_ones_of_a_failed_load_are_not_rewritten(make_world, remote, is_shared):
-    """The window behind it is gone, so the request goes back to the start, over blocks that another one may rely on."""
+    """The window after it is gone, so the request goes back to the start, over blocks that another one may use."""
     world = make_world(with_connector=True, attentions=(HashAttention(), HashAttention(window=20)))
     prompt = world.prompt(150)
     first = world.add("first", prompt[:64], max_tokens=40 if is_shared else 1)

@@ -114,7 +114,7 @@ def test_images_of_one_prompt_are_computed_as_they_become_ready(world):
     request = world.add_with_images("a", [4, CAT, 4, DOG, 4, OWL, 4])
     world.step()
     assert world.images.work()
-    assert world.schedule().num_scheduled_tokens == {"a": 24}  # up to the dog, which is asked for
+    assert world.schedule().num_scheduled_tokens == {"a": 24}  # up to the dog, which is requested
     world.finish_step()
     assert world.schedule().num_scheduled_tokens == {}
     world.finish_step()

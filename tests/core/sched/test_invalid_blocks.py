@@ -45,7 +45,7 @@ class Case:
 
 
 CASES = [
-    Case("R1 a block behind C is nobody's load", [(32, [1, 2, 3])], {3}, [None]),
+    Case("R1 a block after C is not this request's load", [(32, [1, 2, 3])], {3}, [None]),
     Case(
         "R1 a block that one request fills in the step is a good hit for another",
         [(32, [1, 2, 3]), (48, [1, 2, 3, 4])],
@@ -66,8 +66,8 @@ CASES = [
         {1, 2},
         [None, Kept(0, 0, (1, 2))],
     ),
-    Case("R1 the block in which C ends is looked at", [(33, [1, 2, 3])], {3}, [Kept(32, 32, (3,))]),
-    Case("R1 a block that is full at C is looked at", [(32, [1, 2, 3])], {2}, [Kept(16, 16, (2, 3))]),
+    Case("R1 the block in which C ends is inspected", [(33, [1, 2, 3])], {3}, [Kept(32, 32, (3,))]),
+    Case("R1 a block that is full at C is inspected", [(32, [1, 2, 3])], {2}, [Kept(16, 16, (2, 3))]),
     Case("R4 truncated at the first invalid block", [(80, [1, 2, 3, 4, 5])], {2, 4}, [Kept(16, 16, (2, 3, 4, 5))]),
     Case("R4 the first block of all", [(80, [1, 2, 3, 4, 5])], {1}, [Kept(0, 0, (1, 2, 3, 4, 5))]),
     Case("R4 the fresh blocks of the step are recomputed too", [(32, [1, 2, 3, 4])], {2}, [Kept(16, 16, (2, 3, 4))]),
@@ -96,7 +96,7 @@ CASES = [
         [Kept(0, 0, (1, 2)), Kept(32, 0, (3, 4), (1, 2))],
     ),
     Case("R6 others are left alone", [(32, [1, 2]), (32, [3, 4])], {3}, [None, Kept(0, 0, (3, 4))]),
-    Case("blocks that nobody holds concern nobody", [(32, [1, 2])], {9}, [None]),
+    Case("blocks that no request holds change nothing", [(32, [1, 2])], {9}, [None]),
     Case(
         "three share, as in the example of the module: one recomputes, two wait",
         [(32, [1, 2]), (48, [1, 2, 3]), (48, [1, 2, 4])],

@@ -63,7 +63,7 @@ def test_policies_differ_among_those_that_share_an_invalid_block(world):
     world.assert_clean()
 
 
-# ---- what is told ------------------------------------------------------------------------------------------------------
+# ---- what the first output reports -------------------------------------------------------------------------------------
 
 
 def test_first_output_says_what_was_recomputed_and_why(world, load):

@@ -268,7 +268,7 @@ class History:
         self.check_hashes()
 
     def check_seals(self):
-        """What a seal says is in its block, and nothing else can come into it."""
+        """Every sealed block has the content that its seal names, and no open load can write into it."""
         pool = self.world.manager.block_pool
         late = self.late | self.world.scheduler._state.quarantined
         for block in pool.blocks[1:]:

@@ -160,7 +160,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @rule(data=st.data(), is_whole=st.booleans())
     def load_ends_with_bad_blocks_and_open_reads(self, data, is_whole):
-        """What is bad is recomputed; what is open may be written until the quarantine ends."""
+        """The bad blocks are recomputed; the open reads may write into theirs until the quarantine ends."""
         if loading := self.loading():
             request_id = data.draw(st.sampled_from(loading))
             positions = self.loaded_positions(request_id)

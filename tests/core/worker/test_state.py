@@ -223,7 +223,7 @@ def test_restarted_router_does_not_inherit_requests(worker):
     assert isinstance(worker.generate("new", "a", 1.0)[0], SubmitAdd)
 
 
-def test_stranger_registers_again(worker):
+def test_worker_unknown_to_the_router_registers_again(worker):
     worker.generate("old", "a")
     refused = Refused(error=ErrorInfo(code="protocol_error", message="unknown worker"))
     assert worker.state.on_router_message("a", refused, 1.0) == [SubmitAbort(["old/0"])]

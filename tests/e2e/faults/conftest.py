@@ -1,8 +1,8 @@
 """Clusters in which faults are made: the cells of the matrix, the networks between processes, and what must hold afterwards.
 
 A test asks for the fixture ``faulty`` and says by ``@pytest.mark.quick_on(cell)`` on which transport ``make test`` runs it;
-``make test-full`` runs it on all. What goes wrong with reads is told to the workers by a plan (``fault_connector.py``),
-processes are killed and stopped by signals, networks are cut by proxies. States are waited for, in traces and metrics; nothing
+``make test-full`` runs it on all. A plan (``fault_connector.py``) tells the workers which reads go wrong; processes are killed
+and stopped by signals, networks are cut by proxies. A test waits for states, which it sees in traces and metrics; nothing
 sleeps and hopes.
 """
 
@@ -50,7 +50,7 @@ _COMMON = (
 )
 PROFILES: Mapping[str, Sequence[str]] = {
     "two pairs": ("local.num_prefill=2", "local.num_decode=2", "cache.num_blocks=48"),
-    # Leases end long before deadlines, and readers are told otherwise; a few prompts use every block of a pool.
+    # Leases end long before deadlines, though readers believe otherwise; a few prompts use every block of a pool.
     "one reader": (
         "local.num_prefill=2",
         "connector.lease_s=1.5",
@@ -126,7 +126,7 @@ class Network:
 
 @dataclass(slots=True)
 class FaultCluster:
-    """A running cluster whose workers load the fault connector, and the folder by which they are told what to do."""
+    """A running cluster whose workers load the fault connector, and the folder by which they get their commands."""
 
     cell: str
     cluster: LocalCluster

@@ -51,7 +51,7 @@ def hang_on_command(worker: KVConnectorWorker, command: Path) -> None:
 
 
 class CommandedConnector(P2PConnector):
-    """Lets the deadlines of its loads pass when it is told to: no test has to wait for them, or to be faster than they are."""
+    """Lets the deadlines of its loads pass on command: no test has to wait for them, or to be faster than they are."""
 
     _must_end = False
 

@@ -18,7 +18,7 @@ def leave(faulty, stream):
 
 @pytest.mark.quick_on("shm")
 def test_client_that_leaves_the_queue_leaves_nothing(faulty):
-    """Both prefill workers are stopped, so the request waits; they find its abort right behind it."""
+    """Both prefill workers are stopped, so the request waits; when they continue, its abort follows it at once."""
     workers = ("prefill-0", "prefill-1")
     for name in workers:
         faulty.kill(name, SIGSTOP)

@@ -65,7 +65,7 @@ def test_deadline_ends_the_read_of_a_frozen_worker_before_its_silence_does(fault
 @pytest.mark.quick_on("nixl")
 @pytest.mark.profile("one reader")
 def test_bytes_that_land_behind_a_deadline_spoil_nobodys_blocks(faulty):
-    """Every transport as NIXL is: a read that is given up still ends, and writes into what it was given.
+    """Every transport behaves as NIXL does: an abandoned read still ends, and writes into its buffers.
 
     Other reads of the same owner end before the deadline, which shows that it is alive and spares it the fence for a while.
     There are fewer free blocks than are wanted, so those that the late read was given would be taken if they were free.

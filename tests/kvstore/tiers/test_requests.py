@@ -1,4 +1,4 @@
-"""What the tiers below a worker's store mean to requests: damage is found, counted and computed again; tenants are apart."""
+"""Effects of the tiers below a worker's store on requests: damage is found, counted and recomputed; tenants stay apart."""
 
 import pytest
 import redis

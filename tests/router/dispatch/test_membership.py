@@ -89,7 +89,7 @@ def test_our_own_count_makes_load_before_any_heartbeat(membership):
     assert worker.load == 0.5
 
 
-def test_a_stranger_s_heartbeat_asks_it_to_register(membership):
+def test_an_unregistered_worker_s_heartbeat_asks_it_to_register(membership):
     actions = membership.on_heartbeat(b"a", heartbeat(), now=0.0)
     assert refusal(actions) == NOT_REGISTERED
     assert only(actions, ReplyToPeer).message.error.retryable

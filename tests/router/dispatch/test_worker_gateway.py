@@ -47,10 +47,10 @@ async def refusal(worker, code: str) -> Refused:
         (b"\x01\x01\x80", b""),
     ],
 )
-async def test_garbage_of_a_stranger_is_refused_and_the_router_serves_on(served, frames):
-    stranger = await served.stranger()
-    await stranger.send_raw(*frames)
-    await refusal(stranger, "protocol_error")
+async def test_garbage_of_an_unregistered_worker_is_refused_and_the_router_serves_on(served, frames):
+    unregistered = await served.unregistered()
+    await unregistered.send_raw(*frames)
+    await refusal(unregistered, "protocol_error")
     assert served.metric("kvferry_rejected_frames_total") == 1
     assert (await complete(served)).status_code == 200
 
@@ -70,22 +70,22 @@ async def test_garbage_of_a_member_moves_its_requests_at_once_and_it_may_come_ba
 
 
 async def test_frames_of_another_version_are_refused_once_and_logged_once(served, caplog):
-    stranger = await served.stranger()
+    unregistered = await served.unregistered()
     for _ in range(500):
-        await stranger.send_raw(encode_worker_message(Goodbye(engine_id="w", incarnation=1), version=9))
+        await unregistered.send_raw(encode_worker_message(Goodbye(engine_id="w", incarnation=1), version=9))
     await served.until(lambda: served.metric("kvferry_rejected_frames_total") == 500)
-    refusal = await stranger.wait_for(lambda message: isinstance(message, VersionMismatch))
+    refusal = await unregistered.wait_for(lambda message: isinstance(message, VersionMismatch))
     assert (refusal.is_refusal, refusal.theirs) == (True, WIRE_VERSION)
     assert (await complete(served)).status_code == 200
-    assert len(stranger.received) == 1
+    assert len(unregistered.received) == 1
     (line,) = [record.getMessage() for record in caplog.records if "other_wire_version" in record.getMessage()]
     assert f"ours={WIRE_VERSION} theirs=9" in line
 
 
-async def test_a_stranger_cannot_fill_the_log(served, caplog):
-    stranger = await served.stranger()
+async def test_an_unregistered_worker_cannot_fill_the_log(served, caplog):
+    unregistered = await served.unregistered()
     for number in range(500):
-        await stranger.send_raw(b"\x01\x01" + bytes((number % 256,)) * 9)
+        await unregistered.send_raw(b"\x01\x01" + bytes((number % 256,)) * 9)
     await served.until(lambda: served.metric("kvferry_rejected_frames_total") == 500)
     assert (
         sum(record.name == "router.dispatch.worker_gateway" and record.levelname == "WARNING" for record in caplog.records) == 1
@@ -116,13 +116,13 @@ async def test_a_flood_of_messages_is_no_pause_of_the_router():
 
 
 async def test_messages_of_workers_that_never_registered_are_refused(served):
-    stranger = await served.stranger()
-    await stranger.send(PrefillDone(request_id="r", choices=()))
-    await refusal(stranger, "not_registered")
-    await stranger.send([Tokens("r", 0, 0, (1,))])
-    await stranger.send(RequestFailed(request_id="r", error=WRONG))
-    await stranger.send(Rejected(error=WRONG))
-    await served.until(lambda: len(stranger.messages(Refused)) == 4)
+    unregistered = await served.unregistered()
+    await unregistered.send(PrefillDone(request_id="r", choices=()))
+    await refusal(unregistered, "not_registered")
+    await unregistered.send([Tokens("r", 0, 0, (1,))])
+    await unregistered.send(RequestFailed(request_id="r", error=WRONG))
+    await unregistered.send(Rejected(error=WRONG))
+    await served.until(lambda: len(unregistered.messages(Refused)) == 4)
     assert (await complete(served)).status_code == 200
 
 
@@ -223,9 +223,9 @@ async def test_of_two_workers_with_one_name_the_later_serves_and_the_earlier_is_
 
 async def test_a_worker_of_another_model_is_refused(start_router):
     under_test = await start_router(has_http=False)
-    stranger = await under_test.stranger("aggregated", model="huge")
-    await stranger.send(stranger.registration)
-    await refusal(stranger, "model_mismatch")
+    unregistered = await under_test.unregistered("aggregated", model="huge")
+    await unregistered.send(unregistered.registration)
+    await refusal(unregistered, "model_mismatch")
     assert (await complete(under_test)).status_code == 503
 
 

@@ -243,7 +243,7 @@ def test_abort_while_reading_ends_at_once_and_quarantines_what_is_open(pull):
 
 @pytest.fixture
 def abandoned(pull):
-    """A load that was given up with the read of its last blocks open and that of the seals ordered."""
+    """Return an abandoned load: the read of its last blocks is open, the read of the seals is ordered."""
     pull.start_reading(num_rows=4)
     first, second, seals = pull.open_reads
     pull.end_read(first)

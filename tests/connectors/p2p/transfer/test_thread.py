@@ -155,7 +155,7 @@ def test_reads_are_told_apart(world):
 
 
 def test_seals_are_read_when_the_reads_before_them_have_ended(world):
-    """What the owner says before the last block is here, is not what is found."""
+    """A seal that the owner announces before the last block has arrived is not the seal that the reader then reads."""
     world.open()
     world.freeze()
     world.read(1, (3,), (0,))

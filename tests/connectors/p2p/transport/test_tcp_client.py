@@ -197,7 +197,7 @@ def test_device_memory_that_nothing_copies_is_refused(reader):
     transport.close()
 
 
-# ---- the owner among strangers -------------------------------------------------------------------------------------------
+# ---- connections from outside -------------------------------------------------------------------------------------------
 
 
 def request_to(owner, **changed):

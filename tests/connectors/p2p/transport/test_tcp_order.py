@@ -28,7 +28,7 @@ ROWS = range(NUM_ROWS)
 OLD, NEW = 1, 2
 
 CUT_AFTER_BYTES = 2 << 20
-TAKEN_IN_BYTES = 2 * (SOCKET_BUFFER_BYTES + BUFFER_BYTES)  # by the kernel, which gives twice what it is asked for
+TAKEN_IN_BYTES = 2 * (SOCKET_BUFFER_BYTES + BUFFER_BYTES)  # the kernel doubles the size that is requested
 
 assert NUM_ROWS * ROW_BYTES > CUT_AFTER_BYTES + TAKEN_IN_BYTES, "the owner must not get rid of all of it"
 

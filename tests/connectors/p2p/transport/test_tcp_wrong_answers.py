@@ -30,7 +30,7 @@ class LyingOwner:
         self.chunk_id = msgspec.msgpack.decode(body, type=ChunkRequest).chunk_id
 
     def send(self, make_frames):
-        """Send frames made from the id of the chunk that was asked for last."""
+        """Send frames made from the id of the last requested chunk."""
         self.socket.send_multipart([self.identity, *make_frames(self.chunk_id)])
 
     def answer(self, make_frames):

@@ -185,7 +185,7 @@ class Histories(RuleBasedStateMachine):
         self.generated: set[tuple[str, bool]] = set()  # (id on the wire, is prefill leg)
         self.num_faults = 0
         self.excused: set[str] = set()  # handoffs that only their lease can end
-        self.lost_aborts: set[str] = set()  # that a worker is told again as soon as it says something
+        self.lost_aborts: set[str] = set()  # requests whose worker gets another abort with its next message
 
     # ---- harness -----------------------------------------------------------------------------------------------------
 
@@ -379,7 +379,7 @@ class Histories(RuleBasedStateMachine):
             worker.outbox.popleft()
 
     def break_connection(self, worker: FakeWorker, data) -> None:
-        """What the worker said last is lost with the connection, or comes late."""
+        """Lose or delay the worker's last messages together with the connection."""
         if worker.is_up:
             if data.draw(st.booleans()):
                 worker.outbox.clear()
@@ -425,7 +425,7 @@ class Histories(RuleBasedStateMachine):
 
     @rule(seconds=st.floats(0.2, 4.0))
     def time_passes(self, seconds: float) -> None:
-        """What a worker has said arrives before its heartbeat; only a frozen one is late by seconds."""
+        """A worker's messages arrive before its heartbeat; only a frozen worker is late by seconds."""
         self.now += seconds
         for worker in self.workers.values():
             if worker.is_up:

@@ -76,7 +76,7 @@ def test_a_handoff_of_another_worker_s_blocks_fails_the_request(pair, owner):
     pair.assert_idle()
 
 
-def test_messages_of_strangers_are_refused(pair):
+def test_messages_of_unregistered_workers_are_refused(pair):
     pair.submit()
     pair.prefill_done(peer="x")
     assert pair.to("x", Refused)[0].error.code == "not_registered"
@@ -127,7 +127,7 @@ def test_a_malformed_frame_drops_its_worker_and_fails_its_requests_at_once(pair)
     assert pair.to("p0", Refused)[-1].error.code == ProtocolError.code
 
 
-def test_a_malformed_frame_of_a_stranger_is_refused(pair):
+def test_a_malformed_frame_of_an_unregistered_worker_is_refused(pair):
     pair.do(pair.core.on_malformed(b"x", ProtocolError("malformed frame: x"), 0.0))
     assert pair.to("x", Refused)
     assert pair.core.not_ready_reason is None
