@@ -53,11 +53,11 @@ class TokenCopy(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ReadUnit:
-    """Blocks of the producer and of ours that are read, verified, and used or not, together; no others hold the same tokens.
+    """Blocks of the producer and of ours that are read, verified, and used or rejected together. Units share no tokens.
 
-    Without ``copies`` it is one of each, alike to the last byte. With them the two sides' blocks differ in size, and what is
-    read is converted; a slot of our blocks that no copy fills becomes zero. The seal of ``remote_rows[i]`` must be
-    ``expected[i]``. ``num_tokens`` are those that we get by it.
+    Without ``copies`` the unit is one block on each side, with equal bytes. With them the two sides' blocks differ in size, and
+    the bytes are converted after the read; a slot of our blocks that no copy fills becomes zero. The seal of ``remote_rows[i]``
+    must be ``expected[i]``. The unit holds ``num_tokens`` tokens of the request.
     """
 
     remote_rows: tuple[int, ...]
@@ -68,7 +68,7 @@ class ReadUnit:
 
 
 def row_units(remote_rows: Iterable[int], local_rows: Iterable[int], expected: Iterable[ExpectedSeal]) -> tuple[ReadUnit, ...]:
-    """Return a unit for each pair of blocks, where both sides' are alike."""
+    """Return one unit per pair of blocks; the blocks of both sides have the same size."""
     return tuple(
         ReadUnit((remote,), (local,), (seal,), seal.num_tokens)
         for remote, local, seal in zip(remote_rows, local_rows, expected, strict=True)
@@ -79,8 +79,8 @@ def row_units(remote_rows: Iterable[int], local_rows: Iterable[int], expected: I
 class PullRequest:
     """Consumer: read these units of the producer's pool, which hold ``num_tokens`` tokens together.
 
-    ``deadline`` is when the request's own budget ends, on the worker's clock. ``layout`` is that of the producer's blocks by
-    its handoff; None = it is ours.
+    ``deadline`` is when the request's own budget ends, on the worker's clock. ``layout`` is the layout of the producer's blocks
+    according to its handoff; None = the same as ours.
     """
 
     request_id: str
@@ -111,7 +111,7 @@ class Refusal:
 
 @dataclass(slots=True)
 class ConsumerStep:
-    """What one engine step asks of the consumer, done in the order of the fields."""
+    """One engine step's orders to the consumer, carried out in the order of the fields."""
 
     holds: list[HandoffRef] = field(default_factory=list)  # keep these leases alive
     pulls: list[PullRequest] = field(default_factory=list)
@@ -196,7 +196,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class OpenPeer:
-    """Make a peer readable by this transport. Its pool has ``num_blocks`` blocks of ``block_bytes``, by the handshake.
+    """Make a peer readable by this transport. According to the handshake its pool has ``num_blocks`` blocks of ``block_bytes``.
 
     ``instead_of`` names the preferred transports that could not be opened, and why.
     """
@@ -220,7 +220,7 @@ class ClosePeer:
 class PostRead:
     """Read rows of a peer's pool: each into a row of ours, or, with ``copies``, by way of the staging area.
 
-    The digests of blocks that come by that way are taken there, before they are converted.
+    The digests of blocks read by way of the staging area are computed there, before the conversion.
     """
 
     read_id: int
@@ -235,10 +235,10 @@ class PostRead:
 class PostSealRead:
     """Read the seals of ``remote_rows`` of a peer when all their blocks have been read into ``local_rows``.
 
-    It is begun when none of the reads ``after`` is open any more, well or badly ended; those that are not named have ended
-    before. Where the producer takes reads in order it is begun at once (``Transport.reads_in_order``). One that is cancelled
-    before it has begun ends at once. With ``wants_digests`` each block has gone into one of ours as it was, of whose bytes the
-    digest is taken.
+    The read begins when every read in ``after`` has ended, successfully or not; earlier reads have ended already. It begins at
+    once if the producer serves reads in order (``Transport.reads_in_order``). A seal read that is cancelled before it has begun
+    ends at once. With ``wants_digests`` each block has been read unconverted into one of ours, and the digest of its bytes is
+    computed.
     """
 
     read_id: int
@@ -268,7 +268,7 @@ class AskProgress:
 
 @dataclass(frozen=True, slots=True)
 class StartProbe:
-    """Read 64 bytes of a peer that is not open by this transport, to find out whether it works; ``ProbeEnded`` tells."""
+    """Read 64 bytes of a peer that is not open by this transport, to test the transport; ``ProbeEnded`` has the result."""
 
     probe_id: int
     how_to_open: OpenPeer
@@ -288,9 +288,9 @@ class EndProbe:
 class ReadEnded:
     """A read is terminal: it writes nothing from now on.
 
-    A successful seal read carries a copy of every seal, concatenated. ``digests`` are there if the command wanted them. Both
-    are in the order of its ``remote_rows``. With ``has_no_room`` it was not posted, as reads that are open have the staging
-    area: ask again when one of them has ended.
+    A successful seal read carries a copy of every seal, concatenated, and ``digests`` if the command wanted them, both in the
+    order of its ``remote_rows``. With ``has_no_room`` the read was not posted, since open reads fill the staging area: post it
+    again when one of them has ended.
     """
 
     read_id: int
@@ -302,7 +302,7 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerOpened:
-    """A peer can be read by this transport; opening it has succeeded. ``instead_of`` is that of ``OpenPeer``."""
+    """A peer can now be read by this transport. ``instead_of`` is copied from ``OpenPeer``."""
 
     peer: PeerId
     transport: str
@@ -320,7 +320,7 @@ class PeerFailed:
 
 @dataclass(frozen=True, slots=True)
 class PeerProgress:
-    """Whether bytes of a peer's reads have come since a read of it ended or this was asked; None = that cannot be told."""
+    """Whether bytes of a peer's reads have arrived since its last read ended or the last question; None = unknown."""
 
     peer: PeerId
     has_advanced: bool | None
@@ -339,7 +339,7 @@ TransferEvent = ReadEnded | PeerOpened | PeerFailed | PeerProgress | ProbeEnded
 
 @dataclass(frozen=True, slots=True)
 class TransferReport:
-    """Consumer: what the transfer thread reports; ``at`` is the time of the event."""
+    """Consumer: an event of the transfer thread; ``at`` is its time."""
 
     event: TransferEvent
     at: float
@@ -360,9 +360,9 @@ class QuarantineEnded:
 
 @dataclass(frozen=True, slots=True)
 class PeerFenced:
-    """A peer is fenced while late reads of it are open, for which ``num_blocks`` are quarantined.
+    """A peer is fenced while late reads of it are open; ``num_blocks`` are quarantined for them.
 
-    There is nothing to carry out: that is ``ClosePeer``.
+    For the log only: ``ClosePeer`` does the fencing.
     """
 
     peer: PeerId

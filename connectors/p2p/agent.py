@@ -1,8 +1,8 @@
 """``P2PAgent``: one worker's end of every transfer, as two synchronous state machines.
 
 The ``consumer`` loads blocks from peers, the ``producer`` keeps blocks for peers. Each has a table of ``handlers`` by type of
-event, which return actions, and says with ``next_timer`` when it needs a ``TimerDue``. They open no sockets, start no threads
-and read no clock, so that a simulation can run them.
+event, which return actions, and ``next_timer``, the time at which it needs a ``TimerDue``. They open no sockets, start no
+threads and read no clock, so that a simulation can run them.
 """
 
 from __future__ import annotations

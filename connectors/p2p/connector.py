@@ -51,7 +51,7 @@ class P2PConnector(Connector):
 
     @property
     def host_id(self) -> str:
-        """Equal on two workers between which shared memory works."""
+        """Equal on two workers that can share memory."""
         return self._identity.host_id
 
     @property
@@ -65,13 +65,13 @@ class P2PConnector(Connector):
         """Where consumers connect to this worker; empty for a consumer."""
         return self.scheduler.control_address
 
-    # ---- life ------------------------------------------------------------------------------------------------------
+    # ---- start and stop --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Open the transports, start the transfer thread, bind or prepare the control sockets.
 
         Raises:
-            ConfigError: peers could not be told where to connect, or an address cannot be bound.
+            ConfigError: the control address is not one that peers can connect to, or an address cannot be bound.
             ConnectorUnavailable: no transport works here, or the engine lacks seals or digests that are needed.
         """
         pool = self.worker.pool

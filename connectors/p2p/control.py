@@ -2,10 +2,10 @@
 
 The producer binds one ROUTER; the consumer opens one DEALER per address. They move frames to and from the state machines and
 know nothing of what a message means. A malformed frame is answered by ``ControlError``, never by an exception; one of another
-wire version by the refusal that every version reads, and not each time (``core.wire.version``). A fault of ours costs its
-message or its peer; if a task ends all the same, ``on_death`` is called, because a worker without its control plane must
+wire version by the refusal that every version reads, and not each time (``core.wire.version``). An error of ours costs its
+message or its peer; if a task ends nevertheless, ``on_death`` is called, because a worker without its control plane must
 not look alive. One DEALER is one connection: when it is lost or refused, ``on_disconnected`` is called and the socket is
-closed, so that a connection never silently goes over to the next process at the same address.
+closed, so that a connection never silently moves to the next process at the same address.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class ControlServer:
         self._socket.close(linger=0)
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
-        if task is self._task:  # not let go by ``stop``
+        if task is self._task:  # not cancelled by ``stop``
             self._on_death(_death_of(task))
 
     async def _serve(self) -> None:
@@ -128,7 +128,7 @@ class ControlServer:
 class _Link:
     """One connection of a consumer, with the keys it was opened with.
 
-    While the peer may hold another key, ``unconfirmed`` keeps what was sent, to be sent again with that key.
+    While the peer may hold another key, ``unconfirmed`` keeps the sent messages, to repeat them with that key.
     """
 
     def __init__(self, socket: AsyncSocket, keys: ClusterKeys | None) -> None:
@@ -222,7 +222,7 @@ class ControlClients:
         return link
 
     def _on_task_end(self, task: asyncio.Task[None], link: _Link) -> None:
-        if link in self._links.values():  # not let go by ``close``
+        if link in self._links.values():  # not cancelled by ``close``
             self._on_death(_death_of(task))
 
     async def _receive(self, address: str, link: _Link) -> None:
@@ -243,11 +243,11 @@ class ControlClients:
                 self._limited_log.exception("kv_control_message_failed", key=address, address=address, kind=kind)
                 self._lose(address, link)
                 return
-            if self._links.get(address) is not link:  # closed meanwhile: what else it has received is not told
+            if self._links.get(address) is not link:  # closed meanwhile: its other messages are dropped
                 return
 
     async def _watch(self, address: str, link: _Link) -> None:
-        """Wait for the end of the connection. A frame that came before it has been delivered first, or does not count."""
+        """Wait for the end of the connection. Frames that arrived before it are delivered first, or are ignored."""
         frames = await link.monitor.recv_multipart()
         news = parse_monitor_message(frames)
         _log.debug(event("kv_control_lost", address=address, reason=news["event"]))
@@ -257,7 +257,7 @@ class ControlClients:
             self._lose(address, link)
 
     def _try_next_key(self, address: str, refused: _Link, unconfirmed: list[bytes]) -> None:
-        """Open the link again with the next key that the peer may hold, and send what the refused one did not deliver."""
+        """Open the link again with the peer's next possible key, and repeat the messages that the refused key did not deliver."""
         self.close(address)
         link = self._open(address, replace(self._options, keys=next_keys(refused.keys)))
         for frame in unconfirmed:
@@ -276,7 +276,7 @@ class ControlClients:
 
 
 def _send(link: _Link, frame: bytes) -> BaseException | None:
-    """Queue a frame; returns why it could not be."""
+    """Queue a frame; return why this failed, if it did."""
     try:
         sent = cast("asyncio.Future[object]", link.socket.send(frame, zmq.NOBLOCK))
     except zmq.ZMQError as error:
@@ -285,7 +285,7 @@ def _send(link: _Link, frame: bytes) -> BaseException | None:
 
 
 def _death_of(task: asyncio.Task[None]) -> BaseException:
-    """Return why a task has ended that was not stopped. A socket that is closed under its reader looks like a cancellation."""
+    """Return why a task ended that was not stopped. Closing a socket under its reader looks like a cancellation."""
     error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
     _log.error(event("kv_control_task_died", task=task.get_name(), error=repr(error)))
     return error

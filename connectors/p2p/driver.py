@@ -1,8 +1,8 @@
 """``P2PDriver`` runs a ``P2PAgent`` in the event loop of a worker: ZeroMQ sockets, transports, transfer thread and clock.
 
-Decides nothing. Events go to the consumer or the producer by their type, and actions to what carries them out. Events of other
-threads arrive by ``call_soon_threadsafe``, which keeps their order. If a machine raises, the worker ends, because requests
-may wait for actions that were lost. The driver knows a pool of blocks with seals and not what the blocks hold:
+Decides nothing. Events go to the consumer or the producer by their type, and actions to the part that carries them out. Events
+of other threads arrive by ``call_soon_threadsafe``, which keeps their order. If a machine raises, the worker ends, because
+requests may wait for actions that were lost. The driver knows a pool of blocks with seals and not their content:
 ``connectors.p2p.connector`` uses it for KV, ``connectors.ec.p2p`` for embeddings.
 """
 
@@ -109,13 +109,13 @@ class P2PDriver:
         """Transports that work here, in order of preference; known after ``start``."""
         return tuple(self._transport_set.transports)
 
-    # ---- life ------------------------------------------------------------------------------------------------------
+    # ---- start and stop --------------------------------------------------------------------------------------------
 
     async def start(self, pool: KVPoolRegion) -> None:
         """Open the transports, start the transfer thread, bind or prepare the control sockets.
 
         Raises:
-            ConfigError: peers could not be told where to connect, or an address cannot be bound.
+            ConfigError: the control address is not one that peers can connect to, or an address cannot be bound.
             ConnectorUnavailable: no transport works here, or the pool lacks seals or digests that are needed.
         """
         if pool.seals is None:
@@ -188,7 +188,7 @@ class P2PDriver:
     # ---- events and actions ----------------------------------------------------------------------------------------
 
     def post(self, happened: object) -> None:
-        """Have an event handled in the event loop; events keep their order and are dropped after ``stop``. Any thread."""
+        """Handle an event in the event loop, in the order of the calls; ignored after ``stop``. Any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
             loop.call_soon_threadsafe(self.handle, happened)

@@ -1,6 +1,6 @@
-"""Whether two workers run where shared memory works between them.
+"""Whether shared memory works between two workers.
 
-Used once at start by the connector; compared as an opaque string by the handshake.
+The handshake compares the ids of both workers as opaque strings.
 """
 
 from __future__ import annotations

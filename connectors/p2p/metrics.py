@@ -1,4 +1,4 @@
-"""What the p2p connector counts, on the registry of its worker. Units are in the names, labels are bounded."""
+"""Metrics of the p2p connector, on the registry of its worker. Units are in the names, labels are bounded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SECONDS_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 class P2PMetrics:
     """Counters of loads. Gauges and the counts of the state machines are read at scrape time.
 
-    ``kind`` is what is moved, the beginning of all names.
+    ``kind`` says what is transferred, and starts all names.
     """
 
     def __init__(self, registry: CollectorRegistry, kind: str = "kv") -> None:
@@ -62,7 +62,7 @@ class P2PMetrics:
         start_at_zero(self._transfers, (transport,))
 
     def count_load(self, ended: LoadEnded) -> None:
-        """Count a load that is over; an aborted one is neither a success nor a failure."""
+        """Count a finished load; an aborted one is neither a success nor a failure."""
         if ended.usage is not None:
             self._verified.inc(ended.usage.verified_blocks)
         if ended.error is not None:
@@ -82,19 +82,19 @@ class P2PMetrics:
         num_loading_blocks: Callable[[], float],
         events: Callable[[], dict[str, int]],
     ) -> None:
-        """Publish the gauges, and as ``kvferry_<kind>_handoff_events_total`` what the state machines count."""
+        """Publish the gauges, and the counts of the state machines as ``kvferry_<kind>_handoff_events_total``."""
         kind = self.kind
         read_gauge(self._registry, f"{kind}_leased_blocks", "Blocks that this worker holds for readers.", num_leased_blocks)
         read_gauge(self._registry, f"{kind}_loading_blocks", "Blocks of loads that are not over.", num_loading_blocks)
         self._registry.register(_EventCounts(kind, events))
 
     def read_broken_transports(self, transports: Sequence[str], read: Callable[[], Mapping[str, int]]) -> None:
-        """Publish to how many peers each of these transports is broken."""
+        """Publish the number of peers to which each of these transports is broken."""
         self._registry.register(_BrokenTransports(self.kind, transports, read))
 
 
 class _BrokenTransports(Collector):
-    """To how many peers each transport is broken."""
+    """The number of peers to which each transport is broken."""
 
     def __init__(self, kind: str, transports: Sequence[str], read: Callable[[], Mapping[str, int]]) -> None:
         self._name = f"{PREFIX}{kind}_broken_transports"
@@ -111,7 +111,7 @@ class _BrokenTransports(Collector):
 
 
 class _EventCounts(Collector):
-    """Counters whose truth lies in the state machines."""
+    """Counters whose values are kept by the state machines."""
 
     def __init__(self, kind: str, read: Callable[[], dict[str, int]]) -> None:
         self._name = f"{PREFIX}{kind}_handoff_events"

@@ -1,4 +1,4 @@
-"""The scheduler side of the p2p connector: leases for what is offered to readers, and pulls of what other workers offer.
+"""The scheduler side of the p2p connector: leases of blocks for consumers, and pulls of other workers' blocks.
 
 Several requests may share a handoff (the choices of one prompt): its lease is released after the last of them.
 Runs on the engine thread, inside the scheduler; knows no sockets and no memory.
@@ -21,7 +21,7 @@ from core.wire.kv import KVHandoff
 
 
 class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
-    """``grant`` starts a lease in the event loop: it must take effect before anything the engine puts out afterwards is sent.
+    """``grant`` starts a lease in the event loop; it must take effect before the engine's later outputs are sent.
 
     ``control_address`` is set when the control socket is bound.
     """
@@ -32,7 +32,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
         super().__init__(identity, P2PConnectorMetadata, lease_ms=lease_ms, ids=ids)
         self._layout = identity.layout
         self._grant = grant
-        self._refs: dict[str, HandoffRef] = {}  # by request id, until it needs the handoff no more
+        self._refs: dict[str, HandoffRef] = {}  # by request id, as long as the request needs the handoff
         self._readers: dict[HandoffRef, set[str]] = {}
 
     def on_new_request(self, request: Request) -> None:
@@ -44,7 +44,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
         readers = self._readers.setdefault(ref, set())
         if not readers:
             self.step.holds.append(ref)
-            if ref in self.step.releases:  # by a reader that left in this very step; releases come last
+            if ref in self.step.releases:  # of a request that ended in this same step; releases come last
                 self.step.releases.remove(ref)
         readers.add(request.request_id)
 
@@ -79,7 +79,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
             self.step.releases.append(ref)
 
     def _pull_request(self, request: Request, offer: Offer, blocks: KVCacheBlocks, num_tokens: int) -> PullRequest:
-        """Pair our blocks that are no hits with the owner's that hold the same tokens.
+        """Pair those of our blocks that are not cached here with the producer's blocks that hold the same tokens.
 
         Raises:
             StaleBlock: the owner does not hold a block that is needed here.

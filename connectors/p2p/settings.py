@@ -1,6 +1,6 @@
 """The settings of an agent and its driver: how it reads, and how long it keeps blocks for consumers.
 
-Values without behaviour. ``connectors.p2p.config`` makes them from a worker's configuration.
+Values without behaviour.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from core.wire.kv import KVVerify
 RENEWAL_S = 20.0  # what a renewal adds, at most
 LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
 READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that cannot be interrupted; four converted ones fit the staging area
-DEVICE_READ_BYTES = {"nixl": 128 << 20}  # what reaches a device's memory copies so much sooner than it can be asked for
+DEVICE_READ_BYTES = {"nixl": 128 << 20}  # copies to device memory are fast: in smaller reads the requests would dominate
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +40,7 @@ class TransferSettings:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DriverSettings:
-    """The settings of a driver, and the clock and randomness that it uses.
+    """The settings of a driver, with its clock and randomness.
 
     ``control_address`` is where a producer binds its control socket, ``data_port`` the port of its data socket (0 = any).
     ``keys`` encrypt both; None = they are open.
@@ -59,8 +59,8 @@ class DriverSettings:
 class PullSettings:
     """Durations and bounds. A read is one handle of a transport; a load is cut into reads of at most ``max_read_bytes``.
 
-    ``lease_margin_s`` is how long a read may take, by the reckoning of who asks whether its lease lasts so long. The bounds of
-    the quarantine are those of ``QuarantineBounds``.
+    ``lease_margin_s`` is the consumer's estimate of how long a read may take: a lease must last that long for a read to start.
+    The bounds of the quarantine are those of ``QuarantineBounds``.
     """
 
     transfer_deadline_s: float
@@ -87,7 +87,7 @@ class AgentSettings:
 
 
 def agent_settings(config: TransferSettings, num_blocks: int, *, is_on_device: bool = False) -> AgentSettings:
-    """Return what a configuration means for an agent whose pool has ``num_blocks`` blocks, in host memory or on a device."""
+    """Return the settings of an agent whose pool has ``num_blocks`` blocks, in host memory or on a device."""
     max_quarantined_blocks = config.max_quarantined_blocks or max(1, num_blocks // 4)
     return AgentSettings(
         pull=PullSettings(

@@ -14,7 +14,7 @@ from core.request import KVConnectorMetadata, KVConnectorOutput
 
 
 class P2PConnectorWorker(ReportingWorker[Report]):
-    """Hands step messages to ``submit``, which must be callable from the engine thread, and collects reports."""
+    """Passes step messages to ``submit``, which must be callable from the engine thread, and collects reports."""
 
     def __init__(self, submit: Callable[[P2PConnectorMetadata], None]) -> None:
         super().__init__("the KV transfer")
@@ -35,7 +35,7 @@ class P2PConnectorWorker(ReportingWorker[Report]):
 
 
 def _end_quarantine(ended: QuarantineEnded, output: KVConnectorOutput) -> None:
-    # The engine has not heard of some of them yet: for it they were never in quarantine.
+    # The engine does not know some of them as quarantined yet: for the engine they never were.
     told = set(ended.block_ids) - output.quarantined_block_ids
     output.quarantined_block_ids.difference_update(ended.block_ids)
     output.unquarantined_block_ids |= told

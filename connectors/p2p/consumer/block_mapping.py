@@ -1,7 +1,7 @@
-"""Which of the producer's blocks hold what our blocks of a request lack: the units of a load.
+"""The units of a load: which of the producer's blocks hold the tokens that our blocks of a request lack.
 
-Pure. One group at a time; blocks may have another size at the producer than here. Blocks freed by a sliding group are in no
-table: null here, before the first block there.
+Pure. One group at a time; the producer's blocks may have another size than ours. Blocks that a sliding group has freed are
+in no table: their entries are null on our side, and come before the first block on the producer's side.
 
     tokens  |  local hit  |      external     |
     local   |  7  |   3   |    9    |    2    |      two blocks are here already
@@ -29,7 +29,7 @@ from core.wire.kv import GroupBlocks
 class Extent:
     """The tokens [``start``, ``end``) that are loaded for a group, and the sizes of blocks. ``start`` begins one of ours.
 
-    Nobody attends to the first ``num_skipped_tokens`` tokens in this group any more.
+    No later token attends to the first ``num_skipped_tokens`` tokens in this group.
     """
 
     group_id: int
@@ -49,10 +49,10 @@ class GroupMapping:
 
 
 def map_group(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], block_hashes: Sequence[bytes]) -> GroupMapping:
-    """Return the units that fill our blocks of one group, and what their seals must be.
+    """Return the units that fill our blocks of one group, with the expected seals of the producer's blocks.
 
-    ``local_ids`` is our table, ``block_hashes`` our own chain at the ends of the producer's blocks; of the seals only the
-    generations are taken from the handoff.
+    ``local_ids`` is our table, ``block_hashes`` our own chain at the ends of the producer's blocks; of the handoff's seals only
+    the generations are used.
 
     Raises:
         StaleBlock: the producer does not hold a block that is needed here.
@@ -72,13 +72,13 @@ def map_group(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bloc
             found.is_partial |= held_from > first
             copies += remote.copies(held_from, last, row, first)
             sources |= dict.fromkeys(range(held_from // remote.size, -(-last // remote.size)))
-        if copies:  # else the window begins behind all that is loaded
+        if copies:  # else the window begins after all loaded tokens
             found.units.append(remote.unit(list(sources), tuple(local.values()), copies, positions))
     return found
 
 
 def _unit_positions(extent: Extent, local_ids: Sequence[int]) -> Iterator[list[int]]:
-    """Yield the positions of our blocks that are loaded together: the producer's blocks end where a run of these does."""
+    """Yield runs of positions of our blocks that are loaded together: each run ends where a block of the producer ends."""
     size = extent.local_block_size
     per_unit = math.lcm(size, extent.remote_block_size) // size
     first, end = extent.start // size, -(-extent.end // size)
@@ -112,14 +112,14 @@ class _RemoteBlocks:
         return self.group.block_ids[index] if 0 <= index < len(self.group.block_ids) else NULL_BLOCK_ID
 
     def held_from(self, start: int, end: int) -> int:
-        """Return from where on the producer holds all tokens up to ``end``, ``start`` at the least."""
+        """Return the token from which on the producer holds all tokens up to ``end``, ``start`` or later."""
         size, position = self.size, -(-end // self.size)
         while position * size > start and self.row(position - 1) != NULL_BLOCK_ID:
             position -= 1
         return max(start, position * size)
 
     def copies(self, start: int, end: int, local_row: int, local_first: int) -> Iterator[TokenCopy]:
-        """Yield what goes into one of our blocks, which begins at token ``local_first``."""
+        """Yield the copies that fill one of our blocks, which begins at token ``local_first``."""
         while start < end:
             position, offset = divmod(start, self.size)
             num_tokens = min(end - start, self.size - offset)
@@ -133,9 +133,9 @@ class _RemoteBlocks:
         copies: Sequence[TokenCopy],
         local_positions: Sequence[int],
     ) -> ReadUnit:
-        """Return the unit of the producer's blocks at these positions; blocks of the same size are taken as they are.
+        """Return the unit of the producer's blocks at these positions; blocks of equal size are read without conversion.
 
-        The expected seal of a block follows from the position that it fills here, not from the block that the producer names.
+        The expected seal follows from the position that the block fills here, not from the block that the producer names.
         """
         extent = self.extent
         local_size, is_alike = extent.local_block_size, extent.local_block_size == self.size

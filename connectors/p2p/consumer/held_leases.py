@@ -1,10 +1,10 @@
-"""The leases that a consumer keeps alive, and how long each is good for as far as it knows.
+"""The leases that a consumer keeps alive, and a lower bound of how long each still lasts.
 
 Owns which handoffs are held from arrival to release, and the questions to their producers: all leases of one producer in one
-message, again and again. A lease is good until a lower bound: the producer's answer, counted from the sending of the
+message, repeated every interval. A lease is good until a lower bound: the producer's answer, counted from the sending of the
 question, so that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the
-bound, and those to questions from before a lease was taken say nothing of it. Leases say how long blocks are *kept*, and so
-whether a read is worth starting; they never say that a read was right.
+bound, and answers to questions from before a lease was taken are ignored for it. Leases say how long blocks are *kept*, and
+so whether a read is worth starting; they never prove that a read was right.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MAX_OPEN_QUESTIONS = 64  # per producer; the oldest are forgotten
 @dataclass(slots=True)
 class _HeldLease:
     producer: PeerId
-    first_question: int  # about it; what was asked before concerns an earlier stay of the same lease
+    first_question: int  # the first one about it; earlier questions concern an earlier hold of the same lease
     good_until: float = -math.inf
     is_asked_for: bool = False  # a question about it is open
     expected_until: float | None = None  # not held yet: until when it is kept; None = it is held
@@ -31,14 +31,14 @@ class _HeldLease:
 
 @dataclass(slots=True)
 class HeldLeaseCounts:
-    """The fate, since the start, of leases that were expected before their requests came."""
+    """The outcome, since the start, of leases that were expected before their requests came."""
 
     leases_known_in_time: int = 0  # answered when the engine took the request
     leases_given_up: int = 0  # not held after an interval, though the producer still kept them
 
 
 class HeldLeases:
-    """Leases by transfer id. ``margin_s`` is what must be left of one for a read to be worth starting."""
+    """Leases by transfer id. ``margin_s`` is the time a lease must still have for a read to be worth starting."""
 
     def __init__(self, renew_interval_s: float, margin_s: float, emit: Callable[[Action], None]) -> None:
         self._renew_interval_s = renew_interval_s
@@ -55,16 +55,16 @@ class HeldLeases:
 
     @property
     def last_question(self) -> int:
-        """Number of the last question, to whichever producer; 0 if there was none."""
+        """Number of the last question to any producer; 0 if there was none."""
         return self._last_number
 
     def __contains__(self, transfer_id: str) -> bool:
         return transfer_id in self._leases
 
     def expect(self, handoff: HandoffRef, now: float) -> None:
-        """Ask about a lease that may be held soon. The question renews it once; until it is held, no later round does.
+        """Ask about a lease that may be held soon. The question renews it once; later rounds renew it only after it is held.
 
-        The first round that comes an interval after the question forgets it.
+        The first round an interval after the question drops it if it is still not held.
         """
         if handoff.transfer_id not in self._leases:
             self._take(handoff, now).expected_until = now + self._renew_interval_s
@@ -85,7 +85,7 @@ class HeldLeases:
         self._emit(SendControl(handoff.producer.address, LeaseRelease(transfer_ids=(handoff.transfer_id,))))
 
     def may_start_read(self, transfer_id: str, now: float) -> bool:
-        """Say whether a read started now ends within the lease, as far as is known; if not, ask how much is left."""
+        """Return True if a read started now ends within the lease by its lower bound; if not, ask how much is left."""
         lease = self._leases[transfer_id]
         if lease.good_until > now + self._margin_s:
             return True
@@ -94,7 +94,7 @@ class HeldLeases:
         return False
 
     def on_state(self, address: str, state: LeaseState) -> tuple[list[str], list[str]]:
-        """Take a producer's answer; returns the transfer ids that it says go on, and those of which too little is left."""
+        """Process a producer's answer; return the transfer ids that continue, and those with too little time left."""
         asked_at = self._close_question(address, state.number)
         going_on: list[str] = []
         ending: list[str] = []
@@ -119,14 +119,14 @@ class HeldLeases:
                 del self._leases[transfer_id]
 
     def on_disconnected(self, address: str) -> None:
-        """Expect no answers to what was asked; the next round asks again."""
+        """Expect no answers to the open questions; the next round asks again."""
         self._asked_at.pop(address, None)
         for lease in self._leases.values():
             if lease.producer.address == address:
                 lease.is_asked_for = False
 
     def on_timer(self, now: float) -> None:
-        """If it is time, renew the leases that are held, and forget those that no request came for."""
+        """If it is time, renew the held leases, and drop expected ones that no request has taken."""
         if self._renew_at > now:
             return
         for transfer_id, lease in list(self._leases.items()):
@@ -137,7 +137,7 @@ class HeldLeases:
         self._ask([transfer_id for transfer_id, lease in self._leases.items() if lease.expected_until is None], now)
 
     def ask_producer(self, producer: PeerId, now: float) -> None:
-        """Ask about everything that is held of a producer, whether it is time or not."""
+        """Ask about all held leases of a producer, whether it is time or not."""
         held = [name for name, lease in self._leases.items() if lease.producer == producer and lease.expected_until is None]
         self._ask(held, now)
 

@@ -1,8 +1,7 @@
-"""The reads that are not terminal: those that a load waits for, and the late ones of loads that have ended.
+"""The reads that are not terminal: those that a load waits for, and the late reads of loads that have ended.
 
-Owns the numbers of reads, whose they are, and the quarantine; says when a peer's late reads keep so many blocks that nothing
-more may be read from it. Emits what follows from the end of a load or of a read; called by ``connectors.p2p.consumer.pull``,
-which decides everything else.
+Owns the numbers of reads, the load of each, and the quarantine; decides when a peer's late reads keep so many blocks that
+nothing more may be read from it. Emits the actions that follow from the end of a load or of a read.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from core.errors import PeerUnreachable
 
 @dataclass(frozen=True, slots=True)
 class QuarantineBounds:
-    """The most blocks that may be kept: in total, and for a peer, with those of its open loads if its reads do not end.
+    """The most blocks that may be kept: in total, and per peer, counting the blocks of its open loads if its reads do not end.
 
-    A cancelled read that has not ended for ``fence_grace_s`` counts as one that does not end: most end at once. Without one
-    no load is refused.
+    A cancelled read that has not ended for ``fence_grace_s`` counts as one that does not end: most end at once. A peer without
+    such a read never has a load refused for its own bound.
     """
 
     max_blocks: int
@@ -44,7 +43,7 @@ class InflightReads:
         self.num_quarantined = 0
 
     def awaited_peers(self) -> list[PeerId]:
-        """Return the peers of which loads wait for a read."""
+        """Return the peers with reads that loads wait for."""
         return list(self._num_awaited)
 
     def open_blocks(self, load: Load, rows: RowSlice) -> int:
@@ -60,7 +59,7 @@ class InflightReads:
         return load.seal_read
 
     def end(self, read_id: int) -> Load | None:
-        """Take out a read that is terminal; returns the load that waits for it. The blocks of a late one are free again."""
+        """Remove a terminal read; return the load that waits for it. The blocks of a late read are free again."""
         freed = self.quarantine.end(read_id)
         if freed:
             self.emit(QuarantineEnded(freed))
@@ -72,7 +71,7 @@ class InflightReads:
     def abandon(self, load: Load, fence_at: float, now: float) -> None:
         """Cancel the reads of a load that is over. Their blocks are kept until they end, or their peer is fenced.
 
-        Whether the read of the seals has begun is not known here. If not, it ends at once; if so, it goes on to keep what the
+        The read of the seals may or may not have begun. If not, it ends at once; if it has, it inherits the blocks that the
         reads of the blocks have kept.
         """
         late = {read_id: rows.local_rows for read_id, rows in load.open_reads.items()}
@@ -88,9 +87,9 @@ class InflightReads:
             self.emit(CancelRead(read_id))
 
     def is_full(self, peer: PeerId, now: float) -> bool:
-        """Say whether no load from a peer may be added.
+        """Return True if no load from a peer may be added.
 
-        A peer with reads that do not end counts with what it is reading for others too: all that may come to the quarantine.
+        A peer with reads that do not end counts with the open reads of its other loads, too: all may end in the quarantine.
         """
         quarantine, late_since = self.quarantine, now - self._bounds.fence_grace_s
         if (
@@ -111,7 +110,7 @@ class InflightReads:
         )
 
     def hurry_if_full(self, serving: Iterable[PeerId], now: float) -> None:
-        """Fence peers soon that keep the quarantine full, but for those that still serve loads."""
+        """Bring forward the fencing of peers that fill the quarantine, except peers that still serve loads."""
         spared, are_too_many = set(serving), self.quarantine.num_waiting_blocks >= self._bounds.max_blocks_in_total
         for peer in self.quarantine.peers():
             is_at_bound = are_too_many or self.quarantine.num_blocks_of(peer) >= self._bounds.max_blocks

@@ -1,4 +1,4 @@
-"""One load: which of its units have been read, which are verified, which will not come, and what it has cost.
+"""One load: which of its units have been read, verified or given up, and its costs.
 
 Bookkeeping only: ``connectors.p2p.consumer.pull`` decides what happens next. Units are named by their index in the request;
 one is read, verified and used as a whole, and shares no block with another (``connectors.p2p.actions.ReadUnit``).
@@ -26,11 +26,11 @@ from core.wire.messages import ErrorInfo, TransferUsage
 
 
 class LoadPhase(Enum):
-    """What a load waits for."""
+    """The stage of a load."""
 
     CONNECTING = "connecting"  # its peer
     READING = "reading"  # its lease, then its blocks
-    SEALING = "sealing"  # the seals of those that have arrived; no block of it is being read
+    SEALING = "sealing"  # the seals of the units that have arrived; no block of it is being read
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,12 +47,12 @@ NO_ROWS = RowSlice((), (), ())
 
 
 class Load:
-    """The units of one request. ``open_reads`` maps the reads of blocks that are not terminal to what they read.
+    """The units of one request. ``open_reads`` maps each block read that is not terminal to its slice.
 
-    ``seal_read`` is the read of seals that is under way or waits for those reads, of the units ``sealing``. ``digests`` are
-    those of the producer's blocks that have arrived, as far as they are wanted. ``asked_since`` is since when it has been up to
-    the peer how far the load gets, ``last_ended_at`` when the last of the reads of blocks ended, ``seals_ended_at`` when that
-    of the seals did. ``wants_room``: a read of it had no room in the staging area.
+    ``seal_read`` reads the seals of the units ``sealing``, or waits to be begun after ``open_reads``. ``digests`` are those of
+    the arrived blocks of the producer, if digests are verified. ``asked_since`` is the time since which progress of the load
+    depends on the peer, ``last_ended_at`` the end of the last block read, ``seals_ended_at`` the end of the seal read.
+    ``wants_room``: one of its reads had no room in the staging area.
     """
 
     def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
@@ -95,12 +95,12 @@ class Load:
 
     @property
     def num_open_rows(self) -> int:
-        """Rows that come to the quarantine if it ends now."""
+        """Rows that go to the quarantine if the load ends now."""
         return len(self.open_rows())
 
     @property
     def has_arrived(self) -> bool:
-        """True if there are units that only their seals have to decide about."""
+        """True if there are units for which only the seals are missing."""
         return bool(self._arrived)
 
     @property
@@ -120,14 +120,14 @@ class Load:
         return self._waiting.popleft()
 
     def start_over(self) -> None:
-        """Look for the peer anew; the reads that are open have been posted in vain."""
+        """Look for the peer anew; the open reads will fail, as they were posted to a peer that could not be opened."""
         assert self.is_untouched, f"{self.request.request_id} has got something from its peer"
         self.phase = LoadPhase.CONNECTING
         self.reading_since = math.inf
         self.wants_room = False
 
     def begin_reading(self, now: float, rows_per_read: int) -> None:
-        """The peer is open: go on to the blocks, so many rows at a time, or one unit if that has more."""
+        """The peer is open: go on to the blocks, at most so many rows per read, or one unit if it has more."""
         self.phase = LoadPhase.READING
         self.reading_since = now
         self._units_per_read = max(1, rows_per_read // max((len(unit.remote_rows) for unit in self.request.units), default=1))
@@ -136,13 +136,13 @@ class Load:
         self._queue(indices)
 
     def offer_room(self, now: float) -> None:
-        """There may be room again. If nothing has been posted, what did not come so far says nothing about the peer."""
+        """There may be room again. If nothing has been posted, the missing progress so far does not count against the peer."""
         self.wants_room = False
         if not self.open_reads:
             self.reading_since = self.asked_since = now
 
     def want_again(self, rows: RowSlice) -> None:
-        """Queue the units of a read that was posted in vain."""
+        """Queue the units of a read that was posted in vain again."""
         self._waiting.append(rows)
 
     def arrive(self, rows: RowSlice) -> None:
@@ -157,34 +157,34 @@ class Load:
             self._invalid[index] = error
 
     def invalidate_waiting(self, error: ErrorInfo) -> None:
-        """Give the units up that have not been asked for."""
+        """Mark units that have not been requested as invalid."""
         while self._waiting:
             self.invalidate(self._waiting.popleft().indices, error)
 
     def to_seal(self) -> RowSlice:
-        """Return the units whose seals decide about them, in order: those that have arrived, and those that are being read."""
+        """Return the units that need their seals, in order: those that have arrived, and those that are being read."""
         indices = self._arrived.union(*(rows.indices for rows in self.open_reads.values()))
         return self._whole if len(indices) == len(self._whole.indices) else self._slice(sorted(indices))
 
     def begin_sealing(self) -> None:
-        """The bytes are here: since the last read has ended it is verification."""
+        """The bytes are here: the time since the last read ended counts as verification."""
         self.phase = LoadPhase.SEALING
         if self._bytes_ended_at is None:
             self._bytes_ended_at = self.last_ended_at
 
     def seal_check(self, terms: SealTerms) -> SealCheck:
-        """Return what the seals that are being read must be, made when it is first wanted."""
+        """Return the check of the seals that are being read, built on first use."""
         if self._check is None:
             self._check = SealCheck(terms, {index: self.request.units[index] for index in self.sealing.indices})
         return self._check
 
     def end_sealing(self) -> RowSlice:
-        """Take out the seal read, which is terminal, and return what it was of."""
+        """Remove the terminal seal read and return its units."""
         rows, self.sealing, self.seal_read, self._check = self.sealing, NO_ROWS, None, None
         return rows
 
     def arrived_of(self, indices: Iterable[int]) -> list[int]:
-        """Return those of these units whose bytes have come and are neither verified nor invalid."""
+        """Return those of these units whose bytes have arrived and are neither verified nor invalid."""
         return [index for index in indices if index in self._arrived]
 
     def verify(self, indices: Iterable[int]) -> None:
@@ -193,7 +193,7 @@ class Load:
         self._arrived.difference_update(indices)
 
     def read_again(self, indices: Sequence[int]) -> None:
-        """Queue units whose bytes were not those of their seals, for the one more time that there is."""
+        """Queue units whose bytes did not match their seals, for their one retry."""
         self.has_read_again = True
         self._arrived.difference_update(indices)
         self._queue(indices)
@@ -201,7 +201,7 @@ class Load:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def report(self, error: ErrorInfo | None, transport: str, block_bytes: int, now: float) -> LoadEnded:
-        """Return what became of the load. ``error`` is why the units failed that have no reason of their own."""
+        """Return the result of the load. ``error`` applies to failed units without an error of their own."""
         units = self.request.units
         invalid = [index for index in range(len(units)) if index not in self._verified]
         if invalid:
@@ -226,19 +226,19 @@ class Load:
         )
 
     def open_rows(self) -> tuple[int, ...]:
-        """Return the local rows that a read may still write, or whose seal it may if it has begun."""
+        """Return the local rows that a block read may still write, or, if it has begun, the seal read may."""
         if self.seal_read is not None:
             return self.sealing.local_rows
         return tuple(row for rows in self.open_reads.values() for row in rows.local_rows)
 
     def _verify_s(self, now: float) -> float:
-        """Return the time from the last byte to the last seal and digest, less the change of threads that bytes need, too."""
+        """Return the time from the last byte to the last seal and digest, less the thread switch that bytes need as well."""
         if self._bytes_ended_at is None:
             return 0.0
         return (now if self.seals_ended_at is None else self.seals_ended_at) - self._bytes_ended_at
 
     def _num_verified_tokens(self) -> int:
-        """Count what can be used: a token is missing if a group lacks it, and groups that lack some mostly lack the same."""
+        """Count usable tokens: a token is missing if any group lacks it, and groups mostly lack the same ones."""
         missing: dict[int, int] = {}
         for index, unit in enumerate(self.request.units):
             if index not in self._verified:

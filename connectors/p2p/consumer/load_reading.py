@@ -1,7 +1,6 @@
-"""The steps of one load from its first read to its verdict: which reads are posted, and what the end of each one means.
+"""The steps of one load from its first read to its verdict: which reads are posted, and the consequences of each read's end.
 
-Used by ``connectors.p2p.consumer.pull``, which owns the loads and decides about peers, deadlines and the end of a load. Does
-no I/O and reads no clock.
+Loads, peers, deadlines and the end of a load belong to ``connectors.p2p.consumer.pull``. Does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from core.wire.messages import ErrorInfo
 
 @dataclass(frozen=True, slots=True)
 class LoadExits:
-    """How a load leaves reading. ``read_failed`` is called for a peer whose read says that it cannot be reached."""
+    """How a load leaves reading. ``read_failed`` is called with a peer whose read failed because it is unreachable."""
 
     end: Callable[[Load, KVFerryError | None, float], None]
     read_failed: Callable[[PeerId, PeerUnreachable, float], None]
@@ -31,7 +30,7 @@ class LoadExits:
 
 
 class LoadReader:
-    """Reads loads whose peers are open. ``layout`` is that of blocks whose request names none."""
+    """Reads loads whose peers are open. ``layout`` applies to blocks whose request names none."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class LoadReader:
         self.go_on(load, now)
 
     def go_on(self, load: Load, now: float, max_reads: int | None = None) -> None:
-        """Post what may be in flight; with the last of it, order the seals."""
+        """Post the reads that may be in flight; with the last one, order the seals."""
         transfer_id = load.request.handoff.transfer_id
         while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
             if transfer_id not in self._leases:
@@ -87,9 +86,9 @@ class LoadReader:
         return PostRead(read_id, producer, rows.remote_rows, rows.local_rows, rows.copies, wants_digests)
 
     def _read_seals(self, load: Load, now: float) -> None:
-        """Order the seals of all that has arrived or is about to; without anything, the load is over.
+        """Order the seals of all units that have arrived or are being read; without any, the load is over.
 
-        Blocks that are converted may be read in vain, for want of room: their seals are ordered when they are here.
+        Converted blocks may find no room and have to be read again: their seals are ordered after the blocks have arrived.
         """
         if load.seal_read is not None or (load.open_reads and load.is_converted):
             return
@@ -107,7 +106,7 @@ class LoadReader:
             load.begin_sealing()
 
     def on_read_ended(self, load: Load, read: ReadEnded, now: float, ended_at: float) -> None:
-        """Take the end of a read that the load waits for."""
+        """Handle the end of a read that the load waits for."""
         if load.phase is LoadPhase.CONNECTING:  # posted in vain, to a peer that could not be opened
             self._on_read_in_vain(load, read, now)
             return
@@ -123,7 +122,7 @@ class LoadReader:
             self._on_blocks_read(load, peer, read, now)
 
     def _on_read_in_vain(self, load: Load, read: ReadEnded, now: float) -> None:
-        """Ask for the blocks again, by another transport; for their seals when it comes to that."""
+        """Queue the blocks again, to be read by another transport; seals are ordered again in their turn."""
         if read.read_id == load.seal_read:
             load.end_sealing()
         else:
@@ -152,14 +151,14 @@ class LoadReader:
             self._on_bytes_here(load, now)
 
     def _on_bytes_here(self, load: Load, now: float) -> None:
-        """The seals are being read by now. If no block has come there is nothing to prove."""
+        """The read of the seals begins by now. If no block has arrived there is nothing to verify."""
         if load.has_arrived:
             load.begin_sealing()
         else:
             self._exits.end(load, None, now)
 
     def _on_seals_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
-        """Decide about the rows; bytes that do not fit their seal are read once more."""
+        """Decide about the units; those whose bytes do not match their seal are read once more."""
         check = load.seal_check(peer.seal_terms)
         rows = load.end_sealing()
         if read.error is not None:

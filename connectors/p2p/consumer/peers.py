@@ -1,8 +1,8 @@
-"""The workers that can be read: who lives at an address, and the handshake that finds out.
+"""The workers that can be read: which process answers at an address, and the handshake that finds out.
 
-Owns the handshakes in progress, one per address however many loads wait for it, the peers that are open, and which transports
-to them are broken (``connectors.p2p.consumer.transport_health``). One life of a worker is one peer: a restarted process at the
-same address is another. A peer is open by one transport at a time. Does no I/O; called by ``connectors.p2p.consumer.pull``.
+Owns the handshakes in progress, one per address however many loads wait for it, the open peers, and which transports to them
+are broken (``connectors.p2p.consumer.transport_health``). One incarnation of a worker is one peer: a restarted process at the
+same address is another. A peer is open by one transport at a time. Does no I/O.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from core.wire.messages import ErrorInfo
 from core.wire.pairing import check_compatible, check_verifiable, verifies_digests
 from core.wire.version import RetryBackoff
 
-MAX_OTHER_VERSIONS = 256  # lives of workers that are remembered to speak one
+MAX_OTHER_VERSIONS = 256  # incarnations of workers that are remembered to speak one
 
 
 @dataclass(slots=True)
 class Peer:
-    """A worker that can be read. ``last_progress_at`` is when the last read of it ended well, ``heard_at`` when it last said
-    anything on its control connection.
+    """A worker that can be read. ``last_progress_at`` is when a read of it last succeeded, ``heard_at`` when it last sent a
+    control message.
 
-    ``layout_version`` is what its seals say of its ``layout``. ``is_retiring``: a transport that is preferred works again, so
+    ``layout_version`` is the one in its seals, for its ``layout``. ``is_retiring``: a preferred transport works again, so
     this one gets no new loads.
     """
 
@@ -46,17 +46,17 @@ class Peer:
 
     @property
     def peer_id(self) -> PeerId:
-        """Which life of which worker it is."""
+        """Address and incarnation of the worker."""
         return self.how_to_open.peer
 
     @property
     def transport(self) -> str:
-        """By what it is read."""
+        """The transport by which it is read."""
         return self.how_to_open.transport
 
     @property
     def seal_terms(self) -> SealTerms:
-        """What is demanded of every seal of it."""
+        """The demands on each of its seals."""
         return SealTerms(self.peer_id.incarnation, self.layout_version, self.verifies_digests)
 
 
@@ -72,9 +72,9 @@ class ConsumerTerms:
 
 @dataclass(frozen=True, slots=True)
 class _OpenHandshake:
-    """A question that is not answered yet: until when it may be, and by which transports which peer may be read.
+    """A handshake without an answer yet: its deadline, and the transports offered to which peer.
 
-    ``after_lease_question`` is the number of the last lease question that was asked before it, of any producer.
+    ``after_lease_question`` is the number of the last lease question, of any producer, that was sent before it.
     """
 
     peer_id: PeerId
@@ -86,7 +86,7 @@ class _OpenHandshake:
 
 @dataclass(slots=True)
 class _OtherVersion:
-    """A life of a worker that speaks another wire version; it is not asked again before ``retry_at``."""
+    """An incarnation of a worker that speaks another wire version; no handshake with it before ``retry_at``."""
 
     error: ErrorInfo
     backoff: RetryBackoff
@@ -103,7 +103,7 @@ class Peers:
         self._peers: dict[PeerId, Peer] = {}
         self._handshakes: dict[str, _OpenHandshake] = {}  # by address
         self._other_versions: dict[PeerId, _OtherVersion] = {}  # in the order of their first refusal
-        self._answering: dict[str, int] = {}  # by address, the life that has answered on the present control connection
+        self._answering: dict[str, int] = {}  # by address, the incarnation that has answered on the present control connection
         self._asked: dict[str, set[str]] = {}  # by address, the transports that were offered on the present control connection
         self._failed: dict[PeerId, dict[str, str]] = {}  # transports by which a peer could not be opened, and why
         self.health = TransportHealth(terms.breaker, emit)
@@ -123,14 +123,14 @@ class Peers:
     # ---- handshakes --------------------------------------------------------------------------------------------------
 
     def is_shaking_hands(self, address: str) -> bool:
-        """True if an answer from there is awaited."""
+        """True if a handshake with this address waits for its answer."""
         return address in self._handshakes
 
     def awaits(self, address: str, reply: HandshakeReply) -> bool:
         """True if this reply may answer the handshake in progress.
 
-        A handshake that was repeated, or came twice, is answered twice. The second answer is known by a transport that was
-        offered then, on this connection, and is not offered now.
+        A handshake that was sent twice is answered twice. A second answer is recognised by a transport that was offered earlier
+        on this connection and is not offered now.
         """
         handshake = self._handshakes.get(address)
         if handshake is None:
@@ -138,9 +138,9 @@ class Peers:
         return reply.transport in handshake.transports or reply.transport not in self._asked[address]
 
     def shake_hands(self, peer_id: PeerId, last_lease_question: int, now: float) -> bool:
-        """Ask who lives at a peer's address; False if that question is open already.
+        """Start a handshake with the process at a peer's address; False if one is open already.
 
-        ``last_lease_question`` is the highest number of a lease question that was asked so far.
+        ``last_lease_question`` is the highest number of a lease question sent so far.
         """
         if peer_id.address in self._handshakes:
             return False
@@ -149,10 +149,10 @@ class Peers:
         return True
 
     def repeat_lost_handshake(self, address: str, answered_lease_question: int, last_lease_question: int, now: float) -> bool:
-        """Ask again if a lease question was answered that was asked after the handshake; False if none was.
+        """Send the handshake again if a lease question that was sent after it was answered; False if none was.
 
-        A connection keeps the order of messages, so the answer to the handshake is lost. The peer lives, and the repetition has
-        the whole time: the time that a lost answer took is not that of a load which has come since.
+        A connection keeps the order of messages, so the answer to the handshake is lost. The peer lives, and the repetition
+        gets the whole timeout: a load that came later must not pay for the lost answer.
         """
         handshake = self._handshakes.get(address)
         if handshake is None or answered_lease_question <= handshake.after_lease_question:
@@ -162,7 +162,7 @@ class Peers:
         return True
 
     def repeat_handshake(self, address: str, deadline: float, now: float) -> bool:
-        """Ask once more, to wait until ``deadline``; False if it has gone on for long, and needs another connection."""
+        """Send the handshake again, to wait until ``deadline``; False if it is too old and needs a new connection."""
         handshake = self._handshakes[address]
         if now - handshake.asked_at >= 2 * self._terms.handshake_timeout_s:
             return False
@@ -185,10 +185,10 @@ class Peers:
         self._emit(SendControl(handshake.peer_id.address, message))
 
     def note_refusal(self, address: str, error: ErrorInfo, now: float) -> ErrorInfo:
-        """Note what answered the handshake in progress; return what its loads fail with.
+        """Record the refusal of the handshake in progress; return the error of its loads.
 
-        A peer of another wire version is asked less and less often. If a transport was not offered, since it is broken or could
-        not be opened, a refusal for want of a transport means that those offered are not common; they are not offered again.
+        A peer of another wire version is asked less and less often. If a transport was withheld, since it is broken or could
+        not be opened, a refusal for want of a transport means that the offered ones are not common; they are not offered again.
         """
         handshake = self._handshakes[address]
         if error.code == ConnectorUnavailable.code and self._why_not(handshake.peer_id):
@@ -203,7 +203,7 @@ class Peers:
         return error
 
     def _note_uncommon(self, handshake: _OpenHandshake, refusal: ErrorInfo) -> ErrorInfo:
-        """Let the next load try again by what could not be opened, if nothing else is left."""
+        """Let the next load retry the transports that could not be opened, if no others are left."""
         peer_id, uncommon = handshake.peer_id, dict.fromkeys(handshake.transports, "not common")
         failed = self._failed[peer_id] = self._failed.get(peer_id, {}) | uncommon
         unreadable = self.why_unreadable(peer_id)
@@ -212,12 +212,12 @@ class Peers:
         return ErrorInfo.of(unreadable) if unreadable is not None else refusal
 
     def why_not_asked(self, peer_id: PeerId, now: float) -> ErrorInfo | None:
-        """Return why no handshake is tried with this life of a worker now; None if one may be."""
+        """Return why no handshake with this incarnation is tried now; None if one may be."""
         other = self._other_versions.get(peer_id)
         return other.error if other is not None and now < other.retry_at else None
 
     def end_handshake(self, address: str) -> bool:
-        """Wait for no answer any more; False if none was awaited."""
+        """Stop waiting for an answer; False if none was awaited."""
         return self._handshakes.pop(address, None) is not None
 
     def unanswered(self, now: float) -> list[str]:
@@ -225,21 +225,21 @@ class Peers:
         return [address for address, handshake in self._handshakes.items() if handshake.deadline <= now]
 
     def next_timeout(self) -> float:
-        """Return when the next address is unanswered; infinite if none is going to be."""
+        """Return when the next handshake times out; infinite without one."""
         return min((handshake.deadline for handshake in self._handshakes.values()), default=math.inf)
 
     # ---- control connections -----------------------------------------------------------------------------------------
 
     def is_answering(self, address: str, incarnation: int) -> bool:
-        """True if this life of a worker has answered on the present control connection."""
+        """True if this incarnation has answered on the present control connection."""
         return self._answering.get(address) == incarnation
 
     def note_answer(self, address: str, incarnation: int) -> None:
-        """Note who answers on the present control connection."""
+        """Record which process answers on the present control connection."""
         self._answering[address] = incarnation
 
     def forget_answers(self, address: str) -> None:
-        """The control connection has ended; who answers on the next one is not known."""
+        """The control connection has ended; the process behind the next one is not known."""
         self._answering.pop(address, None)
         self._asked.pop(address, None)
 
@@ -283,7 +283,7 @@ class Peers:
             self._peers[peer_id].heard_at = now
 
     def why_unreadable(self, peer_id: PeerId) -> PeerUnreachable | None:
-        """Return the error of loads from a peer to which no transport works; None if there is one to try."""
+        """Return the error of loads from a peer to which no transport works; None if one is left to try."""
         if self._offered_to(peer_id):
             return None
         reasons = "; ".join(f"{name}: {reason}" for name, reason in self._why_not(peer_id).items())
@@ -299,7 +299,7 @@ class Peers:
         return True
 
     def avoid(self, peer_id: PeerId, transport: str, reason: str) -> bool:
-        """Offer a transport to this life of a worker no more, since it could not be opened by it; False if none is left."""
+        """Stop offering a transport that could not be opened to this incarnation; False if none is left."""
         for other in [other for other in self._failed if other.address == peer_id.address and other != peer_id]:
             del self._failed[other]
         failed = self._failed.setdefault(peer_id, {})
@@ -318,7 +318,7 @@ class Peers:
         return self._failed.get(peer_id, {}) | self.health.reasons(peer_id)
 
     def close(self, peer_id: PeerId) -> Peer | None:
-        """Fence a peer and return it: what is read of it becomes terminal. None if it is not open."""
+        """Fence a peer and return it: its reads become terminal. None if it is not open."""
         peer = self._peers.pop(peer_id, None)
         if peer is not None:
             self._emit(ClosePeer(peer_id))

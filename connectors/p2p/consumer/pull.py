@@ -1,22 +1,22 @@
 """The consumer's state machine: from "load these blocks" to "they are verified" or "these are not".
 
-Owns the loads in progress and puts together what they need: peers and the health of transports to them (``peers``), leases kept
-alive (``held_leases``), reads and the blocks that late bytes may hit (``open_reads``), the steps of reading (``load_reading``)
-and the search for peers that have stalled (``stalls``). Does no I/O and reads no clock: every entry point takes the time and
-returns actions.
+Owns the loads in progress and coordinates what they need: peers and the health of transports to them (``peers``), leases kept
+alive (``held_leases``), open reads and the quarantined blocks that they may still write (``inflight_reads``), the steps of
+reading (``load_reading``) and the search for stalled peers (``stalls``). Does no I/O and reads no clock: every entry point
+takes the time and returns actions.
 
     load:  CONNECTING ──handshake──▶ READING ──every read terminal──▶ SEALING ──seals read──▶ reported
                │                        ▲  │                             │ │
                │                        └──│────wrong digest, once───────┘ │
                └──failure, abort, deadline─┴───────────────────────────────┴──────▶ reported, what is open quarantined
 
-A load of a peer that the chosen transport cannot open, or by which nothing arrives, goes back to CONNECTING while there is
-another; else it is refused at once. When a preferred transport works again, new loads wait in CONNECTING until those that use
+If the chosen transport cannot open the peer, or no bytes arrive by it, the load goes back to CONNECTING and tries the next
+transport; without one it fails at once. When a preferred transport works again, new loads wait in CONNECTING until the loads by
 the other one are over: a peer is open by one transport at a time.
-A load is reported once and at once. What its open reads may still write is quarantined until they are terminal; a read that
-does not become terminal is ended by fencing its peer. A block is accepted only by a seal that was looked at when every byte had
-arrived; no lease and no timer takes part in that. Seals are ordered with the last of the blocks; the transfer thread reads them
-after the blocks (``PostSealRead.after``).
+A load is reported once and without delay. The blocks that its open reads may still write are quarantined until these reads are
+terminal; a read that does not become terminal is ended by fencing its peer. A block is accepted only by a seal that was read
+after every byte of the block had arrived, never by a lease or a timer. Seals are ordered together with the last blocks; the
+transfer thread reads them after the blocks (``PostSealRead.after``).
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class PullCounts:
 
 
 class PullProtocol:
-    """Loads blocks from any number of peers. ``transports`` are those this worker can read by, in order of preference."""
+    """Loads blocks from any number of peers. ``transports`` are this worker's, in order of preference."""
 
     def __init__(self, identity: WorkerIdentity, transports: Iterable[str], settings: PullSettings) -> None:
         self._settings = settings
@@ -116,10 +116,10 @@ class PullProtocol:
         """Blocks of reported loads that a read may still write."""
         return self._quarantine.num_blocks
 
-    # ---- what the engine wants -------------------------------------------------------------------------------------
+    # ---- orders of the engine --------------------------------------------------------------------------------------
 
     def on_step(self, step: ConsumerStep, now: float) -> list[Action]:
-        """Start, abort and release what one engine step asks for, in the order of the fields."""
+        """Carry out one engine step's orders, in the order of the fields."""
         actions: list[Action] = []
         for handoff in step.holds:
             self.leases.hold(handoff, now)
@@ -165,7 +165,7 @@ class PullProtocol:
             self._close_if_retired(load.producer, now)
         return self._take_actions(now)
 
-    # ---- what the world says ---------------------------------------------------------------------------------------
+    # ---- messages and reports --------------------------------------------------------------------------------------
 
     def on_control(self, event: ControlReceived, now: float) -> list[Action]:
         """Handle a control message from the producer connected at ``event.address``."""
@@ -194,7 +194,7 @@ class PullProtocol:
     def on_disconnected(self, event: ControlLost, now: float) -> list[Action]:
         """The control connection is lost or was refused: its process is gone, or cannot be reached.
 
-        Who waits for another life of it than the one that is lost gets a new handshake, once.
+        Loads that wait for another incarnation than the lost one get a new handshake, once.
         """
         address = event.address
         if self.peers.end_handshake(address):
@@ -258,10 +258,10 @@ class PullProtocol:
     # ---- peers -----------------------------------------------------------------------------------------------------
 
     def _connect(self, load: Load, now: float) -> None:
-        """Go on to the blocks if the peer is open, else find out who it is."""
+        """Go on to the blocks if the peer is open, else shake hands with it."""
         peer = self.peers.get(load.producer)
         if peer is not None and peer.is_retiring:
-            return  # it goes on when the loads by the old transport are over
+            return  # the load continues when the loads by the old transport are over
         if peer is not None:
             self._reader.begin(load, peer, now)
             return
@@ -275,7 +275,7 @@ class PullProtocol:
             self._counts.handshakes += 1
 
     def _on_unanswered(self, address: str, now: float) -> None:
-        """End the loads that have waited for the handshake long enough; ask once more for those that came later."""
+        """End the loads that have waited for the handshake long enough; repeat it once for those that came later."""
         timeout_s = self._settings.handshake_timeout_s
         error = ErrorInfo.of(PeerUnreachable(f"no answer to the handshake from {address} in {timeout_s:g} s"))
         waiting = self._connecting_to(address)
@@ -290,10 +290,10 @@ class PullProtocol:
             self._close_control(address)
 
     def _ask_anew(self, address: str, incarnation: int, now: float) -> bool:
-        """Ask over a new connection if loads wait for another life than the one that answers on this connection all along.
+        """Shake hands over a new connection if loads wait for another incarnation than the one that answers on this connection.
 
-        A process that was replaced may live on, and the connections to it stay; at its address another one listens. The first
-        answer over the new connection decides. Returns False if there is nothing to ask.
+        A process that was replaced may live on and keep its connections, while another one listens at its address. The first
+        answer over the new connection decides. Returns False if no load waits for another incarnation.
         """
         waiting = [load for load in self._connecting_to(address) if load.producer.incarnation != incarnation]
         if not waiting or not self.peers.is_answering(address, incarnation):
@@ -307,7 +307,7 @@ class PullProtocol:
         return True
 
     def _close_control(self, address: str) -> None:
-        """End the control connection; what was asked over it is not answered."""
+        """Close the control connection; its open questions stay without answers."""
         self.peers.forget_answers(address)
         self.leases.on_disconnected(address)
         self._emit(CloseControl(address))
@@ -324,19 +324,19 @@ class PullProtocol:
                 self._reader.begin(load, peer, now)
 
     def _on_peer_failed(self, failed: PeerFailed, now: float) -> None:
-        """Let the loads that wait go over to the next transport; without one they fail."""
+        """Let the loads that wait try the next transport; without one they fail."""
         is_left = self.peers.avoid(failed.peer, failed.transport, failed.error.message)
         self._leave(failed.peer, failed.error, now, is_left=is_left)
 
     def _on_progress(self, progress: PeerProgress, now: float) -> None:
-        """Give a transport up by which nothing comes from a peer that answers; do not wait for the deadlines of its loads."""
+        """Drop a transport by which no bytes come from a peer that answers, before the deadlines of its loads."""
         peer = self.peers.get(progress.peer)
         if peer is not None and self._stalls.on_progress(progress, peer.heard_at, now):
             where = f"{progress.peer.address} by {peer.transport}"
             self._break_transport(peer, TransferTimeout(f"no byte came from {where} in {self._stalls.stall_s:g} s"), now)
 
     def _on_probe_ended(self, ended: ProbeEnded, now: float) -> None:
-        """Use a transport again that works again, once the loads by a less preferred one are over."""
+        """Use a transport again after a successful probe, once the loads by a less preferred one are over."""
         restored = self.peers.health.on_probe_ended(ended, now)
         if restored is not None and self.peers.retire_if_worse(restored):
             self._close_if_retired(restored.peer, now)
@@ -354,13 +354,13 @@ class PullProtocol:
             self._lose(peer_id, error, now)
 
     def _break_transport(self, peer: Peer, error: KVFerryError, now: float) -> None:
-        """Use the transport of a peer no more until a probe finds that it works. Fences the peer."""
+        """Stop using a transport to the peer until a probe succeeds. Fences the peer."""
         self._counts.fenced_peers += 1
         self.peers.health.open_breaker(peer.how_to_open, error, now)
         self._leave(peer.peer_id, error, now, is_left=self.peers.why_unreadable(peer.peer_id) is None)
 
     def _leave(self, peer_id: PeerId, error: KVFerryError, now: float, *, is_left: bool) -> None:
-        """Close a peer; loads that have got nothing of it yet go over to another transport if one ``is_left``."""
+        """Close a peer; loads that have received nothing from it yet try another transport if one ``is_left``."""
         waiting = [load for load in self._loads_at(peer_id.address) if load.producer == peer_id and load.is_untouched]
         if is_left and self.peers.get(peer_id) is not None:
             for load in waiting:
@@ -378,7 +378,7 @@ class PullProtocol:
             self._end(load, error, now)
 
     def _note_incarnation(self, address: str, incarnation: int, now: float) -> None:
-        """Whoever lived at this address before is dead: its blocks, leases and memory are worth nothing."""
+        """The earlier incarnations at this address are dead: their blocks, leases and memory are void."""
         self.leases.forget_others(address, incarnation)
         self.peers.health.forget_at(address, but_for=incarnation)
         others = [peer_id for peer_id in self.peers.at(address) if peer_id.incarnation != incarnation]
@@ -389,7 +389,7 @@ class PullProtocol:
                 self._end(load, other_life(load.producer, incarnation), now)
 
     def _lose(self, peer_id: PeerId, error: KVFerryError, now: float) -> None:
-        """Fence a peer and fail its loads; its open reads become terminal by that."""
+        """Fence a peer, which ends its open reads, and fail its loads."""
         peer = self.peers.close(peer_id)
         if peer is None:
             return
@@ -410,7 +410,7 @@ class PullProtocol:
         self._lose(peer_id, PeerUnreachable(f"{peer_id.address} was fenced because reads of it do not end"), now)
 
     def _fence_late_reads(self, peer_id: PeerId) -> None:
-        """Note that late reads of a peer are about to become terminal, and say so if there are any."""
+        """Report to the log that late reads of a peer are about to become terminal, if there are any."""
         num_late_blocks = self._quarantine.num_blocks_of(peer_id)
         if num_late_blocks:
             self._emit(PeerFenced(peer_id, num_late_blocks))
@@ -425,7 +425,7 @@ class PullProtocol:
             self._stalls.begin_again(load.producer, now)
             self._reader.on_read_ended(load, read, now, ended_at)
         elif late_from is not None and isinstance(read.error, PeerUnreachable):
-            self._on_read_failed(late_from, read.error, now)  # else the next load would find out
+            self._on_read_failed(late_from, read.error, now)  # else only the next load would find out
 
     def _offer_room(self, now: float) -> None:
         """A read has ended: let the loads that had no room try again, the eldest first, with one read each."""
@@ -446,7 +446,7 @@ class PullProtocol:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _on_deadline(self, load: Load, now: float) -> None:
-        """Report the failure now. A peer from which nothing came meanwhile is frozen and fenced; a slow one gets more time."""
+        """Report the failure now. A peer that sent no bytes meanwhile is frozen and is fenced; a slow one gets more time."""
         peer = self.peers.get(load.producer)
         is_frozen = peer is not None and peer.last_progress_at <= load.reading_since
         patience_s = self._settings.transfer_deadline_s
@@ -459,7 +459,7 @@ class PullProtocol:
             self._break_transport(peer, error, now)
 
     def _end(self, load: Load, error: KVFerryError | ErrorInfo | None, now: float, fence_at: float | None = None) -> None:
-        """Report a load: what is verified of it may be used. ``error`` is why the rest may not, as far as that is not known."""
+        """Report a load; its verified blocks may be used. ``error`` applies to the others, unless they have their own."""
         if load.request.request_id not in self._loads:
             return
         info = ErrorInfo.of(error) if isinstance(error, KVFerryError) else error
@@ -474,7 +474,7 @@ class PullProtocol:
         self._close_if_retired(load.producer, now)
 
     def _forget(self, load: Load, fence_at: float, now: float) -> None:
-        """Let go of a load, and of its reads."""
+        """Remove a load and its reads."""
         del self._loads[load.request.request_id]
         is_open = self.peers.get(load.producer) is not None
         self._reads.abandon(load, fence_at if is_open else math.inf, now)
@@ -492,7 +492,7 @@ class PullProtocol:
         self._actions.append(action)
 
     def _take_actions(self, now: float | None = None) -> list[Action]:
-        """Return what is to be done. ``now`` is given where reads may have been posted or ended."""
+        """Return the collected actions. ``now`` is given where reads may have been posted or ended."""
         if now is not None:
             readable = [peer for peer in self._reads.awaited_peers() if self.peers.get(peer) is not None]
             self._stalls.watch(readable, now)

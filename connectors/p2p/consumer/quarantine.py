@@ -1,9 +1,9 @@
 """Blocks that a read may still write although its load has ended.
 
-Owns the reads that were open when their load ended, until they are terminal, and when their peer is to be fenced because they
-do not end. A block in here has a reference of its own in the engine and must not be given to anybody. The seal of a block that
-is read late lands beside it, so a late seal read keeps the block here as well: it inherits those of reads that end before it.
-Knows no transports; called by ``connectors.p2p.consumer.inflight_reads`` and ``connectors.p2p.consumer.pull``.
+Owns the reads that were open when their load ended, until they are terminal, and when to fence their peer because they do not
+end. The engine keeps a reference to each quarantined block and gives it to no request. A late seal read writes the landing row
+of its block's seal, so it keeps the block quarantined as well: it inherits the blocks of reads that end before it. Knows no
+transports.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class Quarantine:
 
     @property
     def num_waiting_blocks(self) -> int:
-        """Blocks that wait for reads of peers that are not fenced."""
+        """Blocks whose late reads are of peers that are not fenced."""
         return sum(self._num_blocks_of.values())
 
     def peers(self) -> list[PeerId]:
-        """Return the peers that are not fenced and have such blocks."""
+        """Return the peers that are not fenced and have quarantined blocks."""
         return list(self._num_blocks_of)
 
     def num_blocks_of(self, peer: PeerId) -> int:
@@ -52,20 +52,20 @@ class Quarantine:
         return self._num_blocks_of.get(peer, 0)
 
     def oldest_of(self, peers: Collection[PeerId]) -> float:
-        """Return since when the oldest read of these peers is in here, fenced peers left out; infinite if there is none."""
+        """Return when the oldest late read of these peers began to be late, fenced peers left out; infinite without one."""
         waiting = (read for read in self._reads.values() if read.peer in peers and read.fence_at < math.inf)
         return min((read.since for read in waiting), default=math.inf)
 
     def add(self, read_id: int, read: LateRead) -> None:
         """Keep the blocks of a read that is open, until it ends or its peer is fenced.
 
-        If its heir, the read of their seals, is still in here then, it goes on to keep them.
+        If its heir, the read of their seals, is still late when it ends, the heir keeps the blocks.
         """
         self._reads[read_id] = read
         self._count(read, len(read.local_rows))
 
     def end(self, read_id: int) -> tuple[int, ...]:
-        """Take out a read that is terminal; returns the blocks that nothing keeps any more. Unknown ones keep none."""
+        """Remove a terminal read; return the blocks that no other read keeps. An unknown read keeps none."""
         read = self._reads.pop(read_id, None)
         if read is None:
             return ()
@@ -83,14 +83,14 @@ class Quarantine:
         return read.peer if read is not None and read.fence_at < math.inf else None
 
     def fence(self, peer: PeerId) -> None:
-        """Note that a peer is being fenced: what is in here of it becomes terminal by itself."""
+        """Record that a peer is being fenced: its late reads become terminal by that."""
         for read in self._reads.values():
             if read.peer == peer and read.fence_at < math.inf:
                 self._count(read, -len(read.local_rows))
                 read.fence_at = math.inf
 
     def hurry(self, peer: PeerId, fence_at: float) -> None:
-        """Fence a peer no later than this if its reads have not ended."""
+        """Fence a peer no later than this if its late reads have not ended."""
         for read in self._reads.values():
             if read.peer == peer and read.fence_at < math.inf:
                 read.fence_at = min(read.fence_at, fence_at)
@@ -104,7 +104,7 @@ class Quarantine:
         return min((read.fence_at for read in self._reads.values()), default=math.inf)
 
     def _count(self, read: LateRead, difference: int) -> None:
-        """Note what waits for a peer, as long as it is not fenced."""
+        """Update the count of blocks that wait for a peer, unless it is fenced."""
         if read.fence_at == math.inf:
             return
         num_blocks = self.num_blocks_of(read.peer) + difference

@@ -1,11 +1,11 @@
-"""Peers that answer while no byte of what is read from them arrives.
+"""Peers that answer control messages while no bytes of their reads arrive.
 
-Watches the peers that have reads in progress. Twice per ``stall_s`` the transport is asked whether anything has come
-(``AskProgress``), and the peer a question on its control connection. A peer has *stalled* after two looks in a row that found
-nothing, if it has answered meanwhile: then its data path is dead. One that does not answer is frozen or cut off, which the
-control connection finds out. Two looks are demanded so that a pause of this worker is not taken for the peer's.
+Watches the peers with reads in progress. Twice per ``stall_s`` it asks the transport whether any bytes have come
+(``AskProgress``), and sends the peer a question on its control connection. A peer has *stalled* after two looks in a row
+without bytes, if it has answered meanwhile: then its data path is dead. A peer that does not answer is frozen or cut off,
+which the control connection finds out. Two looks are required so that a pause of this worker is not mistaken for the peer's.
 
-Does no I/O and reads no clock; called by ``connectors.p2p.consumer.pull``.
+Does no I/O and reads no clock.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class StallWatch:
         self._cannot_tell: set[PeerId] = set()  # those whose transport does not count what arrives
 
     def watch(self, peers: Iterable[PeerId], now: float) -> None:
-        """Watch exactly these peers, of which reads are in progress; those that were not watched have ``stall_s`` from now."""
+        """Watch exactly these peers, which have reads in progress; new ones have ``stall_s`` from now."""
         reading = set(peers) - self._cannot_tell
         for peer in self._watched.keys() - reading:
             del self._watched[peer]
@@ -52,7 +52,7 @@ class StallWatch:
         self._watched[peer] = _Watched(now + self.stall_s / _LOOKS, now)
 
     def forget(self, peer: PeerId) -> None:
-        """A peer was closed."""
+        """Stop watching a closed peer."""
         self._watched.pop(peer, None)
         self._cannot_tell.discard(peer)
 
@@ -64,7 +64,7 @@ class StallWatch:
         return found
 
     def on_progress(self, progress: PeerProgress, heard_at: float, now: float) -> bool:
-        """Take the answer to a look; True if the peer has stalled. ``heard_at`` is when the peer last answered anything."""
+        """Process the answer to a look; True if the peer has stalled. ``heard_at`` is when the peer last answered anything."""
         watched = self._watched.get(progress.peer)
         if watched is None or watched.look_at < math.inf:
             return False  # a read has ended meanwhile

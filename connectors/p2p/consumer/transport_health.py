@@ -1,7 +1,6 @@
-"""The circuit breaker of each transport to each peer: which ones must not be used now, and when to try them again.
+"""The circuit breaker of each transport to each peer: which ones must not be used now, and when to retry them.
 
-One breaker per life of a peer and transport. Does no I/O and reads no clock; called by ``connectors.p2p.consumer.peers`` and
-``connectors.p2p.consumer.pull``.
+One breaker per incarnation of a peer and transport. Does no I/O and reads no clock.
 
     CLOSED ──stalled, deadline, repeated failures──▶ OPEN ──back-off over──▶ PROBING ──▶ CLOSED (the probe came back)
                                                       ▲                         │
@@ -57,7 +56,7 @@ class _Breaker:
 
 @dataclass(slots=True)
 class TransportHealth:
-    """Breakers by peer and transport. ``emit`` receives probes and what the log says."""
+    """Breakers by peer and transport. ``emit`` receives probes and entries for the log."""
 
     terms: BreakerTerms
     emit: Callable[[Action], None]
@@ -79,7 +78,7 @@ class TransportHealth:
         }
 
     def num_broken(self) -> dict[str, int]:
-        """Return to how many peers each transport is broken; transports without any are left out."""
+        """Return to how many peers each transport is broken; transports without such peers are left out."""
         return Counter(transport for (_, transport), each in self._breakers.items() if each.opened_at is not None)
 
     def open_breaker(self, how_to_open: OpenPeer, error: KVFerryError, now: float) -> None:
@@ -95,7 +94,7 @@ class TransportHealth:
         self._wait(breaker, now)
 
     def count_failure(self, how_to_open: OpenPeer, error: KVFerryError, now: float) -> None:
-        """Count a read that failed; ``max_failures`` without a success between them open the breaker."""
+        """Count a failed read; ``max_failures`` in a row open the breaker."""
         breaker = self._breaker(how_to_open.peer, how_to_open.transport)
         breaker.num_failures += 1
         if breaker.num_failures >= self.terms.max_failures:
@@ -125,17 +124,17 @@ class TransportHealth:
         return restored
 
     def forget(self, peer: PeerId) -> None:
-        """Drop what is known of a peer: its control connection is lost, or it has restarted."""
+        """Remove the breakers of a peer: its control connection is lost, or it has restarted."""
         for key in [key for key in self._breakers if key[0] == peer]:
             self._give_up_probe(self._breakers.pop(key))
 
     def forget_at(self, address: str, but_for: int | None = None) -> None:
-        """Drop what is known of the peers at an address, except of the life ``but_for``."""
+        """Remove the breakers of the peers at an address, except of the incarnation ``but_for``."""
         for peer in {peer for peer, _ in self._breakers if peer.address == address and peer.incarnation != but_for}:
             self.forget(peer)
 
     def on_timer(self, now: float) -> None:
-        """Start the probes that are due, and give up those that have had no answer in time."""
+        """Start the probes that are due, and abandon those without an answer in time."""
         for breaker in [breaker for breaker in self._breakers.values() if breaker.due_at <= now]:
             if breaker.probe_id is None:
                 self._probe(breaker, now)
@@ -151,7 +150,7 @@ class TransportHealth:
         return self._breakers.setdefault((peer, transport), _Breaker(self.terms.retry_s))
 
     def _wait(self, breaker: _Breaker, now: float) -> None:
-        """Wait until the next probe, and after that twice as long."""
+        """Wait until the next probe, and twice as long before the one after it."""
         breaker.due_at = now + breaker.retry_s
         breaker.retry_s = min(2 * breaker.retry_s, self.terms.retry_max_s)
 

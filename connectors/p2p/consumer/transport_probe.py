@@ -1,7 +1,7 @@
 """Probes: one read of 64 bytes of a peer, to find out whether a transport works again.
 
 Owned by the transfer thread (``connectors.p2p.transfer.thread``). A probe opens the peer on the transport, reads its first
-seal into a row that belongs to no block, and fences the peer again, however it ended. Nobody looks at what was read.
+seal into a row that belongs to no block, and fences the peer again in any case. The bytes are not used.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Probes:
         self._transports = transports
         self._landing_row = landing_row
         self._probes: dict[tuple[str, int], _Probe] = {}  # by transport and handle
-        self._given_up: set[tuple[str, int]] = set()  # and not terminal
+        self._given_up: set[tuple[str, int]] = set()  # abandoned and not terminal
 
     def start(self, command: StartProbe) -> ProbeEnded | None:
         """Begin a probe; returns its end if it failed at once."""
@@ -47,7 +47,7 @@ class Probes:
         return None
 
     def end(self, command: EndProbe) -> None:
-        """Give a probe up; one that is over is ignored."""
+        """Abandon a probe; ignored if it is over."""
         for key, probe in list(self._probes.items()):
             if probe.probe_id == command.probe_id:
                 del self._probes[key]
@@ -59,7 +59,7 @@ class Probes:
         return (transport, handle) in self._probes or (transport, handle) in self._given_up
 
     def take(self, transport: str, result: ReadResult) -> ProbeEnded | None:
-        """Take the end of a probe's read; returns its report, None if the probe was abandoned."""
+        """Process the end of a probe's read; return its report, None if the probe was abandoned."""
         self._given_up.discard((transport, result.handle))
         probe = self._probes.pop((transport, result.handle), None)
         if probe is None:

@@ -1,8 +1,8 @@
-"""Verifies what was read: by seals, and by digests where they are demanded.
+"""Verifies the blocks that were read: by seals, and by digests where they are required.
 
-Pure. ``connectors.p2p.consumer.pull`` makes a check while the bytes of a load are on the way, so that what its seals must be
-is at hand when they come, and asks for the verdict once their read is terminal. That read looked at the seals after the last
-byte had been read: a seal that is right now was right all the while.
+Pure. A check is built while the bytes of a load are on the way, so that the expected seals are ready when the real ones
+arrive. The verdict is made after the seal read is terminal. Seals are read after the last byte of their blocks: a seal that
+is right then was right during the whole read.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from core.wire.messages import ErrorInfo
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Units of a load by their indices. ``corrupt`` ones may be read once more; ``stale`` ones would not get better."""
+    """Units of a load by their indices. ``corrupt`` ones may be read once more; ``stale`` ones would stay stale."""
 
     good: list[int] = field(default_factory=list)
     stale: dict[int, ErrorInfo] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class SealTerms:
-    """Demands on every seal of a peer, in addition to what is expected of each."""
+    """Demands on every seal of a peer, in addition to the block's own expected seal."""
 
     incarnation: int
     layout_version: int
@@ -35,7 +35,7 @@ class SealTerms:
 
 
 class SealCheck:
-    """Compares the seals of ``units``, by their indices in the load, to the expected ones and, if demanded, to digests."""
+    """Compares the seals of ``units``, by their indices in the load, to the expected ones and, if required, to digests."""
 
     def __init__(self, terms: SealTerms, units: Mapping[int, ReadUnit]) -> None:
         self._terms = terms
@@ -45,9 +45,9 @@ class SealCheck:
         self._expected = ExpectedRows(seals, terms.incarnation, terms.layout_version)
 
     def verdict(self, seals: bytes, digests: Mapping[int, int]) -> Verdict:
-        """Decide about every unit: one is as good as the worst of its blocks.
+        """Decide about every unit: its worst block decides.
 
-        ``seals`` are those of the producer's blocks, one behind the other, ``digests`` by the producer's block.
+        ``seals`` are those of the producer's blocks, concatenated, ``digests`` by the producer's block.
         """
         assert len(seals) == SEAL_BYTES * len(self._remote_rows), "a seal read brings every seal that it was posted for"
         found = [digests[row] for row in self._remote_rows] if self._terms.wants_digests else None
@@ -69,7 +69,7 @@ class SealCheck:
         return verdict
 
     def _find_problem(self, unit: ReadUnit, seals: bytes, digests: Mapping[int, int]) -> StaleBlock | CorruptBlock | None:
-        """Return what is wrong with a unit: what reading again does not mend comes first."""
+        """Return the problem of a unit; one that reading again does not mend takes precedence."""
         corrupt = None
         rows = [seals[start : start + SEAL_BYTES] for start in range(0, len(seals), SEAL_BYTES)]
         for remote_row, seal, expected in zip(unit.remote_rows, rows, unit.expected, strict=True):

@@ -66,7 +66,7 @@ class HandoffProducer:
         return [Reply(self.responder.answer(handshake))]
 
     def on_renew(self, message: LeaseRenew, now: float) -> list[Action]:
-        """Extend a consumer's leases and tell it what is left of each."""
+        """Extend a consumer's leases and return the time left of each."""
         left_ms = self.leases.renew(message.transfer_ids, now)
         return [Reply(LeaseState(incarnation=self._identity.incarnation, left_ms=left_ms, number=message.number))]
 

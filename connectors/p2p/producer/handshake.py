@@ -1,7 +1,7 @@
 """The prefill worker's half of the handshake: is this consumer compatible, and by which transport does it read?
 
-Pure: takes a ``Handshake``, returns the answer. Knows the worker's own identity and what its transports told about themselves;
-sockets belong to ``connectors.p2p.control``.
+Pure: takes a ``Handshake``, returns the answer. Knows the worker's own identity and the metadata of its transports; sockets
+belong to ``connectors.p2p.control``.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ class HandshakeResponder:
 
     @property
     def model_fingerprint(self) -> bytes:
-        """The model of which this worker holds KV."""
+        """The model whose KV this worker holds."""
         return self.identity.model_fingerprint
 
     @property
     def layout(self) -> KVLayoutInfo:
-        """What one block looks like here."""
+        """The layout of its blocks."""
         return self.identity.layout
 
     @property
@@ -87,7 +87,7 @@ class HandshakeResponder:
 
 
 def peer_error(code: str, message: str) -> ErrorInfo:
-    """Return what a peer reports, within bounds: its code becomes a label of our metrics, its message goes into our logs."""
+    """Return a peer's error within bounds: its code becomes a label of our metrics, its message goes into our logs."""
     known = code if code in _KNOWN_CODES else UNKNOWN_CODE
     return ErrorInfo(code=known, message=message[:MAX_PEER_MESSAGE_CHARS], http_status=502)
 

@@ -1,11 +1,11 @@
 """How long a prefill worker keeps blocks for a consumer: the lease table.
 
-Owns which handoffs are held and until when. Pure: no sockets, no timers, no blocks; the connector's event-loop side calls it
-and reports the request ids it returns as ``finished_sending``. Leases decide how long blocks are *kept*, never whether a read
-was correct. Durations only: clocks are never compared across processes.
+Owns which handoffs are held and until when. Pure: no sockets, no timers, no blocks. It returns the request ids of ended leases,
+to be reported as ``finished_sending``. Leases decide how long blocks are *kept*, never whether a read was correct. Durations
+only: clocks are never compared across processes.
 
 Expiry is a heap with lazy deletion: a renewal pushes a new entry, an entry that no longer matches its lease is skipped. So a
-renewed lease at the head never hides expired ones behind it.
+renewed lease at the head never hides expired ones further down.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-MAX_REMEMBERED_ENDS = 4096  # ended leases kept to tell a late message from one about something unknown
+MAX_REMEMBERED_ENDS = 4096  # ended leases kept to tell a late message from one about an unknown lease
 
 
 @dataclass(frozen=True, slots=True)
 class LeaseTerms:
-    """Durations in seconds: at grant, per renewal, and at most in all."""
+    """Durations in seconds: at grant, per renewal, and in total."""
 
     grant_s: float
     renew_s: float
@@ -36,7 +36,7 @@ class LeaseCounts:
     released: int = 0
     expired: int = 0
     late: int = 0  # renewals and releases of a lease that had ended
-    unknown: int = 0  # of one that never was
+    unknown: int = 0  # of one that never existed
 
 
 @dataclass(slots=True)
@@ -76,7 +76,7 @@ class LeaseTable:
         left_ms: dict[str, int] = {}
         for transfer_id in transfer_ids:
             lease = self._leases.get(transfer_id)
-            # One that is due but not collected yet may not come back: its holder knows how long it lasts.
+            # A lease that is due but not collected yet may not be renewed: its holder knows how long it lasts.
             if lease is None or lease.expires_at <= now:
                 self._count_stray(transfer_id)
                 left_ms[transfer_id] = 0
@@ -134,7 +134,7 @@ class LeaseTable:
         return lease.request_id
 
     def _count_stray(self, transfer_id: str) -> None:
-        if transfer_id in self._ended or transfer_id in self._leases:  # held still: it is due, but not collected
+        if transfer_id in self._ended or transfer_id in self._leases:  # still held: it is due, but not collected
             self.counts.late += 1
         else:
             self.counts.unknown += 1

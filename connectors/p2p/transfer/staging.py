@@ -1,12 +1,12 @@
-"""Where blocks of peers land whose blocks have another size than ours, and how they become ours.
+"""The staging area: blocks of peers with another block size land here and are converted to ours.
 
-Owns the memory and which rows of it are taken. A read of such blocks lands here in rows of the producer's size, so that the
-producer's digests can be checked on the producer's bytes; then its tokens are copied to where our blocks have them. Both sides
-hold a token alike, only a block has more or fewer of them:
+Owns the memory and which rows of it are taken. Such blocks are read into rows of the producer's size, so that the producer's
+digests can be checked on the producer's bytes; then their tokens are copied to their places in our blocks. Both sides store
+a token alike, only the number of tokens per block differs:
 
     producer's block   [planes, 16, token]   ->   slots 32 to 47 of ours   [planes, 64, token]
 
-A plane is keys or values of one layer, of one head if heads come before tokens (HND). Used by the transfer thread only.
+A plane holds the keys or values of one layer, or of one head if heads come before tokens (HND). For the transfer thread only.
 """
 
 from __future__ import annotations
@@ -74,16 +74,16 @@ class StagingArea:
         """Bytes that are free, in all gaps together."""
         return self.region.num_bytes - self.num_taken_bytes
 
-    # ---- whose rows are whose ----------------------------------------------------------------------------------------
+    # ---- allocation of rows ------------------------------------------------------------------------------------------
 
     def holds(self, num_rows: int, row_bytes: int) -> bool:
         """Say whether so many rows have room in an empty area."""
         return num_rows * row_bytes <= self.region.num_bytes
 
     def take(self, num_rows: int, row_bytes: int, num_held_bytes: int = 0) -> StagedRows | None:
-        """Take rows that lie side by side, the first ones that are free; None if there is no such place now.
+        """Take adjacent rows, the first that are free; None if there is no such place now.
 
-        Who holds ``num_held_bytes`` of the area already gets no more than what it leaves free.
+        A peer that already holds ``num_held_bytes`` of the area gets no more than it leaves free.
         """
         num_bytes = num_rows * row_bytes
         if num_held_bytes and num_held_bytes + num_bytes > self.num_free_bytes - num_bytes:
@@ -99,10 +99,10 @@ class StagingArea:
         return None
 
     def give_back(self, staged: StagedRows) -> None:
-        """Let others have these rows: nothing is written into them any more."""
+        """Release these rows, which no read writes any more."""
         self._taken.remove(staged.span)
 
-    # ---- what is in them ---------------------------------------------------------------------------------------------
+    # ---- content of rows ---------------------------------------------------------------------------------------------
 
     def digests(self, staged: StagedRows) -> tuple[int, ...]:
         """Return the digests of the blocks in these rows."""
@@ -134,7 +134,7 @@ class StagingArea:
         return self.region.buffer[row * row_bytes : (row + 1) * row_bytes]
 
     def _block(self, block_id: int) -> _Block:
-        """Return the memory of one of our blocks, or, if it is a device's, memory that becomes its content."""
+        """Return the memory of one of our blocks, or, on a device, host memory that will be copied into it."""
         size = self.pool.block_bytes
         if self.pool.buffer is not None:
             return _Block(self.pool.buffer[block_id * size : (block_id + 1) * size], lambda: None)
@@ -157,7 +157,7 @@ class _Block:
 
 
 def map_staging_area(pool: KVPoolRegion, num_bytes: int = STAGING_BYTES) -> StagingArea | None:
-    """Map memory in front of a pool, or return None if nothing can be converted into it. Pages come with their first use."""
+    """Map memory in front of a pool, or return None if its blocks cannot be converted. Pages are allocated on first use."""
     if pool.buffer is None and pool.write_block is None:
         return None
     memory = mmap.mmap(-1, num_bytes)

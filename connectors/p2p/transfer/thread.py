@@ -1,6 +1,6 @@
 """The transfer thread: the only thread that touches transports while a worker serves.
 
-``TransferExecutor`` carries out commands on transports and turns what they report into events; it has no thread of its own, so
+``TransferExecutor`` carries out commands on transports and turns their results into events; it has no thread of its own, so
 that the simulation can drive it. ``TransferThread`` runs one: it sleeps until a command or a socket wakes it, and polls with
 a back-off only while a transport has reads in flight that no socket announces.
 """
@@ -47,7 +47,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(slots=True)
 class _OpenRead:
-    """Where a read runs and lands. ``staged`` are the rows of the staging area that it writes, if not rows of ours."""
+    """An open read: its transport and its rows. ``staged``: its rows in the staging area, if it does not write ours."""
 
     transport: Transport
     command: PostRead | PostSealRead
@@ -59,7 +59,7 @@ class _OpenRead:
 
 
 class _EndedRead(NamedTuple):
-    """A read that is terminal since ``at``, and the seals that it has brought."""
+    """A read that is terminal since ``at``, and the seals that it has read."""
 
     read: _OpenRead
     error: KVFerryError | None
@@ -68,15 +68,15 @@ class _EndedRead(NamedTuple):
 
 
 class TransferExecutor:
-    """Runs commands on transports, one at a time. ``report`` gets every event and its time, by ``now``; it must not block.
+    """Runs commands on transports, one at a time. ``report`` gets every event with its time, from ``now``; it must not block.
 
-    A read of seals that waits for the blocks' reads is begun here, when the last of them is terminal: nobody has to be asked.
-    Where the producer keeps that order by itself it is begun at once (``Transport.reads_in_order``).
+    A read of seals that waits for the blocks' reads begins here, when the last of them is terminal, without a round trip
+    through the event loop. Where the producer keeps that order itself, it begins at once (``Transport.reads_in_order``).
 
-    Seals land in ``seals``; ``digest_blocks`` computes the digests of local blocks by their ids, when the seals have come.
-    ``staging`` is where blocks of another size land, None if they cannot be read. A read for which it has no room ends without
-    having been posted: its load decides whether it still needs it when there is room. A peer that holds some of it
-    gets no more than it leaves to others, so that one that is frozen does not keep all.
+    Seals land in ``seals``; ``digest_blocks`` computes the digests of local blocks by their ids, when the seals have arrived.
+    Blocks of another size land in ``staging``; None if they cannot be read. A read that finds no room there ends without having
+    been posted: its load posts it again when there is room, if it still needs it. A peer with rows in the staging area gets no
+    more than it leaves to others, so that a frozen peer does not keep all of it.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class TransferExecutor:
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
         self._next: dict[int, _OpenRead] = {}  # reads of seals that wait for the reads of their blocks
         self._probes = Probes(self._transports, seals.probe_row)
-        self._bytes_seen: dict[PeerId, int | None] = {}  # received of a peer when a read of it ended or it was asked about
+        self._bytes_seen: dict[PeerId, int | None] = {}  # received from a peer when its last read ended or at the last question
 
     def execute(self, command: TransferCommand) -> None:
         """Carry out one command. Failures become events."""
@@ -128,7 +128,7 @@ class TransferExecutor:
         Seals are requested before anything is reported; those of a near peer have arrived by then.
         """
         ended = self._take_ended()
-        following = self._following()  # also those whose blocks came in the second look of the poll before
+        following = self._following()  # also those whose blocks arrived in the second look of the poll before
         if not ended and not following:
             return False
         refused = [event for read in following if (event := self._start(read)) is not None]
@@ -136,14 +136,14 @@ class TransferExecutor:
             ended += self._take_ended()
         for each in ended:
             event = self._ended(each.read, each.error, each.seals)
-            was_worked_on = bool(event.digests) or each.read.staged is not None  # digested or converted just now
+            was_worked_on = bool(event.digests) or each.read.staged is not None  # its blocks were just digested or converted
             self._report_at(event, self._now() if was_worked_on else each.at)
         for event in refused:
             self._report(event)
         return True
 
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
-        """Return what ``poll`` should be called for."""
+        """Return the sockets and descriptors that announce work for ``poll``."""
         return [pollable for transport in self._transports.values() for pollable in transport.pollables()]
 
     def max_wait_s(self) -> float | None:
@@ -180,7 +180,7 @@ class TransferExecutor:
             transport.remove_peer(peer)
 
     def _tell_progress(self, peer: PeerId) -> None:
-        """Compare what has come of a peer with the last look, once what is here has been taken in. Closed ones are ignored."""
+        """Compare a peer's received bytes with the last look, after processing what has arrived. Ignores closed peers."""
         self.poll()
         transport = self._peers.get(peer)
         if transport is None:
@@ -194,7 +194,7 @@ class TransferExecutor:
         return any(read_id in self._reads for read_id in read_ids)
 
     def _take_ended(self) -> list[_EndedRead]:
-        """Take out the reads that have become terminal."""
+        """Remove the reads that have become terminal."""
         ended = []
         for transport in self._transports.values():
             for result in transport.poll():
@@ -216,23 +216,23 @@ class TransferExecutor:
             self._report(ended)
 
     def _why_too_early(self, read: _OpenRead) -> ProtocolError | None:
-        """Return what is wrong with seals that have come before their blocks: they would prove nothing."""
+        """Return the error of seals that arrived before their blocks: they would prove nothing."""
         if isinstance(read.command, PostSealRead) and self._is_open(read.command.after):
             return ProtocolError(f"{read.command.peer.address} sent seals before their blocks")
         return None
 
     def _following(self) -> list[_OpenRead]:
-        """Take out the reads of seals whose blocks have been read."""
+        """Remove and return the reads of seals whose blocks have been read."""
         ready = [read_id for read_id, read in self._next.items() if not self._has_to_wait(read)]
         return [self._next.pop(read_id) for read_id in ready]
 
     def _awaits_seals(self) -> bool:
-        """Say whether seals are being read whose blocks have been read."""
+        """Return True if a seal read is open whose blocks have been read."""
         seal_reads = (read.command for read in self._reads.values() if isinstance(read.command, PostSealRead))
         return any(not self._is_open(command.after) for command in seal_reads)
 
     def _has_to_wait(self, read: _OpenRead) -> bool:
-        """Say whether these seals, if requested now, would be read before their blocks."""
+        """Return True if these seals, if requested now, would be read before their blocks."""
         if not isinstance(read.command, PostSealRead):
             return False
         before = [self._reads[read_id].transport for read_id in read.command.after if read_id in self._reads]
@@ -263,7 +263,7 @@ class TransferExecutor:
             self._start_or_report(_OpenRead(transport, command, POOL_REGION, command.local_rows))
 
     def _post_seals(self, command: PostSealRead, transport: Transport) -> None:
-        """Read seals, as soon as they prove something."""
+        """Read seals as soon as no read of their blocks is open."""
         landing = self._seals.landing_rows(command.local_rows, len(command.remote_rows))
         self._seals.clear_landing(landing)
         read = _OpenRead(transport, command, SEAL_REGION, landing)
@@ -286,7 +286,7 @@ class TransferExecutor:
             self._start_or_report(_OpenRead(transport, command, POOL_REGION, staged.rows, staged))
 
     def _num_staged_bytes(self, peer: PeerId) -> int:
-        """Count what the open reads of a peer hold of the staging area."""
+        """Return how many bytes of the staging area a peer's open reads hold."""
         held = (read.staged for read in self._reads.values() if read.command.peer == peer)
         return sum(staged.num_bytes for staged in held if staged is not None)
 
@@ -307,7 +307,7 @@ class TransferExecutor:
         return None
 
     def _ended(self, read: _OpenRead, error: KVFerryError | None, seals: bytes = b"") -> ReadEnded:
-        """Return the event of a terminal read, once what it has brought is where it belongs."""
+        """Return the event of a terminal read, after storing its results."""
         command = read.command
         try:
             if error is not None:
@@ -321,7 +321,7 @@ class TransferExecutor:
                 self._staging.give_back(read.staged)
 
     def _blocks_ended(self, command: PostRead, read: _OpenRead) -> ReadEnded:
-        """Convert what has landed in the staging area, unless its load has ended: its blocks may soon be another's."""
+        """Convert the blocks in the staging area, unless their load has ended: our blocks may soon belong to others."""
         digests: tuple[int, ...] = ()
         if read.staged is not None and self._staging is not None and not read.is_cancelled:
             digests = self._staging.digests(read.staged) if command.wants_digests else ()
@@ -330,10 +330,10 @@ class TransferExecutor:
 
 
 def _check_num_rows(transport: Transport, opened: OpenPeer) -> None:
-    """Check that a peer says the same of its pool in its metadata and in the handshake.
+    """Check that a peer's metadata and its handshake name the same number of rows.
 
     Raises:
-        ProtocolError: it does not; the message holds both values.
+        ProtocolError: they do not; the message holds both values.
     """
     num_rows = transport.num_rows(opened.peer)
     if num_rows is not None and num_rows != opened.num_blocks:
@@ -353,7 +353,7 @@ def _opening_error(command: OpenPeer, error: Exception) -> KVFerryError:
 class TransferThread:
     """Owns an executor and runs it in a thread. ``on_death`` is called from the thread if it ends by a bug of ours.
 
-    ``prepare`` runs first on the thread, for what is a thread's own.
+    ``prepare`` runs first on the thread, for its thread-local settings.
     """
 
     def __init__(
@@ -408,7 +408,7 @@ class TransferThread:
             self._wait(self._executor.max_wait_s())
 
     def _wait(self, max_wait_s: float | None) -> None:
-        """Sleep until a command, a socket or the time. ZeroMQ's poll counts in ms, so shorter waits sleep after a look."""
+        """Sleep until a command, a socket or the time. ZeroMQ's poll counts in ms: for less it polls once and sleeps."""
         is_short = max_wait_s is not None and 0 < max_wait_s < 0.001
         timeout_ms = -1 if max_wait_s is None else 0 if is_short else int(1000 * max_wait_s)
         sources = [(self._wake_fd, zmq.POLLIN), *((pollable, zmq.POLLIN) for pollable in self._executor.pollables())]

@@ -1,4 +1,4 @@
-"""What the concrete transports share: bounds of rows, runs of adjacent rows, and the state of their open reads.
+"""Parts shared by the concrete transports: bounds of rows, runs of adjacent rows, and the state of their open reads.
 
 Knows no sockets, memory or threads.
 """
@@ -15,12 +15,12 @@ from core.errors import ProtocolError
 
 T = TypeVar("T")
 
-MAX_ROWS = 1 << 24  # of a region; what a consumer keeps per row of a peer is bounded by it
+MAX_ROWS = 1 << 24  # of a region; bounds what a consumer keeps per row of a peer
 SystemNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # what fits a C int: processes, descriptors, devices
 
 
 class RowShape(msgspec.Struct, frozen=True, array_like=True):
-    """How many rows a region has, and how long they are; what a peer's metadata says of every region."""
+    """Number and length of a region's rows, as a peer's metadata gives them for every region."""
 
     num_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
     row_bytes: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
@@ -40,10 +40,10 @@ def shapes_of(regions: Sequence[RowRegion]) -> tuple[RowShape, ...]:
 
 
 def landing_of(ours: Sequence[RowRegion], staging: RowRegion | None, theirs: Sequence[RowShape]) -> tuple[RowRegion, ...]:
-    """Return where the rows of a peer's regions land here, see ``landing_regions``.
+    """Return the local regions in which the rows of a peer's regions land, see ``landing_regions``.
 
     Raises:
-        LayoutMismatch: rows of this size have no place; the message holds both values.
+        LayoutMismatch: no local region has rows of this size; the message holds both values.
     """
     return landing_regions(ours, staging, [shape.row_bytes for shape in theirs])
 
@@ -52,7 +52,7 @@ def check_rows(rows: Sequence[int], num_rows: int, side: str) -> None:
     """Check that every row lies in a region of ``num_rows`` rows.
 
     Raises:
-        ProtocolError: one does not; ``side`` says whose.
+        ProtocolError: one does not; ``side`` names the end it belongs to.
     """
     if rows and (min(rows) < 0 or max(rows) >= num_rows):
         bad = next(row for row in rows if not 0 <= row < num_rows)
@@ -79,7 +79,7 @@ def region_at(regions: Sequence[T], index: int) -> T:
     """Return the region of this index.
 
     Raises:
-        ProtocolError: there is none.
+        ProtocolError: there is no such region.
     """
     if not 0 <= index < len(regions):
         raise ProtocolError(f"region {index} is not one of {len(regions)}")

@@ -1,6 +1,6 @@
 """Transports by name, and which of them work here.
 
-Called once at start by the connector. A transport that cannot run is skipped and said so; none at all is an error.
+A transport that cannot run here is skipped with a log line; none at all is an error.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportSettings:
-    """What the transports need to know of their worker."""
+    """A worker's settings for its transports."""
 
     ids: IdSource
     engine_id: str
@@ -38,7 +38,7 @@ TransportFactory = Callable[[str, TransportSettings], Transport]
 
 @dataclass(slots=True)
 class TransportSet:
-    """The transports that work here, in order of preference, and what the serving ones tell their consumers."""
+    """The transports that work here, in order of preference, and the metadata of the serving ones for consumers."""
 
     transports: dict[str, Transport] = field(default_factory=dict)
     offers: dict[str, bytes] = field(default_factory=dict)
@@ -49,7 +49,7 @@ def create_transport(name: str, settings: TransportSettings) -> Transport:
     """Return a new transport.
 
     Raises:
-        ConfigError: there is none of this name.
+        ConfigError: no transport has this name.
     """
     match name:
         case "shm":
@@ -71,7 +71,7 @@ def open_transports(
 ) -> TransportSet:
     """Create every transport, register the regions with it and, for a producer, start to serve; keep those that work here.
 
-    ``staging`` is where blocks of another size land, for a worker that reads.
+    ``staging`` is the memory for blocks of another size, on a worker that reads.
 
     Raises:
         ConfigError: an unknown name, or a transport that is not for such memory.

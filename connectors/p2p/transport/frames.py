@@ -1,9 +1,9 @@
 """Rows of a pool as ZeroMQ frames, on both ends of a connection, for pools in host or device memory.
 
 Owns the rule which rows are packed into one frame, and the way from a socket into the rows. Rows in host memory are sent from
-where they lie and received where they belong. Rows on a device are copied to pinned memory before they are sent, and from there
-once they have come; no copy goes on when a call returns, so that whoever has ended a read knows that nothing is written any
-more. Knows no requests and no peers. Used by both halves of the tcp transport.
+their place and received into their place. Rows on a device are copied to pinned memory before they are sent, and from pinned
+memory after they have arrived; no copy continues after a call returns, so a read that has ended writes nothing more. Knows no
+requests and no peers.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def access_to(region: RowRegion) -> PoolAccess:
 
 
 def content_of(access: PoolAccess, rows: Sequence[int]) -> Sequence[memoryview | bytes]:
-    """Return the bytes of rows, which do not change until they are sent: copies, if they do not lie in the rows themselves."""
+    """Return the bytes of rows, stable until they are sent: views of the rows in host memory, else copies."""
     if access.is_direct:
         return access.read(rows)
     starts = range(0, len(rows), access.max_reads)
@@ -48,10 +48,10 @@ def content_of(access: PoolAccess, rows: Sequence[int]) -> Sequence[memoryview |
 
 
 def take_rows(socket: zmq.Socket[bytes], rows: Sequence[int], row_bytes: int, target: PoolAccess) -> None:
-    """Receive the frames of an answer into these rows; nothing is written any more when this returns, or raises.
+    """Receive the frames of an answer into these rows; nothing writes into them after this returns or raises.
 
     Raises:
-        ProtocolError: the frames are not these rows. Some may be written.
+        ProtocolError: the frames do not match these rows. Some rows may have been written.
     """
     try:
         if is_packed(row_bytes):
@@ -77,7 +77,7 @@ def _take_long_rows(socket: zmq.Socket[bytes], rows: Sequence[int], row_bytes: i
 
 
 def _take_packed_rows(socket: zmq.Socket[bytes], rows: Sequence[int], row_bytes: int, target: PoolAccess) -> None:
-    """Take all rows out of one frame; nothing is written if it has another length."""
+    """Copy all rows out of one frame; if its length is wrong, write nothing."""
     packed = socket.recv(zmq.NOBLOCK) if socket.rcvmore else b""
     num_bytes = len(rows) * row_bytes
     if len(packed) != num_bytes:

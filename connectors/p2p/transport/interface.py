@@ -2,10 +2,10 @@
 
 A *region* is memory cut into equal rows; a row is one KV block of all layers, or one seal. Everywhere region 0 is the KV pool
 and region 1 the table of its seals (``regions_of``). A producer registers its regions and describes them; a consumer adds the
-producer as a peer and posts reads of scattered rows. Where a peer's blocks have another size than ours, they are read into
-memory of their own instead, the staging area, which is cut into rows of the peer's size (``landing_regions``). Transports move
-bytes and know nothing of requests, leases or models. All calls come from one thread, the transfer thread, except that
-``register`` and ``describe`` may be called before that thread starts.
+producer as a peer and posts reads of scattered rows. Blocks of a peer that have another size than ours are read into separate
+memory, the staging area, which is cut into rows of the peer's size (``landing_regions``). Transports move bytes and know
+nothing of requests, leases or models. All calls come from one thread, the transfer thread, except that ``register`` and
+``describe`` may be called before that thread starts.
 
 Every implementation passes ``connectors.testing.transport_suite``.
 """
@@ -28,7 +28,7 @@ SEAL_REGION = 1
 
 
 class PeerId(NamedTuple):
-    """One life of a peer: a restarted process at the same address is another peer."""
+    """One incarnation of a peer: a restarted process at the same address is another peer."""
 
     address: str
     incarnation: int
@@ -57,7 +57,7 @@ class RowRegion:
         return self.num_rows * self.row_bytes
 
     def cut(self, row_bytes: int) -> RowRegion:
-        """Return the same memory in rows of another size; what is left over at its end is in none."""
+        """Return the same memory in rows of another size; a remainder at its end belongs to no row."""
         return replace(self, num_rows=self.num_bytes // row_bytes, row_bytes=row_bytes)
 
     @classmethod
@@ -81,7 +81,7 @@ class RowRegion:
 
 
 def regions_of(pool: KVPoolRegion) -> list[RowRegion]:
-    """Return what a worker registers: its pool, and the pool's seals if it has a table of them."""
+    """Return the regions that a worker registers: its pool, and its seal table if it has one."""
     seals = [] if pool.seals is None else [RowRegion.of_seals(pool.seals)]
     return [RowRegion.of_pool(pool), *seals]
 
@@ -89,10 +89,10 @@ def regions_of(pool: KVPoolRegion) -> list[RowRegion]:
 def landing_regions(
     ours: Sequence[RowRegion], staging: RowRegion | None, their_row_bytes: Sequence[int]
 ) -> tuple[RowRegion, ...]:
-    """Return where the rows of each region of a peer land: in ours, or in the staging area if its blocks have another size.
+    """Return the local regions for the rows of a peer: our own, or the staging area if the peer's blocks have another size.
 
     Raises:
-        LayoutMismatch: there is no place for rows of this size; the message holds both values.
+        LayoutMismatch: no local region fits rows of this size; the message holds both values.
     """
     landing = list(ours)
     if staging is not None and their_row_bytes and 0 < their_row_bytes[POOL_REGION] != ours[POOL_REGION].row_bytes:
@@ -108,8 +108,8 @@ def landing_regions(
 class ReadResult:
     """A read that is terminal: nothing is written into its rows any more, whether it ended well or with an error.
 
-    The rows are given to other requests on the strength of it. A transport that cannot know after a failure that no byte is
-    under way fences the peer before it reports; all reads of that peer end then, and the peer is as after ``remove_peer``.
+    The engine then gives the rows to other requests. A transport that cannot know after a failure that no byte is
+    under way fences the peer before it reports; all reads of that peer end then, as after ``remove_peer``.
 
     ``error`` is None if every byte has arrived. After an error the content of the rows is undefined.
     """
@@ -123,8 +123,8 @@ class Transport(ABC):
 
     name: ClassVar[str]
 
-    # True if the rows of a read are read only after the rows of all reads that were posted before it
-    # to the same peer, so that seals may be asked for together with their blocks.
+    # True if a read begins only after all earlier posted reads of the same peer have read their rows,
+    # so that seals may be requested together with their blocks.
     reads_in_order: ClassVar[bool] = False
 
     def counts(self) -> Mapping[str, int]:
@@ -137,10 +137,10 @@ class Transport(ABC):
 
     @abstractmethod
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
-        """Receive this process's regions, once, and memory for the blocks of peers whose blocks have another size.
+        """Receive this process's regions, once, and the staging area for peers with another block size.
 
         Raises:
-            ConfigError: this transport is not for such memory on any host; the message says which one is.
+            ConfigError: this transport does not support such memory on any host; the message names one that does.
             ConnectorUnavailable: the library, a system call, or a property of the memory is missing.
         """
 
@@ -153,19 +153,19 @@ class Transport(ABC):
         """Prepare to read from a peer, given its ``describe()``. May block for a fraction of a second.
 
         Raises:
-            PeerUnreachable: the peer is gone, or is not the one that made the metadata.
+            PeerUnreachable: the peer is gone, or is another process than the one of the metadata.
             ProtocolError: the metadata is malformed.
             LayoutMismatch: the peer's rows have another size than ours, and there is no staging area for them.
         """
 
     def num_rows(self, peer: PeerId) -> int | None:
-        """Return how many rows the pool of an added peer has by its metadata, None if they do not say."""
+        """Return how many rows the pool of an added peer has by its metadata, None if the metadata do not say."""
         return None
 
     def bytes_received(self, peer: PeerId) -> int | None:
-        """Return how many bytes of reads have come from an added peer so far; None if this transport cannot tell.
+        """Return how many bytes of reads have arrived from an added peer so far; None if this transport cannot tell.
 
-        It need not count each byte, but it must grow many times during a read of some MiB that is slow.
+        It need not count each byte, but during a slow read of some MiB it must grow many times.
         """
         return None
 
@@ -194,7 +194,7 @@ class Transport(ABC):
 
     @abstractmethod
     def remove_peer(self, peer: PeerId) -> None:
-        """Fence a peer: when this returns, no byte of it can arrive any more. Its open reads end with an error in ``poll``.
+        """Fence a peer: after this returns, no byte of it can arrive. Its open reads end with an error in ``poll``.
 
         An unknown peer is ignored.
         """

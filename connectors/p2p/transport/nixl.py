@@ -1,18 +1,18 @@
 """Reads through NIXL (UCX): RDMA where there is a NIC, cross-memory attach on one host, TCP elsewhere.
 
-The only file that imports the library. What was learned about NIXL 1.5.1 decides the design:
+The only file that imports the library. Findings about NIXL 1.5.1 that decide the design:
 
 - Releasing a handle does not cancel its read: its bytes land later. So a handle in progress is never released, and a read has
   no early end. The consumer makes **one agent per peer and incarnation**; destroying that agent is the fence, and touches no
-  other peer. The producer has one agent for all consumers, which take no part of its time.
+  other peer. The producer has one agent for all consumers, since reading takes none of its time.
 - Errors are raised, in posting and in polling, and the library documents a state ``ERR`` as well. None of them says that the
   read writes nothing more, so the first failure of a peer's read fences the peer, before any of its reads is reported.
 - After a disconnect an agent's connection is dead for good; the caller removes the peer and shakes hands again.
 - An agent's progress thread spins unless it is configured to sleep between events, see ``sleeping_progress``.
 - On one host a read runs inside the posting call, so reads must be small (the caller cuts loads into some MiB) and this runs
-  on the transfer thread. Over TCP it is asynchronous and nothing tells when it ends: ``poll`` with a back-off.
+on the transfer thread. Over TCP it is asynchronous and nothing announces its end: ``poll`` with a back-off.
 - Over TCP, UCX may end the process of a producer that was stopped (SIGSTOP) while a consumer with open reads went away: once
-  it goes on it aborts with "unexpected error: Endpoint timeout". Killing consumers of a running producer never did that.
+it continues it aborts with "unexpected error: Endpoint timeout". Killing consumers of a running producer never did that.
 - UCX listens with TCP on every interface unless it is told which to use, has no authentication, and may end the process
   (SIGSEGV) on bytes that it does not understand. So the agents of a worker at a loopback address use the device ``lo`` alone.
 - The library's Python logger writes INFO lines to stdout unless ``NIXL_LOG_LEVEL`` says otherwise.
@@ -50,7 +50,7 @@ from core.wire.sockets import is_loopback, split_tcp
 BACKEND = "UCX"
 MODULES = ("nixl_cu13", "nixl_cu12")  # by the CUDA release; on a host without a GPU either will do
 INSTALL_HINT = "pip install 'kvferry[nixl]' (or nixl-cu12==1.5.1; beside a torch for CUDA 13, nixl-cu13==1.5.1)"
-BACKOFF_S = (0.0002, 0.001)  # between looks at reads in progress: the first, and the longest
+BACKOFF_S = (0.0002, 0.001)  # between looks at reads in progress: the first and the longest interval
 DEVICE_BACKOFF_S = (0.00002, 0.0002)  # a copy between devices is over soon
 PROGRESS_INTERVAL_US = 10_000  # events wake the progress threads; this is how often they look without one
 
@@ -59,7 +59,7 @@ ONLY_LOOPBACK = {"engine_config": f"NET_DEVICES={LOOPBACK}"}  # of no effect if 
 
 MemoryType = Literal["DRAM", "VRAM"]
 
-# The library has no types.
+# The library has no type annotations.
 Agent = Any
 XferHandle = Any
 DescriptorList = Any
@@ -90,14 +90,14 @@ class _Peer:
 
     agent: Agent
     shapes: list[RowShape]
-    landing: tuple[RowRegion, ...]  # where its rows go
+    landing: tuple[RowRegion, ...]  # regions in which its rows land
     local: list[DescriptorList]
     remote: list[DescriptorList]
 
 
 @dataclass(slots=True)
 class _Read:
-    """A read in progress. The library's handle of it keeps the agent alive, so it is held nowhere else."""
+    """A read in progress. The library's handle of it keeps the agent alive, so only this object may hold it."""
 
     peer_id: PeerId
     xfer: XferHandle = None
@@ -127,10 +127,10 @@ class NixlTransport(Transport):
         self._backend_params = {"ucx_error_handling_mode": "peer", **(backend_params or {})}
         self._api: Any = None
         self._errors: tuple[type[Exception], ...] = ()
-        self._refusals: tuple[type[Exception], ...] = ()  # what the library raises for metadata it does not accept
+        self._refusals: tuple[type[Exception], ...] = ()  # the library's exceptions for metadata that it does not accept
         self._regions: tuple[RowRegion, ...] = ()
         self._staging: RowRegion | None = None
-        self._spare: Agent = None  # made by ``register``, used where an agent is needed first
+        self._spare: Agent = None  # made by ``register``, used for the first purpose that needs an agent
         self._serving: Agent = None
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}
@@ -144,7 +144,7 @@ class NixlTransport(Transport):
         return None if installed_module() else f"NIXL is not installed: {INSTALL_HINT}"
 
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
-        """Load the library and check that it takes the regions' memory, on an agent for the producer or the first peer."""
+        """Load the library and check that it accepts the regions' memory, on an agent for the producer or the first peer."""
         self._load_library()
         self._regions, self._staging = tuple(regions), staging
         self._backoff_bounds_s = BACKOFF_S if all(region.device == "cpu" for region in regions) else DEVICE_BACKOFF_S
@@ -169,7 +169,7 @@ class NixlTransport(Transport):
         return msgspec.msgpack.encode(NixlMetadata(agent=self._serving.get_agent_metadata(), regions=regions))
 
     def add_peer(self, peer: PeerId, metadata: bytes) -> None:
-        """Make an agent for this peer. Takes about half a second, but for the first one."""
+        """Make an agent for this peer. Takes about half a second, except for the first one."""
         producer = decode_metadata(metadata, NixlMetadata, self.name)
         landing = landing_of(self._regions, self._staging, [region.shape for region in producer.regions])
         if peer in self._peers:
@@ -182,7 +182,7 @@ class NixlTransport(Transport):
             raise kind(f"nixl cannot reach {peer.address}: {type(error).__name__}: {error}") from None
 
     def num_rows(self, peer: PeerId) -> int | None:
-        """Return what it says of its pool."""
+        """Return the number of rows in its metadata."""
         return self._peers[peer].shapes[POOL_REGION].num_rows
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
@@ -209,10 +209,10 @@ class NixlTransport(Transport):
         return ended
 
     def cancel(self, handle: int) -> None:
-        """Nothing: a read in progress has no early end. It ends by itself, or with its peer's fence."""
+        """Ignored: a read in progress has no early end. It ends by itself, or when its peer is fenced."""
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Destroy the peer's agent, and with it everything that could still write."""
+        """Destroy the peer's agent, and with it every transfer that could still write."""
         self._fence(peer, f"{peer.address} was removed")
 
     def max_wait_s(self) -> float | None:
@@ -317,7 +317,7 @@ class NixlTransport(Transport):
         return ""
 
     def _fence_after(self, peer: PeerId, failure: str) -> None:
-        """Fence a peer if a read of it failed. No caller holds the agent or a transfer by now, nor an error's traceback."""
+        """Fence a peer if a read of it failed. Callers must not hold the agent, a transfer or an error's traceback."""
         if failure:
             self._fence(peer, f"a NIXL read from {peer.address} failed: {failure}")
 
@@ -337,7 +337,7 @@ class NixlTransport(Transport):
 
 
 def _is_local(address: str) -> bool:
-    """Say whether this address is for this machine only; what is no address of ours is not."""
+    """Return True if this address is reachable from this machine only; False for unknown addresses."""
     try:
         return is_loopback(split_tcp(address)[0])
     except ConfigError:
@@ -353,8 +353,8 @@ def installed_module() -> str | None:
 def sleeping_progress(bindings: Any) -> Iterator[None]:  # noqa: ANN401 - the library has no types
     """Have the agents made in this block sleep in their progress threads until something happens.
 
-    The library's Python class sets the interval to 0 and takes no other: each agent's thread then spins on a core, which it
-    takes from the engine and from the transfers themselves. So its call of the native constructor is caught here.
+    The library's Python class sets the interval to 0 and accepts no other: each agent's thread then spins on a core, which it
+    takes from the engine and from the transfers themselves. So this block intercepts its call of the native constructor.
     """
     make_agent = bindings.nixlAgent
 

@@ -1,10 +1,10 @@
 """Reads from the memory of another process on the same host: one memcpy per run of adjacent blocks, one for all short rows.
 
 The producer's pool is an anonymous memory file. The consumer opens it as ``/proc/<pid>/fd/<n>`` and maps it read-only: no
-name in ``/dev/shm``, nothing to clean up after a crash. Who the producer is, is proven, not assumed: a pidfd taken first says
-that the process number was not reused until the files were open, and a second small file holds a random token of this
-producer's life. Copies happen in ``poll``, some MiB at a time and read by read, on the caller's thread; therefore removing a
-peer is an exact fence, and seals that are asked for behind their blocks are looked at behind them.
+name in ``/dev/shm``, nothing to clean up after a crash. The producer's identity is proven, not assumed: a pidfd taken first
+shows that the process number was not reused until the files were open, and a second small file holds a random token of this
+incarnation. Copies happen in ``poll``, some MiB at a time and read by read, on the caller's thread; therefore removing a
+peer is an exact fence, and seals that are requested after their blocks are read after them.
 
 Sources: memfd_create(2), pidfd_open(2), proc_pid_fd(5).
 """
@@ -38,14 +38,14 @@ from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnr
 from core.ids import IdSource
 
 TOKEN_BYTES = 32
-COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancel or another peer waits
+COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancellation or another peer waits
 MAX_SHORT_ROW_BYTES = 1024  # rows up to this size, seals, are gathered: a call for each run would cost more than the bytes
 
 Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
 
 
 class MemoryFile(msgspec.Struct, frozen=True, kw_only=True):
-    """One region of the producer: its descriptor number in the producer's process, and what proves that it is that file."""
+    """One region of the producer: its descriptor number in the producer's process, and the proof that it is that file."""
 
     fd: SystemNumber
     inode: int
@@ -69,12 +69,12 @@ class _Peer:
     maps: list[mmap.mmap]
     rows: list[Rows]
     shapes: list[RowShape]
-    landing: tuple[RowRegion, ...] = ()  # where its rows go
+    landing: tuple[RowRegion, ...] = ()  # regions in which its rows land
     targets: list[Rows] = field(default_factory=list)
 
 
 class _ShortRows(NamedTuple):
-    """Row numbers of a read of short rows, in pairs: copied at once, however they lie."""
+    """Row numbers of a read of short rows, in pairs: copied at once, however they are scattered."""
 
     remote: npt.NDArray[np.int64]
     local: npt.NDArray[np.int64]
@@ -117,7 +117,7 @@ class ShmTransport(Transport):
         return None
 
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
-        """Take host memory; only a region with a memory file can be read by others."""
+        """Register host memory; peers can read only a region with a memory file."""
         for region in regions:
             if region.buffer is None:
                 raise ConfigError(
@@ -129,7 +129,7 @@ class ShmTransport(Transport):
         self._staging = staging
 
     def describe(self) -> bytes:
-        """Publish the descriptor numbers of the regions' files and the token of this life."""
+        """Publish the descriptor numbers of the regions' files and the token of this incarnation."""
         files = []
         for region in self._regions:
             if region.memory_fd is None:
@@ -153,7 +153,7 @@ class ShmTransport(Transport):
             self._peers[peer] = mapped
 
     def num_rows(self, peer: PeerId) -> int | None:
-        """Return the rows of its pool's file."""
+        """Return the number of rows of its pool's file."""
         return self._peers[peer].shapes[POOL_REGION].num_rows
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
@@ -203,7 +203,7 @@ class ShmTransport(Transport):
         return [producer.pidfd for producer in self._peers.values()]
 
     def max_wait_s(self) -> float | None:
-        """Copies that wait are work for now."""
+        """Copies that are not done are work for now."""
         return 0.0 if self._reads or self._ended else None
 
     def close(self) -> None:
@@ -228,7 +228,7 @@ class ShmTransport(Transport):
         return copy.num_rows * producer.landing[read.region].row_bytes
 
     def _finish(self, read: _Read) -> None:
-        """End a read whose copies are done; a producer that died meanwhile makes it a failure."""
+        """End a read whose copies are done; if the producer died meanwhile, the read fails."""
         if _has_exited(self._peers[read.peer_id].pidfd):
             self._end(read.handle, PeerUnreachable(f"{read.peer_id.address} died during a read"))
             return
@@ -256,8 +256,8 @@ def _as_rows(memory: memoryview | mmap.mmap, shape: RowShape) -> Rows:
 def _map_producer(producer: ShmMetadata) -> _Peer:
     """Open and check the producer's files, then map them.
 
-    The pidfd is alive after the last open, so every ``/proc/<pid>`` path named the same process; the token says it is the
-    right one.
+    The pidfd is alive after the last open, so every ``/proc/<pid>`` path named the same process; the token proves that it is
+    the right one.
     """
     try:
         pidfd = os.pidfd_open(producer.pid)
@@ -300,7 +300,7 @@ def _map_file(pid: int, file: MemoryFile) -> mmap.mmap:
             raise PeerUnreachable(f"descriptor {file.fd} of process {pid} is another file than described")
         if num_bytes <= 0 or status.st_size < num_bytes:
             raise ProtocolError(f"memory file of {status.st_size} bytes cannot hold the {num_bytes} bytes described")
-        page_bytes = status.st_blksize  # of huge pages, too: a mapping of a part of one could not be taken away again
+        page_bytes = status.st_blksize  # huge pages count, too: a mapping that ends within one could not be unmapped
         size = min(status.st_size, -(-num_bytes // page_bytes) * page_bytes)
         return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
     finally:

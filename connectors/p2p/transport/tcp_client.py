@@ -39,8 +39,8 @@ from core.wire.key_rotation import is_refusal, next_keys
 from core.wire.sockets import LOST_EVENTS
 
 CHUNK_BYTES = 4 << 20
-WINDOW_BYTES = 16 << 20  # asked for and not received yet, per peer
-WINDOW_CHUNKS = 256  # as well; a producer drops what it cannot queue, and it queues SNDHWM = 1000 answers for a consumer
+WINDOW_BYTES = 16 << 20  # requested and not received yet, per peer
+WINDOW_CHUNKS = 256  # in addition; a producer drops answers that it cannot queue, and it queues SNDHWM = 1000 for a consumer
 MAX_HEADER_BYTES = 4 << 10
 CHUNKS_PER_POLL = 4
 MAX_QUEUED_ANSWERS = 1024  # a producer that sends more than was requested waits on its own side
@@ -71,8 +71,8 @@ class _Peer:
     keys: ClusterKeys | None  # that the socket was made with
     token: int
     shapes: tuple[RowShape, ...]
-    landing: tuple[RowRegion, ...]  # where its rows go
-    access: tuple[PoolAccess, ...]  # and how
+    landing: tuple[RowRegion, ...]  # regions in which its rows land
+    access: tuple[PoolAccess, ...]  # and the access to each
     waiting: deque[_Chunk] = field(default_factory=deque)
     in_flight: dict[int, _Chunk] = field(default_factory=dict)
     in_flight_bytes: int = 0
@@ -109,7 +109,7 @@ class TcpTransport(Transport):
         self._encoder = msgspec.msgpack.Encoder()
 
     def counts(self) -> dict[str, int]:
-        """Return requests that made no sense or too many of them, and answers that could not be sent."""
+        """Return the number of malformed or surplus requests, and of answers that could not be sent."""
         server = self._server
         return {
             "bad_data_requests": server.num_bad_requests if server is not None else 0,
@@ -154,7 +154,7 @@ class TcpTransport(Transport):
         """Return a socket that connects to a producer, and its monitor."""
         socket = self._context.socket(zmq.DEALER)
         socket.linger = 0
-        socket.ipv6 = True  # beside IPv4
+        socket.ipv6 = True  # in addition to IPv4
         socket.sndhwm = 0  # the window bounds it
         socket.rcvhwm = MAX_QUEUED_ANSWERS
         socket.reconnect_ivl = -1
@@ -170,7 +170,7 @@ class TcpTransport(Transport):
         return socket, monitor
 
     def num_rows(self, peer: PeerId) -> int | None:
-        """Return what it says of its pool."""
+        """Return the number of rows in its metadata."""
         return self._peers[peer].shapes[POOL_REGION].num_rows
 
     def bytes_received(self, peer: PeerId) -> int | None:
@@ -196,7 +196,7 @@ class TcpTransport(Transport):
         return handle
 
     def poll(self) -> list[ReadResult]:
-        """Answer requests, take in chunks, notice lost connections."""
+        """Answer requests, receive chunks, notice lost connections."""
         if self._server is not None:
             self._server.poll()
         for peer_id, peer in list(self._peers.items()):
@@ -224,7 +224,7 @@ class TcpTransport(Transport):
         self._fill_window(peer)
 
     def cancel(self, handle: int) -> None:
-        """Forget the read: frames that still arrive for it are thrown away, not written."""
+        """Forget the read: frames that still arrive for it are discarded, not written."""
         read = self._reads.get(handle)
         if read is None:
             return
@@ -248,7 +248,7 @@ class TcpTransport(Transport):
         return sockets
 
     def max_wait_s(self) -> float | None:
-        """Sockets tell everything, except results that ended outside ``poll`` and what the producer holds back."""
+        """Sockets announce everything, except results that ended outside ``poll`` and answers that the producer holds back."""
         if self._ended:
             return 0.0
         return self._server.max_wait_s() if self._server is not None else None
@@ -276,20 +276,20 @@ class TcpTransport(Transport):
             try:
                 peer.socket.send(self._encoder.encode(request), zmq.NOBLOCK)
             except zmq.Again:
-                return  # the connection is gone; the monitor's news of it is on the way
+                return  # the connection is gone; the monitor will report it
             peer.waiting.popleft()
             peer.in_flight[chunk_id] = chunk
             peer.in_flight_bytes += chunk.num_bytes
 
     def _receive(self, peer: _Peer) -> None:
-        """Take some chunks in, until a read has ended: the next one is another read's time."""
+        """Receive some chunks, until a read has ended: the next ones belong to another read."""
         num_ended = len(self._ended)
         for _ in range(CHUNKS_PER_POLL):
             if len(self._ended) > num_ended or not self._receive_chunk(peer):
                 return
 
     def _receive_chunk(self, peer: _Peer) -> bool:
-        """Take in the next answer; False if none has come, or its read has ended."""
+        """Receive the next answer; False if none has arrived, or its read has ended."""
         if peer.lost:
             return False
         try:
@@ -341,7 +341,7 @@ class TcpTransport(Transport):
 
 
 def _fits_window(peer: _Peer, chunk: _Chunk) -> bool:
-    """Say whether a chunk may be asked for now; a single one always may."""
+    """Return True if a chunk may be requested now; a single one always may."""
     if not peer.in_flight:
         return True
     return len(peer.in_flight) < WINDOW_CHUNKS and peer.in_flight_bytes + chunk.num_bytes <= WINDOW_BYTES
@@ -359,7 +359,7 @@ def _close_connection(socket: zmq.Socket[bytes], monitor: zmq.Socket[bytes]) -> 
     """Close a connection and its monitor, in an order that cannot hang.
 
     ZeroMQ's thread reports events by a blocking send, under the lock that ``monitor`` takes: if the reading end is closed
-    first, as by pyzmq's ``disable_monitor``, an event in between blocks both without end.
+    first, as by pyzmq's ``disable_monitor``, an event in between blocks both forever.
     """
     socket.monitor(None, 0)
     monitor.close(linger=0)

@@ -1,12 +1,12 @@
 """The producer's half of the tcp transport: answers the requests for chunks of this process's regions.
 
 Owns the ROUTER socket, the format of requests and answers, and their order. Frames point into the pool (no copy in this
-process), so ZeroMQ's thread looks at long rows when it writes them to the network, some time after they were asked for. Short
-rows, the seals, are packed: all of a chunk in one frame, since a frame costs more than copying them. They are looked at only
-when ZeroMQ has let go of everything that was sent to the same consumer before. So a consumer may ask for blocks and their seals
-at once: the seals it gets say what the blocks were when their bytes had left.
+process), so ZeroMQ's thread reads long rows when it writes them to the network, some time after their request. Short rows,
+the seals, are packed: all of a chunk in one frame, since a frame costs more than copying them. They are read only after
+ZeroMQ has released everything that was sent to the same consumer before. So a consumer may request blocks and their seals
+together: the seals describe the blocks as they were after their bytes had left.
 
-Knows nothing of a consumer but what of its answers is under way. Used by ``connectors.p2p.transport.tcp_client``.
+Knows nothing of a consumer except which of its answers are under way.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ FORMAT_VERSION = 3
 MAX_REQUEST_BYTES = 64 << 10
 REQUESTS_PER_POLL = 16
 MAX_HELD_BACK = 1024  # requests for short rows, of one consumer
-HELD_BACK_WAITS_S = (0.0001, 0.005)  # between looks at whether they can be answered, which nothing announces: first, longest
-PATIENT_LOOKS = 20  # after so many in vain the wait is twice the first, and so on
+HELD_BACK_WAITS_S = (0.0001, 0.005)  # between checks whether they can be answered, which nothing announces: first, longest
+PATIENT_LOOKS = 20  # after so many checks in vain the wait is twice the first, and so on
 SOCKET_BUFFER_BYTES = 4 << 20
 
 
@@ -64,7 +64,7 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
 
 
 class _HeldBack(NamedTuple):
-    """A request for short rows, and what was under way to its consumer when it came."""
+    """A request for short rows, and the answers that were under way to its consumer when it arrived."""
 
     request: ChunkRequest
     sending: Sequence[zmq.MessageTracker]
@@ -74,7 +74,7 @@ class TcpServer:
     """Serves regions at ``bind_address``, a ZeroMQ endpoint (port 0 = any).
 
     Raises:
-        ConfigError: consumers could not be told where to connect.
+        ConfigError: the address is not one that consumers can connect to.
         ConnectorUnavailable: the address cannot be bound.
     """
 
@@ -86,7 +86,7 @@ class TcpServer:
         self._token = 0
         self._sending: dict[bytes, list[zmq.MessageTracker]] = {}
         self._held_back: dict[bytes, deque[_HeldBack]] = {}  # by consumer, in order
-        self._num_looks = 0  # in vain
+        self._num_looks = 0  # checks in vain
         self.num_bad_requests = 0
         self.num_dropped_answers = 0
         self._request_decoder = msgspec.msgpack.Decoder(ChunkRequest)
@@ -105,16 +105,16 @@ class TcpServer:
             raise
         if keys is None:
             endpoint = self.socket.getsockopt_string(zmq.LAST_ENDPOINT)
-            warn_if_exposed("worker.control_address", endpoint)  # its host is the data socket's
+            warn_if_exposed("worker.control_address", endpoint)  # its host is also the data socket's
 
     def serve(self, regions: Sequence[RowRegion], access: Sequence[PoolAccess], ids: IdSource) -> TcpMetadata:
-        """Answer for these regions from now on, and return what consumers must know."""
+        """Answer for these regions from now on, and return the metadata for consumers."""
         self._regions, self._access = tuple(regions), tuple(access)
         self._token = ids.bits(63)
         return TcpMetadata(address=self._address, token=self._token, shapes=shapes_of(self._regions))
 
     def poll(self) -> None:
-        """Answer what has been asked, as far as its turn has come."""
+        """Answer the requests whose turn has come."""
         self._answer_held_back()
         for _ in range(REQUESTS_PER_POLL):
             try:
@@ -124,7 +124,7 @@ class TcpServer:
             self._take(frames)
 
     def max_wait_s(self) -> float | None:
-        """Requests announce themselves; that something has been sent does not."""
+        """Requests announce themselves; the end of a send does not."""
         first_s, longest_s = HELD_BACK_WAITS_S
         return min(longest_s, first_s * (1 + self._num_looks // PATIENT_LOOKS)) if self._held_back else None
 
@@ -149,7 +149,7 @@ class TcpServer:
             consumer, body = frames
             request = self._request_decoder.decode(body)
         except (ValueError, RecursionError, OverflowError):  # msgspec's errors are ValueErrors
-            self.num_bad_requests += 1  # it cannot be answered: it has no chunk id
+            self.num_bad_requests += 1  # it cannot be answered without a chunk id
             return
         try:
             region = self._check(request)
@@ -163,7 +163,7 @@ class TcpServer:
             self._answer(consumer, request)
 
     def _hold_back(self, consumer: bytes, held: _HeldBack) -> None:
-        """Answer later, behind those that are held back already."""
+        """Answer later, after the requests that are held back already."""
         waiting = self._held_back.setdefault(consumer, deque())
         if len(waiting) >= MAX_HELD_BACK:
             self._refuse(consumer, held.request, f"{MAX_HELD_BACK} requests for short rows wait for what was asked before them")
@@ -172,7 +172,7 @@ class TcpServer:
         self._num_looks = 0
 
     def _answer_held_back(self) -> None:
-        """Answer those before which everything has been sent; look less and less often as long as there are none."""
+        """Answer held-back requests after all earlier answers have been sent; check less and less often while none can be."""
         if not self._held_back:
             return
         self._num_looks += 1
@@ -196,7 +196,7 @@ class TcpServer:
         self._send(consumer, ChunkHeader(FORMAT_VERSION, request.chunk_id, reason), [])
 
     def _send(self, consumer: bytes, header: ChunkHeader, rows: Sequence[memoryview | bytes]) -> zmq.MessageTracker | None:
-        """Send an answer; returns a tracker of when ZeroMQ has released its last frame, and so all before it."""
+        """Send an answer; return a tracker that is done when ZeroMQ has released its last frame, and so all before it."""
         try:
             return self.socket.send_multipart(
                 [consumer, self._encoder.encode(header), *rows], zmq.NOBLOCK, copy=False, track=True
@@ -206,7 +206,7 @@ class TcpServer:
             return None
 
     def _sending_to(self, consumer: bytes) -> list[zmq.MessageTracker]:
-        """Return what ZeroMQ still has of the answers to a consumer; forget other consumers that have everything."""
+        """Return the answers to a consumer that ZeroMQ still holds; forget other consumers that have received everything."""
         self._sending = {
             other: left
             for other, trackers in self._sending.items()
@@ -215,10 +215,10 @@ class TcpServer:
         return list(self._sending.get(consumer, ()))
 
     def _check(self, request: ChunkRequest) -> RowRegion:
-        """Return the region whose rows are wanted.
+        """Return the region of the requested rows.
 
         Raises:
-            ProtocolError: this cannot be answered; the message says why.
+            ProtocolError: the request cannot be answered; the message says why.
         """
         if request.version != FORMAT_VERSION:
             raise ProtocolError(f"format {request.version} of data requests is not spoken here, only {FORMAT_VERSION}")
