@@ -257,7 +257,7 @@ class ControlClients:
             self._lose(address, link)
 
     def _try_next_key(self, address: str, refused: _Link, unconfirmed: list[bytes]) -> None:
-        """Open the link again with the peer's next possible key, and repeat the messages that the refused key did not deliver."""
+        """Open the link again with the peer's next possible key, and repeat what the refused key did not deliver."""
         self.close(address)
         link = self._open(address, replace(self._options, keys=next_keys(refused.keys)))
         for frame in unconfirmed:
