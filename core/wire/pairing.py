@@ -9,8 +9,6 @@ from __future__ import annotations
 import math
 from typing import Protocol
 
-import msgspec
-
 from core.constants import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE
 from core.errors import ConnectorUnavailable, LayoutMismatch
 from core.wire.kv import KVLayoutInfo, KVVerify
@@ -113,7 +111,7 @@ def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutI
     converted = _SIZES if converts_blocks and holds_tokens_alike(layout, ours.layout) else frozenset()
     differences = [
         f"{field} {getattr(layout, field)} at the peer, {getattr(ours.layout, field)} at {ours.engine_id}"
-        for field in (field.name for field in msgspec.structs.fields(KVLayoutInfo))
+        for field in KVLayoutInfo.__struct_fields__
         if field not in converted and getattr(layout, field) != getattr(ours.layout, field)
     ]
     if differences:
