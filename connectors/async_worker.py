@@ -22,7 +22,7 @@ ReportT = TypeVar("ReportT")
 class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
     """A worker side that never blocks: ``report``, ``wake`` and ``fail`` are callable from any thread.
 
-    ``name`` says in an error what has died.
+    ``name`` names the connector in errors.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,7 +73,7 @@ class ReportingWorker(KVConnectorWorker, Generic[ReportT]):
         self._wakeup()
 
     def add_report(self, report: ReportT, output: KVConnectorOutput) -> None:
-        """Put a report into the step's output. Overridden for reports other than these two."""
+        """Put a report into the step's output. Override it for reports of other types than these two."""
         if isinstance(report, SendingEnded):
             output.finished_sending.add(report.request_id)
         elif isinstance(report, LoadEnded):

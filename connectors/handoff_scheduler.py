@@ -1,7 +1,7 @@
-"""The scheduler side of connectors that hand the KV of a prompt from a prefill to a decode worker.
+"""The scheduler side of connectors that transfer the KV of a prompt from a prefill to a decode worker.
 
-Producer: a request that was computed for a reader keeps its blocks when it ends well, and a ``KVHandoff`` describes them.
-Consumer: a request with a handoff is offered its tokens once; blocks that are local hits already are not loaded.
+Producer: a request that was computed for a reader keeps its blocks when it ends successfully, and a ``KVHandoff`` describes
+them. Consumer: a request with a handoff is offered its tokens once; blocks that are local hits already are not loaded.
 Runs on the engine thread, inside the scheduler; knows no sockets and no memory.
 """
 
@@ -28,7 +28,7 @@ StepT = TypeVar("StepT", bound=KVConnectorMetadata)
 
 
 class HandoffOwner(KVHolder, Protocol):
-    """What a handoff says of the worker that holds its blocks (``ConnectorContext`` has it)."""
+    """The identity of this worker in its handoffs (``ConnectorContext`` has it)."""
 
     @property
     def incarnation(self) -> int:
@@ -49,14 +49,14 @@ class Offer:
 
 
 class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
-    """Both halves; the requests decide which one works. A connector derives it and implements the four abstract methods.
+    """Both halves; each request uses one of them. A connector derives from it and implements the abstract methods.
 
-    They write orders into ``step``, the next message to the worker side, a dataclass that ``new_step`` makes empty. Orders
+    They write orders into ``step``, the next message to the worker side: a dataclass, empty when ``new_step`` makes it. Orders
     leave with the next engine step.
     """
 
     converts_blocks = False  # True if the worker side loads blocks of another size than its own
-    control_address = ""  # in every handoff: where readers reach this worker, if they do
+    control_address = ""  # in every handoff: where readers reach this worker, if they connect to it
 
     def __init__(self, owner: HandoffOwner, new_step: Callable[[], StepT], *, lease_ms: int, ids: IdSource) -> None:
         self.step = new_step()
@@ -69,7 +69,7 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
         self._offers: dict[str, Offer] = {}  # by request id, until they are used or dropped
         self._loading: set[str] = set()
 
-    # ---- what a connector does ---------------------------------------------------------------------------------------
+    # ---- implemented by a connector ----------------------------------------------------------------------------------
 
     @abstractmethod
     def start_save(self, request_id: str, handoff: KVHandoff) -> None:
@@ -89,10 +89,10 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
 
     @abstractmethod
     def abort_load(self, request_id: str) -> None:
-        """End a load that is not wanted any more. Its blocks are kept until ``finished_recving`` has the request."""
+        """End a load that is no longer wanted. Its blocks are kept until ``finished_recving`` has the request."""
 
     def end_use(self, request_id: str) -> None:
-        """Learn that a request needs its handoff no more: it was loaded, is not needed, or the request has ended."""
+        """The request no longer needs its handoff: it was loaded, is not needed, or the request has ended."""
 
     # ---- both halves -------------------------------------------------------------------------------------------------
 
@@ -112,11 +112,11 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
         return step
 
     def has_pending_push_work(self) -> bool:
-        """True while an order waits for a step to take it along."""
+        """True while an order waits for the next step."""
         return self.step != self._new_step()
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
-        """Keep and describe the prompt's blocks, if they were computed for a reader; end what the request loads itself."""
+        """Keep and describe the prompt's blocks if they were computed for a reader; end the request's own load."""
         if self._offers.pop(request.request_id, None) is not None:
             self.end_use(request.request_id)
         elif request.request_id in self._loading:
@@ -136,7 +136,7 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
             self._offers[request.request_id] = self._check_offer(request, request.kv_handoff)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Offer the rest of the handoff, once. A refused one is offered too: its load fails and is treated as such."""
+        """Offer the rest of the handoff, once. A refused handoff is offered too: its load fails like any failed load."""
         offer = self._offers.get(request.request_id)
         if offer is None:
             return 0, False
@@ -145,7 +145,7 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
         return count, count > 0
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Load the blocks that are not local hits; without any, the handoff is of no more use."""
+        """Load the blocks that are not local hits; without any, release the handoff."""
         offer = self._offers.pop(request.request_id, None)
         if offer is None:
             return
@@ -161,13 +161,13 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
             self.refuse_load(request.request_id, error)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Let go of the handoffs of loads that have ended."""
+        """Release the handoffs of loads that have ended."""
         for request_id in sorted(output.finished_recving & self._loading):
             self._loading.discard(request_id)
             self.end_use(request_id)
 
     def _check_offer(self, request: Request, handoff: KVHandoff) -> Offer:
-        """Compare what a handoff says with what this worker knows itself, before anything is asked of its owner."""
+        """Compare a handoff with what this worker knows itself, before any request to its owner."""
         layout = self._owner.layout
         try:
             check_compatible(self._owner, handoff.model_fingerprint, handoff.layout, converts_blocks=self.converts_blocks)
@@ -186,7 +186,7 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
     # ---- producer ----------------------------------------------------------------------------------------------------
 
     def _describe(self, request: Request) -> KVHandoff:
-        """Describe what the token after the prompt attends to; the request keeps that until it is saved, and no more."""
+        """Describe the blocks that the token after the prompt attends to; exactly these are kept until they are saved."""
         num_tokens = request.num_prompt_tokens
         self.manager.remove_skipped_blocks(request)
         block_ids = self.manager.get_block_ids_for_computed_tokens(request.request_id, num_tokens)
@@ -205,7 +205,7 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
         )
 
     def _describe_group(self, group_id: int, ids: Sequence[int], hashes: tuple[bytes, ...]) -> GroupBlocks:
-        """Name the blocks from the first one on that the group has not given up."""
+        """Name the group's blocks from the first one that it still holds."""
         blocks, end = self.manager.block_pool.blocks, len(hashes)
         first = next((position for position in range(end) if ids[position] != NULL_BLOCK_ID), end)
         return GroupBlocks(

@@ -19,7 +19,7 @@ from core.kv.seals import DigestBlocks
 
 
 class PoolAccess(ABC):
-    """Reads and writes whole blocks. ``is_direct`` says that these are the blocks themselves, not copies of them."""
+    """Reads and writes whole blocks. ``is_direct``: reads return the blocks themselves, not copies of them."""
 
     is_direct: ClassVar[bool] = False
     has_digests = False  # whether ``digests`` computes them where the blocks are
@@ -35,15 +35,15 @@ class PoolAccess(ABC):
 
     @abstractmethod
     def write(self, block_id: int, fill: Callable[[memoryview], None]) -> None:
-        """Let ``fill`` write a block's bytes into memory from which they go into the block; what it raises passes through.
+        """Let ``fill`` write a block's bytes into memory that is then copied to the block; exceptions of ``fill`` pass through.
 
         The block is not to be used before ``finish_writes``, and not at all if ``fill`` raises.
         """
 
     def write_from(self, block_id: int, memory: memoryview) -> bool:
-        """Begin to copy memory, which must not change before ``finish_writes``, into a block; False if it must go by ``write``.
+        """Begin to copy memory, which must not change before ``finish_writes``, into a block; False if it must use ``write``.
 
-        Only where there are ``digests``, so that what has landed can be checked.
+        Only where there are ``digests``, so that the copy can be checked.
         """
         return False
 
@@ -53,11 +53,11 @@ class PoolAccess(ABC):
 
     @abstractmethod
     def finish_writes(self) -> None:
-        """Return once all that was written is in the pool."""
+        """Return once all writes are in the pool."""
 
 
 class HostPoolAccess(PoolAccess):
-    """A pool in host memory: no copy but the one that is wanted."""
+    """A pool in host memory: blocks are read and written in place."""
 
     is_direct = True
 
@@ -86,7 +86,7 @@ class HostPoolAccess(PoolAccess):
 
 
 class DevicePoolAccess(PoolAccess):
-    """A pool on a device, by way of the copier's slots: half of them for reads, which a store may still be taking in, and half
+    """A pool on a device, by way of the copier's slots: half of them for reads, which a store may still be copying, and half
     for writes. There must be two at least.
     """
 
@@ -105,11 +105,11 @@ class DevicePoolAccess(PoolAccess):
 
     @property
     def max_reads(self) -> int:
-        """As many as there are slots for them."""
+        """The number of slots for reads."""
         return len(self._read_slots)
 
     def read(self, block_ids: Sequence[int]) -> list[memoryview]:
-        """Copy the blocks into slots, all at a time."""
+        """Copy the blocks into slots, all at once."""
         slots = self._read_slots[: len(block_ids)]
         for slot, block_id in zip(slots, block_ids, strict=True):
             self._copier.start_read(slot, block_id)
@@ -124,7 +124,7 @@ class DevicePoolAccess(PoolAccess):
         self._copier.start_write(slot, block_id)
 
     def write_from(self, block_id: int, memory: memoryview) -> bool:
-        """Copy from pinned memory as it is."""
+        """Copy from pinned memory without a slot."""
         if self._pinned is None or not self.has_digests:
             return False
         start = _address(memory) - self._pinned_address
@@ -139,7 +139,7 @@ class DevicePoolAccess(PoolAccess):
             self._copier.wait(slot)
 
     def digests(self, block_ids: Sequence[int]) -> Sequence[int]:
-        """Return what the engine's own digester says."""
+        """Return the digests that the engine's own digester computes."""
         assert self._digest_blocks is not None, "asked without has_digests"
         return self._digest_blocks(block_ids)
 
@@ -156,7 +156,7 @@ def _address(memory: memoryview) -> int:
 
 
 def open_pool(pool: KVPoolRegion, pinned: memoryview | None = None) -> PoolAccess:
-    """Return the way to the pool's blocks, for the use of one thread. ``pinned`` is host memory that a device copies from.
+    """Return access to the pool's blocks for one thread. ``pinned`` is host memory that a device copies from.
 
     Raises:
         ConnectorUnavailable: it is on a device, and the engine has no copier.

@@ -25,7 +25,7 @@ def connector_factory(name: str) -> ConnectorFactory:
     """Return the factory registered under ``name``, or the one that ``name`` spells as ``module:factory``.
 
     Raises:
-        ConfigError: no such connector; lists the ones there are, or says what is wrong with the module.
+        ConfigError: no such connector; lists the existing ones, or says what is wrong with the module.
     """
     return _factory(CONNECTORS, name, "connector.name")
 
@@ -34,7 +34,7 @@ def ec_connector_factory(name: str) -> ECConnectorFactory | None:
     """Return the factory of an EC connector, as ``connector_factory`` does; None for "none".
 
     Raises:
-        ConfigError: no such connector; lists the ones there are, or says what is wrong with the module.
+        ConfigError: no such connector; lists the existing ones, or says what is wrong with the module.
     """
     return None if name == NO_EC_CONNECTOR else _factory(EC_CONNECTORS, name, "ec_connector.name")
 
@@ -43,7 +43,7 @@ def find_entry_point(group: str, name: str, setting: str) -> EntryPoint:
     """Return the entry point of an installed connector.
 
     Raises:
-        ConfigError: no such connector; lists the ones there are.
+        ConfigError: no such connector; lists the existing ones.
     """
     found = {entry.name: entry for entry in entry_points(group=group)}
     if name not in found:

@@ -1,4 +1,4 @@
-"""The worker side of a connector with a thread of its own, which carries out orders of the scheduler side one after the other.
+"""The worker side of a connector with a thread of its own, which carries out the scheduler side's orders in sequence.
 
 ``StepOrders`` is the message of a step. The engine thread only queues its orders; the thread does the work, and may wait.
 """
@@ -22,7 +22,7 @@ OrderT = TypeVar("OrderT")
 
 @dataclass(slots=True)
 class StepOrders(KVConnectorMetadata, Generic[OrderT]):
-    """What one engine step asks of the thread."""
+    """One engine step's orders to the thread."""
 
     orders: list[OrderT] = field(default_factory=list)
 
@@ -38,11 +38,11 @@ class ThreadWorker(ReportingWorker[ReportT], Generic[OrderT, ReportT]):
 
     @abstractmethod
     def carry_out(self, order: OrderT) -> None:
-        """Do what an order says, and ``report`` its end now or later."""
+        """Carry out an order, and ``report`` its end now or later."""
 
     @abstractmethod
     def poll(self) -> float:
-        """Do what is due without an order; return after how many seconds to poll again if no order comes."""
+        """Do the work that is due without an order; return the seconds until the next poll."""
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
         """Queue the orders of a step."""
@@ -54,14 +54,14 @@ class ThreadWorker(ReportingWorker[ReportT], Generic[OrderT, ReportT]):
         """Open the pool, which is registered by now, and start the thread.
 
         Raises:
-            ConnectorUnavailable: the pool is on a device, and the engine does not say how to copy its blocks.
+            ConnectorUnavailable: the pool is on a device, and the engine has no copier for its blocks.
         """
         assert self.pool is not None, "register_kv_caches comes before start"
         self.blocks = open_pool(self.pool)
         self._thread.start()
 
     async def stop(self) -> None:
-        """End the thread after the orders that it has."""
+        """End the thread after its queued orders."""
         self._orders.put(None)
         if self._thread.ident is not None:
             await asyncio.to_thread(self._thread.join)

@@ -26,7 +26,7 @@ from core.kv.hashing import BLOCK_HASH_BYTES
 from core.wire.kv import KVLayoutInfo
 from core.wire.media import ECSeal, MMFeature
 
-CHUNK_EMBEDS = 64  # what an image, or a tile of one, has with common models; the same in the whole cluster
+CHUNK_EMBEDS = 64  # the size of a common image, or of a tile of one; the same in the whole cluster
 
 _ORDER = "EMBED"  # the layout of no KV cache
 _DOMAIN = b"kvferry embed v1"
@@ -48,7 +48,7 @@ class ChunkLayout:
 
     @property
     def chunk_bytes(self) -> int:
-        """Size of a chunk: whole words, as there are 64 rows in it."""
+        """Size of a chunk, which is a multiple of whole words, because it has 64 rows."""
         return CHUNK_EMBEDS * self.embed_bytes
 
     @property

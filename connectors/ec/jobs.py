@@ -17,7 +17,7 @@ from core.wire.messages import ErrorInfo
 
 @dataclass(frozen=True, slots=True)
 class PeerSource:
-    """Embeddings in the memory of an encode worker: its chunks, what their seals must say, and the lease that keeps them."""
+    """Embeddings in the memory of an encode worker: its chunks, their expected seals, and the lease that keeps them."""
 
     owner: PeerId
     transfer_id: str
@@ -27,7 +27,7 @@ class PeerSource:
 
 @dataclass(frozen=True, slots=True)
 class StoreSource:
-    """Embeddings that may be in the store, under the hashes of their chunks; the store has not been asked."""
+    """Embeddings that may be in the store, under the hashes of their chunks; the store has not been queried."""
 
 
 Source = PeerSource | StoreSource

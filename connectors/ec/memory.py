@@ -71,14 +71,14 @@ class ChunkMemory:
         return self._bytes[index * size : (index + 1) * size]
 
     def rows(self, first_chunk: int, num_embeds: int) -> memoryview:
-        """Return the writable bytes of an item's rows: [num_embeds, hidden_size], without what fills up its last chunk."""
+        """Return the writable bytes of an item's rows: [num_embeds, hidden_size], without the padding of its last chunk."""
         start = first_chunk * self.layout.chunk_bytes
         return self._bytes[start : start + self.layout.num_bytes(num_embeds)]
 
     def write(self, item: CachedChunk, rows: memoryview, digester: RowsDigester) -> tuple[ECSeal, int]:
-        """Fill the chunks of an item and seal them for readers; return the seal of the whole, and the generation of the chunks.
+        """Fill the chunks of an item and seal them for readers; return the seal of the whole item, and the chunks' generation.
 
-        Each writing has a generation of its own, so that a reader with an older generation is refused.
+        Each write has a new generation, so that a reader with an older generation is refused.
         """
         self._seals.break_seals(item.chunks)
         self._last_generation += 1
@@ -93,7 +93,7 @@ class ChunkMemory:
         return self.layout.seal(item.identifier, item.num_embeds, digest), self._last_generation
 
     def close(self) -> None:
-        """Close the files; the memory goes with the last view of it."""
+        """Close the files; the memory is freed with its last view."""
         for fd in self._fds:
             os.close(fd)
         self._fds = []

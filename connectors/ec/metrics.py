@@ -1,4 +1,4 @@
-"""What an EC connector shows on the registry of its worker. Everything is read at the moment of a scrape."""
+"""Metrics of an EC connector on the registry of its worker, read at each scrape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from core.metrics import read_gauge, read_labelled_counter
 
 
 def publish_fetches(registry: CollectorRegistry, scheduler: FetchingScheduler) -> None:
-    """Show what a reader is waiting for and holds. All gauges are 0 once its requests have ended."""
+    """Publish a reader's waiting requests and held chunks. All gauges are 0 once its requests have ended."""
     gauges = {
         "ec_waiting_requests": ("Requests that wait for embeddings.", lambda: scheduler.num_waiting_requests),
         "ec_fetching_items": ("Images whose embeddings are on their way.", lambda: scheduler.num_fetching_items),
@@ -34,7 +34,7 @@ def publish_fetches(registry: CollectorRegistry, scheduler: FetchingScheduler) -
 
 
 def publish_store(registry: CollectorRegistry, mover: EmbeddingTransfer, num_saving_bytes: Callable[[], float]) -> None:
-    """Show what goes to a store."""
+    """Publish the embeddings on their way to a store."""
     read_gauge(registry, "ec_saving_bytes", "Embeddings on their way to the store.", num_saving_bytes)
     read_labelled_counter(
         registry,

@@ -1,13 +1,13 @@
-"""What moves embeddings between a worker and the store of its host: fetches, and what was computed here.
+"""Moves embeddings between a worker and the store of its host: fetches from the store, and saves of computed embeddings.
 
-Owns the fetches and saves under way, and the keys under which the store knows chunks. Waits for nothing and has no thread:
-``step`` does what can be done now, and says whether that was anything. Everything ends, also if the store is lost, since
-every ticket does, and a fetch by its deadline.
+Owns the fetches and saves in flight, and the keys of chunks in the store. It has no thread and never waits: ``step`` does the
+work that is possible now and returns whether there was any. Everything ends, even if the store is lost: every ticket does, and
+a fetch ends by its deadline.
 
     fetch   got ──ticket──▶ copied out and checked, chunk by chunk ──▶ FetchEnded
               ◀── withheld by the store: asked again after a moment
     save    sealed, put ──ticket──▶ OfferEnded
-    check   looked up ──ticket──▶ Forgotten, if the store has it no more
+    check   looked up ──ticket──▶ Forgotten, if the store no longer has it
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket
 from kvstore.key import StoreKey, layout_key
 
 NAME = "shared"
-RETRY_S = 0.005  # before it asks again for chunks that the store has and could not pin
-CHUNKS_PER_GET = 64  # a store pins only so much for one client
-CHUNKS_PER_TURN = 8  # of one fetch, before the others and new orders get their turn
-_ANY_GENERATION = 1  # of a chunk in a store: it is never rewritten there
+RETRY_S = 0.005  # before chunks that the store has and could not pin are requested again
+CHUNKS_PER_GET = 64  # a store limits the pins of one client
+CHUNKS_PER_TURN = 8  # of one fetch, before other fetches and new orders get their turn
+_ANY_GENERATION = 1  # of a chunk in a store, where chunks are never rewritten
 
 
 @dataclass(frozen=True, slots=True)
 class SaveEmbeddings:
-    """Store these rows, ``content`` being whole chunks of which the last is filled up with zeros."""
+    """Store these rows; ``content`` is whole chunks, the last one padded with zeros."""
 
     identifier: bytes
     num_embeds: int
@@ -46,14 +46,14 @@ class SaveEmbeddings:
 
 @dataclass(frozen=True, slots=True)
 class CheckStored:
-    """Look whether the store still has these embeddings."""
+    """Check whether the store still has these embeddings."""
 
     seal: ECSeal
 
 
 @dataclass(frozen=True, slots=True)
 class Forgotten:
-    """The store has these embeddings no more."""
+    """The store no longer has these embeddings."""
 
     identifier: bytes
 
@@ -68,7 +68,7 @@ class _Fetching:
     keys: list[StoreKey]
     num_done: int = 0
     ticket: GetTicket | None = None
-    first_got: int = 0  # of the ticket
+    first_got: int = 0  # the first chunk of the ticket
     retry_at: float = 0.0
     is_aborted: bool = False
 
@@ -88,7 +88,7 @@ class _Checking:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EmbeddingHolder:
-    """The worker that stores: who it is goes along with what it tells others."""
+    """The worker that stores; its identity is part of the announcements to readers."""
 
     engine_id: str
     incarnation: int
@@ -121,7 +121,7 @@ class EmbeddingTransfer:
         return bool(self._fetches or self._saves or self._checks)
 
     def submit(self, order: Order) -> None:
-        """Take an order."""
+        """Accept an order."""
         match order:
             case FetchingMetadata():
                 for fetch in order.fetches:
@@ -136,17 +136,17 @@ class EmbeddingTransfer:
                 self._checks.append(_Checking(order.seal, lookup))
 
     def take_reports(self) -> list[StoreReport]:
-        """Return what has ended since the last call."""
+        """Return the results since the last call."""
         reports, self._reports = self._reports, []
         return reports
 
     def step(self) -> bool:
-        """Do what can be done now; False if everything waits for the store."""
+        """Do the work that is possible now; False if everything waits for the store."""
         has_fetched = [self._advance_fetch(fetching) for fetching in list(self._fetches.values())]
         return any([*has_fetched, self._advance_save(), self._advance_check()])
 
     def close(self) -> None:
-        """Give back what is pinned in the store; nothing is reported any more."""
+        """Release everything pinned in the store; nothing is reported after this."""
         for fetching in self._fetches.values():
             self._release(fetching)
 
@@ -175,10 +175,10 @@ class EmbeddingTransfer:
         return True
 
     def _copy_some(self, fetching: _Fetching, ticket: GetTicket) -> None:
-        """Copy the next chunks of a get that is answered.
+        """Copy the next chunks of an answered get.
 
         Raises:
-            NotFound, CorruptBlock, StaleBlock: one of them is not there, or not what was stored.
+            NotFound, CorruptBlock, StaleBlock: a chunk is missing, or not the one that was stored.
         """
         for _ in range(CHUNKS_PER_TURN):
             position = fetching.num_done - fetching.first_got

@@ -1,8 +1,9 @@
-"""EC connector "p2p": a reader takes embeddings out of the memory of the encode worker that has computed them.
+"""EC connector "p2p": a reader reads embeddings from the memory of the encode worker that computed them.
 
-Encode workers are producers, all others consumers. The handoff is that of KV blocks, by the same parts: control sockets,
-handshake, transports, leases, deadlines, quarantine and seals are those of ``connectors.p2p``, run by ``P2PDriver`` for a
-pool of chunks. Owns that pool and the life of the parts. Seals carry digests, and readers verify them over every transport.
+Encode workers are producers, all others consumers. The handoff works like that of KV blocks and uses the same parts: control
+sockets, handshake, transports, leases, deadlines, quarantine and seals are those of ``connectors.p2p``, run by ``P2PDriver``
+for a pool of chunks. Owns that pool and starts and stops the parts. Seals carry digests, and readers verify them over every
+transport.
 """
 
 from __future__ import annotations
@@ -66,22 +67,22 @@ class P2PECConnector(ECConnector):
 
     @property
     def host_id(self) -> str:
-        """Equal on two workers between which shared memory works."""
+        """Equal on two workers that can share memory."""
         return self._host_id
 
     @property
     def driver(self) -> P2PDriver:
-        """The driver of the agent, once the shape of the embeddings is known."""
+        """The agent's driver; it exists once the shape of the embeddings is known."""
         assert self._driver is not None, "register_caches comes before start"
         return self._driver
 
-    # ---- life ------------------------------------------------------------------------------------------------------
+    # ---- start and stop --------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
         """Open the transports, bind or prepare the control sockets.
 
         Raises:
-            ConfigError: peers could not be told where to connect, or an address cannot be bound.
+            ConfigError: the control address is not one that peers can connect to, or an address cannot be bound.
             ConnectorUnavailable: no transport works here.
         """
         assert self._memory is not None, "register_caches comes before start"
@@ -100,7 +101,7 @@ class P2PECConnector(ECConnector):
         if self._memory is not None:
             self._memory.close()
 
-    # ---- leases, as an encode worker sees them -------------------------------------------------------------------------
+    # ---- leases of an encode worker --------------------------------------------------------------------------------
 
     def release(self, sources: Iterable[ECSource]) -> None:
         """End the leases of these sources, because no consumer will read them. Idempotent. Any thread."""
@@ -111,15 +112,15 @@ class P2PECConnector(ECConnector):
         self.driver.post(ReleaseHandoffs(transfer_ids))  # after the grants
 
     def num_leased_chunks(self) -> int:
-        """Return how many chunks are held for readers."""
+        """Return how many chunks are leased to readers."""
         agent = self.driver.agent
         return 0 if agent is None else agent.producer.leases.num_blocks
 
     def longest_lease_s(self) -> float:
-        """Return how long the last of them is held, unless its reader asks for more time."""
+        """Return how long the longest lease lasts unless its reader renews it, in seconds."""
         return self.driver.longest_lease_s()
 
-    # ---- the parts, once the form of the embeddings is known -------------------------------------------------------------
+    # ---- the parts, once the shape of the embeddings is known --------------------------------------------------------
 
     def _on_layout(self, embeddings: EmbeddingsLayout) -> None:
         context = self._context
@@ -146,7 +147,7 @@ class P2PECConnector(ECConnector):
         assert self._layout is not None, "register_caches comes before the first request"
         return handoff.locate(self._layout, feature, announced)
 
-    # ---- from the engine thread, and back ----------------------------------------------------------------------------------
+    # ---- between the engine thread and the agent -----------------------------------------------------------------------
 
     def _submit(self, metadata: FetchingMetadata) -> None:
         if metadata.has_orders:

@@ -1,4 +1,4 @@
-"""What an encode worker tells of embeddings that it holds, and how a reader's fetch becomes a load of the p2p protocol.
+"""Translates EC offers and fetches into the p2p protocol: an encode worker's announcement, and a reader's fetch as a load.
 
 Owns the payload of an ``ECSource`` of connector "p2p", and the translation of both sides' values to those of
 ``connectors.p2p``, for which chunks are blocks and a fetch is the load of a request. Pure.
@@ -23,7 +23,7 @@ NAME = "p2p"
 
 
 class HeldEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
-    """Where embeddings lie on an encode worker: chunks side by side, all of one generation, kept by a lease."""
+    """The place of embeddings on an encode worker: adjacent chunks, all of one generation, kept by a lease."""
 
     transfer_id: Name
     control_address: Text
@@ -38,7 +38,7 @@ def encode_held(held: HeldEmbeddings) -> bytes:
 
 
 def decode_held(payload: bytes) -> HeldEmbeddings:
-    """Return what a payload says.
+    """Decode such a payload.
 
     Raises:
         ProtocolError: it is malformed.
@@ -50,10 +50,10 @@ def decode_held(payload: bytes) -> HeldEmbeddings:
 
 
 def locate(layout: ChunkLayout, feature: MMFeature, announced: ECSource | None) -> PeerSource | None:
-    """Return where to read the embeddings of a feature, and what the seals of the chunks must say; None: not announced.
+    """Return where to read the embeddings of a feature, and the expected seals of their chunks; None: not announced.
 
     Raises:
-        ProtocolError, LayoutMismatch: what was announced cannot be read here.
+        ProtocolError, LayoutMismatch: the announced embeddings cannot be read here.
     """
     if announced is None:
         return None
@@ -70,7 +70,7 @@ def locate(layout: ChunkLayout, feature: MMFeature, announced: ECSource | None) 
 
 
 def as_p2p(metadata: FetchingMetadata) -> P2PConnectorMetadata:
-    """Return a step's orders as a ``P2PAgent`` takes them. A fetch is named by its item: there is one at a time."""
+    """Return a step's orders as input of a ``P2PAgent``. A fetch is named by its item: an item has at most one."""
     return P2PConnectorMetadata(
         holds=[_handoff(source) for source in metadata.holds],
         pulls=[_pull(fetch) for fetch in metadata.fetches],
@@ -80,7 +80,7 @@ def as_p2p(metadata: FetchingMetadata) -> P2PConnectorMetadata:
 
 
 def as_report(happened: LoadEnded | QuarantineEnded) -> Report:
-    """Return what an agent reports as the scheduler side of embeddings takes it. Part of an item is nothing."""
+    """Return an agent's report as input of the EC scheduler side. Part of an item counts as nothing."""
     if isinstance(happened, QuarantineEnded):
         return ChunksFreed(happened.block_ids)
     return FetchEnded(

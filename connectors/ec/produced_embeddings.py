@@ -1,8 +1,8 @@
 """The embeddings that an encode worker holds for readers: in its host memory, sealed, kept by leases.
 
-Owns what lies where and for whom. An item stays after its last lease until others need the room, so that an image that comes
-again costs no second encode. Leases are counted by the agent (``connectors.p2p.producer.leases``), which says when one has
-ended. Knows no sockets; called by ``connectors.ec.worker`` on the engine thread, ``lease_ended`` by any thread.
+Owns the place of each item and its leases. An item stays after its last lease until others need the room, so that a repeated
+image costs no second encode. The agent counts the time of leases (``connectors.p2p.producer.leases``) and reports their ends.
+Knows no sockets. For the engine thread, except ``lease_ended``.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from core.wire.messages import ErrorInfo
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OfferTerms:
-    """Whose embeddings they are, and how long each lease lasts unless its reader renews it."""
+    """The worker that holds the embeddings, and how long each lease lasts unless its reader renews it."""
 
     engine_id: str
     incarnation: int
@@ -57,7 +57,7 @@ class ProducedEmbeddings:
 
     @property
     def num_evicted(self) -> int:
-        """Items that have made room for others."""
+        """The number of items evicted for others."""
         return self._chunk_cache.num_evicted
 
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded:
@@ -72,12 +72,12 @@ class ProducedEmbeddings:
         return OfferEnded(identifier, self._lease(held))
 
     def find(self, identifier: bytes) -> ECSource | None:
-        """Return where an item can be read, with a new lease; None if it is not here."""
+        """Return the place of an item, with a new lease; None if it is not here."""
         held = self._held.get(identifier)
         return None if held is None else self._lease(held)
 
     def on_step(self) -> None:
-        """Let items go whose leases have ended."""
+        """Release the items whose leases have ended."""
         while self._ended:
             transfer_id = self._ended.popleft()
             item = self._leases.pop(transfer_id, None)
@@ -85,11 +85,11 @@ class ProducedEmbeddings:
                 self._chunk_cache.unwant(item, transfer_id)
 
     def lease_ended(self, transfer_id: str) -> None:
-        """Note that this lease has no reader any more. Any thread."""
+        """Record that this lease has ended. Any thread."""
         self._ended.append(transfer_id)
 
     def _put(self, identifier: bytes, num_embeds: int, rows: memoryview) -> _Held | None:
-        if self._chunk_cache.get(identifier) is not None:  # of another shape, for readers that it was announced to
+        if self._chunk_cache.get(identifier) is not None:  # of another shape, kept for the readers that it was announced to
             return None
         num_evicted = self._chunk_cache.num_evicted
         item = self._chunk_cache.reserve(identifier, num_embeds, num_chunks(num_embeds))

@@ -70,9 +70,9 @@ class _Wishes:
 
 
 class FetchingScheduler(ECConnectorScheduler):
-    """Decides for a worker that reads; ``connector`` is the name by which sources are meant for it.
+    """Decides for a worker that reads embeddings; sources name the connector that they are for, and must name ``connector``.
 
-    ``is_consumer`` False: nothing is ever fetched. The layout comes with ``bind``, before the first request.
+    With ``is_consumer`` False nothing is fetched. ``bind`` sets the layout, before the first request.
     """
 
     def __init__(self, connector: str, clock: Clock, deadline_s: float, locate: Locate, *, is_consumer: bool = True) -> None:
@@ -89,7 +89,7 @@ class FetchingScheduler(ECConnectorScheduler):
         self._ending: set[bytes] = set()  # of those, the ones whose fetch was aborted
         self._unavailable: dict[str, ErrorInfo] = {}
         self._metadata = FetchingMetadata()
-        self.counts: Counter[str] = Counter()  # what has become of fetches: "ok", "aborted", or why not
+        self.counts: Counter[str] = Counter()  # outcomes of fetches: "ok", "aborted", or the reason of the failure
 
     def bind_encoder_cache(self, holds: Callable[[bytes], bool]) -> None:
         """Set the predicate for items that are in the encoder cache and need no fetch."""
@@ -122,7 +122,7 @@ class FetchingScheduler(ECConnectorScheduler):
         """Number of requests whose last call returned False."""
         return sum(wishes.is_waiting for wishes in list(self._wishes.values()))
 
-    # ---- what the scheduler asks -------------------------------------------------------------------------------------
+    # ---- calls of the scheduler --------------------------------------------------------------------------------------
 
     def has_cache_item(self, identifier: bytes) -> bool:
         """True if the item is in the chunk cache and a request owns it."""
@@ -150,8 +150,8 @@ class FetchingScheduler(ECConnectorScheduler):
     def update_state_after_alloc(self, request: Request, index: int) -> None:
         """Load an item that is complete here; other items are computed.
 
-        What is loaded may make room from then on, as the worker side loads before it fetches, unless no worker could compute
-        it if it were needed again.
+        The loaded item may be evicted from then on, as the worker side loads before it fetches, except if no worker could
+        compute it if it were needed again.
         """
         identifier = request.mm_features[index].identifier
         wishes = self._wishes.get(request.request_id)
@@ -214,7 +214,7 @@ class FetchingScheduler(ECConnectorScheduler):
         return wishes
 
     def _find_sources(self, request: Request, wishes: _Wishes) -> None:
-        """Find the sources of the request's items. A source that was announced and is unusable has failed already."""
+        """Find the sources of the request's items. An announced source that is unusable counts as failed."""
         for feature in {feature.identifier: feature for feature in request.mm_features}.values():
             try:
                 source = self._source_of(request, feature)
@@ -236,7 +236,7 @@ class FetchingScheduler(ECConnectorScheduler):
         return announced if announced is not None and announced.connector == self._connector else None
 
     def _admit(self, request: Request, wishes: _Wishes, feature: MMFeature) -> bool:
-        """Say whether the request need not wait for a feature: it is here, or will be computed."""
+        """Return True if the request need not wait for a feature: it is here, or will be computed."""
         identifier = feature.identifier
         if wishes.is_lost or identifier in wishes.given_up:
             return not wishes.is_lost
@@ -245,7 +245,7 @@ class FetchingScheduler(ECConnectorScheduler):
             mismatch = LayoutMismatch(f"embeddings of {item.num_embeds} rows are here, of {feature.num_embeds} are needed")
             return self._give_up(request, wishes, identifier, mismatch)
         if item is not None and item.is_here:
-            if not item.wanted_by:  # requests before this one that have given it up can load it from the next step on
+            if not item.wanted_by:  # earlier requests that have given it up can load it from the next step on
                 self._metadata.wake_at = self._clock.now()
             self._want(request, wishes, item)
             if isinstance(wishes.sources.get(identifier), PeerSource):
@@ -289,7 +289,7 @@ class FetchingScheduler(ECConnectorScheduler):
         source = self._fetches.pop(ended.identifier)
         if ended.identifier in self._ending:
             self._ending.remove(ended.identifier)
-            if ended.identifier in self._metadata.aborts:  # not told yet: it would hit the next fetch of this item
+            if ended.identifier in self._metadata.aborts:  # not sent yet: it would hit the next fetch of this item
                 self._metadata.aborts.remove(ended.identifier)
         self._release([source])
         item = self._chunk_cache.get(ended.identifier)
@@ -332,7 +332,7 @@ class FetchingScheduler(ECConnectorScheduler):
                 self._metadata.aborts.append(identifier)
 
     def _give_up(self, request: Request, wishes: _Wishes, identifier: bytes, error: KVFerryError | None = None) -> bool:
-        """Expect an item no more; True if the request can go on without, as the image is at hand."""
+        """Stop waiting for an item; True if the request can continue without it, because the image is at hand."""
         wishes.given_up.add(identifier)
         self._let_go(request, wishes, wishes.wanted & {identifier})
         self._release_of(wishes, identifier)
@@ -346,7 +346,7 @@ class FetchingScheduler(ECConnectorScheduler):
         return False
 
     def _release_of(self, wishes: _Wishes, identifier: bytes) -> None:
-        """Give up the lease that is kept for a request."""
+        """Release the lease that is kept for a request."""
         source = wishes.sources.pop(identifier, None)
         if source is not None:
             self._release([source])
@@ -361,7 +361,7 @@ def _has_image(request: Request, identifier: bytes) -> bool:
 
 
 def _is_as_bad(source: Source, failed: Source, error: ErrorInfo) -> bool:
-    """Return whether a source would fail for the same reason as the one that failed."""
+    """Return True if a source would fail for the same reason as the failed one."""
     if isinstance(source, PeerSource) and isinstance(failed, PeerSource) and error.code in _OWNER_IS_GONE:
         return source.owner == failed.owner
     return source == failed

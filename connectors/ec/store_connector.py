@@ -1,8 +1,9 @@
-"""EC connector "shared": a store that all workers of a host share keeps the embeddings of all of them.
+"""EC connector "shared": the workers of a host keep their embeddings in a shared store.
 
-Encode workers put, all others put and get: an image that any worker has embedded is embedded by none again. The store is the
-server of ``kvstore``, whose arena is mapped where it runs on the same host; from one elsewhere, and from its lower tiers,
-chunks come into the worker's host memory while the request waits and others run. Owns the client, the memory and the thread.
+Encode workers put, all others put and get: an image that one worker has embedded is not embedded again. The store is a
+server of ``kvstore``, whose arena is mapped if it runs on the same host; from a server elsewhere, and from its lower tiers,
+chunks are copied into the worker's host memory while the request waits and others run. Owns the client, the memory and the
+thread.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from core.ec_connector import ECConnector, ECContext, EmbeddingsLayout
 from kvstore.base import BlockStore
 from kvstore.client import connect_store
 
-CONNECT_TIMEOUT_S = 2.0  # so that the first images can hit; a worker starts without its store as well
+CONNECT_TIMEOUT_S = 2.0  # so that the first images can hit; a worker starts without its store, too
 
 OpenStore = Callable[[ECContext, int], BlockStore]
 
 
 class StoreECConnector(ECConnector):
-    """``open_store`` opens the store for chunks of a size; it may take its time."""
+    """``open_store`` opens the store for chunks of a size; it may block."""
 
     name = NAME
     scheduler: FetchingScheduler
@@ -61,11 +62,11 @@ class StoreECConnector(ECConnector):
 
     @property
     def num_saving_bytes(self) -> int:
-        """Copies of embeddings that are on their way to the store."""
+        """Bytes of copies that are on their way to the store."""
         return 0 if self._offers is None else self._offers.num_saving_bytes
 
     async def start(self) -> None:
-        """Connect to the store and start the thread. A store that cannot be reached is a miss, now and later.
+        """Connect to the store and start the thread. While the store cannot be reached, every lookup misses.
 
         Raises:
             ConfigError: the address of the store cannot be used.
@@ -110,7 +111,7 @@ class StoreECConnector(ECConnector):
             self._alarm.set_soon(metadata.wake_at)
 
     def _order(self, order: Order) -> None:
-        """Pass an order to the thread. After ``stop`` there is none, and nothing is reported."""
+        """Pass an order to the thread. After ``stop`` it is dropped, and nothing is reported."""
         if self._thread is not None:
             self._thread.submit(order)
 

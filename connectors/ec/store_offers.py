@@ -1,7 +1,7 @@
 """The embeddings that a worker has put into the shared store, as far as it knows, and those on their way there.
 
-Owns the copies that wait to be stored, within a bound, and the memory of what was. Used on the engine
-thread; the mover's thread reports the ends of orders. Knows no store: the mover is given orders.
+Owns the copies that wait to be stored, within a bound, and the list of stored items. Used on the engine thread; the
+mover's thread reports the ends of orders. Knows no store: it only gives orders to the mover.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MAX_REMEMBERED = 4096  # embeddings that a worker knows to be in the store
 
 
 class StoreOffers:
-    """What this worker has put into the store, as far as it remembers. ``submit`` gets the orders for the mover."""
+    """The items that this worker has put into the store and remembers. ``submit`` gets the orders for the mover."""
 
     def __init__(self, layout: ChunkLayout, max_bytes: int, submit: Callable[[Order], None]) -> None:
         self._layout = layout
@@ -34,11 +34,11 @@ class StoreOffers:
 
     @property
     def num_saving_bytes(self) -> int:
-        """Copies of embeddings that are on their way to the store. Any thread may ask."""
+        """Bytes of copies that are on their way to the store. Any thread."""
         return sum(list(self._saving.values()))
 
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded | None:
-        """Copy the rows and have them stored. While an earlier copy is on its way that one counts."""
+        """Copy the rows and order their save. If an earlier copy is on its way, that one counts."""
         if identifier in self._saving:
             return None
         num_bytes = num_chunks(num_embeds) * self._layout.chunk_bytes
@@ -52,7 +52,7 @@ class StoreOffers:
         return None
 
     def find(self, identifier: bytes) -> ECSource | None:
-        """Return where an item is, as far as is known; the next answer comes from the store."""
+        """Return the place of an item, if it is known; and have the store checked for the next answer."""
         source = self._stored.get(identifier)
         if source is not None:
             self._stored.move_to_end(identifier)
@@ -60,7 +60,7 @@ class StoreOffers:
         return source
 
     def on_step(self) -> None:
-        """Take in what the mover has said."""
+        """Process the mover's reports."""
         while self._news:
             news = self._news.popleft()
             if isinstance(news, Forgotten):
@@ -73,12 +73,12 @@ class StoreOffers:
                     self._stored.popitem(last=False)
 
     def tell(self, news: OfferEnded | Forgotten) -> None:
-        """Say what has become of an order. Any thread."""
+        """Report the end of an order. Any thread."""
         self._news.append(news)
 
 
 def pass_on(report: StoreReport, offers: StoreOffers, worker: FetchingWorker) -> None:
-    """Pass on a mover's report; the end of a forget concerns no request. Any thread."""
+    """Pass on a mover's report, except the end of a forget, which concerns no request. Any thread."""
     if isinstance(report, (OfferEnded, Forgotten)):
         offers.tell(report)
     if not isinstance(report, Forgotten):

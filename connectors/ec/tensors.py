@@ -1,7 +1,7 @@
 """Embeddings as tensors and as bytes.
 
-The only module of this package that knows torch. ``connectors.ec.worker`` is given these functions; the simulation gives its
-own.
+The only module of this package that knows torch. ``connectors.ec.worker`` receives these functions as arguments; the
+simulation passes its own.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from core.ec_connector import EmbeddingsLayout
 
 
 def to_bytes(rows: torch.Tensor) -> memoryview:
-    """Return the bytes of rows [num_embeds, hidden_size] on any device, as they lie in memory. Waits for a device."""
+    """Return the bytes of rows [num_embeds, hidden_size] on any device, in the order of their memory. Waits for a device."""
     on_host = rows.detach().to("cpu").contiguous()
     flat: npt.NDArray[np.uint8] = on_host.view(torch.uint8).reshape(-1).numpy()
     return flat.data

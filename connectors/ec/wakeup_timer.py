@@ -1,4 +1,4 @@
-"""Wakes the engine at a time, although nothing has happened: a request's time for its embeddings is over then.
+"""Wakes the engine at a given time without an event: a request has used up its time for its embeddings.
 
 Owns one timer of the event loop.
 """
@@ -12,7 +12,7 @@ from core.clock import Clock
 
 
 class WakeupTimer:
-    """Calls ``ring`` once, at the time that was set last. For one event loop; ``set_soon`` is called by one other thread."""
+    """Calls ``ring`` once, at the time that was set last. For one event loop; one other thread may call ``set_soon``."""
 
     def __init__(self, clock: Clock, ring: Callable[[], None]) -> None:
         self._clock = clock
@@ -26,15 +26,15 @@ class WakeupTimer:
         self._loop = asyncio.get_running_loop()
 
     def stop(self) -> None:
-        """Ring no more. Idempotent."""
+        """Cancel the timer. Idempotent."""
         self._loop = None
         if self._timer is not None:
             self._timer.cancel()
 
     def set_soon(self, at: float) -> None:
-        """Ring at a time, and not at the one that was set before."""
+        """Set the time, replacing the previous one."""
         loop = self._loop
-        if at != self._set_at and loop is not None and not loop.is_closed():  # said anew in each step
+        if at != self._set_at and loop is not None and not loop.is_closed():  # every step sets it again
             self._set_at = at
             loop.call_soon_threadsafe(self._set, at)
 

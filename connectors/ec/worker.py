@@ -1,7 +1,7 @@
-"""The worker side of EC connectors: from host memory into the encoder cache, and from the encoder cache to its offers.
+"""The worker side of EC connectors: copies from host memory to the encoder cache, and offers embeddings in the encoder cache.
 
-Owns the queue in which other threads report, and the last check before an item counts as here: its bytes against the seal that
-was announced of it. Never blocks and decides nothing. ``submit`` gets the orders of each step, ``offer`` what was computed.
+Owns the queue of other threads' reports, and the last check of a fetched item: its bytes against its announced seal. Never
+blocks and decides nothing. ``submit`` gets the orders of each step, ``offer`` the computed embeddings.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ ToTensor = Callable[[memoryview, EmbeddingsLayout], "Tensor"]
 
 @dataclass(frozen=True, slots=True)
 class OfferEnded:
-    """Embeddings that were to be offered can be read by others now, or cannot."""
+    """The end of an offer: other workers can read the embeddings now, or cannot."""
 
     identifier: bytes
     source: ECSource | None = None
@@ -36,23 +36,23 @@ class OfferEnded:
 
 
 class Offers(Protocol):
-    """What holds embeddings that were computed here for others. Called on the engine thread."""
+    """Offers embeddings that were computed here to other workers. Called on the engine thread."""
 
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded | None:
-        """Take the rows, which are the caller's again when this returns; None = the end is reported later."""
+        """Copy the rows; the caller may reuse them when this returns. None = the end is reported later."""
         ...
 
     def find(self, identifier: bytes) -> ECSource | None:
-        """Return where they can be read, with a new lease; None if they are gone."""
+        """Return where the embeddings can be read, with a new lease; None if they are gone."""
         ...
 
     def on_step(self) -> None:
-        """Take in what other threads have to say. Called often."""
+        """Process reports of other threads. Called often."""
         ...
 
 
 class FetchingWorker(ECConnectorWorker):
-    """Both ways. ``bind`` says, once the form of the embeddings is known, where they lie; ``offers`` None: no producer."""
+    """Both directions. ``bind`` sets the memory once the shape of the embeddings is known; ``offers`` None: no producer."""
 
     def __init__(self, to_bytes: ToBytes, to_tensor: ToTensor, on_layout: Callable[[EmbeddingsLayout], None]) -> None:
         self._to_bytes = to_bytes
@@ -75,22 +75,22 @@ class FetchingWorker(ECConnectorWorker):
         submit: Callable[[FetchingMetadata], None],
         offers: Offers | None = None,
     ) -> None:
-        """Learn where things are. ``rows(first_chunk, num_embeds)`` are bytes in the host memory."""
+        """Set the memory. ``rows(first_chunk, num_embeds)`` are bytes in the host memory."""
         self._rows, self._submit, self._offers = rows, submit, offers
 
     # ---- the engine's calls ------------------------------------------------------------------------------------------
 
     def register_caches(self, layout: EmbeddingsLayout) -> None:
-        """Learn the form of the embeddings."""
+        """Set the shape of the embeddings."""
         self._layout = layout
         self._on_layout(layout)
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Receive what wakes an idle engine."""
+        """Set the function that wakes an idle engine."""
         self._wakeup = wakeup
 
     def start_load_caches(self, encoder_cache: MutableMapping[bytes, Tensor], metadata: ECConnectorMetadata) -> None:
-        """Copy what is here, then pass the step's orders on."""
+        """Copy the complete items, then pass the step's orders on."""
         assert isinstance(metadata, FetchingMetadata)
         assert self._layout is not None, "register_caches comes before any step"
         for load in metadata.loads:
@@ -140,15 +140,15 @@ class FetchingWorker(ECConnectorWorker):
             output.worker_meta = fetched
         return output
 
-    # ---- what others say, from any thread ----------------------------------------------------------------------------
+    # ---- reports, from any thread ------------------------------------------------------------------------------------
 
     def report(self, report: Report | OfferEnded) -> None:
-        """Queue news and wake the engine."""
+        """Queue a report and wake the engine."""
         self._reports.append(report)
         self._wakeup()
 
     def wake(self) -> None:
-        """Wake the engine: a request's time is over."""
+        """Wake the engine: a request has used up its time."""
         self._wakeup()
 
     def fail(self, error: BaseException) -> None:
@@ -157,7 +157,7 @@ class FetchingWorker(ECConnectorWorker):
         self._wakeup()
 
     def _checked(self, ended: FetchEnded) -> FetchEnded:
-        """Hold what has come against the seal that was announced, if one was."""
+        """Check fetched rows against the announced seal, if there is one."""
         fetch = self._fetches.pop(ended.identifier)
         if ended.error is not None or ended.was_aborted or fetch.seal is None:
             return ended
@@ -180,8 +180,8 @@ def _no_rows(first_chunk: int, num_embeds: int) -> memoryview:
 
 
 def _no_submit(metadata: FetchingMetadata) -> None:
-    """Before the start and after the stop nothing is moved; deadlines end the waits."""
+    """Ignore orders before the start and after the stop; deadlines end the waits."""
 
 
 def _no_wakeup() -> None:
-    """Stand in until the engine has given its own."""
+    """Stand in until ``set_wakeup``."""

@@ -1,7 +1,7 @@
-"""Several connectors as a worker sees them: one.
+"""Several connectors behind the interface of one.
 
-Owns which connectors there are, and that all of them are stopped if one cannot start. Each is built by the registry as if it
-were alone; ``connector.*`` settings are shared by all.
+Owns the parts, and stops all of them if one cannot start. The registry builds each part as if it were the only one;
+all parts share the settings ``connector.*``.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ class MultiConnector(Connector):
 
     @property
     def host_id(self) -> str:
-        """That of the connector whose transports work on one host."""
+        """The host id of the part whose transports work on one host."""
         return next((connector.host_id for connector in self._connectors if connector.host_id), "")
 
     @property
     def has_digests(self) -> bool:
-        """True if what is read of a handoff can be verified byte by byte."""
+        """True if every read of a handoff can be verified byte by byte."""
         with_transports = [connector for connector in self._connectors if connector.transports]
         return bool(with_transports) and all(connector.has_digests for connector in with_transports)
 
@@ -76,12 +76,12 @@ class MultiConnector(Connector):
             connector.expect(handoff)
 
     def release(self, transfer_ids: Sequence[str]) -> None:
-        """End these handoffs, each at the connector that has made it."""
+        """End these handoffs, each at the connector that made it."""
         for connector in self._connectors:
             connector.release(transfer_ids)
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Renew these handoffs, each at the connector that has made it."""
+        """Renew these handoffs, each at the connector that made it."""
         for connector in self._connectors:
             connector.renew(transfer_ids)
 
@@ -94,11 +94,11 @@ class MultiConnector(Connector):
         return sum(connector.num_saving_blocks() for connector in self._connectors)
 
     def longest_lease_s(self) -> float:
-        """Return how long the last of the blocks is held for readers, unless they ask for more time."""
+        """Return how long the longest lease of the parts lasts unless its reader renews it, in seconds."""
         return max((connector.longest_lease_s() for connector in self._connectors), default=0.0)
 
 
 def _own_context(context: ConnectorContext, name: str) -> ConnectorContext:
-    """Return the context of one part: as if it were configured alone."""
+    """Return the context of one part, as if it were configured alone."""
     connector = msgspec.structs.replace(context.config.connector, name=name, connectors=())
     return replace(context, config=msgspec.structs.replace(context.config, connector=connector))

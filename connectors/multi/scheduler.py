@@ -1,9 +1,9 @@
-"""The scheduler side of several connectors: the first that has something loads, and all may save.
+"""The scheduler side of several connectors: the first one with a hit loads, and all may save.
 
-Owns who loads for which request, and how many still read the blocks of a finished one. Every connector hears of every request
-and of every step, in the configured order; those that are not chosen are told that nothing is loaded, and see the same blocks.
-Runs on the engine thread; knows nothing of what its parts do. After vLLM's ``MultiConnector``, which goes on asking the others
-once one of them has a hit: here they are not asked, since their answers would be thrown away.
+Owns which connector loads for which request, and how many still read the blocks of a finished one. Every connector gets
+every request and every step, in the configured order; those that are not chosen are called with nothing to load, and get the
+same blocks. Runs on the engine thread and knows nothing of its parts' work. After vLLM's ``MultiConnector``, which continues
+to ask the others after a hit: here they are not asked, since their answers would be ignored.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from core.wire.kv import KVHandoff
 class MultiKVConnectorMetadata(KVConnectorMetadata):
     """One step's message of each connector, in their order.
 
-    ``extra_async_saves`` says of requests that have just finished how many connectors read their blocks besides one.
+    ``extra_async_saves`` maps requests that have just finished to the number of connectors, less one, that read their blocks.
     """
 
     metadata: tuple[KVConnectorMetadata, ...]
@@ -32,13 +32,13 @@ class MultiKVConnectorMetadata(KVConnectorMetadata):
 
 @dataclass(frozen=True, slots=True)
 class MultiKVConnectorWorkerMetadata(KVConnectorWorkerMetadata):
-    """What each connector tells its scheduler side, in their order; None from those that have nothing to say."""
+    """The messages of each connector to its scheduler side, in their order; None from connectors without one."""
 
     metadata: tuple[KVConnectorWorkerMetadata | None, ...]
 
 
 class MultiConnectorScheduler(KVConnectorScheduler):
-    """Asks in order; tells all. At most one of them makes handoffs: a request has one."""
+    """Asks in order; informs all. At most one of them makes handoffs: a request has one."""
 
     def __init__(self, connectors: Sequence[KVConnectorScheduler]) -> None:
         self._connectors = tuple(connectors)
@@ -56,9 +56,9 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             connector.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Return what the first connector offers that has something.
+        """Return the offer of the first connector that has one.
 
-        While one cannot tell yet, the following ones are not asked: it comes before them.
+        While a connector has no answer yet, the later ones are not asked, because it takes precedence.
         """
         self._chosen.pop(request.request_id, None)
         for connector in self._connectors:
@@ -84,7 +84,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return MultiKVConnectorMetadata(metadata, extra)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Show the report to all; each gets what its own worker side has added."""
+        """Pass the report to all; each gets its own worker side's addition."""
         meta = output.worker_meta
         assert meta is None or isinstance(meta, MultiKVConnectorWorkerMetadata)
         own = meta.metadata if meta is not None else (None,) * len(self._connectors)
@@ -110,11 +110,11 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return [event for connector in self._connectors for event in connector.take_events()]
 
     def has_pending_push_work(self) -> bool:
-        """True if one of them has work, or a count must reach the worker side."""
+        """True if a part has work, or a count must reach the worker side."""
         return bool(self._extra_async_saves) or any(connector.has_pending_push_work() for connector in self._connectors)
 
     def has_pending_block_frees(self) -> bool:
-        """True if one of them is about to give blocks back."""
+        """True if a part is about to free blocks."""
         return any(connector.has_pending_block_frees() for connector in self._connectors)
 
     def shutdown(self) -> None:

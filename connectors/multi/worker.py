@@ -1,7 +1,7 @@
 """The worker side of several connectors: every call goes to all of them, and their reports become one.
 
-Owns when the blocks of a finished request are free: once every connector that reads them has said so. Knows nothing of what
-its parts do. Runs on the engine thread.
+Owns when the blocks of a finished request are free: after every connector that reads them has reported so. Knows nothing of
+its parts' work. Runs on the engine thread.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from core.request import KVConnectorMetadata, KVConnectorOutput
 
 
 class MultiConnectorWorker(KVConnectorWorker):
-    """Passes on, and merges what comes back."""
+    """Passes calls on to all parts, and merges their results."""
 
     def __init__(self, connectors: Sequence[KVConnectorWorker]) -> None:
         self._connectors = tuple(connectors)
@@ -50,7 +50,7 @@ class MultiConnectorWorker(KVConnectorWorker):
             connector.wait_for_save()
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorOutput:
-        """Merge the reports. A request's blocks are sent once all that read them have said so."""
+        """Merge the reports. A request's blocks count as sent once all connectors that read them have reported so."""
         outputs = [connector.get_transfer_results(finished_req_ids) for connector in self._connectors]
         merged = KVConnectorOutput()
         for output in outputs:
@@ -73,7 +73,7 @@ class MultiConnectorWorker(KVConnectorWorker):
         return output.finished_sending, output.finished_recving
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return what any of them has found."""
+        """Return the blocks that any of them has found invalid."""
         return set().union(*(connector.get_block_ids_with_load_errors() for connector in self._connectors))
 
     def shutdown(self) -> None:
@@ -95,10 +95,10 @@ class MultiConnectorWorker(KVConnectorWorker):
 
 
 class LayerwiseMultiConnectorWorker(MultiConnectorWorker):
-    """With the layer hooks: only for connectors of which one has them, since the engine calls them in every layer."""
+    """With the layer hooks: only if a part has them, since the engine calls them in every layer."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Return once the layer's loads of all are in place."""
+        """Return once the layer's loads of all parts are done."""
         for connector in self._connectors:
             connector.wait_for_layer_load(layer)
 
@@ -109,7 +109,7 @@ class LayerwiseMultiConnectorWorker(MultiConnectorWorker):
 
 
 def multi_connector_worker(connectors: Sequence[KVConnectorWorker]) -> MultiConnectorWorker:
-    """Return a worker side for several; it has layer hooks only if one of them has."""
+    """Return a worker side for several; it has layer hooks only if a part has them."""
     base = KVConnectorWorker
     has_hooks = any(
         type(worker).wait_for_layer_load is not base.wait_for_layer_load or type(worker).save_kv_layer is not base.save_kv_layer

@@ -1,1 +1,1 @@
-"""A worker's own host memory as a tier behind its KV pool: more prefixes are hits than the pool holds."""
+"""A worker's own host memory as a tier below its KV pool: it caches more prefixes than the pool can hold."""

@@ -1,6 +1,6 @@
 """The tier of the offload connector: an arena in the worker's host memory, which no other process maps.
 
-Owns what the settings mean for it. Everything else is ``connectors.tier`` and ``kvstore``.
+Owns the meaning of the settings for it. Everything else is ``connectors.tier`` and ``kvstore``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def open_arena(context: ConnectorContext) -> BlockStore:
     """Allocate the arena.
 
     Raises:
-        ConfigError: it does not hold one block, or the host does not have the memory.
+        ConfigError: it is too small for one block, or the host lacks the memory.
     """
     section = context.config.connector.offload
     arena = KVStoreSection(

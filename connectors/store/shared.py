@@ -1,7 +1,7 @@
 """The tier of the store connector: the server at ``kvstore.address``, or, without one, a store inside the worker.
 
-Owns which of them it is. Everything else is ``connectors.tier`` and ``kvstore``. A server that cannot be reached is a miss, now
-and later: the client goes on trying.
+Owns the choice between them. Everything else is ``connectors.tier`` and ``kvstore``. While a server cannot be reached every
+lookup misses, and the client tries again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstore.client import connect_store
 from kvstore.metrics import register_store_metrics
 
 NAME = "store"
-CONNECT_TIMEOUT_S = 2.0  # so that the first requests can hit; a worker starts without its store as well
+CONNECT_TIMEOUT_S = 2.0  # so that the first requests can hit; a worker starts without its store, too
 
 
 def store_connector(context: ConnectorContext) -> TierConnector:
@@ -33,7 +33,7 @@ def open_store(context: ConnectorContext) -> BlockStore:
     """Connect to the server, or make a store.
 
     Raises:
-        ConfigError: the store inside the worker cannot be as it is configured.
+        ConfigError: the settings of the store inside the worker are not possible here.
         ConnectorUnavailable: a library that it needs is missing.
     """
     block_bytes = context.layout.block_bytes

@@ -1,1 +1,1 @@
-"""Conformance suites for connectors and transports, shipped for those who write one."""
+"""Conformance suites for authors of connectors and transports, shipped with the package."""

@@ -1,6 +1,6 @@
-"""Metadata of a transport that decodes and makes no sense, made from metadata that does.
+"""Transport metadata that decodes and is absurd, made from valid metadata.
 
-Knows msgpack and no transport. Used by ``connectors.testing.transport_suite``.
+Knows msgpack and no transport.
 """
 
 from __future__ import annotations

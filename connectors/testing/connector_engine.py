@@ -1,8 +1,7 @@
-"""The least engine that can drive a KV connector: real blocks, real memory, no model.
+"""The smallest engine that can drive a KV connector: real blocks, real memory, no model.
 
 Owns a KV cache manager, a pool of host memory and both sides of a connector, and calls them in the order of the scheduler and
 the runner. "Computing" a block fills it with bytes derived from its content hash, so that any wrong block shows.
-Used by the connector suite and by tests of connectors.
 """
 
 from __future__ import annotations
@@ -86,7 +85,7 @@ class MemoryPool:
         return each_by_itself(lambda block_id: digester.digest(self.rows[block_id]))
 
     def close(self) -> None:
-        """Close the files; the memory goes with the last reference."""
+        """Close the files; the memory is freed with its last reference."""
         os.close(self.fd)
         os.close(self._seals_fd)
 
@@ -99,7 +98,7 @@ def _memory_file(name: str, num_bytes: int) -> int:
 
 @dataclass(slots=True)
 class LoadOutcome:
-    """What became of the load of a request. ``loaded`` are the positions of its blocks, ``bad`` those that must not be used."""
+    """The outcome of a request's load. ``loaded`` are the positions of its blocks, ``bad`` those that must not be used."""
 
     loaded: range
     is_ended: bool = False
@@ -111,9 +110,9 @@ class LoadOutcome:
 class ConnectorEngine:
     """Blocks, memory and a connector. All calls come from one thread, as in a worker; make it inside an event loop.
 
-    ``parked`` holds finished requests whose blocks are kept for a reader, ``loads`` what became of every load, ``quarantined``
+    ``parked`` holds finished requests whose blocks are kept for a reader, ``loads`` the outcome of every load, ``quarantined``
     the blocks that a transfer may still write although its load is over. A request whose load has failed, in whole or in part,
-    is aborted; with ``recomputes`` it gives its blocks back and waits to be admitted again. Every report is held against the
+    is aborted; with ``recomputes`` it frees its blocks and waits to be admitted again. Every report is checked against the
     contract of ``KVConnectorOutput``; with ``checks_content`` also every block of a load that was not reported bad.
     """
 
@@ -190,7 +189,7 @@ class ConnectorEngine:
         return handoff
 
     def content(self, request: Request, position: int) -> npt.NDArray[np.uint8]:
-        """Return what the KV of the block at ``position`` of the request's prompt looks like."""
+        """Return the expected KV of the block at ``position`` of the request's prompt."""
         end = min((position + 1) * self.layout.block_size, request.num_prompt_tokens)
         name = self.hasher.prefix_hash(request.block_hashes, request.all_token_ids, end, request.extra_keys)
         seed = hashlib.blake2b(name, digest_size=8).digest()
@@ -214,7 +213,7 @@ class ConnectorEngine:
         )
 
     def admit(self, request: Request) -> int:
-        """Give the request its blocks and start its load; return how many tokens are loaded from elsewhere."""
+        """Allocate the request's blocks and start its load; return how many tokens the connector loads."""
         hits, num_hits = self.manager.get_computed_blocks(request)
         num_external, is_async = self.scheduler.get_num_new_matched_tokens(request, num_hits)
         assert num_external is not None, "a handoff is known at once; a tier has been asked before"
@@ -240,7 +239,7 @@ class ConnectorEngine:
         return num_external
 
     def compute_rest(self, request: Request) -> None:
-        """Compute what an admitted request lacks, as the steps of a prompt do."""
+        """Compute the rest of an admitted request's prompt, as the steps of a prefill do."""
         num_computed = request.num_computed_tokens
         if request.num_tokens > num_computed:
             blocks = self.manager.allocate_slots(request, request.num_tokens - num_computed)
@@ -266,14 +265,14 @@ class ConnectorEngine:
             self._free(request)
 
     def finish(self, request: Request) -> None:
-        """End a request well."""
+        """End a request successfully."""
         request.status = RequestStatus.FINISHED_STOPPED
         block_ids = self.manager.get_block_ids_for_computed_tokens(request.request_id, request.num_computed_tokens)
         assert self.scheduler.request_finished(request, block_ids) == (False, None)
         self._free(request)
 
     def has_content(self, request: Request) -> bool:
-        """True if every block of the request's prompt holds what it should."""
+        """True if every block of the request's prompt has its expected content."""
         block_ids = self.manager.get_block_ids(request.request_id)[0]
         num_blocks = ceil_div(request.num_prompt_tokens, self.layout.block_size)
         return all(self._holds(request, position, block_ids[position]) for position in range(num_blocks))
@@ -289,7 +288,7 @@ class ConnectorEngine:
         return self.manager.block_pool.num_usable_blocks - self.manager.block_pool.num_free_blocks
 
     def step(self) -> KVConnectorOutput:
-        """Run one empty step and apply what the connector reports, as the scheduler does."""
+        """Run one empty step and apply the connector's report, as the scheduler does."""
         metadata = self.scheduler.build_connector_meta(SchedulerOutput())
         self.worker.handle_preemptions(metadata)
         self.worker.start_load_kv(metadata)
@@ -315,7 +314,7 @@ class ConnectorEngine:
         pool.free_blocks(pool.blocks[block_id] for block_id in output.unquarantined_block_ids)
 
     def _note_bad_blocks(self, output: KVConnectorOutput) -> None:
-        """Find whose blocks and loads a report is about: only such that have not ended before, or end with it."""
+        """Attribute a report to blocks and loads: only to such that have not ended before, or end with it."""
         unknown = output.invalid_block_ids | output.quarantined_block_ids
         for request_id, outcome in self.loads.items():
             if outcome.is_ended:
@@ -332,7 +331,7 @@ class ConnectorEngine:
             self.loads[request_id].error = error
 
     async def until(self, condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-        """Step until the condition holds; sleep while the connector has nothing to say.
+        """Step until the condition holds; sleep while the connector reports nothing.
 
         Raises:
             TimeoutError: it does not hold after ``timeout_s``.

@@ -1,7 +1,7 @@
-"""A prefill and a decode worker without a model around two connectors of one process: what ``connector_suite`` drives.
+"""A prefill and a decode worker without a model, with two connectors of one process, for ``connector_suite``.
 
 Real blocks in random order, real memory of known content, and the calls of the scheduler and the runner in their order. Knows
-no connector; nothing fails here but what the engine itself refuses.
+no connector; it fails only on errors that the engine itself refuses.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PROMPT = list(range(100, 200))  # three full blocks and a part of one
 
 
 class Side:
-    """A connector beside an engine without a model. Its free blocks are in random order, its memory has a known content."""
+    """A connector and an engine without a model. Its free blocks are in random order, its memory has a known content."""
 
     def __init__(self, role: Role, connector: Connector) -> None:
         self.connector = connector
@@ -44,11 +44,11 @@ class Side:
         return self.engine.manager.get_block_ids(request.request_id)[0]
 
     def untouched_rows(self) -> set[int]:
-        """Return the blocks that still hold what they held at first."""
+        """Return the blocks that still have their initial content."""
         return {row for row, content in enumerate(self.engine.pool.rows) if (content == UNTOUCHED).all()}
 
     async def settle(self) -> None:
-        """Step until the connector has nothing to tell its worker side."""
+        """Step until the connector has no message for its worker side."""
         await self.engine.until(lambda: not self.connector.scheduler.has_pending_push_work())
 
     async def close(self) -> None:
@@ -71,7 +71,7 @@ class Pair:
         return request
 
     async def ended(self, *request_ids: str) -> None:
-        """Wait for the ends of these loads, and until the consumer has said all that follows from them."""
+        """Wait for the ends of these loads, and until the consumer has reported all that follows from them."""
         await self.producer.settle()  # it may have to write first
         loads = self.consumer.engine.loads
         await self.consumer.engine.until(lambda: all(loads[request_id].is_ended for request_id in request_ids))

@@ -5,8 +5,8 @@
             return my_connector(...)
 
 Each test drives two connectors of one process, a prefill and a decode worker's, through engines without a model
-(``connector_pair``, which also has the model fingerprint and the KV layout of both sides, and says in which life each of them
-is). Imports pytest; only tests import this module.
+(``connector_pair``, which also has the model fingerprint, the KV layout and the incarnation of both sides). Imports pytest;
+only tests import this module.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from core.request import RequestStatus
 from core.wire.messages import Role
 
 ROLES: tuple[Role, Role] = ("prefill", "decode")
-PATIENCE_S = 30.0  # of loads that shall succeed
-IMPATIENCE_S = 2.0  # of loads that shall fail for want of an answer
+PATIENCE_S = 30.0  # of loads that should succeed
+IMPATIENCE_S = 2.0  # of loads that should fail for want of an answer
 PROMPT_BLOCKS = ceil_div(len(PROMPT), BLOCK_SIZE)
 
 
 @pytest.mark.asyncio
 class ConnectorConformance:
-    """The tests. ``holds_until_read`` is False for a connector whose producer lets go before anybody has read."""
+    """The tests. ``holds_until_read`` is False for a connector whose producer frees the blocks before they are read."""
 
     holds_until_read: ClassVar[bool] = True
 
@@ -68,7 +68,7 @@ class ConnectorConformance:
 
     @pytest_asyncio.fixture
     async def impatient(self) -> AsyncIterator[Pair]:
-        """Return a pair whose loads fail soon without an answer."""
+        """Return a pair whose loads time out soon."""
         async with self.started_pair(IMPATIENCE_S) as pair:
             yield pair
 
@@ -80,7 +80,7 @@ class ConnectorConformance:
         assert self.num_loading_blocks(pair.consumer.connector) == 0
 
     async def assert_ended_once(self, pair: Pair, request_id: str) -> None:
-        """Check that nothing more is said about a load; the engine refuses a second end by itself."""
+        """Check that the load is reported only once; the engine refuses a second end by itself."""
         for _ in range(5):
             await asyncio.sleep(0)
             output = pair.consumer.engine.step()
@@ -104,7 +104,7 @@ class ConnectorConformance:
         await self.assert_consumer_is_empty(pair)
 
     async def test_blocks_lie_in_another_order_on_each_side(self, pair: Pair) -> None:
-        """What makes the other tests mean something."""
+        """Without this the other tests would prove nothing."""
         prompt = list(range(10 * BLOCK_SIZE))
         handoff = pair.producer.engine.prefill("a", prompt)
         assert handoff is not None
@@ -191,7 +191,7 @@ class ConnectorConformance:
         await pair.consumer.settle()
         await self.assert_consumer_is_empty(pair)
         assert pair.consumer.untouched_rows() == set(range(NUM_BLOCKS))
-        pair.consumer.engine.abort(pair.consumer.engine.add("another", PROMPT, handoff))  # lets the producer go
+        pair.consumer.engine.abort(pair.consumer.engine.add("another", PROMPT, handoff))  # releases the producer's blocks
         await pair.drained()
 
     async def test_a_handoff_is_offered_once(self, pair: Pair) -> None:
@@ -322,7 +322,7 @@ class ConnectorConformance:
 
     @pytest.mark.parametrize("is_aborted", [False, True])
     async def test_a_request_whose_load_failed_goes_on_without_it(self, pair: Pair, is_aborted: bool) -> None:
-        """What failed is not offered again: a request that computes its prompt here must come to its end."""
+        """A failed load is not offered again: a request that computes its prompt here must complete."""
         handoff = pair.producer.engine.prefill("a", PROMPT)
         engine = pair.consumer.engine
         engine.recomputes = True
@@ -339,7 +339,7 @@ class ConnectorConformance:
         await self.assert_consumer_is_empty(pair)
 
     async def test_blocks_of_a_load_are_in_quarantine_or_never_written_again(self, pair: Pair) -> None:
-        """At any end of a load, its report decides which of its blocks others may have at once."""
+        """At any end of a load, its report decides which of its blocks other requests may use at once."""
         engine = pair.consumer.engine
         for turns in (0, 1, 2, 5, 20, 100):
             name = f"a{turns}"
@@ -367,7 +367,7 @@ class ConnectorConformance:
         await pair.drained()
 
     async def assert_failed(self, pair: Pair, request_id: str) -> None:
-        """Check that a load failed, said so once, and left neither blocks nor cached content."""
+        """Check that a load failed, was reported once, and left neither blocks nor cached content."""
         engine = pair.consumer.engine
         error = engine.loads[request_id].error
         assert error is not None
@@ -381,7 +381,7 @@ class ConnectorConformance:
         again = engine.add("again", PROMPT, None)
         assert engine.manager.get_computed_blocks(again)[1] == 0, "blocks of a failed load are in the prefix cache"
 
-    # ---- life ------------------------------------------------------------------------------------------------------
+    # ---- start and stop ----------------------------------------------------------------------------------------------
 
     async def test_empty_steps_say_nothing(self, pair: Pair) -> None:
         for side in (pair.producer, pair.consumer):

@@ -1,4 +1,4 @@
-"""What connectors under test are made from: workers with the system's clock, random ids and default settings.
+"""Contexts of connectors under test: workers with the system's clock, random ids and default settings.
 
 ``sections`` are sections of ``KVFerryConfig``, such as ``connector=ConnectorSection(lease_s=1.0)``.
 """

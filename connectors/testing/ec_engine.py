@@ -1,7 +1,7 @@
-"""The least engine that can drive an EC connector: an encoder cache, no model, no scheduler.
+"""The smallest engine that can drive an EC connector: an encoder cache, no model, no scheduler.
 
 Owns the encoder cache and the requests, and calls both sides of a connector in the order of the scheduler and the runner.
-"Computing" an image makes rows that follow from its identifier, so that any wrong row shows. Used by the EC suite.
+"Computing" an image makes rows that follow from its identifier, so that any wrong row shows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def identifier_of(name: str) -> bytes:
 
 
 def embed(identifier: bytes, num_embeds: int, layout: EmbeddingsLayout = LAYOUT) -> torch.Tensor:
-    """Return what the encoder makes of an image: [num_embeds, hidden_size], other rows for every image."""
+    """Return the embeddings of an image: [num_embeds, hidden_size], different rows for every image."""
     generator = torch.Generator().manual_seed(int.from_bytes(identifier[:6], "little"))
     rows = torch.randn(num_embeds, layout.hidden_size, generator=generator)
     return rows.to(getattr(torch, layout.dtype))
@@ -45,7 +45,7 @@ class Image:
 
     @property
     def identifier(self) -> bytes:
-        """What names its embeddings."""
+        """The name of its embeddings."""
         return identifier_of(self.name)
 
 
@@ -72,7 +72,7 @@ class ECEngine:
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def register(self) -> None:
-        """Do what comes before the connector's start."""
+        """Make the calls that precede the connector's start."""
         loop = asyncio.get_running_loop()
         self.worker.register_caches(self.layout)
         self.worker.set_wakeup(lambda: call_if_open(loop, self._wake.set))
@@ -107,7 +107,7 @@ class ECEngine:
         return request
 
     def preempt(self, request: Request) -> None:
-        """Put a request back that has run: it must find its embeddings again."""
+        """Preempt a running request: it must find its embeddings again."""
         request.status = RequestStatus.PREEMPTED
         self.waiting[request.request_id] = self.ran.pop(request.request_id)
 
@@ -124,7 +124,7 @@ class ECEngine:
     # ---- steps -------------------------------------------------------------------------------------------------------
 
     def step(self) -> None:
-        """Run those that need not wait, in order; load and compute what they lack; take the reports."""
+        """Run the requests that need not wait, in order; load and compute their missing embeddings; apply the reports."""
         self.num_steps += 1
         ready = [request for request in self.waiting.values() if self.scheduler.ensure_cache_available(request, 0)]
         to_compute: dict[bytes, int] = {}
@@ -151,7 +151,7 @@ class ECEngine:
             assert torch.equal(rows, embed(feature.identifier, feature.num_embeds, self.layout)), "rows of something else"
 
     async def until(self, condition: Callable[[], bool]) -> None:
-        """Step until the condition holds; sleep while the connector has nothing to say. Raises TimeoutError after 20 s."""
+        """Step until the condition holds; sleep while the connector reports nothing. Raises TimeoutError after 20 s."""
         await step_until(condition, self.step, self._wake)
 
     async def run(self, request: Request) -> None:
@@ -159,7 +159,7 @@ class ECEngine:
         await self.until(lambda: request.request_id in self.ran or request.request_id in self.errors)
 
     async def save(self, image: Image) -> ECSource:
-        """Compute an image as an encode worker does, and return where others find it."""
+        """Compute an image as an encode worker does, and return where other workers find it."""
         held = self.worker.find_source(image.identifier)
         if held is not None:
             return held
@@ -176,7 +176,7 @@ class ECEngine:
         return self.saved[image.identifier]
 
     def _schedule(self, request: Request, coming: set[bytes], to_compute: dict[bytes, int]) -> None:
-        """Find a place for each feature that has none, as the scheduler does; nothing is lacking after the step."""
+        """Find a source for each feature without embeddings, as the scheduler does; after the step none is missing."""
         for index, feature in enumerate(request.mm_features):
             if feature.identifier in coming:
                 continue
@@ -193,7 +193,7 @@ class ECEngine:
     def _take(self, output: ECConnectorOutput) -> None:
         assert not output.failed_loading, "what was here could not be loaded"
         if not output.is_empty():
-            self._wake.set()  # as the engine, which goes on until nothing happens
+            self._wake.set()  # as the engine does, which continues until nothing happens
         self.saved.update(output.finished_saving)
         self.not_saved.update(output.failed_saving)
         self.scheduler.update_connector_output(output)

@@ -4,9 +4,8 @@
         def make_connector(self, name, is_encoder, settings):
             return my_connector(...)
 
-``encoder`` has computed embeddings, ``reader`` needs them. Whatever goes wrong between them, the rows that a request computes
-on are those of its image; the request ends within its time; and nothing is held for anybody afterwards. Imports pytest; only
-tests import this module.
+``encoder`` has computed embeddings, ``reader`` needs them. Whatever fault is between them, a request computes on the rows of
+its own image; it ends within its time; and afterwards no item is held. Imports pytest; only tests import this module.
 """
 
 from __future__ import annotations
@@ -30,12 +29,12 @@ from core.request import Request
 from core.wire.media import ECSource
 
 CHUNK_BYTES = 64 * LAYOUT.hidden_size * LAYOUT.itemsize
-SHORT_S = 0.2  # what a request has that is to run out of time
+SHORT_S = 0.2  # the time of a request that should time out
 SETTINGS = ECConnectorSection(memory_bytes=16 * CHUNK_BYTES, transfer_deadline_s=10.0)
 
 
 async def poll_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> None:
-    """Look again and again, while the event loop and other threads go on.
+    """Check the condition again and again, while the event loop and other threads run.
 
     Raises:
         TimeoutError: the condition does not hold after ``timeout_s``.
@@ -46,14 +45,14 @@ async def poll_until(condition: Callable[[], bool], timeout_s: float = 20.0) -> 
 
 
 class ECSide:
-    """A connector beside an engine without a model."""
+    """A connector and an engine without a model."""
 
     def __init__(self, connector: ECConnector, layout: EmbeddingsLayout = LAYOUT) -> None:
         self.connector = connector
         self.engine = ECEngine(connector.scheduler, connector.worker, layout)
 
     async def start(self) -> ECSide:
-        """Do what a worker does at its start."""
+        """Start as a worker does."""
         self.engine.register()
         await self.connector.start()
         return self
@@ -63,7 +62,7 @@ class ECSide:
 class ECConformance:
     """The tests. Connectors have the system's clock.
 
-    ``announces`` is True where a reader finds only what was announced to it, and leases hold it.
+    ``announces`` is True where a reader finds only announced embeddings, and leases hold them.
     """
 
     announces: ClassVar[bool] = True
@@ -73,7 +72,7 @@ class ECConformance:
         """Return a new connector that is not started, for the worker ``name``."""
 
     def damage(self, encoder: ECSide, image: Image) -> None:
-        """Change a byte of what is held of an image, behind everybody's back."""
+        """Change a byte of a stored image without the connector's knowledge."""
         raise NotImplementedError
 
     async def lose(self, encoder: ECSide) -> None:
@@ -112,7 +111,7 @@ class ECConformance:
         return [await encoder.engine.save(image) for image in images]
 
     async def assert_is_empty(self, encoder: ECSide | None, reader: ECSide) -> None:
-        """Check that nothing is held for anybody once all requests have ended; an encoder that is lost does not count."""
+        """Check that no item is held once all requests have ended; a lost encoder does not count."""
         for request in [*reader.engine.waiting.values(), *reader.engine.ran.values()]:
             reader.engine.finish(request)
         reader.engine.step()
@@ -177,7 +176,7 @@ class ECConformance:
         def has_come() -> bool:
             return reader.engine.scheduler.ensure_cache_available(request, end)
 
-        del reader.engine.waiting["r"]  # asked for by hand
+        del reader.engine.waiting["r"]  # requested by hand
         assert not has_come()
         await reader.engine.until(has_come)
         assert not reader.engine.scheduler.has_cache_item(images[0].identifier)
@@ -209,7 +208,7 @@ class ECConformance:
         assert reader.engine.loaded == [image.identifier] * 2
         await self.assert_is_empty(encoder, reader)
 
-    # ---- what is announced is wrong ----------------------------------------------------------------------------------
+    # ---- wrong announcements -------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize(
         "change",
@@ -229,7 +228,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_embeddings_of_another_image_are_not_used(self, encoder: ECSide, reader: ECSide) -> None:
-        """The one who tells takes one image for another, and calls the other's embeddings by this one's name."""
+        """The announcing worker mistakes one image for another, and names the other's embeddings by this one's identifier."""
         image, other = Image("a"), Image("b")
         (source,) = await self.sources(encoder, [other])
         seal = msgspec.structs.replace(source.seal, identifier=image.identifier)
@@ -246,7 +245,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_digest_of_something_else_is_noticed(self, encoder: ECSide, reader: ECSide) -> None:
-        """Where anybody may have put what is read, the seals of the chunks alone say what it is."""
+        """Where any worker may have written the memory, only the seals of the chunks say what it holds."""
         image = Image("a", 100)
         (source,) = await self.sources(encoder, [image])
         seal = msgspec.structs.replace(source.seal, digest=source.seal.digest ^ 1)
@@ -400,7 +399,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_time_that_is_over_ends_the_wait(self, encoder: ECSide, reader: ECSide) -> None:
-        """There is no room as long as the first request lives."""
+        """There is no room while the first request lives."""
         images = [Image("a", 10 * 64), Image("b", 9 * 64)]
         holder = reader.engine.add("holder", images[:1], await self.sources(encoder, images[:1]), has_images=False)
         await reader.engine.run(holder)

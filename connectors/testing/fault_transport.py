@@ -1,6 +1,6 @@
 """A transport around another one that goes wrong on purpose: the seam where tests and simulations inject faults.
 
-``FaultPlan`` says what happens to each read by its number, counted from 1 over the life of the transport. Everything
+``FaultPlan`` sets the fault of each read by its number, counted from 1 over the life of the transport. Everything
 else passes through unchanged.
 """
 
@@ -17,11 +17,11 @@ from core.errors import KVFerryError, PeerUnreachable, TransferError
 
 @dataclass(slots=True)
 class FaultPlan:
-    """Numbers of reads that meet each fault. May be changed while the transport runs."""
+    """Numbers of the reads that get each fault. May be changed while the transport runs."""
 
     refuse: set[int] = field(default_factory=set)  # posting raises PeerUnreachable
-    fail: set[int] = field(default_factory=set)  # ends in an error although the bytes have come
-    stall: set[int] = field(default_factory=set)  # its end is only reported once it is out of here, or its peer removed
+    fail: set[int] = field(default_factory=set)  # ends in an error although the bytes have arrived
+    stall: set[int] = field(default_factory=set)  # its end is reported only after it or its peer is removed
     corrupt: set[int] = field(default_factory=set)  # one byte of its first row is wrong
     ignore_cancel: bool = False  # a cancelled read stays open, as with NIXL
 
@@ -77,7 +77,7 @@ class FaultTransport(Transport):
         return handle
 
     def poll(self) -> list[ReadResult]:
-        """Report what has ended, as planned."""
+        """Report the ended reads, according to the plan."""
         for result in self.inner.poll():
             self._stalled[result.handle] = result
         ready = [handle for handle in self._stalled if self._numbers[handle] not in self.plan.stall]
@@ -93,7 +93,7 @@ class FaultTransport(Transport):
             self.plan.stall.discard(self._numbers[handle])
 
     def remove_peer(self, peer: PeerId) -> None:
-        """Fence: stalled reads of the peer end as well, and as badly, although their bytes have come."""
+        """Fence: stalled reads of the peer end as well, with an error, although their bytes have arrived."""
         self.inner.remove_peer(peer)
         for handle in [handle for handle in self._numbers if self._targets[handle][0] == peer]:
             self.plan.stall.discard(self._numbers[handle])
@@ -105,7 +105,7 @@ class FaultTransport(Transport):
         return self.inner.pollables()
 
     def max_wait_s(self) -> float | None:
-        """Look again soon while reads are stalled."""
+        """Poll again soon while reads are stalled."""
         inner = self.inner.max_wait_s()
         return min(0.001, 0.001 if inner is None else inner) if self._stalled else inner
 

@@ -23,14 +23,14 @@ class _Owner:
 
 
 class InprocFabric:
-    """Owners by number. An owner that died is not in it any more."""
+    """Living owners by number."""
 
     def __init__(self) -> None:
         self._owners: dict[int, _Owner] = {}
         self._last_number = 0
 
     def add_owner(self, regions: Sequence[RowRegion]) -> int:
-        """Let others read these regions; returns the number under which they are known."""
+        """Let others read these regions; return the owner's number."""
         self._last_number += 1
         self._owners[self._last_number] = _Owner(tuple(regions))
         return self._last_number
@@ -50,7 +50,7 @@ class InprocFabric:
 
 
 class InprocMetadata(msgspec.Struct, frozen=True):
-    """What an owner tells its readers."""
+    """An owner's metadata for its readers."""
 
     number: int
 
@@ -75,7 +75,7 @@ class InprocTransport(Transport):
         self._staging: RowRegion | None = None
         self._number: int | None = None
         self._peers: dict[PeerId, int] = {}
-        self._landing: dict[PeerId, tuple[RowRegion, ...]] = {}  # where their rows go
+        self._landing: dict[PeerId, tuple[RowRegion, ...]] = {}  # regions in which their rows land
         self._bytes_received: dict[PeerId, int] = {}
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
@@ -88,7 +88,7 @@ class InprocTransport(Transport):
         return self._number
 
     def unavailable_reason(self) -> str | None:
-        """Nothing is needed."""
+        """It needs nothing."""
         return None
 
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
@@ -117,7 +117,7 @@ class InprocTransport(Transport):
         self._bytes_received[peer] = 0
 
     def bytes_received(self, peer: PeerId) -> int | None:
-        """Count rows as a whole."""
+        """Count whole rows."""
         return self._bytes_received.get(peer)
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:

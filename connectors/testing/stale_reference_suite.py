@@ -1,20 +1,20 @@
-"""Five references to KV that is not what they say: none of them may change an output token. A test class to derive from.
+"""Five references to KV that does not match them: none may change an output token. A test class to derive from.
 
     class TestMine(StaleReferenceSuite):
         def make_connector(self, worker):
             return my_connector(role=worker.role, incarnation=worker.incarnation, ...)
 
 For authors of a connector, or of a transport for connector p2p (``tests/conformance/test_stale_references.py`` shows how that
-one is built over any transport). The five cases are those that made other systems answer one user with another's text:
+one is built over any transport). The five cases are those in which other systems answered one user with another's text:
 
-    1. a reference that has been used up: its owner does not hold the blocks any more
+    1. a used reference: its owner does not hold the blocks any more
     2. a reference to blocks that the owner does not have
-    3. a reference to blocks that the owner has given to another prompt meanwhile
-    4. a reference of another life of the owner
+    3. a reference to blocks that the owner has meanwhile given to another prompt
+    4. a reference of another incarnation of the owner
     5. a reference to another prompt's blocks
 
-Where a connector would refuse a reference by a lease or a list of its own, the case comes a second time with a reference that
-was forged so that only the blocks themselves can tell.
+Where a connector would refuse a reference by a lease or a list of its own, the case comes a second time with a forged
+reference, so that only the blocks themselves can reveal it.
 
 Both workers are real engines, scheduler, KV cache and connector included, around a ``HashModel``: its "KV" is a hash of the
 prefix, so a wrong block in any place shows in the tokens. Imports pytest; only tests import this module.
@@ -70,7 +70,7 @@ class SuiteWorker:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What a request has put out, where its prompt's KV lies now, and what the handoff that it came with did for it."""
+    """The output of a request, the place of its prompt's KV, and the effect of its handoff."""
 
     token_ids: list[int]
     kv_handoff: KVHandoff | None
@@ -102,14 +102,14 @@ class StaleReferenceWorker:
         self._num_requests = 0
 
     async def prefill(self, prompt: tuple[int, ...]) -> KVHandoff:
-        """Compute a prompt for a reader and return where its KV lies."""
+        """Compute a prompt for a reader and return the place of its KV."""
         answer = await self._run(prompt, SamplingParams(max_tokens=1), needs_handoff=True)
         assert answer.token_ids == expected_tokens(prompt, 1)
         assert answer.kv_handoff is not None
         return answer.kv_handoff
 
     async def decode(self, prompt: tuple[int, ...], handoff: KVHandoff) -> Answer:
-        """Go on with a prompt behind its first token."""
+        """Continue a prompt after its first token."""
         first_token = expected_tokens(prompt, 1)
         sampling = SamplingParams(max_tokens=NUM_OUTPUT_TOKENS)
         return await self._run(prompt, sampling, output_token_ids=first_token, kv_handoff=handoff)
@@ -129,7 +129,7 @@ class StaleReferenceWorker:
                     await self._wake.wait()
 
     def forget_prefixes(self) -> None:
-        """Make sure that the next prompt finds nothing here."""
+        """Make sure that the next prompt has no local hit."""
         assert self.manager.reset_prefix_cache(), "blocks are in use"
 
     async def close(self) -> None:
@@ -155,14 +155,14 @@ class StaleReferenceWorker:
 
 @dataclass(frozen=True, slots=True)
 class StaleReferenceCluster:
-    """A decode worker, a prefill worker, and a second life of the latter at another address."""
+    """A decode worker, a prefill worker, and a second incarnation of the latter at another address."""
 
     owner: StaleReferenceWorker
     next_life: StaleReferenceWorker
     reader: StaleReferenceWorker
 
     async def assert_refused(self, prompt: tuple[int, ...], handoff: KVHandoff, reasons: set[str] | None = None) -> None:
-        """Check that a request with this reference puts out the right tokens, and says that it had to compute its prompt."""
+        """Check that a request with this reference emits the right tokens, and reports that it computed its prompt."""
         answer = await self.reader.decode(prompt, handoff)
         assert answer.token_ids == expected_tokens(prompt, NUM_OUTPUT_TOKENS)[1:], "the reference has changed the output"
         assert answer.usage is not None, "nothing is said about the handoff"
@@ -173,7 +173,7 @@ class StaleReferenceCluster:
         assert self.reader.manager.usage == 0.0, "blocks are left"
 
     async def reuse(self, handoff: KVHandoff) -> None:
-        """Let go of a handoff and compute other prompts on its owner, until none of its blocks is what it was."""
+        """Release a handoff and compute other prompts on its owner, until none of its blocks has its old content."""
         await self.let_go(handoff)
         blocks = self.owner.manager.block_pool.blocks
         (group,) = handoff.groups
@@ -184,8 +184,8 @@ class StaleReferenceCluster:
             await self.let_go(other)
 
     async def let_go(self, handoff: KVHandoff) -> None:
-        """End a handoff as a reader does that needs it no more, and wait until its owner has its blocks back."""
-        await self.reader.decode(tuple(range(9000, 9016)), handoff)  # refused at sight: it is not this prompt's
+        """End a handoff as a reader does after its last use, and wait until its owner has freed the blocks."""
+        await self.reader.decode(tuple(range(9000, 9016)), handoff)  # refused at once: it is not this prompt's
         await self.reader.until(lambda: not self.reader.engine.has_requests())
         await self.owner.until(lambda: self.owner.manager.usage == 0.0)
         self.reader.forget_prefixes()
@@ -193,7 +193,7 @@ class StaleReferenceCluster:
 
 @pytest.mark.asyncio
 class StaleReferenceSuite:
-    """The five cases, and what makes them mean something: a reference that is right is used."""
+    """The five cases, and a control: a reference that is right is used."""
 
     @abstractmethod
     def make_connector(self, worker: SuiteWorker) -> Connector:
@@ -234,7 +234,7 @@ class StaleReferenceSuite:
 
     @pytest.mark.parametrize("block_id", [NUM_BLOCKS, 2 * NUM_BLOCKS - 1, 2**31 - 1, 0])
     async def test_out_of_range_reference(self, cluster: StaleReferenceCluster, block_id: int) -> None:
-        """One block is not the owner's: behind its pool, among the rows where its seals land, far away, or the null block."""
+        """One block is not the owner's: after its pool, among the landing rows of its seals, far away, or the null block."""
         handoff = await cluster.owner.prefill(PROMPT)
         ids = handoff.groups[0].block_ids
         await cluster.assert_refused(PROMPT, _with_group(handoff, block_ids=(ids[0], block_id, *ids[2:])))
@@ -254,17 +254,17 @@ class StaleReferenceSuite:
         await cluster.assert_refused(PROMPT, forged, {fallback_reason("stale")})
 
     async def test_reference_after_reuse_that_names_the_new_generations(self, cluster: StaleReferenceCluster) -> None:
-        """The answer to the previous prompt: everything fits but the prompt that the blocks hold."""
+        """The answer to the previous prompt: everything matches except the prompt of the blocks."""
         handoff = await cluster.owner.prefill(PROMPT)
         await cluster.reuse(handoff)
         good = await cluster.owner.prefill(OTHER_PROMPT)
         forged = _with_group(good, block_hashes=handoff.groups[0].block_hashes)
         await cluster.assert_refused(PROMPT, forged, {fallback_reason("stale")})
 
-    # ---- 4: another life
+    # ---- 4: another incarnation
 
     async def test_reference_of_another_incarnation(self, cluster: StaleReferenceCluster) -> None:
-        """The owner has restarted: at its address lives a process that holds another prompt in the same blocks."""
+        """The owner has restarted: a process at its address holds another prompt in the same blocks."""
         handoff = await cluster.owner.prefill(PROMPT)
         there = await cluster.next_life.prefill(OTHER_PROMPT)
         assert there.groups[0].block_ids == handoff.groups[0].block_ids
@@ -272,7 +272,7 @@ class StaleReferenceSuite:
         await cluster.assert_refused(PROMPT, moved, {fallback_reason("stale")})
 
     async def test_reference_of_another_incarnation_under_a_lease_that_is_good(self, cluster: StaleReferenceCluster) -> None:
-        """As above, but the reference claims to be of the life that is there, and names a handoff that it holds."""
+        """As above, but the reference claims the present incarnation, and names a handoff that this one holds."""
         handoff = await cluster.owner.prefill(PROMPT)
         there = await cluster.next_life.prefill(OTHER_PROMPT)
         assert there.groups[0].generations == handoff.groups[0].generations
@@ -286,7 +286,7 @@ class StaleReferenceSuite:
 
     @pytest.mark.parametrize("position", [0, 2, 3])
     async def test_reference_with_one_block_of_another_prompt(self, cluster: StaleReferenceCluster, position: int) -> None:
-        """The first blocks are right; what is verified of them may be kept, what follows the wrong one may not."""
+        """The first blocks are right; those that are verified may be kept, blocks after the wrong one may not."""
         mine, other = await cluster.owner.prefill(PROMPT), await cluster.owner.prefill(OTHER_PROMPT)
         ids, generations = list(mine.groups[0].block_ids), list(mine.groups[0].generations)
         ids[position] = other.groups[0].block_ids[position]

@@ -1,4 +1,4 @@
-"""Steps of an engine in an event loop, which sleeps between them as a real one does."""
+"""Steps of an engine in an event loop, with sleeps between them as in a real one."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ async def step_until(
 
 
 def call_if_open(loop: asyncio.AbstractEventLoop, callback: Callable[[], None]) -> None:
-    """Call back in the event loop, from any thread; not at all once the loop is closed."""
+    """Call back in the event loop, from any thread; do nothing once the loop is closed."""
     if not loop.is_closed():
         loop.call_soon_threadsafe(callback)

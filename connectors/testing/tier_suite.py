@@ -30,7 +30,7 @@ _GARBAGE = 0x5C
 
 
 class TierWorker:
-    """A connector beside an engine without a model. Its free blocks are in random order, its memory has a known content."""
+    """A connector and an engine without a model. Its free blocks are in random order, its memory has a known content."""
 
     def __init__(self, name: str, connector: Connector) -> None:
         self.connector = connector
@@ -43,7 +43,7 @@ class TierWorker:
         pool.free_blocks(blocks)
 
     async def answer(self, request: Request) -> int:
-        """Ask until the connector can tell; return how many tokens it offers behind the local hits."""
+        """Ask until the connector has an answer; return how many tokens it offers after the local hits."""
         _, num_hits = self.engine.manager.get_computed_blocks(request)
         scheduler, found = self.connector.scheduler, [0]
 
@@ -57,14 +57,14 @@ class TierWorker:
         return found[0]
 
     async def start(self, request_id: str, prompt: list[int], cache_salt: str = "") -> Request:
-        """Add and admit a request; its load, if the tier has something, has begun then."""
+        """Add and admit a request; if the tier has a hit, its load has begun."""
         request = self.engine.add(request_id, prompt, cache_salt=cache_salt)
         await self.answer(request)
         self.engine.admit(request)
         return request
 
     async def run(self, request_id: str, prompt: list[int], cache_salt: str = "") -> Request:
-        """Load what the tier has of a prompt, and compute the rest."""
+        """Load the tier's part of a prompt, and compute the rest."""
         request = await self.start(request_id, prompt, cache_salt)
         if request_id in self.engine.loads:
             await self.ended(request_id)
@@ -83,17 +83,17 @@ class TierWorker:
         await self.saved()
 
     async def saved(self) -> None:
-        """Wait until nothing is being saved."""
+        """Wait until no save is open."""
         scheduler = self.connector.scheduler
         await self.engine.until(lambda: not (scheduler.has_pending_push_work() or self.connector.num_saving_blocks()))
 
     def forget(self) -> None:
-        """Lose everything that the pool holds."""
+        """Forget all blocks of the pool."""
         assert self.engine.manager.reset_prefix_cache(), f"{self.engine.num_used_blocks} blocks are in use"
         self.engine.pool.rows[:] = UNTOUCHED
 
     def num_loaded(self, request_id: str) -> int:
-        """Return how many blocks the load of a request has brought."""
+        """Return how many blocks the request's load has filled."""
         outcome = self.engine.loads.get(request_id)
         return 0 if outcome is None else len(outcome.loaded) - len(outcome.bad)
 
@@ -111,7 +111,7 @@ class TierWorker:
 
 @pytest.mark.asyncio
 class TierConformance:
-    """The tests. ``is_shared`` is True where a second worker finds what the first has saved."""
+    """The tests. ``is_shared`` is True where a second worker finds the first one's saves."""
 
     is_shared: ClassVar[bool] = False
 
@@ -120,7 +120,7 @@ class TierConformance:
         """Return a new connector that is not started, for the worker ``name``; its arena holds at least 64 blocks."""
 
     def damage(self, connector: Connector, num_blocks: int) -> None:
-        """Change a byte in each of the first blocks of what the tier holds, in the order in which they were stored."""
+        """Change a byte in each of the tier's first blocks, in the order in which they were stored."""
         pytest.skip("the tier's bytes cannot be reached")
 
     async def lose_store(self, connector: Connector) -> None:
@@ -208,7 +208,7 @@ class TierConformance:
         assert other.num_loaded("b") >= 1
         saver.engine.finish(running)
 
-    # ---- who gets what -----------------------------------------------------------------------------------------------
+    # ---- which request gets which blocks -----------------------------------------------------------------------------
 
     async def test_another_salt_finds_nothing(self, saver: TierWorker, other: TierWorker) -> None:
         loader = await self.loader_after(saver, other, PROMPT)
@@ -291,7 +291,7 @@ class TierConformance:
         loader.engine.abort(again)
 
     async def test_blocks_are_kept_until_they_are_copied(self, saver: TierWorker, other: TierWorker) -> None:
-        """Others take every block that is free once the request has ended, and write it at once."""
+        """Other requests take every block that is free after the request has ended, and write it at once."""
         request = await saver.run("a", PROMPT)
         saver.engine.finish(request)
         pool = saver.engine.manager.block_pool
@@ -361,7 +361,7 @@ class TierConformance:
         loader.engine.compute_rest(request)
         assert loader.engine.has_content(request)
 
-    # ---- life --------------------------------------------------------------------------------------------------------
+    # ---- start and stop ----------------------------------------------------------------------------------------------
 
     async def test_empty_steps_say_nothing(self, saver: TierWorker) -> None:
         for _ in range(10):

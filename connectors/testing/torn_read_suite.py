@@ -1,10 +1,10 @@
-"""The base of the verified handoff: a seal that is read after its row, and is as it was before, proves the row.
+"""The basis of the verified handoff: a seal that is read after its row, and has not changed, proves the row.
 
     class TestTcpOverRewrittenRows(RewrittenRowsSuite):
         factory = f"{__file__}:make_tcp"          # a function without arguments that returns a transport
 
-An owner in a process of its own writes its rows anew all the time, as the rules demand: the seal is broken, the row written,
-the seal made with the next generation. A transport with ``reads_in_order`` reads rows and seals at once; with any other
+An owner in a process of its own rewrites its rows all the time, by the rules: it breaks the seal, writes the row, and
+makes the seal with the next generation. A transport with ``reads_in_order`` reads rows and seals at once; with any other
 the seals wait for the end of the rows. Imports pytest; only tests import this module.
 """
 
@@ -30,13 +30,13 @@ DEADLINE_S = 120.0
 
 
 class RewrittenRowsSuite:
-    """The test. ``factory`` names how to make a transport, for this process and for the owner's."""
+    """The test. ``factory`` names the function that makes a transport, for this process and for the owner's."""
 
     factory: ClassVar[str]
 
     @pytest.fixture
     def connected(self) -> Iterator[Reader]:
-        """Return a reader that knows a restless owner."""
+        """Return a reader that is connected to a restless owner."""
         owner = ProcessOwner(self.factory, NUM_ROWS, ROW_BYTES, salt=1, is_restless=True)
         reader = Reader(load_factory(self.factory)(), NUM_ROWS, ROW_BYTES)
         reader.transport.add_peer(PEER, owner.metadata)

@@ -29,7 +29,7 @@ from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegi
 from core.kv.seals import BROKEN, SEAL_BYTES
 
 START_TIMEOUT_S = 60.0
-IDLE_CHECK_MS = 200  # how often a served process looks whether its transport wants to be polled
+IDLE_CHECK_MS = 200  # how often a served process checks whether its transport needs polling
 NUM_CONTENTS = 251  # a row of a restless owner is filled with its generation modulo this
 REST_S = 0.01  # of a restless owner, between one row and the next
 
@@ -76,7 +76,7 @@ class HostRegions:
 
 
 def row_content(salt: int, row: int, row_bytes: int, region: int = POOL_REGION) -> npt.NDArray[np.uint8]:
-    """Return what an owner filled with ``salt`` holds in a row."""
+    """Return the content of a row of an owner with this ``salt``."""
     return np.random.default_rng((salt, row, region)).integers(0, 256, row_bytes, np.uint8)
 
 
@@ -86,9 +86,9 @@ def generations_of(seals: HostRows) -> npt.NDArray[np.uint64]:
 
 
 class ProcessOwner:
-    """An owner in a child process. ``environment`` is what the child sees, the parent's own if None.
+    """An owner in a child process. ``environment`` is the child's, None = the parent's own.
 
-    A restless one writes its rows anew all the time: see ``rewrite``.
+    A restless owner rewrites its rows all the time: see ``rewrite``.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class ProcessOwner:
         os.kill(self._process.pid, signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on."""
+        """Let the process continue."""
         os.kill(self._process.pid, signal.SIGCONT)
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ class ProcessOwner:
 
 
 def _read_line(stream: IO[bytes]) -> str:
-    """Read the line of metadata, skipping what a library may print. Empty if the process ended or took too long."""
+    """Read the line of metadata, skipping the output of libraries. Empty if the process ended or took too long."""
     poller = zmq.Poller()
     poller.register(stream.fileno(), zmq.POLLIN)
     while poller.poll(int(1000 * START_TIMEOUT_S)):
@@ -186,7 +186,7 @@ def serve(transport: Transport) -> None:
 
 
 def rewrite(memory: HostRegions) -> None:
-    """Give a row at random other content, as an owner does: break its seal, write, seal; and another one. Never returns."""
+    """Rewrite random rows as an owner does: break the seal, write, seal. Never returns."""
     generations, dice = generations_of(memory.seals), random.Random(0)
     for generation in itertools.count(1):
         row = dice.randrange(len(memory.pool.rows))

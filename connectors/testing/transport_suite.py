@@ -33,7 +33,7 @@ PEER = PeerId("tcp://127.0.0.1:1", 1)
 
 
 class Owner(Protocol):
-    """Who owns the rows that the transport under test reads."""
+    """The owner of the rows that the transport under test reads."""
 
     metadata: bytes
 
@@ -41,17 +41,17 @@ class Owner(Protocol):
         """Die without warning."""
 
     def freeze(self) -> None:
-        """Stop answering, with everything still there."""
+        """Stop answering, with all memory still mapped."""
 
     def thaw(self) -> None:
-        """Go on."""
+        """Continue."""
 
     def close(self) -> None:
-        """Leave nothing behind."""
+        """Clean up everything."""
 
 
 class Reader:
-    """A transport under test with rows of its own, and what its polls reported. Methods mean region 0 by default."""
+    """A transport under test with rows of its own, and the results of its polls. Methods use region 0 by default."""
 
     def __init__(self, transport: Transport, num_rows: int = NUM_ROWS, row_bytes: int = ROW_BYTES) -> None:
         self.transport = transport
@@ -94,14 +94,14 @@ class Reader:
         return self.wait(handle)[0]
 
     def assert_rows(self, salt: int, remote_rows: Sequence[int], local_rows: Sequence[int], region: int = POOL_REGION) -> None:
-        """Check that the local rows hold what the owner holds."""
+        """Check that the local rows have the owner's content."""
         rows = self._rows_of(region)
         for remote, local in zip(remote_rows, local_rows, strict=True):
             content = row_content(salt, remote, rows.shape[1], region)
             assert np.array_equal(rows[local], content), f"row {local} is not the owner's row {remote}"
 
     def assert_untouched(self, rows: Sequence[int], region: int = POOL_REGION) -> None:
-        """Check that nothing was ever written there."""
+        """Check that these rows were never written."""
         for row in rows:
             assert (self._rows_of(region)[row] == UNTOUCHED).all(), f"row {row} was written"
 
@@ -116,7 +116,7 @@ class Reader:
 
 
 class TransportSuite:
-    """The tests. ``factory`` names how to make a transport, for this process and for the owners'."""
+    """The tests. ``factory`` names the function that makes a transport, for this process and for the owners'."""
 
     factory: ClassVar[str]
 
@@ -140,14 +140,14 @@ class TransportSuite:
     @pytest.fixture(scope="class")
     @classmethod
     def owner(cls) -> Iterator[Owner]:
-        """Return an owner with salt 1, shared by the tests that do it no harm."""
+        """Return an owner with salt 1, shared by the tests that leave it unharmed."""
         owner = cls.start_owner(1)
         yield owner
         owner.close()
 
     @pytest.fixture
     def connected(self, reader: Reader, owner: Owner) -> Reader:
-        """Return a reader that knows the shared owner."""
+        """Return a reader that is connected to the shared owner."""
         reader.transport.add_peer(PEER, owner.metadata)
         return reader
 
@@ -160,7 +160,7 @@ class TransportSuite:
 
     @pytest.fixture
     def facing(self, reader: Reader, mortal: Owner) -> Reader:
-        """Return a reader that knows the mortal owner."""
+        """Return a reader that is connected to the mortal owner."""
         reader.transport.add_peer(PEER, mortal.metadata)
         return reader
 
@@ -383,7 +383,7 @@ class TransportSuite:
         assert connected.read([2], [2]) is None
         connected.assert_rows(1, [2], [2])
 
-    # ---- death, frost, restart ---------------------------------------------------------------------------------------
+    # ---- death, freeze, restart --------------------------------------------------------------------------------------
 
     def test_an_owner_that_died_before_contact_is_unreachable(self, reader: Reader, mortal: Owner) -> None:
         mortal.kill()
@@ -447,7 +447,7 @@ class TransportSuite:
         before = facing.memory.rows.copy()
         mortal.thaw()
         facing.wait(handle)
-        # The owner has answered something asked later, so what was asked earlier would have come.
+        # The owner has answered a later request, so the answer to the earlier one would have arrived.
         facing.transport.add_peer(PeerId("again", 1), mortal.metadata)
         assert facing.read([0], [0], PeerId("again", 1)) is None
         facing.poll(0.05)
@@ -455,7 +455,7 @@ class TransportSuite:
 
     @pytest.mark.parametrize("end", ["cancel", "death"])
     def test_no_byte_arrives_for_a_read_that_has_ended(self, facing: Reader, mortal: Owner, end: str) -> None:
-        """However it ended: its rows belong to others by then."""
+        """After any kind of end its rows may belong to others."""
         assert facing.read([0], [0]) is None
         mortal.freeze()
         handles = {facing.transport.post_read(PEER, 0, [row], [row]): row for row in range(1, NUM_ROWS)}

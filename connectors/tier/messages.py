@@ -12,7 +12,7 @@ from connectors.reports import LoadEnded
 from core.request import KVConnectorMetadata, KVConnectorWorkerMetadata
 from kvstore.key import StoreKey
 
-# ---- scheduler side → mover ------------------------------------------------------------------------------------------
+# ---- scheduler side → transfer thread --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class TierConnectorMetadata(KVConnectorMetadata):
         return not (self.loads or self.aborts or self.saves)
 
 
-# ---- mover → engine --------------------------------------------------------------------------------------------------
+# ---- transfer thread → engine ----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

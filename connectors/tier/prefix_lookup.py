@@ -20,8 +20,8 @@ from kvstore.key import StoreKey
 class PrefixLookup:
     """Keys and hits over the groups of a KV cache.
 
-    ``specs`` are those of the groups, in their order; ``layout`` is what ``kvstore.key.layout_key`` says of the pool. Hits end
-    at multiples of ``sizes.scheduler_block_size``.
+    ``specs`` are those of the groups, in their order; ``layout`` is the result of ``kvstore.key.layout_key`` for the pool. Hits
+    end at multiples of ``sizes.scheduler_block_size``.
     Raises: ValueError for block sizes that do not fit together.
     """
 
@@ -74,7 +74,7 @@ class PrefixLookup:
     def find_hit(self, hits: Sequence[bool], start: int, end: int) -> int:
         """Return the length of the longest prefix: the first ``start`` tokens are in the pool, the rest is in the tier.
 
-        ``hits`` says for each of ``keys_between(start, end)`` whether the tier has the block.
+        ``hits`` has, for each of ``keys_between(start, end)``, whether the tier has the block.
         """
         tables = list(self._split(hits, start, end))
         length = end

@@ -26,9 +26,9 @@ from kvstore.base import BlockStore, LookupTicket
 from kvstore.key import StoreKey, layout_key
 from kvstore.messages import MAX_KEYS
 
-LAZY_STEPS = 4  # so many steps' worth of blocks before they are reused, they are saved
+LAZY_STEPS = 4  # blocks are saved so many steps before they would be reused
 ANSWER_LASTS_S = 1.0  # after that the question is repeated: the tier may have changed
-MAX_PINNED_SHARE = 0.25  # of the pool, by copies that are not done
+MAX_PINNED_SHARE = 0.25  # of the pool, for copies in progress
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         self._loading: dict[str, TierLoad] = {}
         self._loading_keys: Counter[StoreKey] = Counter()
         self._are_saves_slow = False
-        self._in_step: Mapping[str, int] = {}  # what the last step has computed
+        self._in_step: Mapping[str, int] = {}  # tokens computed in the last step
         self._next = TierConnectorMetadata()
 
     @property
@@ -139,7 +139,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Return the tier's tokens after the local hits; None until it answers, or while another request loads them."""
         coordinator = self._bound
-        end = coordinator.floor(request.num_tokens - 1)  # the last token is computed here, also if the tier has it
+        end = coordinator.floor(request.num_tokens - 1)  # the last token is computed here in any case
         end = min(end, num_computed_tokens + coordinator.max_tokens_of(MAX_KEYS))
         if end <= num_computed_tokens or request.skip_reading_prefix_cache or request.has_failed_load:
             self._questions.pop(request.request_id, None)
@@ -175,12 +175,12 @@ class TierConnectorScheduler(KVConnectorScheduler):
         self._next.loads.append(job)
         known = self._requests.get(request.request_id)
         if known is not None:
-            known.num_offered = max(known.num_offered, end)  # what comes from the tier need not go there
+            known.num_offered = max(known.num_offered, end)  # blocks loaded from the tier need not be saved there
 
     def _ask(self, request: Request, start: int, end: int) -> _Question:
         keys = self._bound.keys_between(request.block_hashes, start, end)
         self._open_lookups = {name: ticket for name, ticket in self._open_lookups.items() if not ticket.is_done}
-        name = (keys[0], keys[-1])  # the chain: these two say what lies between
+        name = (keys[0], keys[-1])  # the first and last key identify the chain
         ticket = self._open_lookups.get(name)
         if ticket is None:
             ticket = self._store().lookup(keys)
@@ -228,7 +228,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
             if job is not None:
                 self._loading_keys -= Counter(job.keys)
             if request_id in self._requests and request_id in output.failed_recving | output.load_errors:
-                self._requests[request_id].num_offered = 0  # what the tier lacked, or had wrong, goes there again
+                self._requests[request_id].num_offered = 0  # missing or corrupt blocks are saved again
         if output.worker_meta is not None:
             assert isinstance(output.worker_meta, TierConnectorWorkerMetadata)
             self._bound_planner.end(output.worker_meta.saved_block_ids)
