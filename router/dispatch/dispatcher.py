@@ -278,7 +278,7 @@ class Dispatcher:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)
             else:
-                actions += self._move_if_unresponsive(request, now)
+                actions += self._move_if_unresponsive(request, now) or self._move_if_leased_out(request, now)
         return [*actions, *self._handoffs.renewals(self._requests.values(), now), *self.place_waiting(now)]
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
@@ -411,6 +411,15 @@ class Dispatcher:
         worker = self._membership.get(request.current)
         why = worker.why_unresponsive if worker is not None else ""
         if not why or not self._placement.can_move(request, now):
+            return []
+        return self._retry(request, ErrorInfo.of(WorkerStalled(why)), now, is_gone=False, is_free=True)
+
+    def _move_if_leased_out(self, request: RequestState, now: float) -> list[DispatchAction]:
+        """Move a prompt, once, away from a prefill worker whose blocks readers keep, if another worker has room for it."""
+        worker = self._membership.get(request.current) if request.phase is RequestPhase.PREFILL else None
+        if worker is None or not (why := worker.why_full(now)) or WorkerStalled.code in request.free_retries:
+            return []
+        if not self._placement.can_begin_elsewhere(request, worker.key, now):
             return []
         return self._retry(request, ErrorInfo.of(WorkerStalled(why)), now, is_gone=False, is_free=True)
 

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from core.errors import EngineDead, NoWorker, Overloaded
-from core.wire.messages import ErrorInfo, Register, RegisterEncoder, Role
+from core.wire.messages import ErrorInfo, Heartbeat, Register, RegisterEncoder, Role
 from router.dispatch.progress import Standing, WorkerProgress
 
+_MAX_WAIT_FOR_READERS_S = 2.0
 _CLOSED = frozenset({NoWorker.code, EngineDead.code})  # it drains or has died, however much room it has
 
 
@@ -31,7 +32,8 @@ class Member(ABC):
     ``num_inflight`` counts choices or images of this router's own requests. ``is_refusing`` is set by a refusal for lack of
     room, and ``closed_because`` by a failure that says why the process takes no requests; the next heartbeat clears both.
     ``cut_peer`` is a connection that was found lost after a pause of the router itself: the process may be alive, and may
-    return on another connection.
+    return on another connection. ``awaits_readers_since`` is the router time of the first of its latest heartbeats that all
+    reported waiting requests, leased blocks and no running request; None if the last one did not.
     """
 
     key: WorkerKey
@@ -49,6 +51,29 @@ class Member(ABC):
     last_picked: int = 0
     progress: WorkerProgress = field(default_factory=WorkerProgress)
     cut_peer: bytes | None = None
+    awaits_readers_since: float | None = None
+
+    def note_load(self, heartbeat: Heartbeat, now: float) -> None:
+        """Record how loaded it is at router time ``now``, in seconds, by its heartbeat."""
+        self.num_running = heartbeat.num_running
+        self.num_waiting = heartbeat.num_waiting
+        self.kv_cache_usage = heartbeat.kv_cache_usage
+        self.num_leased_blocks = heartbeat.num_leased_blocks
+        self.is_draining = heartbeat.is_draining
+        self.is_refusing = False
+        self.closed_because = ""
+        self.progress.on_heartbeat(heartbeat, now)
+        if not heartbeat.num_waiting or not heartbeat.num_leased_blocks or heartbeat.num_running:
+            self.awaits_readers_since = None
+        elif self.awaits_readers_since is None:
+            self.awaits_readers_since = now
+
+    def why_full(self, now: float) -> str:
+        """Return why its waiting requests should go elsewhere: readers have kept its blocks for too long. Empty if not."""
+        since = self.awaits_readers_since
+        if since is None or now - since <= _MAX_WAIT_FOR_READERS_S:
+            return ""
+        return f"worker {self.key.engine_id} has waited {now - since:.1f} s for readers to release blocks"
 
     @property
     @abstractmethod

@@ -168,14 +168,7 @@ class Membership:
                 return [_refuse_duplicate(peer, key)]
             return [_refuse(peer, NOT_REGISTERED, f"{key.engine_id} is not registered here: register first", retryable=True)]
         actions = self._heard_from(worker, peer, now)
-        worker.num_running = heartbeat.num_running
-        worker.num_waiting = heartbeat.num_waiting
-        worker.kv_cache_usage = heartbeat.kv_cache_usage
-        worker.num_leased_blocks = heartbeat.num_leased_blocks
-        worker.is_draining = heartbeat.is_draining
-        worker.is_refusing = False
-        worker.closed_because = ""
-        worker.progress.on_heartbeat(heartbeat, now)
+        worker.note_load(heartbeat, now)
         return [*actions, ReplyToPeer(peer, self.welcome)]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[MembershipAction]:

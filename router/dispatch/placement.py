@@ -5,9 +5,11 @@ Derives a request's ``Demand``; ``router.dispatch.policy`` chooses workers by it
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from core.errors import NoWorker, Overloaded, RequestError
 from router.dispatch.inflight import InflightCounts
-from router.dispatch.members import GenerationWorker
+from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor
@@ -58,6 +60,16 @@ class Placement:
         except RequestError:
             return False
         return True
+
+    def can_begin_elsewhere(self, request: RequestState, full: WorkerKey, now: float) -> bool:
+        """Return True if a worker other than ``full`` that has not had the request has room for its prompt beside leases."""
+        demand = self._demand(request, now)
+        demand = replace(demand, avoid=demand.avoid | {full})
+        try:
+            first = choose_route(self._membership.workers, demand).workers[0]
+        except RequestError:
+            return False
+        return first.key not in demand.avoid and first.has_unleased_blocks(demand.num_prompt_tokens)
 
     def may_resume(self, request: RequestState) -> bool:
         """Return True if a member could continue the request after it recovers from its stall or lost connection."""

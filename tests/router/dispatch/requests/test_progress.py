@@ -55,6 +55,41 @@ def test_a_prompt_leaves_a_prefill_worker_without_progress(make_bench):
     assert bench.generated("p1").request_id == "r1.2"
 
 
+def wait_for_readers(bench, *names: str, seconds: int = 4) -> None:
+    """Let these workers report requests that wait while readers hold all their blocks; the others are idle."""
+    full = {"num_waiting": 1, "num_leased_blocks": 10}
+    for _ in range(seconds):
+        bench.now += 1.0
+        for member in list(bench.core.membership.members):
+            bench.heartbeat(member.key.engine_id, **(full if member.key.engine_id in names else {}))
+        bench.do(bench.core.on_timer(bench.now))
+
+
+def test_a_prompt_leaves_a_prefill_worker_whose_blocks_readers_keep(make_bench):
+    bench = make_bench("p0", "d0", "p1", max_retries=0)
+    bench.submit()
+    wait_for_readers(bench, "p0", seconds=2)
+    assert not bench.retries, "readers may release blocks soon"
+    wait_for_readers(bench, "p0", seconds=2)
+    assert bench.to("p0", Abort)[-1].request_ids == ("r1",)
+    assert bench.generated("p1").request_id == "r1.2"
+    wait_for_readers(bench, "p1")
+    assert len(bench.retries) == 1, "it moves once"
+
+
+def test_a_prompt_stays_if_readers_keep_the_blocks_of_every_prefill_worker(make_bench):
+    bench = make_bench("p0", "d0", "p1", max_retries=0)
+    bench.submit()
+    wait_for_readers(bench, "p0", "p1", seconds=20)
+    assert not bench.retries
+
+
+def test_a_request_that_is_decoded_stays_while_readers_keep_blocks(make_bench):
+    bench = decoding(make_bench, "p0", "d0", "p1", "d1", max_retries=0)
+    wait_for_readers(bench, "p0", "d0", seconds=20)
+    assert not bench.retries
+
+
 @pytest.mark.parametrize(
     ("seconds", "told"),
     [
