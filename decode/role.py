@@ -29,7 +29,7 @@ from core.worker.role import (
 class _Choice:
     """One live choice. ``position`` is the output index of its next token; ``usage`` is sent with the last ``Tokens``.
 
-    ``transfer_usage`` is None if the request began here, until a tier was read: there is no handoff to account for.
+    ``transfer_usage`` is None if the request began here and no tier was read: then there is no transfer to account for.
     """
 
     position: int
@@ -58,7 +58,7 @@ class DecodeHandler(RoleHandler):
         if message.kv_handoff is not None and not message.choices:
             raise InvalidRequest("kv_handoff without choices: a handoff comes with the first tokens", param="choices")
         starts = message.choices or tuple(ChoiceStart(index=index, output_token_ids=()) for index in range(message.n))
-        cost = TransferUsage() if message.choices else None  # until more is known of it
+        cost = TransferUsage() if message.choices else None  # until the engine reports it
         choices = {start.index: _Choice(position=len(start.output_token_ids), transfer_usage=cost) for start in starts}
         if len(choices) < len(starts):
             raise InvalidRequest("a choice is named twice", param="choices")
@@ -75,7 +75,7 @@ class DecodeHandler(RoleHandler):
         return requests[:1]
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:
-        """Pass new tokens on; a choice that failed takes its request along."""
+        """Pass new tokens on; a failed choice fails its request."""
         result = RoleOutput()
         for output in outputs:
             request_id, index = split_choice_id(output.request_id)
@@ -109,7 +109,7 @@ class DecodeHandler(RoleHandler):
         return result
 
     def _start_followers(self, request_id: str) -> list[NewRequest]:
-        """Return the live choices that have waited for the first one's prompt, once."""
+        """Return the live choices that waited for the first one's prompt, once."""
         choices = self._live[request_id]
         return [new for new in self._followers.pop(request_id, ()) if new.choice_index in choices]
 
@@ -148,7 +148,7 @@ class DecodeHandler(RoleHandler):
             del choices[index]
 
     def _learn_usage(self, choice: _Choice, output: EngineCoreOutput) -> None:
-        """Keep what the first outputs say about the prompt, to repeat it with the last ones."""
+        """Keep the first outputs' report about the prompt, to send it with the last tokens."""
         choice.prefill_stats = output.prefill_stats or choice.prefill_stats
         choice.transfer_usage = output.transfer_usage or choice.transfer_usage
         if output.first_token_times is not None and choice.transfer_usage is not None:
@@ -159,6 +159,6 @@ class DecodeHandler(RoleHandler):
 
 
 def _with_times(cost: TransferUsage, times: FirstTokenTimes) -> TransferUsage:
-    """Add what the connector does not measure: what of the wait was no transfer, and the computation."""
+    """Add the times that the connector does not measure: the part of the wait that was no transfer, and the computation."""
     queue_ms = max(0.0, times.wait_s * 1e3 - cost.transfer_ms - cost.verify_ms)
     return msgspec.structs.replace(cost, queue_ms=queue_ms, first_step_ms=times.compute_s * 1e3)

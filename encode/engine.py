@@ -5,7 +5,7 @@ embeddings are not computed again. There is no KV cache and no scheduler; the EC
 sources. ``core.model.image_encoder`` computes embeddings, ``core.engine.media.image_decode_thread`` delivers the pixels.
 Runs on the worker's engine thread, like ``core.engine.core``.
 
-    queued ──► known to the connector ─────────────────────────────────────────────────────────► answered
+        queued ──► known to the connector ─────────────────────────────────────────────────────────► answered
        └─────► decoded, in the order of the queue ──► computed, handed to the connector: being saved ──┘
 """
 
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 
 class Encoder(ImageReader, Protocol):
-    """What computes embeddings (``core.model.image_encoder.ImageEncoder``)."""
+    """Computes embeddings (``core.model.image_encoder.ImageEncoder``)."""
 
     @property
     def layout(self) -> EmbeddingsLayout:
-        """The form of the rows."""
+        """The shape and type of the rows."""
         ...
 
     def embed(self, tiles: Pixels) -> Tensor:
@@ -55,7 +55,7 @@ class PixelSource(Protocol):
         ...
 
     def claim(self, identifier: bytes) -> None:
-        """Learn that a ready image is embedded in this step."""
+        """Mark a ready image as embedded in this step."""
 
     def end_step(self) -> bool:
         """Start decoding the requested images. Claimed images keep their room until they are taken.
@@ -65,7 +65,7 @@ class PixelSource(Protocol):
         ...
 
     def take(self, identifier: bytes, content: bytes) -> Pixels:
-        """Return the pixels of an image, whose room is free with that. Raises: InvalidRequest if the file is bad."""
+        """Return the pixels of an image and release their room. Raises: InvalidRequest if the file is bad."""
         ...
 
     def forget(self, user: str, features: Iterable[MMFeature]) -> None:
@@ -90,7 +90,7 @@ class _Image:
 
     @property
     def identifier(self) -> bytes:
-        """By which the connector knows its embeddings."""
+        """The connector's name of its embeddings."""
         return self.feature.identifier
 
 
@@ -133,12 +133,12 @@ class EncodeEngine:
 
     @property
     def step_size(self) -> StepSize:
-        """Number of images of the current step, once it is decided. Any thread."""
+        """Number of images of the current step, once it is chosen. Any thread."""
         return self._step_size
 
     @property
     def stats(self) -> EngineStats:
-        """The reading after the last step; running are images that are being saved."""
+        """The counts after the last step; images that are being saved count as running."""
         return self._stats
 
     def add_request(self, new: NewRequest) -> None:
@@ -146,7 +146,7 @@ class EncodeEngine:
 
         Raises:
             EncoderInputMissing: the file did not come with it.
-            InvalidRequest: the file is not the one that is named.
+            InvalidRequest: the file is not the named one.
         """
         (feature,) = new.mm_features
         content = new.media[feature.media_index] if feature.media_index < len(new.media) else b""
@@ -162,7 +162,7 @@ class EncodeEngine:
         image.waiting[new.request_id] = self._clock.now()
         self._requests[new.request_id] = feature.identifier
         self._num_arrived += 1
-        if image.started_at is None:  # again, as it may be more urgent now
+        if image.started_at is None:  # again, as the new request may be more urgent
             priority = new.priority if self._by_priority else 0
             self._queue.append((priority, self._num_arrived, feature.identifier))
         self._must_step = True
@@ -205,7 +205,7 @@ class EncodeEngine:
         self._must_step = True
 
     def has_work(self) -> bool:
-        """True if something has come since the last step, or that has left images which are decoded."""
+        """True if anything has arrived since the last step, or if that left decoded images."""
         return self._must_step
 
     def shutdown(self) -> None:
@@ -241,7 +241,7 @@ class EncodeEngine:
         return batch
 
     def _take_queue(self) -> Iterator[tuple[_Image, _Entry]]:
-        """Empty the queue: each image that is still wanted and was not begun, once, with its most urgent entry."""
+        """Empty the queue: return each image that is still wanted and not begun once, with its most urgent entry."""
         queue, self._queue = sorted(self._queue), []
         seen: set[bytes] = set()
         for entry in queue:
@@ -253,7 +253,7 @@ class EncodeEngine:
     # ---- one image ---------------------------------------------------------------------------------------------------
 
     def _compute(self, image: _Image) -> KVFerryError | None:
-        """Embed an image and hand it to the connector; return what is wrong with it, if anything is."""
+        """Embed an image and pass it to the connector; return the error of the image, if there is one."""
         image.started_at = self._clock.now()
         try:
             embeddings = self._encoder.embed(self._image_decode_thread.take(image.identifier, image.content))
@@ -266,7 +266,7 @@ class EncodeEngine:
         return None
 
     def _take_report(self) -> list[EngineCoreOutput]:
-        """Answer for what has been saved since the last step, or could not be."""
+        """Answer requests for images whose save has ended since the last step, successfully or not."""
         outputs: list[EngineCoreOutput] = []
         report = self._connector.get_finished(set())
         for identifier, source in report.finished_saving.items():

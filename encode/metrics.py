@@ -1,6 +1,6 @@
-"""What an encode worker counts of images, beside what every worker counts.
+"""Metrics of an encode worker about images, in addition to those of every worker.
 
-Owns names and labels. Counted by ``encode.engine`` on its thread, read when ``/metrics`` is asked.
+Owns names and labels. Counted on the engine thread, read at each scrape.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class EncodeMetrics:
             self._images.labels(outcome)
 
     def count(self, outcome: str) -> None:
-        """Count an image that a request was answered for, or one that was computed."""
+        """Count an image for which a request was answered."""
         self._images.labels(outcome).inc()
 
     def count_computed(self, num_embeds: int, seconds: float) -> None:

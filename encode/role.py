@@ -1,4 +1,4 @@
-"""What the encode role does with requests: one engine request per image, one answer when all of them can be read.
+"""The encode role's handling of requests: one engine request per image, one answer when all images can be read.
 
 Owns the bookkeeping between ``EncodeRequest`` and ``EncodeDone``. Pure, like all handlers.
 """
@@ -18,14 +18,14 @@ from core.worker.role import RoleHandler, RoleOutput, choice_id, deadline_of, ou
 
 @dataclass(slots=True)
 class _Encode:
-    """One request on its way; its images have the numbers of its distinct features."""
+    """One request in progress; its images have the numbers of its distinct features."""
 
     message: EncodeRequest
     media_indices: list[int]
     images: dict[int, EncodedImage] = field(default_factory=dict)
 
     def sources(self) -> list[ECSource]:
-        """Return where the images that are there can be read."""
+        """Return where the finished images can be read."""
         return [image.source for image in self.images.values()]
 
     def open_ids(self) -> list[str]:
@@ -49,7 +49,7 @@ class EncodeHandler(RoleHandler):
         raise InvalidRequest("an encode worker embeds images and computes no prompts")
 
     def on_encode(self, message: EncodeRequest, now: float) -> list[NewRequest]:
-        """Ask for each distinct image once.
+        """Request each distinct image once.
 
         Raises:
             InvalidRequest: the request names no image.
@@ -74,7 +74,7 @@ class EncodeHandler(RoleHandler):
         ]
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:
-        """Collect images; answer when all are there, or one cannot be."""
+        """Collect images; answer when all are finished, or one has failed."""
         result = RoleOutput()
         for output in outputs:
             request_id, number = split_choice_id(output.request_id)

@@ -14,7 +14,7 @@ __version__ = VERSION
 
 
 def __getattr__(name: str) -> object:
-    """Import ``LocalCluster`` on first use: a worker process imports this package too and has no need of it."""
+    """Import ``LocalCluster`` on first use, because worker processes import this package too and do not need it."""
     if name == "LocalCluster":
         from kvferry.local import LocalCluster
 

@@ -1,7 +1,7 @@
-"""The child's side of being started by ``kvferry.processes``: die with the parent, tell it the bound addresses, or what failed.
+"""The child's side of ``kvferry.processes``: die with the parent, and report the bound addresses or the failure.
 
-Owns what must work however the parent ends: no orphan is left, and no port is guessed. For the commands of
-``kvferry.cli`` before anything else happens.
+Owns what must work however the parent ends: no orphan is left, and no port is guessed. The commands of ``kvferry.cli`` run it
+first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from core.errors import ConfigError
 
-FAILURE = "failure"  # the key of a line that says why the process ends; all other lines are addresses
+FAILURE = "failure"  # the key of a line with the reason of the end; all other lines are addresses
 _MAX_REASON_CHARACTERS = 2000
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -41,11 +41,11 @@ class SupervisorPipe:
             os.set_inheritable(fd, False)  # the supervisor waits for its end
 
     def announce(self, addresses: Mapping[str, str]) -> None:
-        """Tell the bound addresses."""
+        """Send the bound addresses."""
         self._write(dict(addresses))
 
     def fail(self, reason: str) -> None:
-        """Tell why this process ends, as one line."""
+        """Send the reason why this process ends, as one line."""
         self._write({FAILURE: " ".join(reason.split())[:_MAX_REASON_CHARACTERS]})
 
     def _write(self, line: dict[str, str]) -> None:

@@ -1,4 +1,4 @@
-"""Which processes a local cluster has, and which settings it decides itself.
+"""The processes of a local cluster, and the settings that the cluster decides itself.
 
 Owns names, roles and the refusal of settings that contradict them. Starts nothing (``kvferry.local``).
 """
@@ -50,14 +50,14 @@ def worker_roles(config: KVFerryConfig) -> dict[str, Role]:
 
 
 def with_ec_connector(config: KVFerryConfig) -> KVFerryConfig:
-    """Return the configuration with a way for workers to read what encode workers compute, if there are any."""
+    """Return the configuration with an EC connector between encode workers and the others, if there are encode workers."""
     if not config.local.num_encode or config.ec_connector.name != "none":
         return config
     return msgspec.structs.replace(config, ec_connector=msgspec.structs.replace(config.ec_connector, name="p2p"))
 
 
 def with_cluster_key(config: KVFerryConfig) -> KVFerryConfig:
-    """Return the configuration with a key of this cluster's own, unless it has one or is to have none."""
+    """Return the configuration with a new cluster key, unless it has one or is insecure."""
     if config.security.cluster_key or config.security.insecure:
         return config
     security = msgspec.structs.replace(config.security, cluster_key=new_cluster_key(RandomIds()))
@@ -74,7 +74,7 @@ def free_ports(names: Sequence[str]) -> dict[str, int]:
 
 
 def check_worker_settings(worker: WorkerSection) -> None:
-    """Refuse settings that every worker of a local cluster gets from it, rather than overwrite them silently."""
+    """Refuse settings of workers that the cluster decides itself, rather than overwrite them silently."""
     defaults = WorkerSection()
     for name in CHOSEN_SETTINGS:
         value = getattr(worker, name)

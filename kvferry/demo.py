@@ -1,6 +1,6 @@
-"""``kvferry demo``: one question through real processes, and an account of what happened on the way.
+"""``kvferry demo``: one question through real processes, and an account of its handling.
 
-Owns what is measured and how it is shown: pretty on a terminal, plain lines otherwise. It is a client of the cluster like any
+Owns the measurements and their display: pretty on a terminal, plain lines otherwise. It is a client of the cluster like any
 other: answer and usage come from the HTTP API, block counts from the workers' metrics.
 """
 
@@ -38,7 +38,7 @@ _SETTLE_POLL_S = 0.1
 
 @dataclass(slots=True)
 class Answer:
-    """What one streamed request brought. Times are seconds of this process's clock."""
+    """The result of one streamed request. Times are seconds of this process's clock."""
 
     sent_at: float
     text_at: list[float] = field(default_factory=list)
@@ -62,7 +62,7 @@ class Answer:
 
 
 def run_demo(config: KVFerryConfig, prompt: str, max_tokens: int) -> int:
-    """Run the demo and return the exit code: 0 if the answer came by a handoff that left nothing behind.
+    """Run the demo and return the exit code: 0 if the answer came by a handoff after which no block is held.
 
     Raises:
         ConfigError: a setting is wrong, or the model cannot be found.
@@ -117,7 +117,7 @@ def _events(url: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator
     """Yield the JSON events of a stream.
 
     Raises:
-        KVFerryError: the router refused the request, or it failed on the way.
+        KVFerryError: the router refused the request, or it failed later.
     """
     with httpx.stream("POST", url, json=body, headers=headers, timeout=_REQUEST_TIMEOUT_S) as response:
         if response.status_code != httpx.codes.OK:
@@ -134,7 +134,7 @@ def _events(url: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator
 
 
 def _settled_blocks(cluster: LocalCluster) -> dict[str, dict[str, float]]:
-    """Return the block gauges by worker, once they read 0 or have had the time to."""
+    """Return the block gauges by worker, after they read 0 or a timeout."""
     deadline = time.monotonic() + _SETTLE_TIMEOUT_S
     while True:
         blocks = {worker.engine_id: _block_gauges(cluster.metrics(worker.engine_id)) for worker in cluster.workers}

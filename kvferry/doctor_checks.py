@@ -1,7 +1,7 @@
-"""What can be wrong with a machine before kvferry runs on it, check by check: each finding says what to do.
+"""Checks of a machine before kvferry runs on it: each finding says what to do.
 
-Owns the checks. They look and change nothing: a port is bound and let go, a peer is connected to and let go. Knows nothing of
-how findings are shown (``kvferry.doctor``).
+Owns the checks. They change nothing: a bound port and a connection to a peer are closed at once. Knows nothing of how findings
+are shown (``kvferry.doctor``).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ Verdict = Literal["ok", "warning", "failure"]
 CONNECT_TIMEOUT_S = 3.0
 MAX_CLOCK_DIFFERENCE_S = 5.0
 MIN_FREE_DISK_BYTES = 2 << 30
-KERNEL_BYTES = 1 << 20  # of one of the kernels that ``worker.kernel_cache_entries`` counts, at most
+KERNEL_BYTES = 1 << 20  # the most that one of the kernels takes that ``worker.kernel_cache_entries`` counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +60,7 @@ class Finding:
 
 
 def check_versions(config: KVFerryConfig) -> Iterator[Finding]:
-    """Look at the interpreter and the libraries that matter."""
+    """Check the versions of the interpreter and the main libraries."""
     found = []
     for name in ("kvferry", "torch", "pyzmq", "msgspec", (installed_module() or "nixl_cu12").replace("_", "-")):
         try:
@@ -73,14 +73,14 @@ def check_versions(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_digests(_: KVFerryConfig) -> Iterator[Finding]:
-    """Look whether digests of blocks are computed by compiled code."""
+    """Check whether compiled code computes the digests of blocks."""
     is_compiled = compiled_library() is not None
     text = "computed by compiled code" if is_compiled else "computed with numpy, which is slower"
     yield Finding("digests", "ok" if is_compiled else "warning", text, "install gcc, then kvferry again")
 
 
 def check_model(config: KVFerryConfig) -> Iterator[Finding]:
-    """Look for the model's files, without fetching any, and for room to keep them."""
+    """Check for the model's files, without fetching any, and for room to store them."""
     name, cache = config.model.name, config.model.cache_dir
     if name in ALIASES:
         is_there, fix = is_cached(name, cache), f"kvferry models {name}"
@@ -98,12 +98,12 @@ def check_model(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
-    """Compare KV pools and kernel caches with what this machine or container may use, and look at shared memory."""
+    """Compare KV pools and kernel caches with the memory limit of this machine or container, and check shared memory."""
     limit = memory_limit_bytes()
     num_pools = _num_pools(config)
     pool = config.cache.memory_bytes * num_pools
     if config.cache.huge_pages != "never" and not huge_page_stock().lacks(pool):
-        pool = 0  # huge pages are apart from other memory, and from its limit
+        pool = 0  # huge pages are separate from other memory and its limit
     whose = "a worker" if num_pools == 1 else f"{num_pools} workers of this machine"
     kernels = 0 if computes_on_gpu(config) else KERNEL_BYTES * config.worker.kernel_cache_entries * _num_workers(config)
     parts = f"{format_bytes(pool)}; kernels: up to {format_bytes(kernels)}" if kernels else format_bytes(pool)
@@ -128,27 +128,27 @@ def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def _num_pools(config: KVFerryConfig) -> int:
-    """Return how many pools there are here: of the given number of workers, else of those that ``serve`` starts."""
+    """Return the number of pools here: for the given number of workers, else for those that ``serve`` starts."""
     if config.worker.workers_on_host > 1 or not is_for_serve(config):
         return config.worker.workers_on_host
     return sum(role != "encode" for role in worker_roles(config).values())
 
 
 def _num_workers(config: KVFerryConfig) -> int:
-    """Return how many workers there are here, as ``_num_pools`` does, encode workers included."""
+    """Return the number of workers here, encode workers included, as ``_num_pools`` does."""
     if config.worker.workers_on_host > 1 or not is_for_serve(config):
         return config.worker.workers_on_host
     return len(worker_roles(config))
 
 
 def is_for_serve(config: KVFerryConfig) -> bool:
-    """Say whether these are settings for ``kvferry serve``: nothing in them is a single process's own."""
+    """Return True if these settings are for ``kvferry serve``: none of them is for a single process."""
     defaults = WorkerSection()
     return all(getattr(config.worker, name) == getattr(defaults, name) for name in CHOSEN_SETTINGS)
 
 
 def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
-    """Compare the huge pages that the pools want with those that are there."""
+    """Compare the huge pages that the pools need with the available ones."""
     wishes = (
         ("cache", config.cache.huge_pages, config.cache.memory_bytes * _num_pools(config)),
         ("kvstore", config.kvstore.huge_pages, config.kvstore.memory_bytes),
@@ -164,7 +164,7 @@ def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_transports(config: KVFerryConfig) -> Iterator[Finding]:
-    """Look at what each configured transport needs of the kernel and of libraries."""
+    """Check the requirements of each configured transport: kernel features and libraries."""
     for name in config.connector.transports:
         if name == "shm":
             yield from _check_shm()
@@ -205,7 +205,7 @@ def why_memory_of_others_cannot_be_read() -> str | None:
         return "this C library has no process_vm_readv"
     word = ctypes.create_string_buffer(b"kvferry!", 8)
     pid = os.fork()
-    if pid == 0:  # the child looks at its parent, which is no descendant of it
+    if pid == 0:  # the child reads its parent, which is not its descendant
         copy = ctypes.create_string_buffer(8)
         local = (ctypes.c_void_p * 2)(ctypes.addressof(copy), 8)
         remote = (ctypes.c_void_p * 2)(ctypes.addressof(word), 8)
@@ -216,7 +216,7 @@ def why_memory_of_others_cannot_be_read() -> str | None:
 
 
 def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
-    """Try to bind what is configured with a number of its own."""
+    """Try to bind every address that has a port number."""
     control_host, control_port = split_tcp(config.worker.control_address)
     wanted = [
         ("router.port", config.router.host, config.router.port),
@@ -240,7 +240,7 @@ def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_peers(config: KVFerryConfig) -> Iterator[Finding]:
-    """Try to connect to the routers, which ``kvferry serve`` starts itself, and to the store if there is one."""
+    """Try to connect to the routers, which ``kvferry serve`` starts itself, and to the store if one is configured."""
     routers = () if is_for_serve(config) else config.worker.router_addresses
     wanted = [("worker.router_addresses", address) for address in routers]
     if config.kvstore.address:
@@ -250,7 +250,7 @@ def check_peers(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_tracing(config: KVFerryConfig) -> Iterator[Finding]:
-    """Look for the collector of traces, and for the library that sends them."""
+    """Check for the collector of traces, and for the library that sends them."""
     endpoint = config.tracing.endpoint
     if not endpoint:
         return
@@ -272,7 +272,7 @@ def _try_to_connect(subject: str, name: str, host: str, port: int) -> Finding:
 
 
 def check_security(config: KVFerryConfig) -> Iterator[Finding]:
-    """Look for sockets that others can reach, and for the key that protects them."""
+    """Check for sockets that other machines can reach, and for the key that protects them."""
     try:
         keys = keys_of(config.security)
     except KVFerryError as error:
@@ -292,7 +292,7 @@ def check_security(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def _check_ucx(config: KVFerryConfig) -> Iterator[Finding]:
-    """Say where UCX listens: no key protects it."""
+    """Report where UCX listens, since no key protects it."""
     if "nixl" not in (*config.connector.transports, *config.ec_connector.transports):
         return
     worker, devices = config.worker, ucx_net_devices()
@@ -312,7 +312,7 @@ def _check_ucx(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_clock(url: str) -> Iterator[Finding]:
-    """Compare this machine's clock with a router's: leases are durations and do not care, logs and traces do."""
+    """Compare this machine's clock with a router's: leases are durations and unaffected, logs and traces are not."""
     try:
         response = httpx.get(f"{url}/health", timeout=CONNECT_TIMEOUT_S)
         theirs = parsedate_to_datetime(response.headers["date"]).timestamp()

@@ -1,7 +1,7 @@
-"""``kvferry doctor memory``: how a worker with these settings would lay out its KV pool, and what fits into it.
+"""``kvferry doctor memory``: the KV pool of a worker with these settings, and how many requests fit into it.
 
-Owns how the numbers are shown. The numbers are ``core.engine.kv_sizing``'s, which the engine itself is built from; nothing is
-allocated and no weight is read.
+Owns the display. The numbers come from ``core.engine.kv_sizing``, as for the engine itself; no memory is allocated and no
+weight is read.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvferry import options
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupReport:
-    """One KV cache group: how its layers attend, which they are, and the most that one request holds of it at a time."""
+    """One KV cache group: its attention, its layers, and the most blocks that one request holds of it."""
 
     attention: str
     layers: tuple[int, ...]
@@ -33,7 +33,7 @@ class GroupReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemoryReport:
-    """The KV pool of a worker. Blocks leave the null block out; ``context`` is the length that ``concurrency`` is about."""
+    """The KV pool of a worker, without the null block; ``concurrency`` is the number of requests of length ``context``."""
 
     model: str
     dtype: str
@@ -51,7 +51,7 @@ class MemoryReport:
 
 
 def report_memory(config: KVFerryConfig, context: int | None = None) -> MemoryReport:
-    """Size the KV cache as a worker of this configuration does; ``context`` in tokens, None for the longest there is.
+    """Size the KV cache as a worker of this configuration does; ``context`` in tokens, None for the longest possible.
 
     Raises:
         ConfigError: the settings do not fit the model, or no request can be as long as ``context``.

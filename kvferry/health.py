@@ -1,8 +1,8 @@
-"""Replaces processes that live and do no work: asks each for its health, and judges the answers.
+"""Replaces processes that hang: requests the health of each, and judges the answers.
 
-Owns when a process counts as hung, and the threads that ask. Knows nothing of how processes are ended and started
+Owns when a process counts as hung, and the threads that send the requests. Knows nothing of how processes are ended and started
 (``kvferry.processes``). ``HealthJudge`` is pure: answers and times go in, a reason to replace the process comes out. A pause of
-the supervisor itself, such as a frozen machine, says nothing about its children: what was held against them is forgotten.
+the supervisor itself, such as a frozen machine, proves nothing about its children: their earlier silence is forgotten.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from kvferry.http_get import NoAnswer, get
 
 logger = logging.getLogger(__name__)
 
-_PAUSE_SLACK_S = 2.0  # a check that comes, or ends, later than this was held up on our side
+_PAUSE_SLACK_S = 2.0  # a check that begins or ends later than this was delayed by the supervisor
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HealthLimits:
-    """When a process is asked, and when it counts as hung; seconds, and checks in a row."""
+    """When a process is checked, and when it counts as hung; seconds, and checks in a row."""
 
     interval_s: float
     timeout_s: float
@@ -37,7 +37,7 @@ class HealthLimits:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of one question. ``is_silent``: no answer at all; else ``reason`` is "" from a process that is well."""
+    """The result of one check. ``is_silent``: no answer at all; else ``reason`` is "" from a healthy process."""
 
     reason: str = ""
     is_silent: bool = False
@@ -56,11 +56,11 @@ class HealthJudge:
 
     @property
     def has_started(self) -> bool:
-        """True once the process has said that it is up; until then it may be silent or refuse."""
+        """True once the process has reported that it is up; until then it may be silent or refuse."""
         return self._has_started
 
     def judge(self, answer: Answer, asked_at: float, now: float) -> str | None:
-        """Take in an answer that came at ``now``; return why the process is to be replaced, or None."""
+        """Process an answer that arrived at ``now``; return why the process must be replaced, or None."""
         paused_s = self._own_pause_s(asked_at, now)
         self._last_seen_at = now
         if paused_s:
@@ -85,14 +85,14 @@ class HealthJudge:
         return f"not started after {self._limits.max_start_s:g} s"
 
     def _own_pause_s(self, asked_at: float, now: float) -> float:
-        """Return for how long the supervisor itself stood still around this check; 0 if it did not."""
+        """Return how long the supervisor itself was paused around this check; 0 if it was not."""
         late_s = 0.0 if self._last_seen_at is None else asked_at - self._last_seen_at - self._limits.interval_s
         overlong_s = now - asked_at - self._limits.timeout_s
         return sum(delay for delay in (late_s, overlong_s) if delay > _PAUSE_SLACK_S)
 
 
 class Watched(Protocol):
-    """What the watch reads of a child process (``kvferry.processes.Child`` has it)."""
+    """A child process as the watch sees it (``kvferry.processes.Child`` has these fields)."""
 
     @property
     def pid(self) -> int:
@@ -106,9 +106,9 @@ WatchedT = TypeVar("WatchedT", bound=Watched)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchedProcess(Generic[WatchedT]):
-    """One process by name: how to find its present process, where to ask it, and how to replace it.
+    """One process by name: how to find its present process, its health URL, and how to replace it.
 
-    ``question`` returns the URL for a child that has started or has not; "" while there is none to ask.
+    ``question`` returns the URL for a child that has started or has not; "" if there is none.
     """
 
     name: str
@@ -118,9 +118,9 @@ class WatchedProcess(Generic[WatchedT]):
 
 
 class HealthWatch(Generic[WatchedT]):
-    """Asks each process from a thread of its own, so that one that hangs delays no other's check.
+    """Checks each process from a thread of its own, so that a hung process delays no other check.
 
-    ``started_pids`` are processes that are known to have started: they have no time to do so any more.
+    ``started_pids`` are processes that are known to have started: they get no start time any more.
     """
 
     def __init__(
@@ -140,12 +140,12 @@ class HealthWatch(Generic[WatchedT]):
         ]
 
     def start(self) -> None:
-        """Begin to ask."""
+        """Begin to check."""
         for thread in self._threads:
             thread.start()
 
     def stop(self) -> None:
-        """Ask no more and replace nothing more; takes as long as a check that is under way."""
+        """Stop checking and replacing; waits for a running check."""
         self._is_stopping.set()
         for thread in self._threads:
             thread.join()
@@ -174,7 +174,7 @@ class HealthWatch(Generic[WatchedT]):
             status, body = get(url, self._limits.timeout_s)
         except NoAnswer:
             return Answer(is_silent=True)
-        except OSError:  # it closed the connection, so it is at work, if only at having too many connections
+        except OSError:  # it closed the connection, so it is alive, if only to limit its connections
             return Answer()
         return Answer() if status == HTTPStatus.OK else Answer(reason=_reason_of(status, body))
 

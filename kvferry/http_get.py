@@ -9,7 +9,7 @@ _MAX_BODY_BYTES = 16 << 20  # /metrics of a router with many workers
 
 
 class NoAnswer(OSError):
-    """Nothing listens there, or nothing was said in time."""
+    """The address refuses connections, or did not answer in time."""
 
 
 def get(url: str, timeout_s: float) -> tuple[int, str]:
@@ -17,7 +17,7 @@ def get(url: str, timeout_s: float) -> tuple[int, str]:
 
     Raises:
         NoAnswer: it cannot be connected to, or is silent for ``timeout_s``.
-        OSError: it answers otherwise than by HTTP, such as by closing the connection.
+        OSError: the answer is not HTTP, for example a closed connection.
     """
     parts = urlsplit(url)
     connection = http.client.HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)

@@ -1,7 +1,7 @@
 """A whole cluster on this machine: a router and its workers as child processes.
 
-Owns which processes there are, their configuration files, and when the cluster is ready. Knows nothing of how processes are
-kept (``kvferry.processes``) and nothing of models and requests. ``kvferry serve``, the demo, the benchmarks and the tests use
+Owns which processes there are, their configuration files, and when the cluster is ready. Child processes are
+``kvferry.processes``'s; models and requests are unknown here. ``kvferry serve``, the demo, the benchmarks and the tests use
 it; it never imports torch.
 
     with LocalCluster(load_config(assignments=["local.num_decode=2"])) as cluster:
@@ -58,7 +58,7 @@ _ROLE_ARGUMENTS: Mapping[Role, Sequence[str]] = {
 
 
 class _Cancelled(Exception):
-    """The start was to be stopped, and was."""
+    """The start was cancelled."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,12 +73,13 @@ class LocalWorker:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessOptions:
-    """What a cluster's processes get beside their configuration.
+    """Options of a cluster's processes in addition to their configuration.
 
-    ``environment`` is added to what they inherit, such as ``UCX_TLS``, which a library reads. ``keep_control_ports`` lets a
-    prefill worker that is restarted bind the control port of its predecessor, as a pod behind a stable address does. ``caches``
-    are the KV pools, ``schedulers`` the batching of roles that are not as configured for all. ``workers`` are settings of
-    section ``worker`` by the worker's name; they come before those that the cluster chooses, as where a proxy is in between.
+    ``environment`` is added to the environment that they inherit, such as ``UCX_TLS``, which a library reads. With
+    ``keep_control_ports`` a restarted prefill worker binds the control port of its predecessor, as a pod with a stable address
+    does. ``caches`` are the KV pools, ``schedulers`` the batching of roles that differ from the configuration. ``workers`` are
+    settings of section ``worker`` by the worker's name; they override those that the cluster chooses, for example to insert a
+    proxy.
     """
 
     environment: Mapping[str, str] = field(default_factory=dict)
@@ -99,8 +100,8 @@ class LocalCluster:
     ``security.insecure`` its sockets stay open. ``supervise`` restarts
     processes that die, with back-off, and replaces those that are not well or do not answer (``local.health_*``).
     ``log_dir`` keeps the processes' logs; without one they go to this process's stderr (``inherit_logs``) or to a folder that
-    ``stop`` removes. Use it as a context manager, or call ``stop``: it leaves no process behind, and neither does the death of
-    this process.
+    ``stop`` removes. Use it as a context manager, or call ``stop``: neither ``stop`` nor the death of this process leaves
+    a child process running.
     """
 
     def __init__(
@@ -124,17 +125,17 @@ class LocalCluster:
         self._backoffs = {name: self._new_backoff() for name in (*self._services, *self._roles)}
         self._keeper: ProcessKeeper | None = None
         self._health: HealthWatch[Child] | None = None
-        self._ends: dict[str, list[str]] = {}  # name → how its processes have ended that were not told to
+        self._ends: dict[str, list[str]] = {}  # name → reasons of ends that were not ordered
         self._exit_codes: dict[str, int] = {}  # of the last of them
         self._temporary_logs: Path | None = None
         self._base_url = ""
         self._is_prepared = False
         self._is_started = False
 
-    # ---- life --------------------------------------------------------------------------------------------------------
+    # ---- start and stop ----------------------------------------------------------------------------------------------
 
     def prepare(self) -> None:
-        """Look for what keeps the cluster from starting, and fetch the model; ``start`` does so itself otherwise.
+        """Check for obstacles to a start, and fetch the model; ``start`` does so itself otherwise.
 
         Raises:
             ConfigError: a setting is wrong, or the model cannot be found.
@@ -144,7 +145,7 @@ class LocalCluster:
         self._is_prepared = True
 
     def start(self, is_cancelled: Callable[[], bool] = lambda: False) -> Self:
-        """Start all processes and return once the cluster serves, or, to be stopped, once ``is_cancelled`` says so.
+        """Start all processes and return once the cluster serves, or once the start is cancelled by ``is_cancelled``.
 
         Raises:
             ConfigError: a setting is wrong, the model cannot be found, or a process has ended for such a reason.
@@ -180,7 +181,7 @@ class LocalCluster:
     def stop(self, grace_s: float = 10.0, router_grace_s: float | None = None) -> None:
         """End all processes, each killed after ``grace_s``, the router after ``router_grace_s`` if given. Idempotent.
 
-        The router goes first: it takes nothing new and lets requests finish, for which it needs the workers.
+        The router is ended first: it accepts no new requests and lets the others finish, for which it needs the workers.
         """
         health, self._health = self._health, None
         if health is not None:
@@ -204,7 +205,7 @@ class LocalCluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
-    # ---- what there is -----------------------------------------------------------------------------------------------
+    # ---- state -------------------------------------------------------------------------------------------------------
 
     @property
     def base_url(self) -> str:
@@ -213,7 +214,7 @@ class LocalCluster:
 
     @property
     def workers(self) -> list[LocalWorker]:
-        """The live workers that have told their address, in the order of their work: encode, prefill, decode."""
+        """The live workers that have reported their address, in the order of their work: encode, prefill, decode."""
         found = []
         for name, role in self._roles.items():
             child = self._live(name)
@@ -234,7 +235,7 @@ class LocalCluster:
 
     @property
     def ends(self) -> dict[str, list[str]]:
-        """How many processes have ended on their own, by name, in order, and why."""
+        """The reasons of processes that ended on their own, by name, in order."""
         return {name: list(ends) for name, ends in self._ends.items()}
 
     def workers_of(self, role: Role) -> list[LocalWorker]:
@@ -265,7 +266,7 @@ class LocalCluster:
             raise KeyError(name)
         return get(f"{_ops_address(child)}/metrics", _PROBE_TIMEOUT_S)[1]
 
-    # ---- what can be done to it --------------------------------------------------------------------------------------
+    # ---- operations --------------------------------------------------------------------------------------------------
 
     def kill(self, name: str, number: int = signal.SIGKILL) -> None:
         """Send a signal to a process.
@@ -278,7 +279,7 @@ class LocalCluster:
             raise KeyError(name)
 
     def restart(self, name: str, grace_s: float = 10.0) -> None:
-        """End a process, if it runs, and start it anew under the same name; returns once the cluster is ready again."""
+        """End a process, if it runs, and start it again under the same name; return once the cluster is ready again."""
         keeper = self._running()
         keeper.end([name], grace_s)
         keeper.start(self._spec(name))
@@ -307,9 +308,9 @@ class LocalCluster:
         return Backoff(self._config.local.restart_backoff_s, self._config.local.restart_backoff_max_s)
 
     def _start_router(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
-        """Start the router on the ports it gets, and pin them, so that a restarted one is found where it was."""
+        """Start the router on free ports, and pin them, so that a restarted router keeps its addresses."""
         router = self._config.router
-        if router.worker_address == RouterSection().worker_address:  # any port, so that clusters run beside each other
+        if router.worker_address == RouterSection().worker_address:  # any port, so that several clusters can run at once
             router = msgspec.structs.replace(router, worker_address="tcp://127.0.0.1:0")
         self._config = msgspec.structs.replace(self._config, router=router)
         addresses = self._addresses(self._running().start(self._spec(ROUTER)), deadline, is_cancelled)
@@ -319,7 +320,7 @@ class LocalCluster:
         self._config = msgspec.structs.replace(self._config, router=router)
 
     def _start_store(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
-        """Start the store on the port it gets, and pin it; every worker gets its address."""
+        """Start the store on a free port, and pin it; every worker gets its address."""
         store = self._config.kvstore
         if store.bind_address == KVStoreSection().bind_address:
             store = msgspec.structs.replace(store, bind_address="tcp://127.0.0.1:0")
@@ -341,7 +342,7 @@ class LocalCluster:
         return child.addresses.result()
 
     def _spec(self, name: str) -> ChildSpec:
-        """Return what to start; settings go by the standard input, so that no key lies in a file."""
+        """Return the start options of a process; settings go through standard input, so that no key is in a file."""
         role = [name] if name in self._services else _ROLE_ARGUMENTS[self._roles[name]]
         command = [sys.executable, "-P", "-m", "kvferry", *role, "--config", str(STDIN)]
         if self._options.environment:
@@ -375,7 +376,7 @@ class LocalCluster:
         return None if self._inherit_logs or folder is None else folder / f"{name}.log"
 
     def _on_exit(self, child: Child, lived_s: float) -> float | None:
-        """Say when to restart a child; while the cluster starts, a death is a failure and no accident."""
+        """Return when to restart a child; while the cluster starts, a death fails the start instead."""
         self._ends.setdefault(child.spec.name, []).append(child.describe_end())
         self._exit_codes[child.spec.name] = child.process.returncode
         if not self._supervise or not self._is_started:
@@ -438,7 +439,7 @@ class LocalCluster:
         return watch
 
     def _health_url(self, child: Child, has_started: bool) -> str:
-        """Return where a process says whether it is well, or, a worker that loads its model, whether it has started."""
+        """Return the health URL of a process; of a worker that loads its model, the URL that shows whether it has started."""
         if not child.addresses.done() or child.addresses.exception() is not None:
             return ""
         path = "health" if has_started or child.spec.name in self._services else "started"
@@ -446,6 +447,6 @@ class LocalCluster:
 
 
 def _ops_address(child: Child) -> str:
-    """Return where a process answers its supervisor: its operations port, or the API of a router without one."""
+    """Return the address for the supervisor's requests: the operations port, or the API of a router without one."""
     addresses = child.addresses.result()
     return addresses.get("ops_address") or addresses["http_address"]

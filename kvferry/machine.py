@@ -1,4 +1,4 @@
-"""What this machine has: memory, GPUs, ports and folders, looked at without the libraries that use them."""
+"""The resources of this machine: memory, GPUs, ports and folders, checked without the libraries that use them."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def why_no_cuda() -> str | None:
 
 
 def why_not_bindable(host: str, port: int) -> str | None:
-    """Try to listen on an address; return why that fails. The name of a network interface, as ZeroMQ takes it, is not tried."""
+    """Try to listen on an address; return why that fails. ZeroMQ's form with the name of a network interface is not tried."""
     name = "" if host == "*" else host.strip("[]")
     if name in {interface for _, interface in socket.if_nameindex()}:
         return None
@@ -61,7 +61,7 @@ def why_not_bindable(host: str, port: int) -> str | None:
         with socket.create_server((name, port), family=socket.AF_INET6 if ":" in name else socket.AF_INET):
             return None
     except OSError as error:
-        is_of_system = error.errno is not None and error.errno > 0  # else of the resolver
+        is_of_system = error.errno is not None and error.errno > 0  # otherwise it is the resolver's
         return os.strerror(error.errno) if is_of_system and error.errno else str(error.strerror or error)
 
 

@@ -19,9 +19,9 @@ def list_models(cache_dir: str) -> None:
 
 
 def fetch_models(names: list[str], cache_dir: str, *, needs_weights: bool = True) -> None:
-    """Fetch and convert models; what is there already is only checked.
+    """Fetch and convert models; existing ones are only checked.
 
-    The digests of weights are recorded in the cache, so that workers that only read it need not compute them at each start.
+    The digests of weights are stored in the cache, so that workers that only read it need not compute them at each start.
 
     Raises:
         ConfigError: no such model, or it cannot be fetched.
@@ -38,6 +38,6 @@ def fetch_models(names: list[str], cache_dir: str, *, needs_weights: bool = True
 
 
 def is_cached(alias: str, cache_dir: str) -> bool:
-    """Say whether a converted copy of an alias, of the wanted content, is in the cache."""
+    """Return True if a converted copy of an alias, with the expected content, is in the cache."""
     folders = Path(cache_dir, "models").glob(f"{alias}-{ALIASES[alias].content_id}-*")
     return any(folder.is_dir() for folder in folders)

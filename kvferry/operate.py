@@ -1,7 +1,7 @@
 """The commands of operators: make a cluster key, drain a worker and wait for its end, probe a cluster.
 
-Owns what they print and when they give up. They are clients: of a worker's operations port, and of the router's HTTP API.
-The HTTP client is imported when one of them runs: every process of a cluster imports the command line.
+Owns their output and their time limits. They are clients of a worker's operations port, and of the router's HTTP API. The HTTP
+client is imported when one of them runs, because every process of a cluster imports the command line.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import httpx
 
 POLL_INTERVAL_S = 0.2
-_SAY_INTERVAL_S = 5.0  # between two lines of a probe that waits for the same thing
+_SAY_INTERVAL_S = 5.0  # between two lines of a probe that waits for the same condition
 _REQUEST_TIMEOUT_S = 60.0
 _PROMPT = "A ferry is a boat that carries people and cars. It leaves the harbour in the morning, and in the evening it"
 
@@ -67,7 +67,7 @@ def probe(
 
 
 def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
-    """Start the drain, once, and return when the worker has gone: it had answered, and nothing listens there any more.
+    """Start the drain, once, and return when the worker has gone: it had answered, and its port is closed now.
 
     Raises:
         DrainFailed: no worker answers there, it refuses, or it is still there after the time.
@@ -89,7 +89,7 @@ def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], No
 
 
 def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
-    """Ask a worker to leave, or whether it is still there; return whether it has agreed by now, None once it has gone."""
+    """Ask a worker to leave, or whether it is still there; return whether it has agreed, None once it has gone."""
     import httpx
 
     try:
@@ -99,7 +99,7 @@ def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
             return None
         raise DrainFailed(f"no worker listens at {client.base_url}: {error}") from None
     except httpx.TransportError:
-        return has_agreed  # it is busy, or closes; the next look tells
+        return has_agreed  # it is busy, or closes; the next check shows which
     if not has_agreed and response.is_error:
         raise DrainFailed(f"{client.base_url} does not drain: POST /drain is answered with HTTP {response.status_code}")
     return True
@@ -108,10 +108,10 @@ def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
 def probe_cluster(
     client: httpx.Client, timeout_s: float, expect_handoff: bool, sleep: Callable[[float], None] = time.sleep
 ) -> str:
-    """Return one line on how a request was served; a cluster that is not ready yet is waited for, which is said.
+    """Return one line about the handling of a request; prints progress while it waits for a cluster that is not ready.
 
     Raises:
-        ProbeFailed: there is no good answer within the time, or the request was not served as expected.
+        ProbeFailed: no valid answer within the time, or the request was not served as expected.
     """
     import httpx
 
@@ -133,7 +133,7 @@ def probe_cluster(
 
 def _complete(client: httpx.Client) -> Mapping[str, Any]:
     models = client.get("/v1/models").raise_for_status().json()
-    # A salt of its own, so that no prefix cache makes the handoff unnecessary.
+    # A salt of its own, so that no prefix cache replaces the handoff.
     body = {
         "model": models["data"][0]["id"],
         "prompt": _PROMPT,

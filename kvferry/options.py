@@ -1,7 +1,7 @@
 """The flags that the commands of ``kvferry`` share, and how they become a configuration.
 
-Owns names and help texts of the flags. A flag that is not given leaves the file's or the default value alone. Everything that
-has no flag is reached by ``--set``. Numbers are text here: the configuration refuses what is wrong, in one way for all sources.
+Owns names and help texts of the flags. A missing flag keeps the file's or the default value. Settings without a flag are set
+by ``--set``. Numbers are text here: the configuration rejects wrong ones, in one way for all sources.
 """
 
 from __future__ import annotations

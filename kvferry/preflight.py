@@ -1,8 +1,8 @@
-"""What is wrong with a local cluster's settings, found before any of its processes starts.
+"""Checks of a local cluster's settings before any of its processes starts.
 
 Owns the checks that need more than the settings themselves: ports, folders, memory, libraries, the model's shape. Each raises a
-ConfigError that names setting, value and fix; a process that starts finds the same, but seconds later and in a line among many.
-Imports neither torch nor the libraries that it looks for.
+ConfigError that names setting, value and fix; a starting process finds the same errors, but seconds later and in one of many
+log lines. Imports neither torch nor the libraries that it looks for.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ from kvferry.machine import format_bytes, memory_limit_bytes, why_no_cuda, why_n
 from kvferry.progress import shown_progress
 from kvferry.roles import check_exposure
 
-Workers = Mapping[str, tuple[Role, KVFerryConfig]]  # by name, with the settings that each will get
+Workers = Mapping[str, tuple[Role, KVFerryConfig]]  # by name, with the settings of each
 
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 _ANY_FREE = "stop what listens there, or choose another port; 0 is any free one"
 
 
 def check_cluster(config: KVFerryConfig, workers: Workers) -> None:
-    """Find what keeps a cluster from starting; the model is fetched and converted if it is not here yet.
+    """Check everything that a start needs; the model is fetched and converted if it is missing.
 
     Raises:
-        ConfigError: something does; names the setting, its value and the fix.
+        ConfigError: a check failed; names the setting, its value and the fix.
     """
     keys_of(config.security)
     check_exposure("router", config)
@@ -66,10 +66,10 @@ def check_cluster(config: KVFerryConfig, workers: Workers) -> None:
 
 
 def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None:
-    """Find what keeps a single process from starting, as far as that takes no fetching.
+    """Check what a single process needs to start, without fetching the model.
 
     Raises:
-        ConfigError: something does; names the setting, its value and the fix.
+        ConfigError: a check failed; names the setting, its value and the fix.
     """
     workers: Workers = {}
     addresses = [*_router_addresses(config)]
@@ -88,7 +88,7 @@ def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None
 
 
 def check_connectors(config: KVFerryConfig) -> None:
-    """Look for the connectors by name, and for the libraries that they, the store's tiers and traces need."""
+    """Check that the named connectors exist, and the libraries that they, the store's tiers and traces need."""
     path = "connector.name" if config.connector.names == (config.connector.name,) else "connector.connectors"
     for name in config.connector.names:
         if ":" not in name:
@@ -114,7 +114,7 @@ def check_connectors(config: KVFerryConfig) -> None:
 
 
 def has_otlp_exporter() -> bool:
-    """Say whether the library that sends traces is installed."""
+    """Return True if the library that sends traces is installed."""
     try:
         return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
     except ImportError:
@@ -122,7 +122,7 @@ def has_otlp_exporter() -> bool:
 
 
 def check_ports(config: KVFerryConfig, workers: Workers) -> None:
-    """Try to bind every address that has a port of its own; one that several workers would bind is refused."""
+    """Try to bind every address with a port number; an address that several workers would bind is refused."""
     for setting, address in _worker_addresses(config):
         num_workers = sum(role in ("encode", "prefill") for role, _ in workers.values())
         num_workers = len(workers) if setting == "worker.kv_events_address" else num_workers
@@ -142,7 +142,7 @@ def _check_bindable(setting: str, host: str, port: int) -> None:
 
 
 def _router_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Return what a router binds; port 0 can always be bound if the host can."""
+    """Return the addresses that a router binds; port 0 can always be bound if the host can."""
     router = config.router
     yield "router.port", (router.host, router.port)
     if router.ops_port is not None:
@@ -151,7 +151,7 @@ def _router_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, i
 
 
 def _service_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Return what router and store of a local cluster bind; it takes any port where an address is left at its default."""
+    """Return the addresses that router and store of a local cluster bind; an address left at its default gets any port."""
     store = config.kvstore
     for setting, address in _router_addresses(config):
         if setting != "router.worker_address" or config.router.worker_address != RouterSection().worker_address:
@@ -163,7 +163,7 @@ def _service_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, 
 
 
 def _worker_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, int]]]:
-    """Return what each worker binds with a port of its own."""
+    """Return the addresses with a port number that each worker binds."""
     host, _ = split_tcp(config.worker.control_address)
     if config.worker.data_port:
         yield "worker.data_port", (host, config.worker.data_port)
@@ -190,14 +190,14 @@ def check_folders(config: KVFerryConfig, workers: Workers) -> None:
 
 
 def check_device(config: KVFerryConfig) -> None:
-    """Look for a GPU if one is demanded."""
+    """Check for a GPU if one is required."""
     reason = why_no_cuda() if config.model.device == "cuda" else None
     if reason is not None:
         raise ConfigError(f"model.device = 'cuda': {reason}; use cpu or auto", param="model.device")
 
 
 def check_memory(config: KVFerryConfig, workers: Workers) -> None:
-    """Compare what all processes reserve of this machine's memory with what there is."""
+    """Compare the memory that all processes reserve with this machine's."""
     limit, parts = memory_limit_bytes(), reserved_bytes(config, workers)
     if sum(parts.values()) >= limit:
         named = ", ".join(f"{path}: {format_bytes(num_bytes)}" for path, num_bytes in parts.items())
@@ -209,7 +209,7 @@ def check_memory(config: KVFerryConfig, workers: Workers) -> None:
 
 
 def reserved_bytes(config: KVFerryConfig, workers: Workers) -> dict[str, int]:
-    """Return the memory that all processes together reserve beside their models, by what it is for; huge pages are left out."""
+    """Return the memory that all processes reserve in addition to their models, by purpose; huge pages are left out."""
     with_pool = [section for role, section in workers.values() if role != "encode"]
     found: dict[str, int] = {}
     pools = [section.cache for section in with_pool if not section.cache.num_blocks]
@@ -229,7 +229,7 @@ def reserved_bytes(config: KVFerryConfig, workers: Workers) -> dict[str, int]:
 
 
 def computes_on_gpu(config: KVFerryConfig) -> bool:
-    """Say whether workers will take a GPU."""
+    """Return True if workers will use a GPU."""
     return config.model.device == "cuda" or (config.model.device == "auto" and why_no_cuda() is None)
 
 
@@ -242,7 +242,7 @@ def _uses_kvstore(config: KVFerryConfig) -> bool:
 
 
 def _num_stores(config: KVFerryConfig, workers: Workers) -> int:
-    """Return how many stores this cluster's processes hold."""
+    """Return how many stores the processes of this cluster contain."""
     if config.local.kvstore:
         return 1
     if "store" not in config.connector.names or config.kvstore.address:
@@ -251,13 +251,13 @@ def _num_stores(config: KVFerryConfig, workers: Workers) -> int:
 
 
 def check_model(arch: ModelArch, workers: Workers) -> None:
-    """Compare the settings of every worker with the model: context length, blocks, and what the pool holds."""
+    """Compare the settings of every worker with the model: context length, blocks, and the size of the pool."""
     for role, config in workers.values():
         if role == "encode":
             continue
         is_gpu = computes_on_gpu(config)
         if is_gpu and not config.cache.num_blocks:
-            _check_length(config, arch)  # the pool is what is left of the GPU
+            _check_length(config, arch)  # the pool gets the rest of the GPU's memory
             continue
         is_float32 = config.model.dtype == "float32" or (config.model.dtype == "auto" and not is_gpu)
         size_kv_cache(config, arch, _FLOAT32_BYTES if is_float32 else _HALF_BYTES)
@@ -272,7 +272,7 @@ def _check_length(config: KVFerryConfig, arch: ModelArch) -> None:
 
 
 def check_weights(files: Iterable[Path]) -> None:
-    """Compare the size of every safetensors file with what its head says: a download that was cut short is shorter."""
+    """Compare the size of every safetensors file with its header: an interrupted download is shorter."""
     for file in files:
         num_bytes = file.stat().st_size
         try:

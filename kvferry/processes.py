@@ -2,7 +2,7 @@
 
 Owns pids, pipes and log files of the children. Knows nothing of roles and readiness (``kvferry.local``). One thread starts all
 children and lives as long as they do, because the kernel ties ``die_with_parent`` to the *thread* that started a child. A child
-tells its addresses, and why it ends, by a pipe; its end is noticed by a pidfd.
+sends its addresses, and the reason of its end, through a pipe; its end is detected by a pidfd.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _STDERR_FD = 2
-_MAX_INPUT_BYTES = 64 << 10  # what a pipe holds
+_MAX_INPUT_BYTES = 64 << 10  # the capacity of a pipe
 _PIPE_READ_BYTES = 64 << 10
 _SPAWN_RETRY_S = 5.0
 _LIVENESS_CHECK_S = 1.0
@@ -42,9 +42,9 @@ _REPLACE_GRACE_S = 2.0  # a stopped process takes no notice of SIGTERM, and one 
 
 @dataclass(frozen=True, slots=True)
 class ChildSpec:
-    """What is started: ``command`` with the two options of ``kvferry.child`` added.
+    """The start options: ``command``, to which the two options of ``kvferry.child`` are added.
 
-    ``read_input`` returns what the child finds on its standard input, anew for every start; at most a pipe's 64 KiB.
+    ``read_input`` returns the child's standard input, anew for every start; at most a pipe's 64 KiB.
     ``log_file`` None = this process's stderr.
     """
 
@@ -58,7 +58,7 @@ class ChildSpec:
 class Child:
     """One child process. ``addresses`` is set once by the child, or fails if it ends before.
 
-    ``failure`` is why it ends, in its own words, or in those of the supervisor that replaces it; "" if unknown.
+    ``failure`` is why it ends, from its own report or from the supervisor that replaces it; "" if unknown.
     """
 
     spec: ChildSpec
@@ -68,7 +68,7 @@ class Child:
     started_at: float
     is_exit_expected: bool = False  # set and read on the keeper's thread, as are the next two
     failure: str = ""
-    unread: bytes = b""  # the begin of a line
+    unread: bytes = b""  # the beginning of a line
     addresses: Future[Mapping[str, str]] = field(default_factory=Future)
     ended: threading.Event = field(default_factory=threading.Event)
 
@@ -90,7 +90,7 @@ class Child:
 
 
 class Backoff:
-    """How long to wait before the next restart: doubling while children die young, from the start once one has lived."""
+    """The delay before the next restart: it doubles while children die young, and is reset after one that lived long."""
 
     def __init__(self, first_s: float, max_s: float) -> None:
         self._first_s = first_s
@@ -139,7 +139,7 @@ class ProcessKeeper:
         return self._call(lambda: self._signal(child, number))
 
     def replace(self, child: Child, reason: str) -> None:
-        """End a child that does no work, and kill it if it does not leave at once; its end counts like a crash."""
+        """End a hung child, and kill it if it does not leave at once; its end counts like a crash."""
         if self._call(lambda: self._give_up(child, reason)) and not child.ended.wait(_REPLACE_GRACE_S):
             self.send_signal(child, signal.SIGKILL)
             child.ended.wait()
@@ -158,7 +158,7 @@ class ProcessKeeper:
                 child.ended.wait()
 
     def close(self) -> None:
-        """Kill what is left, reap it, and end the thread. Idempotent."""
+        """Kill and reap the remaining children, and end the thread. Idempotent."""
         if not self._thread.is_alive():
             return
         for child in self._call(self._close_down):
@@ -197,12 +197,12 @@ class ProcessKeeper:
         os.close(self._wake_write)
 
     def _wait(self) -> None:
-        """Sleep until a child speaks or ends, a command comes, or a restart is due."""
+        """Sleep until a child writes or ends, a command arrives, or a restart is due."""
         poll = select.poll()
         poll.register(self._wake_read, select.POLLIN)
         handlers: dict[int, Callable[[], None]] = {self._wake_read: self._drain_wakeups}
         for child in self._children.values():
-            if child.pipe_fd >= 0:  # before the pidfd: what a child has said is read before the child is reaped
+            if child.pipe_fd >= 0:  # before the pidfd: a child's messages are read before it is reaped
                 handlers[child.pipe_fd] = lambda child=child: self._hear(child)  # type: ignore[misc]
                 poll.register(child.pipe_fd, select.POLLIN)
             handlers[child.pidfd] = lambda child=child: self._reap(child)  # type: ignore[misc]
@@ -225,7 +225,7 @@ class ProcessKeeper:
             del self._restarts[name]
             try:
                 self._spawn(spec)
-            except OSError as error:  # no memory or descriptors now; the next try may do better
+            except OSError as error:  # no memory or descriptors now; a later try may succeed
                 logger.error(event("restart_failed", child=name, error=repr(error)))
                 self._restarts[name] = (now + _SPAWN_RETRY_S, spec)
 
@@ -241,7 +241,7 @@ class ProcessKeeper:
                 process = subprocess.Popen(
                     command,
                     stdin=stack.enter_context(_pipe_of(spec.read_input())),
-                    stdout=log if log is not None else _STDERR_FD,  # what libraries print is no output of ours
+                    stdout=log if log is not None else _STDERR_FD,  # the output of libraries is not output of this command
                     stderr=log,
                     pass_fds=(write_fd,),
                     start_new_session=True,  # a Ctrl-C of the terminal reaches the supervisor only
@@ -257,7 +257,7 @@ class ProcessKeeper:
         return child
 
     def _hear(self, child: Child) -> None:
-        """Take in what the child has written; the end of the pipe is the end of its interest in us, or its own."""
+        """Read a child's messages; the end of the pipe means that the child closed it or ended."""
         try:
             chunk = os.read(child.pipe_fd, _PIPE_READ_BYTES)
         except BlockingIOError:
@@ -303,7 +303,7 @@ class ProcessKeeper:
             self._restarts[child.spec.name] = (self._clock.now() + delay_s, child.spec)
 
     def _signal(self, child: Child, number: int) -> bool:
-        """Signal through the pidfd, which cannot hit another process; SIGKILL goes to the whole group, to leave nothing."""
+        """Signal through the pidfd, which cannot hit another process; SIGKILL goes to the whole process group."""
         if not child.is_alive:
             return False
         if number == signal.SIGKILL:
@@ -339,7 +339,7 @@ class ProcessKeeper:
 
 @contextlib.contextmanager
 def _pipe_of(text: str) -> Iterator[int]:
-    """Hold the read end of a pipe that contains all of ``text`` before it is read."""
+    """Yield the read end of a pipe that contains all of ``text`` already."""
     if len(text.encode()) > _MAX_INPUT_BYTES:
         raise StartFailed(f"the settings of a child process take more than {_MAX_INPUT_BYTES} bytes")
     read_fd, write_fd = os.pipe2(os.O_CLOEXEC)

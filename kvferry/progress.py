@@ -45,7 +45,7 @@ class BarProgress(Progress):
 
 @contextmanager
 def shown_progress() -> Iterator[Progress]:
-    """Yield what shows progress on this process's standard error."""
+    """Yield a progress display for this process's standard error."""
     if not sys.stderr.isatty():
         yield LineProgress()
         return

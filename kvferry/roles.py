@@ -1,4 +1,4 @@
-"""Entry points of the processes of a cluster: what happens between the command line and a role's own ``run``.
+"""Entry points of the processes of a cluster: the steps between the command line and a role's own ``run``.
 
 Owns the order: log first, then the tie to the parent, then the role. A role is imported only in its own process.
 """
@@ -46,7 +46,7 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
 
 
 def _check(role: Role | Literal["router"], config: KVFerryConfig) -> None:
-    """Look for wrong settings before the role's libraries are imported; a supervisor has done so for its children."""
+    """Check the settings before the role's libraries are imported; a supervisor has already done so for its children."""
     from kvferry.preflight import check_process
 
     check_process(role, config)
@@ -81,9 +81,9 @@ def _run(role: ProcessRole, config: KVFerryConfig, pipe: SupervisorPipe) -> int:
 
 
 def limit_kernel_caches(num_entries: int) -> None:
-    """Bound what torch and oneDNN keep per shape on a CPU; by default 1,024 kernels each, which is up to a gigabyte.
+    """Bound the kernels that torch and oneDNN cache per shape on a CPU; by default 1,024 each, which is up to a gigabyte.
 
-    They read these variables when torch is loaded, so this comes before the role is imported. One that is set already holds.
+    They read these variables when torch is loaded, so this runs before the role is imported. Variables that are set stay.
     """
     assert "torch" not in sys.modules, "torch is loaded already: the limit would have no effect"
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
@@ -91,10 +91,11 @@ def limit_kernel_caches(num_entries: int) -> None:
 
 
 def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:
-    """Refuse to open a socket of the cluster to other machines while anybody could use it.
+    """Refuse to open a socket of the cluster to other machines without protection.
 
     Raises:
-        ConfigError: it is bound beyond loopback without a cluster key, or has no use for one, and ``security.insecure`` is off.
+        ConfigError: it is bound beyond loopback without a cluster key, or does not support one, and ``security.insecure`` is
+        off.
     """
     if config.security.insecure:
         return
@@ -117,7 +118,7 @@ def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:
 
 
 def _reads_by_ucx(config: KVFerryConfig) -> bool:
-    """Say whether a decode worker has UCX agents, which listen as well."""
+    """Return True if a decode worker has UCX agents, which listen as well."""
     return "p2p" in config.connector.names and "nixl" in config.connector.transports
 
 

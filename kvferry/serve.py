@@ -1,6 +1,6 @@
 """``kvferry serve``: a supervised local cluster in the foreground.
 
-Owns what is said at begin and end, and the signals: the first SIGINT or SIGTERM lets requests finish, the second ends
+Owns the messages at start and end, and the signals: the first SIGINT or SIGTERM lets requests finish, the second ends
 everything at once.
 """
 
@@ -23,11 +23,11 @@ _MARGIN_S = 5.0  # on top of a process's own drain timeout
 
 
 class _Hurry(BaseException):
-    """A second signal has come."""
+    """A second signal has arrived."""
 
 
 def serve_forever(config: KVFerryConfig) -> int:
-    """Start the cluster, say where it is, and serve until a signal comes; returns the exit code.
+    """Start the cluster, print its address, and serve until a signal arrives; returns the exit code.
 
     Raises:
         ConfigError: a setting is wrong, or the model cannot be found.
@@ -57,7 +57,7 @@ def serve_forever(config: KVFerryConfig) -> int:
         cluster.stop(grace_s=0.0)
         return 0
     except (StartFailed, ConfigError):
-        if not is_leaving.is_set():  # else a process got the signal to leave, as this one did
+        if not is_leaving.is_set():  # otherwise a process received the same signal as this one
             raise
     with contextlib.suppress(_Hurry):
         cluster.stop(
@@ -69,7 +69,7 @@ def serve_forever(config: KVFerryConfig) -> int:
 
 
 def _ignore_signals() -> None:
-    """Let no further signal interrupt the end."""
+    """Ignore further signals while the cluster ends."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)
 

@@ -1,7 +1,7 @@
 """The process of ``kvferry kvstore``: a store server, its operations port, and a graceful end.
 
 Owns what a process has once: signals and the event loop of the operations port. The store has its own thread
-(``kvstore.server``); if that ends by a bug of ours, so does the process, with exit code 1.
+(``kvstore.server``); if a bug ends that thread, the process ends with exit code 1.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ async def _serve(
     ops = OpsServer(_routes(server))
     try:
         if config.block_bytes:
-            server.machine.prepare(config.block_bytes)  # what cannot work ends here, not at the first client
+            server.machine.prepare(config.block_bytes)  # errors in the settings end the process here, not at the first client
         addresses = {"store_address": server.start(config.bind_address)}
         addresses["ops_address"] = await ops.start(config.ops_host, config.ops_port)
         _log.info(event("kvstore_serving", incarnation=f"{server.machine.incarnation:016x}", **addresses))

@@ -109,7 +109,7 @@ class ArenaView:
         return self.word(slot) >> _STATE_BITS
 
     def is_readable(self, slot: int, generation: int) -> bool:
-        """Say whether a slot still holds what it held in this generation."""
+        """Return whether a slot still holds its content of this generation."""
         return self.word(slot) == slot_word(generation, SlotState.READY)
 
     def num_bytes(self, slot: int) -> int:
@@ -230,8 +230,8 @@ def create_arena(num_slots: int, slot_bytes: int, incarnation: int, nonce: bytes
     """Make an arena in a new anonymous memory file, with all pages allocated.
 
     Raises:
-        Full: the host does not have the memory.
-        ConfigError: ``huge_pages`` are demanded and not there.
+        Full: the host lacks the memory.
+        ConfigError: ``huge_pages`` are required and the host has none.
     """
     num_bytes = arena_bytes(num_slots, slot_bytes)
     try:
@@ -256,7 +256,7 @@ def map_arena(file: ArenaFile, incarnation: int) -> ArenaView:
     """Map the arena of another process of this host and check its incarnation.
 
     Raises:
-        PeerUnreachable: it cannot be reached from here, or is another one.
+        PeerUnreachable: it cannot be reached from here, or has another incarnation.
         ProtocolError: the memory is no arena.
     """
     try:

@@ -1,7 +1,7 @@
-"""Puts a store together from the configuration.
+"""Builds a store from the configuration.
 
-Owns which parts a section of settings means, and the order of the tiers: memory, disk, Redis. Libraries that only one tier
-needs are imported for that tier. Called by the server and by whoever wants a store in its own process.
+Owns the parts that a section of settings stands for, and the order of the tiers: memory, disk, Redis. Libraries that only one
+tier needs are imported for that tier.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from kvstore.tiers.disk import DiskOptions, DiskTier
 
 
 def machine_options(config: KVStoreSection, ids: IdSource) -> ServerOptions:
-    """Return what a store's state machine needs, with a new incarnation."""
+    """Return the options of a store's state machine, with a new incarnation."""
     incarnation = new_incarnation(ids)
 
     def make_memory(block_bytes: int) -> MemoryTier:
@@ -71,7 +71,7 @@ def make_embedded_store(config: KVStoreSection, block_bytes: int, clock: Clock, 
 
     Raises:
         ConfigError, ConnectorUnavailable: as ``make_tiers``.
-        Full: the host does not have the memory.
+        Full: the host lacks the memory.
     """
     tiers = make_tiers(config, ids)
     try:

@@ -49,8 +49,8 @@ class StoreClient(StoreClientBase):
         self._is_closing = False
         self._last_arena: ArenaView | None = None  # of the incarnation seen last, so that it is mapped once
         self._limited_log = LimitedLog(_log, clock.now)
-        self._last_refusal = ""  # told once
-        self._was_refused = False  # by the last event of the monitor
+        self._last_refusal = ""  # logged once
+        self._was_refused = False  # whether the last event of the monitor was a failed handshake
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
         self._socket = dealer_socket(self._context, limits)
@@ -99,7 +99,7 @@ class StoreClient(StoreClientBase):
             self._wakeup.clear()
             try:
                 self._turn(ready)
-            except Exception:  # a transfer boundary: what this store says cannot be followed
+            except Exception:  # a transfer boundary: the messages of this store make no sense
                 _log.exception(event("kvstore_client_failed", address=self._address))
                 self._lose_link()
 
@@ -120,7 +120,7 @@ class StoreClient(StoreClientBase):
         self._follow_all()
 
     def _take_link_event(self, is_refused: bool) -> None:
-        """Notice the end of a link. The end that directly follows a failed handshake is that of a link that never was."""
+        """Handle the end of a link. An end that directly follows a failed handshake is that of a link that never existed."""
         if not is_refused and not self._was_refused:
             self._lose_link()
         self._was_refused = is_refused
@@ -150,7 +150,7 @@ class StoreClient(StoreClientBase):
         return True
 
     def _on_other_version(self, error: VersionMismatch) -> None:
-        """Back off, without an answer; say so once, and once more when the store is understood again."""
+        """Back off, without an answer; log it once, and once more when the store can be understood again."""
         with self._progress:
             is_news = self._machine.on_other_version(self._clock.now())
             self._progress.notify_all()
@@ -197,7 +197,7 @@ class StoreClient(StoreClientBase):
         return self._last_arena
 
     def _copy(self, action: CopyIn) -> None:
-        """Copy blocks to their slots. Only this thread ends a put, so the sources are the caller's no longer than that."""
+        """Copy blocks to their slots. Only this thread ends a put, so the caller's sources stay valid during the copy."""
         with self._lock:
             if not self._machine.is_open(action.number):
                 return
@@ -222,7 +222,7 @@ class StoreClient(StoreClientBase):
 def connect_store(
     config: KVStoreSection, client_name: str, block_bytes: int, clock: Clock, ids: IdSource, keys: ClusterKeys | None = None
 ) -> StoreClient:
-    """Return a client of the server at ``config.address``, which need not run yet; with ``keys`` only their holders talk."""
+    """Return a client of the server at ``config.address``, which need not run yet; ``keys`` encrypt the connection."""
     options = ClientOptions(
         client_id=new_hex_id(ids, f"{client_name[:400]}-"),
         block_bytes=block_bytes,

@@ -93,7 +93,7 @@ class _Call:
 
 
 class ClientState:
-    """Speaks to one store, through all its lives."""
+    """Talks to one store through all its incarnations."""
 
     def __init__(self, options: ClientOptions, ids: IdSource) -> None:
         self._options = options
@@ -235,7 +235,7 @@ class ClientState:
 
     @property
     def waits_for_link(self) -> bool:
-        """Whether the carrier is to call ``on_link_up`` as soon as something can be sent."""
+        """Whether the driver should call ``on_link_up`` as soon as messages can be sent."""
         return self.state is ConnectionState.DOWN and self._is_unreachable
 
     def on_link_lost(self, now: float) -> None:
@@ -315,7 +315,7 @@ class ClientState:
         if call is not None:
             self._close(call, message.code)
         elif self.state is ConnectionState.GREETING:
-            self._lose("refused")  # and try again by the timer: the link is there
+            self._lose("refused")  # and try again by the timer: the link is up
             self._next_beat = now + self._options.heartbeat_interval_s
         elif self.state is ConnectionState.ATTACHING:
             self.state = ConnectionState.UP
@@ -370,7 +370,7 @@ class ClientState:
             self._close(call)
 
     def _views_of(self, message: messages.GetReply, blocks: Sequence[memoryview | bytes]) -> list[tuple[memoryview, IsCurrent]]:
-        """Return the blocks of a reply, as views of the arena or of what was received, and whether they are still so."""
+        """Return the blocks of a reply, as views of the arena or of received frames, and whether they are still current."""
         arena = self._arena
         if not message.slots or arena is None:
             return [(memoryview(block).toreadonly(), _always) for block in blocks]

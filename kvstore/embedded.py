@@ -1,8 +1,8 @@
 """A store inside the process that uses it: both state machines, the arena, the tiers' threads and one thread that copies.
 
-Owns those threads and the order in which things happen: everything but copying and tiers happens in the caller's thread at
-once, so that a lookup of blocks in memory or on disk is answered when it returns. Nothing can get lost between the machines, so
-there are no timeouts, heartbeats or restarts here.
+Owns those threads and the order of events: except copies and tiers, everything happens at once in the caller's thread, so that
+a lookup of blocks in memory or on disk is answered when it returns. No message can get lost between the machines, so there are
+no timeouts, heartbeats or restarts here.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvstore.tiers.worker import TierWorker
 FLUSH_TIMEOUT_S = 30.0
 
 _SELF = b"self"
-_FOREVER_S = 1e12  # inside a process an answer may come late, but comes
+_FOREVER_S = 1e12  # inside a process an answer may be late, but always comes
 
 
 class EmbeddedStore(StoreClientBase):
     """A store of this process alone.
 
-    Raises: ConfigError if the memory does not hold one block, Full if the host does not have it.
+    Raises: ConfigError if the memory cannot hold one block, Full if the host lacks it.
     """
 
     def __init__(self, options: ServerOptions, tiers: Sequence[Tier], block_bytes: int, clock: Clock, ids: IdSource) -> None:
@@ -45,7 +45,7 @@ class EmbeddedStore(StoreClientBase):
         self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]
         self._is_closed = False
         with self._lock:
-            self._machine.on_timer(clock.now())  # says hello
+            self._machine.on_timer(clock.now())  # sends the hello
             self._carry_out()
         assert self._machine.state is ConnectionState.UP, "a store in this process answers at once"
         self._copier.start()
@@ -58,7 +58,7 @@ class EmbeddedStore(StoreClientBase):
         return None if self.machine.memory is None else self.machine.memory.arena.memory
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
-        """Save the dirty blocks; False if that is not done in time."""
+        """Save the dirty blocks; False if that takes too long."""
         with self._progress:
             self._follow(deque(self.machine.flush()))
             return self._progress.wait_for(self._is_flushed, timeout_s)
@@ -82,7 +82,7 @@ class EmbeddedStore(StoreClientBase):
                 self.machine.memory.arena.close()
 
     def _carry_out(self) -> None:
-        """Pass parcels to and fro until there are none."""
+        """Pass parcels in both directions until there are none."""
         self._follow(deque())
 
     def _follow(self, store_actions: deque[Action]) -> None:
@@ -96,7 +96,7 @@ class EmbeddedStore(StoreClientBase):
         self._progress.notify_all()
 
     def _follow_client(self, action: ClientAction) -> Sequence[Action]:
-        """Carry out what the client's machine wants; return what the store's machine wants in turn."""
+        """Carry out the actions of the client's machine; return the actions of the store's machine that follow."""
         match action:
             case SendToStore():
                 return self._to_store(action.parcel)

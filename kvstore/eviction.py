@@ -21,7 +21,7 @@ from core.errors import ConfigError
 
 K = TypeVar("K", bound=Hashable)
 
-_SMALL_SHARE = 0.1  # of the capacity for what has been seen once: S3-FIFO's small queue, the least of ARC's recent list
+_SMALL_SHARE = 0.1  # of the capacity for keys used once: S3-FIFO's small queue, the minimum of ARC's recent list
 _MAX_COUNT = 3  # uses that S3-FIFO remembers of a key
 
 
@@ -35,19 +35,19 @@ class EvictionPolicy(ABC, Generic[K]):
 
     @abstractmethod
     def insert(self, key: K) -> None:
-        """Take a new key."""
+        """Add a new key."""
 
     @abstractmethod
     def use(self, key: K) -> None:
-        """Note a hit. Unknown keys are ignored."""
+        """Record a hit. Unknown keys are ignored."""
 
     @abstractmethod
     def remove(self, key: K) -> None:
-        """Forget a key that is gone for another reason. Unknown keys are ignored."""
+        """Forget a key that was removed for another reason. Unknown keys are ignored."""
 
     @abstractmethod
     def evict(self, can_evict: Callable[[K], bool]) -> K | None:
-        """Choose a key that may go and forget it; None if none may."""
+        """Choose a key that may be evicted and forget it; None if there is none."""
 
     @abstractmethod
     def candidates(self) -> Iterator[K]:
@@ -55,7 +55,7 @@ class EvictionPolicy(ABC, Generic[K]):
 
 
 class LRU(EvictionPolicy[K]):
-    """The least recently used key goes first."""
+    """The least recently used key is evicted first."""
 
     name = "lru"
 
@@ -64,34 +64,34 @@ class LRU(EvictionPolicy[K]):
         self._keys: OrderedDict[K, None] = OrderedDict()
 
     def insert(self, key: K) -> None:
-        """Take a new key as the most recent."""
+        """Add a new key as the most recent."""
         self._keys[key] = None
 
     def use(self, key: K) -> None:
-        """Make it the most recent."""
+        """Make the key the most recent."""
         if key in self._keys:
             self._keys.move_to_end(key)
 
     def remove(self, key: K) -> None:
-        """Forget it."""
+        """Forget the key."""
         self._keys.pop(key, None)
 
     def evict(self, can_evict: Callable[[K], bool]) -> K | None:
-        """Choose the least recent that may go."""
+        """Choose the least recent key that may be evicted."""
         victim = next((key for key in self._keys if can_evict(key)), None)
         if victim is not None:
             del self._keys[victim]
         return victim
 
     def candidates(self) -> Iterator[K]:
-        """Yield from the least recent on."""
+        """Yield the keys, the least recent first."""
         return iter(self._keys)
 
 
 class S3FIFO(EvictionPolicy[K]):
     """Three queues: new keys pass a small one, and only those used meanwhile enter the main one, which gives second chances.
 
-    Keys that fell out of the small queue are remembered; when one comes back, it enters the main queue at once.
+    Keys that fell out of the small queue are remembered; if one is inserted again, it enters the main queue at once.
     """
 
     name = "s3fifo"
@@ -118,13 +118,13 @@ class S3FIFO(EvictionPolicy[K]):
             queue[key] = min(_MAX_COUNT, queue[key] + 1)
 
     def remove(self, key: K) -> None:
-        """Forget it, also as one remembered."""
+        """Forget the key, also as a remembered one."""
         self._small.pop(key, None)
         self._main.pop(key, None)
         self._ghosts.pop(key, None)
 
     def evict(self, can_evict: Callable[[K], bool]) -> K | None:
-        """Go through the queues; each step evicts a key, moves it on, or lowers its count, so that the steps are few."""
+        """Go through the queues; each step evicts a key, moves it on, or lowers its count, which bounds the number of steps."""
         for _ in range((_MAX_COUNT + 2) * (len(self._small) + len(self._main))):
             takes_small = self._small and (len(self._small) > self._small_target or not self._main)
             victim = self._step_small(can_evict) if takes_small else self._step_main(can_evict)
@@ -157,7 +157,7 @@ class S3FIFO(EvictionPolicy[K]):
         return None
 
     def _evict_any(self, can_evict: Callable[[K], bool]) -> K | None:
-        """One queue was full of keys that may not go: take from anywhere."""
+        """Evict from either queue, because all keys of the chosen queue must stay."""
         victim = next((key for key in self.candidates() if can_evict(key)), None)
         if victim is not None:
             self.remove(victim)
@@ -165,10 +165,10 @@ class S3FIFO(EvictionPolicy[K]):
 
 
 class ARC(EvictionPolicy[K]):
-    """Two LRU lists, of keys used once (recent) and more often (frequent), whose sizes follow what would have been hits.
+    """Two LRU lists, of keys used once (recent) and more often (frequent), whose sizes adapt to keys evicted too early.
 
-    ``_target`` is the size that the recent list should have; keys evicted lately are remembered per list. The recent list keeps
-    a tenth of the capacity in any case: the blocks of one prompt come together, and must not push each other out.
+    ``_target`` is the size that the recent list should have; recently evicted keys are remembered per list. The recent list
+    keeps a tenth of the capacity in any case: the blocks of one prompt are inserted together, and must not evict each other.
     """
 
     name = "arc"
@@ -198,7 +198,7 @@ class ARC(EvictionPolicy[K]):
             self._recent[key] = None
 
     def use(self, key: K) -> None:
-        """Make it the most recent of the frequent."""
+        """Make the key the most recent of the frequent ones."""
         if key in self._recent:
             del self._recent[key]
             self._frequent[key] = None
@@ -206,7 +206,7 @@ class ARC(EvictionPolicy[K]):
             self._frequent.move_to_end(key)
 
     def remove(self, key: K) -> None:
-        """Forget it, also as one remembered."""
+        """Forget the key, also as a remembered one."""
         for keys in (self._recent, self._frequent, self._recent_ghosts, self._frequent_ghosts):
             keys.pop(key, None)
 
@@ -237,7 +237,7 @@ def make_policy(name: str, capacity: int) -> EvictionPolicy[Any]:
     """Return a policy by its name.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: no policy has this name.
     """
     if name not in POLICIES:
         raise ConfigError(f"kvstore.eviction = {name!r}: allowed: {', '.join(POLICIES)}", param="kvstore.eviction")

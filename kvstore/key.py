@@ -1,8 +1,8 @@
 """The name of a block in the store, and its packed form.
 
-Owns what enters a key. A block hash is keyed by the model's fingerprint and chains the tokens of the whole prefix, the tenant's
-``cache_salt`` and the adapters; the layout part says how the bytes lie and of how many layers and heads. Two blocks with
-one key have the same content, whoever computed them. Called by connectors, which make keys, and by everything in this package.
+Owns the parts of a key. A block hash is keyed by the model's fingerprint and chains the tokens of the whole prefix, the
+tenant's ``cache_salt`` and the adapters; the layout part stands for the order of the bytes and the numbers of layers and heads.
+Two blocks with one key have the same content, whichever worker computed them.
 
     packed: block_hash[16] | layout_version: u64 | zeros[8] | group_id: u32        36 bytes, little-endian
 """
@@ -33,7 +33,7 @@ class StoreKey(NamedTuple):
 
     @property
     def layout_version(self) -> int:
-        """What the seals of such blocks say of their layout: ``core.kv.seals.layout_fingerprint``."""
+        """The layout version in the seals of such blocks: ``core.kv.seals.layout_fingerprint``."""
         return int.from_bytes(self.layout[:_VERSION_BYTES], "little")
 
     def pack(self) -> bytes:
@@ -45,7 +45,7 @@ class StoreKey(NamedTuple):
         """Return the key of 36 bytes.
 
         Raises:
-            ProtocolError: they are no key.
+            ProtocolError: they are not a key.
         """
         if len(packed) != PACKED_KEY_BYTES:
             raise ProtocolError(f"a packed store key has {PACKED_KEY_BYTES} bytes, not {len(packed)}")
@@ -56,7 +56,7 @@ class StoreKey(NamedTuple):
 
 
 def layout_key(layout: KVLayoutInfo) -> bytes:
-    """Return the 16 bytes that stand for a layout."""
+    """Return the 16 bytes that identify a layout."""
     return layout_fingerprint(layout).to_bytes(LAYOUT_KEY_BYTES, "little")
 
 
@@ -66,10 +66,10 @@ def pack_keys(keys: Iterable[StoreKey]) -> bytes:
 
 
 def split_keys(packed: bytes) -> list[bytes]:
-    """Return the single packed keys of ``pack_keys``.
+    """Split ``pack_keys`` into single packed keys.
 
     Raises:
-        ProtocolError: the length is no multiple of a key's.
+        ProtocolError: the length is not a multiple of a key's.
     """
     if len(packed) % PACKED_KEY_BYTES:
         raise ProtocolError(f"{len(packed)} bytes are no whole number of store keys")

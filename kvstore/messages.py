@@ -20,7 +20,7 @@ from core.wire.limits import Count, Name, Positive, Text, Unsigned64
 from core.wire.version import check_version
 from kvstore.key import PACKED_KEY_BYTES
 
-WIRE_VERSION: Final = 1  # counted apart from that of core.wire.codec
+WIRE_VERSION: Final = 1  # counted separately from that of core.wire.codec
 KIND_TO_STORE: Final = 16  # beyond the kinds of core.wire.codec
 KIND_TO_CLIENT: Final = 17
 HEADER_BYTES: Final = 2
@@ -58,7 +58,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello", omit_default
 
 
 class Attach(msgspec.Struct, frozen=True, kw_only=True, tag="attach", omit_defaults=True):
-    """Client → store: I have mapped the arena; the nonce stands there and nowhere else.
+    """Client → store: I have mapped the arena; the nonce proves it, as it is written nowhere else.
 
     ``pid`` and ``start_ticks`` (field 22 of ``/proc/<pid>/stat``) name this process, whose death ends its reservations.
     """
@@ -97,7 +97,7 @@ class Reserve(msgspec.Struct, frozen=True, kw_only=True, tag="reserve", omit_def
 
 
 class Commit(msgspec.Struct, frozen=True, kw_only=True, tag="commit", omit_defaults=True):
-    """Client with the arena → store: what was reserved by this number is written. One seal for each key of the reservation."""
+    """Client with the arena → store: the slots reserved by this number are written. One seal per key of the reservation."""
 
     number: Count
     seals: PackedSeals
@@ -129,11 +129,11 @@ class StoreHeartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_d
 
 
 class StoreGoodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
-    """Client → store: end the session; the client reads and writes nothing any more."""
+    """Client → store: end the session; the client no longer reads or writes."""
 
 
 class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome", omit_defaults=True):
-    """Store → client: the answer to ``Hello``. ``arena`` is for those who can open it."""
+    """Store → client: the answer to ``Hello``. ``arena`` is for clients that can open it."""
 
     session: Unsigned64
     incarnation: Unsigned64
@@ -142,11 +142,11 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome", omit_def
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached", omit_defaults=True):
-    """Store → client: the nonce was right; slots instead of frames from now on."""
+    """Store → client: the nonce is right; slots instead of frames from now on."""
 
 
 class AttachRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", omit_defaults=True):
-    """Store → client: a message could not be followed; ``number`` is that of its call, if it had one."""
+    """Store → client: a message could not be processed; ``number`` is that of its call, if it had one."""
 
     code: Name
     message: Text
@@ -160,19 +160,19 @@ class UnknownClient(msgspec.Struct, frozen=True, kw_only=True, tag="unknown", om
 
 
 class LookupReply(msgspec.Struct, frozen=True, kw_only=True, tag="looked_up", omit_defaults=True):
-    """Store → client: 1 for each key that is there."""
+    """Store → client: 1 for each key that the store has."""
 
     number: Count
     hits: Flags
 
 
 class GetReply(msgspec.Struct, frozen=True, kw_only=True, tag="got", omit_defaults=True):
-    """Store → client: the blocks that are there, pinned.
+    """Store → client: the blocks that the store has, pinned.
 
-    ``present`` has a byte for each key, ``seals`` a row for each present one. With the arena, ``slots`` holds (slot,
-    generation, num_bytes) of those; without it, they follow as frames. ``withheld`` has a byte for each key, 1 for what is not
-    present and is there, but cannot be pinned now; it is empty if there is none. An answer may come in several messages;
-    ``first`` is the index of the first key that this one speaks of.
+    ``present`` has a byte for each key, ``seals`` a row for each present one. With the arena, ``slots`` holds their (slot,
+    generation, num_bytes); without it, the blocks follow as frames. ``withheld`` has a byte for each key, 1 for a block that
+    the store has but cannot pin now; it is empty if there is none. An answer may come in several messages; ``first`` is the
+    index of the first key of this one.
     """
 
     number: Count
@@ -196,7 +196,7 @@ class Reserved(msgspec.Struct, frozen=True, kw_only=True, tag="reserved", omit_d
 
 
 class PutReply(msgspec.Struct, frozen=True, kw_only=True, tag="stored", omit_defaults=True):
-    """Store → client: 1 for each key that is there now."""
+    """Store → client: 1 for each key that the store has now."""
 
     number: Count
     stored: Flags
@@ -217,7 +217,7 @@ M = TypeVar("M")
 
 @dataclass(frozen=True, slots=True)
 class Parcel(Generic[M]):
-    """A message and the blocks that come with it."""
+    """A message and its blocks."""
 
     message: M
     blocks: Sequence[memoryview | bytes] = ()
@@ -244,7 +244,7 @@ def decode_to_store(frame: bytes | memoryview, version: int = WIRE_VERSION) -> T
     """Return a client's message.
 
     Raises:
-        ProtocolError: the frame is none.
+        ProtocolError: the frame is not such a message.
     """
     return _decode(_to_store, KIND_TO_STORE, frame, version)
 
@@ -253,16 +253,16 @@ def decode_to_client(frame: bytes | memoryview, version: int = WIRE_VERSION) -> 
     """Return a store's message.
 
     Raises:
-        ProtocolError: the frame is none.
+        ProtocolError: the frame is not such a message.
     """
     return _decode(_to_client, KIND_TO_CLIENT, frame, version)
 
 
 def split_seals(packed: bytes) -> list[bytes]:
-    """Return the single rows.
+    """Split packed seals into single rows.
 
     Raises:
-        ProtocolError: the length is no multiple of a row's.
+        ProtocolError: the length is not a multiple of a row's.
     """
     if len(packed) % SEAL_BYTES:
         raise ProtocolError(f"{len(packed)} bytes are no whole number of seals")

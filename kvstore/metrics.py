@@ -1,7 +1,7 @@
-"""What a store counts, as Prometheus metrics under ``kvferry_kvstore_``.
+"""Metrics of a store, under ``kvferry_kvstore_``.
 
-Owns names and labels; everything is kept by the machine and the tiers' threads and read when ``/metrics`` is asked. For
-the process of a store server. A worker with a store of its own shows what its connector counts.
+Owns names and labels; the machine and the tiers' threads keep the counts, which are read at each scrape. For the process of a
+store server: a worker with a store of its own publishes the metrics of its connector.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _TIER_COUNTS = ("loaded_blocks", "missing_blocks", "saved_blocks", "failed_saves
 
 
 def register_store_metrics(registry: CollectorRegistry, machine: ServerState, workers: Sequence[TierWorker]) -> None:
-    """Register everything that a store counts."""
+    """Register all metrics of a store."""
     for name, documentation in _COUNTS.items():
         read_counter(registry, f"kvstore_{name}", documentation, _reader(machine, name))
     read_labelled_counter(

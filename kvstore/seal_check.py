@@ -1,7 +1,7 @@
-"""What a block must prove before anyone uses it: its seal fits its key, and its bytes fit the seal.
+"""The checks of a block before its use: its seal fits its key, and its bytes fit the seal.
 
 Owns both checks, for every tier and every client. The key comes from the reader's own hashing of its own prompt, so a block
-that was stored, moved or returned under a wrong name fails like one whose bytes have changed. Knows nothing of where it lay.
+that was stored, moved or returned under a wrong name fails like one whose bytes have changed. Knows no tiers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvstore.key import StoreKey
 
 
 def check_seal(key: StoreKey, row: bytes) -> Seal:
-    """Return what a seal says, if it is one of this key and has a digest.
+    """Return the content of a seal, if it is one of this key and has a digest.
 
     Raises:
         StaleBlock: it is not; the message holds both values.
@@ -42,7 +42,7 @@ class BlockVerifier:
         """Return the digest of a block.
 
         Raises:
-            CorruptBlock: no block has such a size.
+            CorruptBlock: blocks cannot have this size.
         """
         num_bytes = content.nbytes
         digester = self._digesters.get(num_bytes)
@@ -56,8 +56,8 @@ class BlockVerifier:
         """Check the seal against the key and the bytes against the seal.
 
         Raises:
-            StaleBlock: the seal is of another block, or none.
-            CorruptBlock: the bytes are not those that were sealed.
+            StaleBlock: the seal is of another block, or is not a seal.
+            CorruptBlock: the bytes are not the sealed ones.
         """
         expected = check_seal(key, row).digest
         found = self.digest(content)

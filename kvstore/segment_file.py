@@ -6,8 +6,8 @@ changed; a record that a crash has cut off is recognised as incomplete.
     file    page 0: magic: u64 | version: u64 | nonce[16] | checksum[16]                  then records, each from a page's start
     record  magic: u64 | num_bytes: u64 | key[36] | seal[64] | checksum[16]      256 bytes, then the block, filled up to a page
 
-A record's checksum is keyed by the file's nonce and covers its offset: neither a block's content nor what another file left on
-the device can pass for one. The block itself is covered by the digest in its seal.
+A record's checksum is keyed by the file's nonce and covers its offset: neither a block's content nor another file's remains on
+the device can be mistaken for a record. The block itself is covered by the digest in its seal.
 """
 
 from __future__ import annotations

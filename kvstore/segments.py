@@ -49,7 +49,7 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"segment-([0-9]{12})\.kv")
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
-_OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of descriptors or memory, and no fault of the file
+_OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of descriptors or memory, which is no fault of the file
 
 
 @dataclass(slots=True)
@@ -81,12 +81,12 @@ class SegmentLog:
         self._sync = sync
         self._index: dict[bytes, _Location] = {}
         self._segments: list[_Segment] = []  # the oldest first
-        self._undeleted: list[_Segment] = []  # have no blocks any more, but could not be deleted
+        self._undeleted: list[_Segment] = []  # they have no blocks, but could not be deleted
         self._active: _Segment | None = None
         self._active_fd = -1
         self._last_number = 0
         self.num_torn_bytes = 0  # cut off at the start
-        self.num_dropped = 0  # blocks that went to make room
+        self.num_dropped = 0  # blocks that were deleted to make room
         self.num_lost = 0  # blocks whose file could not be read
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -154,7 +154,7 @@ class SegmentLog:
             location.segment.records.pop(key, None)
 
     def close(self) -> None:
-        """Close the files and let others use the folder."""
+        """Close the files and release the folder."""
         self._leave_active()
         self._segments.clear()
         self._undeleted.clear()
@@ -188,7 +188,7 @@ class SegmentLog:
                 self._lose(self._stub(number, path), error)
 
     def _stub(self, number: int, path: Path) -> _Segment:
-        """Return a file of which only the size is known."""
+        """Return a segment of which only the size is known."""
         try:
             return _Segment(number, path, b"", path.stat().st_size)
         except OSError:
@@ -245,7 +245,7 @@ class SegmentLog:
             raise
 
     def _segment_for(self, num_bytes: int) -> _Segment:
-        """Return the active file; starts a new one if it is full."""
+        """Return the active file; start a new one if it is full."""
         active = self._active
         if active is not None and os.fstat(self._active_fd).st_nlink == 0:
             self._lose(active, OSError(errno.ENOENT, "it was deleted while it was written"))
@@ -277,7 +277,7 @@ class SegmentLog:
             os.close(self._active_fd)
 
     def _sync_folder(self, fd: int) -> None:
-        """Make a new file's name survive a loss of power."""
+        """Make the name of a new file survive a power loss."""
         os.fsync(fd)
         with _opened(self._folder, os.O_RDONLY | os.O_DIRECTORY) as folder:
             os.fsync(folder)
@@ -294,17 +294,17 @@ class SegmentLog:
             return False
         while self.used_bytes + num_bytes + reserve > self.limit_bytes:
             if self._undeleted or not self._segments:
-                return False  # it would drive out block after block for nothing
+                return False  # it would evict block after block in vain
             self._reclaim(self._segments[0])
         return True
 
     @property
     def _reserve_bytes(self) -> int:
-        """Room that is left for the first pages of new files, and for survivors."""
+        """Return the room reserved for the first pages of new files, and for survivors."""
         return 3 * PAGE_BYTES + self._space.segment_bytes // 2
 
     def _measure_again(self) -> None:
-        """Measure again whether a disk that had no room for a single record has some now."""
+        """Measure the space again: a disk that had no room for a single record may have some now."""
         try:
             self._space.measure(self.used_bytes)
         except OSError as error:
@@ -314,9 +314,10 @@ class SegmentLog:
         return Unavailable(f"{self._folder} cannot be measured: {error}")
 
     def _give_way(self) -> bool:
-        """Adapt to a file system that is full before the capacity is reached; True if a file was deleted, so try again.
+        """Adapt to a file system that is full before the capacity is reached; True if a deleted file makes a retry useful.
 
-        The file that is written may hold all there is; it is only closed then, and goes when the next block finds no room.
+        The file that is being written may be the only one; then it is only closed, and deleted when the next block finds no
+        room.
         """
         try:
             self._space.on_full(self.used_bytes)
@@ -359,7 +360,7 @@ class SegmentLog:
         self._forget(segment)
 
     def _forget(self, segment: _Segment) -> None:
-        """Take a file and its blocks out of the index, and delete it."""
+        """Remove a file and its blocks from the index, and delete it."""
         if segment in self._segments:
             self._segments.remove(segment)
         for key in segment.records:
@@ -415,6 +416,6 @@ def _read(segment: _Segment, record: Record, target: memoryview) -> Record:
 
 
 def _write_whole(fd: int, pieces: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write all of it; a disk that takes only a part is full."""
+    """Write all bytes; a disk that takes only a part counts as full."""
     if os.pwritev(fd, pieces, offset) != sum(memoryview(piece).nbytes for piece in pieces):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""The store as a process of its own: one thread between the store's state machine and its clients, and the tiers' threads.
+"""The store as a separate process: one thread between the store's state machine and its clients, and the tiers' threads.
 
 Owns the socket, that thread, and the watch over client processes of this host. A malformed frame gets an
 error reply and has no other effect. A bug ends the thread and calls ``on_death``, so that a store that does not answer does not
@@ -174,11 +174,11 @@ class StoreServer:
     def _send(self, client: bytes, frames: Sequence[bytes | memoryview]) -> None:
         try:
             self._socket.send_multipart([client, *frames], zmq.NOBLOCK)
-        except zmq.ZMQError as error:  # it is gone, or takes nothing: its silence will end its session
+        except zmq.ZMQError as error:  # the client is gone or does not read: its silence will end its session
             _log.debug(event("kvstore_reply_dropped", error=error))
 
     def _watch(self, action: WatchProcess) -> None:
-        """Learn of the end of a process. Its start time tells it from a later one with the same number."""
+        """Detect the end of a process. Its start time distinguishes it from a later process with the same number."""
         if action.client_id in self._pidfds.values():
             return
         try:
@@ -201,7 +201,7 @@ class StoreServer:
             self._follow(self.machine.on_job_done(self._done.popleft()))
 
     def _flush(self, timeout_s: float) -> None:
-        """Hand down what is dirty, on the caller's thread, now that the server's has ended."""
+        """Save the dirty blocks on the caller's thread, after the server's thread has ended."""
         deadline = self._clock.now() + timeout_s
         self._follow(self.machine.flush())
         while self._has_unsaved() and self._clock.now() < deadline:

@@ -27,7 +27,7 @@ from kvstore.tiers.base import Tier, TierJob
 
 @dataclass(frozen=True, slots=True)
 class ServerOptions:
-    """``make_memory`` makes the memory tier for blocks of a size, when the first client has said how large its blocks are.
+    """``make_memory`` makes the memory tier for blocks of a size, when the first client has told its block size.
 
     ``max_pinned_share`` bounds what one client may pin; ``client_timeout_s`` how long it may be silent.
     """
@@ -74,7 +74,7 @@ class _Session:
     is_local: bool = False
     gets: dict[int, Query] = field(default_factory=dict)
     reservations: dict[int, list[Resident | None]] = field(default_factory=dict)
-    stored: dict[int, list[bool]] = field(default_factory=dict)  # per reservation: what was there already
+    stored: dict[int, list[bool]] = field(default_factory=dict)  # per reservation: blocks that the store had already
 
     @property
     def num_pinned(self) -> int:
@@ -93,7 +93,7 @@ class ServerState:
         self.memory: MemoryTier | None = None
         self.tiering: Tiering | None = None
         self.counts: Counter[str] = Counter()
-        self.rejected: Counter[str] = Counter()  # blocks that did not pass, by the error's code
+        self.rejected: Counter[str] = Counter()  # blocks that failed verification, by the error's code
 
     @property
     def incarnation(self) -> int:
@@ -271,7 +271,7 @@ class ServerState:
         self._send(session.client, messages.Reserved(number=message.number, slots=slots, stored=bytes(stored)))
 
     def _reserve(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[Resident | None]:
-        """Return a slot for each block; None if it is there, on its way, or there is no room. All or, on nonsense, none."""
+        """Return a slot for each block; None if the store has it, receives it, or has no room. Invalid requests reserve none."""
         for key in keys:
             StoreKey.unpack(key)
         if not all(sizes):
@@ -393,7 +393,7 @@ class ServerState:
 
 
 def _slots_of(query: Query) -> messages.GetReply:
-    """Return the answer to a client that has the arena."""
+    """Return the answer to a client that maps the arena."""
     found = [resident for resident in query.residents if resident is not None]
     return messages.GetReply(
         number=query.number,
@@ -405,13 +405,13 @@ def _slots_of(query: Query) -> messages.GetReply:
 
 
 def _withheld_of(query: Query, first: int, end: int) -> bytes:
-    """Return which of some keys are there and not pinned: it would have been too many. Empty if there is none."""
+    """Return which of some keys are in the store and not pinned, because of the limit. Empty if there are none."""
     flags = bytes(query.hits[index] and query.residents[index] is None for index in range(first, end))
     return flags if any(flags) else b""
 
 
 def _parts_of(query: Query) -> list[tuple[messages.GetReply, list[Resident]]]:
-    """Return the answer to a client elsewhere, in messages of bounded size."""
+    """Return the answer to a remote client, in messages of bounded size."""
     parts: list[tuple[messages.GetReply, list[Resident]]] = []
     first = 0
     while first < len(query.residents) or not parts:
@@ -431,7 +431,7 @@ def _parts_of(query: Query) -> list[tuple[messages.GetReply, list[Resident]]]:
 
 
 def _end_of_part(residents: Sequence[Resident | None], first: int) -> int:
-    """Return up to where the blocks from ``first`` on fit one message; at least one does."""
+    """Return the end of the blocks from ``first`` on that fit one message; at least one does."""
     num_bytes = 0
     for index in range(first, len(residents)):
         resident = residents[index]

@@ -25,6 +25,6 @@ class Wakeup:
             return
 
     def close(self) -> None:
-        """Give the descriptor back."""
+        """Close the descriptor."""
         self._is_closed = True
         os.close(self.fd)

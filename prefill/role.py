@@ -36,7 +36,7 @@ class _Prefill:
 
     message: Generate
     arrival_time: float
-    waves: list[list[NewRequest]]  # what follows once all that have begun have their tokens
+    waves: list[list[NewRequest]]  # the requests that start once all earlier ones have their tokens
     num_begun: int = 1
     choices: dict[int, PrefillChoice] = field(default_factory=dict)
     kv_handoff: KVHandoff | None = None
@@ -65,7 +65,7 @@ class PrefillHandler(RoleHandler):
         self._transfer_ids: OrderedDict[str, str] = OrderedDict()  # request id → transfer id of its handoff
 
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
-        """Ask for the first token of the first choice.
+        """Request the first token of the first choice.
 
         Raises:
             InvalidRequest: the request is not one for a prefill worker.
@@ -92,7 +92,7 @@ class PrefillHandler(RoleHandler):
             prefill = self._live.get(request_id)
             if prefill is not None:
                 self._on_output(prefill, index, output, now, result)
-            elif output.kv_handoff is not None:  # aborted in the meantime: it will not be read
+            elif output.kv_handoff is not None:  # aborted in the meantime: no worker will read it
                 result.release_transfer_ids.append(output.kv_handoff.transfer_id)
         return result
 
@@ -139,7 +139,7 @@ class PrefillHandler(RoleHandler):
         )
 
     def _finish_reason(self, message: Generate, output: EngineCoreOutput) -> FinishReason | None:
-        """Return why the choice has ended for the client, None if a decode worker goes on with it."""
+        """Return why the choice has ended for the client, None if a decode worker continues it."""
         if output.finish_reason == "stop":
             return "stop"
         is_full = len(message.prompt_token_ids) + 1 >= self._facts.max_model_len
@@ -176,7 +176,7 @@ class PrefillHandler(RoleHandler):
             self._transfer_ids.popitem(last=False)
 
     def _fail(self, prefill: _Prefill, index: int, error: ErrorInfo, result: RoleOutput) -> None:
-        """One choice is lost: so is the request, as the client gets all choices or an error."""
+        """Fail the request because of one choice, as the client gets all choices or an error."""
         request_id = prefill.message.request_id
         failed = choice_id(request_id, index)
         result.abort_ids += [engine_id for engine_id in prefill.choice_ids() if engine_id != failed]

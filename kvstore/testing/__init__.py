@@ -1,1 +1,1 @@
-"""What tests of stores share: sealed blocks to put, and a suite that every way to a store passes."""
+"""Shared parts of store tests: sealed blocks, and a suite that every kind of store passes."""

@@ -1,4 +1,4 @@
-"""Sealed blocks whose content follows from a number, for tests and benchmarks of stores."""
+"""Sealed blocks with content derived from a number, for tests and benchmarks of stores."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_key(number: int, *, layout: bytes = LAYOUT, group_id: int = 0) -> Store
 
 
 def make_block(number: int, num_bytes: int = BLOCK_BYTES, *, layout: bytes = LAYOUT, group_id: int = 0) -> SealedBlock:
-    """Return block ``number``: other bytes for every number, layout and group, the same ones every time."""
+    """Return block ``number``: different bytes for every number, layout and group, the same ones every time."""
     key = make_key(number, layout=layout, group_id=group_id)
     seed = int.from_bytes(hashlib.blake2b(key.pack(), digest_size=8).digest(), "little")
     content = np.random.default_rng(seed).integers(0, 256, num_bytes, dtype=np.uint8)
@@ -38,14 +38,14 @@ def make_block(number: int, num_bytes: int = BLOCK_BYTES, *, layout: bytes = LAY
 
 
 def seal_block(key: StoreKey, content: memoryview) -> SealedBlock:
-    """Return a block with the seal that fits it."""
+    """Return a block with its right seal."""
     digest = BlockVerifier().digest(content)
     seal = Seal(0xABCD, 1, key.group_id, key.block_hash, 16, key.layout_version, digest)
     return SealedBlock(key, content, encode_seal(seal))
 
 
 def with_seal(block: SealedBlock, **changes: object) -> SealedBlock:
-    """Return the block with a seal that says something else."""
+    """Return the block with a seal of another content."""
     seal = decode_seal(block.seal)
     assert seal is not None, "the seal of a test block is intact"
     return replace(block, seal=encode_seal(replace(seal, **changes)))  # type: ignore[arg-type]

@@ -10,7 +10,7 @@ from kvstore.tiers.base import Tier, TierBlock
 
 
 class MappableArena(Arena):
-    """An arena of this process that says other processes can map it."""
+    """An arena of this process that claims that other processes can map it."""
 
     def describe(self) -> ArenaFile:
         """Return a file that nothing can map."""
@@ -18,7 +18,7 @@ class MappableArena(Arena):
 
 
 class DictTier(Tier):
-    """A tier in a dictionary; ``must_be_asked`` makes it one like Redis."""
+    """A tier in a dictionary; with ``must_be_asked`` it behaves like Redis."""
 
     name = "dict"
 
@@ -27,11 +27,11 @@ class DictTier(Tier):
         self._must_be_asked = must_be_asked
 
     def knows(self, key: bytes) -> bool | None:
-        """Look, unless it has to be asked."""
+        """Look up, unless only ``locate`` may."""
         return None if self._must_be_asked else key in self.values
 
     def locate(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look."""
+        """Look up."""
         return [key in self.values for key in keys]
 
     def load(self, key: bytes, target: memoryview) -> TierBlock | None:

@@ -1,4 +1,4 @@
-"""What every way to a store must do: a test class to derive from.
+"""The conformance suite of stores: a test class to derive from.
 
     class TestEmbedded(StoreSuite):
         @pytest.fixture
@@ -75,7 +75,7 @@ def read(store: BlockStore, keys: Sequence[StoreKey]) -> list[bytes | None]:
 
 
 class StoreSuite:
-    """The tests. ``store`` is a fixture of the class that derives."""
+    """The tests. ``store`` is a fixture of the derived class."""
 
     @pytest.fixture
     def first(self) -> int:
@@ -231,8 +231,8 @@ class StoreSuite:
                     block = make_block(first + 10_000 + start * 100 + index)
                     put(store, [block])
                     copies = read(store, [block.key])
-                    assert copies in ([bytes(block.content)], [None])  # others may have evicted it
-            except BaseException as error:  # told to the test's own thread
+                    assert copies in ([bytes(block.content)], [None])  # other tests may have evicted it
+            except BaseException as error:  # raised again on the test's own thread
                 failures.append(error)
 
         threads = [threading.Thread(target=work, args=(start,)) for start in range(4)]

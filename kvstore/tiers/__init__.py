@@ -1,1 +1,1 @@
-"""Tiers below the arena: slower, larger, and there after a restart."""
+"""Tiers below the arena: slower, larger, and persistent across restarts."""

@@ -1,4 +1,4 @@
-"""The disk tier: a segment log (``kvstore.segments``) behind the interface of a tier."""
+"""The disk tier: a segment log (``kvstore.segments``) with the interface of a tier."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.tiers.base import Tier, TierBlock
 
 @dataclass(frozen=True, slots=True)
 class DiskOptions:
-    """Where and how much. ``sync`` writes every block to the device before it counts."""
+    """Folder and size. ``sync`` flushes every block to the device before it counts as stored."""
 
     folder: Path
     capacity_bytes: int
@@ -33,11 +33,11 @@ class DiskTier(Tier):
         self._log = SegmentLog(options.folder, options.capacity_bytes, options.segment_bytes, ids, sync=options.sync)
 
     def knows(self, key: bytes) -> bool:
-        """Look into the index."""
+        """Look up the index."""
         return key in self._log
 
     def locate(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look into the index."""
+        """Look up the index."""
         return [key in self._log for key in keys]
 
     def load(self, key: bytes, target: memoryview) -> TierBlock | None:
@@ -50,7 +50,7 @@ class DiskTier(Tier):
         return self._log.append(key, seal, block)
 
     def remove(self, key: bytes) -> None:
-        """Forget it; its bytes go with their file."""
+        """Forget the block; its bytes are deleted with their file."""
         self._log.remove(key)
 
     def occupancy(self) -> tuple[int, int]:

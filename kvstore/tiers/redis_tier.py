@@ -1,7 +1,7 @@
 """The Redis tier: one key per block in a Redis or Valkey server, which limits and evicts by its own settings.
 
-Owns the names and values there: ``kvferry:1:<packed key>`` holds the seal, then the block. Every call has a time limit; after a
-failure the server is left alone for a while, so that a dead one costs a moment now and then and not each call. The library is
+Owns keys and values there: ``kvferry:1:<packed key>`` holds the seal, then the block. Every call has a time limit; after a
+failure the server is not called for a while, so that a dead server delays a few calls and not all. The library is
 imported here only (extra ``redis``). Set ``maxmemory`` and an eviction policy there: this tier deletes corrupt blocks only.
 """
 
@@ -25,7 +25,7 @@ T = TypeVar("T")
 class RedisTier(Tier):
     """Keeps blocks in a Redis server, for every store that uses it.
 
-    Raises: ConnectorUnavailable if the library is missing, ConfigError if the address is none, or holds a password.
+    Raises: ConnectorUnavailable if the library is missing, ConfigError if the address is invalid or holds a password.
     """
 
     name = "redis"
@@ -54,10 +54,10 @@ class RedisTier(Tier):
         self._resume_at = 0.0
 
     def knows(self, key: bytes) -> None:
-        """Only the server knows."""
+        """Return None: only the server knows."""
 
     def locate(self, keys: Sequence[bytes]) -> list[bool]:
-        """Ask for all keys in one message."""
+        """Query all keys in one message."""
 
         def ask() -> list[bool]:
             pipeline = self._redis.pipeline(transaction=False)
@@ -75,7 +75,7 @@ class RedisTier(Tier):
         if not isinstance(value, bytes) or len(value) <= SEAL_BYTES:
             raise CorruptBlock(f"the value of {key.hex()} is no block")
         num_bytes = len(value) - SEAL_BYTES
-        if num_bytes > target.nbytes:  # it would stay without bound: an existing value is never replaced
+        if num_bytes > target.nbytes:  # it would stay forever: an existing value is never replaced
             raise CorruptBlock(f"the value of {key.hex()} has {num_bytes} bytes, and a slot {target.nbytes}")
         target[:num_bytes] = memoryview(value)[SEAL_BYTES:]
         return TierBlock(num_bytes, value[:SEAL_BYTES])
@@ -89,7 +89,7 @@ class RedisTier(Tier):
             raise
 
     def save(self, key: bytes, seal: bytes, block: memoryview) -> bool:
-        """Set a value that is not there yet."""
+        """Set a value that does not exist yet."""
         value = b"".join((seal, block))
         self._try(lambda: self._redis.set(PREFIX + key, value, nx=True, px=self._ttl_ms))
         return True
@@ -123,7 +123,7 @@ def _refuse_password(url: str) -> None:
 
 
 def _bad_url() -> ConfigError:
-    """Say what an address is, and nothing of what was given: any part of it may be a part of a password."""
+    """Return the error of an invalid address without quoting it: any part of it may belong to a password."""
     return ConfigError(
         "kvstore.redis_url: expected redis://[user@]host:port/db, and the password in $KVFERRY_REDIS_PASSWORD, as it is",
         param="kvstore.redis_url",
