@@ -271,7 +271,7 @@ class ServerState:
         self._send(session.client, messages.Reserved(number=message.number, slots=slots, stored=bytes(stored)))
 
     def _reserve(self, keys: Sequence[bytes], sizes: Sequence[int]) -> list[Resident | None]:
-        """Return a slot for each block; None if the store has it, receives it, or has no room. Invalid requests reserve none."""
+        """Return a slot for each block; None if the store has or receives it, or lacks room. Invalid requests reserve none."""
         for key in keys:
             StoreKey.unpack(key)
         if not all(sizes):
