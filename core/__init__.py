@@ -1,1 +1,1 @@
-"""What both roles need: wire messages, KV cache, scheduler, attention, model, engine."""
+"""The parts that all roles share: wire messages, KV cache, scheduler, attention, model, engine."""

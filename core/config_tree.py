@@ -1,6 +1,6 @@
-"""From a configuration file and assignments by dotted path to a tree of settings, and from its faults to errors that name them.
+"""Reads configuration files and assignments by dotted path into a tree of settings; errors name the path.
 
-Owns how a setting is spelled. Knows no setting: ``core.config`` owns these, and passes the type of the whole.
+Owns the spelling of settings. Knows no setting: ``core.config`` owns these, and passes the type of the whole.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import yaml
 
 from core.errors import ConfigError
 
-STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON; how a supervisor tells its children
+STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON: so a supervisor passes settings to its children
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kMGT]|[KMGT]i)?B?")
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
@@ -26,7 +26,7 @@ _WORDS: Mapping[Any, str] = {bool: "true or false", str: "text", dict: "a mappin
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return what a YAML, TOML or JSON file holds. Raises ConfigError if it cannot be read, or is no mapping."""
+    """Return the content of a YAML, TOML or JSON file. Raises ConfigError if it cannot be read, or is not a mapping."""
     try:
         text = path.read_text()
         if path.suffix == ".json" or path == STDIN:
@@ -43,15 +43,15 @@ def read_file(path: Path) -> dict[str, Any]:
 
 
 def kind_of(kind: Any, path: str) -> Any:  # noqa: ANN401 - any type annotation
-    """Return the type of the setting at a dotted path; None where there is none, or below a free mapping."""
+    """Return the type of the setting at a dotted path; None if there is none, or below a free mapping."""
     for part in path.split("."):
         kind = get_type_hints(kind).get(part) if hasattr(kind, "__struct_fields__") else None
     return kind
 
 
 def parse_value(text: str, kind: Any) -> Any:  # noqa: ANN401 - any configuration value
-    """Read the text of an assignment as the kind of its setting asks (see ``core.config.load_config``)."""
-    if kind is str or get_origin(kind) is Literal:  # YAML takes on and off for true and false
+    """Parse the text of an assignment for the type of its setting (see ``core.config.load_config``)."""
+    if kind is str or get_origin(kind) is Literal:  # YAML reads on and off as true and false
         return text
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
@@ -62,7 +62,7 @@ def parse_value(text: str, kind: Any) -> Any:  # noqa: ANN401 - any configuratio
 
 
 def parse_size(text: str) -> int | None:
-    """Return the number that a size such as ``1GiB``, ``512MiB`` or ``64k`` stands for; None for anything else.
+    """Return the number that a size such as ``1GiB``, ``512MiB`` or ``64k`` stands for; None for other text.
 
     ``k``, ``M``, ``G``, ``T`` are powers of 1000, ``Ki``, ``Mi``, ``Gi``, ``Ti`` of 1024; a ``B`` may follow.
     """
@@ -74,7 +74,7 @@ def parse_size(text: str) -> int | None:
 
 
 def is_size(path: str) -> bool:
-    """Say whether a setting counts bytes or tokens, and so may be given as a size."""
+    """Return True if a setting counts bytes or tokens, and so may be given as a size."""
     return path.endswith(("_bytes", "_tokens", "max_model_len"))
 
 
@@ -94,7 +94,7 @@ def _with_number(key: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - any 
 
 
 def put(tree: dict[str, Any], key: str, value: Any) -> None:  # noqa: ANN401 - any configuration value
-    """Set the value at a dotted path. Raises ConfigError if a part of it is no section."""
+    """Set the value at a dotted path. Raises ConfigError if a part of it is not a section."""
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:

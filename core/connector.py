@@ -32,23 +32,23 @@ class KVConnectorScheduler(ABC):
     """The side inside the scheduler. All calls come from the engine thread."""
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Receive the manager, once, before any request."""
+        """Store the manager. Called once, before any request."""
 
     def on_new_request(self, request: Request) -> None:
-        """See a request once, when it is added."""
+        """Process a new request, once."""
 
     @abstractmethod
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
-        """Say how many tokens beyond ``num_computed_tokens`` can be loaded now, and whether the load is asynchronous.
+        """Return how many tokens beyond ``num_computed_tokens`` can be loaded now, and whether the load is asynchronous.
 
-        May be called many times for one request and must be idempotent. None = ask again in a later step; as an engine with
-        nothing else to do sleeps, the worker side's wakeup must follow when the answer changes. The flag must be False when
+        May be called many times for one request and must be idempotent. None = ask again in a later step; because an engine
+        without other work sleeps, the worker side's wakeup must follow when the answer changes. The flag must be False when
         the count is 0.
         """
 
     @abstractmethod
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
-        """Learn that all ``blocks`` of the request are allocated and that ``num_external_tokens`` of them shall be loaded.
+        """All ``blocks`` of the request are allocated; load ``num_external_tokens`` of its tokens into them.
 
         Called after every successful allocation of a waiting request, also with 0, and a second time (with 0) when an
         asynchronous load has ended and the request starts to run.
@@ -59,7 +59,7 @@ class KVConnectorScheduler(ABC):
         """Return this step's message to the worker side and reset per-step state. Called for empty steps too."""
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """See the worker side's report before the scheduler applies it."""
+        """Process the worker side's report, before the scheduler applies it."""
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
         """Decide, once per request and before its blocks are freed, whether their free is delayed.
@@ -78,9 +78,9 @@ class KVConnectorScheduler(ABC):
         return False
 
     def has_pending_block_frees(self) -> bool:
-        """True if blocks are about to come back, so that preempting would be premature.
+        """True if blocks will soon be freed, so that preempting would be premature.
 
-        The engine may sleep meanwhile: the connector wakes it when they have come back, as for any other news.
+        The engine may sleep meanwhile: the connector wakes it when they are free, as for any other report.
         """
         return False
 
@@ -99,20 +99,20 @@ class KVConnectorWorker(ABC):
 
     @abstractmethod
     def register_kv_caches(self, pool: KVPoolRegion) -> None:
-        """Receive the pool, once, before any step."""
+        """Register the pool. Called once, before any step."""
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Receive a thread-safe callback that wakes an idle engine when there is something to report."""
+        """Set a thread-safe callback that wakes an idle engine when there is a report."""
 
     def handle_preemptions(self, metadata: KVConnectorMetadata) -> None:
         """Finish with blocks of preempted requests before this step may overwrite them."""
 
     @abstractmethod
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """Start the loads that the scheduler side asked for."""
+        """Start the loads that the scheduler side ordered."""
 
     def wait_for_layer_load(self, layer: int) -> None:
-        """Return once the layer's synchronous loads are in place."""
+        """Return once the layer's synchronous loads are done."""
 
     def save_kv_layer(self, layer: int) -> None:
         """Start saving a layer that the step has just computed."""
@@ -144,7 +144,7 @@ class WorkerContext:
     config: KVFerryConfig
     role: Role
     engine_id: str  # stable name of the instance
-    incarnation: int  # number of this start of it
+    incarnation: int  # number of this start of the instance
     clock: Clock
     ids: IdSource
     metrics: CollectorRegistry
@@ -158,7 +158,7 @@ class WorkerContext:
 
 @dataclass(frozen=True, kw_only=True)
 class ConnectorContext(WorkerContext):
-    """All that a connector is made from: the worker, the model it has loaded, and the layout of a block of its KV pool."""
+    """The inputs of a connector: the worker, its loaded model, and the layout of a block of its KV pool."""
 
     model_fingerprint: bytes
     layout: KVLayoutInfo
@@ -180,12 +180,12 @@ class Connector:
 
     @property
     def host_id(self) -> str:
-        """Equal on two workers between which the transports of one host work; empty if that plays no part."""
+        """Equal on two workers that can use transports for one host; empty if the connector has no such transports."""
         return ""
 
     @property
     def has_digests(self) -> bool:
-        """True if what is read here can be verified byte by byte."""
+        """True if this worker can verify every read byte by byte."""
         return False
 
     async def start(self) -> None:
@@ -201,25 +201,25 @@ class Connector:
     def expect(self, handoff: KVHandoff) -> None:
         """Prepare for a request that may load this handoff: it is on its way to the engine, which may refuse it.
 
-        What can be asked of the owner need not wait for the engine's turn. Nothing may be left of it if no request comes.
+        Questions to the owner need not wait for the engine. If no request comes, nothing of it may remain.
         """
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """End these handoffs: they will not be read. Idempotent."""
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep these handoffs for another while."""
+        """Extend the leases of these handoffs."""
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are held for readers."""
         return 0
 
     def num_saving_blocks(self) -> int:
-        """Return how many blocks are held until they are copied elsewhere; not longer than a moment."""
+        """Return how many blocks are held until they are copied elsewhere, which takes a moment."""
         return 0
 
     def longest_lease_s(self) -> float:
-        """Return how long the last of these blocks is held, unless its reader asks for more time."""
+        """Return how long the longest lease of these blocks lasts unless its reader renews it."""
         return 0.0
 
 

@@ -1,4 +1,4 @@
-"""Numbers and names on which all processes of a cluster must agree, and which no setting changes."""
+"""Numbers and names on which all processes of a cluster must agree, and which are not settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The digest of a block's bytes: what the seal of a block says of them, and what a reader computes of what has arrived.
+"""The digest of a block's bytes, which its seal contains and a reader computes from the bytes that have arrived.
 
 Owns the definition and two ways to compute it: over host memory (with ``core.multilinear``), and with torch, on any device and
 several blocks at a time. Both give the same 64 bits in every process. Finds corruption, not forgery: the keys are no secret.
@@ -35,19 +35,19 @@ if TYPE_CHECKING:
     import torch
 
 WORD_BYTES = 8
-ROW_WORDS = 512  # the keys of a row stay in the first-level cache
-SCRATCH_BYTES = 64 << 20  # of blocks at a time on a device; what is computed of them takes three times as much
+ROW_WORDS = 512  # so that the keys of a row stay in the first-level cache
+SCRATCH_BYTES = 64 << 20  # of blocks at a time on a device; the intermediate results take three times as much
 
 _MASK = (1 << 64) - 1
 _HALF = 0xFFFF_FFFF
-_STREAM = 0x6B76_6665_7272_7931  # where the key stream starts: "kvferry1"
+_STREAM = 0x6B76_6665_7272_7931  # the start of the key stream: "kvferry1"
 
 
 class BlockDigester:
     """Digests of blocks of one size in host memory. Holds scratch memory, so each thread needs one of its own.
 
-    ``sums`` is the way to compute them, None = the fastest there is here.
-    Raises: ValueError for blocks that are no whole number of words.
+    ``sums`` computes the sums; None = the fastest implementation here.
+    Raises: ValueError for blocks that are not a whole number of words.
     """
 
     def __init__(self, block_bytes: int, sums: type[Sums] | None = None) -> None:
@@ -69,8 +69,8 @@ class BlockDigester:
 class TensorDigester:
     """Digests of the blocks of a tensor in the memory of any device. Holds the keys there, so each device needs one of its own.
 
-    ``words`` [num_blocks, num_words] int64 is the pool. Work is submitted to the stream that is current where it is called.
-    Raises: ValueError for blocks of no words.
+    ``words`` [num_blocks, num_words] int64 is the pool. Work is submitted to the stream that is current at the call.
+    Raises: ValueError for blocks without words.
     """
 
     def __init__(self, words: torch.Tensor) -> None:
@@ -83,7 +83,7 @@ class TensorDigester:
         self._max_blocks = max(1, SCRATCH_BYTES // (num_words * WORD_BYTES))
 
     def digests(self, block_ids: Sequence[int]) -> list[int]:
-        """Return the digests of blocks, once they are computed and on the host; as many at a time as scratch memory holds."""
+        """Return the digests of blocks, after computing them and copying them to the host; in parts that fit scratch memory."""
         found: list[int] = []
         for start in range(0, len(block_ids), self._max_blocks):
             chosen = self._words.new_tensor(block_ids[start : start + self._max_blocks])
@@ -101,8 +101,8 @@ class TensorDigester:
 
 
 def _multilinear(words: torch.Tensor, keys: torch.Tensor) -> torch.Tensor:
-    """Reduce the last dimension. ``keys`` [2, n]: of whole words, and of their upper halves."""
-    upper = (words >> 32) & _HALF  # the shift of a signed number brings its sign along
+    """Reduce the last dimension. ``keys`` [2, n]: for whole words, and for their upper halves."""
+    upper = (words >> 32) & _HALF  # the shift of a signed number extends its sign
     return (words * keys[0]).sum(-1) + (upper * keys[1]).sum(-1)
 
 
@@ -121,12 +121,12 @@ def _num_rows(block_bytes: int) -> int:
 
 
 def _row_keys() -> Words:
-    """Return the keys of a row, [2, ROW_WORDS]: of its words, and of their upper halves."""
+    """Return the keys of a row, [2, ROW_WORDS]: for its words, and for their upper halves."""
     return _key_stream(1, 2 * ROW_WORDS).reshape(2, ROW_WORDS)
 
 
 def _outer_keys(num_rows: int) -> Words:
-    """Return the keys of the rows, [2, num_rows]. Those of a row are the same however many rows there are."""
+    """Return the keys of the rows, [2, num_rows]. A row's keys do not depend on the number of rows."""
     keys = _key_stream(1 + 2 * ROW_WORDS, 2 * num_rows)
     return np.ascontiguousarray(keys.reshape(num_rows, 2).T)
 
@@ -136,7 +136,7 @@ def _length_term(num_bytes: int) -> int:
 
 
 def _key_stream(start: int, count: int) -> Words:
-    """Return keys ``start`` to ``start + count - 1`` of the endless stream: SplitMix64 of their numbers."""
+    """Return keys ``start`` to ``start + count - 1`` of the infinite stream: SplitMix64 of their numbers."""
     z = (np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)) * np.uint64(0x9E37_79B9_7F4A_7C15)
     z += np.uint64(_STREAM)
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58_476D_1CE4_E5B9)

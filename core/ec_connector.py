@@ -4,7 +4,7 @@ EC = encoder cache: the embeddings of media items, computed by the model's encod
 moves them between workers, as a KV connector moves KV (``core.connector``). The scheduler side decides what is loaded and for
 what a request waits; the worker side moves the bytes. All methods are called on the engine thread and must not block.
 
-One item on its way, where an encode worker has computed it (names as in vLLM's ``ECConnectorBase``):
+The steps of one item that an encode worker has computed (names as in vLLM's ``ECConnectorBase``):
 
     scheduler  ensure_cache_available(request)   False: being fetched into host memory, the request waits; then True
                has_cache_item(identifier)        True: fetched and verified, so it need not be computed
@@ -47,46 +47,45 @@ class EmbeddingsLayout:
 
 
 class ImageReadiness:
-    """What has to be done to an image before it can be embedded: decoding, which takes longer than a step
-    and runs in parallel with steps.
+    """Prepares images for embedding: decodes them, which takes longer than a step and runs in parallel with steps.
 
-    The scheduler asks for each image that it would have computed, step by step, in the order in which images get their turn; a
-    request whose image is not ready waits like one whose embeddings are on their way. As an engine with nothing else to do
-    sleeps, its wakeup must follow when an image has become ready. Engine thread only; no method blocks. This one finds every
-    image ready as it is; ``core.engine.media.image_decode_thread`` does the work.
+    The scheduler requests each image that it would have computed, step by step, in the order in which images get their turn; a
+    request whose image is not ready waits like one whose embeddings are on their way. Because an engine without other work
+    sleeps, its wakeup must follow when an image has become ready. Engine thread only; no method blocks. This class finds every
+    image ready at once; ``core.engine.media.image_decode_thread`` decodes.
     """
 
     def begin_step(self) -> None:
-        """Begin the questions of a step. Raises the error that has ended the work; it ends the engine."""
+        """Begin a step. Raises the error that ended the decode thread; it ends the engine."""
 
     def is_ready(self, user: str, feature: MMFeature, content: bytes) -> bool:
-        """Say whether an image can be embedded in this step; if not, it is queued for preparation, after earlier ones.
+        """Return True if an image can be embedded in this step; if not, queue it for decoding, after earlier ones.
 
-        ``user`` is the request that wants it, ``content`` its file. A bad file is ready: embedding it fails with the reason.
+        ``user`` is the request that needs it, ``content`` its file. A bad file is ready: embedding it fails with the reason.
         """
         return True
 
     def claim(self, identifier: bytes) -> None:
-        """Learn that a ready image is embedded in this step."""
+        """Mark a ready image as embedded in this step."""
 
     def end_step(self) -> bool:
-        """Continue to prepare, now that all images that this step wants are known.
+        """Continue decoding, after the step has requested all its images.
 
-        True if an image that was ready has made room for others: the next step finds it not ready.
+        True if a ready image was dropped to make room for others: the next step finds it not ready.
         """
         return False
 
     def forget(self, user: str, features: Iterable[MMFeature]) -> None:
-        """Forget a request with these images, however it ended: images that no other request wants are not prepared."""
+        """Forget an ended request with these images: images that no other request needs are not decoded."""
 
 
 class ECConnectorScheduler(ABC):
     """The side inside the scheduler."""
 
     def bind_encoder_cache(self, holds: Callable[[bytes], bool]) -> None:
-        """Receive, once and before any request, what says whether an item is in the encoder cache: it needs no fetch.
+        """Set the predicate for items in the encoder cache, which need no fetch. Called once, before any request.
 
-        It may be gone the next time: until a request refers to it, it makes room for others.
+        Such an item may be gone at the next call: until a request refers to it, it may be evicted.
         """
 
     @abstractmethod
@@ -94,36 +93,36 @@ class ECConnectorScheduler(ABC):
         """True if the embeddings are here, verified, and stay until they are loaded in this step."""
 
     def ensure_cache_available(self, request: Request, num_computed_tokens: int) -> bool:
-        """Say whether the request may be scheduled now, as far as embeddings go; start to fetch what it lacks.
+        """Return True if the request may be scheduled now, as far as embeddings go; start to fetch the missing ones.
 
-        Only features that end behind ``num_computed_tokens`` count. False = ask again in a later step; meanwhile the request
-        holds nothing. It may be called many times for one request, and must be True for good after a bounded time. As an
-        engine with nothing else to do sleeps, the worker side's wakeup must follow when the answer changes.
+        Only features that end after ``num_computed_tokens`` count. False = ask again in a later step; meanwhile the request
+        holds nothing. It may be called many times for one request, and must become True after a bounded time and stay so.
+        Because an engine without other work sleeps, the worker side's wakeup must follow when the answer changes.
         """
         return True
 
     @abstractmethod
     def update_state_after_alloc(self, request: Request, index: int) -> None:
-        """Learn that feature ``index`` of the request has a place in the encoder cache from this step on.
+        """Feature ``index`` of the request has room in the encoder cache from this step on.
 
-        It is computed in this step, and can be saved, unless ``has_cache_item`` was True of it: then it must be loaded.
+        It is computed in this step, and can be saved, unless ``has_cache_item`` was True for it: then it must be loaded.
         """
 
     @abstractmethod
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> ECConnectorMetadata:
         """Return this step's message to the worker side and reset per-step state. Called for empty steps too.
 
-        An item of ``update_state_after_alloc`` is computed or loaded even if its request was preempted within the step.
+        An allocated item is computed or loaded even if its request was preempted within the step.
         """
 
     def update_connector_output(self, output: ECConnectorOutput) -> None:
-        """See the worker side's report of a step."""
+        """Process the worker side's report of a step."""
 
     def request_finished(self, request: Request) -> None:
-        """Forget a request, once, however it ended, also if it never ran."""
+        """Forget an ended request. Called once, also for a request that never ran."""
 
     def take_unavailable_requests(self) -> Mapping[str, ErrorInfo]:
-        """Return and forget requests that can never run, as embeddings and image are missing. They end with the error."""
+        """Return and forget requests that can never run, because embeddings and image are missing. They end with the error."""
         return {}
 
     def has_pending_push_work(self) -> bool:
@@ -137,39 +136,39 @@ class ECConnectorScheduler(ABC):
 class ECConnectorWorker(ABC):
     """The side that serves the model runner.
 
-    Per step: ``start_load_caches`` → for each item that is computed ``save_caches`` → ``get_finished``. Empty steps run the
-    same sequence without items. An encode worker, which has no scheduler, uses ``save_caches``, ``get_finished`` and
-    ``find_source`` alone.
+    Per step: ``start_load_caches`` → for each computed item ``save_caches`` → ``get_finished``. Empty steps run the
+    same sequence without items. An encode worker, which has no scheduler, uses only ``save_caches``, ``get_finished`` and
+    ``find_source``.
     """
 
     @abstractmethod
     def register_caches(self, layout: EmbeddingsLayout) -> None:
-        """Learn the form of the embeddings, once, before any step."""
+        """Set the shape of the embeddings. Called once, before any step."""
 
     def set_wakeup(self, wakeup: Callable[[], None]) -> None:
-        """Receive a thread-safe callback that wakes an idle engine when there is something to report."""
+        """Set a thread-safe callback that wakes an idle engine when there is a report."""
 
     @abstractmethod
     def start_load_caches(self, encoder_cache: MutableMapping[bytes, Tensor], metadata: ECConnectorMetadata) -> None:
-        """Put what the scheduler side asked for into ``encoder_cache``, by identifier, checked, before this returns.
+        """Copy the items that the scheduler side ordered into ``encoder_cache``, by identifier and verified.
 
-        What cannot be loaded stays out and is reported as failed: the scheduler has it computed in a later step, where the
-        image is at hand.
+        They are there when this returns. An item that cannot be loaded is left out and reported as failed: the scheduler orders
+        its computation in a later step, where the image is at hand.
         """
 
     @abstractmethod
     def save_caches(self, encoder_cache: Mapping[bytes, Tensor], identifier: bytes) -> None:
-        """Offer embeddings that were computed just now to others. A no-op unless the connector is a producer."""
+        """Offer embeddings that were computed just now to other workers. Does nothing unless the connector is a producer."""
 
     def find_source(self, identifier: bytes) -> ECSource | None:
         """Return where embeddings that were offered earlier can be read, with a new lease; None if they are gone.
 
-        How an encode worker answers for an item that it has computed before; it computes it again if there is none.
+        For an encode worker's answer about an item that it has computed before; without a source it computes the item again.
         """
         return None
 
     def get_finished(self, finished_req_ids: set[str]) -> ECConnectorOutput:
-        """Report what ended since the last call; each thing once. ``finished_req_ids`` left the scheduler in this step."""
+        """Report what ended since the last call, each item once. ``finished_req_ids`` left the scheduler in this step."""
         return ECConnectorOutput()
 
     def shutdown(self) -> None:
@@ -178,7 +177,7 @@ class ECConnectorWorker(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class ECContext(WorkerContext):
-    """What an EC connector is made from: the worker and the model it has loaded."""
+    """The inputs of an EC connector: the worker and its loaded model."""
 
     model_fingerprint: bytes
 
@@ -186,7 +185,7 @@ class ECContext(WorkerContext):
 class ECConnector(ABC):
     """Makes both sides of an EC connector, and runs in the worker's event loop.
 
-    The engine gets ``scheduler`` and ``worker``, and calls them on its thread only; an encode worker uses ``worker`` alone.
+    The engine uses ``scheduler`` and ``worker``, and calls them on its thread only; an encode worker uses only ``worker``.
     ``worker.register_caches`` comes before ``start``. Workers pair with workers whose connector has the same ``name``.
     """
 
@@ -196,7 +195,7 @@ class ECConnector(ABC):
 
     @property
     def host_id(self) -> str:
-        """Equal on two workers between which the transports of one host work; empty if that plays no part."""
+        """Equal on two workers that can use transports for one host; empty if the connector has no such transports."""
         return ""
 
     @abstractmethod
@@ -216,11 +215,11 @@ class ECConnector(ABC):
         """End the leases of these sources: they will not be read. Idempotent. Any thread."""
 
     def num_leased_chunks(self) -> int:
-        """Return how much is held for readers, in chunks of host memory."""
+        """Return how many chunks of host memory are leased to readers."""
         return 0
 
     def longest_lease_s(self) -> float:
-        """Return how long the last of it is held, unless its reader asks for more time."""
+        """Return how long the longest of these leases lasts unless its reader renews it."""
         return 0.0
 
 

@@ -6,10 +6,10 @@ import os
 
 
 def ucx_net_devices() -> str:
-    """Return ``$UCX_NET_DEVICES``, the network devices that the user gives UCX; empty = the configured address decides."""
+    """Return ``$UCX_NET_DEVICES``, the user's choice of network devices for UCX; empty = the configured address decides."""
     return os.environ.get("UCX_NET_DEVICES", "")
 
 
 def set_default_environment(variable: str, value: str) -> None:
-    """Set a variable that a library reads when it is loaded; what the user has set stays."""
+    """Set a variable that a library reads when it is loaded, unless the user has set it."""
     os.environ.setdefault(variable, value)

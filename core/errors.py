@@ -44,8 +44,8 @@ class KVFerryError(Exception):
     def __init__(self, message: str, *, param: str | None = None, retry_after_s: int = 0) -> None:
         super().__init__(message)
         self.message = message
-        self.param = param  # the configuration key or request field at fault, if there is one
-        self.retry_after_s = retry_after_s  # when another try may succeed; 0 = it is not known
+        self.param = param  # the configuration key or request field at fault, if any
+        self.retry_after_s = retry_after_s  # when another try may succeed; 0 = unknown
 
 
 class ConfigError(KVFerryError):
@@ -55,13 +55,13 @@ class ConfigError(KVFerryError):
 
 
 class RequestError(KVFerryError):
-    """Base of the errors that end one request."""
+    """Base of errors that end one request."""
 
     code = "request_error"
 
 
 class InvalidRequest(RequestError):
-    """The client sent something malformed or unsupported."""
+    """The client's request is malformed or unsupported."""
 
     code = "invalid_request"
     http_status = 400
@@ -81,7 +81,7 @@ class ModelNotFound(RequestError):
 
 
 class Overloaded(RequestError):
-    """Admission refused for now; the client should come back."""
+    """Admission is refused for now; the client should retry."""
 
     code = "overloaded"
     http_status = 429
@@ -105,7 +105,7 @@ class EncoderInputMissing(RequestError):
 
 
 class DeadlineUnreachable(RequestError):
-    """The request would still wait when its time is over; ``retry_after_s`` says when that may be different."""
+    """The request would still wait when its time is up; ``retry_after_s`` says when that may change."""
 
     code = "deadline_unreachable"
     http_status = 503
@@ -121,7 +121,7 @@ class WorkerStalled(RequestError):
 
 
 class RouterSilent(RequestError):
-    """A worker has heard nothing from its router for so long that it has given up the router's requests."""
+    """A worker has received nothing from its router for so long that it has ended the router's requests."""
 
     code = "router_silent"
     http_status = 503
@@ -151,7 +151,7 @@ class TransferError(KVFerryError):
 
 
 class PeerUnreachable(TransferError):
-    """The peer refused the connection, vanished, or was never there."""
+    """The peer refused the connection, vanished, or never existed."""
 
     code = "peer_lost"
 
@@ -207,7 +207,7 @@ class Unavailable(StoreError):
 
 
 class Full(StoreError):
-    """The store cannot take more, and nothing may be evicted."""
+    """The store is full, and nothing may be evicted."""
 
     code = "store_full"
 
@@ -236,7 +236,7 @@ class ProtocolError(KVFerryError):
 
 
 class VersionMismatch(ProtocolError):
-    """A peer speaks another version of a wire protocol. ``is_refusal`` if it says so itself: such a frame is never answered."""
+    """A peer speaks another version of a wire protocol. ``is_refusal`` if the peer reports it: this is never answered."""
 
     code = "version_mismatch"
 

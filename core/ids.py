@@ -1,6 +1,6 @@
 """Identifiers as an injected dependency, so that a simulation replays a seed exactly.
 
-``incarnation`` is a random 64-bit number, new at every process start: it tells a restarted worker from the one before it.
+``incarnation`` is a random 64-bit number, new at every process start: it distinguishes a restarted worker from its predecessor.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SeededIds:
 
 
 def new_incarnation(ids: IdSource) -> int:
-    """Return a non-zero 64-bit incarnation; 0 is left to mean "none"."""
+    """Return a non-zero 64-bit incarnation; 0 means "none"."""
     return ids.bits(64) or 1
 
 

@@ -17,7 +17,7 @@ from typing import TextIO
 
 MAX_VALUE_CHARS = 2_000
 MAX_TRACEBACK_CHARS = 20_000
-_MAX_INT_BITS = 256  # beyond, an integer is text, so that its length is bounded like any other
+_MAX_INT_BITS = 256  # longer integers become text, so that their length is bounded like any other
 
 _NEEDS_NO_QUOTES = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
 # Beyond what JSON escapes: DEL and C1, bidirectional and other format controls, line and paragraph separators, surrogates.
@@ -30,7 +30,7 @@ _QUIET_LIBRARIES = ("httpx", "httpcore", "asyncio", "urllib3", "filelock", "uvic
 
 
 class Event:
-    """A named happening with its fields, formatted only if the line is written."""
+    """A named event with its fields, formatted only if the line is written."""
 
     __slots__ = ("fields", "name")
 
@@ -48,7 +48,7 @@ def event(name: str, **fields: object) -> Event:
 
 
 def quote(value: object) -> str:
-    """Return a value as it stands in a line: bare if unambiguous, else as a JSON string, so that it cannot break the line."""
+    """Return a value as text for a line: bare if unambiguous, else as a JSON string, so that it cannot break the line."""
     if isinstance(value, float):
         return f"{value:.6g}"
     text = _text_of(value)
@@ -63,7 +63,7 @@ def shorten(text: str, max_chars: int = MAX_VALUE_CHARS) -> str:
 
 
 def shorten_middle(text: str, max_chars: int = MAX_TRACEBACK_CHARS) -> str:
-    """Return the text, or its two ends: of a traceback, where it began and what was raised."""
+    """Return the text, or its two ends: a traceback's origin and its exception."""
     if len(text) <= max_chars:
         return text
     half = max_chars // 2
@@ -76,7 +76,7 @@ def _text_of(value: object) -> str:
 
 
 def _json_value(value: object) -> object:
-    """Return what the JSON line holds for a value: its own type if that is short and finite, else text."""
+    """Return the JSON line's form of a value: its own type if that is short and finite, else text."""
     match value:
         case None | bool():
             return value
@@ -91,7 +91,7 @@ def _json_value(value: object) -> object:
 
 
 def _escape(text: str) -> str:
-    """Replace unsafe characters by their JSON escapes; what JSON itself has escaped stays as it is."""
+    """Replace unsafe characters by their JSON escapes; JSON's own escapes stay."""
     return _UNSAFE.sub(lambda found: json.dumps(found.group())[1:-1] if found.group() != "\x7f" else "\\u007f", text)
 
 

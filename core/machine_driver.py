@@ -19,11 +19,11 @@ ActionHandler = Callable[[Any], ReplyT | None]
 
 
 class TimerDue:
-    """The event that ``next_timer`` has announced. It may come early."""
+    """The event that ``next_timer`` has asked for. It may come early."""
 
 
 class ByType(dict[type, T]):
-    """Values by type. A type without its own has the value of its nearest base; ``object`` is every other type's."""
+    """Values by type. A type without a value has the value of its nearest base; ``object`` is the base of every type."""
 
     def __missing__(self, kind: type) -> T:
         """Raises: KeyError: no base has a value."""
@@ -65,8 +65,8 @@ class LoopTimers:
 class MachineDriver(Generic[ReplyT]):
     """Drives one machine in one thread.
 
-    ``events`` and ``actions`` map types to handlers, see ``ByType``. ``on_error`` receives what ``handle`` raises: the state of
-    the machine is unknown afterwards. Without it the exception propagates.
+    ``events`` and ``actions`` map types to handlers, see ``ByType``. ``on_error`` receives exceptions of ``handle``: the state
+    of the machine is unknown afterwards. Without it the exception propagates.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class MachineDriver(Generic[ReplyT]):
         self._is_stopped = False
 
     def handle(self, event: object) -> ReplyT | None:
-        """Pass an event to its handler and carry out the actions; returns what ``carry_out`` returns.
+        """Pass an event to its handler and carry out the actions; returns the result of ``carry_out``.
 
         Does nothing after ``stop``.
         """
@@ -114,7 +114,7 @@ class MachineDriver(Generic[ReplyT]):
         return reply
 
     def on_timer(self) -> None:
-        """Let the machine do what is due now."""
+        """Let the machine do the work that is due now."""
         self.cancel_timer()
         self.handle(TimerDue())
 

@@ -1,8 +1,8 @@
-"""Anonymous memory files: what other processes of this host can map by ``/proc``, in ordinary or in huge pages.
+"""Anonymous memory files, which other processes of this host can map through ``/proc``, in ordinary or in huge pages.
 
-Owns which pages there are and what becomes of a wish for huge ones that cannot be kept. Knows nothing of what lies in the
-memory: ``core.engine.kv_pool`` keeps the KV pool in such a file, ``kvstore.arena`` the store's arena. Every page is there when
-a file is made, so that a host without enough memory refuses the file and does not kill its owner later.
+Owns the choice of pages and the fallback from huge ones. Knows nothing of the content: ``core.engine.kv_pool`` keeps the KV
+pool in such a file, ``kvstore.arena`` the store's arena. Every page is allocated when a file is made, so that a host without
+enough memory refuses the file and does not kill its owner later.
 
 Huge pages (hugetlb) are reserved by the operator, beforehand; a pool in them has fewer entries in page tables and TLB. In
 Kubernetes a container may take those of its limit ``hugepages-2Mi``. Sources: memfd_create(2), hugetlbpage.rst.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class MemoryFile:
-    """An open file of whole pages, zeroed and all present. Whoever made it closes ``fd``."""
+    """An open file of whole pages, zeroed and all present. Its maker closes ``fd``."""
 
     fd: int
     num_bytes: int
@@ -43,10 +43,10 @@ class HugePageStock:
 
     page_bytes: int  # 0 = the kernel has none
     num_pages: int
-    num_free: int  # those that are promised to others are not free
+    num_free: int  # without the pages that are promised to others
 
     def lacks(self, num_bytes: int) -> str:
-        """Say what is missing for so many bytes; empty if nothing is."""
+        """Return the shortage for so many bytes; empty if there is none."""
         if not self.page_bytes:
             return "this kernel has no huge pages"
         needed = -(-num_bytes // self.page_bytes)
@@ -56,17 +56,17 @@ class HugePageStock:
 
 
 def huge_page_stock(meminfo: Path = Path("/proc/meminfo")) -> HugePageStock:
-    """Return what the kernel says of its huge pages."""
+    """Return the kernel's account of its huge pages."""
     fields = dict(line.partition(":")[::2] for line in meminfo.read_text().splitlines())
     total, free, promised = (int(fields.get(f"HugePages_{name}", "0")) for name in ("Total", "Free", "Rsvd"))
     return HugePageStock(int(fields.get("Hugepagesize", "0 kB").split()[0]) * 1024, total, max(0, free - promised))
 
 
 def create_memory_file(name: str, num_bytes: int, huge_pages: HugePages = "never", param: str = "") -> MemoryFile:
-    """Return a new file of at least ``num_bytes``. With ``auto``, huge pages that are not there are replaced, and it is said.
+    """Return a new file of at least ``num_bytes``. With ``auto``, ordinary pages replace missing huge ones, with a warning.
 
     Raises:
-        OSError: the memory is not there.
+        OSError: there is not enough memory.
         ConfigError: ``always``, and there are not enough huge pages; names the setting ``param``.
     """
     if huge_pages == "never":
@@ -92,7 +92,7 @@ def _create_huge(name: str, num_bytes: int) -> MemoryFile:
         raise OSError(errno.ENOMEM, missing)
     try:
         return _create(name, num_bytes, stock.page_bytes, os.MFD_HUGETLB)
-    except OSError as error:  # of those that are free, a container may only take what its limit says
+    except OSError as error:  # a container may only take as many of the free ones as its limit allows
         raise OSError(
             error.errno, f"{stock.num_free} huge pages are free, but not for this process ({error.strerror})"
         ) from None

@@ -1,7 +1,7 @@
-"""What a worker counts, under vLLM's metric names with the prefix ``kvferry_``.
+"""Metrics of a worker, under vLLM's names with the prefix ``kvferry_``.
 
-Owns names, units and labels. Knows nothing about who counts: gauges are read by callables when ``/metrics`` is asked, so that
-an idle worker does nothing; counters are moved by ``core.worker.state``. The registry is injected.
+Owns names, units and labels. Gauges are functions that are called at each scrape, so that an idle worker does nothing;
+``core.worker.state`` increments the counters. The registry is injected.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_gauge(registry: CollectorRegistry, name: str, documentation: str, read:
 
 
 def start_at_zero(counter: Counter, *label_values: tuple[str, ...]) -> None:
-    """Make series exist before their first event: Prometheus sees no increase where a series begins at 1."""
+    """Create series before their first event: Prometheus sees no increase if a series begins at 1."""
     for values in label_values:
         counter.labels(*values)
 
@@ -130,7 +130,7 @@ class WorkerMetrics:
         self._cached_tokens.labels("external").inc(num_external_cached_tokens)
 
     def count_generated(self, num_tokens: int) -> None:
-        """Count tokens put out."""
+        """Count generated tokens."""
         self._generation_tokens.inc(num_tokens)
 
     def count_finished(self, finish_reason: str) -> None:
@@ -150,5 +150,5 @@ class WorkerMetrics:
         self._first_token_s.observe(seconds)
 
     def observe_latency(self, seconds: float) -> None:
-        """Record the time a request spent here, when it has ended well."""
+        """Record the time that a successful request spent here."""
         self._latency_s.observe(seconds)

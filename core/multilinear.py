@@ -1,8 +1,7 @@
-"""The sums that a block's digest is made of, over words in host memory: in one pass by compiled C, or in three by numpy.
+"""The sums that a block's digest consists of, over words in host memory: in one pass by compiled C, or in three by numpy.
 
-Owns both ways and the choice between them. ``core/_multilinear.c`` is built when kvferry is installed, if there is a C
-compiler; where there was none, numpy gives the same sums, more slowly. What the sums mean and which keys they are made with is
-defined in ``core.digest``, the only caller.
+Owns both implementations and the choice between them. ``core/_multilinear.c`` is built when kvferry is installed, if there is
+a C compiler; otherwise numpy computes the same sums, more slowly. ``core.digest`` defines the meaning of the sums and the keys.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ Words = npt.NDArray[np.uint64]
 
 
 class Sums(Protocol):
-    """Both levels of the hash for blocks of as many rows as there are outer keys, modulo 2**64."""
+    """Both levels of the hash, for blocks with as many rows as there are outer keys, modulo 2**64."""
 
     def __init__(self, row_keys: Words, outer_keys: Words) -> None:
-        """``row_keys`` [2, row_words] and ``outer_keys`` [2, num_rows]: those of whole words, and of their upper halves."""
+        """``row_keys`` [2, row_words] and ``outer_keys`` [2, num_rows]: those for whole words, and for their upper halves."""
 
     def of(self, words: Words) -> int:
-        """Return the sum over the rows of a block [num_words], of which the last may be shorter."""
+        """Return the sum over the rows of a block [num_words]; the last row may be shorter."""
 
 
 class CompiledSums:
@@ -87,20 +86,20 @@ class NumpySums:
 
 
 def fastest_sums() -> type[Sums]:
-    """Return the compiled way if it was built here, else numpy's."""
+    """Return the compiled implementation if it was built here, else numpy's."""
     return NumpySums if compiled_library() is None else CompiledSums
 
 
 @cache
 def compiled_library() -> ctypes.CDLL | None:
-    """Return what was built of ``core/_multilinear.c``; None if nothing was, or nothing that gives the right sums here."""
+    """Return the library built from ``core/_multilinear.c``; None if there is none, or none with the right sums here."""
     found = importlib.util.find_spec("core._multilinear")
     if found is None or found.origin is None or sys.byteorder != "little":
         return None
     try:
         library = ctypes.CDLL(found.origin)
         function = library.kvferry_multilinear
-    except (OSError, AttributeError):  # built for another system, or of another release
+    except (OSError, AttributeError):  # built for another system, or from another release
         return None
     function.restype = ctypes.c_uint64
     function.argtypes = [ctypes.c_void_p, ctypes.c_size_t] * 3
@@ -108,7 +107,7 @@ def compiled_library() -> ctypes.CDLL | None:
 
 
 def _is_right(library: ctypes.CDLL) -> bool:
-    """Compare with numpy: a library that was not built anew with this file computes something else."""
+    """Compare with numpy: a library that was not rebuilt after a change of this file computes other sums."""
     row_keys, outer_keys, words = (_some_words(shape) for shape in ((2, 16), (2, 3), (41,)))
     return CompiledSums(row_keys, outer_keys, library).of(words) == NumpySums(row_keys, outer_keys).of(words)
 

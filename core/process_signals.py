@@ -1,9 +1,9 @@
 """SIGTERM and SIGINT, and the end of a process: exit code 0 at any moment, from the first import to the last line.
 
-Owns both ends of a process's life, where no event loop handles signals: before it runs the process has nothing to put in
-order, so the first signal ends it at once; after it a thread may still be inside torch, and the interpreter's teardown would
-abort the process ("terminate called without an active exception"). Nothing is lost by ``os._exit``: pools are anonymous memory
-files, locks are the kernel's, and half-written model folders are removed by the next start. Imports nothing heavy, because it
+Owns the beginning and the end of a process, where no event loop handles signals: at the beginning the process has nothing to
+clean up, so the first signal ends it at once; at the end a thread may still be inside torch, and the interpreter's teardown
+would abort the process ("terminate called without an active exception"). Nothing is lost by ``os._exit``: pools are anonymous
+memory files, locks are the kernel's, and the next start removes half-written model folders. Imports nothing heavy, because it
 runs before everything else.
 """
 
@@ -31,9 +31,9 @@ def exit_on_signals() -> None:
 
 @contextlib.contextmanager
 def handled_signals(loop: asyncio.AbstractEventLoop, handler: Callable[[], None]) -> Iterator[None]:
-    """Have the event loop call ``handler`` for each signal; afterwards the signals do what they did before.
+    """Have the event loop call ``handler`` for each signal; afterwards the signals have their previous effect.
 
-    ``loop.remove_signal_handler`` restores the kernel's default first, by which a signal in that moment would end the process
+    ``loop.remove_signal_handler`` restores the kernel's default first; a signal in that moment would end the process
     with another exit code than 0. Here one handler replaces the other.
     """
     readable, writable = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -62,12 +62,12 @@ def _leave_to_loop(_number: int, _frame: FrameType | None) -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """End the process without the interpreter's teardown; what was printed is written out."""
+    """End the process without the interpreter's teardown, after flushing its output."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError):  # its reader is gone, or it is closed
+        with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
             stream.flush()
     os._exit(code)
 
 
 def _exit_in_handler(_number: int, _frame: FrameType | None) -> None:
-    os._exit(0)  # no flush: the signal may have come inside one
+    os._exit(0)  # no flush: the signal may have interrupted one

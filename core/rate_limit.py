@@ -1,7 +1,7 @@
 """At most one occurrence per interval and key, and log lines that are limited by it.
 
-For events that a peer or a client can trigger at any rate: log lines and refusals. Memory is bounded by ``max_keys``
-whatever the keys are. Knows nothing of what is limited. Times are seconds of one monotonic clock.
+For events that a peer or a client can trigger at any rate: log lines and refusals. ``max_keys`` bounds the memory for any
+keys. Knows nothing of the limited events. Times are seconds of one monotonic clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Window:
 class RateLimit:
     """Admits one occurrence per key in ``interval_s`` and counts those in between.
 
-    With more than ``max_keys`` keys within one interval, further keys share one window: an attacker who makes up keys gets
+    With more than ``max_keys`` keys within one interval, further keys share one window: an attacker with invented keys gets
     neither more memory nor more admissions.
     """
 
@@ -34,11 +34,11 @@ class RateLimit:
         self._interval_s = interval_s
         self._max_keys = max_keys
         self._windows: OrderedDict[Hashable, _Window] = OrderedDict()  # by the start of the window
-        self._shared: _Window | None = None  # of the keys that found no room
+        self._shared: _Window | None = None  # of the keys for which there was no room
 
     @property
     def num_keys(self) -> int:
-        """Keys that are remembered."""
+        """The number of remembered keys."""
         return len(self._windows)
 
     def admit(self, key: Hashable, now: float) -> int | None:
@@ -66,7 +66,7 @@ class RateLimit:
         return num_suppressed
 
     def _forget_ended(self, now: float) -> None:
-        """Make room where the windows have ended, the oldest first."""
+        """Drop windows that have ended, the oldest first."""
         while len(self._windows) >= self._max_keys:
             key, window = next(iter(self._windows.items()))
             if now < window.ends_at:
@@ -83,7 +83,7 @@ class LimitedLog:
         self._limit = RateLimit(interval_s)
 
     def warning(self, name: str, *, key: Hashable = None, **fields: object) -> None:
-        """Write ``event=name`` with its fields. ``key`` names what is limited by itself, such as one peer; not logged."""
+        """Write ``event=name`` with its fields. Each ``key``, such as one peer, has its own limit; it is not logged."""
         self._write(logging.WARNING, name, key, fields, has_traceback=False)
 
     def exception(self, name: str, *, key: Hashable = None, **fields: object) -> None:

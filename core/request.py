@@ -1,4 +1,4 @@
-"""Requests and the types of one engine step: what the scheduler, the runner and the connectors tell each other.
+"""Requests and the types of one engine step, exchanged by the scheduler, the runner and the connectors.
 
 Torch-free. Only the engine thread touches these objects. Names and meanings follow vLLM V1.
 """
@@ -18,7 +18,7 @@ from core.wire.sampling import SamplingParams
 
 
 class RequestStatus(IntEnum):
-    """Where a request is. The order matters: everything after ``PREEMPTED`` is finished."""
+    """The state of a request. The order matters: everything after ``PREEMPTED`` is finished."""
 
     WAITING = 0
     WAITING_FOR_REMOTE_KVS = 1
@@ -45,7 +45,7 @@ FINISH_REASONS: dict[RequestStatus, FinishReason] = {
 
 @dataclass(frozen=True, slots=True)
 class PrefillStats:
-    """Where the prompt's KV came from: a snapshot at first admission, never changed afterwards, taken once.
+    """The source of the prompt's KV: a snapshot at first admission, never changed afterwards, taken once.
 
     The three counts are non-negative and ``num_local_cached_tokens + num_external_cached_tokens <= num_prompt_tokens``.
     """
@@ -63,7 +63,7 @@ class PrefillStats:
 
 @dataclass(frozen=True, slots=True)
 class FirstTokenTimes:
-    """Where the time to the first token on this worker went; the two add up to it."""
+    """The parts of the time to the first token on this worker; they add up to it."""
 
     wait_s: float  # from arrival until its first tokens were scheduled, a load included
     compute_s: float  # from there until its first output
@@ -71,9 +71,9 @@ class FirstTokenTimes:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NewRequest:
-    """What a worker needs to build a ``Request``: one choice of one ``Generate`` message.
+    """The input for a ``Request``: one choice of one ``Generate`` message.
 
-    ``output_token_ids`` are the tokens that other workers have already put out. ``stop_token_ids`` holds every token that
+    ``output_token_ids`` are the tokens that other workers have already generated. ``stop_token_ids`` holds every token that
     ends the text, end-of-sequence included unless the client asked to ignore it.
     """
 
@@ -91,8 +91,8 @@ class NewRequest:
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the engine's own
     deadline: float | None = None  # when the request's budget ends, on the engine's clock
     mm_features: Sequence[MMFeature] = ()  # in the order of the prompt, not overlapping
-    media: Sequence[bytes] = ()  # raw files by ``MMFeature.media_index``; missing or empty where a file is not at hand
-    ec_sources: Sequence[ECSource] = ()  # where embeddings of these items lie already
+    media: Sequence[bytes] = ()  # raw files by ``MMFeature.media_index``; missing or empty for files that are not here
+    ec_sources: Sequence[ECSource] = ()  # where embeddings of these items can be read
 
 
 class Request:
@@ -190,7 +190,7 @@ class Request:
         return self.all_token_ids[self.num_prompt_tokens :].tolist()
 
     def has_media(self, index: int) -> bool:
-        """True if the file of feature ``index`` is at hand, so that its embeddings can be computed here."""
+        """True if the file of feature ``index`` is here, so that its embeddings can be computed on this worker."""
         media_index = self.mm_features[index].media_index
         return media_index < len(self.media) and bool(self.media[media_index])
 
@@ -217,7 +217,7 @@ class Request:
 
 
 def extra_keys_of(mm_features: Sequence[MMFeature], cache_salt: str) -> tuple[ExtraKey, ...]:
-    """Return what enters the hashes of a request's blocks besides tokens; see ``core.kv.hashing.block_extra_keys``."""
+    """Return the keys that enter a request's block hashes in addition to tokens; see ``core.kv.hashing.block_extra_keys``."""
     keys: list[ExtraKey] = [("mm", feature.identifier, feature.offset, feature.length) for feature in mm_features]
     return (*keys, ("cache_salt", cache_salt)) if cache_salt else tuple(keys)
 
@@ -226,13 +226,13 @@ def extra_keys_of(mm_features: Sequence[MMFeature], cache_salt: str) -> tuple[Ex
 
 
 class KVConnectorMetadata:
-    """Base of what a scheduler side ships to its worker side with every step, empty steps included."""
+    """Base of the message that a scheduler side sends to its worker side with every step, empty steps included."""
 
     __slots__ = ()
 
 
 class ECConnectorMetadata:
-    """Base of what a scheduler side ships to its worker side with every step, empty steps included."""
+    """Base of the message that a scheduler side sends to its worker side with every step, empty steps included."""
 
     __slots__ = ()
 
@@ -253,7 +253,7 @@ class NewRequestData:
     num_computed_tokens: int
     stop_token_ids: frozenset[int] = frozenset()  # masked by the sampler below ``min_tokens``
     mm_features: tuple[MMFeature, ...] = ()
-    media: tuple[bytes, ...] = ()  # by ``MMFeature.media_index``; missing or empty where a file is not at hand
+    media: tuple[bytes, ...] = ()  # by ``MMFeature.media_index``; missing or empty for files that are not here
 
 
 @dataclass(slots=True)
@@ -270,7 +270,7 @@ class CachedRequestData:
 
 @dataclass(slots=True)
 class SchedulerOutput:
-    """What one step computes. ``num_scheduled_tokens`` keeps scheduling order.
+    """The contents of one step. ``num_scheduled_tokens`` keeps scheduling order.
 
     ``scheduled_encoder_inputs`` names, by request, the features whose embeddings the encoder computes before the decoder runs;
     each identifier once in a step. Features that are in the encoder cache, or that the EC connector loads in this step, are not
@@ -289,34 +289,34 @@ class SchedulerOutput:
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
     free_encoder_identifiers: list[bytes] = field(default_factory=list)
     ec_connector_metadata: ECConnectorMetadata | None = None
-    has_dropped_images: bool = False  # ready ones, for others; requests that wait for those may run in the next step
+    has_dropped_images: bool = False  # ready ones, for others, whose requests may then run in the next step
 
 
 # ---- runner → scheduler ----------------------------------------------------------------------------------------------
 
 
 class KVConnectorWorkerMetadata:
-    """Base of what a worker side tells its own scheduler side, in ``KVConnectorOutput.worker_meta``."""
+    """Base of a worker side's message to its own scheduler side, in ``KVConnectorOutput.worker_meta``."""
 
     __slots__ = ()
 
 
 class ECConnectorWorkerMetadata:
-    """Base of what a worker side tells its own scheduler side, in ``ECConnectorOutput.worker_meta``."""
+    """Base of a worker side's message to its own scheduler side, in ``ECConnectorOutput.worker_meta``."""
 
     __slots__ = ()
 
 
 @dataclass(slots=True)
 class KVConnectorOutput:
-    """What the worker side of a connector has to report after a step.
+    """The report of a connector's worker side after a step.
 
-    ``finished_recving`` names every load that is over for its request, failed and aborted ones included. What of its blocks may
-    still be written is in ``quarantined_block_ids`` of the same output, and in ``unquarantined_block_ids`` of a later one once
+    ``finished_recving`` names every load that is over for its request, failed and aborted ones included. Blocks of it that may
+    still be written are in ``quarantined_block_ids`` of the same output, and in ``unquarantined_block_ids`` of a later one once
     nothing can arrive any more. ``failed_recving`` maps a request id to the error of its load, of which nothing may be used;
     its id must also appear in ``finished_recving``, in this output or a later one. ``invalid_block_ids`` are single blocks
-    whose content must not be used; ``load_errors`` says why, per request that asked for them. ``worker_meta`` is for the
-    connector's own scheduler side; the scheduler itself does not look at it.
+    whose content must not be used; ``load_errors`` gives the reason, per request that asked for them. ``worker_meta`` is for
+    the connector's own scheduler side; the scheduler itself does not read it.
     """
 
     finished_sending: set[str] = field(default_factory=set)
@@ -330,7 +330,7 @@ class KVConnectorOutput:
     worker_meta: KVConnectorWorkerMetadata | None = None
 
     def is_empty(self) -> bool:
-        """True if there is nothing to tell."""
+        """True if there is nothing to report."""
         return not (
             self.finished_sending
             or self.finished_recving
@@ -346,10 +346,11 @@ class KVConnectorOutput:
 
 @dataclass(slots=True)
 class ECConnectorOutput:
-    """What the worker side of an EC connector has to report after a step, by identifier of the item.
+    """The report of an EC connector's worker side after a step, by identifier of the item.
 
-    ``finished_saving`` can be read by others from now on, and where. ``failed_loading`` were to be loaded and are not in the
-    encoder cache: the runner names them in ``failed_embeddings``, too. ``worker_meta`` is for the connector's own other side.
+    ``finished_saving`` maps items that other workers can read from now on to their sources. ``failed_loading`` were to be
+    loaded and are not in the encoder cache: the runner names them in ``failed_embeddings``, too. ``worker_meta`` is for the
+    connector's own scheduler side.
     """
 
     finished_saving: dict[bytes, ECSource] = field(default_factory=dict)
@@ -359,7 +360,7 @@ class ECConnectorOutput:
     worker_meta: ECConnectorWorkerMetadata | None = None
 
     def is_empty(self) -> bool:
-        """True if there is nothing to tell."""
+        """True if there is nothing to report."""
         return not (
             self.finished_saving
             or self.failed_saving
@@ -371,14 +372,14 @@ class ECConnectorOutput:
 
 @dataclass(slots=True)
 class ModelRunnerOutput:
-    """What one step produced.
+    """The result of one step.
 
     ``sampled_token_ids`` holds an entry for each request whose last known token was computed in the step (none for an
-    unfinished prompt chunk). ``logprobs`` and ``prompt_logprobs`` only hold requests that asked. ``failed`` and ``refused``
-    requests got no token although it was their turn, and end. The KV of ``failed`` ones may be corrupt, so it is evicted;
-    ``refused`` ones asked for what cannot be, and their KV is as good as any. ``failed_embeddings`` are identifiers that were
-    to be computed or loaded, or should have been there, and are not in the worker's encoder cache, and why. Whatever the step
-    has put in their place: the scheduler discards what was computed on it, and what was sampled.
+    unfinished prompt chunk). ``logprobs`` and ``prompt_logprobs`` only hold requests that asked for them. ``failed`` and
+    ``refused`` requests got no token although it was their turn, and end. The KV of ``failed`` ones may be corrupt, so it is
+    evicted; ``refused`` ones asked for something impossible, and their KV is valid. ``failed_embeddings`` maps identifiers that
+    are missing in the worker's encoder cache to the reasons. The step computed their tokens from placeholders: the scheduler
+    discards that KV, and the tokens sampled from it.
     """
 
     sampled_token_ids: dict[str, list[int]] = field(default_factory=dict)
@@ -396,17 +397,17 @@ class ModelRunnerOutput:
 
 @dataclass(frozen=True, slots=True)
 class EncodedImage:
-    """Where the embeddings of an image lie that an encode worker computed or had. ``was_cached``: it was not computed again."""
+    """The source of an image's embeddings on an encode worker. ``was_cached``: they were not computed again."""
 
     source: ECSource
     was_cached: bool
-    queue_s: float  # until it was its turn, and decoded
+    queue_s: float  # until its turn came and it was decoded
     compute_s: float  # from there until others can read it
 
 
 @dataclass(slots=True)
 class EngineCoreOutput:
-    """News of one request after a step. ``finish_reason`` is set in its last one."""
+    """The output of a step for one request. ``finish_reason`` is set in its last one."""
 
     request_id: str
     new_token_ids: list[int]

@@ -1,9 +1,9 @@
-"""Traces of requests: W3C trace contexts, spans, and the OpenTelemetry collector that they are sent to.
+"""Traces of requests: W3C trace contexts, spans, and the OpenTelemetry collector that receives them.
 
-Owns the one use of the OpenTelemetry SDK (extra ``otel``), which is imported only where an endpoint is set. Knows nothing of
-requests: ``router.dispatch.traces`` and ``core.worker.traces`` say what a span is. Without an endpoint there is no ``Tracer``,
-and not a thing is done. The SDK collects ended spans in a bounded queue and sends them from its own thread; what a collector
-takes too late is dropped.
+Owns the one use of the OpenTelemetry SDK (extra ``otel``), which is imported only if an endpoint is set. Knows nothing of
+requests: ``router.dispatch.traces`` and ``core.worker.traces`` define the spans. Without an endpoint there is no ``Tracer``,
+and no work. The SDK collects ended spans in a bounded queue and sends them from its own thread; spans that a collector does not
+accept in time are dropped.
 
 Times are seconds of the process's monotonic clock, as everywhere; a span also carries the wall-clock time.
 Sources: W3C Trace Context, OpenTelemetry's trace API and OTLP/HTTP.
@@ -44,7 +44,7 @@ _TRACEPARENT = re.compile(
 
 
 class TraceContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The span of another process that those of this one belong to, as W3C writes it."""
+    """The span of another process that is the parent of this process's spans, in W3C's form."""
 
     traceparent: Annotated[str, msgspec.Meta(pattern=r"^00-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}$")]
     tracestate: Annotated[str, msgspec.Meta(max_length=MAX_TRACESTATE_CHARACTERS)] = ""
@@ -56,7 +56,7 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 def parse_trace_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Return what a client's headers say; None if they say nothing, or nothing that W3C allows: then a trace begins here."""
+    """Parse the trace context of a client's headers; None if there is none, or an invalid one: then a trace begins here."""
     found = _TRACEPARENT.fullmatch(traceparent.strip())
     if found is None or found["version"] == "ff" or (found["version"] == "00" and found[5]):
         return None
@@ -71,22 +71,22 @@ def parse_trace_context(traceparent: str, tracestate: str = "") -> TraceContext 
 
 @dataclass(slots=True)
 class Span:
-    """A span that has begun. ``context`` is None if it is not recorded: then nothing is passed on to other processes."""
+    """A running span. ``context`` is None if it is not recorded: then no context is passed to other processes."""
 
     context: TraceContext | None
     _span: otel.Span
     _wall_ns: Callable[[float], int]
 
     def add(self, attributes: Attributes) -> None:
-        """Say more about it."""
+        """Add attributes."""
         self._span.set_attributes(attributes)
 
     def note(self, name: str, at: float, attributes: Attributes | None = None) -> None:
-        """Note a moment."""
+        """Add an event."""
         self._span.add_event(name, attributes, self._wall_ns(at))
 
     def end(self, at: float, error: str = "") -> None:
-        """End it; ``error`` says that what it stands for has failed."""
+        """End the span; ``error`` marks its work as failed."""
         if error:
             from opentelemetry.trace import Status, StatusCode
 
@@ -111,7 +111,7 @@ class Tracer:
         attributes: Attributes | None = None,
         kind: Kind = "internal",
     ) -> Span:
-        """Begin a span below ``parent``, or a trace of its own."""
+        """Begin a span below ``parent``, or a new trace."""
         from opentelemetry.trace import SpanKind
 
         span = self._tracer.start_span(
@@ -124,7 +124,7 @@ class Tracer:
         self.start(name, start, parent, attributes).end(end)
 
     def close(self) -> None:
-        """Send what has not been sent, within the exporter's time limit, and end its thread."""
+        """Send the remaining spans, within the exporter's time limit, and end its thread."""
         self._provider.shutdown()
 
     def _wall_ns(self, at: float) -> int:
@@ -132,7 +132,7 @@ class Tracer:
 
 
 def open_tracer(section: TracingSection, role: str, instance: str, clock: Clock) -> Tracer | None:
-    """Return what this process traces with; None if no collector is set.
+    """Return this process's tracer; None if no collector is set.
 
     Raises:
         ConfigError: the extra ``otel`` is not installed.
@@ -154,19 +154,19 @@ def open_tracer(section: TracingSection, role: str, instance: str, clock: Clock)
     provider = TracerProvider(
         sampler=ParentBased(TraceIdRatioBased(section.sample_ratio)), resource=resource, shutdown_on_exit=False
     )
-    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # that a batch is lost, not each attempt to send it
+    logging.getLogger("opentelemetry.exporter").setLevel(logging.ERROR)  # log a lost batch, not each attempt to send it
     exporter = OTLPSpanExporter(traces_url(section.endpoint), timeout=section.timeout_s)
     provider.add_span_processor(BatchSpanProcessor(exporter, schedule_delay_millis=section.export_interval_s * 1e3))
     return Tracer(provider, clock)
 
 
 def traces_url(endpoint: str) -> str:
-    """Return where spans are posted: OTLP's path at the collector, unless the endpoint names another."""
+    """Return the address for spans: OTLP's path at the collector, unless the endpoint names another."""
     return endpoint if urlsplit(endpoint).path.strip("/") else endpoint.rstrip("/") + TRACES_PATH
 
 
 def _otel_context(parent: TraceContext | None) -> Context:
-    """Return what the SDK takes for a parent; never what some other code of the process has left as the current span."""
+    """Return the SDK's form of a parent; never the current span that other code of the process may have set."""
     from opentelemetry.context import Context
     from opentelemetry.trace import NonRecordingSpan, SpanContext, TraceFlags, TraceState, set_span_in_context
 

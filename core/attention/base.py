@@ -129,7 +129,7 @@ class AttentionSpec:
     chunk_size: int | None = None
 
     def __post_init__(self) -> None:
-        """Raise ConfigError on a combination that no backend serves."""
+        """Raise ConfigError on a combination that no backend supports."""
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
         if self.sliding_window is not None and self.chunk_size is not None:
@@ -146,7 +146,7 @@ class AttentionSpec:
 
 @dataclass(slots=True)
 class AttentionBatch:
-    """The tokens of one step as one KV cache group sees them. Host arrays; the backend copies them where it needs them.
+    """The tokens of one step for one KV cache group. Host arrays; the backend copies them where it needs them.
 
     query_start_loc: int32 ``[num_seqs + 1]``; sequence s owns the query rows from ``query_start_loc[s]`` up to
         ``query_start_loc[s + 1]``, at least one.
@@ -155,7 +155,7 @@ class AttentionBatch:
         May be a view of the engine's persistent table: ``plan`` copies what it needs. Pass no more columns than needed.
     slot_mapping: int64 ``[num_tokens]``, ``block_id * block_size + offset`` of every query row.
 
-    group_id: number of the KV cache group, for layers of several to be told apart.
+    group_id: number of the KV cache group, to distinguish the layers of several groups.
 
     A padding row is a sequence of length 1 whose table is ``[NULL_BLOCK_ID]`` and whose slot is 0.
     """
@@ -189,7 +189,7 @@ class BatchedSequence:
 
 def split_sequences(batch: AttentionBatch, block_size: int) -> list[BatchedSequence]:
     """Return the batch's sequences in batch order, with their part of the block table."""
-    tables = batch.block_tables.astype(np.int64)  # a copy: the engine goes on writing to its table
+    tables = batch.block_tables.astype(np.int64)  # a copy: the engine changes its table later
     starts, seq_lens = batch.query_start_loc.tolist(), batch.seq_lens.tolist()
     return [
         BatchedSequence(starts[s], starts[s + 1], seq_len, tables[s, : -(-seq_len // block_size)])
@@ -213,8 +213,8 @@ class AttentionBackend(ABC):
     name: ClassVar[str]
     preferred_layout: ClassVar[KVLayout]
     device_types: ClassVar[frozenset[str]]  # types of torch devices it runs on; empty means all
-    larger_block_sizes: ClassVar[tuple[int, ...]] = ()  # worth a try where the kernel refuses the configured one
-    max_graph_blocks: ClassVar[int | None] = None  # sequences times width of the largest step worth recording; None = any
+    larger_block_sizes: ClassVar[tuple[int, ...]] = ()  # tried where the kernel refuses the configured size
+    max_graph_blocks: ClassVar[int | None] = None  # sequences times width of the largest step to record; None = any
 
     def __init__(self, cache: PagedKVCache) -> None:
         self.cache = cache
@@ -231,21 +231,21 @@ class AttentionBackend(ABC):
         """
 
     def graph_widths(self, max_blocks: int) -> tuple[int, ...]:
-        """Return for which widths of a decode step's block tables a graph is worth recording, the last one ``max_blocks``.
+        """Return the widths of a decode step's block tables for which a graph is worth recording, the last one ``max_blocks``.
 
-        Empty: this backend's work cannot be recorded, because it looks at host values while it attends.
+        Empty: this backend's work cannot be recorded, because it reads host values while it attends.
         """
         return ()
 
     def static_plan(self, num_seqs: int, num_blocks: int, specs: Sequence[AttentionSpec]) -> AttentionPlan:
-        """Return the plan of ``num_seqs`` padding rows whose tensors stay where they are, for a graph of one decode step.
+        """Return the plan of ``num_seqs`` padding rows whose tensors keep their addresses, for a graph of one decode step.
 
-        ``num_blocks``: width of the block tables, one of ``graph_widths``. ``specs``: of the layers of the group.
+        ``num_blocks``: width of the block tables, one of ``graph_widths``. ``specs``: those of the group's layers.
         """
         raise NotImplementedError(f"attention backend {self.name} has no graphs")
 
     def refill_plan(self, plan: AttentionPlan, batch: AttentionBatch) -> None:
-        """Put a decode step into a plan of ``static_plan``; its sequences, padding rows included, are as many as the plan's."""
+        """Write a decode step into a plan of ``static_plan``; it has as many sequences, padding rows included, as the plan."""
         raise NotImplementedError(f"attention backend {self.name} has no graphs")
 
     def write_kv(self, layer: int, key_value: Tensor, plan: AttentionPlan) -> None:

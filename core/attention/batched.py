@@ -1,13 +1,13 @@
 """The CUDA backend where no kernel reads block tables: gather pages, then scaled dot product attention, decode rows together.
 
 Owns: the batched kernel for sequences with one query each. Does not know: prefill, which the reference
-(``core.attention.sdpa``) computes sequence by sequence. Called through ``core.attention.base``; see ``core.attention.select``.
+(``core.attention.sdpa``) computes sequence by sequence. See ``core.attention.select``.
 
 It reads and writes every visible key and value once more than a paged kernel does, so decode reaches a third of the memory's
 bandwidth at best. Every index is a tensor on the device and every shape is known beforehand, so that a decode step can be
-recorded as a graph; since the work grows with the width of the block table, one is recorded per power of two.
+recorded as a graph; since the work grows with the width of the block table, one graph is recorded per power of two.
 
-Slots that no query sees are set to zero behind the gather: weight 0 would not do (0 * NaN is NaN).
+Slots that no query sees are set to zero after the gather: weight 0 is not enough (0 * NaN is NaN).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class BatchedSdpaBackend(AttentionBackend):
         tables, seq_lens = decode_arrays(batch, np.arange(len(batch.seq_lens)), self.cache.block_size)
         refill(plan.write_rows, self.cache.row_indices(batch.slot_mapping))
         refill(plan.seq_lens, seq_lens)
-        # What stands to the right of it is masked by the lengths, and names blocks of this pool.
+        # Entries further right are masked by the lengths, and name blocks of this pool.
         refill(plan.block_tables[:, : tables.shape[1]], tables)
         for spec, mask in plan.masks.items():
             mask.copy_(self._mask(plan, spec))

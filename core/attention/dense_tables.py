@@ -1,6 +1,6 @@
 """Block tables as dense arrays ``[N, pages]``, for kernels that are recorded once per width.
 
-Owns how rows of unequal length are filled up.
+Owns the padding of rows of unequal length.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ IntArray = npt.NDArray[np.int64]
 
 
 def decode_arrays(batch: AttentionBatch, decoding: npt.NDArray[np.integer], block_size: int) -> tuple[IntArray, IntArray]:
-    """Return block tables ``[N, pages]`` and lengths ``[N]`` of these rows; entries past an end name the null block."""
+    """Return block tables ``[N, pages]`` and lengths ``[N]`` of these rows; entries after a row's end name the null block."""
     seq_lens = batch.seq_lens[decoding].astype(np.int64)
     num_pages = -(-int(seq_lens.max(initial=0)) // block_size)
     tables = batch.block_tables[decoding, :num_pages].astype(np.int64)

@@ -9,8 +9,8 @@ heads that share a KV head folded into rows, so that nothing above the diagonal 
     queries | tile 0 | x \\ .  .  .        x: computed, unmasked     \\: the tile's mask
             | tile 1 | x  x \\ .  .        .: never touched
 
-Exponentials are taken of the scores as they are, without the search for each row's maximum, and divided by their sum behind the
-second product: half of softmax's time, 7 % of prefill attention. Sums near the limits of fp32 send a tile through softmax.
+Scores are exponentiated directly, without subtracting each row's maximum, and divided by their sum after the second product:
+half of softmax's time, 7 % of prefill attention. If sums are near the limits of fp32, the tile is computed with softmax.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TILE = 64  # queries; of 32, 64 and 128 the fastest with and without a cached pr
 
 @dataclass(slots=True)
 class Tile:
-    """Some queries of a sequence, the gathered keys that any of them sees, and what hides the last of these keys.
+    """Some queries of a sequence, the gathered keys that any of them sees, and the mask of the last of these keys.
 
     mask: additive fp32 ``[num_queries * group, M]`` on the last M keys, for ``group`` query heads per KV head; or None.
     """
@@ -93,7 +93,7 @@ class GatherKernel:
         """Return the tile of the queries at positions [first, end)."""
         lowest = spec.first_visible(sequence.first_position)
         lowest_key = spec.first_visible(first)
-        # Without a window only the keys at the queries' own positions are hidden from any of them.
+        # Without a window only the keys at the queries' own positions are hidden from some of them.
         first_masked = first if spec.sliding_window is None and spec.chunk_size is None else lowest_key
         mask = None
         if end - first > 1:
@@ -121,7 +121,7 @@ class GatherKernel:
                 self._attend_tile(operands, tile, output[tile.queries], shift=True)
 
     def _attend_tile(self, operands: tuple[Tensor, Tensor, Tensor], tile: Tile, output: Tensor, shift: bool = False) -> Tensor:
-        """Fill ``output`` ``[num_queries, num_kv_heads, group, head_dim]``; return the sums that were divided by.
+        """Fill ``output`` ``[num_queries, num_kv_heads, group, head_dim]``; return the sums used as divisors.
 
         ``operands``: the sequence's folded queries ``[num_kv_heads, rows, head_dim]``, keys ``[num_kv_heads, head_dim,
         num_keys]`` and values ``[num_kv_heads, num_keys, head_dim]``. ``shift``: subtract each row's maximum beforehand.
@@ -174,6 +174,6 @@ def _fold(query: Tensor, scale: float) -> Tensor:
 
 
 def _is_exact(totals: Tensor) -> bool:
-    """Say whether sums of unshifted exponentials lost nothing to overflow or underflow; false for NaN."""
+    """Return True if sums of unshifted exponentials lost nothing to overflow or underflow; false for NaN."""
     lowest, highest = torch.aminmax(totals)
     return lowest.item() > 1.0 / _LARGEST_TOTAL and highest.item() < _LARGEST_TOTAL

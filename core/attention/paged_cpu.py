@@ -1,7 +1,6 @@
 """The CPU backend: decode rows through the row kernel, prefill chunks by gather and tiles, in any mixture.
 
 Owns: the split of a batch between the two kernels. Does not know: how either of them works.
-Called through ``core.attention.base.AttentionBackend``.
 
 The rule: a sequence with one query goes to ``DecodeRows`` if the pool is fp32, everything else to ``GatherKernel``. The row
 kernel was the fastest of all candidates at every batch size (1 to 16) and context (256 to 4096) that was measured, so the

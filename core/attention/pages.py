@@ -1,7 +1,7 @@
-"""The CUDA backend on torch's own FlashAttention 2, which takes no block table: each page of a sequence is one of its own.
+"""The CUDA backend on torch's own FlashAttention 2, which takes no block table: each page is passed as a sequence of its own.
 
 Owns: that translation, and the merge of the pages' results. Does not know: whether the kernel agrees; ``core.attention.select``
-probes that. Called through ``core.attention.base``. It needs no package beside torch.
+probes that. It needs no package besides torch.
 
 The whole pool is one run of rows of keys (or values), and a page is a piece of it, so nothing is gathered to decode:
 
@@ -9,11 +9,11 @@ The whole pool is one run of rows of keys (or values), and a page is a piece of 
     cu_seq_k          ^ start of page 7                 ^ start of page 3            seqused_k  4, 2
 
 The query heads that share a KV head are the queries of each of these short sequences; the kernel's log-sum-exp weighs the pages
-against each other. Tables are dense, ``[N, pages]``: where a sequence has no page, one slot of the null block is read and
-weighs nothing. Shapes depend on N and the width only, so that a decode step can be recorded, once per power of two. A call of
+against each other. Tables are dense, ``[N, pages]``: where a sequence has no page, one slot of the null block is read with
+weight 0. Shapes depend on N and the width only, so that a decode step can be recorded, once per power of two. A call of
 the kernel takes a bounded number of pages; a sequence is in one call, so one of more than 65,535 pages cannot be attended.
 
-Prefill chunks gather their keys and values, which is little beside what is computed with them, and run as one causal batch.
+Prefill chunks gather their keys and values, which takes little time compared with attention, and run as one causal batch.
 
 Not run on a GPU so far: the tests drive this file on the CPU with a stand-in that follows the documentation of ``varlen_attn``.
 """
@@ -55,9 +55,9 @@ def _varlen_attn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: A
 
 @dataclass(frozen=True, slots=True)
 class _Intervals:
-    """What decode rows see, page by page: the first pool row and the number of rows, int32; bool ``[N, pages]`` which count.
+    """The rows that decode rows see, page by page: first pool row and number of rows, int32; bool ``[N, pages]`` which count.
 
-    P is N * pages and one more, a slot of the null block that counts for nothing; see ``_num_extra``.
+    P is N * pages plus one slot of the null block with weight 0; see ``_num_extra``.
     """
 
     starts: Tensor  # [P + 1]
@@ -79,7 +79,7 @@ class _Chunks:
 
 @dataclass(slots=True)
 class PagesPlan(AttentionPlan):
-    """The decode rows on the device, the prefill chunks on the host, and what a layer's mask makes of both, once it has asked.
+    """The decode rows on the device, the prefill chunks on the host, and both under a layer's mask, once a layer needs it.
 
     decode_rows: int64, their query rows, None if all rows are. seq_lens: int64 ``[N]``. block_tables: int64 ``[N, pages]``.
     """
@@ -93,7 +93,7 @@ class PagesPlan(AttentionPlan):
 
 
 class PagesBackend(AttentionBackend):
-    """FlashAttention over the pages of a pool as so many sequences. Raises: ConfigError if the pool is not NHD."""
+    """FlashAttention over the pages of a pool, each as a sequence. Raises: ConfigError if the pool is not NHD."""
 
     name = "pages"
     preferred_layout = KVLayout.NHD
@@ -163,7 +163,7 @@ class PagesBackend(AttentionBackend):
         tables, seq_lens = decode_arrays(batch, np.arange(len(batch.seq_lens)), self.cache.block_size)
         refill(plan.write_rows, self.cache.row_indices(batch.slot_mapping))
         refill(plan.seq_lens, seq_lens)
-        # What stands to the right of it counts for nothing, by the lengths, and names blocks of this pool.
+        # Entries further right have no weight, by the lengths, and name blocks of this pool.
         refill(plan.block_tables[:, : tables.shape[1]], tables)
         for spec, intervals in plan.intervals.items():
             fresh = self._intervals(plan, spec)
@@ -172,7 +172,7 @@ class PagesBackend(AttentionBackend):
             intervals.is_used.copy_(fresh.is_used)
 
     def _intervals(self, plan: PagesPlan, spec: AttentionSpec) -> _Intervals:
-        """Cut what the last token of each sequence sees at the borders of pages."""
+        """Cut the visible part of each sequence at the borders of pages."""
         size = self.cache.block_size
         ends = plan.seq_lens[:, None]
         firsts = torch.zeros_like(ends)
@@ -185,14 +185,14 @@ class PagesBackend(AttentionBackend):
         lengths = torch.minimum(ends, page_starts + size) - lows
         is_used = lengths > 0
         starts = torch.where(is_used, plan.block_tables * self._rows_per_block + lows - page_starts, 0)
-        # The kernel wants one start more than there are sequences; ``lengths`` tell it where each of them ends.
+        # The kernel needs one start more than there are sequences; ``lengths`` give their ends.
         end = starts.new_full((1,), len(self._keys[0]))
         starts = torch.cat((starts.flatten(), starts.new_zeros(1), end))
         lengths = torch.cat((torch.where(is_used, lengths, 1).flatten(), lengths.new_ones(1)))
         return _Intervals(starts.to(torch.int32), lengths.to(torch.int32), is_used)
 
     def _num_extra(self, num_pages: int, spec: AttentionSpec) -> int:
-        """Return 1 where the kernel's queries would be as many as its heads, and the axes of the log-sum-exps look alike."""
+        """Return 1 if the kernel has as many queries as heads, so that the axes of the log-sum-exps could not be told apart."""
         return int(num_pages * (spec.num_heads // spec.num_kv_heads) == spec.num_kv_heads)
 
     def _attend_decode(self, layer: int, query: Tensor, spec: AttentionSpec, plan: PagesPlan) -> Tensor:
@@ -239,13 +239,13 @@ class PagesBackend(AttentionBackend):
         sums = by_query[:num_rows].float().reshape(num_seqs, num_pages, group, spec.num_kv_heads)
         weights = sums.masked_fill(~is_used[:, :, None, None], -torch.inf).softmax(1)
         output = output[:num_rows].view(*sums.shape, -1).float()
-        # Weight 0 would not do for a slot that no query sees: 0 * NaN is NaN.
+        # Weight 0 is not enough for a slot that no query sees: 0 * NaN is NaN.
         output = output.masked_fill_(~is_used[:, :, None, None, None], 0.0)
         merged = (output * weights[..., None]).sum(1)
         return merged.transpose(1, 2).reshape(query.shape).to(query.dtype)
 
     def _chunks(self, prefills: Sequence[BatchedSequence], spec: AttentionSpec) -> _Chunks:
-        """Lay the prefill chunks side by side; a chunk of local attention ends where its next one begins."""
+        """Concatenate the prefill chunks; a chunk of local attention ends where its next one begins."""
         rows, slots, num_queries, num_keys = [], [], [], []
         for sequence in prefills:
             position = sequence.first_position

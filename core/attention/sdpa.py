@@ -1,6 +1,6 @@
 """The reference backend: gather each sequence's pages, then scaled dot product attention under an explicit mask.
 
-Owns: the definition of what the other backends must compute. Does not know: speed. It runs on any device, dtype and layout,
+Owns: the definition of the results of all backends. Does not know: speed. It runs on any device, dtype and layout,
 and is the fallback where a faster kernel fails its probe.
 """
 
@@ -82,7 +82,7 @@ class SdpaBackend(AttentionBackend):
         return output
 
     def _gather(self, pages: Tensor, block_ids: Tensor) -> Tensor:
-        """Return the pages' keys or values one after the other, ``[num_kv_heads, num_slots, head_dim]``."""
+        """Return the pages' keys or values, concatenated, ``[num_kv_heads, num_slots, head_dim]``."""
         picked = pages[block_ids]
         if self.cache.layout is KVLayout.NHD:
             picked = picked.transpose(1, 2)

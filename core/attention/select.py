@@ -5,7 +5,7 @@ work. The choice comes before the pool is allocated, because the pool's layout d
 
 The probe runs a mixed batch (decode rows and a prefill chunk over a cached prefix, scattered, shared and partly filled pages)
 with the actual dtype, heads, block size, number of layers (hence strides) and masks, and compares with the reference. The
-slots that no query sees hold NaN, so a kernel that lets them leak fails, too.
+slots that no query sees hold NaN, so a kernel that reads them fails, too.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from core.log import event
 
 logger = logging.getLogger(__name__)
 
-# Largest absolute difference to the reference on unit-normal inputs: rounding of the result, with room for another order.
+# Largest absolute difference to the reference on unit-normal inputs: rounding of the result, with room for another order of
+# sums.
 _TOLERANCES = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 4e-2}
-# How kernels say that they cannot: torch's own checks, missing optional packages, an older signature.
+# How kernels report that they cannot run: torch's own checks, missing optional packages, an older signature.
 _REFUSALS = (KVFerryError, RuntimeError, TypeError, ValueError, ImportError, AssertionError)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionProblem:
-    """What the engine will ask of a backend. ``specs``: the distinct layer specs of the model."""
+    """The engine's requirements of a backend. ``specs``: the distinct layer specs of the model."""
 
     device: torch.device
     dtype: torch.dtype
@@ -63,7 +64,7 @@ CANDIDATES: tuple[type[AttentionBackend], ...] = (
 
 @dataclass(frozen=True, slots=True)
 class AttentionChoice:
-    """The choice that the engine builds its pool for: the backend, whose ``preferred_layout`` it has, and the block size."""
+    """The choice that the engine builds its pool for: the backend, with its ``preferred_layout``, and the block size."""
 
     backend: type[AttentionBackend]
     block_size: int  # tokens
@@ -74,10 +75,10 @@ def choose_attention(
     name: str = "auto",
     candidates: tuple[type[AttentionBackend], ...] = CANDIDATES,
 ) -> AttentionChoice:
-    """Return the backend to use, and the size of a block: the problem's, or a multiple of it where the kernel demands one.
+    """Return the backend to use, and the block size: the problem's, or a multiple of it if the kernel requires one.
 
     ``auto`` takes the first candidate for this type of device that passes the probe, and logs why others did not. A backend
-    asked for by name is probed, too, but never replaced. Raises: ConfigError if the name is unknown, nothing passes, or a
+    named in the settings is probed, too, but never replaced. Raises: ConfigError if the name is unknown, nothing passes, or a
     kernel may leave the device unusable.
     """
     if name == "auto":
@@ -136,7 +137,7 @@ def _chosen(backend_type: type[AttentionBackend], problem: AttentionProblem) -> 
 
 
 def _is_lost(device: torch.device) -> bool:
-    """Say whether this process can do nothing on a device any more, as behind an error of a kernel on CUDA."""
+    """Return True if this process can no longer use a device, as after an error of a kernel on CUDA."""
     try:
         torch.zeros(1, device=device).cpu()
     except RuntimeError:
@@ -168,7 +169,7 @@ def _probe_spec(backend_type: type[AttentionBackend], problem: AttentionProblem,
 
 
 def _tightened(spec: AttentionSpec, block_size: int) -> AttentionSpec:
-    """Return the spec with its window or chunk cut to what the short probe sequences feel; chunks stay whole blocks."""
+    """Return the spec with its window or chunk cut so that it affects the short probe sequences; chunks stay whole blocks."""
     return replace(
         spec,
         sliding_window=None if spec.sliding_window is None else min(spec.sliding_window, block_size // 2 + 1),

@@ -1,12 +1,12 @@
-"""What this build of torch offers for paged attention on CUDA: the one place that knows versions.
+"""The kernels of this build of torch for paged attention on CUDA: the one place that knows versions.
 
 Owns the names of torch's functions and of the optional packages that provide them. Does not know: pools, batches, or whether a
 kernel is right; ``core.attention.select`` probes that.
 
 ``torch.nn.attention.varlen.varlen_attn`` takes ``block_table``, ``seqused_k`` and ``enable_gqa`` from torch 2.12 on; its
-signature is inspected. In torch 2.11 it takes none of them; there the underlying operator takes ``seqused_k``. The kernels that
-torch brings along (FlashAttention 2) refuse a block table; FlashAttention 3 (Hopper) and 4 (Blackwell) take one, and come in
-packages of their own that ``activate_flash_attention_impl`` puts in their place.
+signature is inspected. In torch 2.11 it takes none of them; there the underlying operator takes ``seqused_k``. The kernels of
+torch itself (FlashAttention 2) refuse a block table; FlashAttention 3 (Hopper) and 4 (Blackwell) take one, and come in
+packages of their own that replace them through ``activate_flash_attention_impl``.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def varlen_kernel() -> Callable[..., Any]:
     """Return torch's ``varlen_attn``. The import takes 2 s.
 
     Raises:
-        ConfigError: this torch has none, or one that takes no block table; says which version it is.
+        ConfigError: this torch has none, or one that takes no block table; names the version.
     """
     kernel: Callable[..., Any] = _varlen_module().varlen_attn
     missing = _PAGED_ARGUMENTS - inspect.signature(kernel).parameters.keys()
@@ -43,12 +43,12 @@ def varlen_kernel() -> Callable[..., Any]:
 
 @cache
 def varlen_kernel_with_sums() -> Callable[..., Any]:
-    """Return torch's ``varlen_attn`` as a function that gives its output and the log-sum-exps of queries and heads.
+    """Return torch's ``varlen_attn`` as a function that returns its output and the log-sum-exps of queries and heads.
 
-    Their axes are in one order in its documentation, and in the other one in its source: tell them by their lengths.
+    The order of their axes differs between its documentation and its source: tell them apart by their lengths.
 
     Raises:
-        ConfigError: this torch has none that takes ``seqused_k``; says which version it is.
+        ConfigError: this torch has none that takes ``seqused_k``; names the version.
     """
     module = _varlen_module()
     kernel, aux = module.varlen_attn, module.AuxRequest(lse=True)
@@ -88,9 +88,9 @@ def flash_attention_operator(
     *lengths: Any,  # noqa: ANN401 - torch's parameters
     **options: Any,  # noqa: ANN401
 ) -> tuple[Tensor, Tensor]:
-    """Call what ``varlen_attn`` of torch 2.11 calls, with its parameters and ``seqused_k``; return output and log-sum-exps.
+    """Call the operator of torch 2.11's ``varlen_attn``, with its parameters and ``seqused_k``; return output and log-sum-exps.
 
-    The operator is private to torch. It shares KV heads among query heads unasked, so ``enable_gqa`` has nothing to say.
+    The operator is private to torch. It always shares KV heads among query heads, so ``enable_gqa`` is ignored.
     """
     left, right = options["window_size"]
     is_causal = (left, right) == (-1, 0)
@@ -111,12 +111,13 @@ def flash_attention_operator(
 
 
 def activate_paged_kernel(device: torch.device) -> str | None:
-    """Put the FlashAttention that takes block tables in the place of torch's own; return its name, None if there is none.
+    """Replace torch's FlashAttention by one that takes block tables; return its name, None if there is none.
 
-    A process has one at a time; one that is active already stays. None on devices that no such package serves.
+    A process has one at a time; one that is active already stays. None on devices without such a package.
 
     Raises:
-        ConfigError: there is one for this device, but its package is not installed; or torch takes no block table. Says why.
+        ConfigError: there is one for this device, but its package is not installed; or torch takes no block table. Gives the
+        reason.
     """
     attention = importlib.import_module("torch.nn.attention")
     current, activate = (
@@ -124,7 +125,7 @@ def activate_paged_kernel(device: torch.device) -> str | None:
     )
     if device.type != "cuda" or current is None or activate is None:
         return None
-    varlen_kernel()  # of a torch that passes no block table on, FlashAttention stays the one that it brought along
+    varlen_kernel()  # where torch does not pass block tables on, its own FlashAttention stays
     active: str | None = current()
     if active is not None:
         return active
@@ -141,7 +142,7 @@ def activate_paged_kernel(device: torch.device) -> str | None:
 def upload(array: Any, device: torch.device) -> Tensor:  # noqa: ANN401 - an array of any shape and dtype
     """Return a copy of a host array on ``device``; the caller may change the array at once.
 
-    To a CUDA device it goes through pinned memory and without waiting: what is launched later sees it.
+    To a CUDA device it goes through pinned memory and without waiting: kernels launched later see it.
     """
     host = torch.from_numpy(array)
     if device.type == "cpu":
@@ -150,14 +151,14 @@ def upload(array: Any, device: torch.device) -> Tensor:  # noqa: ANN401 - an arr
 
 
 def download(tensor: Tensor) -> Tensor:
-    """Return a host tensor that holds ``tensor`` once the device has done what is launched by now; nothing waits for it."""
+    """Return a host tensor that holds ``tensor`` once the device has finished the work launched so far; does not wait."""
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def refill(target: Tensor, array: Any) -> None:  # noqa: ANN401
-    """Copy a host array into a tensor that a recorded graph reads; as ``upload`` otherwise."""
+    """Copy a host array into a tensor that a recorded graph reads; otherwise like ``upload``."""
     host = torch.from_numpy(array)
     if target.device.type != "cuda":
         target.copy_(host)

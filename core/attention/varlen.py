@@ -1,9 +1,9 @@
 """The CUDA backend: ``torch.nn.attention.varlen.varlen_attn`` reading pages through a block table.
 
 Owns: the translation of a batch into that function's arguments. Does not know: whether the function works on this machine;
-``core.attention.select`` probes that and falls back to another backend. Called through ``core.attention.base``.
+``core.attention.select`` probes that and falls back to another backend.
 
-Layers of chunked-local attention see each chunk of a sequence as a sequence of its own, which begins at a page of its own:
+Layers of chunked-local attention see each chunk of a sequence as a separate sequence, which begins at a page:
 
     positions   0 ..... C ..... 2C .....        queries from p to q, chunks of C tokens, C a multiple of the block size
     queries           p ~~~~~~~~~~~~~ q
@@ -54,7 +54,7 @@ class _Sequences:
     block_tables: Int32Array
 
     def cut(self, chunk_size: int, block_size: int) -> _Sequences:
-        """Return the chunks that the queries lie in as sequences; see the module's diagram."""
+        """Return the chunks with queries as sequences; see the module's diagram."""
         num_queries = np.diff(self.query_start_loc)
         first_chunks = (self.seq_lens - num_queries) // chunk_size
         last_chunks = (self.seq_lens - 1) // chunk_size
@@ -66,7 +66,7 @@ class _Sequences:
         firsts = np.maximum(starts, (self.seq_lens - num_queries)[owners])
         pages = chunk_size // block_size
         columns = (starts // block_size)[:, None] + np.arange(pages)
-        # A chunk that the table does not hold to its end is not read there: its length says so.
+        # A chunk that the table does not hold to its end is read only up to its length.
         tables = self.block_tables[owners[:, None], np.minimum(columns, self.block_tables.shape[1] - 1)]
         return _Sequences(
             np.concatenate(([0], np.cumsum(ends - firsts))).astype(np.int32), (ends - starts).astype(np.int32), tables
@@ -86,7 +86,7 @@ class _Arguments:
 
 @dataclass(slots=True)
 class VarlenPlan(AttentionPlan):
-    """``arguments`` by chunk size, None for layers without chunks; what is missing is made when a layer first asks for it.
+    """``arguments`` by chunk size, None for layers without chunks; made when a layer first needs them.
 
     fallback: the reference's plan, for layers that the kernel cannot serve.
     """
@@ -98,7 +98,7 @@ class VarlenPlan(AttentionPlan):
 
 
 class VarlenBackend(AttentionBackend):
-    """FlashAttention over pages. Layers whose chunks are no whole blocks go to the reference.
+    """FlashAttention over pages. Layers whose chunks are not whole blocks use the reference.
 
     Raises: ConfigError if the pool is not NHD, or no kernel for this device takes block tables.
     """
@@ -151,7 +151,7 @@ class VarlenBackend(AttentionBackend):
         )
 
     def graph_widths(self, max_blocks: int) -> tuple[int, ...]:
-        """One: the kernel reads no more pages than a sequence has, at any width."""
+        """One: the kernel reads only the pages that a sequence has, at any width."""
         return (max_blocks,)
 
     def static_plan(self, num_seqs: int, num_blocks: int, specs: Sequence[AttentionSpec]) -> VarlenPlan:
@@ -180,7 +180,7 @@ class VarlenBackend(AttentionBackend):
         for chunk_size, arguments in plan.arguments.items():
             found = sequences if chunk_size is None else sequences.cut(chunk_size, self.cache.block_size)
             refill(arguments.seq_lens, found.seq_lens)
-            # What stands to the right of it is left as it was: no sequence is so long that it is read.
+            # Entries further right keep their old values: no sequence is long enough to read them.
             refill(arguments.block_tables[:, : found.block_tables.shape[1]], found.block_tables)
 
     def _sequences(self, batch: AttentionBatch) -> _Sequences:

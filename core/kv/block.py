@@ -29,7 +29,7 @@ NULL_BLOCK_ID = 0
 
 
 class BlockState(Enum):
-    """Where a block is in its life; see the table above."""
+    """The state of a block; see the table above."""
 
     NULL = "null"
     FREE = "free"

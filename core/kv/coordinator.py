@@ -1,8 +1,8 @@
 """Keeps the groups of one KV cache in step: one request, one block table per group, one pool for all.
 
-Owns the pool and one manager per group; adds up demand and makes every group move together. Does not decide whether a
-request may have blocks: ``core.kv.manager``, its only caller, does. Which subclass serves a cache depends on how its prefix
-hits are found: never, in one group, or in several whose hits are reconciled.
+Owns the pool and one manager per group; adds up demand and makes every group move together. ``core.kv.manager`` decides whether
+a request may have blocks. Which subclass serves a cache depends on how its prefix hits are found: never, in one group, or in
+several whose hits are reconciled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class KVCacheCoordinator(ABC):
 
     Prefix hits end at multiples of ``scheduler_block_size``, which every group's block size divides; every block size is a
     multiple of ``hash_block_size``, so that a block's hash is a value of the chain.
-    Raises: ValueError, naming both sizes, where one of these does not hold.
+    Raises: ValueError, naming both sizes, if one of these does not hold.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class KVCacheCoordinator(ABC):
     def allocate_new_computed_blocks(
         self, request_id: str, new_computed_blocks: BlocksPerGroup, num_computed_tokens: int, num_processed_tokens: int
     ) -> BlocksPerGroup:
-        """Start the tables of a request: local hits, then blocks for the computed tokens that come from elsewhere.
+        """Start the tables of a request: local hits, then blocks for the computed tokens that are loaded.
 
         In two phases: every group takes references of its hits before any group allocates, since an allocation may reuse
         a hit without references. Blocks that no token after ``num_processed_tokens`` attends to are left out.
@@ -105,7 +105,7 @@ class KVCacheCoordinator(ABC):
         return tuple(manager.req_to_blocks.get(request_id, ()) for manager in self.managers)
 
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
-        """Give back blocks that no token after ``num_processed_tokens`` attends to."""
+        """Free blocks that no token after ``num_processed_tokens`` attends to."""
         for manager in self._recycling_managers:
             manager.remove_skipped_blocks(request_id, num_processed_tokens)
 
@@ -127,7 +127,7 @@ class KVCacheCoordinator(ABC):
             manager.seal_partial_block(request_id, num_tokens, block_hash)
 
     def rewrite_sealed(self, request_id: str, num_tokens: int) -> None:
-        """Unseal what is going to be written again from ``num_tokens`` on, in every group."""
+        """Unseal the blocks that are written again from ``num_tokens`` on, in every group."""
         for manager in self.managers:
             manager.rewrite_sealed(request_id, num_tokens)
 
@@ -143,7 +143,7 @@ class KVCacheCoordinator(ABC):
         return [block for manager in self.managers for block in manager.drop_shared_tail(request_id, num_tokens, kept)]
 
     def num_cached_tokens(self, request_id: str) -> int:
-        """Return how many leading tokens of the request are hashed in every group, down to where it can go on from."""
+        """Return how many leading tokens of the request are hashed in every group, rounded down to where it can continue."""
         num_hashed = min(m.num_cached_block[request_id] * m.block_size for m in self.managers)
         return self.find_boundary(request_id, self.floor_to_boundary(num_hashed))
 
@@ -160,7 +160,7 @@ class KVCacheCoordinator(ABC):
         return num_tokens - num_tokens % self.scheduler_block_size
 
     def pop_blocks(self, request_id: str) -> list[KVCacheBlock]:
-        """End the request in every group; return its blocks as they may be evicted, the last tokens' first in all groups."""
+        """End the request in every group; return its blocks in eviction order, the last tokens' first in all groups."""
         if len(self.managers) == 1:
             return self.managers[0].pop_blocks(request_id)
         by_end: list[tuple[int, KVCacheBlock]] = []
@@ -199,10 +199,10 @@ class HybridKVCacheCoordinator(KVCacheCoordinator):
     """Several groups: a prefix is a hit up to where every group can continue."""
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> tuple[BlocksPerGroup, int]:
-        """Ask the groups in turn, each for at most what those before it have left, until all agree on one length.
+        """Ask the groups in turn, each for at most the length that the earlier ones accept, until all agree on one length.
 
-        No group is ever asked for less than the answer: it accepts the answer, so it never says less. Groups that keep every
-        token come first and are asked once: what is a hit of theirs is one for every shorter prefix too, if cut.
+        No group is ever asked for less than the answer: it accepts the answer, so it never returns less. Groups that keep every
+        token come first and are asked once: any cut of their hit is a hit as well.
         """
         found: list[Sequence[KVCacheBlock]] = list(self.no_blocks)
         length = self.floor_to_boundary(max_length)

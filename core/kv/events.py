@@ -1,4 +1,4 @@
-"""What changed in the prefix cache of one worker, for routers and shared stores that follow it.
+"""Changes of one worker's prefix cache, for routers and shared stores that follow it.
 
 The stream describes a set of (block hash, group id): replaying it gives exactly the keys that are hits now. ``BlockStored``
 may repeat a key that is present already (two blocks can hold the same content); ``BlockRemoved`` comes only when the last

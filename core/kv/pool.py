@@ -21,7 +21,7 @@ _SENTINEL_ID = -1
 
 
 class FreeKVCacheBlockQueue:
-    """Doubly linked list through the blocks themselves, in eviction order: first out, first reused.
+    """Doubly linked list through the blocks themselves, in eviction order: the first is reused first.
 
     Two sentinels remove every edge case; a block is in the queue exactly if its links are set. Starts in order of block id.
     """
@@ -135,7 +135,7 @@ class _PrefixMap:
         return entry
 
     def add(self, key: bytes, block: KVCacheBlock) -> None:
-        """Add a copy."""
+        """Add a copy of the block."""
         entry = self._blocks.setdefault(key, block)
         if entry is block:
             return
@@ -336,9 +336,10 @@ class BlockPool:
             self.seals.break_seals([block.block_id for block in blocks])
 
     def rewrite_blocks(self, blocks: Iterable[KVCacheBlock]) -> None:
-        """Take the seals off blocks in which slots are going to be written again, and give them a new generation.
+        """Take the seals off blocks in which slots will be written again, and give them a new generation.
 
-        Hashes stay: the same tokens come back, though not to the bit. Whoever knows the old generation accepts neither.
+        Hashes stay: the same tokens are computed again, though not to the bit. A reader with the old generation accepts
+        neither.
         """
         rewritten = [block for block in blocks if not block.is_null]
         for block in rewritten:

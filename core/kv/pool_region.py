@@ -1,6 +1,6 @@
-"""The memory of a worker's KV pool, as connectors and transports get it from the engine.
+"""The memory of a worker's KV pool, as the engine passes it to connectors and transports.
 
-Describes the memory and owns none of it. The functions in it are the only way to a pool on a device.
+Describes the memory and owns none of it. A pool on a device is accessible only through its functions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from core.wire.kv import KVLayoutInfo
 class BlockCopier(Protocol):
     """Copies whole blocks between a pool on a device and ``num_slots`` slots of host memory, in parallel with the model.
 
-    Made for one thread. A slot belongs to its last copy until ``wait`` returns.
+    For one thread. A slot belongs to its last copy until ``wait`` returns.
     """
 
     @property
@@ -25,7 +25,7 @@ class BlockCopier(Protocol):
         ...
 
     def slot(self, slot: int) -> memoryview:
-        """Return the memory of a slot, ``block_bytes`` writable bytes, which no copy uses."""
+        """Return the memory of a slot, ``block_bytes`` writable bytes; no copy may be using it."""
         ...
 
     def start_read(self, slot: int, block_id: int) -> None:
@@ -51,12 +51,12 @@ class KVPoolRegion:
 
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file
     behind the pool (``memfd_create``), None if there is none. The engine owns the memory and keeps it mapped while serving.
-    ``seals`` is the table of the pool's seals, None on engines that make none. ``new_digester`` returns a function that
-    computes the digests of blocks (``core.digest``) by their ids, for one thread: each takes its own. ``new_copier`` returns
-    what copies the blocks of a pool on a device, for one thread, and ``write_block`` copies the bytes of a whole block from
-    host memory into it, by any thread. ``bind_thread`` lets the calling thread touch the device by other libraries' means (a
-    CUDA context is a thread's own). ``pin_memory`` pins host memory, so that a copier can copy from it without a slot, and
-    returns what undoes it, or None where that is not possible. All four are None for a pool in host memory.
+    ``seals`` is the table of the pool's seals, None on engines without seals. ``new_digester`` returns a function that
+    computes the digests of blocks (``core.digest``) by their ids, for one thread: each needs its own. ``new_copier`` returns
+    a copier of the blocks of a pool on a device, for one thread, and ``write_block`` copies the bytes of a whole block from
+    host memory into it, on any thread. ``bind_thread`` lets the calling thread use the device through other libraries (a
+    CUDA context belongs to a thread). ``pin_memory`` pins host memory, so that a copier can copy from it without a slot, and
+    returns a function that unpins it, or None where pinning is not possible. All four are None for a pool in host memory.
     """
 
     base_address: int

@@ -1,8 +1,8 @@
-"""Seals: what a worker says, in memory that its peers can read, about each block of its KV pool.
+"""Seals: a worker's statement, in memory that its peers can read, about each block of its KV pool.
 
-Owns the 64-byte row format and the table of rows. A reader that has read a block reads its row *afterwards*: a row that is as
-expected proves that the block held this content, of this life of the worker, until the bytes had arrived. A block that is
-allocated again, or computed again in part, loses its seal before anything can write it, and is sealed by another generation.
+Owns the 64-byte row format and the table of rows. A reader that has read a block reads its row *afterwards*: a row that matches
+proves that the block held this content, of this incarnation of the worker, until the bytes had arrived. A block that is
+allocated again, or computed again in part, loses its seal before anything can write it, and is sealed with another generation.
 Knows no requests, transports or tensors.
 
     0     4       6        8             16           32       40           44      48              56
@@ -48,13 +48,13 @@ DigestBlocks = Callable[[Sequence[int]], Sequence[int]]  # ids of blocks → the
 
 
 def each_by_itself(digest_block: Callable[[int], int]) -> DigestBlocks:
-    """Return what computes the digests of blocks one after the other."""
+    """Return a function that computes the digests of blocks one after the other."""
     return lambda block_ids: [digest_block(block_id) for block_id in block_ids]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectedSeal:
-    """What a reader demands of the seal of one block, from the handoff and from its own hashing of its own prompt."""
+    """A reader's expectation of the seal of one block, from the handoff and from its own hashing of its own prompt."""
 
     generation: int
     group_id: int
@@ -91,7 +91,7 @@ class SealMemory:
 def map_seal_memory(num_blocks: int, memory_fd: int | None = None, num_landing: int = 1) -> SealMemory:
     """Map zeroed rows for ``num_blocks`` blocks: a memory file of that size, which peers can map, or memory of this process.
 
-    The mapping lives as long as a view of it; the file is the caller's.
+    The mapping lives as long as a view of it; the caller owns the file.
     """
     memory = mmap.mmap(-1 if memory_fd is None else memory_fd, seal_memory_bytes(num_blocks, num_landing))
     return SealMemory(memoryview(memory), ctypes.addressof(ctypes.c_char.from_buffer(memory)), memory_fd, num_landing)
@@ -103,14 +103,14 @@ def seal_memory_bytes(num_blocks: int, num_landing: int = 1) -> int:
 
 
 def num_landing_rows(block_size: int) -> int:
-    """Return how many landing rows a block of ``block_size`` tokens needs: no peer's blocks are shorter than a hash block."""
+    """Return how many landing rows a block of ``block_size`` tokens needs: peers' blocks are at least one hash block long."""
     return max(1, block_size // HASH_BLOCK_SIZE)
 
 
 class SealTable:
     """One row per block, followed by the landing rows of each block for the seals of peers' blocks.
 
-    The last row belongs to no block: a transport's probes write there, and it is never read.
+    The last row belongs to no block: a transport's probes write it, and it is never read.
 
     ``digest_blocks`` computes the digests of blocks by their ids; None = seals have no digests. Written by the engine thread;
     landing rows by the transfer thread.
@@ -149,11 +149,11 @@ class SealTable:
         return self.num_rows - 1
 
     def seal(self, block_id: int, expected: ExpectedSeal) -> None:
-        """State what a block holds, now that its KV is complete. A row that said something else never says a mix of both."""
+        """Record the content of a block whose KV is complete. A reader never sees a mix of the old and the new row."""
         self.seal_all([(block_id, expected)])
 
     def seal_all(self, blocks: Sequence[tuple[int, ExpectedSeal]]) -> None:
-        """Seal several blocks, whose digests are computed together: on a device, starting to compute is what takes time."""
+        """Seal several blocks and compute their digests together: on a device, the start of the computation takes most time."""
         block_ids = [block_id for block_id, _ in blocks]
         self.break_seals(block_ids)
         digests = self._digest_blocks(block_ids) if self._digest_blocks is not None and blocks else [0] * len(blocks)
@@ -195,9 +195,9 @@ class SealTable:
         return self._rows.take(rows, 0).tobytes()
 
     def landing_rows(self, block_ids: Sequence[int], count: int) -> list[int]:
-        """Return ``count`` rows for the seals of the peer's blocks that are read into these blocks, different ones for each.
+        """Return ``count`` rows for the seals of the peer's blocks that are read into these blocks, each a different row.
 
-        As many peer's blocks as ours: one row of each. Several to one of ours: the second rows of each follow, and so on.
+        As many peer's blocks as ours: one row of each. Several per block of ours: the second rows of each follow, and so on.
         """
         num_turns = -(-count // max(1, len(block_ids)))
         assert num_turns <= self.num_landing, f"{count} seals cannot land beside {len(block_ids)} blocks"
@@ -205,13 +205,13 @@ class SealTable:
         return [first + block_id for first in firsts for block_id in block_ids][:count]
 
     def clear_landing(self, rows: Iterable[int]) -> None:
-        """Forget what an earlier read has left, so that a read that brings nothing cannot pass for one that did."""
+        """Clear the rows of earlier reads, so that a read that brings nothing cannot be mistaken for a successful one."""
         for row in rows:
             self._words[row * _WORDS_PER_ROW + _GENERATION_INDEX] = BROKEN
 
 
 def decode_seal(row: bytes) -> Seal | None:
-    """Return what a row says; None if it is no intact seal (never written, broken, or of another version)."""
+    """Decode a row; None if it is not an intact seal (never written, broken, or of another version)."""
     magic, version, group_id, incarnation, block_hash, digest, num_tokens, flags, layout_version, generation = _ROW.unpack(row)
     if (magic, version) != (_MAGIC, _VERSION) or generation == BROKEN:
         return None
@@ -220,7 +220,7 @@ def decode_seal(row: bytes) -> Seal | None:
 
 
 def encode_seal(seal: Seal) -> bytes:
-    """Return the row that says this, for memory that has no table of seals: what travels into stores and tiers."""
+    """Return the row of a seal for memory without a table of seals: blocks in stores and tiers."""
     flags = 0 if seal.digest is None else _HAS_DIGEST
     return _pack(seal, seal.incarnation, seal.layout_version, seal.digest or 0, flags)
 
@@ -241,7 +241,7 @@ def _pack(seal: Seal | ExpectedSeal, incarnation: int, layout_version: int, dige
 
 
 class ExpectedRows:
-    """What the rows of several blocks have to be, to be compared all at once. Can be made before they have come."""
+    """The expected rows of several blocks, to compare all at once. Can be made before the real rows have arrived."""
 
     def __init__(self, seals: Iterable[ExpectedSeal], incarnation: int, layout_version: int) -> None:
         wanted = list(seals)
@@ -266,7 +266,7 @@ def _digest_of(row: tuple[Any, ...]) -> int | None:
 
 
 def find_mismatch(row: bytes, expected: ExpectedSeal, incarnation: int, layout_version: int) -> str | None:
-    """Return how a seal differs from the expected one, with both values; None if it does not. Digests are not compared."""
+    """Return the difference between a seal and the expected one, with both values; None if equal. Digests are not compared."""
     magic, version, group_id, sealed_by, block_hash, _, num_tokens, _, layout, generation = _ROW.unpack(row)
     if (
         generation == expected.generation != BROKEN

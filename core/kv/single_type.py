@@ -1,4 +1,4 @@
-"""Block tables of one KV cache group: what one attention type holds for each request.
+"""Block tables of one KV cache group: the blocks that one attention type keeps for each request.
 
 Owns request id -> blocks and how many leading blocks of each are hashed, and sealed. Does not know other groups, budgets or why
 blocks are requested. ``core.kv.coordinator`` checks that enough blocks are free before it allocates.
@@ -8,7 +8,7 @@ A table has an entry for every block of the sequence. Blocks that no later token
     table   | null | null | 17 | 4 | 29 |
     tokens  |-- skipped --|-- window -- p       p = first token that is not processed yet
 
-A new attention type says in its spec which tokens it skips, and overrides ``find_longest_cache_hit`` here.
+A new attention type names its skipped tokens in its spec, and overrides ``find_longest_cache_hit`` here.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from core.kv.spec import (
 class SingleTypeKVCacheManager(ABC):
     """Block tables of the requests in one group.
 
-    ``max_admission_blocks`` caps what one request really holds, for types that give blocks back while a request runs; None
+    ``max_admission_blocks`` caps the blocks of one request, for types that free blocks while a request runs; None
     if the type never does. It counts only for admission: the table itself has an entry for every position.
     """
 
@@ -70,7 +70,7 @@ class SingleTypeKVCacheManager(ABC):
         return 0
 
     def num_lacking_blocks(self, request_id: str) -> int:
-        """Return how many leading blocks of the request's table lack tokens: all of theirs, or the first of one's."""
+        """Return how many leading blocks of the request's table lack some or all of their tokens."""
         return self.num_null_blocks(request_id)
 
     def withhold_first_block(self, request_id: str) -> None:
@@ -78,7 +78,7 @@ class SingleTypeKVCacheManager(ABC):
         raise AssertionError(f"{request_id}: every token of a table without null blocks is needed")
 
     def remove_skipped_blocks(self, request_id: str, num_processed_tokens: int) -> None:
-        """Give back blocks that no later token attends to. Nothing, for a type whose tokens attend to all before."""
+        """Free blocks that no later token attends to. Does nothing for a type whose tokens attend to all before."""
 
     def get_num_blocks_to_allocate(
         self,
@@ -113,7 +113,7 @@ class SingleTypeKVCacheManager(ABC):
     ) -> None:
         """Start the table of a request with its hits and take a reference of each that it needs.
 
-        Skipped blocks are null; there may be more of them than hits, where tokens come from elsewhere.
+        Skipped blocks are null; there may be more of them than hits, if later tokens are loaded.
         """
         assert request_id not in self.req_to_blocks
         num_skipped = self.num_skipped_blocks(num_processed_tokens)
@@ -136,7 +136,7 @@ class SingleTypeKVCacheManager(ABC):
     def cache_blocks(
         self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int, token_ids: Sequence[int] = ()
     ) -> None:
-        """Make the full blocks of the first ``num_tokens`` tokens hits, as far as they are none yet."""
+        """Make the full blocks of the first ``num_tokens`` tokens hits, unless they are hits already."""
         num_full = num_tokens // self.block_size
         num_cached = self.num_cached_block[request_id]
         if num_full <= num_cached:
@@ -153,12 +153,12 @@ class SingleTypeKVCacheManager(ABC):
     def reachable_block_mask(self, start: int, end: int) -> list[bool] | None:
         """Return for each block [start, end) of a table whether a hit can ever use it; None if all can be used.
 
-        The others are never hashed: they would only push useful blocks out of the cache.
+        The others are never hashed: they would only evict useful blocks from the cache.
         """
         return None
 
     def seal_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
-        """Seal the full blocks of the first ``num_tokens`` tokens, as far as this request has not done so."""
+        """Seal the full blocks of the first ``num_tokens`` tokens, unless this request has sealed them already."""
         num_full = num_tokens // self.block_size
         num_sealed = self.num_sealed_block[request_id]
         if num_full <= num_sealed:
@@ -176,7 +176,7 @@ class SingleTypeKVCacheManager(ABC):
             self.block_pool.seal_block(self.req_to_blocks[request_id][index], self.group_id, block_hash, num_tail)
 
     def rewrite_sealed(self, request_id: str, num_tokens: int) -> None:
-        """Unseal the blocks that hold slots from ``num_tokens`` on, for good: those slots are going to be written again."""
+        """Unseal the blocks with slots from ``num_tokens`` on, for good: those slots will be written again."""
         num_kept, num_sealed = num_tokens // self.block_size, self.num_sealed_block[request_id]
         if num_kept < num_sealed:
             self.block_pool.rewrite_blocks(self.req_to_blocks[request_id][num_kept:num_sealed])
@@ -233,7 +233,7 @@ class FullAttentionManager(SingleTypeKVCacheManager):
     """Blocks of layers whose tokens attend to every token before them."""
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
-        """Scan from the left and stop at the first miss: a later block is worth nothing without those before."""
+        """Scan from the left and stop at the first miss: later blocks are useless without the earlier ones."""
         k = self.block_size // self.block_pool.hash_block_size
         num_blocks = min(max_length // self.block_size, len(block_hashes) // k)
         get_cached_block, group_id = self.block_pool.get_cached_block, self.group_id
@@ -334,7 +334,7 @@ class SlidingWindowManager(RecyclingManager):
     """Blocks of layers whose tokens attend to the last ``sliding_window`` tokens."""
 
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
-        """Scan from the right for a run of blocks, ending where a hit may end, that covers all the next token attends to.
+        """Scan from the right for a run of blocks that ends where a hit may end and covers all the next token attends to.
 
         A run that begins with block 0 covers everything, however short it is.
         """
@@ -349,7 +349,7 @@ class SlidingWindowManager(RecyclingManager):
             block = self.block_pool.get_cached_block(block_hashes[(index + 1) * k - 1], self.group_id)
             if block is not None:
                 run.append(block)
-            else:  # nothing that needs this block can be a hit
+            else:  # a hit that needs this block is impossible
                 run.clear()
                 end = index - index % blocks_per_unit
                 first = self.num_skipped_blocks(end * self.block_size)
@@ -364,7 +364,7 @@ class ChunkedLocalAttentionManager(RecyclingManager):
     def find_longest_cache_hit(self, block_hashes: Sequence[bytes], max_length: int) -> list[KVCacheBlock]:
         """Scan the chunk of the next token from the left; nothing before it is needed.
 
-        If what is cached of the chunk ends before a place where a hit may end, the place before it, in an earlier chunk, is
+        If the cached part of the chunk ends before a possible end of a hit, the previous possible end, in an earlier chunk, is
         tried.
         """
         k = self.block_size // self.block_pool.hash_block_size
@@ -396,9 +396,9 @@ _MANAGERS: tuple[tuple[type[KVCacheSpec], type[SingleTypeKVCacheManager]], ...] 
 def get_manager_for_kv_cache_spec(
     spec: KVCacheSpec, block_pool: BlockPool, group_id: int, sizes: KVCacheSizes
 ) -> SingleTypeKVCacheManager:
-    """Return the manager for the attention type of ``spec``, with the cap that the spec says.
+    """Return the manager for the attention type of ``spec``, with the spec's cap.
 
-    Raises: ValueError for a type that has none.
+    Raises: ValueError for a type without a manager.
     """
     for spec_type, manager_type in _MANAGERS:
         if isinstance(spec, spec_type):

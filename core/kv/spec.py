@@ -23,7 +23,7 @@ def ceil_div(numerator: int, denominator: int) -> int:
 class KVCacheSpec(ABC):
     """Shape of the KV of one layer. ``block_size`` in tokens, ``dtype_bytes`` per element.
 
-    A type that ``recycles`` gives blocks back while a request runs, so that a request holds fewer than its tokens fill.
+    A type that ``recycles`` frees blocks while a request runs, so that a request holds fewer blocks than its tokens fill.
     """
 
     recycles: ClassVar[bool] = False

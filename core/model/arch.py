@@ -1,9 +1,9 @@
 """The shape of a model: a Hugging Face ``config.json`` parsed into one frozen description.
 
-Owns which architectures exist here, what each fixes in its code instead of its configuration, and the model's fingerprint.
-Knows nothing of tensors or files and imports no torch: the router, the KV manager and the engine all read it. A new
-architecture is one entry of ``_TRAITS``; what layers of one model do differently is a tuple with one entry per layer. Of a
-model that sees images it describes the text decoder; the rest is ``core.model.vision_arch``.
+Owns the supported architectures, the properties that their code fixes and their configuration omits, and the model's
+fingerprint. Knows nothing of tensors or files and imports no torch: the router, the KV manager and the engine all read it. A
+new architecture is one entry of ``_TRAITS``; a property that differs between layers is a tuple with one entry per layer. For a
+model with image input it describes the text decoder; the rest is ``core.model.vision_arch``.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from core.errors import ConfigError
 from core.model.rope import Rope, parse_rope, parse_rope_pair
 
 Activation = Literal["silu", "gelu_pytorch_tanh"]
-# Root mean square norm of query and key heads: none, with weights of the checkpoint, or without any and on rotated layers only.
+# Root mean square norm of query and key heads: none, with weights of the checkpoint, or without weights and on rotated layers
+# only.
 QKNorm = Literal["none", "weighted", "unit"]
 
 
@@ -35,12 +36,12 @@ class AttentionTemperature:
 
 @dataclass(frozen=True, slots=True)
 class ModelArch:
-    """Everything about a model that is not a weight. Sizes are in elements, windows and chunks in tokens.
+    """Everything about a model except its weights. Sizes are in elements, windows and chunks in tokens.
 
-    ``ropes``, ``sliding_windows`` and ``attention_chunk_sizes`` have one entry per layer: None where the layer does not know
+    ``ropes``, ``sliding_windows`` and ``attention_chunk_sizes`` have one entry per layer: None where the layer ignores
     positions, or attends to everything. ``attention_scale`` is the factor on query-key products, ``embedding_scale`` that on
     embedded tokens. ``has_post_norms``: the outputs of attention and MLP are normalized, too, before they are added.
-    ``weights_prefix``: where the decoder stands among the names of the checkpoint's tensors.
+    ``weights_prefix``: the prefix of the decoder's tensors in the checkpoint.
     """
 
     model_type: str
@@ -74,9 +75,9 @@ class ModelArch:
 
 @dataclass(frozen=True, slots=True)
 class _Traits:
-    """What an architecture fixes in its code and therefore does not say in its config.
+    """Properties that an architecture fixes in its code, so that its config omits them.
 
-    ``defaults``: fields that its config may leave out. ``only``: fields with a single value that is computed here.
+    ``defaults``: fields that its config may leave out. ``only``: fields of which a single value is supported.
     """
 
     defaults: Mapping[str, Any]
@@ -144,8 +145,8 @@ _TRAITS: Mapping[str, _Traits] = {
     ),
 }
 
-VISION_MODEL_TYPES = ("idefics3", "smolvlm")  # their configurations hold one of a text model
-VISION_WEIGHTS = ("model.vision_model.", "model.connector.")  # prefixes of their tensors that are not the text model's
+VISION_MODEL_TYPES = ("idefics3", "smolvlm")  # their configurations contain that of a text model
+VISION_WEIGHTS = ("model.vision_model.", "model.connector.")  # prefixes of their tensors outside the text model
 SUPPORTED_MODEL_TYPES = tuple(sorted([*_TRAITS, *VISION_MODEL_TYPES]))
 
 _DEFAULT_ROPE_THETA = 10000.0
@@ -155,7 +156,7 @@ _NOT_IN_FINGERPRINT = ("max_position_embeddings", "bos_token_id", "eos_token_ids
 
 
 def parse_arch(config: Mapping[str, Any]) -> ModelArch:
-    """Parse a Hugging Face ``config.json``; of a model that sees images, what it says of the text decoder.
+    """Parse a Hugging Face ``config.json``; for a model with image input, its text decoder.
 
     Raises:
         ConfigError: unknown ``model_type``, unsupported rope, activation or experts, or a field that is missing or wrong.
@@ -166,7 +167,7 @@ def parse_arch(config: Mapping[str, Any]) -> ModelArch:
 
 
 def _nested_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text model's part, and over it what the whole decides: special tokens, dtype, tied embeddings."""
+    """Return the text model's part, overridden by the whole model's special tokens, dtype and tied embeddings."""
     text = {"model_type": "llama", **(config.get("text_config") or {})}
     above = {name: config[name] for name in _SAID_ABOVE if config.get(name) is not None}
     return {**text, **above, "tie_word_embeddings": bool(config.get("tie_word_embeddings", False))}
@@ -212,7 +213,7 @@ def _parse_text_arch(config: Mapping[str, Any]) -> ModelArch:
 
 
 def model_fingerprint(arch: ModelArch, weights_id: str) -> bytes:
-    """Hash what KV depends on into 16 bytes: equal in every process for equal files, different for other weights.
+    """Hash everything that KV depends on into 16 bytes: equal in every process for equal files, different for other weights.
 
     Hashed with BLAKE2b: the fields of ``arch`` (rope included) and ``weights_id``, the digest of the content of every
     weight file (``core.model.hub.ModelFiles.weights_id``; quantized weights differ in content). Left out are fields that do
@@ -271,7 +272,7 @@ def _parse_heads(config: Mapping[str, Any]) -> tuple[int, int, int]:
 
 
 def _parse_intermediate_size(config: Mapping[str, Any]) -> int:
-    """Return the width of the MLP. Raises: ConfigError for a mixture of experts, which does not exist here."""
+    """Return the width of the MLP. Raises: ConfigError for a mixture of experts, which is not supported."""
     if config["model_type"] != "llama4_text":
         return positive_count(config, "intermediate_size")
     moe_layers = config.get("moe_layers")
@@ -299,7 +300,7 @@ def _parse_ropes(config: Mapping[str, Any], traits: _Traits) -> tuple[Rope | Non
 
 
 def _llama4_rotations(config: Mapping[str, Any]) -> tuple[bool, ...]:
-    """Return whether each layer rotates; the field's 1 means that it does, in spite of its name."""
+    """Return whether each layer rotates; a 1 in the field means that it does, despite the field's name."""
     num_layers = positive_count(config, "num_hidden_layers")
     named = config.get("no_rope_layers")
     if named:
@@ -328,7 +329,7 @@ def _parse_windows(config: Mapping[str, Any], traits: _Traits) -> tuple[int | No
     if layer_types is not None:
         kinds = _one_per_layer("layer_types", layer_types, num_layers)
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
-    if is_gemma:  # every n-th layer sees everything
+    if is_gemma:  # every n-th layer attends to everything
         pattern = positive_count(config, "sliding_window_pattern")
         return tuple(window if (layer + 1) % pattern else None for layer in range(num_layers))
     first_windowed = 0 if traits.window_gate is None else int(config["max_window_layers"])

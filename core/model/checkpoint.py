@@ -1,7 +1,7 @@
 """The tensors of a checkpoint by name: read, checked, cast, moved and packed.
 
-Owns the reading of safetensors files. Knows no architecture: ``core.model.loader`` and ``core.model.vision_loader`` say which
-tensors they want, and of what shape. One tensor at a time comes through a memory map, so the peak is the model plus one layer.
+Owns the reading of safetensors files. Knows no architecture: ``core.model.loader`` and ``core.model.vision_loader`` request
+tensors by name and shape. Tensors are read one at a time through a memory map, so the peak is the model plus one layer.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from core.model.linear import Linear, make_linear
 
 @contextmanager
 def open_checkpoint(weight_files: Sequence[Path], dtype: torch.dtype, device: torch.device | str) -> Iterator[Checkpoint]:
-    """Give the tensors of safetensors files, in ``dtype`` and on ``device``, for as long as the block runs.
+    """Yield the tensors of safetensors files, in ``dtype`` and on ``device``, for as long as the block runs.
 
     Raises:
         ConfigError: a file cannot be read.
@@ -43,7 +43,7 @@ def _open_all(weight_files: Sequence[Path], open_files: ExitStack) -> dict[str, 
 
 
 class Checkpoint:
-    """The named tensors of a model; checks every shape, and at the end that none was left over."""
+    """The named tensors of a model; checks every shape, and at the end that all were used."""
 
     def __init__(self, sources: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
         self._sources = sources
@@ -65,7 +65,7 @@ class Checkpoint:
         return tensor.to(device=self._device, dtype=self._dtype)
 
     def constant(self, value: float, *shape: int) -> Tensor:
-        """Return a tensor of one value where the checkpoint needs none."""
+        """Return a tensor of one value, for a weight that the checkpoint does not have."""
         return torch.full(shape, value, device=self._device, dtype=self._dtype)
 
     def linear(
@@ -81,13 +81,13 @@ class Checkpoint:
         return make_linear(weight, bias)
 
     def ignore(self, name: str) -> None:
-        """Accept a tensor that is present but needless."""
+        """Mark a tensor that is present but not needed as used."""
         self._unused.discard(name)
 
     def require_all_used(self, *prefixes: str, but: Sequence[str] = ()) -> None:
-        """Refuse weights that the architecture has no place for: computing without them would be silently wrong.
+        """Refuse weights that the architecture does not use: computing without them would be silently wrong.
 
-        Looks at names that begin with one of ``prefixes``, at all without any, and leaves those out that begin with one of
+        Checks names that begin with one of ``prefixes``, or all without prefixes, except names that begin with one of
         ``but``: parts that are loaded elsewhere.
         """
         found = (name for name in self._unused if name.startswith(prefixes or "") and not name.startswith(tuple(but)))

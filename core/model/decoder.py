@@ -1,8 +1,7 @@
-"""One decoder for Llama, Mistral, Qwen, Gemma 3 and Llama 4: what differs between them is in ``ModelArch`` and the weights.
+"""One decoder for Llama, Mistral, Qwen, Gemma 3 and Llama 4: their differences are in ``ModelArch`` and the weights.
 
 Owns the order of operations of a forward pass over a flat batch of tokens. Knows nothing of requests, paging, devices or
-sampling: attention comes in as an argument together with one plan per KV cache group. Built by ``core.model.loader``,
-called by ``core.engine.runner`` under ``torch.inference_mode``.
+sampling: attention is an argument, together with one plan per KV cache group. Runs under ``torch.inference_mode``.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class DecoderWeights:
 
 @dataclass(frozen=True, slots=True)
 class EmbeddedRows:
-    """Tokens of a step whose embeddings come from elsewhere: ``values`` ``[M, hidden_size]`` for ``rows``, int64 ``[M]``."""
+    """Tokens of a step with given embeddings: ``values`` ``[M, hidden_size]`` for ``rows``, int64 ``[M]``."""
 
     rows: Tensor
     values: Tensor
@@ -60,7 +59,7 @@ class EmbeddedRows:
 
 @dataclass(frozen=True, slots=True)
 class _LayerPlace:
-    """Where a layer's KV lies: its KV cache group, its number inside the group; how it attends; the number of its rope."""
+    """A layer's place: its KV cache group, its number inside the group, its attention, and the number of its rope."""
 
     group_id: int
     index_in_group: int
@@ -86,7 +85,7 @@ class Decoder:
 
     @property
     def device(self) -> torch.device:
-        """Where the weights lie."""
+        """The device of the weights."""
         return self._weights.embedding.device
 
     def forward(
@@ -105,7 +104,7 @@ class Decoder:
             positions: int32 or int64 ``[T]``, each token's place in its own sequence.
             attention: writes and reads the KV cache.
             plans: one per KV cache group, in their order.
-            output_rows: int64 ``[R]``, the rows to return, in this order; None for all. Behind its attention the last layer
+            output_rows: int64 ``[R]``, the rows to return, in this order; None for all. After its attention the last layer
                 then computes these rows only, which saves most of one layer in a prefill step. May be empty.
             embedded: tokens that are parts of images.
         """
@@ -172,7 +171,7 @@ def _layer_places(arch: ModelArch, layer_groups: Sequence[Sequence[int]], ropes:
 
 
 def attention_spec(arch: ModelArch, layer: int) -> AttentionSpec:
-    """Return how a layer attends."""
+    """Return the attention of a layer."""
     return AttentionSpec(
         arch.num_heads,
         arch.num_kv_heads,

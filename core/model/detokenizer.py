@@ -1,4 +1,4 @@
-"""Streaming text out of token ids: no broken characters, no half stop strings. Torch-free: the router runs it.
+"""Streams text from token ids: no broken characters, no half stop strings. Torch-free: the router runs it.
 
 Owns the state of one output stream. Knows nothing of requests or HTTP. One ``IncrementalDetokenizer`` and, where the request
 names stop strings, one ``StopStringMatcher`` after it per choice:
@@ -19,15 +19,15 @@ from core.model.tokenizer import Tokenizer
 _REPLACEMENT = "\ufffd"
 _PRIMING_TOKENS = 6  # of the prompt: enough to hold a cut character and the space rule of a first word
 _MAX_PRIMING_TOKENS = 64
-_MAX_HELD_TOKENS = 8  # a character has at most 4 bytes; more tokens than this are broken for good
+_MAX_HELD_TOKENS = 8  # a character has at most 4 bytes; the bytes of more tokens can never become one
 
 
 class IncrementalDetokenizer:
     """Turn a stream of token ids into text; O(1) amortised per token.
 
     The pieces, ``flush`` included, join to ``tokenizer.decode`` of all ids (for tokenizers with byte fallback: as long as the
-    bytes are valid UTF-8). A character is held back until its last byte is there; bytes that can never become one give U+FFFD.
-    The end of ``prompt_token_ids`` is context: a character that the prompt leaves open belongs to the output.
+    bytes are valid UTF-8). A character is held back until its last byte has arrived; bytes that can never become one give
+    U+FFFD. The end of ``prompt_token_ids`` is context: a character that the prompt leaves incomplete belongs to the output.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
@@ -44,7 +44,7 @@ class IncrementalDetokenizer:
         return "".join([self._stream.step(token_id) for token_id in token_ids])
 
     def flush(self) -> str:
-        """Return what was held back, broken bytes as U+FFFD; call it once, at the end."""
+        """Return the held-back text, broken bytes as U+FFFD; call it once, at the end."""
         return self._stream.flush()
 
 
@@ -118,7 +118,7 @@ class _WindowStream:
 
 
 def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Sequence[int]:
-    """Return the end of the prompt; it starts in no run of byte tokens, which decode all together or not at all."""
+    """Return the end of the prompt; it starts in no run of byte tokens, which are decoded all together or not at all."""
     start = max(0, len(prompt_token_ids) - _PRIMING_TOKENS)
     first_allowed = max(0, len(prompt_token_ids) - _MAX_PRIMING_TOKENS)
     while start > first_allowed and _is_byte_token(tokenizer, prompt_token_ids[start]):
@@ -127,7 +127,7 @@ def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Sequence[
 
 
 def _is_byte_token(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Say whether a token is one byte of a byte-fallback vocabulary, such as ``<0xE4>``."""
+    """Return True if a token is one byte of a byte-fallback vocabulary, such as ``<0xE4>``."""
     return (tokenizer.token(token_id) or "").startswith("<0x")
 
 
@@ -156,24 +156,24 @@ def _fallbacks(stop: str) -> list[int]:
 
 
 def _advance(stop: str, fallbacks: Sequence[int], num_matched: int, letter: str) -> int:
-    """Return how much of ``stop`` a text ends with, after one more letter."""
+    """Return the length of the part of ``stop`` that the text ends with, after one more letter."""
     while num_matched and stop[num_matched] != letter:
         num_matched = fallbacks[num_matched - 1]
     return num_matched + (stop[num_matched] == letter)
 
 
 class StopStringMatcher:
-    """Find stop strings in streamed text and hold back what may become one.
+    """Finds stop strings in streamed text and holds back text that may become one.
 
     The result does not depend on how the text was cut into pieces: the stop that is complete first wins, the longest of
     several. A letter costs the same however long the stops are. With ``include_stop_str_in_output`` nothing is held back, and
-    the text ends behind the stop instead of before it.
+    the text ends after the stop instead of before it.
     """
 
     def __init__(self, stops: StopStrings, *, include_stop_str_in_output: bool = False) -> None:
         self._stops = stops.texts
         self._fallbacks = stops.fallbacks
-        self._num_matched = [0] * len(self._stops)  # of each stop: so much of it the text ends with
+        self._num_matched = [0] * len(self._stops)  # for each stop, the length of the part that the text ends with
         self._include_stop = include_stop_str_in_output
         self._tail = ""  # the end of the text that may be the start of a stop
         self._num_unsent = 0  # characters at the end of the tail that were not returned yet
@@ -193,7 +193,7 @@ class StopStringMatcher:
         return window[first_unsent : len(window) - self._num_unsent], None
 
     def flush(self) -> str:
-        """Return what was held back and turned out to be no stop string."""
+        """Return the held-back text, which turned out not to be a stop string."""
         held = self._tail[len(self._tail) - self._num_unsent :]
         self._tail, self._num_unsent = "", 0
         return held
@@ -207,7 +207,7 @@ class StopStringMatcher:
         return start, stop
 
     def _num_held(self, text: str) -> int:
-        """Return the length of the longest end of the text so far, ``text`` being new, that begins a stop string."""
+        """Return the length of the longest end of the text so far, including the new ``text``, that begins a stop string."""
         for index, stop in enumerate(self._stops):
             num_matched, fallbacks = self._num_matched[index], self._fallbacks[index]
             for letter in text:

@@ -1,8 +1,8 @@
-"""GGUF files turned once into a folder of the Hugging Face layout: fp32 safetensors, config, tokenizer.
+"""Converts GGUF files, once, to folders of the Hugging Face layout: fp32 safetensors, config, tokenizer.
 
-Owns the names and shapes that llama.cpp gives to weights and metadata, and how to undo them. Knows nothing of caches or
-locks: ``core.model.hub`` decides where the folder lies and calls ``convert_gguf`` once. Torch-free; tensors are streamed one
-at a time, so memory stays at the size of the largest one.
+Owns llama.cpp's names and shapes of weights and metadata, and how to undo them. Knows nothing of caches or locks:
+``core.model.hub`` chooses the folder. Torch-free; tensors are streamed one at a time, so memory stays at the size of the
+largest one.
 Formats: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md and https://github.com/huggingface/safetensors.
 """
 
@@ -56,7 +56,7 @@ _GEMMA3_LAYER_NAMES = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
-_GEMMA3_27B_LAYERS = 62  # llama.cpp tells this size by its number of layers, and so whether queries are scaled unusually
+_GEMMA3_27B_LAYERS = 62  # llama.cpp recognises this size by its number of layers; its queries have another scale
 _GEMMA3_FULL_EVERY = 6  # layers; the others slide
 _ROPE_FREQS = "rope_freqs.weight"  # llama3 rope, given as one divisor per frequency
 
@@ -76,7 +76,7 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     Deterministic: the same file gives the same bytes.
 
     Raises:
-        ConfigError: the file is no GGUF, or its architecture, rope, tokenizer or a tensor is not supported.
+        ConfigError: the file is not a GGUF, or its architecture, rope, tokenizer or a tensor is not supported.
     """
     file = read_gguf(gguf_path)
     config = _hf_config(file)
@@ -97,10 +97,10 @@ def read_hf_config(gguf_path: Path) -> dict[str, Any]:
 
 
 def converted_bytes(gguf_path: Path) -> int:
-    """Return about how many bytes ``convert_gguf`` writes.
+    """Return approximately how many bytes ``convert_gguf`` writes.
 
     Raises:
-        ConfigError: the file is no GGUF.
+        ConfigError: the file is not a GGUF.
     """
     return sum(4 * math.prod(tensor.shape) for tensor in read_gguf(gguf_path).tensors)
 
@@ -185,9 +185,9 @@ def _rope_scaling(metadata: Mapping[str, Any], architecture: str, tensors: Mappi
 
 
 def _llama3_rope(factors: Array, theta: float) -> dict[str, Any]:
-    """Recover llama3 rope parameters from the per-frequency divisors that they produced.
+    """Recover llama3 rope parameters from their per-frequency divisors.
 
-    Only the parameters that Meta published (1, 4, 8192) are tried; the divisors must come out again.
+    Only Meta's published parameters (1, 4, 8192) are tried; they must give the same divisors.
     """
     low, high, context, factor = 1.0, 4.0, 8192, float(factors.max())
     wavelengths = 2 * math.pi * theta ** (np.arange(0, 2 * len(factors), 2) / (2 * len(factors)))
@@ -236,7 +236,7 @@ def _hf_name(gguf_name: str, layer_names: Mapping[str, str]) -> tuple[str, str]:
 
 
 def _less_one(source: GGUFTensor) -> Array:
-    """Return what Gemma stores of a norm's weight: llama.cpp has added the one that its code adds."""
+    """Return a norm's weight as Gemma stores it: llama.cpp has added the one that its code adds."""
     return source.dequantized() - np.float32(1.0)
 
 

@@ -1,7 +1,7 @@
-"""A GGUF file as it lies on disk: its metadata, and its tensors mapped, not read.
+"""Reads a GGUF file: its metadata, and its tensors as views of a memory map.
 
-Owns the file format. Knows nothing of what names and values mean (``core.model.gguf``). The ``gguf`` package has a reader, too,
-which keeps every string of a vocabulary as an array of its own: ten seconds for 262,144 tokens, a quarter of one here.
+Owns the file format; the meaning of names and values is ``core.model.gguf``'s. The reader of the ``gguf`` package keeps every
+string of a vocabulary as an array of its own: ten seconds for 262,144 tokens, a quarter of one here.
 Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md, versions 2 and 3, little-endian.
 """
 
@@ -53,10 +53,10 @@ class GGUFFile:
 
 
 def read_gguf(path: Path) -> GGUFFile:
-    """Map a file and read its head.
+    """Map a file and read its header.
 
     Raises:
-        ConfigError: it cannot be opened, is no GGUF file, or ends too early.
+        ConfigError: it cannot be opened, is not a GGUF file, or ends too early.
     """
     try:
         with path.open("rb") as file:
@@ -83,7 +83,7 @@ def _parse(content: mmap.mmap) -> GGUFFile:
 
 
 class _Cursor:
-    """Reads one value behind the other."""
+    """Reads one value after the other."""
 
     def __init__(self, content: mmap.mmap) -> None:
         self._content = content

@@ -1,7 +1,7 @@
-"""The tokenizer inside a GGUF file, written as ``tokenizer.json`` and ``tokenizer_config.json``.
+"""Writes the tokenizer of a GGUF file as ``tokenizer.json`` and ``tokenizer_config.json``.
 
-Owns the tokenizer and pre-tokenizer names of llama.cpp, and what each means in ``tokenizers``.
-A ``tokenizer.json`` in the folder of the GGUF file wins over the metadata: that is the way out for every kind not listed here.
+Owns the tokenizer and pre-tokenizer names of llama.cpp, and their meaning in ``tokenizers``.
+A ``tokenizer.json`` in the folder of the GGUF file takes precedence over the metadata: use it for every kind not listed here.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def write_tokenizer(metadata: Mapping[str, Any], gguf_path: Path, folder: Path) 
     """Write the tokenizer files of a GGUF's metadata into ``folder``.
 
     Raises:
-        ConfigError: the tokenizer model or pre-tokenizer is not supported and no ``tokenizer.json`` lies in its folder.
+        ConfigError: the tokenizer model or pre-tokenizer is not supported and its folder has no ``tokenizer.json``.
     """
     beside = gguf_path.with_name("tokenizer.json")
     if beside.is_file():
@@ -48,7 +48,7 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Build the tokenizer of ``tokenizer.ggml.*``: byte-level BPE ("gpt2") or SentencePiece's BPE ("llama").
 
     Raises:
-        ConfigError: naming the key whose value is not supported.
+        ConfigError: names the key whose value is not supported.
     """
     model = metadata.get("tokenizer.ggml.model")
     _require(model, ("gpt2", "llama"), "tokenizer.ggml.model")
@@ -82,7 +82,7 @@ def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
 def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     """Return SentencePiece's BPE as Gemma uses it: spaces are letters, unknown letters fall back to bytes.
 
-    Pieces that the user defined are no part of it: they stand for themselves before any merge, as in SentencePiece.
+    Pieces defined by the user are not part of it: they match before any merge, as in SentencePiece.
     """
     has_prefix = bool(metadata.get("tokenizer.ggml.add_space_prefix", True))
     _require(has_prefix, (False,), "tokenizer.ggml.add_space_prefix")
@@ -100,7 +100,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
 
 
 def _merges_by_score(pieces: Mapping[str, float]) -> list[tuple[str, str]]:
-    """Return every way to join two pieces to a third, the third's highest score first, then the longest left part."""
+    """Return every way to join two pieces to a third, highest score of the third first, then longest left part."""
     merges = [
         (score, cut, piece[:cut], piece[cut:])
         for piece, score in pieces.items()

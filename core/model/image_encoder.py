@@ -1,8 +1,7 @@
-"""An image file to its embeddings: decoding and processing, then the model's image half.
+"""Computes the embeddings of an image file: decoding and processing, then the model's image half.
 
-Owns what a worker needs of a checkpoint to embed images. Knows nothing of requests, caches or connectors. The two halves of the
-work have threads of their own: ``prepare`` is called by ``core.engine.media.image_decode_thread``, ``embed`` by
-``core.engine.media.encoder_runner`` and by encode workers, each on the one thread that computes.
+Owns the parts of a checkpoint that embed images. Knows nothing of requests, caches or connectors. The two steps run on
+different threads: ``prepare`` on any, ``embed`` on the one thread that computes.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ class ImageEncoder:
 
     @property
     def device(self) -> torch.device:
-        """Where embeddings are."""
+        """The device of the embeddings."""
         return self._tower.device
 
     @property
     def layout(self) -> EmbeddingsLayout:
-        """The form of the rows."""
+        """The shape and type of the rows."""
         dtype = self._tower.dtype
         return EmbeddingsLayout(
             hidden_size=self.arch.output_size,
@@ -58,7 +57,7 @@ class ImageEncoder:
 
     @property
     def max_embeds(self) -> int:
-        """The most embeddings that an image can have, 0 if only the image says."""
+        """The most embeddings that an image can have, 0 if that depends on the image."""
         return (self._processor.max_tiles or 0) * self.arch.num_embeds(self._processor.tile_size)
 
     def identify(self, content: bytes) -> bytes:
@@ -70,12 +69,12 @@ class ImageEncoder:
 
         Raises:
             InvalidRequest: the file is damaged, no image, or too large.
-            EncoderInputMissing: there is no memory for it at the moment.
+            EncoderInputMissing: there is not enough memory for it at the moment.
         """
         return self._processor.tiles(decode_image(content))
 
     def prepared_bytes(self, num_embeds: int) -> int:
-        """Return the size of the tiles of an image with so many embeddings."""
+        """Return the size of the tiles of an image with this many embeddings."""
         side = self._processor.tile_size
         num_tiles = ceil_div(num_embeds, self.arch.num_embeds(side))
         return num_tiles * self.arch.num_channels * side * side * np.dtype(np.float32).itemsize
@@ -87,12 +86,12 @@ class ImageEncoder:
         return self._tower.embed(torch.from_numpy(tiles) if is_here else upload(tiles, self.device))
 
     def encode(self, content: bytes) -> Tensor:
-        """Return the embeddings of an image file, both halves at once. Raises: what ``prepare`` does."""
+        """Return the embeddings of an image file: ``prepare`` and ``embed``. Raises the errors of ``prepare``."""
         return self.embed(self.prepare(content))
 
     @torch.inference_mode()
     def warm_up(self) -> None:
-        """Embed as many tiles as one pass takes: the memory that it takes is that of any image."""
+        """Embed as many tiles as one pass takes, which needs as much memory as any image does."""
         side = self._processor.tile_size
         self._tower.embed(torch.zeros(self._tower.tiles_per_pass, self.arch.num_channels, side, side))
 
@@ -101,7 +100,7 @@ def load_image_encoder(files: ModelFiles, dtype: torch.dtype, device: torch.devi
     """Load the image half of a checkpoint, None for a model that reads text only.
 
     Raises:
-        ConfigError: Pillow is missing, or files of the checkpoint are wrong, lacking or not supported.
+        ConfigError: Pillow is missing, or files of the checkpoint are wrong, missing or not supported.
     """
     arch = parse_vision_arch(files.config)
     if arch is None:

@@ -1,12 +1,12 @@
-"""Image files as clients send them: their size without decoding them, and their pixels.
+"""Image files of clients: their size without decoding them, and their pixels.
 
-Owns which formats are read, and what is said of a bad file; the caller adds which file it was. Knows nothing of models.
-Torch-free: the router asks for sizes, to know how many tokens an image takes; only a worker that computes embeddings decodes.
-Needs Pillow (extra ``vision``), which is imported with the first image. Pillow is given no file as it came, but what
-``core.model.image_structure`` leaves of it, which bounds the time that it takes.
+Owns the supported formats, and the errors of bad files; the caller adds which file it was. Knows nothing of models.
+Torch-free: the router reads sizes, to know how many tokens an image takes; only a worker that computes embeddings decodes.
+Needs Pillow (extra ``vision``), which is imported with the first image. Pillow never parses an original file, only the output
+of ``core.model.image_structure``, which bounds the time that it takes.
 
-Pillow raises exceptions of many types for a damaged file, so every exception of it is the file's fault here, unless
-there is no memory.
+Pillow raises exceptions of many types for a damaged file, so every exception counts as an error of the file here, unless
+there is not enough memory.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_PIXELS = 64 << 20  # of one image, of three bytes each once it is decoded
 MAX_SIDE = 65535  # in pixels, JPEG's own limit: Pillow's time for resizing grows with the sides, however few pixels there are
 MAX_SCANNED_PIXELS = 256 << 20  # of a JPEG, times its scans: a decoder passes over all pixels in each of them
 USUAL_SCANS = 16  # of a JPEG of any size: encoders write about ten, and scripts for them a few more
-_MAX_EXIF_BYTES = 64 << 10  # what fits a segment of a JPEG; each of its entries may have all bytes of it copied
-_COMPOSED_PIXELS = 256 << 10  # at a time: Pillow lets no other thread run while it lays one image upon another
+_MAX_EXIF_BYTES = 64 << 10  # the size of a segment of a JPEG; each of its entries may have all of its bytes copied
+_COMPOSED_PIXELS = 256 << 10  # at a time: Pillow lets no other thread run while it composes two images
 _JPEG_END = b"\xff\xd9"
 _ORIENTATION_TAG = 0x0112
 _SIDEWAYS = (5, 6, 7, 8)  # orientations that swap width and height
@@ -44,7 +44,7 @@ class ImageSize:
 
 
 def require_pillow() -> None:
-    """Check that images can be read at all.
+    """Check that Pillow is installed.
 
     Raises:
         ConfigError: Pillow is not installed.
@@ -56,14 +56,14 @@ def require_pillow() -> None:
 
 
 def read_image_size(content: bytes, max_pixels: int = MAX_PIXELS) -> ImageSize:
-    """Return the size of an image by its head; no pixel is decoded.
+    """Return the size of an image from its header; no pixel is decoded.
 
-    What can be seen of a damaged or cut off file without decoding it is refused here, the rest by ``decode_image``.
+    Damage that can be detected without decoding is refused here, the rest by ``decode_image``.
 
     Raises:
         InvalidRequest: it is none of ``FORMATS``, is damaged, would take too long to decode, has too many pixels, or a side
             of more than ``MAX_SIDE``.
-        EncoderInputMissing: there is no memory for it at the moment.
+        EncoderInputMissing: there is not enough memory for it at the moment.
     """
     with _readable():
         image = _open(content, max_pixels)
@@ -80,7 +80,7 @@ def decode_image(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
     Raises:
         InvalidRequest: as ``read_image_size``, or its pixels cannot be decoded.
-        EncoderInputMissing: there is no memory for them at the moment.
+        EncoderInputMissing: there is not enough memory for them at the moment.
     """
     with _readable():
         image = _open(content, max_pixels)
@@ -90,10 +90,10 @@ def decode_image(content: bytes, max_pixels: int = MAX_PIXELS) -> Image.Image:
 
 @contextmanager
 def enough_memory() -> Iterator[None]:
-    """Make of a lack of memory within an error of the one request that it happens to.
+    """Turn a lack of memory within the block into an error of the one request concerned.
 
     Raises:
-        EncoderInputMissing: there is no memory at the moment.
+        EncoderInputMissing: there is not enough memory at the moment.
     """
     try:
         yield
@@ -128,13 +128,13 @@ def _open(content: bytes, max_pixels: int) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Return the EXIF orientation that stands before the pixels, 1 where there is none that can be read."""
+    """Return the EXIF orientation that comes before the pixels, 1 if none can be read."""
     from PIL import Image
 
     if any(len(image.info.get(name, "")) > _MAX_EXIF_BYTES for name in ("exif", "Raw profile type exif")):
         return 1
     try:
-        # of the base class: that of PNG decodes the image to find what follows it
+        # of the base class: PNG's own decodes the image to find later metadata
         return int(Image.Image.getexif(image).get(_ORIENTATION_TAG, 1))
     except MemoryError:
         raise

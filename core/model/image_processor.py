@@ -1,6 +1,6 @@
-"""Images to tiles of normalized pixels, as ``preprocessor_config.json`` says for Idefics 3 and SmolVLM.
+"""Converts images to tiles of normalized pixels, by the ``preprocessor_config.json`` of Idefics 3 and SmolVLM.
 
-Owns the geometry, which the router needs to count placeholder tokens, and the arithmetic, in which results are bit-identical
+Owns the geometry, which the router needs to count placeholder tokens, and the arithmetic, whose results are bit-identical
 to transformers' own processor on Pillow. Torch-free. Knows nothing of files (``core.model.image_file``), prompts or weights.
 
     image --longest edge--> resized --up to whole tiles--> | 1 | 2 |   and the whole, shrunk to one tile: | 5 |
@@ -25,7 +25,7 @@ from core.model.image_file import ImageSize, enough_memory
 if TYPE_CHECKING:
     from PIL import Image
 
-_LARGEST_EDGE = 4096  # of a resized image, in spite of any larger value in the configuration
+_LARGEST_EDGE = 4096  # of a resized image, even if the configuration has a larger value
 _DEFAULTS: Mapping[str, Any] = {
     "do_resize": True,
     "size": {"longest_edge": 4 * 364},
@@ -38,19 +38,19 @@ _DEFAULTS: Mapping[str, Any] = {
     "image_mean": (0.5, 0.5, 0.5),
     "image_std": (0.5, 0.5, 0.5),
 }
-_NUM_FILTERS = 6  # of Pillow's ``Image.Resampling``
+_NUM_FILTERS = 6  # the number of Pillow's ``Image.Resampling`` filters
 
 
 @dataclass(frozen=True, slots=True)
 class TileGrid:
-    """How an image is cut: rows and columns of tiles, or 0 of both where one tile shows all of it."""
+    """The cut of an image: rows and columns of tiles, or 0 of both if one tile shows all of it."""
 
     num_rows: int
     num_columns: int
 
     @property
     def num_tiles(self) -> int:
-        """Tiles, that of the whole image included."""
+        """The number of tiles, including that of the whole image."""
         return self.num_rows * self.num_columns + 1
 
 
@@ -58,9 +58,9 @@ class TileGrid:
 class ImageProcessor:
     """The parameters of one checkpoint.
 
-    ``longest_edge`` or ``fixed_size`` is what an image is resized to first, neither where it is not. ``tile_size``: the side of
-    a tile in pixels. ``resample``: the number of a Pillow filter. ``rescale_factor`` is None where pixels stay 0 to 255, mean
-    and deviation are None where they are not normalized.
+    Images are first resized to ``longest_edge`` or ``fixed_size``, if one is set. ``tile_size``: the side of a tile in
+    pixels. ``resample``: the number of a Pillow filter. ``rescale_factor`` is None if pixels stay 0 to 255; mean and deviation
+    are None if they are not normalized.
     """
 
     longest_edge: int | None
@@ -74,12 +74,12 @@ class ImageProcessor:
 
     @property
     def canonical(self) -> bytes:
-        """Every parameter, in one spelling: part of the identifier of a processed image."""
+        """Every parameter, in one canonical spelling: part of the identifier of a processed image."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
     @property
     def max_tiles(self) -> int | None:
-        """The most tiles that an image can have; None if that depends on the image alone."""
+        """The most tiles that an image can have; None if that depends on the image."""
         if not self.splits:
             return 1
         if self.longest_edge is None:
@@ -95,7 +95,7 @@ class ImageProcessor:
         """Return the tiles of an RGB image, ``[num_tiles, 3, tile_size, tile_size]``, the whole image last.
 
         Raises:
-            EncoderInputMissing: there is no memory for them at the moment.
+            EncoderInputMissing: there is not enough memory for them at the moment.
         """
         with enough_memory():
             return self._tiles(image)
@@ -117,7 +117,7 @@ class ImageProcessor:
         return self.fixed_size or size
 
     def _split_size(self, size: ImageSize) -> ImageSize:
-        """Return the size at which the image is cut: whole tiles, whose number keeps roughly its proportions."""
+        """Return the size at which the image is cut: whole tiles that roughly keep its proportions."""
         if not self.splits:
             return ImageSize(self.tile_size, self.tile_size)
         size = self._first_size(size)
@@ -146,7 +146,7 @@ class ImageProcessor:
         return image.resize((size.width, size.height), Resampling(self.resample))
 
     def _normalized(self, pixels: npt.NDArray[np.uint8]) -> npt.NDArray[np.float32]:
-        """Return ``[N, 3, H, W]`` of ``[N, H, W, 3]``: a pixel has 256 values, so each is computed once."""
+        """Return ``[N, 3, H, W]`` from ``[N, H, W, 3]``: a pixel has 256 values, so each is computed once."""
         values = np.arange(256, dtype=np.float64)
         values = (values * self.rescale_factor if self.rescale_factor is not None else values).astype(np.float32)
         table = np.broadcast_to(values, (3, 256))
@@ -160,7 +160,7 @@ def parse_image_processor(config: Mapping[str, Any]) -> ImageProcessor:
     """Parse ``preprocessor_config.json``.
 
     Raises:
-        ConfigError: a field is wrong, or has a value that is not computed here.
+        ConfigError: a field is wrong, or has a value that is not supported.
     """
     config = {**_DEFAULTS, **config}
     size = config["size"] if config["do_resize"] else {}

@@ -1,7 +1,7 @@
-"""Images in a prompt: the placeholder tokens that stand for each, and where they stand, as Idefics 3 and SmolVLM have it.
+"""Images in a prompt: the placeholder tokens of each, and their positions, in the format of Idefics 3 and SmolVLM.
 
 Owns the expansion of one image tag of a rendered conversation into the tags and tokens that the model was trained on, and the
-``MMFeature`` of each. Torch-free: the router does this, workers get token ids. Knows no pixels.
+``MMFeature`` of each. Torch-free: the router expands prompts, workers get token ids. Knows no pixels.
 
     <image>  →  <fake><row_1_col_1><image>…<fake><row_1_col_2><image>…\\n …\\n<fake><global-img><image>…<fake>
 """
@@ -29,7 +29,7 @@ _WHOLE_IMAGE_TOKEN = "<global-img>"
 
 @dataclass(frozen=True, slots=True)
 class PromptImage:
-    """One image of a prompt: the file as it came, and its size."""
+    """One image of a prompt: the client's file, and its size."""
 
     content: bytes
     size: ImageSize
@@ -58,12 +58,12 @@ class ImagePrompts:
         return self._processor.grid(size).num_tiles * self._embeds_per_tile
 
     def expand(self, text: str, sizes: Sequence[ImageSize]) -> str:
-        """Replace the image tags of a rendered conversation, in order, by what stands for images of these sizes.
+        """Replace the image tags of a rendered conversation, in order, by the placeholders of images of these sizes.
 
-        Tokenize the result as a whole, then ask for its ``features``.
+        Tokenize the result as a whole, then call ``features``.
 
         Raises:
-            InvalidRequest: there are not as many tags as images; so are tags that a client writes into a text refused.
+            InvalidRequest: there are not as many tags as images; this also refuses tags that a client writes into a text.
         """
         parts = text.split(self.image_token)
         if len(parts) != len(sizes) + 1:
@@ -78,12 +78,12 @@ class ImagePrompts:
     def features(
         self, token_ids: Sequence[int], images: Sequence[PromptImage], model_fingerprint: bytes
     ) -> tuple[tuple[MMFeature, ...], tuple[bytes, ...]]:
-        """Return where the images stand in the tokens of an expanded text, and the files that the features point to.
+        """Return the positions of the images in the tokens of an expanded text, and the files that the features refer to.
 
         Equal files are one: their features share identifier and ``media_index``.
 
         Raises:
-            InvalidRequest: the tokens are not those of an expanded text with these images; so are truncated ones refused.
+            InvalidRequest: the tokens are not those of an expanded text with these images; this also refuses truncated ones.
         """
         places = np.flatnonzero(np.asarray(token_ids) == self._arch.image_token_id)
         ends = np.cumsum([0, *(self.num_embeds(image.size) for image in images)])
@@ -118,7 +118,7 @@ class ImagePrompts:
 
 
 def load_image_prompts(files: ModelFiles, tokenizer: Tokenizer) -> ImagePrompts | None:
-    """Return what writes images into the prompts of a model, None for one that reads text only.
+    """Return the image prompts of a model, None for one that reads text only.
 
     Raises:
         ConfigError: Pillow is missing, or a configuration of the checkpoint is wrong or not supported.
@@ -131,7 +131,7 @@ def embeds_per_tile(arch: VisionArch, processor: ImageProcessor, processor_confi
     """Return the embeddings of one tile.
 
     Raises:
-        ConfigError: tiles are no whole number of embeddings, or another number than ``processor_config.json`` says.
+        ConfigError: tiles are not a whole number of embeddings, or ``processor_config.json`` has another number.
     """
     per_side = processor.tile_size // arch.patch_size
     if per_side == 0 or per_side % arch.scale_factor:
@@ -149,7 +149,7 @@ def embeds_per_tile(arch: VisionArch, processor: ImageProcessor, processor_confi
 
 
 def processing_key(arch: VisionArch, processor: ImageProcessor) -> bytes:
-    """Return what ``hash_media`` calls ``processing``: everything but the weights that turns a file into embeddings."""
+    """Return ``processing`` for ``hash_media``: all parameters of the way from a file to embeddings, except the weights."""
     return arch.canonical + processor.canonical
 
 

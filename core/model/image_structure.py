@@ -1,14 +1,14 @@
-"""Reduces a file to what its pixels depend on: walks its structure before Pillow parses any of it, and drops the rest.
+"""Reduces a file to the parts that its pixels depend on: walks its structure before Pillow parses it, and drops the rest.
 
 Pillow parses metadata in Python, which lets no other thread run, and a decoder works through a progressive JPEG once for each
-scan, however few bytes that has. So a file of a few megabytes could take minutes. What is walked here is bounded in number and
-linear in bytes, and Pillow is given what was counted and nothing else: markers that only one of the two would have found count
-for nothing. Knows the frames of the formats, no pixels (``core.model.image_file``, the only caller).
+scan, however few bytes that has. So a file of a few megabytes could take minutes. The parts walked here are bounded in number
+and the walk is linear in bytes, and Pillow gets only the counted parts: markers that one of the two parsers would miss have no
+effect. Knows the frames of the formats, no pixels.
 
-    PNG    chunks             the picture's own, and those that can say how it is turned
-    JPEG   marker segments    tables, frame, scans; of the metadata what says which colours these are, and how they are turned
-    GIF    blocks             the colours, the last graphic control before the first picture, all from that picture on
-    WebP   chunks             all: libwebp passes over the rest in C
+    PNG    chunks             the picture's own, and those that may contain its orientation
+    JPEG   marker segments    tables, frame, scans; of the metadata, the color space and the orientation
+    GIF    blocks             the colors, the last graphic control before the first picture, all from that picture on
+    WebP   chunks             all: libwebp skips the rest in C
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ MAX_TABLE_BYTES = 256 << 10  # of a JPEG, all tables of all scans together; a ki
 _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _PNG_PICTURE = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"eXIf")
 _PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
-_PNG_TURNING = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")  # texts in which an orientation can stand
+_PNG_TURNING = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")  # texts that may contain an orientation
 _PNG_CHUNK = struct.Struct(">I4s")
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
-_JPEG_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")  # no stuffed zero, fill byte or restart, which may stand in a scan
+_JPEG_MARKER = re.compile(rb"\xff[\xc0-\xcf\xd8-\xfe]")  # no stuffed zero, fill byte or restart, which may occur in a scan
 _JPEG_END, _JPEG_SCAN = 0xD9, 0xDA
 _JPEG_TABLES = (*range(0xC0, 0xC8), 0xDB, 0xDC, 0xDD)  # and frames; not those of arithmetic coding, which no browser shows
 _JPEG_METADATA = (*range(0xE0, 0xF0), 0xFE)
@@ -48,17 +48,17 @@ _RIFF_CHUNK = struct.Struct("<4sI")
 
 @dataclass(frozen=True, slots=True)
 class ImageStructure:
-    """The file as it is to be decoded, and how often its decoder passes over all pixels."""
+    """The file as it is decoded, and the number of passes of its decoder over all pixels."""
 
     content: bytes
     num_scans: int = 1
 
 
 def read_structure(content: bytes, max_parts: int = MAX_PARTS, max_scans: int = MAX_SCANS) -> ImageStructure:
-    """Return what the pixels of a file depend on; a file of a format that is not known here as it is.
+    """Return the parts that the pixels of a file depend on; a file of an unknown format is returned as it is.
 
     Raises:
-        InvalidRequest: it has more parts or scans than may be, or its parts make no image.
+        InvalidRequest: it has too many parts or scans, or its parts are not an image.
     """
     if content.startswith(_PNG_MAGIC):
         return ImageStructure(_picture_of_png(content, max_parts))
@@ -124,7 +124,7 @@ def _structure_of_jpeg(content: bytes, max_parts: int, max_scans: int) -> ImageS
 
 
 def _take(missing: set[tuple[int, bytes]], content: bytes, marker: int, start: int) -> bool:
-    """Say whether the segment of metadata is the first of a kind that is kept; then that kind is missing no more."""
+    """Return True if the segment of metadata is the first of a needed kind, which then counts as found."""
     for kind in missing:
         if kind[0] == marker and content.startswith(kind[1], start + 4):
             missing.remove(kind)
@@ -133,10 +133,10 @@ def _take(missing: set[tuple[int, bytes]], content: bytes, marker: int, start: i
 
 
 def _jpeg_segments(content: bytes) -> Iterator[tuple[int, int, int]]:
-    """Yield the marker, start and end of each segment, a scan with its pixels; bytes between segments are passed over.
+    """Yield the marker, start and end of each segment, a scan with its pixels; bytes between segments are skipped.
 
     Raises:
-        InvalidRequest: a marker at which libjpeg gives up, or is slow.
+        InvalidRequest: a marker that libjpeg rejects, or handles slowly.
     """
     start = _next_marker(content, 2)
     while start < len(content):
@@ -155,9 +155,9 @@ def _jpeg_segments(content: bytes) -> Iterator[tuple[int, int, int]]:
 
 
 def _next_marker(content: bytes, start: int) -> int:
-    """Return where the next marker stands, the end of the file if there is none."""
+    """Return the position of the next marker, the end of the file if there is none."""
     for begin in range(start, len(content), _JPEG_STRIDE):
-        found = _JPEG_MARKER.search(content, begin, begin + _JPEG_STRIDE + 1)  # a marker may stand across
+        found = _JPEG_MARKER.search(content, begin, begin + _JPEG_STRIDE + 1)  # a marker may straddle the border
         if found is not None:
             return found.start()
     return len(content)
@@ -182,7 +182,7 @@ def _first_frame_of_gif(content: bytes, max_parts: int) -> bytes:
 
 
 def _gif_parts(content: bytes, start: int) -> Iterator[tuple[int | None, int, int]]:
-    """Yield what stands before the first picture, and where that begins: graphic controls, and of all else each piece."""
+    """Yield the parts before the first picture, and its position: graphic controls, and each piece of all others."""
     while start + 1 < len(content):
         kind, end = content[start], start + 1
         if kind == _GIF_PICTURE:
@@ -202,7 +202,7 @@ def _gif_parts(content: bytes, start: int) -> Iterator[tuple[int | None, int, in
 
 
 def _riff_chunks(content: bytes) -> Iterator[int]:
-    """Yield where each chunk starts."""
+    """Yield the start of each chunk."""
     start = 12
     while start + _RIFF_CHUNK.size <= len(content):
         yield start

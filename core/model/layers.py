@@ -1,8 +1,7 @@
 """The small parts between the linears: norms, rotary position embedding, gated activation.
 
 Owns their arithmetic in any floating dtype, on any device. Knows nothing of attention or weights' files.
-On CPU all of this is 4 % of a prefill step, so the plainest fast form was kept; in decode it is the
-number of operations that counts.
+On CPU all of this is 4 % of a prefill step, so the plainest fast form is used; in decode the number of operations decides.
 """
 
 from __future__ import annotations

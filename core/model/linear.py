@@ -1,8 +1,8 @@
-"""Linear layers, packed for small batches where this build of torch can.
+"""Linear layers, packed for small batches if this build of torch can.
 
-The only file that touches torch's private oneDNN ops. On CPU in fp32 a weight is packed once and serves every batch size:
-``F.linear`` packs it anew on each call from 3 rows on, which takes about twice the time at 4 to 16 rows and an eighth more
-at 1024 (``python benchmarks/model.py --only linear``). Everything else is ``F.linear``. The ops are detected, then compared
+The only file that uses torch's private oneDNN ops. On CPU in fp32 a weight is packed once and serves every batch size:
+``F.linear`` packs it again at each call from 3 rows on, which takes about twice the time at 4 to 16 rows and an eighth more
+at 1024 (``python benchmarks/model.py --only linear``). All other layers use ``F.linear``. The ops are detected, then compared
 with ``F.linear`` at load.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from core.log import event
 
-_PACK_ROWS = 16  # the batch size told to the packer; the layout it picks is good for all sizes
+_PACK_ROWS = 16  # the batch size passed to the packer; its layout is good for all sizes
 _MIN_ROWS = 4  # below, oneDNN leaves its blocked kernel for a slower one: 4 rows take less time than 1
 _TOLERANCE = 1e-4
 
@@ -45,9 +45,9 @@ class DenseLinear:
 
 
 class PackedLinear:
-    """A linear layer whose weight lives in oneDNN's blocked layout only; fp32, CPU. Not thread-safe: it owns a scratch buffer.
+    """A linear layer whose weight exists only in oneDNN's blocked layout; fp32, CPU. Not thread-safe: it owns a scratch buffer.
 
-    Raises: RuntimeError, AttributeError where this build of torch has no such ops.
+    Raises: RuntimeError, AttributeError if this build of torch has no such ops.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
@@ -70,7 +70,7 @@ class PackedLinear:
 
 
 def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
-    """Return the fastest layer that is right here; ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
+    """Return the fastest correct layer; ``weight`` ``[out_features, in_features]``, ``bias`` ``[out_features]``.
 
     The caller may drop ``weight`` afterwards: a packed layer holds its own copy.
     """
@@ -86,7 +86,7 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Say whether ``weight`` qualifies for packing: fp32 on a CPU, with the private ops present."""
+    """Return True if ``weight`` can be packed: fp32 on a CPU, with the private ops present."""
     has_ops = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     return has_ops and weight.dtype == torch.float32 and weight.device.type == "cpu"
 

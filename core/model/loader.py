@@ -1,7 +1,7 @@
-"""Safetensors files turned into a ``Decoder``: names mapped, projections fused.
+"""Loads safetensors files into a ``Decoder``: maps names, fuses projections.
 
-Owns the Hugging Face names of a decoder's tensors. Knows nothing of where files come from (``core.model.hub``) or how they are
-read (``core.model.checkpoint``). Called once per worker.
+Owns the Hugging Face names of a decoder's tensors. Knows nothing of the origin of files (``core.model.hub``) or how they are
+read (``core.model.checkpoint``).
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from core.model.linear import Linear, make_linear
 
 @dataclass(frozen=True, slots=True)
 class _Names:
-    """How an architecture names what others name differently, and how it stores it.
+    """An architecture's own names and storage formats.
 
-    ``mlp_norm``: the norm before the MLP. ``pairs_are_adjacent``: rope pairs lie side by side in the rows of queries and keys
-    instead of half a head apart. ``norms_leave_one_out``: the weight of a norm is one more than what is stored.
+    ``mlp_norm``: the norm before the MLP. ``pairs_are_adjacent``: rope pairs are adjacent rows of queries and keys
+    instead of half a head apart. ``norms_leave_one_out``: the weight of a norm is one more than the stored value.
     """
 
     mlp: str = "mlp"
@@ -104,7 +104,7 @@ def _norm(tensors: Checkpoint, arch: ModelArch, name: str) -> RMSNorm:
 
 def _norm_weight(tensors: Checkpoint, arch: ModelArch, name: str, size: int) -> Tensor:
     weight = tensors.take(f"{name}.weight", size)
-    # In bf16, 1 + w would lose up to half of the bits that w has.
+    # In bf16, 1 + w would lose up to half of the bits of w.
     return weight.float() + 1.0 if _names(arch).norms_leave_one_out else weight
 
 
@@ -120,7 +120,7 @@ def _qkv(tensors: Checkpoint, arch: ModelArch, attention: str) -> Linear:
 
 
 def _qk_norm(tensors: Checkpoint, arch: ModelArch, layer: int, attention: str) -> Tensor | None:
-    """Return ``[num_heads + num_kv_heads, head_dim]``: one multiplication then serves query and key heads."""
+    """Return ``[num_heads + num_kv_heads, head_dim]``, so that one multiplication serves query and key heads."""
     if arch.qk_norm == "weighted":
         query = _norm_weight(tensors, arch, f"{attention}.q_norm", arch.head_dim)
         key = _norm_weight(tensors, arch, f"{attention}.k_norm", arch.head_dim)

@@ -1,6 +1,6 @@
-"""How far fetching and converting a model have come, in bytes, told while they last.
+"""Progress of fetching and converting a model, in bytes, while it lasts.
 
-Owns the thread that looks at how much there is; what is fetched knows nothing of it. How it is shown is the subclass's.
+Owns the thread that measures it; the fetching code knows nothing of it. A subclass displays it.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ class Progress(ABC):
 
     @abstractmethod
     def show(self, what: str, num_bytes: int, total_bytes: int) -> None:
-        """Show that a task has ``num_bytes`` of ``total_bytes``; 0 where the total is unknown."""
+        """Show that a task has ``num_bytes`` of ``total_bytes``; 0 if the total is unknown."""
 
     @contextmanager
     def of(self, what: str, count_bytes: Callable[[], int], total_bytes: int = 0) -> Iterator[None]:
-        """Show a task from its begin to the end of the block."""
+        """Show a task from its beginning to the end of the block."""
         is_over = threading.Event()
 
         def watch() -> None:
@@ -62,7 +62,7 @@ class LoggedProgress(Progress):
 
 
 def bytes_below(folder: Path, pattern: str = "*") -> int:
-    """Return the size of all files below a folder whose names match; what vanishes meanwhile does not count."""
+    """Return the size of all files below a folder whose names match; files that vanish meanwhile do not count."""
     num_bytes = 0
     for path in folder.rglob(pattern):
         try:

@@ -1,6 +1,6 @@
-"""Rotary position embedding as a configuration states it: base frequency and how it is stretched, layer by layer.
+"""Rotary position embedding as a configuration describes it: base frequency and scaling, layer by layer.
 
-Owns the rope variants that exist here and the two layouts in which ``config.json`` has them. Torch-free; the arithmetic is in
+Owns the supported rope variants and the two layouts of ``config.json``. Torch-free; the arithmetic is in
 ``core.model.layers``.
 """
 
@@ -17,7 +17,7 @@ RopeKind = Literal["default", "linear", "llama3"]
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """``theta`` is the base; ``linear`` stretches the frequencies by ``factor`` alone, ``llama3`` by all that follows it."""
+    """``theta`` is the base; ``linear`` uses only ``factor`` to stretch the frequencies, ``llama3`` all following fields."""
 
     theta: float
     kind: RopeKind = "default"
@@ -31,7 +31,7 @@ def parse_rope(config: Mapping[str, Any], default_theta: float) -> Rope:
     """Return the rope of ``rope_parameters`` (new layout) or of ``rope_theta`` + ``rope_scaling`` (old one).
 
     Raises:
-        ConfigError: a variant that does not exist here, or one of its parameters is missing.
+        ConfigError: the variant is not supported, or one of its parameters is missing.
     """
     field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
     rope: Mapping[str, Any] = config.get(field) or {}
@@ -42,7 +42,7 @@ def parse_rope(config: Mapping[str, Any], default_theta: float) -> Rope:
 
 
 def parse_rope_pair(config: Mapping[str, Any], default_theta: float, default_local_theta: float) -> tuple[Rope, Rope]:
-    """Return the ropes of full and of sliding layers, for configurations that have one each (Gemma 3).
+    """Return the ropes of full and of sliding layers, for configurations with one for each (Gemma 3).
 
     Raises:
         ConfigError: as ``parse_rope``.

@@ -1,7 +1,7 @@
 """Text to token ids and back, and chat templates. Torch-free: the router runs it.
 
-Owns encoding, decoding and the sandbox in which a model's own (untrusted) Jinja template runs. Knows nothing of streaming
-(``core.model.detokenizer``) or of where files come from (``core.model.hub``). Thread-safe: it holds no state of any request.
+Owns encoding, decoding and the sandbox for a model's own (untrusted) Jinja template. Knows nothing of streaming
+(``core.model.detokenizer``) or of the origin of files (``core.model.hub``). Thread-safe: it holds no state of any request.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ class Tokenizer:
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``; special tokens written in the text become their ids.
 
-        ``add_special_tokens`` adds what the model's own post-processor adds (usually bos). Text rendered by a chat template
-        already holds them. The interpreter's lock is free while a long text is encoded: only batches give it up.
+        ``add_special_tokens`` adds the tokens of the model's own post-processor (usually bos). Text rendered by a chat template
+        contains them already. The interpreter's lock is free while a long text is encoded, which only batches allow.
         """
         if len(text) <= _SHORT:
             ids: list[int] = self.backend.encode(text, add_special_tokens=add_special_tokens).ids
@@ -93,7 +93,7 @@ class Tokenizer:
         """Render a conversation to the prompt text; encode it with ``add_special_tokens=False``.
 
         ``continue_final_message`` leaves the last message open, so that the model continues it. ``template_args`` (``tools``,
-        ``documents``, ...) reach the template as they are.
+        ``documents``, ...) are passed to the template unchanged.
 
         Raises:
             InvalidRequest: there is no template, the template refuses the conversation, or the arguments contradict.
@@ -158,7 +158,7 @@ def _raise_exception(message: str) -> NoReturn:
 
 
 def _byte_level_alphabet() -> dict[str, int]:
-    """Return {letter: byte} of byte-level BPE: printable Latin-1 stands for itself, the rest follows from U+0100 (GPT-2)."""
+    """Return {letter: byte} of byte-level BPE: printable Latin-1 stands for itself, the rest starts at U+0100 (GPT-2)."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     letters = {chr(byte): byte for byte in printable}

@@ -1,10 +1,9 @@
 """Pixels to embeddings: SigLIP tower, pixel shuffle and projection into the text decoder, as in Idefics 3 and SmolVLM.
 
 Owns the order of operations over the tiles of one image, at any square resolution. Knows nothing of image files
-(``core.model.image_processor``), prompts or requests. Built by ``core.model.vision_loader``, called by
-``core.model.image_encoder`` under ``torch.inference_mode``.
+(``core.model.image_processor``), prompts or requests. Runs under ``torch.inference_mode``.
 
-Every patch of a tile is seen: the image processor resizes tiles to full squares, so there is no padding to mask.
+Every patch of a tile is used: the image processor resizes tiles to full squares, so there is no padding to mask.
 """
 
 from __future__ import annotations
@@ -19,7 +18,8 @@ from core.attention.torch_kernels import upload
 from core.model.linear import Linear
 from core.model.vision_arch import VisionArch
 
-# Tiles per pass. On the CPU one fills the cores, and several only take memory; on CUDA a tile of a thousand patches is little.
+# Tiles per pass. On the CPU one fills the cores, and more only take memory; on CUDA a tile of a thousand patches is little
+# work.
 _TILES_PER_PASS = {"cpu": 1, "cuda": 16}
 _LAST_FRACTION = 1.0 - 1e-6
 
@@ -74,7 +74,7 @@ class VisionTower:
 
     @property
     def device(self) -> torch.device:
-        """Where it computes."""
+        """The device that computes."""
         return self._weights.positions.device
 
     @property
@@ -84,15 +84,15 @@ class VisionTower:
 
     @property
     def tiles_per_pass(self) -> int:
-        """Tiles that are embedded together; of an image with more, one part after another."""
+        """Tiles that are embedded together; the tiles of a larger image are embedded in several passes."""
         return _TILES_PER_PASS[self.device.type]
 
     def embed(self, tiles: Tensor) -> Tensor:
         """Return the embeddings ``[num_tiles * rows * columns, output_size]`` of the tiles of one image, tile by tile.
 
         Args:
-            tiles: floating, ``[num_tiles, num_channels, side, side]``, on any device. ``side`` is in pixels; what is left of it
-                beside whole patches, whose number is a multiple of ``scale_factor``, is not seen. Where it differs from
+            tiles: floating, ``[num_tiles, num_channels, side, side]``, on any device. ``side`` is in pixels; pixels beyond the
+                last whole patch are ignored, and the number of patches is a multiple of ``scale_factor``. If it differs from
                 ``image_size``, positions are spread over the tile.
         """
         weights = self._weights
@@ -133,8 +133,8 @@ class VisionTower:
 def position_ids(patches_per_side: int, positions_per_side: int) -> Tensor:
     """Return the position of each patch of a square tile, int64 ``[patches_per_side²]``.
 
-    A patch takes the position whose share of the side its corner lies in: an image of another resolution than the tower's is
-    stretched over all positions (after NaViT; Dehghani et al., 2023). In fp32, as the model was trained: where a corner falls
+    A patch takes the position at the same share of the side as its corner: an image of another resolution than the tower's is
+    stretched over all positions (after NaViT; Dehghani et al., 2023). In fp32, as the model was trained: if a corner falls
     on a boundary, the rounding decides.
     """
     boundaries = torch.arange(1 / positions_per_side, 1.0, 1 / positions_per_side)

@@ -1,6 +1,6 @@
 """The shape of a model's image half: vision tower, pixel shuffle and projection, parsed from ``config.json``.
 
-Owns which image halves exist here. Torch-free: the router counts placeholder tokens by it. The text decoder of the same
+Owns the supported image halves. Torch-free: the router counts placeholder tokens with it. The text decoder of the same
 ``config.json`` is ``core.model.arch``; pixels are ``core.model.image_processor``.
 """
 
@@ -31,10 +31,10 @@ _DEFAULT_SCALE_FACTOR = 2
 
 @dataclass(frozen=True, slots=True)
 class VisionArch:
-    """A SigLIP tower (Zhai et al., 2023) and its way into the text decoder, as Idefics 3 has them (Laurençon et al., 2024).
+    """A SigLIP tower (Zhai et al., 2023) and its connection to the text decoder, as in Idefics 3 (Laurençon et al., 2024).
 
-    ``image_size`` and ``patch_size`` in pixels: the tower knows ``(image_size / patch_size)²`` positions. ``scale_factor``:
-    so many patches in either direction become one embedding of ``output_size`` elements, the decoder's hidden size.
+    ``image_size`` and ``patch_size`` in pixels: the tower has ``(image_size / patch_size)²`` positions. ``scale_factor``:
+    this many patches in either direction become one embedding of ``output_size`` elements, the decoder's hidden size.
     """
 
     hidden_size: int
@@ -60,12 +60,12 @@ class VisionArch:
         return self.image_size // self.patch_size
 
     def num_embeds(self, tile_size: int) -> int:
-        """Return how many embeddings one square tile has, its side in pixels; what is no whole patch does not count."""
+        """Return how many embeddings one square tile has, its side in pixels; incomplete patches do not count."""
         return (tile_size // self.patch_size // self.scale_factor) ** 2
 
     @property
     def canonical(self) -> bytes:
-        """Every field, in one spelling: for hashes of everything but the weights that embeddings depend on."""
+        """Every field, in one canonical spelling: for hashes of all that embeddings depend on except the weights."""
         return json.dumps(asdict(self), sort_keys=True, separators=(",", ":")).encode()
 
 
@@ -73,7 +73,7 @@ def parse_vision_arch(config: Mapping[str, Any]) -> VisionArch | None:
     """Return the image half of a Hugging Face ``config.json``, None for a model without one.
 
     Raises:
-        ConfigError: a field is wrong, or has a value that is not computed here.
+        ConfigError: a field is wrong, or has a value that is not supported.
     """
     if config.get("model_type") not in VISION_MODEL_TYPES:
         return None

@@ -1,7 +1,7 @@
-"""Safetensors files turned into a ``VisionTower``.
+"""Loads safetensors files into a ``VisionTower``.
 
-Owns the Hugging Face names of the image half's tensors. Reading is ``core.model.checkpoint``. Called once per worker that
-computes embeddings; an encode worker loads nothing else of the model.
+Owns the Hugging Face names of the image half's tensors; ``core.model.checkpoint`` reads them. An encode worker loads
+no other part of the model.
 """
 
 from __future__ import annotations

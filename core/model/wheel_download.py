@@ -1,7 +1,7 @@
-"""Downloads one wheel from a package index: by pip, which knows the machine's index and proxy, or without it.
+"""Downloads one wheel from a package index: by pip, which knows the machine's index and proxy, or without pip.
 
-Owns the download only; the caller checks the content's sum. The images have no pip, so there the index's JSON (PEP 691) is
-read directly; proxies are those of the environment.
+Owns the download only; the caller verifies the checksum. The container images have no pip, so there the index's JSON (PEP 691)
+is read directly; proxies are those of the environment.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def download_wheel(requirement: str, folder: Path) -> Path:
 
 
 def download_from_index(requirement: str, folder: Path, index_url: str) -> Path:
-    """Fetch the wheel of ``name==version`` from an index that speaks JSON.
+    """Fetch the wheel of ``name==version`` from an index with a JSON interface.
 
     Raises:
         ConfigError: the index cannot be reached, or has no such wheel.
@@ -66,7 +66,7 @@ def _download(client: httpx.Client, url: str, target: Path) -> Path:
 
 
 def _download_by_pip(requirement: str, folder: Path) -> Path:
-    command = ["env", f"TMPDIR={folder}", sys.executable, "-m", "pip", "download"]  # there its progress can be seen
+    command = ["env", f"TMPDIR={folder}", sys.executable, "-m", "pip", "download"]  # in this folder its progress is visible
     command += ["--quiet", "--no-deps", "--only-binary", ":all:"]
     try:
         subprocess.run(

@@ -31,7 +31,7 @@ class EncoderCacheManager:
     # ---- one feature of one request ----------------------------------------------------------------------------------
 
     def check_and_update_cache(self, request: Request, index: int) -> bool:
-        """Take a reference to the embeddings of a feature if they are in the cache; say whether they are."""
+        """Take a reference to the embeddings of a feature if they are in the cache; return whether they are."""
         identifier = request.mm_features[index].identifier
         if identifier not in self._users:
             return False
@@ -57,7 +57,7 @@ class EncoderCacheManager:
         return True
 
     def allocate(self, request: Request, index: int) -> None:
-        """Give room to a feature that is not in the cache, after ``can_allocate``; the request refers to it."""
+        """Allocate room for a feature that is not in the cache, after ``can_allocate``; the request refers to it."""
         feature = request.mm_features[index]
         assert feature.identifier not in self._users, f"embeddings of feature {index} of {request!r} are in the cache"
         assert feature.num_embeds <= self.num_free_slots, f"no room for feature {index} of {request!r}"
@@ -68,7 +68,7 @@ class EncoderCacheManager:
         self._refer(request, index, feature.identifier)
 
     def free_encoder_input(self, request: Request, index: int) -> None:
-        """Let go of a feature. The last reference makes its embeddings evictable; until then they stay a hit."""
+        """Release a feature. The last reference makes its embeddings evictable; until then they stay a hit."""
         held = self._held.get(request.request_id, {})
         identifier = held.pop(index, None)
         if not held:
@@ -82,13 +82,13 @@ class EncoderCacheManager:
             self.num_freeable_slots += self._num_embeds[identifier]
 
     def has(self, identifier: bytes) -> bool:
-        """True if the embeddings are in the cache, for whomever."""
+        """True if the embeddings are in the cache, for any request."""
         return identifier in self._users
 
     # ---- whole requests, whole entries -------------------------------------------------------------------------------
 
     def free(self, request: Request) -> None:
-        """Let go of all features of a request."""
+        """Release all features of a request."""
         for index in list(self._held.get(request.request_id, ())):
             self.free_encoder_input(request, index)
 
@@ -102,11 +102,11 @@ class EncoderCacheManager:
 
     @property
     def holder_ids(self) -> tuple[str, ...]:
-        """The requests that refer to anything."""
+        """The requests with references."""
         return tuple(self._held)
 
     def forget(self, identifier: bytes) -> None:
-        """Drop an entry that the worker turned out not to hold, with all its references. The worker needs no message."""
+        """Drop an entry that is missing on the worker, with all its references. The worker needs no message."""
         if identifier not in self._users:
             return
         for request_id in sorted(self._users[identifier]):
@@ -122,13 +122,13 @@ class EncoderCacheManager:
         del self._users[identifier]
 
     def take_freed_identifiers(self) -> list[bytes]:
-        """Return what the worker has to delete, in the order of eviction, and forget it; not what has come back since."""
+        """Return and forget the entries that the worker has to delete, in eviction order, except those that returned since."""
         freed, self._freed = self._freed, []
         return [identifier for identifier in dict.fromkeys(freed) if identifier not in self._users]
 
     @property
     def identifiers(self) -> set[bytes]:
-        """What is in the cache, evictable entries included."""
+        """The entries of the cache, evictable ones included."""
         return set(self._users)
 
     @property

@@ -66,6 +66,6 @@ def _first_missing(request: Request, start: int, end: int, failed: Container[byt
 
 
 def _bad_image(index: int, error: ErrorInfo) -> ErrorInfo:
-    """Return what the encoder says of an item, for a request that shows it as its feature ``index``."""
+    """Return the encoder's error of an item, for a request that shows it as its feature ``index``."""
     message = f"image {index} cannot be used: {error.message}"
     return msgspec.structs.replace(error, message=message, param=f"images[{index}]")

@@ -47,7 +47,7 @@ class EncoderInputs:
     """The encoder's share in the steps of one engine.
 
     ``max_embeds_per_step`` bounds what one step computes, ``cache_size`` what the worker holds; a single item must fit both.
-    Without ``images``, those are ready to be computed as they come.
+    Without ``images``, images count as decoded when they arrive.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class EncoderInputs:
         self._max_embeds_per_step = max_embeds_per_step
         self._compute_budget = 0
         self._is_cut = False  # an item has found no room in this step
-        self._counted_on: set[bytes] = set()  # what the connector has let be for the request at hand, as it is in the cache
+        self._counted_on: set[bytes] = set()  # cached items of the present request, which the connector need not fetch
         self._unavailable: dict[str, ErrorInfo] = {}
 
     def check_can_run(self, request: Request) -> None:
@@ -86,7 +86,7 @@ class EncoderInputs:
 
     def _too_large(self, index: int, num_embeds: int) -> InvalidRequest:
         message = f"image {index} takes {num_embeds} embeddings, this worker has room for {self.max_item_embeds}"
-        if self.max_item_embeds:  # without, its model sees no images at all
+        if self.max_item_embeds:  # otherwise its model has no image input
             bounds = {"encoder_cache_embeds": self.cache.cache_size, "max_num_encoder_embeds": self._max_embeds_per_step}
             settings = " and ".join(f"scheduler.{name}" for name, bound in bounds.items() if bound < num_embeds)
             message += f": show a smaller one, or raise {settings}"
@@ -181,7 +181,7 @@ class EncoderInputs:
         return self._schedule_item(request, index, sum_embeds(request, new), plan)
 
     def _schedule_item(self, request: Request, index: int, num_embeds_to_schedule: int, plan: EncoderPlan) -> bool:
-        """Add an item that is not cached to the plan, if it finds room and can be had at all."""
+        """Add an item that is not cached to the plan, if it finds room and can be computed or loaded."""
         feature = request.mm_features[index]
         is_loaded = self._can_load(request, feature.identifier)
         if not is_loaded and not request.has_media(index):
@@ -201,18 +201,18 @@ class EncoderInputs:
 
     def _can_load(self, request: Request, identifier: bytes) -> bool:
         if self.connector is None or request.has_failed_embedding:
-            return False  # what failed once is not tried again: every failure must bring the request nearer to its end
+            return False  # a failed load is not repeated: every failure must bring the request nearer to its end
         return self.connector.has_cache_item(identifier)
 
     def _count_on(self, identifier: bytes) -> bool:
-        """Tell the connector what is in the cache; so it looks for nothing that is."""
+        """Inform the connector about an item in the cache, so that it does not fetch it."""
         is_here = self.cache.has(identifier)
         if is_here:
             self._counted_on.add(identifier)
         return is_here
 
     def allocate(self, request: Request, plan: EncoderPlan, output: SchedulerOutput) -> None:
-        """Make a plan part of the step: its request has got its KV blocks."""
+        """Make a plan part of the step, after the request has got its KV blocks."""
         for index in plan.loaded:
             self._allocate_item(request, index, is_loaded=True)
         for index in plan.computed:
@@ -227,7 +227,7 @@ class EncoderInputs:
         self.counts.num_loaded += len(plan.loaded)
 
     def _allocate_item(self, request: Request, index: int, *, is_loaded: bool) -> None:
-        """Give room to an item, and tell the connector; not of one that it offers and that is computed even so."""
+        """Allocate room for an item. Inform the connector, unless it offers the item and this worker computes it anyway."""
         self.cache.allocate(request, index)
         if self.connector is None:
             return
@@ -235,7 +235,7 @@ class EncoderInputs:
             self.connector.update_state_after_alloc(request, index)
 
     def give_up(self, request: Request) -> None:
-        """Let go of what a request refers to: it does not run."""
+        """Release the features of a request that does not run."""
         self.cache.free(request)
 
     def complete_output(self, output: SchedulerOutput) -> None:
@@ -248,14 +248,14 @@ class EncoderInputs:
     # ---- after a step ------------------------------------------------------------------------------------------------
 
     def update_from_output(self, model_output: ModelRunnerOutput) -> None:
-        """Apply what the worker reports: of the connector, and embeddings that it does not hold after all."""
+        """Apply the worker's report: the connector's, and embeddings that are missing in its cache."""
         if self.connector is not None and model_output.ec_connector_output is not None:
             self.connector.update_connector_output(model_output.ec_connector_output)
         for identifier in model_output.failed_embeddings:
             self.cache.forget(identifier)
 
     def release_computed(self, requests: Mapping[str, Request]) -> None:
-        """Let go of items whose last token is computed, and of all that belong to requests which do not run any more.
+        """Release items whose last token is computed, and all items of requests that no longer run.
 
         Comes after a step, never in one: what a step computes or loads is referred to until it has run, so that it is not
         evicted before it is there, even if its request is preempted in that step.

@@ -48,7 +48,7 @@ def process_sampled_tokens(
         if request.prefill_stats is not None:
             output.prefill_stats = request.take_prefill_stats()
             output.first_token_times = _first_token_times(state, request)
-            output.transfer_usage = state.transfer_usage.pop(request_id, None)  # loads after a preemption are not told
+            output.transfer_usage = state.transfer_usage.pop(request_id, None)  # loads after a preemption are not reported
         if has_extras:
             _attach_logprobs(output, model_output)
         if request.status is not running:
@@ -78,7 +78,8 @@ def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) 
 def still_running(state: SchedulerState, step: Step, errors: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
     """Return the errors of the requests for which the step still counts.
 
-    A rolled-back request computed on bad KV, so its error is dropped and it goes on. A new request that has reused the id of a
+    A rolled-back request computed on bad KV, so its error is dropped and it continues. A new request that has reused the id of
+    a
     request of the step is not affected either.
     """
     running = RequestStatus.RUNNING
@@ -96,8 +97,8 @@ def still_running(state: SchedulerState, step: Step, errors: Mapping[str, ErrorI
 def unhash_failed(state: SchedulerState, step: Step, failed: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
     """Evict the KV of the failed requests, since it may be corrupt, and return those still running with their errors.
 
-    What requests that are gone have built on it could be hit again once it is computed anew, so nothing that is cached and
-    free is kept. A request that still runs on it gets no token either, and fails by itself.
+    Requests that are gone may have left blocks computed from it, so all cached blocks without a reference are evicted. A
+    request that still runs on it gets no token either, and fails by itself.
     """
     manager = state.kv_cache_manager
     found = still_running(state, step, failed)
@@ -127,8 +128,8 @@ def fail_requests(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> lis
 def cache_synchronous_loads(state: SchedulerState, step: Step, failed: Container[str]) -> None:
     """Make the blocks of synchronous loads hits and seal them, now that the step has run and the loads are known to be good.
 
-    Of one that was rolled back this is what it keeps. Comes before the step's tokens are applied: a request that they end gives
-    up its blocks.
+    Of a rolled-back load these are the blocks that it keeps. Runs before the step's tokens are applied, because a request that
+    they end frees its blocks.
     """
     for request in step.synchronous_loads:
         is_dropped = request.request_id in failed or request.request_id in step.void

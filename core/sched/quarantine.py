@@ -14,7 +14,7 @@ from core.sched.state import SchedulerState
 def quarantine_blocks(state: SchedulerState, block_ids: Iterable[int]) -> None:
     """Keep these blocks, before anything else of the report is applied that might free them.
 
-    Ids of no block, and of blocks that are kept already, are counted and ignored.
+    Ids of no block, and of blocks in quarantine, are counted and ignored.
     """
     pool = state.kv_cache_manager.block_pool
     for block_id in sorted(block_ids):
@@ -26,7 +26,7 @@ def quarantine_blocks(state: SchedulerState, block_ids: Iterable[int]) -> None:
 
 
 def release_quarantined(state: SchedulerState, block_ids: Iterable[int]) -> None:
-    """Let go of these blocks: nothing can arrive any more. Others are counted and ignored."""
+    """Release these blocks: nothing can arrive any more. Others are counted and ignored."""
     pool = state.kv_cache_manager.block_pool
     for block_id in sorted(block_ids):
         if block_id not in state.quarantined:

@@ -18,7 +18,7 @@ PriorityKey = tuple[int, float, str]
 
 
 def priority_key(request: Request) -> PriorityKey:
-    """Return what requests are ordered by: the smallest key goes first and is preempted last."""
+    """Return the key of the order of requests: the smallest is served first and preempted last."""
     return request.priority, request.arrival_time, request.request_id
 
 
@@ -27,15 +27,15 @@ class RequestQueue(ABC):
 
     @abstractmethod
     def add_request(self, request: Request) -> None:
-        """Queue a request after those that came before it."""
+        """Queue a request after the earlier ones."""
 
     @abstractmethod
     def pop_request(self) -> Request:
-        """Take the next request. Raises: IndexError if there is none."""
+        """Remove and return the next request. Raises: IndexError if there is none."""
 
     @abstractmethod
     def prepend_request(self, request: Request) -> None:
-        """Give a request back that was taken, to be the next one where the policy lets it."""
+        """Return a popped request to the queue, to be the next one if the policy allows it."""
 
     @abstractmethod
     def prepend_requests(self, requests: Iterable[Request]) -> None:
@@ -63,7 +63,7 @@ class FCFSRequestQueue(RequestQueue):
         self._requests.append(request)
 
     def pop_request(self) -> Request:
-        """Take the oldest."""
+        """Remove and return the oldest."""
         return self._requests.popleft()
 
     def prepend_request(self, request: Request) -> None:
@@ -94,19 +94,19 @@ class PriorityRequestQueue(RequestQueue):
         self._heap: list[tuple[PriorityKey, Request]] = []
 
     def add_request(self, request: Request) -> None:
-        """Put it where its key belongs."""
+        """Insert the request by its key."""
         heapq.heappush(self._heap, (priority_key(request), request))
 
     def pop_request(self) -> Request:
-        """Take the most urgent."""
+        """Remove and return the most urgent."""
         return heapq.heappop(self._heap)[1]
 
     def prepend_request(self, request: Request) -> None:
-        """Put it where its key belongs."""
+        """Insert the request by its key."""
         self.add_request(request)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
-        """Put each where its key belongs."""
+        """Insert each request by its key."""
         for request in requests:
             self.add_request(request)
 

@@ -18,7 +18,7 @@ from core.wire.messages import ErrorInfo
 class OwnedBlock:
     """A block that ``owner`` recomputes; it is whole again once ``num_tokens`` of the owner's tokens are computed.
 
-    ``error`` says why the block was invalid. If the owner leaves, the next owner falls back with this error.
+    ``error`` is why the block was invalid. If the owner leaves, the next owner falls back with this error.
     """
 
     owner: Request

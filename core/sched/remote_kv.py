@@ -70,7 +70,7 @@ def update_from_kv_xfer_finished(state: SchedulerState, output: KVConnectorOutpu
 
 
 def _end_wait(state: SchedulerState, awaiting: set[str], request_id: str) -> None:
-    """A finished request waits for one transfer less."""
+    """Count one ended transfer of a finished request."""
     if request_id not in awaiting:
         state.num_ignored_reports += 1
         return

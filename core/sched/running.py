@@ -99,7 +99,7 @@ def _schedule_rolled_back(state: SchedulerState, step: Step, request: Request) -
 
 
 def next_chunk(state: SchedulerState, step: Step, request: Request, num_computed_tokens: int) -> tuple[int, EncoderPlan | None]:
-    """Return how many tokens after the computed ones fit this step, and where the embeddings that they need come from."""
+    """Return how many tokens after the computed ones fit this step, and the source of the embeddings that they need."""
     num_tokens = request.num_tokens + request.num_output_placeholders
     num_new_tokens = _chunk_of(state, step, num_tokens - num_computed_tokens)
     if num_computed_tokens >= request.mm_end:
@@ -134,15 +134,15 @@ def _has_company(state: SchedulerState) -> bool:
 
 
 def _position(running: list[Request], request: Request, index: int) -> int:
-    """Return where ``request`` is now: preempting those before it has moved it to the left."""
+    """Return the position of ``request`` in ``running`` now: preempting earlier requests has moved it to the left."""
     return index if index < len(running) and running[index] is request else running.index(request, 0, index)
 
 
 def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, num_new_tokens: int) -> KVCacheBlocks | None:
     """Allocate slots, preempting victims until they fit; None if the request itself was the last victim.
 
-    Nobody is preempted while the connector is about to give blocks back. A request is no victim of its own next step: it would
-    lose the token that is being computed, begin anew once it fits, and come back to the very same place with nothing to show.
+    No request is preempted while the connector is about to free blocks. A request is never preempted for its own next step: it
+    would lose the token that is being computed, start again once it fits, and reach the same point without progress.
     """
     is_loading = any(request in earlier.synchronous_loads for earlier in state.inflight_steps)
     while True:
@@ -162,7 +162,7 @@ def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, nu
 
 
 def _choose_victim(state: SchedulerState) -> Request:
-    """Return the running request that matters least: the latest admitted, or the least urgent by priority."""
+    """Return the least important running request: the latest admitted, or the least urgent by priority."""
     if state.config.policy == "priority":
         return max(state.running, key=priority_key)
     return state.running[-1]

@@ -262,7 +262,7 @@ class Scheduler:
         return bool(state.finished_req_ids or state.awaiting_sending or state.awaiting_recving or state.quarantined)
 
     def has_requests(self) -> bool:
-        """True if the engine must go on stepping, if only to learn the end of a transfer."""
+        """True if the engine must continue stepping, if only to learn the end of a transfer."""
         return self.has_unfinished_requests() or self.has_finished_requests() or self.has_pending_push_work()
 
     def has_pending_push_work(self) -> bool:
@@ -319,7 +319,7 @@ class Scheduler:
         return [block.block_id for step in self._state.inflight_steps for block in step.pinned]
 
     def make_stats(self) -> SchedulerStats:
-        """Take a reading for gauges and counters."""
+        """Return the readings for gauges and counters."""
         return make_stats(self._state)
 
     def take_events(self) -> Sequence[KVCacheEvent]:

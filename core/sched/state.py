@@ -1,6 +1,6 @@
-"""What the parts of the scheduler share: the requests, the queues, and one step in the making.
+"""The state shared by the parts of the scheduler: the requests, the queues, and one step in the making.
 
-Holds; decides nothing. Written by the modules of ``core.sched``, on the engine thread only. Where a request is:
+Holds; decides nothing. Written by the modules of ``core.sched``, on the engine thread only. The places of requests:
 
 | place                | status                           | blocks                                 |
 |----------------------|----------------------------------|----------------------------------------|
@@ -37,7 +37,7 @@ _NOTHING_LOADED = TransferUsage()
 
 
 class SchedulerState:
-    """All requests of one engine and where they are; see the table above.
+    """All requests of one engine and their places; see the table above.
 
     ``max_model_len`` is the smaller of the model's context and what the KV pool holds for one request: a request that
     outgrows the pool alone could never go on. ``inflight_prefills`` are the requests that hold blocks and need more before
@@ -164,7 +164,7 @@ class Step:
         self.token_budget -= num_new_tokens
 
     def refund(self, request: Request) -> bool:
-        """Take a running request out of the step again; False if it was not in it."""
+        """Remove a running request from the step; False if it was not in it."""
         num_tokens = self.output.num_scheduled_tokens.pop(request.request_id, 0)
         if not num_tokens:
             return False

@@ -9,7 +9,7 @@ from core.request import Request, RequestStatus
 
 
 def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
-    """Set the finished status if ``token_id``, just appended, ends the request; say whether it does.
+    """Set the finished status if ``token_id``, just appended, ends the request; return whether it does.
 
     A stop token before ``min_tokens`` does not count (the sampler masks it, too). ``stop_reason`` names a stop token that the
     client asked for; it stays None at an end-of-sequence token, as in vLLM.

@@ -1,9 +1,9 @@
 """The encoder of a ``HashModel``: an embedding is a hash of the image file, so a wrong one changes every later token.
 
-Stands where a vision tower stands in a real runner: it computes what the scheduler asks for, holds the encoder cache, merges
-rows into the tokens of a step, and runs the worker side of an EC connector. A row is 8 bytes; ``input_ids_of`` gives what the
-model then reads at each position, for the oracle. A file that begins with ``BAD_IMAGE`` cannot be embedded. No torch: entries
-of the cache are arrays, which is what connectors under test have to take for tensors.
+Takes the place of a vision tower in a real runner: it computes the embeddings that the scheduler orders, holds the encoder
+cache, merges rows into the tokens of a step, and runs the worker side of an EC connector. A row is 8 bytes; ``input_ids_of``
+gives the model's input at each position, for the oracle. A file that begins with ``BAD_IMAGE`` cannot be embedded. No torch:
+entries of the cache are arrays, which connectors under test must accept as tensors.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ from core.wire.messages import ErrorInfo
 
 Rows = npt.NDArray[np.uint8]
 
-IMAGE_TOKEN_ID = 3  # one embedding is merged where it stands in the span of an item; elsewhere it is a token like any other
+IMAGE_TOKEN_ID = 3  # in the span of an item it is replaced by one embedding; elsewhere it is an ordinary token
 ROW_END_TOKEN_ID = 4
 ROW_BYTES = 8
 BAD_IMAGE = b"bad image"
 HASH_EMBEDDINGS = EmbeddingsLayout(hidden_size=2, dtype="float32", itemsize=4)
 _FINGERPRINT = b"hash-model encoder"
-_MISSING_ROW = -1  # stands in for a row that is not there; what is computed on it must not be used
+_MISSING_ROW = -1  # stands in for a missing row; tokens computed from it must not be used
 
 
 def identify(media: bytes) -> bytes:
@@ -48,12 +48,12 @@ def embed(media: bytes, num_embeds: int) -> bytes:
 
 
 def as_rows(embeddings: bytes) -> Rows:
-    """Return embeddings in the form in which a cache holds them, [num_embeds, ROW_BYTES] uint8."""
+    """Return embeddings as an entry of a cache, [num_embeds, ROW_BYTES] uint8."""
     return np.frombuffer(embeddings, dtype=np.uint8).reshape(-1, ROW_BYTES)
 
 
 def image_feature(media: bytes, offset: int, num_embeds: int, media_index: int = 0, length: int | None = None) -> MMFeature:
-    """Return the feature of a file whose ``num_embeds`` image tokens stand within ``length`` tokens from ``offset`` on."""
+    """Return the feature of a file whose ``num_embeds`` image tokens are within ``length`` tokens from ``offset`` on."""
     return MMFeature(
         identifier=identify(media),
         offset=offset,
@@ -65,7 +65,7 @@ def image_feature(media: bytes, offset: int, num_embeds: int, media_index: int =
 
 @dataclass(frozen=True, slots=True)
 class Image:
-    """An image in a prompt that is laid out: a file, its embeddings, and a token that is none after every ``row`` of them."""
+    """An image laid out in a prompt: a file, its embeddings, and a non-image token after every ``row`` of them."""
 
     media: bytes
     num_embeds: int = 8
@@ -87,7 +87,7 @@ class Image:
 
 
 def lay_out(parts: Sequence[Sequence[int] | Image]) -> tuple[list[int], tuple[MMFeature, ...], tuple[bytes, ...]]:
-    """Return tokens, features and files of a prompt that consists of text, as token ids, and images."""
+    """Return tokens, features and files of a prompt that consists of texts, as token ids, and images."""
     token_ids: list[int] = []
     features: list[MMFeature] = []
     media: list[bytes] = []
@@ -103,7 +103,7 @@ def lay_out(parts: Sequence[Sequence[int] | Image]) -> tuple[list[int], tuple[MM
 
 
 def input_ids_of(token_ids: Sequence[int], features: Sequence[MMFeature], media: Sequence[bytes]) -> list[int]:
-    """Return what the model reads: each token's id, or the number that stands for its embedding."""
+    """Return the model's input: each token's id, or the number of its embedding."""
     inputs = list(token_ids)
     for feature in features:
         merge_rows(inputs, feature, embed(media[feature.media_index], feature.num_embeds))
@@ -111,7 +111,7 @@ def input_ids_of(token_ids: Sequence[int], features: Sequence[MMFeature], media:
 
 
 def merge_rows(inputs: MutableSequence[int], feature: MMFeature, rows: bytes | None) -> None:
-    """Put the rows of an item into the positions of its image tokens; without rows, what no row is."""
+    """Put the rows of an item into the positions of its image tokens; a missing row is replaced by ``_MISSING_ROW``."""
     positions = [at for at in range(feature.offset, feature.end) if inputs[at] == IMAGE_TOKEN_ID]
     assert len(positions) == feature.num_embeds, f"{len(positions)} image tokens for {feature.num_embeds} embeddings"
     for row, position in enumerate(positions):
@@ -120,10 +120,9 @@ def merge_rows(inputs: MutableSequence[int], feature: MMFeature, rows: bytes | N
 
 
 class HashEncoder:
-    """One worker's encoder and its cache. ``num_encoded`` counts, by identifier, what was computed.
+    """One worker's encoder and its cache. ``num_encoded`` counts the computations by identifier.
 
-    ``take`` returns the pixels of an image that was prepared, and forgets them; None: there are none. Without it images need no
-    preparation.
+    ``take`` returns the pixels of a decoded image, and forgets them; None: there are none. Without it images need no decoding.
     """
 
     def __init__(
@@ -139,10 +138,10 @@ class HashEncoder:
             connector_worker.register_caches(HASH_EMBEDDINGS)
 
     def start_step(self, step: SchedulerOutput) -> None:
-        """Delete, load and compute what the step asks for, before any token of it."""
+        """Delete, load and compute the entries that the step orders, before any token of it."""
         self._failed = {}
         for identifier in step.free_encoder_identifiers:
-            self.cache.pop(identifier, None)  # a test may have lost it
+            self.cache.pop(identifier, None)  # a test may have removed it
         for new in step.scheduled_new_reqs:
             if new.mm_features:
                 self._requests[new.request_id] = new.mm_features, new.media
@@ -157,7 +156,7 @@ class HashEncoder:
             self._requests.pop(request_id, None)
 
     def merge(self, request_id: str, token_ids: array[int], start: int, end: int) -> Sequence[int]:
-        """Return what the model reads at the positions of a sequence; valid from ``start`` to ``end`` only."""
+        """Return the model's input at the positions of a sequence; valid from ``start`` to ``end`` only."""
         features, _ = self._requests.get(request_id, ((), ()))
         needed = [feature for feature in features if feature.end > start and feature.offset < end]
         if not needed:
@@ -207,7 +206,7 @@ class HashEncoder:
 
 
 class HashImageEncoder:
-    """The encoder of an encode worker, for these images. Files that are none of them are bad."""
+    """The encoder of an encode worker, for these images. Other files are bad."""
 
     layout = HASH_EMBEDDINGS
 
@@ -225,7 +224,7 @@ class HashImageEncoder:
         return np.frombuffer(content, dtype=np.uint8)
 
     def prepared_bytes(self, num_embeds: int) -> int:
-        """Return what an image takes of a budget."""
+        """Return an image's share of a budget."""
         return num_embeds
 
     def embed(self, tiles: Any) -> Any:  # noqa: ANN401  stand for pixels and a tensor

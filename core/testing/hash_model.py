@@ -1,19 +1,18 @@
 """A model whose KV cache is a hash of what it has read, so that any wrong block changes the tokens.
 
 Takes the place of ``core.engine.runner.ModelRunner``: it obeys ``SchedulerOutput``, keeps its "KV" in a block-major pool that
-connectors can register and copy, and runs the worker side of a connector. It has no weights and no torch. Used by the tests of
-the scheduler and by the simulation.
+connectors can register and copy, and runs the worker side of a connector. It has no weights and no torch.
 
 Each KV cache group has an attention and a block table of its own; a slot holds the 8 bytes of one token in one group. Like
-attention, the entry of a token depends on *all* entries that it sees, in every group, as they are in the blocks:
+attention, the entry of a token depends on *all* entries that it attends to, in every group, as they are in the blocks:
 
-    kv[g][p]   = H(g, token[p], what p sees of group 0 before p, .. of group 1, ..)      written to the slot of position p
-    next token = H("next", what p sees of group 0 up to p, .. of group 1, ..) mod vocab  if p is the last token known
+    kv[g][p]   = H(g, token[p], entries of group 0 visible before p, .. of group 1, ..)   written to the slot of position p
+    next token = H("next", entries of group 0 visible up to p, .. of group 1, ..) mod vocab   if p is the last token known
 
-A block that was never written, reused, mixed up, or copied wrongly therefore changes every later entry and token that sees it,
-and a table that lacks a block that is seen or written is an error at once. Where an image stands, token[p] is its embedding
-(``core.testing.hash_encoder``). ``expected_tokens`` computes the same without blocks: the oracle. Sampling parameters play no
-part.
+A block that was never written, reused, mixed up, or copied wrongly therefore changes every later entry and token that attends
+to it, and a table that lacks a block that is read or written is an error at once. In an image, token[p] is its embedding
+(``core.testing.hash_encoder``). ``expected_tokens`` computes the same without blocks: the oracle. Sampling parameters are
+ignored.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ _NEVER_WRITTEN = 0xEE
 
 @dataclass(frozen=True, slots=True)
 class HashAttention:
-    """What the tokens of a group see: all before them, or the last ``window`` with their own, or those of their ``chunk``."""
+    """The tokens visible in a group: all before them, or the last ``window`` with their own, or those of their ``chunk``."""
 
     window: int = 0
     chunk: int = 0
@@ -60,7 +59,7 @@ class HashAttention:
         return not self.window and not self.chunk
 
     def first_seen(self, position: int) -> int:
-        """Return the first position that a token sees."""
+        """Return the first position that a token attends to."""
         if self.chunk:
             return position - position % self.chunk
         return max(0, position - self.window + 1) if self.window else 0
@@ -77,7 +76,7 @@ FULL = (HashAttention(),)
 
 
 class _Seen:
-    """The entries of one group that later tokens see. ``entries`` are those from position ``first`` on."""
+    """The entries of one group that later tokens attend to. ``entries`` are those from position ``first`` on."""
 
     def __init__(self, attention: HashAttention, first: int, entries: bytes) -> None:
         self.attention = attention
@@ -93,7 +92,7 @@ class _Seen:
             self._entries += entry
 
     def digest(self, position: int) -> bytes:
-        """Return what a token at this position sees of what is here."""
+        """Return the digest of the entries that a token at this position attends to."""
         if self.attention.sees_all:
             return self.all.digest()
         start = self.attention.first_seen(position) - self._first
@@ -101,7 +100,7 @@ class _Seen:
 
 
 class _Prefix:
-    """What is known before the next position: ``seen`` of each group. One group that sees all takes one hash a token."""
+    """The state before the next position: ``seen`` of each group. One group of full attention takes one hash per token."""
 
     def __init__(self, seen: Sequence[_Seen], position: int) -> None:
         self._seen = seen
@@ -146,7 +145,7 @@ def expected_tokens(
     vocab_size: int = DEFAULT_VOCAB_SIZE,
     attentions: Sequence[HashAttention] = FULL,
 ) -> list[int]:
-    """Return the ``num_tokens`` tokens that a ``HashModel`` with an intact KV cache puts out after ``token_ids``."""
+    """Return the ``num_tokens`` tokens that a ``HashModel`` with an intact KV cache generates after ``token_ids``."""
     prefix = _empty_prefix(attentions)
     for token_id in token_ids:
         prefix.append(token_id)
@@ -158,7 +157,7 @@ def expected_tokens(
 
 
 def expected_kv(token_ids: Sequence[int], attentions: Sequence[HashAttention] = FULL, group_id: int = 0) -> bytes:
-    """Return the entries of these tokens as an intact KV cache holds them for a group, ``SLOT_BYTES`` each."""
+    """Return the entries of these tokens in an intact KV cache, for a group, ``SLOT_BYTES`` each."""
     prefix = _empty_prefix(attentions)
     return b"".join(prefix.append(token_id)[group_id] for token_id in token_ids)
 
@@ -170,7 +169,7 @@ def hash_model_kv_config(num_blocks: int, block_size: int, attentions: Sequence[
 
 
 def hash_model_layout(block_size: int, num_groups: int = 1, order: str = "NHD") -> KVLayoutInfo:
-    """Return what a block of a ``HashModel`` looks like. Of another ``order`` only the name differs."""
+    """Return the layout of a ``HashModel``'s block. With another ``order`` only the name differs."""
     return KVLayoutInfo(
         dtype="float32",
         order=order,
@@ -191,7 +190,7 @@ def hash_model_region(
     num_groups: int = 1,
     order: str = "NHD",
 ) -> KVPoolRegion:
-    """Return memory of this process for a ``HashModel``. ``digest`` goes into the seals; None = they have none."""
+    """Return memory of this process for a ``HashModel``. ``digest`` is written into the seals; None = they have none."""
     layout = hash_model_layout(block_size, num_groups, order)
     rows = np.zeros(num_blocks * layout.block_bytes, dtype=np.uint8)
     buffer, size = rows.data, layout.block_bytes
@@ -226,9 +225,9 @@ class HashModel:
     """A runner without a model, with one KV cache group for each of its ``attentions``.
 
     ``rows`` is the pool, [num_blocks, block_size * SLOT_BYTES] uint8; connectors see it as ``region``, tests and in-process
-    transports copy it by ``read_block`` and ``write_block``. ``seals`` is for the KV cache manager that goes with the model;
-    ``incarnation`` is what they say of this life. ``region`` is memory for both that the caller has made: in memory files,
-    or with digests in its seals. ``encoder`` embeds images.
+    transports copy it by ``read_block`` and ``write_block``. ``seals`` is for the model's KV cache manager; ``incarnation`` is
+    the one in the seals. ``region`` is memory for both, made by the caller: in memory files, or with digests in its seals.
+    ``encoder`` embeds images.
     """
 
     def __init__(  # noqa: PLR0913
@@ -262,7 +261,7 @@ class HashModel:
 
     @property
     def failure(self) -> Exception | None:
-        """None: this runner keeps no failure for later."""
+        """Return None: this runner keeps no failure for later."""
         return None
 
     def shutdown(self) -> None:
@@ -303,7 +302,7 @@ class HashModel:
         return output
 
     def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
-        """Run a step; return what gives its result, to be called before the step after the next is launched."""
+        """Run a step; return a function for its result, to be called before the step after the next is launched."""
         output = self.execute_model(scheduler_output)
         return lambda: output
 
@@ -327,7 +326,7 @@ class HashModel:
         return _Row(new.token_ids[:], tuple(map(list, new.block_ids)), new.num_computed_tokens)
 
     def _compute(self, request_id: str, row: _Row, start: int, num_tokens: int) -> int | None:
-        """Fill the slots of the next tokens; return the token that follows if the last one known was among them."""
+        """Fill the slots of the next tokens; return the next token if the last known one was among them."""
         end = start + num_tokens
         inputs = self.encoder.merge(request_id, row.token_ids, start, end)
         tables = list(zip(self.attentions, row.block_ids, strict=True))
@@ -344,7 +343,7 @@ class HashModel:
         return token_id
 
     def _read_seen(self, attention: HashAttention, table: list[int], position: int) -> _Seen:
-        """Read what a token at this position sees of a group: no block of it may be missing."""
+        """Read the entries of a group that a token at this position attends to: no block of them may be missing."""
         first = attention.first_seen(position)
         first_block, end_block = first // self.block_size, -(-position // self.block_size)
         block_ids = table[first_block:end_block]

@@ -1,6 +1,6 @@
-"""A KV connector whose answers a test writes down, for a ``HashModel``.
+"""A KV connector whose answers are written by a test, for a ``HashModel``.
 
-``Script`` is both sides as the test sees them; the two classes play it to the scheduler and to the model.
+``Script`` is the test's view of both sides; the two classes play it to the scheduler and to the model.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from core.wire.kv import KVHandoff
 
 @dataclass
 class Remote:
-    """What the connector answers for a request: ``num_tokens`` of its sequence can be loaded; None = ask later."""
+    """The connector's answer for a request: ``num_tokens`` of its sequence can be loaded; None = ask later."""
 
     num_tokens: int | None
     is_async: bool = True
@@ -55,7 +55,7 @@ class LoadMetadata(KVConnectorMetadata):
 
 @dataclass
 class Script:
-    """Both sides of the fake connector, as the test sees them."""
+    """Both sides of the fake connector, for the test."""
 
     remote: dict[str, Remote] = field(default_factory=dict)
     keep: set[str] = field(default_factory=set)  # blocks are kept when these finish
@@ -72,7 +72,7 @@ class Script:
 
 
 class ScriptedScheduler(KVConnectorScheduler):
-    """Offers what the script says, and notes every call."""
+    """Answers by the script, and records every call."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -143,7 +143,7 @@ class ScriptedScheduler(KVConnectorScheduler):
 
 
 class ScriptedWorker(KVConnectorWorker):
-    """Writes synchronous loads at once, asynchronous ones when the test says so."""
+    """Writes synchronous loads at once, asynchronous ones when the test orders it."""
 
     def __init__(self, script: Script) -> None:
         self.script = script

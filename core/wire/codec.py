@@ -1,10 +1,10 @@
 """Bytes ↔ messages for the three planes: worker → router, router → worker, and KV control.
 
 A frame is one version byte, one kind byte, and msgpack. The kind names the plane, so a frame that lands on the wrong socket
-is refused like any other malformed one. Decoding never executes anything and never raises anything but ``ProtocolError``:
-types and ranges are those of ``core.wire.limits``, unknown fields are ignored (a newer peer may send more), and a frame above
-its plane's cap is not looked at. A frame of another version is a ``VersionMismatch``. Sockets and what to do about a bad peer
-belong to the callers. ``version`` is an argument so that two versions can meet in one test.
+is refused like any other malformed one. Decoding never executes anything and raises only ``ProtocolError``: types and ranges
+are those of ``core.wire.limits``, unknown fields are ignored (a newer peer may send more), and a frame above its plane's cap is
+not decoded. A frame of another version is a ``VersionMismatch``. Sockets and the reaction to a bad peer belong to the callers.
+``version`` is an argument so that two versions can meet in one test.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def encode_worker_message(message: WorkerMessage, version: int = WIRE_VERSION) -
 
 
 def encode_tokens(tokens: Sequence[Tokens], version: int = WIRE_VERSION) -> bytes:
-    """Return the frame of all tokens that one engine step has for one router.
+    """Return the frame of all tokens of one engine step for one router.
 
     Raises:
         ProtocolError: the frame would exceed ``MAX_WORKER_FRAME_BYTES``.
@@ -80,7 +80,7 @@ def encode_control_message(message: ControlMessage, version: int = WIRE_VERSION)
 
 
 def decode_worker_frame(frame: bytes | memoryview, version: int = WIRE_VERSION) -> WorkerMessage | list[Tokens]:
-    """Return what a worker sent: one message, or the tokens of one engine step.
+    """Return a worker's message: one message, or the tokens of one engine step.
 
     Raises:
         ProtocolError: the frame is not a valid one of this plane.
@@ -94,7 +94,7 @@ def decode_worker_frame(frame: bytes | memoryview, version: int = WIRE_VERSION) 
 
 
 def decode_router_frame(frame: bytes | memoryview, version: int = WIRE_VERSION) -> RouterMessage:
-    """Return what a router sent to a worker.
+    """Return a router's message to a worker.
 
     Raises:
         ProtocolError: the frame is not a valid one of this plane.

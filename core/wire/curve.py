@@ -1,9 +1,9 @@
 """Authentication and encryption of the cluster's own sockets: ZeroMQ CURVE, with keys that all members derive from one secret.
 
 Owns the derivation and the socket options. Knows nothing of planes: the maker of a socket says whether it binds or connects.
-A server accepts whoever knows its public key. A client needs that key before its first byte (ZMTP 3.1, CURVE: RFC 26 of ZeroMQ)
-and nothing on the wire tells it, so here "public" is a secret of the cluster as well and no list of clients is needed. Sessions
-have keys of their own: who learns the cluster key later cannot read what was recorded.
+A server accepts every client that knows its public key. A client needs that key before its first byte (ZMTP 3.1, CURVE: RFC 26
+of ZeroMQ) and nothing on the wire contains it, so here "public" is a secret of the cluster as well and no list of clients is
+needed. Sessions have keys of their own: an attacker that learns the cluster key later cannot decrypt recorded traffic.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from core.errors import ConfigError
 from core.ids import IdSource
 
 MIN_KEY_CHARS = 32
-FRAME_OVERHEAD_BYTES = 64  # at least what CURVE adds to a frame, which ZeroMQ counts against the largest one allowed
+FRAME_OVERHEAD_BYTES = 64  # the minimum that CURVE adds to a frame, which ZeroMQ counts against the largest one allowed
 
 
 @dataclass(frozen=True, slots=True)
 class ClusterKeys:
-    """Key pairs of those who bind and of those who connect, in ZeroMQ's printable form.
+    """Key pairs for sockets that bind and for sockets that connect, in ZeroMQ's printable form.
 
-    ``others`` are keys of servers that clients accept besides, while the cluster key changes.
+    ``others`` are keys of further servers that clients accept while the cluster key changes.
     """
 
     server_public: bytes = field(repr=False)
@@ -48,7 +48,7 @@ def new_cluster_key(ids: IdSource) -> str:
 
 
 def derive_keys(cluster_key: str, setting: str = "security.cluster_key") -> ClusterKeys | None:
-    """Return the keys of a cluster; None for an empty secret, which stands for open sockets. ``setting`` gave it.
+    """Return the keys of a cluster; None for an empty secret, which means open sockets. ``setting`` is the secret's setting.
 
     Raises:
         ConfigError: the secret is short, or this ZeroMQ cannot encrypt.
@@ -67,7 +67,7 @@ def derive_keys(cluster_key: str, setting: str = "security.cluster_key") -> Clus
 
 
 def secure_server(bound: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
-    """Make a socket that will bind refuse all without the cluster's keys; does nothing without. Set its limits before."""
+    """Make a binding socket refuse clients without the cluster's keys; does nothing without keys. Set its limits before."""
     if keys is not None:
         bound.setsockopt(zmq.CURVE_SECRETKEY, keys.server_secret)
         bound.setsockopt(zmq.CURVE_PUBLICKEY, keys.server_public)
@@ -76,14 +76,14 @@ def secure_server(bound: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
 
 
 def secure_client(connecting: zmq.Socket[Any], keys: ClusterKeys | None) -> None:
-    """Make a socket that will connect talk to holders of the keys only; does nothing without. Set its limits before."""
+    """Make a connecting socket talk to holders of the keys only; does nothing without keys. Set its limits before."""
     if keys is not None:
         use_client_keys(connecting, keys)
         _make_room(connecting)
 
 
 def use_client_keys(connecting: zmq.Socket[Any], keys: ClusterKeys) -> None:
-    """Make the connections that a socket makes from now on use these keys."""
+    """Use these keys for the connections that a socket makes from now on."""
     connecting.setsockopt(zmq.CURVE_SERVERKEY, keys.server_public)
     connecting.setsockopt(zmq.CURVE_PUBLICKEY, keys.client_public)
     connecting.setsockopt(zmq.CURVE_SECRETKEY, keys.client_secret)

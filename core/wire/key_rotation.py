@@ -1,8 +1,8 @@
 """Change of the cluster key without an outage: clients of the cluster's sockets accept servers that hold another of their keys.
 
-Owns which keys a process knows and how a client finds the one its server holds. A CURVE server has exactly one key pair, and a
+Owns the keys that a process knows and how a client finds the one of its server. A CURVE server has exactly one key pair, and a
 client must know its public half before the first byte, so the client tries. A DEALER with ``IMMEDIATE`` connects once per key:
-only the handshake that succeeds gets a pipe. A client that queues while connecting goes on to ``next_keys`` when refused. With
+only the successful handshake gets a pipe. A client that queues while connecting tries ``next_keys`` after a refusal. With
 a single key, the usual case, nothing here adds a byte. The procedure: docs/deploy.md, "Changing the cluster key".
 """
 
@@ -26,7 +26,7 @@ HANDSHAKE_FAILED_EVENTS = (
 
 
 def keys_of(security: SecuritySection) -> ClusterKeys | None:
-    """Return the cluster's keys: the pair to bind with, and in ``others`` those of servers that clients accept besides.
+    """Return the cluster's keys: the pair to bind with, and in ``others`` those of further servers that clients accept.
 
     Raises:
         ConfigError: a key is short, or there are other keys without a cluster key.
@@ -50,9 +50,9 @@ def next_keys(keys: ClusterKeys | None) -> ClusterKeys | None:
 
 
 def connect_with_each_key(dealer: AnySocket, address: str, keys: ClusterKeys | None) -> None:
-    """Connect a DEALER made with ``keys`` and ``IMMEDIATE`` once per key; at most one of the connections comes about.
+    """Connect a DEALER made with ``keys`` and ``IMMEDIATE`` once per key; at most one of the connections succeeds.
 
-    ZeroMQ takes a second connection of a DEALER only where the address is spelled differently: the port gets leading zeros.
+    ZeroMQ makes a second connection of a DEALER only to an address with another spelling: the port gets leading zeros.
 
     Raises:
         zmq.ZMQError: the address cannot be used.
@@ -67,5 +67,5 @@ def connect_with_each_key(dealer: AnySocket, address: str, keys: ClusterKeys | N
 
 
 def is_refusal(monitor_event: Mapping[str, Any]) -> bool:
-    """Say whether a monitor's message is that of a handshake that failed."""
+    """Return True if a monitor's message reports a failed handshake."""
     return bool(int(monitor_event["event"]) & HANDSHAKE_FAILED_EVENTS)

@@ -1,7 +1,7 @@
 """Messages of the KV control plane, between a decode worker and a prefill worker, and the handoff descriptor.
 
 Carried by the prefill worker's control socket (ZeroMQ ROUTER). Block bytes never travel here: they take the transport.
-Every message is encoded by ``core.wire.codec`` behind a version byte and a size cap.
+Every message is encoded by ``core.wire.codec``, with a version byte and a size cap.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ KVVerify = Literal["auto", "identity", "digest"]  # what a reader checks: seals,
 class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The physical blocks of one KV cache group of a handoff, in table order.
 
-    They are those of the last tokens: the first is at position ``first_block`` of the table, and what lies before it no later
-    token attends to. ``generations[i]`` is the generation of ``block_ids[i]`` on the owner. ``block_hashes[i]`` (16 bytes) is
-    the chain value at the block's end; the reader compares it with its own hashing of its own prompt.
+    They hold the last tokens: the first block is at position ``first_block`` of the table, and no later token attends to
+    earlier ones. ``generations[i]`` is the generation of ``block_ids[i]`` on the owner. ``block_hashes[i]`` (16 bytes) is the
+    chain value at the block's end; the reader compares it with its own hashing of its own prompt.
     """
 
     group_id: Count
@@ -37,9 +37,9 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
 
 
 class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What one block of the pool looks like, in a form two workers can compare.
+    """The layout of one block of the pool, in a form that two workers can compare.
 
-    ``block_bytes`` is the contiguous run of one block over all layers.
+    ``block_bytes`` is the size of one block over all layers, which is contiguous.
     """
 
     dtype: Name  # "float32" | "bfloat16" | "float16"
@@ -53,7 +53,7 @@ class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Where the KV cache of a prompt lies on a prefill worker, and until when.
+    """The place of a prompt's KV cache on a prefill worker, and the time for which it is kept.
 
     ``num_tokens`` prompt tokens are covered, the partial last block included. ``transfer_id`` names the handoff and its
     lease. ``lease_ms`` is a duration from the moment the message was made; clocks are never compared across processes.
@@ -71,7 +71,7 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaults=True):
-    """Decode worker → prefill worker: who I am, what I hold, which transports I speak, in order of preference."""
+    """Decode worker → prefill worker: my identity, my layout, and my transports in order of preference."""
 
     engine_id: Name
     incarnation: Unsigned64
@@ -83,9 +83,9 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaul
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag="hs_ok", omit_defaults=True):
-    """Prefill worker → decode worker: accepted, with the chosen transport and what is needed to read by it.
+    """Prefill worker → decode worker: accepted, with the chosen transport and its metadata.
 
-    ``transport_metadata`` is the transport's own msgpack (address, memory file, agent metadata); no one else decodes it.
+    ``transport_metadata`` is the transport's own msgpack (address, memory file, agent metadata); only the transport decodes it.
     """
 
     engine_id: Name
@@ -115,7 +115,7 @@ class LeaseRenew(msgspec.Struct, frozen=True, kw_only=True, tag="renew", omit_de
 
 
 class LeaseState(msgspec.Struct, frozen=True, kw_only=True, tag="lease", omit_defaults=True):
-    """Prefill worker → decode worker: what is left of each lease in ms; 0 = not held (any more). Names its question."""
+    """Prefill worker → decode worker: the time left of each lease in ms; 0 = not held (any more). Names its question."""
 
     incarnation: Unsigned64
     left_ms: dict[str, WholeMilliseconds]

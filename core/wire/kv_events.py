@@ -1,4 +1,4 @@
-"""Messages about a worker's prefix cache, in the shape that routers and caches of the field read (vLLM's ``kv_events``).
+"""Messages about a worker's prefix cache, in the format that other routers and caches read (vLLM's ``kv_events``).
 
 Three frames: the topic ``kv@<engine id>@<model>``, a sequence number of 8 bytes (big-endian, from 0 at the start of the worker,
 one per batch), and a MessagePack map ``{ts, events, data_parallel_rank}``. Knows nothing of sockets: ``core.engine.kv_events``
@@ -36,7 +36,7 @@ class BlockRemovedMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="
 
 
 class AllBlocksClearedMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="AllBlocksCleared"):
-    """Nothing is a hit any more."""
+    """The prefix cache is empty."""
 
 
 KVEventMessage = BlockStoredMessage | BlockRemovedMessage | AllBlocksClearedMessage

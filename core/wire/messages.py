@@ -1,7 +1,7 @@
 """Messages of the request plane, between the router and the workers.
 
 The router binds a ZeroMQ ROUTER socket; every worker connects a DEALER to every router address and registers itself. Every
-message is encoded by ``core.wire.codec`` behind a version byte and a size cap. Only the token stream is ``array_like``: it is
+message is encoded by ``core.wire.codec``, with a version byte and a size cap. Only the token stream is ``array_like``: it is
 the hot path, and a golden-bytes test pins it.
 """
 
@@ -38,25 +38,25 @@ Role = Literal["prefill", "decode", "aggregated", "encode"]
 FinishReason = Literal["stop", "length", "abort", "error"]
 LoadFailurePolicy = Literal["recompute", "fail"]
 
-# Of one request. ``Media`` are raw files by ``MMFeature.media_index``; empty where the file is not at hand.
+# Of one request. ``Media`` are raw files by ``MMFeature.media_index``; empty for files that are not sent.
 MMFeatures = Annotated[tuple[MMFeature, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
 MediaFiles = Annotated[tuple[Media, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
 ECSources = Annotated[tuple[ECSource, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
 
 
 class ErrorInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An error of ``core.errors`` on its way to another process."""
+    """An error of ``core.errors`` as a message."""
 
     code: Name
     message: str
     http_status: HttpStatus = 500
     retryable: bool = False
     param: str | None = None
-    retry_after_s: Count = 0  # when another try may succeed; 0 = it is not known
+    retry_after_s: Count = 0  # when another try may succeed; 0 = unknown
 
     @classmethod
     def of(cls, error: KVFerryError) -> ErrorInfo:
-        """Return an error of the tree in the form in which it travels."""
+        """Return the message for an error of the tree."""
         return cls(
             code=error.code,
             message=error.message,
@@ -88,7 +88,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
 class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaults=True):
     """A worker introduces itself; repeated until a ``Registered`` comes back, and after every reconnect.
 
-    Holds what the handshake of two workers decides on (``core.wire.pairing``), so that the router pairs none in vain.
+    Holds the facts that decide a handshake of two workers (``core.wire.pairing``), so that the router pairs none in vain.
     """
 
     engine_id: Name
@@ -100,29 +100,29 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     max_model_len: Positive
     max_num_seqs: Positive
     num_blocks: Positive
-    max_num_choices: Count = 0  # that it holds at most, waiting ones included; more are refused. 0 = it does not say
+    max_num_choices: Count = 0  # the limit, waiting ones included; more are refused. 0 = not reported
     connector: Text = ""
     transports: tuple[str, ...] = ()  # that work there, in its order of preference as a reader
     host_id: Text = ""  # equal on two workers that share memory and a pid namespace
-    kv_verify: KVVerify = "auto"  # what it checks of what it reads
+    kv_verify: KVVerify = "auto"  # what it verifies of its reads
     has_digests: bool = False  # its seals hold digests
     ops_address: Text = ""
     pid: Count = 0
     ec_connector: Text = ""  # by which it reads embeddings of encode workers; empty = it computes all of them
-    version: Text = ""  # of the package it runs, for people
-    start_ms: WholeMilliseconds = 0  # from the start of its process to here; 0 = it does not say
+    version: Text = ""  # of the package it runs, for display
+    start_ms: WholeMilliseconds = 0  # from the start of its process to here; 0 = not reported
     is_supervised: bool = False  # a supervisor restarts it when it ends
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
-    """An encode worker introduces itself, as by ``Register``: it has no KV cache, so there is less to say."""
+    """An encode worker introduces itself, as by ``Register``; it has no KV cache, so there are fewer fields."""
 
     engine_id: Name
     incarnation: Unsigned64
     model: Name
     model_fingerprint: bytes
     ec_connector: Name  # by which its embeddings are read
-    max_num_images: Positive  # that it holds at most, waiting ones included; more are refused
+    max_num_images: Positive  # the limit, waiting ones included; more are refused
     host_id: Text = ""  # equal on two workers that share memory and a pid namespace
     ops_address: Text = ""
     pid: Count = 0
@@ -167,7 +167,7 @@ class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_defaults=True):
-    """The prompt is computed: first token of every choice, and where the KV lies. No handoff if every choice has ended."""
+    """The prompt is computed: every choice's first token, and the place of the KV. No handoff if every choice has ended."""
 
     request_id: Name
     choices: tuple[PrefillChoice, ...]
@@ -176,19 +176,19 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_d
     num_cached_tokens: Count = 0
     queue_ms: Milliseconds = 0.0
     prefill_ms: Milliseconds = 0.0
-    recomputed_tokens: Count = 0  # prompt tokens of all choices that a tier had promised and that were computed
+    recomputed_tokens: Count = 0  # prompt tokens of all choices that a tier should have loaded and that were computed
     fallback_reason: Text = ""  # why the tier's load failed; empty if it did not
 
 
 class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What loading a request's KV has cost, from a prefill worker or from a tier; see ``usage.kv_transfer``."""
+    """The cost of loading a request's KV, from a prefill worker or from a tier; see ``usage.kv_transfer``."""
 
     transport: Text = ""  # empty if nothing was transferred
     transferred_tokens: Count = 0
     transferred_bytes: Count = 0
-    transfer_ms: Milliseconds = 0.0  # from the decision to load until the blocks could be used, without the next
+    transfer_ms: Milliseconds = 0.0  # from the decision to load until the blocks could be used, verification apart
     verify_ms: Milliseconds = 0.0  # of seals and digests, after the last byte
-    queue_ms: Milliseconds = 0.0  # on the decode worker, before its first step with the request, the load apart
+    queue_ms: Milliseconds = 0.0  # on the decode worker, before its first step with the request, without the load
     first_step_ms: Milliseconds = 0.0  # on the decode worker, from the start of that step to its first token
     verified_blocks: Count = 0
     recomputed_tokens: Count = 0  # prompt tokens that should have been loaded and were computed
@@ -212,7 +212,7 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What the worker knows about a request; attached to the first and the last ``Tokens`` of a choice."""
+    """The worker's account of a request; attached to the first and the last ``Tokens`` of a choice."""
 
     num_cached_tokens: Count = 0
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
@@ -220,7 +220,7 @@ class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fail", omit_defaults=True):
-    """The worker cannot go on with a request; everything it held for it is (being) freed."""
+    """The worker cannot continue a request; its resources there are freed."""
 
     request_id: Name
     error: ErrorInfo
@@ -231,7 +231,7 @@ class EncodeDone(msgspec.Struct, frozen=True, kw_only=True, tag="edone", omit_de
 
     request_id: Name
     ec_sources: ECSources
-    num_cached: Count = 0  # items that were there already
+    num_cached: Count = 0  # items that were not computed again
     queue_ms: Milliseconds = 0.0
     encode_ms: Milliseconds = 0.0
 
@@ -245,7 +245,7 @@ class EncodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="efail", omit_
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rej", omit_defaults=True):
-    """Answer to a frame the worker could not understand or may not accept."""
+    """Answer to a frame that the worker cannot decode or may not accept."""
 
     error: ErrorInfo
 
@@ -266,7 +266,7 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_de
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="regno", omit_defaults=True):
-    """The router does not take the worker, or its frame; the message says why."""
+    """The router does not accept the worker, or its frame; the message gives the reason."""
 
     error: ErrorInfo
 
@@ -275,9 +275,9 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     """Serve a request.
 
     To a prefill worker: ``handoff`` is True, it stops after the first token of each choice. To a decode worker:
-    ``kv_handoff`` is set and ``choices`` holds what each live choice has put out so far; prompt and output stay apart because
-    penalties, limits, usage and random position depend on it. To whoever goes on with a request whose worker was lost:
-    ``choices`` alone, everything is computed there. To an aggregated worker that begins one: none of them.
+    ``kv_handoff`` is set and ``choices`` holds the output of each live choice so far; prompt and output stay apart because
+    penalties, limits, usage and random position depend on it. To a worker that continues a request of a lost worker:
+    ``choices`` only, and it computes everything. To an aggregated worker that begins one: none of them.
     ``deadline_ms`` is a duration from sending; 0 = none.
     """
 
@@ -299,7 +299,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
 
 
 class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One choice that a decode worker goes on with."""
+    """One choice that a decode worker continues."""
 
     index: ChoiceIndex
     output_token_ids: tuple[TokenId, ...]

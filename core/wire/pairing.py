@@ -1,7 +1,7 @@
-"""Whether a worker can read KV blocks out of another's pool, and by which transport. Pure functions.
+"""Whether a worker can read KV blocks from another's pool, and by which transport. Pure functions.
 
-One decision for each that has to make it: the producer at a consumer's handshake, the consumer when it gets the answer or gets
-a handoff, and the router before it pairs two workers, so that it never pairs two whose handshake would be refused.
+One decision for all who make it: the producer at a consumer's handshake, the consumer at the answer or at a handoff, and the
+router before it pairs two workers, so that it never pairs two whose handshake would be refused.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from core.errors import ConnectorUnavailable, LayoutMismatch
 from core.wire.kv import KVLayoutInfo, KVVerify
 
 SAME_HOST_TRANSPORTS = frozenset({"shm"})
-STAGING_BYTES = 64 << 20  # what a reader has of memory to convert blocks in
+STAGING_BYTES = 64 << 20  # the memory in which a reader converts blocks
 
 SHOWN_HEX_CHARS = 12  # of a model fingerprint, as in ``system_fingerprint``
 
-_SIZES = frozenset({"block_size", "block_bytes"})  # of a block: what a reader can convert
+_SIZES = frozenset({"block_size", "block_bytes"})  # of a block: a reader can convert these
 
 
 class KVHolder(Protocol):
-    """A worker with a KV pool: whose it is, what it holds, and how."""
+    """A worker with a KV pool: its name, model and layout."""
 
     @property
     def engine_id(self) -> str:
@@ -31,17 +31,17 @@ class KVHolder(Protocol):
 
     @property
     def model_fingerprint(self) -> bytes:
-        """The model of which it holds KV."""
+        """The model whose KV it holds."""
         ...
 
     @property
     def layout(self) -> KVLayoutInfo:
-        """What one block looks like."""
+        """The layout of its blocks."""
         ...
 
 
 class KVPeer(KVHolder, Protocol):
-    """What both sides of a handoff say of themselves besides."""
+    """Further facts that both sides of a handoff publish."""
 
     @property
     def transports(self) -> tuple[str, ...]:
@@ -55,16 +55,16 @@ class KVPeer(KVHolder, Protocol):
 
 
 class KVReader(KVPeer, Protocol):
-    """A worker that loads blocks (``Handshake`` and ``Register`` are such)."""
+    """A worker that loads blocks (``Handshake`` and ``Register`` have these fields)."""
 
     @property
     def kv_verify(self) -> KVVerify:
-        """What it checks of what it has read."""
+        """What it verifies of its reads."""
         ...
 
 
 class KVOwner(KVPeer, Protocol):
-    """A worker whose blocks are read (``HandshakeResponder`` and ``Register`` are such)."""
+    """A worker whose blocks are read (``HandshakeResponder`` and ``Register`` have these fields)."""
 
     @property
     def has_digests(self) -> bool:
@@ -77,7 +77,7 @@ def choose_transport(reader: KVReader, owner: KVOwner) -> str:
 
     Raises:
         LayoutMismatch: they hold KV of different models, or in different layouts; the message holds both values.
-        ConnectorUnavailable: there is no such transport; the message says what stands in the way of the first that works
+        ConnectorUnavailable: there is no such transport; the message gives the obstacle of the first one that works
             otherwise.
     """
     check_compatible(owner, reader.model_fingerprint, reader.layout)
@@ -99,7 +99,7 @@ def choose_transport(reader: KVReader, owner: KVOwner) -> str:
 def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutInfo, *, converts_blocks: bool = True) -> None:
     """Check that the peer holds KV of the same model, in the same layout or in one that a reader can convert.
 
-    ``converts_blocks`` is False for readers that take blocks only as they are.
+    ``converts_blocks`` is False for readers that cannot convert blocks.
 
     Raises:
         LayoutMismatch: it does not; the message holds both values.
@@ -126,17 +126,17 @@ def _shown(model_fingerprint: bytes) -> str:
 
 
 def holds_tokens_alike(layout: KVLayoutInfo, other: KVLayoutInfo) -> bool:
-    """Say whether a token takes the same bytes in both; a block then differs at most in how many it has of them."""
+    """Return True if a token takes the same bytes in both; blocks then differ at most in their number of tokens."""
     if layout.block_size % HASH_BLOCK_SIZE or other.block_size % HASH_BLOCK_SIZE:
-        return False  # the ends of blocks are then no values of the hash chain
+        return False  # otherwise the ends of blocks are not values of the hash chain
     return layout.block_bytes * other.block_size == other.block_bytes * layout.block_size
 
 
 def _check_fits_staging(ours: KVHolder, layout: KVLayoutInfo) -> None:
-    """Check that a reader has room for the fewest blocks that begin and end together on both sides: they are converted at once.
+    """Check that a reader has room for the fewest blocks that begin and end together on both sides; it converts them at once.
 
     Raises:
-        LayoutMismatch: it has not.
+        LayoutMismatch: it has no such room.
     """
     num_tokens = math.lcm(layout.block_size, ours.layout.block_size)
     num_bytes = num_tokens // layout.block_size * layout.block_bytes
@@ -148,12 +148,12 @@ def _check_fits_staging(ours: KVHolder, layout: KVLayoutInfo) -> None:
 
 
 def verifies_digests(kv_verify: KVVerify, transport: str) -> bool:
-    """Say whether a reader checks the bytes of what it reads by this transport, and not only the seals."""
+    """Return True if a reader checks the bytes read by this transport, and not only the seals."""
     return kv_verify == "digest" or (kv_verify == "auto" and transport in DIGEST_TRANSPORTS)
 
 
 def check_verifiable(kv_verify: KVVerify, transport: str, has_digests: bool) -> None:
-    """Check that the owner's seals hold what the reader is going to verify.
+    """Check that the owner's seals have what the reader verifies.
 
     Raises:
         ConnectorUnavailable: they do not; the message holds both values.

@@ -1,6 +1,6 @@
 """How long a worker's engine may go without progress before it counts as stalled.
 
-One rule for both ends: the router leaves a worker by it, and the worker judges its own health by it. Pure.
+One rule for both ends: the router stops using a worker by it, and the worker judges its own health by it. Pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Sampling parameters as they travel from the router to the workers and as the engine uses them.
+"""Sampling parameters, as the router sends them to the workers and as the engine uses them.
 
 The router has validated every range (``router.openai.sampling``); workers trust the types that the decoder checked. Stop
 *strings* never reach a worker: the router owns the text.
@@ -23,7 +23,7 @@ NumLogprobs = Annotated[int, Meta(ge=0, le=100)]  # per token; a frame must be a
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How the tokens of one request are chosen and when it stops.
+    """How the tokens of one request are sampled and when it stops.
 
     ``temperature`` 0 means greedy. ``top_k`` 0 means all tokens. ``seed`` is always set by the router before a worker sees
     the request; the random number for a choice's token is a pure function of (seed, choice index, position), so that the
@@ -49,9 +49,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
 
 def check_tokens_left(params: SamplingParams, stop_token_ids: frozenset[int], vocab_size: int) -> None:
-    """Refuse a request of which every token that it allows ends the text, while ``min_tokens`` forbids the end.
+    """Refuse a request if every allowed token ends the text while ``min_tokens`` forbids the end.
 
-    Nothing else can leave no token to choose: a bias is finite, and the filters keep the likeliest token.
+    Only this can leave no token to choose: a bias is finite, and the filters keep the likeliest token.
     ``stop_token_ids`` are all tokens that end it, the model's own included, each of the vocabulary.
 
     Raises:

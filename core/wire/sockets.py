@@ -1,8 +1,8 @@
 """ZeroMQ sockets, for asyncio or for a thread, with the options that every plane needs, and name resolution.
 
-Owns socket options and addresses. Knows nothing of messages, retries or membership: callers decide what to do when a peer is
-slow, silent or gone. Heartbeats here are ZeroMQ's own, which notice a dead TCP connection; that a process still answers is
-for the planes' own heartbeats to find out.
+Owns socket options and addresses. Knows nothing of messages, retries or membership: callers react when a peer is slow,
+silent or gone. Heartbeats here are ZeroMQ's own, which detect a dead TCP connection; the planes' own heartbeats detect that
+a process no longer answers.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AsyncSocket = zmq.asyncio.Socket
 AsyncContext = zmq.asyncio.Context
 AnySocket = TypeVar("AnySocket", bound="zmq.Socket[Any]")
 
-# Of a socket's monitor: the connection has ended, or none was made.
+# Events of a socket's monitor: the connection has ended, or none was made.
 LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -35,7 +35,7 @@ LOST_EVENTS = (
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 )
 
-# How long a socket that sends messages of several frames may take to close. Without any time, libzmq aborts the process if a
+# How long a socket that sends messages of several frames may take to close. With 0, libzmq aborts the process if a
 # connection breaks in the midst of such a message while the socket closes (errno_assert in session_base_t::clean_pipes).
 CLOSE_LINGER_MS = 200
 
@@ -44,7 +44,7 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class SocketOptions:
-    """How a socket behaves towards its peers; times in milliseconds.
+    """Options of a socket towards its peers; times in milliseconds.
 
     ``high_water_mark`` messages are queued per peer before sending fails. ``max_message_bytes`` is the size at which ZeroMQ
     drops the connection of a peer, before the message is in memory; pass the cap of the plane.
@@ -95,7 +95,7 @@ def bind(bound: zmq.Socket[Any], address: str) -> str:
 
 
 def warn_if_exposed(setting: str, address: str) -> None:
-    """Log a warning if a socket without authentication is bound where other machines can reach it; ``setting`` put it there."""
+    """Warn if a socket without authentication is bound to an address that other machines can reach, set by ``setting``."""
     host, _ = split_tcp(address)
     if is_loopback(host):
         return
@@ -110,7 +110,7 @@ def warn_if_exposed(setting: str, address: str) -> None:
 
 
 def is_loopback(host: str) -> bool:
-    """Say whether a host is this machine for itself only; of names, only localhost is known to be."""
+    """Return True if a host is reachable from this machine only; of names, only localhost is known to be."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -118,7 +118,7 @@ def is_loopback(host: str) -> bool:
 
 
 def binds_ipv6(address: str) -> bool:
-    """Say whether a socket to be bound there needs ``zmq.IPV6``; with it IPv4 comes back as ::ffff:127.0.0.1."""
+    """Return True if a socket to be bound there needs ``zmq.IPV6``; with it IPv4 is reported as ::ffff:127.0.0.1."""
     return "*" in address or "[" in address
 
 
@@ -165,7 +165,7 @@ def advertised_host(bound_host: str, advertise_host: str) -> str:
 
 
 async def resolve(address: str, timeout_s: float = 5.0) -> list[str]:
-    """Return the address of every machine that the host name stands for, sorted; other schemes than tcp as they are.
+    """Return the address of every machine that the host name stands for, sorted; addresses of other schemes than tcp unchanged.
 
     A headless Kubernetes service resolves to one address per router. IPv4 and IPv6 both count.
 

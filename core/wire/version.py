@@ -1,14 +1,14 @@
 """The one frame that every wire version understands: the refusal of a frame of another version.
 
-A frame of another version cannot be read, so the answer to it must not be written in a version either. Its bytes are frozen::
+A frame of another version cannot be decoded, so the answer to it must not depend on a version either. Its bytes are frozen::
 
     offset 0   00              no wire version has this number
            1   4B 46 56 52     "KFVR"
            5   version         that the sender speaks, 1 to 255
            6   version         of the frame that it refuses
 
-Readers ignore what follows byte 6. Only the side that binds a socket sends it, at most once per peer and interval; a refusal is
-never answered. The side that connects backs off. So two versions exchange a bounded number of frames, whoever is the newer.
+Readers ignore the bytes after byte 6. Only the side that binds a socket sends it, at most once per peer and interval; a refusal
+is never answered. The side that connects backs off. So two versions exchange a bounded number of frames, whichever is newer.
 """
 
 from __future__ import annotations
@@ -52,31 +52,31 @@ class VersionRefuser:
         self._limit = RateLimit(interval_s)
 
     def answer(self, peer: Hashable, error: VersionMismatch, now: float) -> bytes | None:
-        """Return the refusal to send, None if this frame is not answered: a refusal itself, or one frame too many."""
+        """Return the refusal to send, None if this frame is not answered: it is a refusal itself, or exceeds the rate."""
         if error.is_refusal or self._limit.admit(peer, now) is None:
             return None
         return encode_refusal(error.ours, error.theirs)
 
 
 class RetryBackoff:
-    """When the side that connects tries again at a peer of another version: ``FIRST_RETRY_S``, doubling to ``MAX_RETRY_S``."""
+    """When the connecting side retries a peer of another version: after ``FIRST_RETRY_S``, doubling to ``MAX_RETRY_S``."""
 
     def __init__(self) -> None:
         self.is_active = False
         self._next_s = FIRST_RETRY_S
 
     def start(self) -> bool:
-        """The peer speaks another version; returns True if that is news."""
+        """The peer speaks another version; returns True if this was not known."""
         is_news, self.is_active = not self.is_active, True
         return is_news
 
     def next_delay_s(self) -> float:
-        """Return how long to wait after the try that is made now."""
+        """Return the delay after the present try."""
         delay_s, self._next_s = self._next_s, min(MAX_RETRY_S, 2 * self._next_s)
         return delay_s
 
     def end(self) -> bool:
-        """The peer has said something in our version; returns True if it did not before."""
+        """The peer has sent a frame in our version; returns True if it did not before."""
         was_active, self.is_active = self.is_active, False
         self._next_s = FIRST_RETRY_S
         return was_active

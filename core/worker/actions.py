@@ -25,7 +25,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class SubmitAdd:
-    """Hand new requests to the engine."""
+    """Pass new requests to the engine."""
 
     requests: list[NewRequest]
 
@@ -46,21 +46,21 @@ class ReleaseTransfers:
 
 @dataclass(frozen=True, slots=True)
 class ReleaseEmbeddings:
-    """Release embeddings that will not be read by these leases."""
+    """End these leases of embeddings, which will not be read."""
 
     sources: tuple[ECSource, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class ExpectTransfer:
-    """A request that is on its way to the engine may load this handoff. What the engine says of it comes after this."""
+    """A request that is on its way to the engine may load this handoff. The engine's output for it comes after this."""
 
     handoff: KVHandoff
 
 
 @dataclass(frozen=True, slots=True)
 class RenewTransfers:
-    """Keep handoffs for another while."""
+    """Extend the leases of handoffs."""
 
     transfer_ids: tuple[str, ...]
 
@@ -77,7 +77,7 @@ Action = Send | SubmitAdd | SubmitAbort | ExpectTransfer | ReleaseTransfers | Re
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineLoad:
-    """How busy the engine is, and whether it makes progress, as told to the routers.
+    """The load and progress of the engine, as reported to the routers.
 
     ``longest_lease_s``: how long readers may need its blocks.
     """

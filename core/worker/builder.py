@@ -27,7 +27,7 @@ class BuiltEncoder:
 
     engine: Engine
     model_fingerprint: bytes
-    max_num_images: int  # that it holds at most, waiting ones included
+    max_num_images: int  # the limit, waiting ones included
     image_decode_thread: ImageDecodeThread  # not started
 
     @property
@@ -71,7 +71,7 @@ def assemble(
 def load_in_thread(function: Callable[[], Assembled]) -> Future[Assembled]:
     """Run a function on a thread that cannot keep the process alive."""
     result: Future[Assembled] = Future()
-    result.set_running_or_notify_cancel()  # the waiting side may give up, the load goes on
+    result.set_running_or_notify_cancel()  # the waiting side may give up while the load continues
 
     def run() -> None:
         try:

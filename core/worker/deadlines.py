@@ -20,7 +20,7 @@ class Deadlines:
         return len(self._heap)
 
     def add(self, request_id: str, time: float) -> None:
-        """Note a deadline; ids may be used again once removed."""
+        """Add a deadline; ids may be used again once removed."""
         self._last_serial += 1
         self._live[request_id] = self._last_serial
         heapq.heappush(self._heap, (time, self._last_serial, request_id))
@@ -33,7 +33,7 @@ class Deadlines:
             heapq.heapify(self._heap)
 
     def pop_due(self, now: float) -> str | None:
-        """Return a request that is out of time, and forget its deadline; None if there is none."""
+        """Return a request whose time is up, and forget its deadline; None if there is none."""
         while self._heap and self._heap[0][0] <= now:
             entry = heapq.heappop(self._heap)
             if self._is_live(entry):
@@ -43,7 +43,7 @@ class Deadlines:
 
     @property
     def next_time(self) -> float | None:
-        """When ``pop_due`` may have something, at the earliest."""
+        """The earliest time at which ``pop_due`` may return a request."""
         return self._heap[0][0] if self._heap else None
 
     def _is_live(self, entry: tuple[float, int, str]) -> bool:

@@ -1,6 +1,6 @@
-"""How a worker leaves: take nothing new, finish what runs, wait for readers of its blocks, then go.
+"""How a worker leaves: accept no new requests, finish the running ones, wait for readers of its blocks, then exit.
 
-Owns the phases and their deadline. Knows nothing of requests or sockets: ``core.worker.state`` tells it what is left.
+Owns the phases and their deadline. Knows nothing of requests or sockets: ``core.worker.state`` reports what remains.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class Drain:
         return self._deadline is not None
 
     def start(self, now: float, timeout_s: float) -> None:
-        """Begin to leave; a later call can only bring the end closer. 0 = wait for nothing, readers neither."""
+        """Begin to leave; a later call can only bring the end forward. 0 = wait for nothing, not even for readers."""
         deadline = now + timeout_s
         self._deadline = deadline if self._deadline is None else min(self._deadline, deadline)
         if not timeout_s:

@@ -28,7 +28,7 @@ class Heartbeats:
             self._pauses.append((now, now - due))
 
     def write(self, load: EngineLoad, now: float, *, is_draining: bool) -> Heartbeat:
-        """Return what there is to tell."""
+        """Return the heartbeat."""
         progress = load.progress
         return Heartbeat(
             engine_id=self._registration.engine_id,

@@ -96,7 +96,7 @@ class WorkerProcess:
         self._driver: MachineDriver[None] | None = None
         self._exit_code: asyncio.Future[int] | None = None
 
-    # ---- life --------------------------------------------------------------------------------------------------------
+    # ---- start and stop ----------------------------------------------------------------------------------------------
 
     async def run(self, announce: Announce) -> int:
         """Serve until told to leave; returns the exit code: 0 after a drain, 1 after the engine's death.
@@ -356,7 +356,7 @@ class WorkerProcess:
         return OpsResponse.of_json(HTTPStatus.OK, {"version": package_version(), "wire_version": WIRE_VERSION})
 
     def _drain(self) -> OpsResponse:
-        """Begin to leave; asking twice does not hurry."""
+        """Begin to leave; a second request does not hurry it."""
         if self._state is None:
             self._stop(0)
             return OpsResponse.of_json(HTTPStatus.ACCEPTED, {"status": "stopping"})

@@ -17,7 +17,7 @@ from core.worker.builder import Assembled, BuiltEncoder
 
 
 def registration(context: WorkerContext, assembled: Assembled, ops_address: str) -> Register | RegisterEncoder:
-    """Return what the worker says of itself."""
+    """Return the worker's registration."""
     config, built, connector, ec_connector = context.config, assembled.built, assembled.connector, assembled.ec_connector
     if isinstance(built, BuiltEncoder):
         assert ec_connector is not None, "nobody could read what it computes"

@@ -38,7 +38,7 @@ class EngineFacts:
 
 @dataclass(slots=True)
 class RoleOutput:
-    """What follows from an event.
+    """The consequences of an event.
 
     ``new_requests`` go to the engine now. ``ended`` names the requests that get no more replies, ``abort_ids`` the engine
     requests to abort, ``release_transfer_ids`` the handoffs and ``release_sources`` the embeddings that are not read any more.
@@ -99,7 +99,7 @@ def split_choice_id(engine_request_id: str) -> tuple[str, int]:
 
 
 def request_of_choice(message: Generate, index: int, sampling: SamplingParams, facts: EngineFacts, now: float) -> NewRequest:
-    """Return the engine request of one choice as far as the message says it, with what the role makes of its ``sampling``."""
+    """Return the engine request of one choice: the fields of the message, and the role's ``sampling``."""
     return NewRequest(
         request_id=choice_id(message.request_id, index),
         prompt_token_ids=message.prompt_token_ids,
@@ -124,7 +124,7 @@ def deadline_of(message: Generate | EncodeRequest, now: float) -> float | None:
 
 
 def output_error(output: EngineCoreOutput) -> ErrorInfo | None:
-    """Return why the engine gave a request up, None if it did not; an end without a reason is an internal error."""
+    """Return the engine's error of a request, None without one; an end without a reason is an internal error."""
     if output.error is not None:
         return output.error
     if output.finish_reason in {"error", "abort"}:

@@ -45,9 +45,9 @@ class RouterMembership:
         return bool(self.router_id)
 
     def on_registered(self, message: Registered, now: float) -> bool:
-        """Take the router's answer; returns True if it replaces another router process, which is gone then.
+        """Process the router's answer; returns True if it replaces another router process, which is gone then.
 
-        That process may have been lost before, for its silence.
+        That process may have been lost before, because it was silent.
         """
         has_changed = self._last_router_id not in ("", message.router_id)
         was_registered = self.is_registered

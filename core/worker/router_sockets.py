@@ -101,7 +101,7 @@ class RouterSockets:
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if task is not self._resolver and task not in self._readers.values():
-            return  # it was let go before it was cancelled
+            return  # the task was dropped before it was cancelled
         # A socket that is closed under its reader looks like a cancellation.
         error = RuntimeError("cancelled by nobody") if task.cancelled() else task.exception() or RuntimeError("it returned")
         logger.error(event("router_link_task_died", error=repr(error)))

@@ -109,7 +109,7 @@ class WorkerState:
         self._exit_code: int | None = None
         self._router_lines = RateLimit(LOG_INTERVAL_S)  # for what a router can cause as often as it likes
 
-    # ---- what the shell asks -----------------------------------------------------------------------------------------
+    # ---- state for the shell -----------------------------------------------------------------------------------------
 
     @property
     def is_draining(self) -> bool:
@@ -154,7 +154,7 @@ class WorkerState:
         return self._abort_requests_of(link)
 
     def on_bad_frame(self, link: str, error: ProtocolError, now: float) -> list[Action]:
-        """A frame could not be understood: say so, and nothing else happens."""
+        """Report a frame that could not be decoded; it has no other effect."""
         self._metrics.count_rejected()
         if isinstance(error, VersionMismatch):
             return self._on_other_version(link, error, now)
@@ -164,7 +164,7 @@ class WorkerState:
     def _on_other_version(self, link: str, error: VersionMismatch, now: float) -> list[Action]:
         """Back off, without an answer: a router of another version would have to refuse it again.
 
-        It has replaced the router whose requests are here, those included that came after that one was thought to be lost.
+        It has replaced the router of the present requests, including those that came after that router seemed lost.
         """
         membership = self._links.get(link)
         if membership is None:
@@ -209,7 +209,7 @@ class WorkerState:
         return self._give_up_requests_of(link) if is_another and self._requests_of(link) else []
 
     def _on_refused(self, link: str, membership: RouterMembership, message: Refused, now: float) -> list[Action]:
-        """Whatever the router has asked for it asked before: also what came late, when it was thought to be lost already."""
+        """All requests of this router came before its refusal, also those that came late, after it had seemed lost."""
         if membership.on_refused(message.error.message, now):
             self._log_of_router(now, "refused_by_router", link, code=message.error.code, message=message.error.message)
         return self._abort_requests_of(link)
@@ -296,7 +296,7 @@ class WorkerState:
         return [*self._drop(request_id, error.code), failed]
 
     def _abort_requests_of(self, link: str) -> list[Action]:
-        """The router that asked is gone, and its clients with it."""
+        """Abort the requests of a router that is gone, and whose clients are gone with it."""
         orphans = self._requests_of(link)
         if orphans:
             logger.warning(event("router_lost", router=link, aborted_requests=len(orphans)))
@@ -320,7 +320,7 @@ class WorkerState:
         return served
 
     def _free_choices(self, served: _Served, num_choices: int) -> None:
-        """Choices have ended before their request: their places are free for other choices."""
+        """Free the places of ended choices for other choices, before their request ends."""
         served.num_choices -= num_choices
         self._num_choices -= num_choices
 

@@ -1,8 +1,8 @@
 """Traces of requests at a worker: one span for each request below the router's leg, and below it one for each part of its time.
 
-Owns the names and attributes of these spans. It sees the messages that a worker gets and sends, nothing else: what the parts
-took stands in the worker's own reports. How long a decode worker's parts took is measured, where they lie is not: they are laid
-end to end before the first token, the wait first. Without a tracer every call returns at once.
+Owns the names and attributes of these spans. It sees only the messages that a worker receives and sends: the durations of the
+parts come from the worker's own reports. How long a decode worker's parts took is measured, but not when they ran: they are
+laid end to end before the first token, the wait first. Without a tracer every call returns at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from core.worker.role import split_choice_id
 ENCODE = "kvferry.encode"
 PREFILL = "kvferry.prefill"
 DECODE = "kvferry.decode"
-MAX_OPEN = 8192  # beyond it the oldest is forgotten: its router is gone and nothing was sent of it
+MAX_OPEN = 8192  # beyond it the oldest is forgotten: its router is gone and no reply was sent
 
 
 @dataclass(slots=True)
@@ -56,7 +56,7 @@ class WorkerTraces:
     _open: OrderedDict[str, _Open] = field(default_factory=OrderedDict)
 
     def on_message(self, message: RouterMessage, now: float) -> None:
-        """Look at what a router has sent."""
+        """Process a router's message."""
         if self.tracer is None:
             return
         match message:
@@ -70,7 +70,7 @@ class WorkerTraces:
                     self._abort(name, message.reason, now)
 
     def on_reply(self, message: WorkerMessage | Sequence[Tokens], now: float) -> None:
-        """Look at what is sent to a router."""
+        """Process a message to a router."""
         if not self._open:
             return
         match message:
