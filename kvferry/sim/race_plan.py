@@ -12,8 +12,9 @@ from random import Random
 
 from msgspec.structs import replace as replace_struct
 
+from kvferry.sim.draw_plan import FIRST_REQUEST_S, draw_plan, draw_shape
 from kvferry.sim.faults import Fault, FaultEvent
-from kvferry.sim.plan import FIRST_REQUEST_S, ClusterPlan, draw_plan, draw_shape
+from kvferry.sim.plan import ClusterPlan
 
 _RACE_SHARE = 0.25  # of the seeds without given kinds of faults
 _REPEATED_SHARE, _LEASE_SHARE = 0.3, 0.3  # of these, with the same prompts again and again, and lease plans

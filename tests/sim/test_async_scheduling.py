@@ -13,8 +13,9 @@ import core.sched.scheduler
 from core.engine.kv_sizing import max_in_flight_tokens
 from core.testing.hash_model import hash_model_kv_config
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
-from kvferry.sim.plan import MAX_MODEL_LEN, draw_plan
+from kvferry.sim.plan import MAX_MODEL_LEN
 from kvferry.sim.race_plan import draw_tight_plan
 from kvferry.sim.runs import Summary
 

@@ -11,8 +11,9 @@ import dataclasses
 import pytest
 
 from kvferry.sim.cluster import RunResult, SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault, FaultEvent
-from kvferry.sim.plan import ClusterPlan, draw_plan
+from kvferry.sim.plan import ClusterPlan
 from kvferry.sim.worker import SimWorker
 
 pytestmark = pytest.mark.slow

@@ -9,9 +9,9 @@ import pytest
 
 from core.errors import Unavailable
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import TIER_FAULTS, Fault
 from kvferry.sim.lower_tier import SimLowerTier
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
 from kvstore.memory import MemoryTier
 from kvstore.tiering import Tiering

@@ -16,8 +16,8 @@ from core.sched.encoder_inputs import EncoderInputs
 from core.testing.hash_encoder import HashEncoder
 from encode.engine import EncodeEngine
 from kvferry.sim.cluster import RunResult
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.image_plan import draw_images
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed
 
 pytestmark = pytest.mark.slow

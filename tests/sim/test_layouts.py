@@ -8,8 +8,8 @@ import core.wire.pairing
 import router.dispatch.handoffs
 import router.dispatch.policy
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seeds
 
 LOSSES = (Fault.LAYOUT, Fault.CRASH, Fault.SLOW)

@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.faults import Fault
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.router import SimRouter
 from kvferry.sim.worker import SimWorker
 

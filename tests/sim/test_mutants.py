@@ -37,8 +37,8 @@ from core.kv.single_type import RecyclingManager
 from core.kv.spec import SlidingWindowSpec
 from core.worker.state import WorkerState
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.race_plan import draw_race_plan
 from kvferry.sim.transport import SimTransport
 from router.dispatch.dispatcher import Dispatcher

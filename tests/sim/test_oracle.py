@@ -9,9 +9,10 @@ import pytest
 from core.errors import EncoderInputMissing
 from core.wire.messages import TransferUsage
 from kvferry.sim.client import ROUTER_LOST, Client
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
 from kvferry.sim.oracle import CausalOracle
-from kvferry.sim.plan import ClusterPlan, draw_plan
+from kvferry.sim.plan import ClusterPlan
 from kvferry.sim.request_path import Setback, WorkerTurn
 from kvferry.sim.stalls import bound_s, find_stalls
 from kvferry.sim.troubles import Kind, Troubles

@@ -7,8 +7,9 @@ import dataclasses
 import pytest
 
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
-from kvferry.sim.plan import ClusterPlan, draw_plan
+from kvferry.sim.plan import ClusterPlan
 
 pytestmark = pytest.mark.slow
 

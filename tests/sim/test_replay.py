@@ -10,8 +10,8 @@ import pytest
 
 from core.errors import ConfigError
 from kvferry.cli import app
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import command, run_seed
 
 pytestmark = pytest.mark.slow

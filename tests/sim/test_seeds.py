@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.race_plan import draw_race_plan
 from kvferry.sim.runs import Summary, command, run_seeds
 

@@ -12,8 +12,8 @@ from connectors.ec.jobs import FetchEnded
 from connectors.ec.mover import EmbeddingTransfer
 from connectors.ec.store_offers import StoreOffers
 from connectors.ec.worker import FetchingWorker, OfferEnded
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.image_plan import draw_images
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
 from kvstore.client_base import StoreClientBase
 

@@ -8,9 +8,10 @@ import pytest
 
 from kvferry.sim.client import Client
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
 from kvferry.sim.oracle import CausalOracle
-from kvferry.sim.plan import ClusterPlan, RequestPlan, draw_plan
+from kvferry.sim.plan import ClusterPlan, RequestPlan
 from kvferry.sim.race_plan import draw_any_plan
 from kvferry.sim.router import SimRouter
 from kvferry.sim.runs import Summary, run_seeds

@@ -8,9 +8,9 @@ import pytest
 
 from kvferry.sim.client import Client
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
 from kvferry.sim.oracle import CausalOracle
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.race_plan import draw_any_plan
 from kvferry.sim.request_path import WorkerTurn
 from kvferry.sim.runs import Summary

@@ -13,8 +13,8 @@ from connectors.tier.save_planner import SavePlanner
 from connectors.tier.worker import TierConnectorWorker
 from core.engine.core import EngineCore
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
-from kvferry.sim.plan import draw_plan
 from kvstore.client_base import StoreClientBase
 from kvstore.memory import MemoryTier
 

@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 
 from kvferry.sim.cluster import SimCluster
+from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import STORE_FAULTS, Fault
-from kvferry.sim.plan import draw_plan
 from kvferry.sim.runs import Summary, run_seed, run_seeds
 
 pytestmark = pytest.mark.slow
