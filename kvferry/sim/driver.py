@@ -177,11 +177,6 @@ class SimDriver:
         if self._control_address:
             self._server = host.network.listen(host.process, self._control_address, self._on_question)
 
-    def on_timer(self) -> None:
-        """Do what is due."""
-        self._consumer.on_timer()
-        self._producer.on_timer()
-
     # ---- leases, as the roles see them -----------------------------------------------------------------------------
 
     def expect(self, handoff: KVHandoff) -> None:

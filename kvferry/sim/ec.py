@@ -25,9 +25,6 @@ class Embeddings(Protocol):
     def start(self, complain: Callable[[str], None], max_rows_per_read: int) -> None:
         """Be ready for readers, and to read."""
 
-    def on_timer(self) -> None:
-        """Do what is due."""
-
     def corrupt(self) -> None:
         """Change a bit of the embeddings that are promised to a reader next."""
 

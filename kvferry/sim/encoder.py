@@ -166,9 +166,6 @@ class SimEncoder(SimWorkerProtocol):
         if self.engine.core._queue and (self.images is None or self.images.is_idle):
             self._complain(f"{self.spec.engine_id} sleeps beside images that nobody decodes")
 
-    def _timers(self) -> list[Callable[[], None]]:
-        return [self.embeddings.on_timer]
-
     def _release_embeddings(self, sources: Sequence[ECSource]) -> None:
         self.embeddings.release_sources(sources)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections import deque
 from collections.abc import Callable
+from functools import partial
 
 Callback = Callable[[], object]
 
@@ -84,7 +85,7 @@ class ProcessClock:
         return self._origin + self._loop.now * self._rate
 
     def jump(self, seconds: float) -> None:
-        """Go forward by so much at once, as after a pause of the machine. Planned events stay where they are."""
+        """Go forward by so much at once, as after a pause of the machine."""
         self._origin += seconds
 
     def delay_until(self, when: float) -> float:
@@ -105,6 +106,7 @@ class Process:
         self.is_frozen = False
         self._loop = loop
         self._deferred: deque[Timer] = deque()
+        self._by_clock: list[tuple[float, Timer]] = []  # those planned by this process's clock, with its time
         self._on_death: list[Callback] = []
 
     def call_later(self, delay_s: float, callback: Callback) -> Timer:
@@ -115,7 +117,15 @@ class Process:
 
     def call_at(self, when: float, callback: Callback) -> Timer:
         """Plan an event for when this process's own clock shows ``when``, or a little more."""
-        return self.call_later(self.clock.delay_until(when) + _ROUNDING_S, callback)
+        timer = self.call_later(self.clock.delay_until(when) + _ROUNDING_S, callback)
+        self._by_clock = [(when, timer), *(entry for entry in self._by_clock if not entry[1].is_over)]
+        return timer
+
+    def jump(self, seconds: float) -> None:
+        """Let the clock jump ahead; what is planned by it comes as much earlier."""
+        self.clock.jump(seconds)
+        for when, timer in reversed(self._by_clock):
+            self._loop.call_later(self.clock.delay_until(when) + _ROUNDING_S, partial(self._run, timer))
 
     def on_death(self, callback: Callback) -> None:
         """Have others told at the moment of death."""

@@ -71,10 +71,6 @@ class SimSharedEmbeddings:
     def on_copy(self, source: memoryview) -> None:
         """The store gets a copy of its own."""
 
-    def on_timer(self) -> None:
-        """Do what is due."""
-        self._store.on_timer()
-
     def corrupt(self) -> None:
         """Nothing is promised to readers: it is the store whose bits change."""
 

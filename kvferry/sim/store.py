@@ -208,9 +208,6 @@ class SimStoreClientBase(StoreClientBase):
         """Count what must be gone once every request has ended."""
         return {"open calls": self._machine.num_open_calls, "pinned gets": self._machine.num_pinned_gets}
 
-    def on_timer(self) -> None:
-        """Do what is due. A store inside the worker waits for nothing."""
-
 
 class SimStoreClient(SimStoreClientBase):
     """A client of the store at ``address``. Its thread does one thing after another, and nothing else while it copies."""
@@ -238,8 +235,7 @@ class SimStoreClient(SimStoreClientBase):
     def close(self) -> None:
         """See ``BlockStore``: here a worker ends by its death."""
 
-    def on_timer(self) -> None:
-        """Do what is due."""
+    def _on_timer(self) -> None:
         self._do(lambda: self._machine.on_timer(self._clock.now()))
 
     def _carry_out(self) -> None:
@@ -305,7 +301,7 @@ class SimStoreClient(SimStoreClientBase):
     def _arm_timer(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        self._timer = self._host.process.call_at(self._machine.next_timer(), self.on_timer)
+        self._timer = self._host.process.call_at(self._machine.next_timer(), self._on_timer)
 
     # ---- the link ----------------------------------------------------------------------------------------------------
 

@@ -5,7 +5,7 @@ Owns what such a worker consists of; how it talks to its routers is ``kvferry.si
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from random import Random
 
 import msgspec
@@ -265,14 +265,6 @@ class SimWorker(SimWorkerProtocol):
         self.host.troubles.note_step(self.spec.engine_id)
         longest = self.spec.step_s
         return longest if self._random.random() < _SLOW_STEP_RATE else self._random.uniform(0.1, 0.6) * longest
-
-    def _timers(self) -> list[Callable[[], None]]:
-        found = [self.connector.on_timer] if self.connector is not None else []
-        if self.tier is not None:
-            found.append(self.tier.store.on_timer)
-        if self.embeddings is not None:
-            found.append(self.embeddings.on_timer)
-        return found
 
     def _expect(self, handoff: KVHandoff) -> None:
         if self.connector is not None:

@@ -92,6 +92,18 @@ def test_timer_is_due_by_its_own_clock_when_it_fires(loop, rate):
     assert max(late) < 1e-6
 
 
+@pytest.mark.parametrize("rate", [0.5, 1.0, 1.7])
+def test_clock_that_jumps_brings_its_timers_forward_once_and_in_order(loop, rate):
+    process = Process(loop, "worker", ProcessClock(loop, 100.0, rate))
+    seen: list[str] = []
+    cancelled = process.call_at(102.0, lambda: seen.append("cancelled"))
+    for seconds in (4.0, 1.0, 2.0, 6.0):
+        process.call_at(100.0 + seconds, lambda seconds=seconds: seen.append(f"{seconds} at {process.clock.now():.3f}"))
+    process.call_later(0.5 / rate, lambda: (cancelled.cancel(), process.jump(3.0)))
+    run(loop)
+    assert seen == ["1.0 at 103.500", "2.0 at 103.500", "4.0 at 104.000", "6.0 at 106.000"]
+
+
 def test_queue_keeps_the_order_whatever_each_call_takes(loop):
     delays = iter((5.0, 1.0, 3.0))
     queue, seen = Queue(Process(loop, "p"), loop, lambda: next(delays)), []
