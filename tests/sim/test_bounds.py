@@ -75,7 +75,7 @@ def kill_and_look(cluster: SimCluster) -> int:
 
     def check(dead: SimWorker) -> None:
         for worker in alive(cluster):
-            loads = worker.connector.agent.consumer._loads.values()
+            loads = worker.connector.agent.consumer.loads
             assert not [load for load in loads if load.producer.incarnation == dead.incarnation]
 
     def note(name: str) -> None:
@@ -100,9 +100,7 @@ def freeze_and_look(cluster: SimCluster) -> None:
     def check() -> None:
         for name in readers:
             worker = cluster.workers[name]
-            ages = [
-                worker.host.process.clock.now() - load.started_at for load in worker.connector.agent.consumer._loads.values()
-            ]
+            ages = [worker.host.process.clock.now() - load.started_at for load in worker.connector.agent.consumer.loads]
             assert max(ages, default=0.0) <= longest_s
         cluster.loop.call_later(TICK_S, check)
 

@@ -53,7 +53,7 @@ def tables_of_worker(worker: SimWorker | SimEncoder) -> Iterator[tuple[object, s
     if connector is not None:
         yield from ((connector.scheduler, name) for name in ("_offers", "_loading", "_refs", "_readers"))
         yield from ((connector._executor, name) for name in ("_reads", "_read_ids"))
-        yield connector.agent.consumer, "_loads"
+        yield connector.agent.consumer.loads, "_loads"
         yield connector.agent.consumer._reads, "_loads"
         yield connector.agent.consumer._reads.quarantine, "_reads"
         yield connector.agent.consumer.leases, "_leases"

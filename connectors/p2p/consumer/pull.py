@@ -45,6 +45,7 @@ from connectors.p2p.consumer.held_leases import HeldLeases
 from connectors.p2p.consumer.inflight_reads import InflightReads, QuarantineBounds
 from connectors.p2p.consumer.load import Load, LoadPhase, other_life, refused_load
 from connectors.p2p.consumer.load_reading import LoadExits, LoadReader
+from connectors.p2p.consumer.loads import Loads
 from connectors.p2p.consumer.peers import ConsumerTerms, Peer, Peers
 from connectors.p2p.consumer.stalls import StallWatch
 from connectors.p2p.producer.handshake import WorkerIdentity, peer_error
@@ -83,7 +84,7 @@ class PullProtocol:
         most, most_in_total = settings.max_quarantined_blocks, settings.max_quarantined_blocks_in_total
         self._reads = InflightReads(QuarantineBounds(most, most_in_total, settings.fence_grace_s), self._emit)
         self._quarantine = self._reads.quarantine
-        self._loads: dict[str, Load] = {}
+        self.loads = Loads()
         self._stalls = StallWatch(settings.transfer_stall_s)
         exits = LoadExits(self._end, self._on_read_failed, self._connect)
         self._reader = LoadReader(settings, identity.layout, self.peers, self.leases, self._reads, exits)
@@ -109,7 +110,7 @@ class PullProtocol:
     @property
     def num_loading_blocks(self) -> int:
         """Blocks of loads that have not been reported."""
-        return sum(load.num_rows for load in self._loads.values())
+        return self.loads.num_rows
 
     @property
     def num_quarantined_blocks(self) -> int:
@@ -140,12 +141,12 @@ class PullProtocol:
 
     def start(self, request: PullRequest, now: float) -> list[Action]:
         """Begin a load. Its lease is held until ``release``."""
-        assert request.request_id not in self._loads, f"{request.request_id} is loading already"
         self.leases.hold(request.handoff, now)
         deadline = now + self._settings.transfer_deadline_s
         if request.deadline is not None:
             deadline = min(deadline, request.deadline)
-        self._loads[request.request_id] = load = Load(request, now, deadline)
+        load = Load(request, now, deadline)
+        self.loads.add(load)
         if deadline <= now:
             self._on_deadline(load, now)
         elif self._reads.is_full(load.producer, now):
@@ -156,12 +157,12 @@ class PullProtocol:
 
     def abort(self, request_id: str, now: float) -> list[Action]:
         """Give up a load. An unknown or reported one is ignored."""
-        load = self._loads.get(request_id)
+        load = self.loads.get(request_id)
         if load is not None:
             quarantined = load.open_rows()
             self._forget(load, max(now, load.deadline), now)
             self._emit(LoadEnded(request_id, usage=None, quarantined_block_ids=quarantined))
-            self._reads.hurry_if_full(self._served_by(), now)
+            self._reads.hurry_if_full(self.loads.producers, now)
             self._close_if_retired(load.producer, now)
         return self._take_actions(now)
 
@@ -205,7 +206,7 @@ class PullProtocol:
         lost = self.peers.at(address)
         for peer_id in lost:
             self._lose(peer_id, error, now)
-        for load in self._loads_at(address):
+        for load in self.loads.at(address):
             if lost:
                 self._connect(load, now)
             else:
@@ -231,8 +232,8 @@ class PullProtocol:
         """Do what is due: handshake timeouts, deadlines, fences, renewals."""
         for address in self.peers.unanswered(now):
             self._on_unanswered(address, now)
-        for load in [load for load in self._loads.values() if load.deadline <= now]:
-            if load.request.request_id in self._loads:
+        for load in self.loads.overdue(now):
+            if load in self.loads:
                 self._on_deadline(load, now)
         for peer_id in self._quarantine.overdue(now):
             self._fence(peer_id, now)
@@ -247,7 +248,7 @@ class PullProtocol:
         """Return when ``on_timer`` has something to do, or None."""
         earliest = min(
             self.peers.next_timeout(),
-            min((load.deadline for load in self._loads.values()), default=math.inf),
+            self.loads.next_deadline(),
             self._quarantine.next_fence(),
             self._stalls.next_timer(),
             self.peers.health.next_timer(),
@@ -278,7 +279,7 @@ class PullProtocol:
         """End the loads that have waited for the handshake long enough; repeat it once for those that came later."""
         timeout_s = self._settings.handshake_timeout_s
         error = ErrorInfo.of(PeerUnreachable(f"no answer to the handshake from {address} in {timeout_s:g} s"))
-        waiting = self._connecting_to(address)
+        waiting = self.loads.connecting_to(address)
         later = [load.started_at for load in waiting if load.started_at + timeout_s > now]
         if later and self.peers.repeat_handshake(address, min(later) + timeout_s, now):
             self._counts.handshakes += 1
@@ -295,14 +296,14 @@ class PullProtocol:
         A process that was replaced may live on and keep its connections, while another one listens at its address. The first
         answer over the new connection decides. Returns False if no load waits for another incarnation.
         """
-        waiting = [load for load in self._connecting_to(address) if load.producer.incarnation != incarnation]
+        waiting = [load for load in self.loads.connecting_to(address) if load.producer.incarnation != incarnation]
         if not waiting or not self.peers.is_answering(address, incarnation):
             return False
         self.peers.end_handshake(address)
         self._close_control(address)
         for producer in dict.fromkeys(load.producer for load in waiting):
             self.leases.ask_producer(producer, now)
-        for load in self._connecting_to(address):
+        for load in self.loads.connecting_to(address):
             self._connect(load, now)
         return True
 
@@ -319,7 +320,7 @@ class PullProtocol:
         except KVFerryError as error:
             self._fail_handshake(address, ErrorInfo.of(error), now)
             return
-        for load in self._connecting_to(address):
+        for load in self.loads.connecting_to(address):
             if not load.is_reading:  # else its reads, posted in vain, are about to end
                 self._reader.begin(load, peer, now)
 
@@ -343,7 +344,7 @@ class PullProtocol:
 
     def _close_if_retired(self, peer_id: PeerId, now: float) -> None:
         peer = self.peers.get(peer_id)
-        is_needed = any(load.producer == peer_id and load.phase is not LoadPhase.CONNECTING for load in self._loads.values())
+        is_needed = any(load.phase is not LoadPhase.CONNECTING for load in self.loads.of(peer_id))
         if peer is not None and peer.is_retiring and not is_needed:
             self._lose(peer_id, PeerUnreachable(f"{peer_id.address} is read by another transport from now on"), now)
 
@@ -361,20 +362,20 @@ class PullProtocol:
 
     def _leave(self, peer_id: PeerId, error: KVFerryError, now: float, *, is_left: bool) -> None:
         """Close a peer; loads that have received nothing from it yet try another transport if one ``is_left``."""
-        waiting = [load for load in self._loads_at(peer_id.address) if load.producer == peer_id and load.is_untouched]
+        waiting = [load for load in self.loads.of(peer_id) if load.is_untouched]
         if is_left and self.peers.get(peer_id) is not None:
             for load in waiting:
                 load.start_over()
         self._lose(peer_id, error, now)
         for load in waiting:
-            if load.request.request_id in self._loads:
+            if load in self.loads:
                 self._connect(load, now)
 
     def _fail_handshake(self, address: str, error: ErrorInfo, now: float) -> None:
         """Fail all loads that wait for this handshake."""
         self.peers.end_handshake(address)
         self._counts.failed_handshakes += 1
-        for load in self._connecting_to(address):
+        for load in self.loads.connecting_to(address):
             self._end(load, error, now)
 
     def _note_incarnation(self, address: str, incarnation: int, now: float) -> None:
@@ -384,7 +385,7 @@ class PullProtocol:
         others = [peer_id for peer_id in self.peers.at(address) if peer_id.incarnation != incarnation]
         for peer_id in others:
             self._lose(peer_id, other_life(peer_id, incarnation), now)
-        for load in self._loads_at(address):
+        for load in self.loads.at(address):
             if load.producer.incarnation != incarnation:
                 self._end(load, other_life(load.producer, incarnation), now)
 
@@ -396,7 +397,7 @@ class PullProtocol:
         self._stalls.forget(peer_id)
         self._fence_late_reads(peer_id)
         waiting = []
-        for load in [load for load in self._loads_at(peer_id.address) if load.producer == peer_id]:
+        for load in self.loads.of(peer_id):
             if load.phase is not LoadPhase.CONNECTING:
                 self._end(load, error, now)
             elif peer.is_retiring:
@@ -429,7 +430,7 @@ class PullProtocol:
 
     def _offer_room(self, now: float) -> None:
         """A read has ended: let the loads that had no room try again, the eldest first, with one read each."""
-        for load in [load for load in self._loads.values() if load.wants_room]:
+        for load in [load for load in self.loads if load.wants_room]:
             load.offer_room(now)
             self._reader.go_on(load, now, len(load.open_reads) + 1)
 
@@ -439,7 +440,7 @@ class PullProtocol:
             self._counts.handshakes += 1
         going_on, ending = self.leases.on_state(address, state)
         news = {*going_on, *ending}
-        for load in self._loads_at(address):
+        for load in self.loads.at(address):
             if load.phase is LoadPhase.READING and load.request.handoff.transfer_id in news:
                 self._reader.go_on(load, now)
 
@@ -460,7 +461,7 @@ class PullProtocol:
 
     def _end(self, load: Load, error: KVFerryError | ErrorInfo | None, now: float, fence_at: float | None = None) -> None:
         """Report a load; its verified blocks may be used. ``error`` applies to the others, unless they have their own."""
-        if load.request.request_id not in self._loads:
+        if load not in self.loads:
             return
         info = ErrorInfo.of(error) if isinstance(error, KVFerryError) else error
         peer = self.peers.get(load.producer)
@@ -470,23 +471,14 @@ class PullProtocol:
         report = load.report(info, peer.transport if peer else "", layout.block_bytes, now)
         self._forget(load, max(now, load.deadline) if fence_at is None else fence_at, now)
         self._emit(report)
-        self._reads.hurry_if_full(self._served_by(), now)
+        self._reads.hurry_if_full(self.loads.producers, now)
         self._close_if_retired(load.producer, now)
 
     def _forget(self, load: Load, fence_at: float, now: float) -> None:
         """Remove a load and its reads."""
-        del self._loads[load.request.request_id]
+        self.loads.remove(load)
         is_open = self.peers.get(load.producer) is not None
         self._reads.abandon(load, fence_at if is_open else math.inf, now)
-
-    def _served_by(self) -> set[PeerId]:
-        return {load.producer for load in self._loads.values()}
-
-    def _loads_at(self, address: str) -> list[Load]:
-        return [load for load in self._loads.values() if load.producer.address == address]
-
-    def _connecting_to(self, address: str) -> list[Load]:
-        return [load for load in self._loads_at(address) if load.phase is LoadPhase.CONNECTING]
 
     def _emit(self, action: Action) -> None:
         self._actions.append(action)
