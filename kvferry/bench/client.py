@@ -15,7 +15,7 @@ from kvferry.bench.workload import BenchRequest
 
 @dataclass(slots=True)
 class RequestResult:
-    """What one request did; times in seconds from its arrival, which with bounded concurrency may precede its sending.
+    """The result of one request; times in seconds from its arrival, which with bounded concurrency may precede its sending.
 
     ``itl_s`` are the gaps between successive chunks that carried a token: those with text, and those with empty text before
     the end (a token that ends within a character). Chunks of usage or of a finish reason alone do not count.
@@ -122,7 +122,7 @@ async def _stream(
             last = now
     if not is_done and not has_reason and not result.error:
         result.error = "the stream ended without [DONE] or a finish reason"
-    if result.ttft_s is None and not has_reason and not result.error:  # with a reason, an answer may be without text
+    if result.ttft_s is None and not has_reason and not result.error:  # an answer with a reason may be without text
         result.error = "the stream ended without a token"
     if result.num_output_tokens == 0 and result.ttft_s is not None:
         result.num_output_tokens = 1 + len(result.itl_s)
@@ -143,7 +143,7 @@ def _body(target: Target, request: BenchRequest) -> dict[str, object]:
 
 
 async def _events(response: httpx.Response) -> AsyncIterator[_Chunk | None]:
-    """Yield the chunks, and None for the line that says there are no more."""
+    """Yield the chunks, and None for the line that ends the stream."""
     async for line in response.aiter_lines():
         if line.startswith("data:"):
             payload = line[5:].strip()

@@ -1,7 +1,7 @@
 """``kvferry bench``: flags around ``load`` and ``report``.
 
-Everything else is imported when the command runs: every process of a cluster imports the command line, and has no use for an
-HTTP client.
+Everything else is imported when the command runs: every process of a cluster imports the command line, and needs no HTTP
+client.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
 
 
 def _refuse_beside_trace(flags: Mapping[str, object]) -> None:
-    """Refuse flags of a synthetic workload beside a trace, which brings its own lengths and arrival times."""
+    """Refuse flags of a synthetic workload together with a trace, which has its own lengths and arrival times."""
     for name, value in flags.items():
         if value is not None:
             raise ConfigError(

@@ -22,8 +22,8 @@ async def run_load(
 ) -> tuple[list[RequestResult], float]:
     """Send all requests at their arrival times, at most ``concurrency`` at once (None = no bound).
 
-    A request that arrives while ``concurrency`` others are under way waits, and its latency counts from its arrival: leaving
-    the wait out would hide an overloaded server (coordinated omission). In a closed loop, where all arrive at 0, it counts
+    A request that arrives while ``concurrency`` others are in flight waits, and its latency counts from its arrival: without
+    the wait, an overloaded server would look fast (coordinated omission). In a closed loop, where all arrive at 0, it counts
     from the sending.
 
     Returns the results in the order of the requests, and the duration of the run in seconds.

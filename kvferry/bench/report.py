@@ -1,4 +1,4 @@
-"""Turns results into figures: percentiles, throughput, goodput. Pure; printing is ``command``'s business."""
+"""Turns results into figures: percentiles, throughput, goodput. Pure; ``kvferry.bench.run`` prints them."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def parse_slos(items: Sequence[str]) -> dict[str, float]:
 
 
 def make_report(results: Sequence[RequestResult], duration_s: float, slo_ms: Mapping[str, float]) -> Report:
-    """Compute the figures of a run. Failed requests count as failed and nowhere else."""
+    """Compute the figures of a run. Failed requests enter no other figure than their count."""
     good = [result for result in results if not result.error]
     errors: dict[str, int] = {}
     for result in results:
@@ -115,9 +115,9 @@ def make_report(results: Sequence[RequestResult], duration_s: float, slo_ms: Map
 
 
 def _meets(result: RequestResult, slo_ms: Mapping[str, float]) -> bool:
-    """Say whether a request met every limit; without a first token it met none of the first two.
+    """Return True if a request met every limit; without a first token it met none of the first two.
 
-    An answer of one token has no time per output token, and so meets any limit of it.
+    An answer of one token has no time per output token, and so meets any limit on it.
     """
     no_tpot = 0.0 if result.ttft_s is not None and result.num_output_tokens == 1 else math.inf
     tpot_s = no_tpot if result.tpot_s is None else result.tpot_s

@@ -1,4 +1,4 @@
-"""Which requests are sent, and when.
+"""The requests of a benchmark, and their arrival times.
 
 A workload is a list of ``BenchRequest``, made once from a seed before the clock starts; it knows nothing of HTTP. Prompts are
 token ids (``/v1/completions`` of kvferry, vLLM and others accepts them) or text. Trace files are Mooncake's format: one JSON
@@ -19,7 +19,7 @@ from core.errors import ConfigError
 
 TRACE_BLOCK_TOKENS = 512
 _SEED_BITS = 32
-FIRST_TOKEN_ID = 1000  # below lie special and byte tokens of the usual vocabularies
+FIRST_TOKEN_ID = 1000  # lower ids are special and byte tokens in the usual vocabularies
 _WORDS = ("river", "stone", "light", "cargo", "north", "wheel", "paper", "cloud", "green", "seven", "music", "house")
 
 
@@ -96,11 +96,11 @@ class _TraceLine(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class TraceShape:
-    """How a trace is cut and scaled to the server at hand.
+    """The cut of a trace, and its scaling to the server.
 
     ``num_requests`` takes that many from its beginning; None = all.
-    ``length_scale`` multiplies all lengths (the 512-token prefix blocks shrink with them, so sharing stays as it was);
-    ``time_scale`` multiplies arrival times. Prompts longer than ``max_prompt_tokens`` after scaling are cut there.
+    ``length_scale`` multiplies all lengths (the 512-token prefix blocks shrink with them, so prefixes stay shared);
+    ``time_scale`` multiplies arrival times. Prompts longer than ``max_prompt_tokens`` after scaling are cut to it.
     """
 
     num_requests: int | None = None

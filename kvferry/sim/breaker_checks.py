@@ -1,8 +1,8 @@
-"""Circuit breakers as they are meant, beside those of one agent: which transports may not be used, counted once more.
+"""An independent account of one agent's circuit breakers: which transports must not be used.
 
-A transport by which nothing came during the whole deadline of a load is not used for that life of a peer before a probe has
-succeeded, or the control connection has ended. A transport whose probe has succeeded may be used. Fed by ``kvferry.sim.driver``
-with what passes through it.
+A transport by which no byte arrived during the whole deadline of a load is not used for that incarnation of a peer until a
+probe has succeeded, or the control connection has ended. A transport whose probe has succeeded may be used. The agent's driver
+reports the agent's actions and events.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ class _Reading:
 
 
 class BreakerChecks:
-    """The reader's side of one agent. ``complain`` takes what is wrong."""
+    """The reader's side of one agent. ``complain`` receives violations."""
 
     def __init__(self, name: str, patience_s: float, now: Callable[[], float], complain: Callable[[str], None]) -> None:
         self._name = name
         self._patience_s = patience_s
         self._now = now
         self._complain = complain
-        self._opened: dict[PeerId, str] = {}  # by which transport each peer was opened last
+        self._opened: dict[PeerId, str] = {}  # by which transport each peer was last opened
         self._loads: dict[str, _Reading] = {}
         self._reads: dict[int, PeerId] = {}
-        self._ended_at: dict[PeerId, float] = {}  # the last read that ended well
+        self._ended_at: dict[PeerId, float] = {}  # the last successful read
         self._silent: set[tuple[PeerId, str]] = set()
         self._probes: dict[int, OpenPeer] = {}
 
     def on_action(self, action: Action) -> None:
-        """The agent wants something done."""
+        """Process an action of the agent."""
         match action:
             case OpenPeer(peer=peer, transport=transport):
                 self._opened[peer] = transport
@@ -75,26 +75,26 @@ class BreakerChecks:
         self._loads[load.request.request_id] = _Reading(load, self._opened[load.producer])
 
     def on_transfer(self, event: TransferEvent) -> None:
-        """Something has come of the transfers."""
+        """Process an event of the transfers."""
         if isinstance(event, ReadEnded):
             peer = self._reads.pop(event.read_id, None)
             if peer is not None and event.error is None and not event.has_no_room:
                 self._ended_at[peer] = self._now()
 
     def take_probe(self, probe_id: int) -> OpenPeer | None:
-        """A probe has succeeded; returns what may be used from now on, None if the probe is unknown."""
+        """Process a successful probe; return the transport that may be used again, None if the probe is unknown."""
         restored = self._probes.pop(probe_id, None)
         if restored is not None:
             self._silent.discard((restored.peer, restored.transport))
         return restored
 
     def check_restored(self, restored: OpenPeer, broken: object) -> None:
-        """``broken``: why the agent does not use the transport all the same; None if it does."""
+        """Check that the transport is used again. ``broken``: why the agent does not use it; None if it does."""
         if broken is not None:
             self._complain(f"{self._name}: {restored.transport} to {restored.peer.address} was probed well, and is not used")
 
     def forget_at(self, address: str, but_for: int | None = None) -> None:
-        """What was known of the lives at an address does not count any more, but for one."""
+        """Forget the incarnations at an address, except one."""
         self._silent = {each for each in self._silent if each[0].address != address or each[0].incarnation == but_for}
 
     def _on_load_ended(self, ended: LoadEnded) -> None:

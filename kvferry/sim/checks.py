@@ -1,14 +1,14 @@
-"""The invariants of a simulated worker, checked whenever they could break.
+"""The invariants of a simulated worker, checked whenever they could be violated.
 
 - Every row that a transport writes belongs to the block of the load that asked for it, or is quarantined: it has not been
   freed, allocated anew or prepared for recomputing since the read was posted.
 - After every turn of the engine the KV cache is consistent: no block lost or owned twice (``core.kv.invariants``).
-- What is a prefix hit or sealed holds the right content, whether or not anybody has looked at it yet. While steps are in flight
-  this holds of what is sealed; they compute what may be hit already.
-- An engine that sleeps has nothing that it could do; one that has nothing to do sleeps.
-- What a tier stores is kept in the pool until it has been read.
+- Every prefix hit and every sealed block holds the right content, whether or not it has been used. While steps are in flight
+this holds for sealed blocks only, because blocks that the steps compute may be hits already.
+- A sleeping engine has no work that it could do, and an engine without work sleeps.
+- A block that a tier stores is kept in the pool until it has been read.
 
-``WorkerChecks`` sees one life of one worker. It knows the truth from ``Oracle``: what a cache holds, by block hash.
+``WorkerChecks`` sees one incarnation of a worker. ``Oracle`` has the true content of a cache, by block hash.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ from kvferry.sim.pool_checks import PoolChecks
 from kvferry.sim.tier import SimTier
 from kvferry.sim.timing_checks import TimingChecks
 
-_MAX_EMPTY_STEPS = 100  # in a row: each is taken because something has been reported
+_MAX_EMPTY_STEPS = 100  # in a row: each runs because of a report
 
 
 class Oracle:
-    """What the blocks of a run's requests hold in a run without faults, by hash and group, for blocks of any size."""
+    """The content of a run's blocks without faults, by hash and group, for blocks of any size."""
 
     def __init__(self, requests: Iterable[RequestPlan], fingerprint: bytes, attentions: Sequence[HashAttention]) -> None:
         self._entries: dict[bytes, tuple[tuple[bytes, ...], int]] = {}  # per group, of a sequence; the hash's end
@@ -49,7 +49,7 @@ class Oracle:
             self._add(request)
 
     def find(self, block_hash: bytes, group_id: int, block_size: int) -> bytes | None:
-        """Return the content of a block from its first slot, as far as it is filled."""
+        """Return the content of a block from its first slot to its last filled one."""
         known = self._entries.get(block_hash)
         if known is None:
             return None
@@ -78,7 +78,7 @@ def _moves_embeddings(output: SchedulerOutput) -> bool:
 
 
 def _messages(output: SchedulerOutput) -> list[P2PConnectorMetadata | TierConnectorMetadata]:
-    """Return what a step tells the connectors, each on its own."""
+    """Return the message of a step to each connector."""
     metadata = output.kv_connector_metadata
     parts = metadata.metadata if isinstance(metadata, MultiKVConnectorMetadata) else (metadata,)
     return [part for part in parts if isinstance(part, P2PConnectorMetadata | TierConnectorMetadata)]
@@ -89,7 +89,7 @@ def _may_load(status: RequestStatus) -> bool:
 
 
 class WorkerChecks:
-    """The checks of one life. ``complain`` takes what is wrong."""
+    """The checks of one incarnation. ``complain`` receives violations."""
 
     def __init__(self, name: str, oracle: Oracle, complain: Callable[[str], None]) -> None:
         self.complain = complain
@@ -103,7 +103,7 @@ class WorkerChecks:
         self.num_pinned = 0  # by steps in flight, over time
 
     def attach(self, scheduler: Scheduler, model: HashModel, times: TimingChecks, tier: SimTier | None = None) -> None:
-        """Receive what there is to check."""
+        """Set the objects to check."""
         self._scheduler = scheduler
         self._model = model
         self._times = times
@@ -113,7 +113,7 @@ class WorkerChecks:
     # ---- transfers ---------------------------------------------------------------------------------------------------
 
     def on_post(self, handle: int, region: int, local_rows: Sequence[int]) -> None:
-        """Note which life of each block the read may write."""
+        """Record the generations of the blocks that the read may write."""
         if region == 0:
             self._reads[handle] = {row: self._generation_to_write(row) for row in local_rows}
         elif region == SEAL_REGION and any(decode_seal(self._model.seals.row(row)) is not None for row in local_rows):
@@ -148,13 +148,13 @@ class WorkerChecks:
             self.complain(f"{self._name}: {block} was filled from the staging area, which it may not be")
 
     def on_saving(self, block_id: int) -> None:
-        """Check that a block that is read to be stored is kept for that: it cannot become another's meanwhile."""
+        """Check that a block that is read to be stored is pinned for it: it cannot be reused meanwhile."""
         block = self._scheduler.kv_cache_manager.block_pool.blocks[block_id]
         if block.ref_cnt == 0 or self._tier is None or block_id not in self._tier.saving_block_ids():
             self.complain(f"{self._name}: {block} is read to be stored, and nobody keeps it")
 
     def _may_be_written(self, block_id: int) -> bool:
-        """True if the block is quarantined, or held by a request that loads, or did and waits for the end of its load."""
+        """True if the block is quarantined, or its request loads, or has loaded and waits for the end of its load."""
         scheduler = self._scheduler
         if block_id in self._scheduler.quarantined:
             return True
@@ -169,7 +169,7 @@ class WorkerChecks:
     # ---- engine ------------------------------------------------------------------------------------------------------
 
     def on_scheduled(self, step: ScheduledStep) -> None:
-        """Note what the loads of this step may write."""
+        """Record the blocks that the loads of this step may write."""
         self._times.on_scheduled(step.output)
         is_empty = not _achieves_something(step.output)
         self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
@@ -198,7 +198,7 @@ class WorkerChecks:
             self._check_asleep()
 
     def _follow_quarantine(self) -> None:
-        """A block that was loading becomes another generation's when it goes to quarantine; the read may still write it."""
+        """A loading block gets another generation when it enters quarantine; the read may still write it."""
         blocks, quarantined = self._scheduler.kv_cache_manager.block_pool.blocks, self._scheduler.quarantined
         for rows in self._reads.values():
             for row in rows.keys() & quarantined - self._known_quarantined:
@@ -207,7 +207,7 @@ class WorkerChecks:
         self._known_quarantined = set(quarantined)
 
     def _check_content(self) -> None:
-        """Compare each hashed and each sealed block with the truth. What steps in flight fill is hashed before it is filled."""
+        """Compare each hashed and each sealed block with the truth. Steps in flight hash their blocks before filling them."""
         seals = self._model.seals
         has_computed = self._scheduler.num_in_flight == 0
         for block in self._scheduler.kv_cache_manager.block_pool.blocks[1:]:
@@ -230,9 +230,9 @@ class WorkerChecks:
             self.complain(f"{self._name}: block {block_id} {how}, but its content is wrong")
 
     def _check_asleep(self) -> None:
-        """A sleeping engine has nothing to do: the step that it does not make would change nothing and report nothing."""
+        """A sleeping engine has no work: the step that it skips would change nothing and report nothing."""
         if self._tier is not None and (self._tier.is_lazy or self._tier.has_news_for_engine):
-            return  # a lazy tier saves with the next step what the last one has computed; an answer wakes the engine
+            return  # a lazy tier saves the blocks of the last step with the next one; an answer wakes the engine
         output = self._scheduler.schedule()
         if _achieves_something(output) or self._scheduler.update_from_output(output, ModelRunnerOutput()):
             self.complain(f"{self._name}: asleep, although there is a step to make: {output}")
@@ -240,7 +240,7 @@ class WorkerChecks:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def leftovers(self) -> list[str]:
-        """Return what should not be there any more once every request has ended and time has passed."""
+        """Return what should have been freed after every request has ended and time has passed."""
         scheduler = self._scheduler
         pool = scheduler.kv_cache_manager.block_pool
         found = []

@@ -1,7 +1,6 @@
 """The clients of a simulation: each sends one request, may leave, and checks every token that it gets.
 
-A client that gets another token than a cluster without faults would give, an error that is not declared, no end or two ends is
-told as a violation. Knows the router's updates, nothing of workers.
+A wrong token, an undeclared error, a missing end or two ends are violations. Knows the router's updates, nothing of workers.
 """
 
 from __future__ import annotations
@@ -28,12 +27,12 @@ DECLARED_CODES: frozenset[str] = frozenset(_codes(KVFerryError)) - {KVFerryError
 
 
 class Client:
-    """One request from its submission to its end. ``complain`` takes violations."""
+    """One request from its submission to its end. ``complain`` receives violations."""
 
     def __init__(self, plan: RequestPlan, complain: Callable[[str], None], *, has_tier: bool = False) -> None:
         self.plan = plan
         self.has_tier = has_tier
-        self.outcome = ""  # error code, or "ok"; empty while it goes on
+        self.outcome = ""  # error code, or "ok"; empty while it runs
         self.message = ""
         self.has_left = False
         self.was_cut = False  # by its router, because it did not read
@@ -54,7 +53,7 @@ class Client:
 
     @property
     def fallback_reason(self) -> str:
-        """Why KV was computed that should have been loaded; empty if it was not."""
+        """The reason why KV was computed instead of loaded; empty if it was loaded."""
         return self.report.cost.fallback_reason if self.report is not None else ""
 
     def on_update(self, update: Update) -> None:
@@ -93,7 +92,7 @@ class Client:
         self.end(error.code if error is not None else "ok", error.message if error is not None else "", now)
 
     def end(self, outcome: str, message: str, now: float) -> None:
-        """Note the end, once."""
+        """Record the end, once."""
         if self.is_over:
             self._complain(f"{self.plan.name}: ended as {self.outcome}, and again as {outcome}")
         if outcome != "ok" and outcome not in DECLARED_CODES:
@@ -114,7 +113,7 @@ class Client:
                 self._complain(f"{self.plan.name}/{index}: ended with {got}, expected {list(self.plan.expected)} ({wanted})")
 
     def _check_report(self, report: HandoffReport) -> None:
-        """The parts of both times add up, and no count exceeds what there was to count."""
+        """The parts of both times add up, and no count exceeds its maximum."""
         first, second, cost = report.first_token, report.second_token, report.cost
         if first is not None and second is not None:
             self._check_times(first, second)
@@ -134,7 +133,7 @@ class Client:
 
 
 def submission_of(plan: RequestPlan) -> Submission:
-    """Return what the router is asked."""
+    """Return the client's submission to the router."""
     return Submission(
         request_id=plan.name,
         prompt_token_ids=plan.prompt_token_ids,

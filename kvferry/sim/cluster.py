@@ -1,8 +1,8 @@
-"""A whole cluster in one virtual time: starts the processes, sends the requests, makes the faults, and checks the end.
+"""A whole cluster in one virtual time: starts the processes, sends the requests, injects the faults, and checks the end.
 
 ``SimCluster(plan).run()`` plays one plan and returns what happened. The same plan gives the same events, to the last byte of
-the log. Everything that is checked while it runs is in ``kvferry.sim.checks`` and ``kvferry.sim.client``; here is what must
-hold in the end: every request has ended once and in time, and nothing of it is left anywhere.
+the log. ``kvferry.sim.checks`` and ``kvferry.sim.client`` check a run while it lasts; this module checks its end: every request
+has ended once and in time, and has left nothing in any process.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvferry.sim.troubles import Troubles
 from kvferry.sim.worker import SimWorker
 from kvferry.sim.worker_protocol import FINGERPRINT
 
-MAX_EVENTS = 100_000  # a run that needs more is stuck in a circle
+MAX_EVENTS = 100_000  # a run that needs more is in an endless loop
 _CHECK_END_S = 0.25
 _MAX_FRAMES = 6  # of the traceback of an exception
 _ANSWER_BOUND_S = 2.0  # how much later than its deadline a request may end
@@ -83,7 +83,7 @@ class SimCluster:
         self._wait_until = 0.0
 
     def complain(self, violation: str) -> None:
-        """Note that an invariant is broken; the run ends."""
+        """Record a violation; the run ends."""
         self.log.write("VIOLATION", violation)
         self.violations.append(violation)
         self._is_over = True
@@ -120,7 +120,7 @@ class SimCluster:
         self.loop.call_later(self.plan.faults.quiet_at, self._calm_down)
 
     def start_worker(self, name: str) -> None:
-        """Begin the next life of a worker."""
+        """Start the next incarnation of a worker."""
         spec = self._spec(name)
         seed = self._next_life(name)
         process = Process(self.loop, spec.engine_id, ProcessClock(self.loop, spec.clock_origin, spec.clock_rate))
@@ -135,7 +135,7 @@ class SimCluster:
         self._strikes.note_start(name)
 
     def start_router(self, name: str) -> None:
-        """Begin the next life of a router."""
+        """Start the next incarnation of a router."""
         seed = self._next_life(name)
         host = Host(self._world, Process(self.loop, name, ProcessClock(self.loop, 5000.0)))
         encode_timeout_s = self.plan.images.encode_timeout_s if self.plan.images is not None else 20.0
@@ -143,7 +143,7 @@ class SimCluster:
         self._strikes.note_start(name)
 
     def _next_life(self, name: str) -> int:
-        """Return a seed that no other life has."""
+        """Return a seed that no other incarnation has."""
         self._num_lives[name] += 1
         self.log.write(name, f"starts, life {self._num_lives[name]}")
         return Random(f"{self.plan.seed}/{name}/{self._num_lives[name]}").getrandbits(63)
@@ -163,7 +163,7 @@ class SimCluster:
             self.loop.call_later(client.plan.abort_at - client.plan.at, lambda: self._leave(client))
 
     def _leave(self, client: Client) -> None:
-        """The client closes its connection; the router notices when it next runs."""
+        """Close a client's connection; the router notices when it next runs."""
         if not client.is_over:
             client.has_left = True
             self.routers[client.plan.router].disconnect(client)
@@ -171,7 +171,7 @@ class SimCluster:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _calm_down(self) -> None:
-        """Nothing more goes wrong. What is left must end now, within bounds."""
+        """Stop all faults. The remaining requests must now end within bounds."""
         self.log.write("FAULT", "no more")
         self.plan.faults.calm_down()
         self.stores.calm_down()
@@ -197,7 +197,7 @@ class SimCluster:
             self.loop.call_later(_CHECK_END_S, self._check_end)
 
     def _latest_end(self, client: Client) -> float:
-        """Return when a request must have ended. While the router is frozen its client hears nothing."""
+        """Return when a request must have ended. While the router is frozen its client gets nothing."""
         frozen_s = sum(event.seconds for event in self.plan.faults.events if client.plan.router in event.targets)
         reading, num_tokens = client.plan.reading, client.plan.n * client.plan.max_tokens
         reading_s = reading.longest_s(num_tokens) if reading is not None else 0.0
@@ -236,7 +236,7 @@ class SimCluster:
         )
 
     def _count_what_happened(self) -> Counter[str]:
-        """Count what makes a run worth its time, so that tests can see that it happens."""
+        """Count rare events of the run, so that tests can check that they occur."""
         reads = self.plan.faults.reads
         happened = Counter(
             lost_connections=self._world.network.num_lost_connections,

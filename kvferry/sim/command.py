@@ -57,7 +57,7 @@ def parse_kinds(text: str) -> tuple[Fault, ...] | None:
     """Return the kinds of faults that a flag names, None if the seed draws them.
 
     Raises:
-        ConfigError: one is not known; lists those that are.
+        ConfigError: one is unknown; lists the known ones.
     """
     from kvferry.sim.faults import Fault
 

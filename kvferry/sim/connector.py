@@ -32,17 +32,17 @@ class SimConnector(SimDriver):
         )
         self.scheduler.control_address = control_address
         self.worker = P2PConnectorWorker(self._submit)
-        self._ended_loads: Counter[str] = Counter()  # by how they ended
+        self._ended_loads: Counter[str] = Counter()  # by outcome
 
     def start(self, watch: WriteWatch, times: TimingChecks, max_rows_per_read: int) -> None:
-        """Be ready for readers, and to read."""
+        """Answer readers and start to read."""
         self._times = times
         pool = self.worker.pool
         assert pool is not None, "register_kv_caches comes before start"
         self._start(pool, watch, max_rows_per_read)
 
     def count_what_happened(self) -> dict[str, int]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
         assert self.agent is not None
         counts = self.agent.counts()
         names = {"expired_leases": "lease_expired", "late_lease_messages": "lease_late"}

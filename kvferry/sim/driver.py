@@ -1,8 +1,8 @@
-"""A p2p agent under virtual time: carries a real ``P2PAgent`` as ``connectors.p2p.driver`` does in a worker.
+"""A p2p agent under virtual time: drives a real ``P2PAgent`` as ``connectors.p2p.driver`` does in a worker.
 
 Agent and transfer executor are the real ones; the event loop, the sockets and the transfer thread are simulated. The queues
-between the three threads keep their order, and each takes its time. What the blocks hold, and who asks for them, is
-decided by subclasses: KV (``kvferry.sim.connector``) or embeddings (``kvferry.sim.embeddings``).
+between the three threads keep their order, and each takes its time. Subclasses define the content of the blocks and their
+users: KV (``kvferry.sim.connector``) or embeddings (``kvferry.sim.embeddings``).
 """
 
 from __future__ import annotations
@@ -64,21 +64,21 @@ from kvferry.sim.network import Link
 from kvferry.sim.seal_checks import WrongSeals
 from kvferry.sim.transport import TRAITS, LandingWatch, SimTransport
 
-STAGED_TOKENS = 512  # that the staging area holds: one load of the longest prompt, not two
+STAGED_TOKENS = 512  # the size of the staging area: one load of the longest prompt, not two
 
 
 class WriteWatch(LandingWatch, Protocol):
-    """Sees everything that a worker's transfers write into its memory. ``complain`` takes what else is wrong with its agent."""
+    """Sees every write of a worker's transfers into its memory. ``complain`` receives violations of its agent."""
 
     complain: Callable[[str], None]
 
     def on_conversion(self, block_id: int) -> None:
-        """A block is going to be filled from the staging area."""
+        """A block will be filled from the staging area."""
 
 
 @dataclass(slots=True)
 class _WatchedStaging(StagingArea):
-    """Rows that are taken belong to one read only, and what is converted belongs to the load."""
+    """Checks that taken rows belong to one read only, and converted blocks to the load."""
 
     watch: WriteWatch | None = None
     transports: Sequence[SimTransport] = ()
@@ -110,7 +110,7 @@ def _watched_staging(pool: KVPoolRegion, watch: WriteWatch, transports: Sequence
 
 
 class SimDriver:
-    """An agent of one worker. ``control_address`` is where readers reach it; "" if there are none."""
+    """An agent of one worker. ``control_address`` is where readers reach it; "" if it has none."""
 
     def __init__(
         self, host: Host, identity: WorkerIdentity, config: ConnectorSection, ids: IdSource, control_address: str
@@ -131,11 +131,11 @@ class SimDriver:
         return tuple(self._config.transports)
 
     def _report(self, report: Report) -> None:
-        """Tell the worker side."""
+        """Report to the worker side."""
         raise NotImplementedError
 
     def _start(self, pool: KVPoolRegion, watch: WriteWatch, max_rows_per_read: int) -> None:
-        """Open the transports for a pool, answer readers, be ready to read."""
+        """Open the transports for a pool, answer readers, start to read."""
         host = self._host
         self._pool = pool
         self._transports: list[SimTransport] = []
@@ -180,7 +180,7 @@ class SimDriver:
     # ---- leases, as the roles see them -----------------------------------------------------------------------------
 
     def expect(self, handoff: KVHandoff) -> None:
-        """Learn that a request may come that loads this handoff."""
+        """Prepare for a request that may load this handoff."""
         self._consumer.handle(ExpectHandoff(HandoffRef.of(handoff)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
@@ -189,7 +189,7 @@ class SimDriver:
         self._producer.handle(ReleaseHandoffs(transfer_ids))
 
     def renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep these handoffs for another while."""
+        """Extend the leases of these handoffs."""
         self._leases.on_renewal(transfer_ids)
         self._producer.handle(RenewHandoffs(transfer_ids))
 
@@ -203,7 +203,7 @@ class SimDriver:
         return self.agent.producer.leases.longest_left_s(now) if self.agent is not None else 0.0
 
     def leftovers(self) -> dict[str, int]:
-        """Count what must be gone once every request has ended."""
+        """Count resources that must be free once every request has ended."""
         assert self.agent is not None
         opened = self.agent.consumer.peers._peers
         return {
@@ -217,7 +217,7 @@ class SimDriver:
             "open reads": sum(transport.num_open_reads for transport in self._transports),
         }
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def _grant(self, grant: LeaseGrant) -> None:
         def on_grant() -> None:
@@ -257,10 +257,10 @@ class SimDriver:
             self._host.log(f"loses {address}")
             self._consumer.handle(ControlLost(address))
 
-    # ---- what the agent wants ---------------------------------------------------------------------------------------
+    # ---- actions of the agent ---------------------------------------------------------------------------------------
 
     def _drive(self, agent: P2PAgent) -> None:
-        """Route events to the machines of the agent, and carry out their actions under the eyes of the checks."""
+        """Route events to the machines of the agent, and carry out their actions with checks."""
         agent.consumer.handlers[TransferReport] = self._on_transfer
         handlers: ByType[ActionHandler[ControlMessage]] = ByType(
             {
@@ -308,7 +308,7 @@ class SimDriver:
     def _check_lease(self, read_id: int) -> None:
         assert self.agent is not None
         load = self.agent.consumer._reads._loads.get(read_id)
-        if load is not None:  # it goes on
+        if load is not None:  # the load continues
             self._leases.on_read(load.request.handoff.transfer_id)
             self._breakers.on_read(load)
 
@@ -319,7 +319,7 @@ class SimDriver:
             self._breakers.check_restored(restored, broken)
 
     def _check_fence(self, address: str, incarnation: int) -> None:
-        """Nothing may be read of another life than the one that has answered."""
+        """Nothing may be read from another incarnation than the one that has answered."""
         assert self.agent is not None
         if any(peer.address == address and peer.incarnation != incarnation for peer in self.agent.consumer.peers._peers):
             self._leases.complain(f"{self._identity.engine_id}: {address} has answered, and another life of it can be read")

@@ -1,4 +1,4 @@
-"""What both EC connectors under virtual time have in common, and what a simulated worker sees of its own."""
+"""The common part of both EC connectors under virtual time, and a simulated worker's interface to its own."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class Embeddings(Protocol):
     worker: FetchingWorker
 
     def start(self, complain: Callable[[str], None], max_rows_per_read: int) -> None:
-        """Be ready for readers, and to read."""
+        """Answer readers and start to read."""
 
     def corrupt(self) -> None:
         """Change a bit of the embeddings that are promised to a reader next."""
 
     def release_sources(self, sources: Sequence[ECSource]) -> None:
-        """Release what will not be read."""
+        """Release embeddings that will not be read."""
 
     def num_leased_blocks(self) -> int:
         """Return how many chunks are held for readers."""
@@ -38,10 +38,10 @@ class Embeddings(Protocol):
         """Return how long readers may still need this worker."""
 
     def leftovers(self) -> dict[str, int]:
-        """Count what must be gone once every request has ended."""
+        """Count resources that must be free once every request has ended."""
 
     def count_what_happened(self) -> Counter[str]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
 
 
 class SimWakeupTimer:
@@ -53,14 +53,14 @@ class SimWakeupTimer:
         self._timer: Timer | None = None
 
     def set(self, at: float) -> None:
-        """Ring at a time, and not at the one that was set before."""
+        """Set the time, replacing the previous one."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self._process.call_at(at, self._ring)
 
 
 def leftovers_of_reader(scheduler: FetchingScheduler, worker: FetchingWorker) -> dict[str, int]:
-    """Count what neither side may hold once every request has ended."""
+    """Count resources that neither side may hold once every request has ended."""
     return {
         "embeddings on their way": scheduler.num_fetching_items,
         "chunks that requests want": scheduler.num_wanted_chunks,
@@ -73,9 +73,9 @@ def leftovers_of_reader(scheduler: FetchingScheduler, worker: FetchingWorker) ->
 
 
 def why_not_written(scheduler: FetchingScheduler, chunk: int, *fetched: bytes) -> str:
-    """Say why a chunk of a reader's memory may not be written: it has to be one that is being filled. Empty if it may.
+    """Return why a chunk of a reader's memory may not be written: it is not being filled. Empty if it may.
 
-    ``fetched`` are the items that are, or may be, written there: only the one to which it belongs, where that is known.
+    ``fetched`` are the items that are, or may be, written there: only the chunk's own one, if it is known.
     """
     items = [item for item in scheduler._chunk_cache._items.values() if chunk in item.chunks]
     if not items or items[0].is_here:
@@ -86,12 +86,12 @@ def why_not_written(scheduler: FetchingScheduler, chunk: int, *fetched: bytes) -
 
 
 def check_layout(layout: EmbeddingsLayout) -> None:
-    """Expect the embeddings of a ``HashModel``."""
+    """Check that the layout is that of a ``HashModel``'s embeddings."""
     assert layout == HASH_EMBEDDINGS
 
 
 def to_bytes(rows: object) -> memoryview:
-    """Return the bytes of rows as a ``HashModel`` has them."""
+    """Return the bytes of rows in a ``HashModel``'s format."""
     return memoryview(cast(Any, rows).reshape(-1))
 
 

@@ -1,7 +1,7 @@
 """The p2p EC connector under virtual time: its real parts around a simulated agent, for a pool of embeddings.
 
 Takes the place of ``connectors.ec.p2p``: scheduler side, worker side, offers and memory are the real ones. A watch sees every
-chunk that a transfer writes: it has to be one that is being filled, or in quarantine.
+chunk that a transfer writes: it must be one that is being filled, or in quarantine.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _RENEWALS_PER_LEASE = 4
 
 
 class SimEmbeddings(SimDriver):
-    """Producer on encode workers, consumer on all others. ``config`` is that of KV, for what is common to both."""
+    """Producer on encode workers, consumer on all others. ``config`` is the KV connector's, for the common settings."""
 
     def __init__(
         self, host: Host, identity: WorkerIdentity, plan: ImagePlan, config: ConnectorSection, ids: IdSource, address: str
@@ -69,7 +69,7 @@ class SimEmbeddings(SimDriver):
         self._num_flipped = 0
 
     def start(self, complain: Callable[[str], None], max_rows_per_read: int) -> None:
-        """Be ready for readers, and to read."""
+        """Answer readers and start to read."""
         self._start(self._memory.region, _ChunkWatch(self.scheduler, self._identity.engine_id, complain), max_rows_per_read)
 
     def corrupt(self) -> None:
@@ -77,17 +77,17 @@ class SimEmbeddings(SimDriver):
         self._num_to_flip += 1
 
     def release_sources(self, sources: Sequence[ECSource]) -> None:
-        """Release what will not be read."""
+        """Release embeddings that will not be read."""
         self.release([handoff.decode_held(source.payload).transfer_id for source in sources])
 
     def leftovers(self) -> dict[str, int]:
-        """Count what must be gone once every request has ended."""
+        """Count resources that must be free once every request has ended."""
         left = {f"{what} of embeddings": count for what, count in super().leftovers().items()}
         left["leases of embeddings"] = len(self._offers._leases) if self._offers is not None else 0
         return left | leftovers_of_reader(self.scheduler, self.worker)
 
     def count_what_happened(self) -> Counter[str]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
         happened = Counter({f"fetch_{name}": count for name, count in self.scheduler.counts.items()})
         if self._offers is not None:
             happened["refused_offers"] = self._offers.num_refused
@@ -95,10 +95,10 @@ class SimEmbeddings(SimDriver):
             happened["flipped_embeddings"] = self._num_flipped
         return happened
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def _lease(self, grant: LeaseGrant) -> None:
-        """Start a lease, of something that has changed since it was sealed if that is due. Each time it is another bit."""
+        """Start a lease; if a change is due, change a bit of the item after its sealing. Each time it is another bit."""
         if self._num_to_flip:
             assert self._offers is not None, "who leases has something to offer"
             self._num_to_flip -= 1
@@ -125,7 +125,7 @@ class SimEmbeddings(SimDriver):
 
 
 class _ChunkWatch:
-    """Sees what transfers write into the chunks of a reader."""
+    """Sees the writes of transfers into the chunks of a reader."""
 
     def __init__(self, scheduler: FetchingScheduler, name: str, complain: Callable[[str], None]) -> None:
         self._scheduler = scheduler
@@ -133,13 +133,13 @@ class _ChunkWatch:
         self.complain = complain
 
     def on_post(self, handle: int, region: int, local_rows: Sequence[int]) -> None:
-        """Anybody may ask."""
+        """Any read may be posted."""
 
     def on_end(self, handle: int) -> None:
-        """Nothing is kept of a read."""
+        """Nothing is recorded for a read."""
 
     def on_conversion(self, block_id: int) -> None:
-        """Never comes: chunks are of one size in the whole cluster."""
+        """Never called: chunks have one size in the whole cluster."""
         self.complain(f"{self._name}: chunk {block_id} was filled from the staging area")
 
     def on_landing(self, handle: int, region: int, local_row: int) -> None:

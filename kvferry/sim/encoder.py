@@ -1,7 +1,6 @@
-"""One life of a simulated encode worker: real protocol, handler, engine and EC connector around the encoder of a ``HashModel``.
+"""One incarnation of a simulated encode worker: real protocol, handler, engine and EC connector, with a fake encoder.
 
-Owns what such a worker consists of and its engine thread, as events; how it talks to its routers is
-``kvferry.sim.worker_protocol``.
+Owns the parts of such a worker and its engine thread, as events; ``kvferry.sim.worker_protocol`` talks to its routers.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _MAX_BATCH_IMAGES = 2
 
 
 class _EngineThread(EngineTurns):
-    """The loop of ``core.engine.thread`` as events. ``step_s`` draws how long a step takes, its outcome is there at the end."""
+    """The loop of ``core.engine.thread`` as events. ``step_s`` draws a step's duration; its result is applied at its end."""
 
     def __init__(
         self,
@@ -142,7 +141,7 @@ class SimEncoder(SimWorkerProtocol):
         self._join(worker.router_addresses)
 
     def leftovers(self) -> list[str]:
-        """Return what is left of requests that have all ended."""
+        """Return the remains of requests that have all ended."""
         left = self.embeddings.leftovers() | {
             "requests in the protocol": self.state.num_requests,
             "images to embed": len(self.engine.core._images),
@@ -151,7 +150,7 @@ class SimEncoder(SimWorkerProtocol):
         return [f"{self.spec.engine_id}: {count} {what} left" for what, count in left.items() if count]
 
     def count_what_happened(self) -> dict[str, int]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
         num_decoded = len(self.images.prepared) if self.images is not None else 0
         happened = {"encode_steps": self.engine.core.stats.num_steps, "images_decoded_to_share": num_decoded}
         return happened | self.embeddings.count_what_happened()
@@ -162,7 +161,7 @@ class SimEncoder(SimWorkerProtocol):
         return SimPixels(self.host.process, plan.decoded_embeds, draw_decode_s(plan.decode_s, incarnation), encoder)
 
     def _check_sleep(self) -> None:
-        """The engine sleeps: something must be about to wake it for the images that are queued."""
+        """While the engine sleeps, something must be about to wake it for the queued images."""
         if self.engine.core._queue and (self.images is None or self.images.is_idle):
             self._complain(f"{self.spec.engine_id} sleeps beside images that nobody decodes")
 

@@ -1,8 +1,8 @@
 """The engine thread under virtual time: the loop of ``core.engine.thread`` as events.
 
-A step takes time, and the world goes on meanwhile: it is scheduled at one moment, its KV is written at a later one, and its
-outcome is applied at a third. What reaches the engine between waits in the inbox, as it does for a thread. With
-async scheduling a step is launched when it is scheduled, computed as late as it may be, and its successor is scheduled before.
+A step takes time, during which other processes run: it is scheduled at one moment, its KV is written at a later one, and its
+result is applied at a third. Messages that arrive in between wait in the inbox, as for a thread. With async scheduling a step
+is launched when it is scheduled, and computed as late as possible, after its successor is scheduled.
 """
 
 from __future__ import annotations
@@ -19,28 +19,28 @@ from core.request import EngineCoreOutput
 from kvferry.sim.loop import Process
 
 WARM_UP_S = 5.0  # how long the first step of a size may take
-TURN_S = 0.0002  # of an empty step, and from a message to the turn that takes it in
+TURN_S = 0.0002  # of an empty step, and from a message to the turn that processes it
 
 
 class EngineWatch(Protocol):
-    """Sees what the engine does; whether it should is its business."""
+    """Observes the engine and checks what it does."""
 
     def on_scheduled(self, step: ScheduledStep) -> None:
-        """A step was decided and has not run."""
+        """A step was scheduled and has not run."""
 
     def on_settled(self, is_awake: bool) -> None:
-        """A turn has ended: everything is consistent. If it is not awake the engine sleeps until a message comes."""
+        """A turn has ended: everything is consistent. If it is not awake the engine sleeps until a message arrives."""
 
 
 class EngineTurns(ABC):
-    """What waits for an engine's next turn, and whether one is coming."""
+    """The messages for an engine's next turn, and whether a turn is planned."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
         self._inbox: deque[EngineMessage] = deque()
         self._is_awake = False
         self._is_hung = False
-        self._deferred: list[Callable[[], None]] = []  # what came due while it hung
+        self._deferred: list[Callable[[], None]] = []  # calls that came due while it hung
         self._step_watch = StepWatch(self._step_size, FirstSteps(WARM_UP_S))
 
     def submit(self, message: EngineMessage) -> None:
@@ -52,26 +52,26 @@ class EngineTurns(ABC):
             self._call_later(TURN_S, self._turn)
 
     def wake(self) -> None:
-        """Say that the connector has something to report."""
+        """Wake the engine: the connector has a report."""
         self.submit(Wake())
 
     def reading(self) -> StepReading:
-        """Return whether it makes progress."""
+        """Return whether the engine makes progress."""
         return self._step_watch.reading(self._now())
 
     def hang(self) -> None:
-        """Stand still, while the rest of the process goes on."""
+        """Stop the engine, while the rest of the process runs on."""
         self._is_hung = True
 
     def resume(self) -> None:
-        """Go on."""
+        """Continue."""
         self._is_hung = False
         deferred, self._deferred = self._deferred, []
         for callback in deferred:
             self._call_later(0.0, callback)
 
     def _call_later(self, delay_s: float, callback: Callable[[], None]) -> None:
-        """Plan something that the engine's thread does."""
+        """Plan a call of the engine's thread."""
 
         def call() -> None:
             if self._is_hung:
@@ -85,7 +85,7 @@ class EngineTurns(ABC):
         return self._process.clock.now()
 
     def _take_inbox(self, engine: Engine) -> list[EngineCoreOutput]:
-        """Apply what waits; return what is put out at once."""
+        """Process the waiting messages; return their immediate outputs."""
         outputs: list[EngineCoreOutput] = []
         while self._inbox:
             self._step_watch.take(self._now())
@@ -94,11 +94,11 @@ class EngineTurns(ABC):
 
     @abstractmethod
     def _step_size(self) -> StepSize:
-        """Return what the step in hand computes."""
+        """Return the size of the present step."""
 
     @abstractmethod
     def _turn(self) -> None:
-        """Take in what waits, and begin a step if there is work."""
+        """Process the waiting messages, and begin a step if there is work."""
 
 
 class SimEngine(EngineTurns):
@@ -119,7 +119,7 @@ class SimEngine(EngineTurns):
         self._on_outputs = on_outputs
         self._step_s = step_s
         self._watch = watch
-        self._busy_s = 0.0  # that the step in flight takes
+        self._busy_s = 0.0  # duration of the step in flight
         self.num_kept_steps = 0  # steps that were in flight while their successors were scheduled
 
     def _turn(self) -> None:
@@ -142,11 +142,11 @@ class SimEngine(EngineTurns):
         self._call_later(rest_s, lambda: self._end_turn(outputs + self.core.finish_step(step, runner_output)))
 
     def _launch(self, step: ScheduledStep, outputs: list[EngineCoreOutput], duration_s: float) -> None:
-        """Launch a step, and apply those that need not be kept in flight, when they have run."""
+        """Launch a step; results that need not stay in flight are applied when it has run."""
         self.core.launch_step(step)
         if not self.core.keeps_newest_step():
             wait_s, self._busy_s = self._busy_s + duration_s, 0.0
-        else:  # if there is no other, there is nothing to wait for: the next step is scheduled at once
+        else:  # without another step there is nothing to wait for: the next step is scheduled at once
             wait_s, self._busy_s = self._busy_s or TURN_S, duration_s
             self.num_kept_steps += 1
         self._call_later(wait_s, lambda: self._end_turn(outputs + self.core.finish_launched_steps()))

@@ -1,6 +1,6 @@
-"""The event log of a simulation: one line per thing that happens, the same for the same seed to the last byte.
+"""The event log of a simulation: one line per event, the same for the same seed to the last byte.
 
-Values are written briefly: long tuples by their length, identities by their first digits, defaults not at all. Costs nothing
+Values are abbreviated: long tuples by their length, identities by their first digits, defaults not at all. Costs nothing
 unless the log is kept.
 """
 

@@ -1,8 +1,8 @@
-"""What goes wrong in a simulation, drawn from a seed.
+"""The faults of a simulation, drawn from a seed.
 
 ``draw_faults`` turns a set of kinds into a ``FaultSchedule``: bad weather for the network and for reads, which strikes by
-chance while the simulation runs, and events at fixed times that befall processes or pairs of them. Knows processes by name
-only; who carries the events out decides what they mean.
+chance while the simulation runs, and events at fixed times that hit processes or pairs of them. Knows processes by name
+only; ``kvferry.sim.strikes`` carries the events out.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from kvferry.sim.transport import ReadWeather
 
 
 class Fault(StrEnum):
-    """Kinds of faults, by what they befall."""
+    """Kinds of faults, grouped by their targets."""
 
     # links
     DELAY = "delay"  # frames that take long
-    REPEAT = "repeat"  # messages that arrive twice, where a peer may send them twice
-    CUT = "cut"  # connections that break, with what is under way
-    PARTITION = "partition"  # nothing passes between two processes for a while
-    ONE_WAY = "one_way"  # nothing passes from one process to another; the other direction works
-    DATA_PARTITION = "data_partition"  # no reads pass between two processes for a while; all else does
-    DROP = "drop"  # answers of an owner of KV that are dropped without a word, as at a full queue
+    REPEAT = "repeat"  # messages that arrive twice, if a peer may send them twice
+    CUT = "cut"  # connections that break, with all frames under way
+    PARTITION = "partition"  # no frame passes between two processes for a while
+    ONE_WAY = "one_way"  # no frame passes from one process to another; the other direction works
+    DATA_PARTITION = "data_partition"  # no reads pass between two processes for a while; messages do
+    DROP = "drop"  # answers of an owner of KV that are dropped silently, as by a full queue
     # reads
     STALL = "stall"  # reads that stop half-way; where cancelling does nothing, their bytes come late
     READ_ERROR = "read_error"  # reads that end in an error, or cannot be posted
@@ -35,8 +35,8 @@ class Fault(StrEnum):
     # processes
     CRASH = "crash"  # a worker dies, and starts again as a new process at the same address
     ROUTER_CRASH = "router_crash"
-    FREEZE = "freeze"  # a process stops, and goes on later
-    HANG = "hang"  # the engine of a worker stands still; its event loop goes on, and so do its heartbeats
+    FREEZE = "freeze"  # a process stops, and continues later
+    HANG = "hang"  # the engine of a worker hangs; its event loop continues, and so do its heartbeats
     EARLY_TERM = "early_term"  # a worker dies, and its successor gets SIGTERM while it starts
     DRIFT = "drift"  # clocks that run fast or slow
     JUMP = "jump"  # clocks that jump ahead, as after a pause of the machine
@@ -45,21 +45,21 @@ class Fault(StrEnum):
         "layout"  # workers of a second KV layout, as in the midst of an upgrade; the others and they read nothing of each other
     )
     DRAIN = "drain"  # a worker gets SIGTERM, and is replaced
-    TWIN = "twin"  # a worker is replaced without having been told
+    TWIN = "twin"  # a worker is replaced without a signal
     # load
     PRESSURE = "pressure"  # pools that hold little more than one request
-    SHORT_LEASE = "short_lease"  # leases and deadlines in the range of what else takes time
+    SHORT_LEASE = "short_lease"  # leases and deadlines as short as other delays
     ABORT = "abort"  # clients that leave
     DEADLINE = "deadline"  # requests with little time
     SLOW_CLIENT = "slow_client"  # clients that read slowly, or stop reading for a while
-    # the tier behind the workers' pools, in runs that have one
+    # the tier below the workers' pools, in runs with one
     STORE_CRASH = "store_crash"  # the store dies, and starts again as a new process with its disk
     STORE_FREEZE = "store_freeze"
     STORE_LOSS = "store_loss"  # its replies are lost, or late
     STORE_CORRUPT = "store_corrupt"  # bits of stored blocks change
     STORE_FULL = "store_full"  # little memory, all of which may be in use
-    # the disk or the server below a store's memory, in runs that have one
-    TIER_FULL = "tier_full"  # it keeps nothing new for a while
+    # the disk or the server below a store's memory, in runs with one
+    TIER_FULL = "tier_full"  # it stores nothing new for a while
     TIER_UNREADABLE = "tier_unreadable"  # its reads fail for a while
     TIER_LOSS = "tier_loss"  # its blocks vanish; a disk still announces them
 
@@ -77,7 +77,7 @@ _RATES = ("spike_rate", "repeat_rate", "drop_rate", "stall_rate", "error_rate", 
 
 @dataclass(frozen=True, slots=True, order=True)
 class FaultEvent:
-    """Something that happens to one or two processes at a time, for a while; in seconds."""
+    """An event that hits one or two processes, for a while; in seconds."""
 
     at: float
     kind: Fault
@@ -96,7 +96,7 @@ class FaultEvent:
 
 @dataclass(slots=True)
 class FaultSchedule:
-    """Everything that goes wrong in one run. After ``quiet_at`` nothing more is thrown at it, and the weather is good."""
+    """All faults of one run. After ``quiet_at`` there are no more faults, and the weather is good."""
 
     kinds: frozenset[Fault]
     network: NetworkWeather = field(default_factory=NetworkWeather)
@@ -105,13 +105,13 @@ class FaultSchedule:
     quiet_at: float = 0.0
 
     def add(self, kinds: frozenset[Fault], events: Sequence[FaultEvent]) -> None:
-        """Let more go wrong."""
+        """Add faults."""
         self.kinds |= kinds
         self.events = sorted([*self.events, *events])
         self.quiet_at = max([self.quiet_at, *(event.end + 1.0 for event in events)])
 
     def calm_down(self) -> None:
-        """Let nothing happen by chance any more."""
+        """Stop all random faults."""
         for weather in (self.network, self.reads):
             for name in _RATES:
                 if hasattr(weather, name):
@@ -119,7 +119,7 @@ class FaultSchedule:
 
 
 def draw_kinds(random: Random) -> frozenset[Fault]:
-    """Choose which kinds a run has, those of a tier aside: none, a few, many or all. Few tell most when something is wrong."""
+    """Choose the kinds of a run, except those of a tier: none, a few, many or all. Runs with few show most about a bug."""
     share = random.random()
     if share < 0.05:
         return frozenset()
@@ -131,7 +131,7 @@ def draw_kinds(random: Random) -> frozenset[Fault]:
 def draw_faults(
     random: Random, kinds: frozenset[Fault], workers: Sequence[str], routers: Sequence[str], moments: Sequence[float]
 ) -> FaultSchedule:
-    """Draw the faults of a run in which something begins at these ``moments``: shortly after is when it hurts."""
+    """Draw the faults of a run in which something begins at these ``moments``: faults hit hardest shortly after."""
     found = FaultSchedule(kinds)
     _draw_weather(random, found)
     everyone = [*workers, *routers]
@@ -158,7 +158,7 @@ def draw_faults(
 
 
 def draw_gray_kinds(random: Random) -> frozenset[Fault]:
-    """Choose which parts of processes and links fail alone, in a run that has other faults."""
+    """Choose the parts of processes and links that fail alone, in a run with other faults."""
     if random.random() >= _GRAY_SHARE:
         return frozenset()
     return frozenset(random.sample(GRAY_FAULTS, random.randint(1, len(GRAY_FAULTS))))
@@ -167,7 +167,7 @@ def draw_gray_kinds(random: Random) -> frozenset[Fault]:
 def draw_gray_faults(
     random: Random, found: FaultSchedule, kinds: frozenset[Fault], workers: Sequence[str], routers: Sequence[str]
 ) -> None:
-    """Add what befalls parts of processes and links. ``workers`` are those with an engine."""
+    """Add the faults of parts of processes and links. ``workers`` are those with an engine."""
     moments = [1.5 + 0.5 * number for number in range(14)]
     everyone = [*workers, *routers]
     directions = [(one, other) for one in everyone for other in everyone if one != other]

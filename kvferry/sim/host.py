@@ -1,4 +1,4 @@
-"""What a simulated process runs on: the loop, the network, the memory of others, and the log."""
+"""The environment of a simulated process: the loop, the network, the memory of others, and the log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvferry.sim.troubles import Troubles
 
 @dataclass(slots=True)
 class World:
-    """What all processes of a simulation share."""
+    """The shared state of all processes of a simulation."""
 
     loop: EventLoop
     network: Network
@@ -47,12 +47,12 @@ class Host:
 
     @property
     def fabric(self) -> SimFabric:
-        """The memory that can be read."""
+        """The readable memory of all processes."""
         return self.world.fabric
 
     @property
     def troubles(self) -> Troubles:
-        """What has gone wrong so far."""
+        """The troubles so far."""
         return self.world.network.troubles
 
     def log(self, what: str, value: object = None) -> None:
@@ -60,5 +60,5 @@ class Host:
         self.world.log.write(self.process.name, what, value)
 
     def thread_delay_s(self) -> float:
-        """Draw how long something takes from one thread to another."""
+        """Draw the delay of a message from one thread to another."""
         return self.world.random.uniform(0.0, 0.0005)

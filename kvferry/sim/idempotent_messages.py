@@ -1,7 +1,7 @@
-"""Which messages may arrive twice: those that say of themselves that a repetition changes nothing; and which not at all.
+"""The messages that may arrive twice, because a repetition changes nothing, and those that may be lost.
 
-ZeroMQ repeats no frame; peers repeat what was not answered, and a message of one connection can be followed by its repetition
-on the next.
+ZeroMQ repeats no frame; peers repeat messages without an answer, and a message of one connection may be followed by its
+repetition on the next.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _REPEATABLE = (Abort, Goodbye, Handshake, Heartbeat, LeaseRelease, Refused, Regi
 
 
 def may_repeat(frame: bytes) -> bool:
-    """True if nothing may change when the frame arrives twice in a row."""
+    """True if a second copy right after the frame must change nothing."""
     kind = frame[1]
     if kind == KIND_TOKENS:
-        return True  # each says its position
+        return True  # each has its position
     return kind in _DECODERS and isinstance(_DECODERS[kind](frame), _REPEATABLE)
 
 
 def may_drop(frame: bytes) -> bool:
-    """True if it is an answer of a producer of KV: the consumer has to get by without."""
+    """True if it is an answer of a producer of KV: the consumer has to cope without it."""
     return frame[1] == KIND_CONTROL

@@ -1,6 +1,6 @@
-"""Which images the prompts of a simulated run show, who embeds them, and how much room there is, drawn from the seed.
+"""The images in the prompts of a simulated run, their encode workers, and the room for them, drawn from the seed.
 
-Drawn apart from everything else, so that a run without images is what it was.
+Drawn separately from everything else, so that runs without images stay the same.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from kvferry.sim.faults import Fault, FaultEvent
 
 _SHARE = 0.2  # of runs that have images, most of them with encode workers whose memory is read
 _SHARED_SHARE = 0.15  # of the others: images with a store for embeddings
-_SHOWING_SHARE = 0.7  # of their requests that show some
-_PLACES = (5, 17, 30, 52)  # where an image may begin: the same for all, so that they meet in the prefix cache
+_SHOWING_SHARE = 0.7  # of their requests that show images
+_PLACES = (5, 17, 30, 52)  # where an image may begin: the same positions for all, so that prompts share prefixes
 _NUM_IMAGES = 5
 _LARGE_EMBEDS = (CHUNK_EMBEDS + 1, CHUNK_EMBEDS + 6)  # of an image that takes two chunks, and most of a long prompt
 _LARGE_SHARE = 0.5  # of runs with a store for embeddings that have one, and of the prompts with room for it that show it
 _GENTLE_SHARE = 0.3
-_ABSENT_SHARE = 0.3  # of runs with encode workers in which no other worker has the files of some images
+_ABSENT_SHARE = 0.3  # of runs with encode workers in which no other worker gets the files of some images
 _BEFALLS = (  # kind, how often at most, for how long at most
     (Fault.CRASH, 2, 3.0),
     (Fault.FREEZE, 2, 6.0),
@@ -44,8 +44,8 @@ class Shown:
 class ImagePlan:
     """The images of a run. A worker keeps ``cache_size`` embeddings and computes at most ``max_embeds_per_step`` in a step.
 
-    ``connector`` says how embeddings travel; "" = not at all. To decode an image takes up to ``decode_s``, 0 = no time at
-    all; of images that are decoded they keep as many as have ``decoded_embeds`` embeddings.
+    ``connector`` names the EC connector; "" = none. Decoding an image takes up to ``decode_s``, 0 = no time at all; the decoded
+    images that are kept have at most ``decoded_embeds`` embeddings together.
     """
 
     seed: int
@@ -61,7 +61,7 @@ class ImagePlan:
     deadline_s: float  # of a request's wait for embeddings
     lease_s: float
     encode_timeout_s: float  # that a router waits for encode workers
-    is_gentle: bool  # nothing goes wrong with encode workers in particular
+    is_gentle: bool  # there are no faults of encode workers in particular
     absent: frozenset[bytes] = frozenset()  # files that only encode workers get
     decode_s: float = 0.0
     decoded_embeds: int = 1
@@ -103,7 +103,7 @@ class ImagePlan:
         return Shown(tuple(tokens), tuple(features), tuple(media))
 
     def draw_events(self, encoders: Sequence[str], moments: Sequence[float]) -> list[FaultEvent]:
-        """Draw what befalls encode workers at fixed times, shortly after something has begun."""
+        """Draw the faults of encode workers at fixed times, shortly after something has begun."""
         random = Random(f"{self.seed}/image events")
         events: list[FaultEvent] = []
         if self.is_gentle or not encoders:
@@ -129,7 +129,7 @@ def draw_images(seed: int) -> ImagePlan | None:
 
 
 def _withhold_files(plan: ImagePlan) -> ImagePlan:
-    """Return the plan with files of which some, in some runs, are not sent to those who compute prompts."""
+    """Return the plan; in some runs, some files are not sent to the workers that compute prompts."""
     random = Random(f"{plan.seed}/absent files")
     if not plan.num_encoders or random.random() >= _ABSENT_SHARE:
         return plan

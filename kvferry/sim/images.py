@@ -1,4 +1,4 @@
-"""The thread that decodes images under virtual time: the real decisions, and work that takes a while."""
+"""The thread that decodes images under virtual time: the real decisions, and decoding that takes a while."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SimImages(ManualImages):
         self._is_busy = False
 
     def start(self, wakeup: Callable[[], None]) -> None:
-        """Receive what wakes the engine when an image is decoded."""
+        """Set the function that wakes the engine when an image is decoded."""
         self._wakeup = wakeup
 
     def shutdown(self) -> None:
@@ -55,7 +55,7 @@ class SimImages(ManualImages):
 
 
 class SimPixels(SimImages):
-    """The same for an encode worker, whose encoder looks at the pixels: they are made of the file when they are taken."""
+    """The same for an encode worker, whose encoder uses the pixels: they are made from the file when they are taken."""
 
     def __init__(self, process: Process, budget_embeds: int, decode_s: Callable[[], float], reader: ImageReader) -> None:
         super().__init__(process, budget_embeds, decode_s)
@@ -68,6 +68,6 @@ class SimPixels(SimImages):
 
 
 def draw_decode_s(longest_s: float, incarnation: int) -> Callable[[], float]:
-    """Return what draws the time that an image takes, in one life of a worker."""
+    """Return a function that draws the decoding time of an image, for one incarnation of a worker."""
     random = Random(f"{incarnation}/decoding")
     return lambda: random.uniform(0.1, 1.0) * longest_s

@@ -1,7 +1,7 @@
 """A ``HashModel`` that computes as late as a device may: when its result is read, after the launch of the next step.
 
-What may go wrong with a step that runs while the next one is scheduled goes wrong here every time: loads of the next step write
-first, freed blocks have new owners. Used by the tests of ``scheduler.async_scheduling``.
+Anything that may go wrong with a step that runs while the next one is scheduled goes wrong here every time: loads of the next
+step write first, and freed blocks have new owners.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from core.testing.hash_model import HashModel
 
 
 class LateHashModel(HashModel):
-    """Begins a connector's step at its launch; computes it, and ends the connector's, when the result is read."""
+    """Begins a connector's step at the launch; computes it, and ends the connector's, when the result is read."""
 
     def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """See ``HashModel.launch_model``."""

@@ -1,7 +1,7 @@
-"""Leases as they are meant, beside those of one agent: who holds what until when, counted once more.
+"""An independent account of one agent's leases: which blocks are held until when.
 
-An owner may not bring back a lease that is over, nor promise more than it keeps; a reader may not start a read that its lease,
-as far as it knows, does not outlast. Fed by ``kvferry.sim.driver`` with what passes through it.
+An owner may not revive a lease that is over, nor promise more than it keeps; a reader may not start a read that may outlast its
+lease, as far as it knows. The agent's driver reports the agent's actions and events.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ _ROUNDING_S = 0.0011  # answers are in whole milliseconds
 
 
 class LeaseChecks:
-    """Both roles of one agent. ``complain`` takes what is wrong."""
+    """Both roles of one agent. ``complain`` receives violations."""
 
     def __init__(self, name: str, settings: AgentSettings, clock: Clock, complain: Callable[[str], None]) -> None:
         self._name = name
@@ -26,7 +26,7 @@ class LeaseChecks:
         self.complain = complain
         self._granted: dict[str, tuple[float, float]] = {}  # transfer id → its end, and the latest one
         self._asked_at: dict[tuple[str, int], float] = {}  # owner's address and number of the question → when
-        self._known: dict[str, float] = {}  # transfer id → until when the owner has said that it keeps it
+        self._known: dict[str, float] = {}  # transfer id → until when the owner has promised to keep it
 
     # ---- the owner ---------------------------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ class LeaseChecks:
         self._granted[transfer_id] = now + min(terms.grant_s, terms.max_s), now + terms.max_s
 
     def on_renewal(self, transfer_ids: Iterable[str]) -> None:
-        """Somebody asks for more."""
+        """A consumer asks to extend leases."""
         now = self._clock.now()
         for transfer_id in transfer_ids:
             end, latest = self._granted.get(transfer_id, (now, now))
@@ -44,12 +44,12 @@ class LeaseChecks:
                 self._granted[transfer_id] = max(end, min(now + self._terms.renew_s, latest)), latest
 
     def on_release(self, transfer_ids: Iterable[str]) -> None:
-        """Nobody needs them any more."""
+        """No consumer needs the blocks any more."""
         for transfer_id in transfer_ids:
             self._granted.pop(transfer_id, None)
 
     def on_answer(self, state: LeaseState) -> None:
-        """The owner says how much is left, right after the renewal."""
+        """The owner reports the remaining times, right after the renewal."""
         now = self._clock.now()
         for transfer_id, left_ms in state.left_ms.items():
             left_s = self._granted.get(transfer_id, (now, now))[0] - now
@@ -59,11 +59,11 @@ class LeaseChecks:
     # ---- the reader --------------------------------------------------------------------------------------------------
 
     def on_question(self, address: str, number: int) -> None:
-        """An owner is asked how long it keeps leases."""
+        """The reader asks an owner how long it keeps leases."""
         self._asked_at[address, number] = self._clock.now()
 
     def on_told(self, address: str, state: LeaseState) -> None:
-        """It has answered."""
+        """The owner has answered."""
         asked_at = self._asked_at.get((address, state.number))
         if asked_at is None:
             return

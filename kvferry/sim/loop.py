@@ -1,7 +1,7 @@
 """Virtual time: an event loop without waiting, and processes that can die, freeze and have clocks of their own.
 
-Everything that happens in a simulation is an event of one ``EventLoop``; events of equal time run in the order in which they
-were planned, so a run depends on nothing but its inputs. Knows nothing of what is simulated.
+Everything in a simulation is an event of one ``EventLoop``; events of equal time run in the order in which they were planned,
+so a run depends only on its inputs. Knows nothing of the simulated processes.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from functools import partial
 
 Callback = Callable[[], object]
 
-_ROUNDING_S = 1e-9  # a timer never fires before it is due by the clock that it was planned by
+_ROUNDING_S = 1e-9  # a timer never fires early by the clock that it was planned by
 
 
 class Timer:
@@ -31,11 +31,11 @@ class Timer:
         return self._callback is None
 
     def cancel(self) -> None:
-        """Let it not happen. Idempotent."""
+        """Drop the event. Idempotent."""
         self._callback = None
 
     def fire(self) -> bool:
-        """Let it happen, once; returns False if there was nothing left to do."""
+        """Run the event, once; returns False if it has run or was cancelled."""
         callback, self._callback = self._callback, None
         if callback is None:
             return False
@@ -53,7 +53,7 @@ class EventLoop:
         self._num_planned = 0
 
     def call_later(self, delay_s: float, callback: Callback) -> Timer:
-        """Plan an event; a delay below zero is none."""
+        """Plan an event; a negative delay counts as none."""
         timer = Timer(self.now + max(0.0, delay_s), callback)
         self._num_planned += 1
         heapq.heappush(self._heap, (timer.due, self._num_planned, timer))
@@ -73,7 +73,7 @@ class EventLoop:
 
 
 class ProcessClock:
-    """The clock of one process: it starts anywhere, and its seconds may be longer or shorter than the loop's."""
+    """The clock of one process: it starts at any value, and its seconds may be longer or shorter than the loop's."""
 
     def __init__(self, loop: EventLoop, origin: float = 0.0, rate: float = 1.0) -> None:
         self._loop = loop
@@ -94,7 +94,7 @@ class ProcessClock:
 
 
 class Process:
-    """Something that runs events of its own: none after its death, none while it is frozen.
+    """A process with events of its own: none run after its death, none while it is frozen.
 
     Events that come due while it is frozen run when it thaws, in the order in which they came due.
     """
@@ -128,7 +128,7 @@ class Process:
             self._loop.call_later(self.clock.delay_until(when) + _ROUNDING_S, partial(self._run, timer))
 
     def on_death(self, callback: Callback) -> None:
-        """Have others told at the moment of death."""
+        """Call a function at the moment of death."""
         self._on_death.append(callback)
 
     def kill(self) -> None:
@@ -140,11 +140,11 @@ class Process:
                 callback()
 
     def freeze(self) -> None:
-        """Stop where it is, with its memory still there."""
+        """Stop the process, with its memory still mapped."""
         self.is_frozen = True
 
     def thaw(self) -> None:
-        """Go on with what came due meanwhile."""
+        """Continue, with the events that came due meanwhile."""
         self.is_frozen = False
         while self._deferred and self.is_alive and not self.is_frozen:
             self._deferred.popleft().fire()
@@ -167,7 +167,7 @@ class ProcessTimers:
 
 
 class Queue:
-    """Hands calls to a process in the order in which they were made, each a little later: a queue between two threads."""
+    """Passes calls to a process in their order, each a little later: a queue between two threads."""
 
     def __init__(self, process: Process, loop: EventLoop, delay_s: Callable[[], float]) -> None:
         self._process = process

@@ -1,7 +1,7 @@
-"""A tier below a simulated store's memory that fails for a while, as a disk or a Redis server does, and then heals.
+"""A tier below a simulated store's memory that fails for a while, as a disk or a Redis server does, and then recovers.
 
-While it is full it keeps nothing new. While it is unreadable reads fail, and a disk forgets what it could not read. Blocks that
-vanish are announced by a disk until one of their file is read. The code of ``kvstore`` above it is the real one.
+While it is full it stores nothing new. While it is unreadable reads fail, and a disk forgets the blocks that it could not read.
+A disk announces vanished blocks until one block of their file is read. The code of ``kvstore`` above it is the real one.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from kvstore.tiers.base import TierBlock
 
 
 class SimLowerTier(DictTier):
-    """A dictionary that fails on demand; ``must_be_asked`` makes it one like Redis.
+    """A dictionary that fails on demand; with ``must_be_asked`` it behaves like Redis.
 
-    ``now`` is the simulation's time in seconds. ``on_lost_read`` is called when a block does not come that was to come.
+    ``now`` is the simulation's time in seconds. ``on_lost_read`` is called when a block that should be here cannot be read.
     """
 
     def __init__(self, now: Callable[[], float], on_lost_read: Callable[[], None], *, must_be_asked: bool) -> None:
         super().__init__(must_be_asked=must_be_asked)
-        self.counts: Counter[str] = Counter()  # what came of the faults
+        self.counts: Counter[str] = Counter()  # effects of the faults
         self._is_disk = not must_be_asked
         self._now = now
         self._on_lost_read = on_lost_read
@@ -32,14 +32,14 @@ class SimLowerTier(DictTier):
         self._lost: set[bytes] = set()  # all that have vanished, could not be read, or found no room
 
     def fail(self, kind: Fault, seconds: float) -> None:
-        """Be full or unreadable for so long, or lose at once all that is here."""
+        """Be full or unreadable for a time, or lose all blocks at once."""
         if kind is Fault.TIER_LOSS:
             self._lose_all()
         else:
             self._fails_until[kind] = max(self._fails_until.get(kind, 0.0), self._now() + seconds)
 
     def knows(self, key: bytes) -> bool | None:
-        """Look into the index, unless it has to be asked."""
+        """Look up the index, unless only ``locate`` may."""
         if not self._is_disk:
             return None
         is_known = super().knows(key) or key in self._announced
@@ -48,7 +48,7 @@ class SimLowerTier(DictTier):
         return is_known
 
     def locate(self, keys: Sequence[bytes]) -> list[bool]:
-        """Look; a server that fails says nothing.
+        """Look up; a failing server gives no answer.
 
         Raises:
             Unavailable: reads fail.
@@ -71,7 +71,7 @@ class SimLowerTier(DictTier):
             raise self._failure("failed_reads")
         if key in self._announced:
             self._on_lost_read()
-            self._announced.clear()  # as all blocks of a file that cannot be read
+            self._announced.clear()  # like all blocks of a file that cannot be read
             raise self._failure("vanished_reads")
         loaded = super().load(key, target)
         if loaded is None and key in self._lost:

@@ -1,13 +1,12 @@
-"""A network of simulated processes that fails as TCP under ZeroMQ fails.
+"""A network of simulated processes with the failures of TCP under ZeroMQ.
 
-What such a link can do, and so what this one does: deliver frames in order, late, or not at all, in which case the connection
-is lost with everything that was under way on it; connections are lost by the death of a process, by a cut, and by silence for
-longer than ZeroMQ's heartbeat (a frozen process, a partition). Frames of one link are never reordered, frames of different
-links are, by their delays. ZeroMQ never repeats a frame, but peers may repeat a message, so frames that ``may_repeat`` says
-are safe to repeat sometimes arrive twice in a row.
+Such a link delivers frames in order, late, or not at all, in which case the connection is lost with everything that was under
+way on it. Connections are lost by the death of a process, by a cut, and by silence for longer than ZeroMQ's heartbeat (a frozen
+process, a partition). Frames of one link are never reordered, frames of different links are, by their delays. ZeroMQ never
+repeats a frame, but peers may repeat a message, so frames that ``may_repeat`` accepts sometimes arrive twice in a row.
 
-``Server`` is a bound ROUTER, ``Link`` a connected DEALER: one that finds its server again by itself and hears of nothing
-(the request plane), or one that is told of its loss and is closed then (the KV control plane). Knows no messages.
+``Server`` is a bound ROUTER, ``Link`` a connected DEALER: one that reconnects by itself and gets no report of a loss
+(the request plane), or one that reports its loss and is closed then (the KV control plane). Knows no messages.
 """
 
 from __future__ import annotations
@@ -24,13 +23,13 @@ HEARTBEAT_TIMEOUT_S = 5.0  # of ZeroMQ, see core.wire.sockets
 RECONNECT_S = 0.05  # the first time, then twice as long each time
 RECONNECT_MAX_S = 2.0
 HANDSHAKE_TIMEOUT_S = 30.0  # ZMTP's own: a listening process that does not answer
-_NOTICE_S = 0.02  # until an end learns that its connection is gone, up to
-_LATE_S = 0.1  # a frame that takes longer is a trouble of its own
+_NOTICE_S = 0.02  # the longest time until an end notices that its connection is gone
+_LATE_S = 0.1  # a frame that takes longer counts as a trouble
 
 
 @dataclass(slots=True)
 class NetworkWeather:
-    """How bad the network is. May be changed while it runs; times in seconds."""
+    """The quality of the network. May be changed while it runs; times in seconds."""
 
     delay_s: float = 0.002  # of a frame, up to
     spike_rate: float = 0.0  # share of frames that take up to ``spike_s``
@@ -59,9 +58,9 @@ class Network:
         self.troubles = troubles or Troubles(lambda: loop.now)
         self.num_lost_connections = 0
         self._servers: dict[str, Server] = {}
-        self._closed: dict[tuple[str, str], float] = {}  # from whom, to whom → until when nothing passes
+        self._closed: dict[tuple[str, str], float] = {}  # (from, to) → until when no frame passes
         self._closed_to_reads: dict[frozenset[str], float] = {}
-        self._connections: dict[int, Connection] = {}  # live ones, in the order of their making
+        self._connections: dict[int, Connection] = {}  # live ones, in the order of their creation
         self._num_connections = 0
 
     def listen(
@@ -71,13 +70,13 @@ class Network:
         on_frame: Callable[[bytes, bytes], None],
         on_lost: Callable[[], None] | None = None,
     ) -> Server:
-        """Bind an address; ``on_frame`` gets the connection's identity and the frame, ``on_lost`` that one was lost."""
+        """Bind an address; ``on_frame`` gets a connection's identity and a frame, ``on_lost`` the identity of a lost one."""
         server = Server(self, process, on_frame, on_lost)
         self._servers[address] = server
         return server
 
     def server_at(self, address: str) -> Server | None:
-        """Return who listens there, None if that process is dead."""
+        """Return the server that listens there, None if its process is dead."""
         server = self._servers.get(address)
         return server if server is not None and server.process.is_alive else None
 
@@ -96,12 +95,12 @@ class Network:
         return len(found)
 
     def partition(self, one: str, other: str, seconds: float) -> None:
-        """Let nothing pass between two processes for a while; connections die of it if it lasts."""
+        """Let no frame pass between two processes for a while; connections are lost if it lasts."""
         self.close_way(one, other, seconds)
         self.close_way(other, one, seconds)
 
     def close_way(self, sender: str, receiver: str, seconds: float) -> None:
-        """Let nothing pass from one process to another for a while. Connections die of that, too: no answer comes to a ping."""
+        """Let no frame pass from one process to another for a while. Connections are lost by that, too: pings get no answer."""
         way = sender, receiver
         self._closed[way] = max(self._closed.get(way, 0.0), self.loop.now + seconds)
         if seconds >= HEARTBEAT_TIMEOUT_S:
@@ -112,11 +111,11 @@ class Network:
         self._closed_to_reads[frozenset((one, other))] = self.loop.now + seconds
 
     def way_open_in(self, sender: str, receiver: str) -> float:
-        """Return in how many seconds something can pass from one process to another; 0 = now."""
+        """Return in how many seconds frames can pass from one process to another; 0 = now."""
         return max(0.0, self._closed.get((sender, receiver), 0.0) - self.loop.now)
 
     def open_in(self, one: str, other: str) -> float:
-        """Return in how many seconds something can pass between two processes and back; 0 = now."""
+        """Return in how many seconds frames can pass between two processes in both directions; 0 = now."""
         return max(self.way_open_in(one, other), self.way_open_in(other, one))
 
     def reads_open_in(self, one: str, other: str) -> float:
@@ -125,7 +124,7 @@ class Network:
         return max(closed_s, self.open_in(one, other))
 
     def note_freeze(self, process: Process, seconds: float) -> None:
-        """Let the peers of a process that will not answer for so long lose it."""
+        """Let the peers of a process that will be silent for this long lose it."""
         if seconds >= HEARTBEAT_TIMEOUT_S:
             self.loop.call_later(HEARTBEAT_TIMEOUT_S, lambda: self._lose_frozen(process))
 
@@ -173,7 +172,7 @@ class Connection:
         self._to_server.send(frame)
 
     def to_link(self, frame: bytes) -> None:
-        """Send a frame of the server, which drops some if its queue is full."""
+        """Send a frame of the server; some are dropped if its queue is full."""
         network = self._network
         rate = network.weather.drop_rate
         if rate and network.may_drop(frame) and network.random.random() < rate:
@@ -182,7 +181,7 @@ class Connection:
         self._to_link.send(frame)
 
     def lose(self) -> None:
-        """Break: what is under way is lost, and both ends learn of it, each in its time."""
+        """Lose the connection: frames under way are lost, and both ends notice it, each in its time."""
         if self.is_lost:
             return
         self.is_lost = True
@@ -195,7 +194,7 @@ class Connection:
             process.call_later(network.random.uniform(0.0, _NOTICE_S), tell)
 
     def lose_when_quiet(self) -> None:
-        """Break behind what is under way to the server."""
+        """Lose the connection after the frames under way to the server."""
         delay_s = self._to_server.last_arrival - self._network.loop.now
         self._network.loop.call_later(delay_s, self.lose)
 
@@ -212,10 +211,10 @@ class _Direction:
         self._sender = sender
         self._receiver = receiver
         self._take = take
-        self._frames: deque[tuple[float, bytes]] = deque()  # when each arrives at the earliest
+        self._frames: deque[tuple[float, bytes]] = deque()  # with the earliest arrival of each
 
     def send(self, frame: bytes) -> None:
-        """Put a frame on its way, behind those before it."""
+        """Send a frame after the earlier ones."""
         network = self._network
         loop, weather = network.loop, network.weather
         num_copies = 1
@@ -229,7 +228,7 @@ class _Direction:
             loop.call_later(self.last_arrival - loop.now, lambda: self._deliver(loop))
 
     def _deliver(self, loop: EventLoop) -> None:
-        """Hand what has arrived to the kernel of its receiver; hold it while the two are partitioned."""
+        """Deliver the frames that have arrived; hold them while the two processes are partitioned."""
         if self._connection.is_lost:
             self._frames.clear()
             return
@@ -243,7 +242,7 @@ class _Direction:
 
 
 class Server:
-    """A bound ROUTER: frames come with the identity of their connection, and go to one."""
+    """A bound ROUTER: it receives frames with the identity of their connection, and sends to one."""
 
     def __init__(
         self,
@@ -272,7 +271,7 @@ class Server:
         self._connections[connection.identity] = connection
 
     def forget(self, connection: Connection) -> None:
-        """Notice that a connection is gone. ZeroMQ tells that one is, not which."""
+        """Notice that a connection is gone. ZeroMQ reports that one is, not which."""
         if self._connections.pop(connection.identity, None) is not None and self._on_lost is not None:
             self._on_lost()
 
@@ -284,8 +283,8 @@ class Server:
 class Link:
     """A connected DEALER.
 
-    With ``on_lost`` it queues while it connects, tells of its loss once, and is of no use afterwards; the caller opens another.
-    Without, it connects again and again, and drops what is sent meanwhile.
+    With ``on_lost`` it queues while it connects, reports its loss once, and cannot be used afterwards; the caller opens
+    another. Without, it reconnects by itself, and drops the frames sent meanwhile.
     """
 
     def __init__(
@@ -327,7 +326,7 @@ class Link:
         return False
 
     def close(self) -> None:
-        """Close without a word. What was sent just before may or may not have left. Idempotent."""
+        """Close silently. Frames sent just before may or may not have left. Idempotent."""
         if not self._is_closed:
             self._is_closed = True
             self._queue.clear()
@@ -343,7 +342,7 @@ class Link:
             self._on_frame(frame)
 
     def notice_loss(self, connection: Connection) -> None:
-        """Learn that the connection is gone."""
+        """Notice that the connection is gone."""
         if connection is not self._connection or self._is_closed:
             return
         self._connection = None

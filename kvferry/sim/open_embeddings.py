@@ -1,4 +1,4 @@
-"""Which EC connector a simulated worker gets."""
+"""Chooses the EC connector of a simulated worker."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvferry.sim.stores import SimStores
 def open_embeddings(
     host: Host, identity: WorkerIdentity, plan: ClusterPlan, spec: WorkerPlan, ids: SeededIds, stores: SimStores
 ) -> Embeddings:
-    """Return the connector of a worker that starts, in a run with images."""
+    """Return the connector of a worker, in a run with images."""
     images, is_encoder = plan.images, spec.role == "encode"
     assert images is not None, "there are images to embed"
     if images.connector == "shared":

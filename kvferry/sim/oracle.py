@@ -1,9 +1,9 @@
-"""The causal oracle: every error, and every handoff that was not used, has a cause on its own path at its own time.
+"""The causal oracle: every error, and every unused handoff, has a cause on its own path at its own time.
 
-Judges each request after the run by what it passed through (``kvferry.sim.request_path``) and by what really went wrong
-(``kvferry.sim.troubles``). What no row of the two tables explains is a violation. A fault elsewhere, or at another time,
-explains nothing; nor does the loss of a worker while another could have served. The router's own pause explains no error: its
-workers lived. ``docs/kv-handoff.md`` shows the tables.
+Judges each request after the run by its path (``kvferry.sim.request_path``) and by the real troubles of the run
+(``kvferry.sim.troubles``). An event that no row of the two tables explains is a violation. A fault elsewhere, or at another
+time, explains nothing; nor does the loss of a worker while another could have served. The router's own pause explains no error:
+its workers lived. ``docs/kv-handoff.md`` shows the tables.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvferry.sim.plan import ClusterPlan, WorkerPlan
 from kvferry.sim.request_path import RequestPath, Setback
 from kvferry.sim.troubles import Kind, Troubles
 
-# What keeps a worker from being used. The router's own pause is none of them.
+# Troubles that make a worker unavailable. The router's own pause is none of them.
 UNAVAILABLE = frozenset(
     {Kind.DOWN, Kind.FROZEN, Kind.HUNG, Kind.DRAINING, Kind.REPLACED, Kind.CUT, Kind.PARTED, Kind.LATE, Kind.DROPPED}
 )
-_PATIENCE_S = 0.5  # a worker that was available for less need not have been noticed
-_BEFORE_S = 0.5  # what ended so shortly before something began may have caused it
-_SHORT_LEASE_S = 2.0  # drawn as a fault: delays of frames and steps are in its range
+_PATIENCE_S = 0.5  # shorter availability of a worker may go unnoticed
+_BEFORE_S = 0.5  # a trouble that ended this shortly before may still be the cause
+_SHORT_LEASE_S = 2.0  # drawn as a fault: delays of frames and steps are of this size
 _ROUNDING_S = 1e-3
-_FREE_STALLS = 2  # that cost a request no retry, in a row
+_FREE_STALLS = 2  # in a row that cost a request no retry
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One request that has ended, and everything that it may be explained by."""
+    """One ended request, and everything that may explain it."""
 
     plan: ClusterPlan
     troubles: Troubles
@@ -42,15 +42,15 @@ class Case:
 
     @property
     def path(self) -> RequestPath:
-        """What it passed through."""
+        """The path of the request."""
         return self.client.path
 
     def on_path(self, kinds: Iterable[Kind], since: float) -> bool:
-        """Say whether there was trouble of these kinds with anything on its path."""
+        """Return True if a process or link on the path had trouble of these kinds."""
         return bool(self.troubles.find(frozenset(kinds), self.path.names, since - _BEFORE_S, self.at))
 
     def spec(self, engine_id: str) -> WorkerPlan:
-        """Return what a worker is."""
+        """Return the plan of a worker."""
         return next(worker for worker in self.plan.workers if worker.engine_id == engine_id)
 
 
@@ -66,7 +66,7 @@ def client_left(case: Case) -> bool:
 
 
 def stopped_reading(case: Case) -> bool:
-    """Its client had read nothing for as long as the router waits, and was not going to."""
+    """The client had read nothing for as long as the router waits, and was not going to."""
     reading = case.client.plan.reading
     if reading is None or not case.client.was_cut:
         return False
@@ -82,7 +82,7 @@ def router_died(case: Case) -> bool:
 
 
 def time_was_up(case: Case) -> bool:
-    """Its own time was used up: by the fastest clock that counted it, or by one that jumped."""
+    """The request's own time was up: by the fastest clock that counted it, or by one that jumped."""
     rate = max((case.spec(turn.engine_id).clock_rate for turn in case.path.turns), default=1.0)
     elapsed_s = (case.at - case.path.submitted_at) * max(1.0, rate)
     is_over = elapsed_s >= case.plan.config.router.request_timeout_s - _ROUNDING_S
@@ -90,12 +90,12 @@ def time_was_up(case: Case) -> bool:
 
 
 def has_little_time(case: Case) -> bool:
-    """It was refused at once, in a run in which requests have little time."""
+    """The request was refused at once, in a run in which requests have little time."""
     return Fault.DEADLINE in case.plan.kinds and not case.path.turns
 
 
 def nobody_could_go_on(case: Case) -> bool:
-    """Nobody who could have served was available: at that moment if it was refused, else for the whole bounded wait."""
+    """No worker that could have served was available: at that moment if it was refused, else for the whole bounded wait."""
     if not case.path.turns:
         return not _has_route(case, case.at)
     since = case.path.waits_since
@@ -109,12 +109,12 @@ def nobody_could_go_on(case: Case) -> bool:
 
 
 def every_attempt_was_hit(case: Case) -> bool:
-    """All attempts that it may have were lost, each to trouble between its router and its own worker.
+    """All allowed attempts were lost, each to trouble between its router and its own worker.
 
-    Workers whose engines make no progress are left for nothing, as often as a request may without a token between.
+    A request may leave a stalled worker without cost, as often as it may without a token in between.
     """
     setbacks = list(case.path.setbacks)
-    if case.path.turns:  # the last, after which it did not go on
+    if case.path.turns:  # the last attempt, after which it did not continue
         setbacks.append(Setback(case.at, case.path.turns[-1].engine_id, case.client.outcome))
     stalls = [each for each in setbacks if each.code == WorkerStalled.code]
     costly = [each for each in setbacks if each.code != WorkerStalled.code] + stalls[_FREE_STALLS:]
@@ -122,13 +122,13 @@ def every_attempt_was_hit(case: Case) -> bool:
 
 
 def shows_what_only_encoders_have(case: Case) -> bool:
-    """It shows an image that computing workers do not get, and the embeddings did not come within the waits that are drawn."""
+    """The prompt shows an image whose file computing workers lack, and its embeddings did not arrive within the drawn waits."""
     images = case.plan.images
     return images is not None and not images.absent.isdisjoint(case.client.plan.media)
 
 
 def _has_route(case: Case, at: float) -> bool:
-    """Say whether an aggregated worker was available at a time, or a decode worker to a router that knew whom it can read."""
+    """Return True if an aggregated worker was available, or a decode worker to a router that knew a worker it can read."""
     available = [worker for worker in case.plan.workers if _is_available(case, worker, at)]
     if any(worker.role == "aggregated" for worker in available):
         return True
@@ -146,20 +146,20 @@ def _is_available(case: Case, worker: WorkerPlan, at: float) -> bool:
 
 
 def _was_known(case: Case, worker: WorkerPlan, at: float) -> bool:
-    """Say whether the router, in its present life, had a worker before."""
+    """Return True if the router, in its present incarnation, knew a worker before."""
     router = case.path.router
     start = max((trouble.end for trouble in case.troubles.find({Kind.DOWN}, {router}, 0.0, at)), default=0.0)
     return case.troubles.longest_without(UNAVAILABLE | {Kind.PAUSED}, {router, worker.engine_id}, start, at) > _PATIENCE_S
 
 
 def _waited_s(case: Case, since: float) -> float:
-    """Return for how long a worker was waited for: without the time in which its router stood still."""
+    """Return how long a worker was waited for, without the pauses of the router."""
     pauses = case.troubles.find({Kind.PAUSED}, {case.path.router}, since, case.at)
     return case.at - since - sum(min(case.at, pause.end) - max(since, pause.start) for pause in pauses)
 
 
 def has_successor(case: Case, at: float) -> bool:
-    """Say whether some worker could continue it at a time, or begin it if it has not begun."""
+    """Return True if some worker could continue the request at a time, or begin it if it has not begun."""
     if case.path.first_news_at is None or at < case.path.first_news_at:
         return _has_route(case, at)
     return any(_is_available(case, worker, at) for worker in case.plan.workers if worker.role != "prefill")
@@ -182,11 +182,11 @@ def _was_hit(case: Case, setback: Setback) -> bool:
     return bool(case.troubles.find(UNAVAILABLE, names, start - _BEFORE_S, setback.at))
 
 
-# ---- causes of handoffs that were not used -----------------------------------------------------------------------------
+# ---- causes of unused handoffs -----------------------------------------------------------------------------------------
 
 
 def trouble(*kinds: Kind) -> Cause:
-    """Return the cause that something on its path had such trouble since its prompt was given to a prefill worker."""
+    """Return a cause: trouble of this kind on the path since the prompt was sent to a prefill worker."""
 
     def is_cause(case: Case) -> bool:
         return case.on_path(kinds, case.path.start_of_handoff())
@@ -195,7 +195,7 @@ def trouble(*kinds: Kind) -> Cause:
 
 
 def busy_reader(case: Case) -> bool:
-    """Another read of its reader stalled, or has no answer: the two share the staging area, and what may be quarantined."""
+    """Another read of its reader stalled, or has no answer: both share the staging area, and the quarantine's limit."""
     since = case.path.start_of_handoff()
     return any(
         case.troubles.touching({Kind.STALLED, Kind.DROPPED, Kind.UNANSWERED, Kind.DATA_PARTED}, turn.engine_id, since, case.at)
@@ -205,9 +205,9 @@ def busy_reader(case: Case) -> bool:
 
 
 def transport_was_off(case: Case) -> bool:
-    """The pair's reads have failed before, and its transport was not to be tried again yet.
+    """The pair's reads have failed before, and its transport was not to be retried yet.
 
-    The back-off doubles with each probe that fails, so it lasts no longer than the failures did by then, and its first value.
+    The back-off doubles with each failed probe, so it lasts no longer than the failures did by then plus its first value.
     """
     since = case.path.start_of_handoff()
     kinds = {Kind.FAILED, Kind.STALLED, Kind.UNANSWERED, Kind.DATA_PARTED}
@@ -220,7 +220,7 @@ def transport_was_off(case: Case) -> bool:
 
 
 def lease_was_over(case: Case) -> bool:
-    """It took longer than its lease may last, or than a lease that is in the range of what else takes time."""
+    """The request took longer than its lease may last, or than a lease as short as other delays."""
     connector = case.plan.config.connector
     rate = max((case.spec(turn.engine_id).clock_rate for turn in case.path.turns), default=1.0)
     elapsed_s = (case.at - case.path.start_of_handoff()) * max(1.0, rate)
@@ -229,7 +229,7 @@ def lease_was_over(case: Case) -> bool:
 
 
 def load_takes_longer(case: Case) -> bool:
-    """The deadline is shorter than what a load of its prompt takes when nothing is wrong."""
+    """The deadline is shorter than a load of its prompt takes without faults."""
     turns = [turn for turn in case.path.turns if turn.role == "prefill"]
     block_size = min((case.spec(turn.engine_id).block_size for turn in turns), default=16)
     num_rows = len(case.plan.attentions) * (len(case.client.plan.prompt_token_ids) // block_size + 1)
@@ -239,7 +239,7 @@ def load_takes_longer(case: Case) -> bool:
 
 
 def prefill_was_away(case: Case) -> bool:
-    """At some time since it came, each prefill worker that a decode worker of it can read was away from its router."""
+    """At some time since its arrival, each prefill worker that one of its decode workers can read was unavailable."""
     since = case.path.submitted_at - _BEFORE_S
     kinds = UNAVAILABLE | {Kind.PAUSED}
 
@@ -251,7 +251,7 @@ def prefill_was_away(case: Case) -> bool:
 
 
 def readers_were_away(case: Case) -> bool:
-    """An aggregated worker went on with it, and each worker that can read its KV was away from its router just before that."""
+    """An aggregated worker continued it, and each worker that can read its KV was unavailable to its router just before."""
     since = case.path.start_of_handoff()
     prefills = [turn for turn in case.path.turns if turn.role == "prefill"]
     successors = [turn for turn in case.path.turns if turn.role == "aggregated" and turn.start >= since]
@@ -263,7 +263,7 @@ def readers_were_away(case: Case) -> bool:
 
 
 def has_another_layout(case: Case) -> bool:
-    """A worker that had it has another layout than the worker that had its KV."""
+    """A worker of the request has another layout than the worker with its KV."""
     orders = [(turn.role, case.spec(turn.engine_id).kv_order) for turn in case.path.turns]
     owners = {order for role, order in orders if role == "prefill"}
     return any(owners - {order} for role, order in orders if role == "decode")
@@ -276,7 +276,7 @@ def load_in_its_step_was_bad(case: Case) -> bool:
 
 
 def store_was_in_trouble(case: Case) -> bool:
-    """The store that it was to load from, or keeps its blocks in, did not answer, lost something, or was full."""
+    """Its store, for loads or for its blocks, did not answer, lost something, or was full."""
     tier = case.plan.tier
     if tier is None:
         return False
@@ -289,7 +289,7 @@ def store_was_in_trouble(case: Case) -> bool:
 
 _LOST = (nobody_could_go_on, every_attempt_was_hit)
 
-# The error that a client gets → what may have caused it; any other error has no cause.
+# The error that a client gets → its possible causes; any other error has none.
 ERRORS: Mapping[str, tuple[Cause, ...]] = {
     "cancelled": (client_left, stopped_reading),
     ROUTER_LOST: (router_died,),
@@ -305,7 +305,7 @@ ERRORS: Mapping[str, tuple[Cause, ...]] = {
 
 _LINK = tuple(UNAVAILABLE)
 
-# Why KV that lay ready was computed again → what may have caused it.
+# The reason why available KV was computed again → its possible causes.
 FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
     "stale": (
         trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.CORRUPTED, Kind.DATA_PARTED),
@@ -325,7 +325,7 @@ FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
     "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED), readers_were_away, load_in_its_step_was_bad),
 }
 
-# The error of a load, for a client with policy fail → why its KV was not used.
+# The error of a load, for a client with policy fail → the reason why its KV was not used.
 LOAD_ERRORS: Mapping[str, str] = {
     "stale": "stale",
     "lease_expired": "stale",
@@ -347,12 +347,12 @@ class CausalOracle:
         self._troubles = troubles
 
     def case(self, client: Client) -> Case:
-        """Return what there is to judge of a request."""
+        """Return a request's case."""
         assert client.ended_at is not None, f"{client.plan.name} has no end"
         return Case(self._plan, self._troubles, client, client.ended_at)
 
     def judge(self, client: Client) -> list[str]:
-        """Return what has no cause of what became of a request."""
+        """Return the events of a request that have no cause."""
         case = self.case(client)
         found, reason, outcome = [], client.fallback_reason, client.outcome
         if outcome == "ok" and not reason and _was_to_read_another_layout(case):
@@ -371,7 +371,7 @@ class CausalOracle:
 
 
 def _was_to_read_another_layout(case: Case) -> bool:
-    """Say whether the last prefill worker gave its KV to a reader of another layout."""
+    """Return True if the last prefill worker made its KV for a reader of another layout."""
     owner = ""
     for turn in case.path.turns:
         order = case.spec(turn.engine_id).kv_order

@@ -27,7 +27,7 @@ MAX_MODEL_LEN = 128  # tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RequestPlan:
-    """One client's request, and what a cluster without faults answers to each choice."""
+    """One client's request, and the answer of a cluster without faults for each choice."""
 
     name: str
     at: float
@@ -39,8 +39,8 @@ class RequestPlan:
     cache_salt: str = ""
     router: str = "router-0"  # that the client is connected to
     policy: LoadFailurePolicy | None = None
-    abort_at: float | None = None  # when the client leaves, unless it has its answer by then
-    text_ends_after: int | None = None  # tokens after which the text of a choice has ended, which only the router can know
+    abort_at: float | None = None  # when the client leaves, unless it has its whole answer
+    text_ends_after: int | None = None  # tokens after which the text of a choice ends, which only the router can detect
     expected: tuple[int, ...] = ()
     mm_features: tuple[MMFeature, ...] = ()
     media: tuple[bytes, ...] = ()
@@ -48,7 +48,7 @@ class RequestPlan:
 
     @property
     def input_ids(self) -> list[int]:
-        """Return what the model reads of the prompt and of the answer."""
+        """Return the model's input, of the prompt and of the answer."""
         return [*input_ids_of(self.prompt_token_ids, self.mm_features, self.media), *self.expected]
 
     def __str__(self) -> str:
@@ -69,7 +69,7 @@ class RequestPlan:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerPlan:
-    """One worker. Its clock begins anywhere and runs at ``clock_rate`` times the simulation's."""
+    """One worker. Its clock begins at any value and runs at ``clock_rate`` times the simulation's."""
 
     engine_id: str
     role: Role
@@ -78,12 +78,12 @@ class WorkerPlan:
     clock_origin: float
     clock_rate: float
     step_s: float  # of a step with tokens, up to
-    host: str = "host-0"  # whose memory it shares
-    kv_order: str = "NHD"  # of its layout; workers of different ones read nothing of each other
+    host: str = "host-0"  # whose memory it can share
+    kv_order: str = "NHD"  # of its layout; workers with different ones cannot read each other
 
     @property
     def control_address(self) -> str:
-        """Where a prefill worker can be reached."""
+        """The address of a prefill worker's control socket."""
         return f"tcp://{self.engine_id}:7000"
 
 
@@ -99,8 +99,8 @@ class ClusterPlan:
     requests: tuple[RequestPlan, ...]
     faults: FaultSchedule
     max_rows_per_read: int
-    keeps_order: bool  # of reads, where the transport can: seals are read together with their blocks
-    is_supervised: bool = False  # workers say that a supervisor restarts them
+    keeps_order: bool  # of reads, if the transport can: seals are read together with their blocks
+    is_supervised: bool = False  # workers report that a supervisor restarts them
     tier: TierPlan | None = None
     images: ImagePlan | None = None
     embedding_store: TierPlan | None = None  # where embeddings have a store of their own
@@ -120,7 +120,7 @@ class ClusterPlan:
 
     @property
     def kinds(self) -> frozenset[Fault]:
-        """What goes wrong."""
+        """The kinds of faults."""
         return self.faults.kinds
 
     def describe(self) -> list[str]:
@@ -147,5 +147,5 @@ class ClusterPlan:
 
 
 def router_address(name: str) -> str:
-    """Return where workers connect to a router."""
+    """Return the address at which workers connect to a router."""
     return f"tcp://{name}:5570"

@@ -1,7 +1,7 @@
-"""Rules that must hold right after a call of a pool, even if no answer would show a breach later.
+"""Rules that must hold right after a call of a pool, even if no answer would reveal a violation later.
 
-A block that is allocated, rewritten, invalidated or evicted has lost its seal; where it is given a new life, no seal and no
-handoff from before may fit it. Wraps the methods of one pool and one manager; called by ``kvferry.sim.checks``.
+A block that is allocated, rewritten, invalidated or evicted has lost its seal; after a new generation, no earlier seal or
+handoff may match it. Wraps the methods of one pool and one manager.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from core.kv.seals import BROKEN
 
 
 class PoolChecks:
-    """Watches one pool. ``complain`` takes what is wrong."""
+    """Watches one pool. ``complain`` receives violations."""
 
     def __init__(self, name: str, manager: KVCacheManager, complain: Callable[[str], None]) -> None:
         self._name = name
         self._pool = pool = manager.block_pool
         self._complain = complain
-        self._generations = [block.generation for block in pool.blocks]  # the newest of each that was seen
+        self._generations = [block.generation for block in pool.blocks]  # the newest seen of each block
         get_new, rewrite, invalidate = pool.get_new_blocks, pool.rewrite_blocks, pool.invalidate_blocks
         evict, evict_by_manager = pool.evict_blocks, manager.evict_blocks
 

@@ -1,7 +1,7 @@
-"""Plans for what ordinary ones seldom meet, and the choice among all: what ``kvferry sim`` plays for a seed.
+"""Plans for situations that are rare in ordinary ones, and the choice of the plan that ``kvferry sim`` plays for a seed.
 
 In a race plan most reads race with the reuse of their blocks, in some by the same prompt; in a lease plan the reader's clock
-jumps to the ends of its leases; in a tight one requests take each other's blocks in mid-flight.
+jumps to the ends of its leases; in a tight plan requests take each other's blocks in mid-flight.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from kvferry.sim.faults import Fault, FaultEvent
 from kvferry.sim.plan import ClusterPlan
 
 _RACE_SHARE = 0.25  # of the seeds without given kinds of faults
-_REPEATED_SHARE, _LEASE_SHARE = 0.3, 0.3  # of these, with the same prompts again and again, and lease plans
+_REPEATED_SHARE, _LEASE_SHARE = 0.3, 0.3  # of these, runs that repeat the same prompts, and lease plans
 _LEASES_END_EVERY_S = 0.3  # in a race plan
 _LEASE_S, _LEASE_DEADLINE_S = 2.0, 8.0  # in a lease plan
-_AGE_OF_LEASE_S = 0.4  # at the jump, or less: the next renewal is on its way
+_AGE_OF_LEASE_S = 0.4  # at the jump, or less: the next renewal is under way
 
 
 def draw_any_plan(seed: int, chosen: Collection[Fault] | None = None) -> ClusterPlan:
-    """Return what is played for a seed: an ordinary plan, or a race; with ``chosen`` kinds of faults always an ordinary one."""
+    """Return the plan of a seed: an ordinary plan, or a race; with ``chosen`` kinds of faults always an ordinary one."""
     is_race = chosen is None and Random(f"{seed}/race").random() < _RACE_SHARE
     if not is_race:
         return draw_plan(seed, chosen)
@@ -35,9 +35,9 @@ def draw_any_plan(seed: int, chosen: Collection[Fault] | None = None) -> Cluster
 
 
 def draw_race_plan(seed: int, async_scheduling: bool | None = None) -> ClusterPlan:
-    """Return a run in which most reads race with the reuse of their blocks: only seals stand between them and wrong tokens.
+    """Return a run in which most reads race with the reuse of their blocks: only seals prevent wrong tokens.
 
-    The prefill worker has room for one prompt, gets one after the other, and its clock jumps behind the end of every lease.
+    The prefill worker has room for one prompt, gets one after the other, and its clock jumps past the end of every lease.
     """
     random = Random(seed)
     plan = draw_plan(seed, (Fault.JUMP, Fault.STALL, Fault.PRESSURE, Fault.SLOW), async_scheduling)
@@ -58,7 +58,7 @@ def draw_race_plan(seed: int, async_scheduling: bool | None = None) -> ClusterPl
 
 
 def _with_repeated_prompts(plan: ClusterPlan) -> ClusterPlan:
-    """Return a race in which two prompts take turns and no prefix is shared: blocks are filled again with what they held.
+    """Return a race in which two prompts alternate and no prefix is shared: blocks get their old content again.
 
     A tier needs the prefix cache; with one the plan stays as it is.
     """
@@ -71,7 +71,7 @@ def _with_repeated_prompts(plan: ClusterPlan) -> ClusterPlan:
 
 
 def draw_lease_plan(seed: int) -> ClusterPlan:
-    """Return a run in which the clocks of the readers jump, so that what is left of a lease may not outlast the next read."""
+    """Return a run in which the clocks of the readers jump, so that the rest of a lease may not outlast the next read."""
     plan = draw_plan(seed, (Fault.JUMP,))
     connector = replace_struct(
         plan.config.connector,

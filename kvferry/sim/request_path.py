@@ -1,6 +1,6 @@
-"""The path of one request: where it was, when, and what drove it on.
+"""The path of one request: its workers, the times, and the reasons of its moves.
 
-Written down by the simulated router as it acts, read by ``kvferry.sim.oracle``. Times are the loop's.
+Recorded by the simulated router as it acts. Times are the loop's.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True)
 class WorkerTurn:
-    """One worker's turn: from the message that gave it the request until the next one, or the end."""
+    """One worker's turn: from the message with the request until the next one, or the end."""
 
     engine_id: str
     role: str
@@ -20,7 +20,7 @@ class WorkerTurn:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """A worker has failed the request, or was lost, and it went on without."""
+    """A worker has failed the request, or was lost, and the request continued without it."""
 
     at: float
     engine_id: str
@@ -29,7 +29,7 @@ class Setback:
 
 @dataclass(slots=True)
 class RequestPath:
-    """Everything that one request passed through. Of one router: its clients do not change it."""
+    """The path of one request through one router: its clients do not change routers."""
 
     router: str
     submitted_at: float = 0.0
@@ -37,21 +37,21 @@ class RequestPath:
     setbacks: list[Setback] = field(default_factory=list)
     first_news_at: float | None = None
     last_news_at: float = 0.0
-    answered_at: float | None = None  # when its router had the end; a slow client has it later
-    gaps: list[tuple[float, float]] = field(default_factory=list)  # in which nothing came
+    answered_at: float | None = None  # when its router had the end; a slow client reads it later
+    gaps: list[tuple[float, float]] = field(default_factory=list)  # periods without new output
 
     @property
     def names(self) -> frozenset[str]:
-        """All processes that it has passed through."""
+        """All processes on the path."""
         return frozenset((self.router, *(turn.engine_id for turn in self.turns)))
 
     @property
     def waits_since(self) -> float:
-        """When the last worker that had it was lost; when it was submitted, if none was."""
+        """When the last worker of the request was lost; when it was submitted, if none was."""
         return self.setbacks[-1].at if self.setbacks else self.submitted_at
 
     def note_news(self, now: float) -> None:
-        """The client has got something."""
+        """Record new output for the client."""
         self.gaps.append((self.last_news_at or self.submitted_at, now))
         self.first_news_at = now if self.first_news_at is None else self.first_news_at
         self.last_news_at = now
@@ -62,6 +62,6 @@ class RequestPath:
         return max(starts, default=self.submitted_at)
 
     def start_of_handoff(self) -> float:
-        """Return when the prompt was given to the worker that made the handoff."""
+        """Return when the prompt was sent to the worker that made the handoff."""
         starts = [turn.start for turn in self.turns if turn.role == "prefill"]
         return max(starts, default=self.submitted_at)

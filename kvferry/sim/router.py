@@ -1,7 +1,7 @@
-"""One life of a simulated router: a real ``RouterCore`` on the simulated network, and its clients.
+"""One incarnation of a simulated router: a real ``RouterCore`` on the simulated network, and its clients.
 
-Takes the place of ``router.dispatch.worker_gateway``. When the process dies its clients lose their connections; the next life
-is another object with another router id.
+Takes the place of ``router.dispatch.worker_gateway``. When the process dies its clients lose their connections; the next
+incarnation is another object with another router id.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from router.dispatch.worker_gateway import RECONNECT_S
 class SimRouter:
     """A router from its start to its end.
 
-    ``retries`` counts what it does about lost and encode workers; ``complain`` takes what is wrong.
+    ``retries`` counts its reactions to lost workers and encode workers; ``complain`` receives violations.
     """
 
     def __init__(
@@ -54,9 +54,9 @@ class SimRouter:
         self._clients: dict[str, Client] = {}
         self._slow: dict[str, SlowConnection] = {}
         self._wait_for_route: list[Client] = []
-        self._members: dict[bytes, Member] = {}  # by the connections that they have, or had
+        self._members: dict[bytes, Member] = {}  # by their present and former connections
         self._greets_soon = False
-        self._former: set[WorkerKey] = set()  # processes whose places others have taken
+        self._former: set[WorkerKey] = set()  # processes that were replaced
         address = router_address(host.process.name)
         self._server = host.network.listen(host.process, address, self._on_frame, self._on_lost_connection)
         host.process.on_death(self._drop_clients)
@@ -79,11 +79,11 @@ class SimRouter:
         """A client has left."""
         self.host.process.call_later(0.0, lambda: self._abort(client))
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def _submit(self, client: Client) -> None:
         if client.plan.name not in self._clients:
-            return  # it has left
+            return  # the client has left
         if self.core.is_route_expected(self._now()):
             self._wait_for_route.append(client)
             return
@@ -108,7 +108,7 @@ class SimRouter:
         self._end_request(client)
 
     def _end_request(self, client: Client) -> None:
-        """A client is gone; its request may have ended before."""
+        """Abort the request of a client that is gone, unless the request has ended before."""
         if client.plan.name in self._clients:
             self._perform(self.core.abort(client.plan.name, "client", self._now()))
 
@@ -132,7 +132,7 @@ class SimRouter:
         self.host.process.call_at(self._now() + self._tick_s, self._tick)
 
     def _end_choices(self, client: Client) -> None:
-        """Tell the workers, in a moment, that choices have ended by their text."""
+        """Tell the workers, after a moment, that choices have ended by their text."""
         indices, client.ended_choices = client.ended_choices, []
 
         def tell() -> None:
@@ -161,10 +161,10 @@ class SimRouter:
                 self.host.process.call_later(0.0, partial(self._submit, client))
 
     def _carry_out(self, actions: Sequence[Action]) -> None:
-        """Carry out actions, and those that follow from peers found gone on the way."""
+        """Carry out actions, and those that follow from lost peers found on the way."""
         self._check_places(actions)
         queue = list(actions)
-        for action in queue:  # grows while it is walked
+        for action in queue:  # grows during the loop
             match action:
                 case Transmit(peer, message):
                     self.host.log(f"sends to {peer.hex()}", message)
@@ -210,7 +210,7 @@ class SimRouter:
             client.on_end(error, self.host.loop.now)
 
     def _check_places(self, actions: Sequence[Action]) -> None:
-        """A process whose place another one has taken does not get it back."""
+        """Check that a replaced process is not accepted again."""
         left = {action.worker.key for action in actions if isinstance(action, Left)}
         for key in [action.worker.key for action in actions if isinstance(action, Joined)]:
             if key in self._former:
@@ -218,7 +218,7 @@ class SimRouter:
             self._former |= {other for other in left if other.engine_id == key.engine_id and other != key}
 
     def leftovers(self) -> list[str]:
-        """Return what is left once every request has ended and nothing goes wrong any more."""
+        """Return the remains after every request has ended and all faults are over."""
         name = self.host.process.name
         found = [f"{name}: {self.num_requests} requests left"] if self.num_requests else []
         if any(not slow.is_closed for slow in self._slow.values()) and self.host.process.is_alive:
@@ -228,7 +228,7 @@ class SimRouter:
         return found + [f"{name}: {member.key.engine_id} is not taken back" for member in stalled]
 
     def _note_turn(self, peer: bytes, message: RouterMessage) -> None:
-        """A worker is given a request."""
+        """Record that a worker is sent a request."""
         member = self.core.membership.by_peer(peer) or self._members.get(peer)  # it may have been found lost a moment before
         if not isinstance(message, Generate) or member is None:
             return

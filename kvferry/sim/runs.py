@@ -1,4 +1,4 @@
-"""Many simulated runs: one after the other, or spread over processes; and what they came to together."""
+"""Many simulated runs: in sequence, or spread over processes; and their summary."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Kinds = Sequence[Fault] | None  # None = what the seed draws
 
 @dataclass(slots=True)
 class Summary:
-    """What many runs came to."""
+    """The totals of many runs."""
 
     num_runs: int = 0
     num_events: int = 0
@@ -51,7 +51,7 @@ def run_seed(seed: int, kinds: Kinds = None, *, keeps_log: bool = False) -> RunR
 
 
 def run_seeds(seeds: Iterable[int], kinds: Kinds = None) -> Summary:
-    """Play seeds one after the other."""
+    """Play seeds in sequence."""
     summary = Summary()
     for seed in seeds:
         summary.add(run_seed(seed, kinds))
@@ -67,11 +67,11 @@ def run_in_processes(first: int, num_runs: int, kinds: Kinds, num_processes: int
 
 
 def silence() -> None:
-    """Let the code under simulation log nothing: what it warns of is what is simulated."""
+    """Let the code under simulation log nothing: its warnings are about simulated faults."""
     logging.disable(logging.CRITICAL)
 
 
 def command(seed: int, kinds: Kinds = None) -> str:
-    """Return what replays a seed."""
+    """Return the command that replays a seed."""
     chosen = "" if kinds is None else f" --faults {','.join(kinds) or 'none'}"
     return f"kvferry sim --seed {seed}{chosen}"

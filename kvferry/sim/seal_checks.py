@@ -1,6 +1,6 @@
-"""Seals as they are meant, beside those of one reader: a block is accepted by nothing but the seal of its handoff.
+"""An independent check of one reader's seals: a block is accepted only by the seal of its handoff.
 
-Compares each seal that was read once more, field by field.
+Compares each read seal again, field by field.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from core.kv.seals import SEAL_BYTES, Seal, decode_seal
 
 
 class WrongSeals:
-    """The units of one load whose seals, as they have just been read, are not those of its handoff."""
+    """The units of one load whose seals, as they were just read, are not those of its handoff."""
 
     def __init__(self, reads: InflightReads, read: ReadEnded) -> None:
         self._load = load = reads._loads.get(read.read_id)
@@ -26,7 +26,7 @@ class WrongSeals:
         self._indices = [index for index in load.sealing.indices if not _is_sealed(units[index], incarnation, seals)]
 
     def are_accepted(self) -> bool:
-        """True if the load uses a unit all the same."""
+        """True if the load uses such a unit nevertheless."""
         return self._load is not None and not self._load._verified.isdisjoint(self._indices)
 
 

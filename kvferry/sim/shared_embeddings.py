@@ -1,8 +1,8 @@
 """The EC connector "shared" under virtual time: its real parts, around a client of a simulated store.
 
 Takes the place of ``connectors.ec.store_connector``: scheduler side, worker side, offers, memory and mover are the real ones;
-the mover's thread is ``kvferry.sim.tier_thread``. Every chunk that is filled out of the store is watched: it has to be one
-that is being fetched.
+the mover's thread is ``kvferry.sim.tier_thread``. A watch sees every chunk that is filled from the store: it must be one that
+is being fetched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from kvferry.sim.tier_thread import SimTierThread
 
 
 class SimSharedEmbeddings:
-    """One worker's connector: on encode workers it only puts, on all others it gets as well."""
+    """One worker's connector: on encode workers it only puts, on all others it also gets."""
 
     def __init__(
         self, host: Host, identity: WorkerIdentity, plan: ImagePlan, store: SharedStore, ids: SeededIds, *, is_encoder: bool
@@ -55,7 +55,7 @@ class SimSharedEmbeddings:
         self._num_forgotten = 0
 
     def start(self, complain: Callable[[str], None], max_rows_per_read: int) -> None:
-        """Be ready to put and to get."""
+        """Start to put and to get."""
 
         def check(chunk: int) -> None:
             fetched = [identifier for identifier, ours in self._mover._fetches.items() if chunk in ours.fetch.chunks]
@@ -69,13 +69,13 @@ class SimSharedEmbeddings:
         self._thread.start(self._mover, self._report)
 
     def on_copy(self, source: memoryview) -> None:
-        """The store gets a copy of its own."""
+        """Ignored: the store gets a copy of its own."""
 
     def corrupt(self) -> None:
-        """Nothing is promised to readers: it is the store whose bits change."""
+        """Return without effect: nothing is promised to readers, only the store's bits change."""
 
     def release_sources(self, sources: Sequence[ECSource]) -> None:
-        """Nothing is held for readers."""
+        """Ignored: nothing is held for readers."""
 
     def num_leased_blocks(self) -> int:
         """Nothing is held for readers."""
@@ -86,7 +86,7 @@ class SimSharedEmbeddings:
         return 0.0
 
     def leftovers(self) -> dict[str, int]:
-        """Count what must be gone once every request has ended."""
+        """Count resources that must be free once every request has ended."""
         mover = self._mover
         left = {f"{what} to the store of embeddings": count for what, count in self._store.leftovers().items()}
         return (
@@ -101,7 +101,7 @@ class SimSharedEmbeddings:
         )
 
     def count_what_happened(self) -> Counter[str]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
         happened = Counter({f"fetch_{name}": count for name, count in self.scheduler.counts.items()})
         happened.update({f"embeddings_{name}": count for name, count in self._mover.counts.items()})
         statistics = self._store.statistics()
@@ -111,7 +111,7 @@ class SimSharedEmbeddings:
         happened.update({f"embeddings_rejected_{code}": count for code, count in statistics.rejected.items()})
         return happened
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def _submit(self, metadata: FetchingMetadata) -> None:
         if metadata.has_orders:
@@ -128,7 +128,7 @@ class SimSharedEmbeddings:
 
 
 class _WatchedMemory(ChunkMemory):
-    """Tells which chunks are filled out of the store."""
+    """Reports the chunks that are filled from the store."""
 
     on_write: Callable[[int], None]
 

@@ -1,4 +1,4 @@
-"""Clients that read their answers slowly, or stop reading for a while, and what their router keeps for them.
+"""Clients that read their answers slowly, or stop reading for a while, and the router's buffers for them.
 
 The router writes updates until the client's connection is full; later updates wait in the router and are written together. A
 connection that stays full for ``send_timeout_s`` is cut, and its request ends. ``router.http.connections`` does this for the
@@ -104,7 +104,7 @@ class SlowConnection:
         self._process.call_later(0.0, self._write)
 
     def end(self, error: ErrorInfo | None) -> None:
-        """Note that the router has ended the request; the client still has to read the rest."""
+        """Record that the router has ended the request; the client still has to read the rest."""
         self._ended = error, self._loop.now
         self._process.call_later(0.0, self._write)
 
@@ -155,7 +155,7 @@ class SlowConnection:
         self._write()
 
     def _on_timeout(self) -> None:
-        """Cut the connection, unless the client has read while the router stood still."""
+        """Cut the connection, unless the client has read while the router was paused."""
         if self.is_closed or not self._is_full():
             return
         self.close()

@@ -1,8 +1,8 @@
-"""Stalls: a client that gets nothing for longer than it takes to notice a fault, though some worker could serve it.
+"""Stalls: a client gets nothing for longer than it takes to detect a fault, though some worker could serve it.
 
-A wait has a cause while the router stands still, while no worker that could continue is available, while one of the
-request's workers computes for others, and while a read that one of them needs or answers is stalled. What is left must not
-exceed ``bound_s``: the time in which a silent or hung worker is noticed, a handoff is abandoned, and another worker takes over.
+A wait has a cause while the router is paused, while no worker that could continue is available, while one of the request's
+workers computes for others, and while a read of or from one of them is stalled. The rest must not exceed ``bound_s``: the time
+in which a silent or hung worker is detected, a handoff is abandoned, and another worker takes over.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _READS = frozenset({Kind.STALLED, Kind.DROPPED, Kind.DATA_PARTED})
 
 
 def bound_s(plan: ClusterPlan) -> float:
-    """Return for how long a client may get nothing without a cause that lasts."""
+    """Return how long a client may get nothing without a lasting cause."""
     router, connector = plan.config.router, plan.config.connector
     slowest_s = max(worker.step_s for worker in plan.workers)
     notice_s = max(HEARTBEAT_TIMEOUT_S, router.heartbeat_timeout_s, stall_bound_s(slowest_s, STEP_SPREAD * slowest_s))
@@ -36,7 +36,7 @@ def bound_s(plan: ClusterPlan) -> float:
 
 
 def find_stalls(case: Case) -> list[str]:
-    """Return the stalls of a request that nothing explains."""
+    """Return the unexplained stalls of a request."""
     longest_s = bound_s(case.plan)
     found = []
     path, last = case.path, case.at if case.path.answered_at is None else min(case.at, case.path.answered_at)
@@ -49,7 +49,7 @@ def find_stalls(case: Case) -> list[str]:
 
 
 def _unexplained_s(case: Case, start: float, end: float) -> float:
-    """Return the longest time within a period in which nothing explains that nothing came."""
+    """Return the longest time within a period that has neither output nor explanation."""
     longest = current = 0
     for number in range(int((end - start) / _SAMPLE_S)):
         current = 0 if _has_cause(case, start + number * _SAMPLE_S) else current + 1
@@ -66,7 +66,7 @@ def _has_cause(case: Case, at: float) -> bool:
 
 
 def _is_busy(case: Case, name: str, at: float) -> bool:
-    """Say whether a worker was computing at a time: it began a step not long before."""
+    """Return True if a worker was computing at a time: it began a step not long before."""
     steps = case.troubles.steps.get(name, [])
     index = bisect_right(steps, at)
     return index > 0 and at - steps[index - 1] <= 2 * case.spec(name).step_s + _SAMPLE_S

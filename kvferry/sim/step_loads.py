@@ -1,7 +1,7 @@
 """A connector that loads within a step, for simulated workers: both sides are those of ``core.testing.scripted_loads``.
 
-It offers a part of some requests' tokens, and writes what the model would compute. In a bad load one block is garbage, and is
-reported. Requests with images are left out: their entries do not follow from their tokens.
+It offers a part of some requests' tokens, and writes the KV that the model would compute. In a bad load one block is garbage,
+and is reported. Requests with images are left out: their entries do not follow from their tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHARE = 0.12  # of runs with such a connector
 
 @dataclass(frozen=True, slots=True)
 class StepLoadPlan:
-    """How often it has something, and how often that is bad; ``is_first`` if it is asked before the p2p connector."""
+    """How often it has a hit, and how often the hit is bad; ``is_first`` if it is asked before the p2p connector."""
 
     offer_rate: float
     bad_rate: float
@@ -50,12 +50,12 @@ class StepLoads:
         self.worker = _Loads(script, host, random)
 
     def count_what_happened(self) -> dict[str, int]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
         return {"step_loads": self.worker.num_loads, "bad_step_loads": self.worker.num_bad_loads}
 
 
 class _Offers(ScriptedScheduler):
-    """Draws what it has of a request when it first sees it."""
+    """Draws its hit for a request when it first sees it."""
 
     def __init__(self, script: Script, plan: StepLoadPlan, block_size: int, random: Random) -> None:
         super().__init__(script)
@@ -74,7 +74,7 @@ class _Offers(ScriptedScheduler):
 
 
 class _Loads(ScriptedWorker):
-    """Writes block by block. Each bad load is noted as trouble of its worker and its request."""
+    """Writes block by block. Each bad load is recorded as trouble of its worker and its request."""
 
     def __init__(self, script: Script, host: Host, random: Random) -> None:
         super().__init__(script)

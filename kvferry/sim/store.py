@@ -58,7 +58,7 @@ class CopyWatch(Protocol):
 
 
 def machine_options(plan: TierPlan, ids: SeededIds, max_pinned_share: float) -> ServerOptions:
-    """Return what a store's machine needs, with a new incarnation."""
+    """Return the options of a store's machine, with a new incarnation."""
     incarnation = new_incarnation(ids)
 
     def make_memory(_: int) -> MemoryTier:
@@ -72,7 +72,7 @@ def machine_options(plan: TierPlan, ids: SeededIds, max_pinned_share: float) -> 
 
 
 def flip_a_bit(memory: MemoryTier | None, tiers: Sequence[DictTier], random: Random) -> bool:
-    """Change one bit of a block that is stored somewhere; False if there is none."""
+    """Change one bit of a stored block; False if there is none."""
     arena = memory.arena if memory is not None else None
     slots = [slot for slot in range(arena.num_slots) if arena.state(slot) is SlotState.READY] if arena is not None else []
     blocks = [value[1] for tier in tiers for _, value in sorted(tier.values.items())]
@@ -90,7 +90,7 @@ def flip_a_bit(memory: MemoryTier | None, tiers: Sequence[DictTier], random: Ran
 
 
 def leftovers_of(machine: ServerState) -> dict[str, int]:
-    """Count what a store must not hold once every client is done."""
+    """Count resources that a store must not hold once every client is done."""
     memory = machine.memory
     if memory is None:
         return {}
@@ -104,7 +104,7 @@ def leftovers_of(machine: ServerState) -> dict[str, int]:
 
 
 class SimStoreServer:
-    """One life of the store that workers share. ``processes`` finds a client's process by the client's id."""
+    """One incarnation of the store that workers share. ``processes`` finds a client's process by the client's id."""
 
     def __init__(self, host: Host, plan: TierPlan, seed: int, tiers: Sequence[DictTier], processes: dict[str, Process]) -> None:
         self.host = host
@@ -120,7 +120,7 @@ class SimStoreServer:
         host.process.call_later(_TIMER_S, self._on_timer)
 
     def calm_down(self) -> None:
-        """Lose nothing any more."""
+        """Stop losing messages."""
         self._is_calm = True
 
     def corrupt(self) -> bool:
@@ -128,7 +128,7 @@ class SimStoreServer:
         return flip_a_bit(self.machine.memory, self._tiers, self._random)
 
     def leftovers(self) -> list[str]:
-        """Return what is held without an owner."""
+        """Return resources that are held without an owner."""
         return [f"{self.host.process.name}: {count} {what} left" for what, count in leftovers_of(self.machine).items() if count]
 
     def _on_frame(self, peer: bytes, frame: bytes) -> None:
@@ -194,7 +194,7 @@ class SimStoreServer:
 
 
 class SimStoreClientBase(StoreClientBase):
-    """A store as a worker uses it. ``on_progress`` is called when a ticket may be done; ``watch`` sees what is read."""
+    """A store as a worker uses it. ``on_progress`` is called when a ticket may be done; ``watch`` sees the pool's reads."""
 
     on_progress: Callable[[], None]
     watch: CopyWatch
@@ -205,12 +205,12 @@ class SimStoreClientBase(StoreClientBase):
         return self._machine
 
     def leftovers(self) -> dict[str, int]:
-        """Count what must be gone once every request has ended."""
+        """Count resources that must be free once every request has ended."""
         return {"open calls": self._machine.num_open_calls, "pinned gets": self._machine.num_pinned_gets}
 
 
 class SimStoreClient(SimStoreClientBase):
-    """A client of the store at ``address``. Its thread does one thing after another, and nothing else while it copies."""
+    """A client of the store at ``address``. Its thread works in sequence, and does nothing else while it copies."""
 
     def __init__(
         self, host: Host, address: str, options: ClientOptions, ids: SeededIds, arena_of: Callable[[int], Arena | None]
@@ -229,11 +229,11 @@ class SimStoreClient(SimStoreClientBase):
         self._open_link()
 
     def leftovers(self) -> dict[str, int]:
-        """Count what must be gone; a store that is there must have been found again."""
+        """Count resources that must be free; a living store must have been found again."""
         return super().leftovers() | {"lost links to the store": not self.is_connected}
 
     def close(self) -> None:
-        """See ``BlockStore``: here a worker ends by its death."""
+        """See ``BlockStore``. Here a worker ends only by its death."""
 
     def _on_timer(self) -> None:
         self._do(lambda: self._machine.on_timer(self._clock.now()))
@@ -242,7 +242,7 @@ class SimStoreClient(SimStoreClientBase):
         self._to_thread.put(lambda: self._do(_nothing))
 
     def _do(self, call: Callable[[], None]) -> None:
-        """Let the thread do something, and what follows from it."""
+        """Let the thread do a piece of work, and its consequences."""
         if self._is_copying:
             self._waiting.append(call)
             return
@@ -272,7 +272,7 @@ class SimStoreClient(SimStoreClientBase):
                 self._copy(number, copies)
 
     def _copy(self, number: int, copies: Sequence[tuple[memoryview, memoryview]]) -> None:
-        """Copy in two halves, between which the process may freeze or die."""
+        """Copy in two halves, so that the process may freeze or die in between."""
         if not self._machine.is_open(number):
             return
         self._is_copying = True
@@ -292,7 +292,7 @@ class SimStoreClient(SimStoreClientBase):
         arena = self._arena_of(self._incarnation)
         for source, target in copies:
             self.watch.on_copy(source)
-            if arena is not None:  # else the store's process is gone
+            if arena is not None:  # otherwise the store's process is gone
                 _check_reserved(arena, target)
             middle = source.nbytes // 2
             part = slice(0, middle) if half == 0 else slice(middle, None)
@@ -324,7 +324,7 @@ class SimStoreClient(SimStoreClientBase):
 
 
 class SimEmbeddedStore(SimStoreClientBase):
-    """A store inside the worker: all at once in the caller's thread, but for copies."""
+    """A store inside the worker: everything happens at once in the caller's thread, except copies."""
 
     def __init__(self, host: Host, plan: TierPlan, block_bytes: int, ids: SeededIds) -> None:
         options = ClientOptions("embedded", block_bytes, request_timeout_s=_FOREVER_S, process=(1, 0))
@@ -335,7 +335,7 @@ class SimEmbeddedStore(SimStoreClientBase):
         self._host = host
         self._random = Random(ids.bits(63))
         self._copier = Queue(host.process, host.loop, lambda: self._random.uniform(0.0, _COPY_S))
-        self._machine.on_timer(self._clock.now())  # says hello
+        self._machine.on_timer(self._clock.now())  # sends the hello
         self._carry_out()
         assert self._machine.state is ConnectionState.UP
 
@@ -344,11 +344,11 @@ class SimEmbeddedStore(SimStoreClientBase):
         return flip_a_bit(self.machine.memory, (), self._random)
 
     def leftovers(self) -> dict[str, int]:
-        """Count what must be gone once every request has ended."""
+        """Count resources that must be free once every request has ended."""
         return super().leftovers() | leftovers_of(self.machine)
 
     def close(self) -> None:
-        """See ``BlockStore``: here a worker ends by its death."""
+        """See ``BlockStore``. Here a worker ends only by its death."""
 
     def _carry_out(self) -> None:
         while actions := self._machine.take_actions():

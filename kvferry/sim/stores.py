@@ -1,6 +1,6 @@
-"""The stores of a simulated cluster: their lives, and what each worker has of them.
+"""The stores of a simulated cluster: their incarnations, and each worker's access to them.
 
-``kvferry.sim.cluster`` decides which faults they suffer, and when. A store keeps KV blocks (a tier behind the workers'
+``kvferry.sim.cluster`` decides which faults they suffer, and when. A store keeps KV blocks (a tier below the workers'
 pools), embeddings, or both.
 """
 
@@ -31,7 +31,7 @@ from kvstore.client_state import ClientOptions
 
 
 class SharedStore:
-    """A store that workers share, in all its lives. What lies on its disk outlives each of them."""
+    """A store that workers share, in all its incarnations. The content of its disk outlives each of them."""
 
     def __init__(self, world: World, plan: TierPlan) -> None:
         self._world = world
@@ -43,12 +43,12 @@ class SharedStore:
 
     @property
     def process(self) -> Process:
-        """Its process, in its present life."""
+        """The process of its present incarnation."""
         assert self._server is not None
         return self._server.host.process
 
     def start(self) -> None:
-        """Begin a life."""
+        """Start an incarnation."""
         self._num_lives += 1
         name = self._plan.process
         seed = Random(f"{self._plan.seed}/{name}/{self._num_lives}").getrandbits(63)
@@ -56,13 +56,13 @@ class SharedStore:
         self._server = SimStoreServer(Host(self._world, process), self._plan, seed, self.lower, self._processes)
 
     def crash(self, seconds: float) -> None:
-        """End a life; the next one begins later, with what lies on its disk."""
+        """End an incarnation; the next one starts later, with the content of its disk."""
         if self.process.is_alive:
             self.process.kill()
             self._world.loop.call_later(seconds, self.start)
 
     def calm_down(self) -> None:
-        """Lose no replies any more."""
+        """Stop losing replies."""
         if self._server is not None:
             self._server.calm_down()
 
@@ -80,11 +80,11 @@ class SharedStore:
         return SimStoreClient(host, store_address(plan.process), options, ids, self._arena)
 
     def leftovers(self) -> list[str]:
-        """Return what it holds without an owner."""
+        """Return resources that are held without an owner."""
         return self._server.leftovers() if self._server is not None else []
 
     def _make_lower_tier(self, index: int) -> SimLowerTier:
-        """Return a tier like a disk, or one that must be asked. A block that does not come is trouble of its store."""
+        """Return a tier like a disk, or one that must be asked. A missing block counts as trouble of its store."""
 
         def on_lost_read() -> None:
             self._world.network.troubles.note(Kind.STORE, [self._plan.process], 0.0)
@@ -93,7 +93,7 @@ class SharedStore:
         return SimLowerTier(lambda: loop.now, on_lost_read, must_be_asked=index > 0)
 
     def _arena(self, incarnation: int) -> Arena | None:
-        """Return the memory of the life that a client has been welcomed by, None if it is over."""
+        """Return the memory of the incarnation that has welcomed a client, None if it is over."""
         machine = self._server.machine if self._server is not None else None
         if machine is None or machine.incarnation != incarnation or machine.memory is None:
             return None
@@ -101,7 +101,7 @@ class SharedStore:
 
 
 class SimStores:
-    """All stores of one run. ``tier`` says what is behind the pools, ``embeddings`` is a store of embeddings alone."""
+    """All stores of one run. ``tier`` is the tier below the pools, ``embeddings`` a store of embeddings alone."""
 
     def __init__(self, world: World, tier: TierPlan | None, embeddings: TierPlan | None) -> None:
         shared = [plan for plan in (tier, embeddings) if plan is not None and plan.name == "store"]
@@ -110,17 +110,17 @@ class SimStores:
         self._tier = tier
 
     def start(self) -> None:
-        """Begin the first life of each."""
+        """Start the first incarnation of each."""
         for store in self.shared.values():
             store.start()
 
     def calm_down(self) -> None:
-        """Lose no replies any more."""
+        """Stop losing replies."""
         for store in self.shared.values():
             store.calm_down()
 
     def corrupt(self, owner: SharedStore | SimTier) -> None:
-        """Change a bit of a block that is stored: in a worker's own tier, or in a store that workers share."""
+        """Change a bit of a stored block: in a worker's own tier, or in a store that workers share."""
         self.num_flipped_bits += owner.corrupt()
 
     def fail_tier(self, name: str, index: int, kind: Fault, seconds: float) -> None:
@@ -128,7 +128,7 @@ class SimStores:
         self.shared[name].lower[index].fail(kind, seconds)
 
     def count_what_happened(self) -> Counter[str]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
         happened = Counter(flipped_bits=self.num_flipped_bits)
         for store in self.shared.values():
             for tier in store.lower:
@@ -136,7 +136,7 @@ class SimStores:
         return happened
 
     def open_tier(self, host: Host, layout: KVLayoutInfo, seed: int) -> SimTier | None:
-        """Return the tier of a worker that starts, if workers have one."""
+        """Return the tier of a worker, if workers have one."""
         plan = self._tier
         if plan is None:
             return None
@@ -150,5 +150,5 @@ class SimStores:
         return list(self.shared.values())[-1]
 
     def leftovers(self) -> list[str]:
-        """Return what the shared stores hold without an owner."""
+        """Return resources that the shared stores hold without an owner."""
         return [leftover for store in self.shared.values() for leftover in store.leftovers()]

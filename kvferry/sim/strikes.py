@@ -1,8 +1,8 @@
-"""Carries the faults of a plan out, and notes what came of each: which process or link was hit, and until when it showed.
+"""Carries out the faults of a plan, and records the effect of each: the process or link that was hit, and how long it showed.
 
-Notes the troubles that ``kvferry.sim.oracle`` takes for causes; ``kvferry.sim.cluster`` starts processes.
-After-effects belong to a trouble: a worker that was silent for longer than the router's patience has to be found again, and one
-that starts anew has to join. How long that may take follows from the timeouts of the network and of the plan.
+Records the troubles that ``kvferry.sim.oracle`` accepts as causes; ``kvferry.sim.cluster`` starts processes. After-effects
+belong to a trouble: a worker that was silent for longer than the router's patience has to be found again, and a new process has
+to join. The timeouts of the network and of the plan bound how long that may take.
 """
 
 from __future__ import annotations
@@ -23,26 +23,26 @@ from kvferry.sim.tier_plan import TierPlan
 from kvferry.sim.troubles import Kind, Trouble, Troubles
 from kvferry.sim.worker import SimWorker
 
-_STARTING_S = 0.01  # after its start a worker has not joined its routers yet
-_SOON_S = 0.5  # a connection that was cut is made again, and a message is answered
+_STARTING_S = 0.01  # a starting worker has not joined its routers yet
+_SOON_S = 0.5  # until a cut connection is made again, and a message is answered
 
 
 class Processes(Protocol):
-    """The processes of a run, as their cluster keeps them."""
+    """The processes of a run."""
 
     workers: dict[str, SimWorker | SimEncoder]
     routers: dict[str, SimRouter]
     stores: SimStores
 
     def start_worker(self, name: str) -> None:
-        """Begin the next life of a worker."""
+        """Start the next incarnation of a worker."""
 
     def start_router(self, name: str) -> None:
-        """Begin the next life of a router."""
+        """Start the next incarnation of a router."""
 
 
 class Strikes:
-    """Lets things go wrong. ``patience_s`` is how long a silent worker is waited for."""
+    """Injects faults. ``patience_s`` is how long a router waits for a silent worker."""
 
     def __init__(
         self, plan: ClusterPlan, processes: Processes, loop: EventLoop, network: Network, troubles: Troubles, log: EventLog
@@ -82,12 +82,12 @@ class Strikes:
         }
 
     def strike(self, event: FaultEvent) -> None:
-        """Let something go wrong now."""
+        """Inject a fault now."""
         self._log.write("FAULT", str(event))
         self._carry_out[event.kind](event)
 
     def note_start(self, name: str) -> None:
-        """A process begins a life: it is there for the others once it has joined them."""
+        """Record the start of a process: others can use it once it has joined them."""
         self._started_at[name] = self._loop.now
         is_router = name in self._processes.routers
         trouble = self._down.pop(name, None) or self._troubles.note(Kind.DOWN, [name])
@@ -119,7 +119,7 @@ class Strikes:
         self._troubles.note(Kind.DATA_PARTED, event.targets, event.seconds + self._soon_s)
 
     def _aftermath_s(self, silent_s: float) -> float:
-        """Return how long it takes until a process that was silent for so long is found again."""
+        """Return how long it takes until a process that was silent for this long is found again."""
         return self.rejoin_s if silent_s >= self.patience_s else self._soon_s
 
     # ---- processes ---------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ class Strikes:
         self._loop.call_later(seconds, thaw)
 
     def _note_not_joined(self, router: str, since: float) -> None:
-        """Who has begun while a router stood still has yet to join it."""
+        """Record that processes which started during a router's pause have yet to join it."""
         for name in [name for name in self._processes.workers if self._started_at[name] >= since]:
             self._troubles.note(Kind.DOWN, [router, name], self.rejoin_s)
 
@@ -165,7 +165,7 @@ class Strikes:
             self._loop.call_later(event.seconds, lambda: self._processes.start_worker(name))
 
     def _hang(self, event: FaultEvent) -> None:
-        """Let an engine stand still; its successor, if the process dies meanwhile, does not."""
+        """Let an engine hang; if the process dies meanwhile, its successor does not hang."""
         worker = self._processes.workers[event.targets[0]]
         if not worker.is_serving:
             return
@@ -180,7 +180,7 @@ class Strikes:
         self._loop.call_later(event.seconds, end)
 
     def _crash_and_terminate(self, event: FaultEvent) -> None:
-        """Let a worker die, and its successor be told to leave before it has joined anybody."""
+        """Kill a worker, and send its successor SIGTERM before it has joined a router."""
         self._crash(event)
         terminate = FaultEvent(event.at, Fault.DRAIN, event.targets, event.seconds)
         self._loop.call_later(event.seconds + _STARTING_S, lambda: self._drain(terminate))
@@ -228,7 +228,7 @@ class Strikes:
     # ---- stores ------------------------------------------------------------------------------------------------------
 
     def _note_tier(self, plan: ClusterPlan) -> None:
-        """A tier with little room is in trouble all the time."""
+        """Record a tier with little room as trouble for the whole run."""
         if plan.tier is not None and Fault.STORE_FULL in plan.tier.kinds:
             for name in self._owners_of(plan.tier):
                 self._troubles.note(Kind.STORE, [name])
@@ -241,13 +241,13 @@ class Strikes:
         self._processes.stores.shared[event.targets[0]].crash(event.seconds)
 
     def _fail_tier(self, event: FaultEvent) -> None:
-        """Let a lower tier of a store fail. It is no trouble by itself: only what does not come from there is."""
+        """Let a lower tier of a store fail. It is no trouble by itself: only a block that is missing because of it is."""
         name, tier = event.targets
         index = int(tier.removeprefix("tier-"))
         self._processes.stores.fail_tier(name, index, event.kind, event.seconds)
 
     def _corrupt(self, event: FaultEvent) -> None:
-        """Change a bit of what a store holds, or a worker in a tier of its own or for readers of embeddings."""
+        """Change a bit in a store, in a worker's own tier, or in its embeddings for readers."""
         name, stores = event.targets[0], self._processes.stores
         self._troubles.note(Kind.CORRUPTED, [name])
         if name in stores.shared:

@@ -1,4 +1,4 @@
-"""A tier connector under virtual time, and what makes it and p2p one connector.
+"""A tier connector under virtual time, and the connector that combines it with p2p.
 
 Scheduler side, worker side, mover and the multi connector are the real ones; the mover's thread is ``kvferry.sim.tier_thread``.
 """
@@ -33,14 +33,14 @@ class TierWatch(Protocol):
     """Sees every access of a tier to the pool."""
 
     def on_conversion(self, block_id: int) -> None:
-        """A block is going to be filled."""
+        """A block will be filled."""
 
     def on_saving(self, block_id: int) -> None:
         """A block is being read to be stored."""
 
 
 class _WatchedPool(HostPoolAccess):
-    """Tells which blocks are read and written, also by a store that reads them later."""
+    """Reports the blocks that are read and written, also by a store that reads them later."""
 
     def __init__(self, pool: KVPoolRegion, watch: TierWatch) -> None:
         assert pool.buffer is not None
@@ -54,7 +54,7 @@ class _WatchedPool(HostPoolAccess):
         super().write(block_id, fill)
 
     def on_copy(self, source: memoryview) -> None:
-        """Tell of a copy out of the pool."""
+        """Report a copy from the pool."""
         address = np.frombuffer(source, np.uint8).ctypes.data
         block_id, offset = divmod(address - self._pool.base_address, self._pool.block_bytes)
         assert offset == 0, "whole blocks are stored"
@@ -74,7 +74,7 @@ class SimTier:
         self._host = host
 
     def start(self, watch: TierWatch) -> None:
-        """Be ready to save and to load."""
+        """Start to save and to load."""
         pool = self.worker.pool
         assert pool is not None, "register_kv_caches comes before start"
         assert pool.seals is not None
@@ -87,7 +87,7 @@ class SimTier:
 
     @property
     def has_news_for_engine(self) -> bool:
-        """True if an answer is there of which the engine has not heard yet."""
+        """True if an answer has arrived that the engine does not know yet."""
         return self._thread.has_news
 
     def saving_block_ids(self) -> list[int]:
@@ -100,7 +100,7 @@ class SimTier:
         return isinstance(self.store, SimEmbeddedStore) and self.store.corrupt()
 
     def leftovers(self) -> dict[str, int]:
-        """Count what must be gone once every request has ended."""
+        """Count resources that must be free once every request has ended."""
         scheduler = self.scheduler
         return {
             "blocks being saved": scheduler.num_saving_blocks,
@@ -112,7 +112,7 @@ class SimTier:
         } | self.store.leftovers()
 
     def count_what_happened(self) -> Counter[str]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
         happened = Counter({f"tier_{name}": count for name, count in self.mover.counts.items()})
         happened.update({f"tier_rejected_{code}": count for code, count in self.store.client.rejected.items()})
         statistics = self.store.statistics()

@@ -1,6 +1,6 @@
-"""Which tier a simulated run has behind its workers' pools, which store of embeddings, and what goes wrong with them.
+"""The tier below the workers' pools of a simulated run, its store of embeddings, and their faults.
 
-Drawn from the seed apart from everything else, so that a run without is what it was.
+Drawn from the seed separately from everything else, so that runs without them stay the same.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from kvferry.sim.faults import STORE_FAULTS, TIER_FAULTS, Fault, FaultEvent
 STORE = "store-0"  # the process's name
 EMBEDDING_STORE = "store-1"
 _SHARE = 0.35  # of runs that have a tier
-_GENTLE_SHARE = 0.3  # of these, runs in which nothing goes wrong with it
+_GENTLE_SHARE = 0.3  # of these, runs without faults of the tier
 _OFFLOAD_SHARE = 0.35
 _ONLY_OF_A_STORE = frozenset({Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS})
 _MANY_SLOTS = 400
 _FAILING_SHARE = 0.5  # of the runs with lower tiers, in which these fail
-_SLOTS_ABOVE_FAILING_TIERS = (6, 24)  # few, so that blocks are got from below
+_SLOTS_ABOVE_FAILING_TIERS = (6, 24)  # few, so that blocks are loaded from below
 _FEW_IMAGES = 3
 
 
@@ -28,7 +28,7 @@ _FEW_IMAGES = 3
 class TierPlan:
     """One tier. ``name`` is its connector: each worker has a tier of its own (``offload``), or all share one (``store``).
 
-    A store of embeddings alone is planned in the same way.
+    A store of embeddings alone has such a plan, too.
     """
 
     seed: int
@@ -39,13 +39,13 @@ class TierPlan:
     eviction: str
     is_lazy: bool = False
     write_back: bool = False
-    num_lower_tiers: int = 0  # the first is one like a disk, the second must be asked
-    remote_workers: frozenset[str] = frozenset()  # that do not map the arena
-    loss_rate: float = 0.0  # share of the store's replies that never come
-    question_loss_rate: float = 0.0  # share of what it is asked that never arrives
-    late_rate: float = 0.0  # share of those that are late, and delay all that follow
+    num_lower_tiers: int = 0  # the first behaves like a disk, the second must be asked
+    remote_workers: frozenset[str] = frozenset()  # workers that do not map the arena
+    loss_rate: float = 0.0  # share of the store's replies that are lost
+    question_loss_rate: float = 0.0  # share of the messages to the store that are lost
+    late_rate: float = 0.0  # share of replies that are late, and delay all that follow
     late_s: float = 0.0  # up to
-    process: str = STORE  # of a store that all share
+    process: str = STORE  # of a store that all workers share
 
     def __str__(self) -> str:
         details = {
@@ -62,7 +62,7 @@ class TierPlan:
         return f"{what}: {', '.join(text for text, is_told in details.items() if is_told)}"
 
     def draw_events(self, moments: Sequence[float]) -> list[FaultEvent]:
-        """Draw what befalls it at fixed times, shortly after something has begun."""
+        """Draw its faults at fixed times, shortly after something has begun."""
         random = Random(f"{self.seed}/tier events")
         owners = (self.process,) if self.name == "store" else self.workers
         events = []
@@ -116,7 +116,7 @@ def draw_embedding_store(seed: int, chosen: Collection[Fault] | None, workers: S
 
 
 def _let_tiers_fail(plan: TierPlan, chosen: Collection[Fault] | None) -> TierPlan:
-    """Return a plan of which the lower tiers fail in some way: where that is drawn, or ``chosen``."""
+    """Return a plan whose lower tiers fail in some way, if that is drawn or ``chosen``."""
     random = Random(f"{plan.seed}/failing tiers/{plan.process}")
     if chosen is not None:
         kinds = frozenset(chosen) & frozenset(TIER_FAULTS)

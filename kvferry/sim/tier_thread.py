@@ -13,7 +13,7 @@ from kvstore.base import LookupTicket
 OrderT = TypeVar("OrderT")
 ReportT = TypeVar("ReportT")
 
-POLL_S = 0.005  # of the thread while it waits; the real one looks more often
+POLL_S = 0.005  # of the thread while it waits; the real one polls more often
 
 
 class SimTierThread(Generic[OrderT, ReportT]):
@@ -28,13 +28,13 @@ class SimTierThread(Generic[OrderT, ReportT]):
         self._is_poll_planned = False
 
     def start(self, mover: TransferLogic[OrderT, ReportT], report: Callable[[ReportT], None]) -> None:
-        """Run this mover. ``report`` gets what has ended."""
+        """Run this mover. ``report`` gets its results."""
         self._mover = mover
         self._report = report
 
     @property
     def has_news(self) -> bool:
-        """True if a watched ticket is done of which the engine has not heard yet."""
+        """True if a watched ticket is done that the engine does not know yet."""
         return any(ticket.is_done for ticket in self._watched)
 
     def submit(self, order: OrderT) -> None:
@@ -53,7 +53,7 @@ class SimTierThread(Generic[OrderT, ReportT]):
         self.plan_turn()
 
     def plan_turn(self) -> None:
-        """Look soon at what may have changed."""
+        """Poll soon for changes."""
         if not self._is_turn_planned:
             self._is_turn_planned = True
             self._to_thread.put(self._turn_as_planned)
@@ -77,6 +77,6 @@ class SimTierThread(Generic[OrderT, ReportT]):
             self._host.process.call_later(POLL_S, self._poll)
 
     def _poll(self) -> None:
-        """Look again, as the thread does while something is open: retries and deadlines come by time alone."""
+        """Poll again, as the thread does while a ticket is open: retries and deadlines depend on time alone."""
         self._is_poll_planned = False
         self.plan_turn()

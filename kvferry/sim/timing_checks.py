@@ -1,12 +1,12 @@
-"""The durations that a simulated worker tells, against what the simulation has seen of the same request.
+"""Compares the durations that a simulated worker reports with what the simulation has seen of the same request.
 
-The router takes what is left of a total for *relay*, so the parts of a time always add up, right or wrong. Here what a worker
-measures is compared with the moments, on the same worker's clock, at which the simulation saw it begin and end:
+The router takes the rest of a total as *relay*, so the parts of a time always add up, right or wrong. Here each measurement of
+a worker is compared with the moments, on the same worker's clock, at which the simulation saw it begin and end:
 
     computing   from the step that first computes tokens of a request to its first token
     transfer    from the order that reached the p2p agent to the last block, and with the verification to the report
 
-Sees one life of one worker; called by ``kvferry.sim.worker`` and ``kvferry.sim.connector``.
+Sees one incarnation of one worker.
 """
 
 from __future__ import annotations
@@ -24,24 +24,24 @@ _ROUNDING_S = 1e-6
 
 
 class TimingChecks:
-    """Compares durations. ``complain`` takes what is wrong."""
+    """Compares durations. ``complain`` receives violations."""
 
     def __init__(self, name: str, clock: Clock, complain: Callable[[str], None]) -> None:
         self._name = name
         self._clock = clock
         self._complain = complain
         self._first_steps: dict[str, float] = {}  # engine request → when it was first given tokens
-        self._ended: set[str] = set()  # of these; the next request of this id is another one
+        self._ended: set[str] = set()  # of these; a later request with this id is another one
         self._orders: dict[str, float] = {}  # engine request → when the agent got the order to load
         self._rows: dict[str, frozenset[int]] = {}
-        self._waits: dict[str, float] = {}  # engine request → what it has waited for a load before its first step
+        self._waits: dict[str, float] = {}  # engine request → its wait for a load before its first step
         self._landings: dict[int, float] = {}  # local block → when it was first written since it was ordered
         self.num_compared = 0
 
     # ---- computing ---------------------------------------------------------------------------------------------------
 
     def on_scheduled(self, output: SchedulerOutput) -> None:
-        """Note whose first tokens this step computes."""
+        """Record the requests whose first tokens this step computes."""
         self._ended |= output.finished_req_ids & self._first_steps.keys()
         for request_id in output.num_scheduled_tokens:
             if request_id not in self._first_steps or request_id in self._ended:
@@ -49,7 +49,7 @@ class TimingChecks:
                 self._ended.discard(request_id)
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput]) -> None:
-        """Check what goes out with first tokens."""
+        """Check the reports sent with first tokens."""
         for output in outputs:
             times, loading_s = output.first_token_times, self._waits.pop(output.request_id, 0.0)
             if times is None:
@@ -59,14 +59,14 @@ class TimingChecks:
                 self._complain(f"{self._name}: {output.request_id} has loaded for {loading_s} s, but waited {times.wait_s} s")
 
     def on_prefill_done(self, message: PrefillDone) -> None:
-        """Check the router's report on a prompt; it covers all choices at once."""
+        """Check the report to the router on a prompt; it covers all choices at once."""
         first_step = self._first_steps[choice_id(message.request_id, 0)]
         self._compare(message.request_id, "prefill", message.prefill_ms / 1e3, self._since(first_step))
 
     # ---- loads -------------------------------------------------------------------------------------------------------
 
     def on_order(self, metadata: P2PConnectorMetadata) -> None:
-        """Note which loads the agent begins."""
+        """Record the loads that the agent begins."""
         for pull in metadata.pulls:
             self._orders[pull.request_id] = self._clock.now()
             self._rows[pull.request_id] = frozenset(pull.local_rows)
@@ -74,11 +74,11 @@ class TimingChecks:
                 self._landings.pop(row, None)
 
     def on_landing(self, block_id: int) -> None:
-        """Note when bytes arrive first; to read them once more, because of a wrong digest, is part of the verification."""
+        """Record the first arrival of bytes; reading them again after a wrong digest counts as verification."""
         self._landings.setdefault(block_id, self._clock.now())
 
     def on_load_ended(self, ended: LoadEnded) -> None:
-        """Check what a load reports."""
+        """Check the report of a load."""
         ordered_at, rows = self._orders.pop(ended.request_id, None), self._rows.pop(ended.request_id, frozenset())
         if ordered_at is None or ended.usage is None:
             return

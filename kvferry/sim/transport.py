@@ -1,9 +1,9 @@
-"""A transport under virtual time: rows are copied one by one while the world goes on, and reads fail as real ones do.
+"""A transport under virtual time: rows are copied one by one while other processes run, and reads fail as real ones do.
 
-A row is looked at on the owner's side at one moment and lands at the reader's at a later one; in between, and between two rows
+A row is read on the owner's side at one moment and lands at the reader's at a later one; in between, and between two rows
 of a read, either side may do anything. So a reader can see a block before, while and after it is overwritten, and bytes can
-land where no load expects them any more. The real transports differ by ``TransportTraits``; what goes wrong
-by chance is in ``ReadWeather``. A reader's ``LandingWatch`` sees every row that is written: whether it may be is its business.
+land where no load expects them any more. The real transports differ by ``TransportTraits``; ``ReadWeather`` has the random
+faults. A reader's ``LandingWatch`` sees every row that is written, and checks that it may be.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from kvferry.sim.troubles import Kind, Trouble
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TransportTraits:
-    """How a kind of transport behaves. The name is the real one's: peers choose and verify by it."""
+    """The behaviour of a kind of transport. The name is the real one's: peers choose and verify by it."""
 
     name: str
     is_one_sided: bool  # the owner's memory can be read while its process is frozen
     has_late_bytes: bool  # cancelling a read does not stop it
-    outlives_owner: bool  # memory that is mapped can be read after its owner's death
-    shares_errors: bool = False  # an error is one of the connection: all reads of the peer end by it
-    keeps_order: bool = False  # where the fabric lets it: ``Transport.reads_in_order``
+    outlives_owner: bool  # mapped memory can be read after its owner's death
+    shares_errors: bool = False  # an error is one of the connection: it ends all reads of the peer
+    keeps_order: bool = False  # if the fabric allows it: ``Transport.reads_in_order``
 
 
 TRAITS = {
@@ -44,7 +44,7 @@ TRAITS = {
 
 @dataclass(slots=True)
 class ReadWeather:
-    """What happens to reads by chance. Rates are shares of all reads; times in seconds. May be changed while it runs."""
+    """Random faults of reads. Rates are shares of all reads; times in seconds. May be changed while it runs."""
 
     row_s: float = 0.002  # from one row to the next, and from the owner to the reader, up to
     stall_rate: float = 0.0  # reads that stop at some row for up to ``stall_s``
@@ -53,14 +53,14 @@ class ReadWeather:
     corrupt_rate: float = 0.0  # reads of which one byte arrives wrong
     corrupts_data: bool = False  # any byte; else only bytes of the second region, the seals
     refuse_rate: float = 0.0  # reads that cannot be posted
-    drop_rate: float = 0.0  # reads whose answer is dropped, where the producer has to answer: they never end by themselves
+    drop_rate: float = 0.0  # reads whose answer is dropped, if the producer has to answer: they never end by themselves
     num_stalled: int = 0
     num_failed: int = 0
     num_corrupted: int = 0
 
 
 class LandingWatch(Protocol):
-    """Sees what a transport writes into its own process's memory."""
+    """Sees the writes of a transport into its own process's memory."""
 
     def on_post(self, handle: int, region: int, local_rows: Sequence[int]) -> None:
         """A read may write these rows from now on."""
@@ -95,7 +95,7 @@ class _Read:
     num_rows_unseen: int
     behind: list[_Read] = field(default_factory=list)  # all of whose rows must be read before one of these is
     has_begun: bool = False
-    has_arrived: bool = False  # told when those have ended
+    has_arrived: bool = False  # reported when those have ended
     fails: bool = False
     corrupt_row: int = -1  # index of the row
     drop_row: int = -1  # index of the row with which the answer ends
@@ -105,9 +105,9 @@ class _Read:
 
 @dataclass(slots=True)
 class SimFabric:
-    """All registered memory, by the number of its owner; what is common to all transports of a simulation.
+    """All registered memory, by the number of its owner; the common state of all transports of a simulation.
 
-    ``keeps_order``: transports that can read seals after all rows that were requested before.
+    ``keeps_order``: transports that can read seals only after all rows requested before do so.
     """
 
     loop: EventLoop
@@ -119,7 +119,7 @@ class SimFabric:
     last_handle: int = 0  # of all reads: a worker may have several transports, and one watch
 
     def add_owner(self, process: Process, regions: Sequence[RowRegion]) -> int:
-        """Let others read these regions; returns the number under which they are known."""
+        """Let others read these regions; return the owner's number."""
         number = len(self.owners) + 1
         self.owners[number] = _Owner(process, tuple(regions))
         return number
@@ -149,7 +149,7 @@ class SimTransport(Transport):
         self._staging: RowRegion | None = None
         self._number: int | None = None
         self._peers: dict[PeerId, _Owner] = {}
-        self._landing: dict[PeerId, tuple[RowRegion, ...]] = {}  # where their rows go
+        self._landing: dict[PeerId, tuple[RowRegion, ...]] = {}  # regions in which their rows land
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
 
@@ -166,7 +166,7 @@ class SimTransport(Transport):
         ]
 
     def unavailable_reason(self) -> str | None:
-        """Nothing is needed."""
+        """It needs nothing."""
         return None
 
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
@@ -236,7 +236,7 @@ class SimTransport(Transport):
             self._end(read, TransferError("the read was cancelled"))
 
     def remove_peer(self, peer: PeerId) -> None:
-        """End the peer's reads; nothing of them is written any more."""
+        """End the peer's reads; they write nothing any more."""
         self._peers.pop(peer, None)
         self._landing.pop(peer, None)
         for read in [read for read in self._reads.values() if read.peer == peer]:
@@ -279,7 +279,7 @@ class SimTransport(Transport):
             read.unanswered.end = min(read.unanswered.end, self._fabric.loop.now)
 
     def _plan_row(self, read: _Read, index: int) -> None:
-        """Look at the owner's row in a while. A process that takes part in the copy must be running for it."""
+        """Read the owner's row after a while. A process that takes part in the copy must be running for it."""
         delay_s = self._hop_s() + (read.stall[1] if index == read.stall[0] else 0.0)
         if self._traits.is_one_sided:
             self._fabric.loop.call_later(delay_s, lambda: self._send_row(read, index))
@@ -327,19 +327,19 @@ class SimTransport(Transport):
             self._process.call_later(self._hop_s(), lambda: self._end_well(read))
 
     def _end_well(self, read: _Read) -> None:
-        """Report that a read has arrived, after those that were requested before it."""
+        """Report that a read has arrived, after the reads that were requested before it."""
         read.has_arrived = True
         if not self._is_any_open(read.behind):
             self._end(read, None)
 
     def _end_all_of(self, peer: PeerId) -> None:
-        """The connection to a peer has failed; until it is opened anew nothing can be read of it."""
+        """The connection to a peer has failed; until it is opened again nothing can be read from it."""
         self._peers.pop(peer, None)
         for read in [read for read in self._reads.values() if read.peer == peer]:
             self._end(read, PeerUnreachable(f"the connection to {peer.address} has failed"))
 
     def _on_owner_death(self, read: _Read) -> None:
-        """Rows under way may still land; then the read is found broken."""
+        """Rows under way may still land; then the read ends with an error."""
         delay_s = 2 * self._fabric.weather.row_s + self._fabric.random.uniform(0.0, 0.5)
         self._process.call_later(delay_s, lambda: self._end(read, PeerUnreachable(f"{read.peer.address} died")))
 
@@ -366,7 +366,7 @@ class SimTransport(Transport):
             self._plan_row(read, 0)
 
     def _note_seen(self, read: _Read) -> None:
-        """A row of the owner's has been looked at; with the last of them others may be."""
+        """A row of the owner's has been read; with the last one, later reads may begin."""
         read.num_rows_unseen -= 1
         if not read.num_rows_unseen:
             self._begin_behind(read)
@@ -377,7 +377,7 @@ class SimTransport(Transport):
                 self._begin_if_due(other)
 
     def _go_on_behind(self, read: _Read, error: KVFerryError | None) -> None:
-        """A read has ended: begin and end what waits for that. What comes behind bytes that were lost is lost with them."""
+        """A read has ended: begin and end the reads that wait for it. Reads after lost bytes are lost with them."""
         is_lost = isinstance(error, PeerUnreachable)
         self._begin_behind(read)
         for other in [other for other in self._reads.values() if read in other.behind and other.has_arrived]:
@@ -396,7 +396,7 @@ class SimTransport(Transport):
         return self._fabric.random.uniform(0.0, self._fabric.weather.row_s)
 
     def _watched(self, read: _Read) -> int:
-        """Return the number of the region in which a read lands: one behind all others if that is the staging area."""
+        """Return the number of the region in which a read lands: the staging area comes after all others."""
         is_staged = read.region == POOL_REGION and read.target.row_bytes != self._regions[POOL_REGION].row_bytes
         return len(self._regions) if is_staged else read.region
 

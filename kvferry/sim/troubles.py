@@ -1,9 +1,9 @@
-"""What really went wrong in a run: which process or link, from when to when, after-effects included.
+"""The real troubles of a run: which process or link, from when to when, after-effects included.
 
-A fault of the plan is an intention; a *trouble* is what came of it. A freeze of a dead process is none, and a frozen process
-that is killed does not thaw. Whoever carries faults out notes them here as they happen, and so do network, transports and
-stores with what strikes by chance. ``kvferry.sim.oracle`` explains errors by them: a trouble is a cause only for what needs
-all that it names, at that time.
+A fault of the plan is an intention; a *trouble* is its effect. A freeze of a dead process is none, and a frozen process
+that is killed does not thaw. ``kvferry.sim.strikes`` records troubles as they happen, and so do network, transports and
+stores with random faults. ``kvferry.sim.oracle`` explains errors by them: a trouble is a cause only for a request that needs
+all of its names, at that time.
 """
 
 from __future__ import annotations
@@ -19,23 +19,23 @@ class Kind(StrEnum):
     """Kinds of troubles."""
 
     DOWN = "down"  # a process is dead, or has not joined its peers yet
-    PAUSED = "paused"  # a router stands still
-    FROZEN = "frozen"  # any other process does
-    HUNG = "hung"  # its engine stands still, and nothing else of it
+    PAUSED = "paused"  # a router is frozen
+    FROZEN = "frozen"  # any other process is frozen
+    HUNG = "hung"  # its engine hangs, the rest of the process runs
     DRAINING = "draining"
     REPLACED = "replaced"  # by a twin, until routers and peers know which is which
     JUMPED = "jumped"  # its clock
     CUT = "cut"  # the connections between two processes
-    PARTED = "parted"  # nothing passes between two processes, or only in one direction
-    DATA_PARTED = "data_parted"  # no reads pass between two processes; all else does
+    PARTED = "parted"  # no frame passes between two processes, or only in one direction
+    DATA_PARTED = "data_parted"  # no reads pass between two processes; messages do
     LATE = "late"  # a frame between two processes
     DROPPED = "dropped"  # a frame between two processes
     UNANSWERED = "unanswered"  # a read of one process's memory by another, whose answer was dropped, until the reader ends it
     STALLED = "stalled"  # a read of one process's memory by another
     FAILED = "failed"  # such a read
-    CORRUPTED = "corrupted"  # such a read, or what a process holds
+    CORRUPTED = "corrupted"  # such a read, or data of a process
     BAD_LOAD = "bad_load"  # a load of a worker for a request, within a step, that brought garbage
-    STORE = "store"  # a store refuses, loses or delays what it is asked, or holds little
+    STORE = "store"  # a store refuses, loses or delays requests, or holds little
 
 
 @dataclass(slots=True)
@@ -60,17 +60,17 @@ class Troubles:
         self._by_name: defaultdict[str, list[Trouble]] = defaultdict(list)  # under the first of its names
 
     def note(self, kind: Kind, names: Iterable[str], seconds: float = math.inf) -> Trouble:
-        """Note a trouble that begins now; it lasts so long, or until its ``end`` is set."""
+        """Record a trouble that begins now; it lasts this long, or until its ``end`` is set."""
         trouble = Trouble(kind, frozenset(names), self._now(), self._now() + seconds)
         self._by_name[min(trouble.names)].append(trouble)
         return trouble
 
     def note_step(self, name: str) -> None:
-        """Note that a worker begins to compute."""
+        """Record that a worker begins to compute."""
         self.steps[name].append(self._now())
 
     def find(self, kinds: Collection[Kind], names: Collection[str], start: float, end: float) -> list[Trouble]:
-        """Return the troubles of these kinds that concern nothing but these names, at some moment of a period."""
+        """Return the troubles of these kinds that concern only these names, at some moment of a period."""
         return [
             trouble
             for name in sorted(names)
@@ -79,7 +79,7 @@ class Troubles:
         ]
 
     def touching(self, kinds: Collection[Kind], name: str, start: float, end: float) -> list[Trouble]:
-        """Return the troubles of these kinds with this name among theirs, at some moment of a period."""
+        """Return the troubles of these kinds that concern this name among others, at some moment of a period."""
         return [
             trouble
             for found in self._by_name.values()
@@ -88,7 +88,7 @@ class Troubles:
         ]
 
     def longest_without(self, kinds: Collection[Kind], names: Collection[str], start: float, end: float) -> float:
-        """Return the longest time within a period in which nothing of these kinds concerned these names."""
+        """Return the longest time within a period without troubles of these kinds for these names."""
         longest, free_since = 0.0, start
         for trouble in sorted(self.find(kinds, names, start, end), key=lambda trouble: trouble.start):
             longest = max(longest, trouble.start - free_since)

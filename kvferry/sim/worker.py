@@ -1,6 +1,6 @@
-"""One life of a simulated worker: real protocol, handler, engine, scheduler and connector around a ``HashModel``.
+"""One incarnation of a simulated worker: real protocol, handler, engine, scheduler and connector around a ``HashModel``.
 
-Owns what such a worker consists of; how it talks to its routers is ``kvferry.sim.worker_protocol``.
+Owns the parts of such a worker; ``kvferry.sim.worker_protocol`` talks to its routers.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class SimWorker(SimWorkerProtocol):
         self._join(config.worker.router_addresses)
 
     def leftovers(self) -> list[str]:
-        """Return what is left of requests that have all ended."""
+        """Return the remains of requests that have all ended."""
         stats = self.engine.core.stats
         left = {
             "requests in the protocol": self.state.num_requests,
@@ -124,7 +124,7 @@ class SimWorker(SimWorkerProtocol):
         return found + self.checks.leftovers()
 
     def count_what_happened(self) -> dict[str, int]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
         stats = self.engine.core.stats
         happened = {
             "preemptions": stats.num_preemptions,
@@ -237,7 +237,7 @@ class SimWorker(SimWorkerProtocol):
         )
         return WorkerState(registration, self.handler, limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
 
-    # ---- what it tells ----------------------------------------------------------------------------------------------
+    # ---- its outputs ------------------------------------------------------------------------------------------------
 
     def _put_outputs(self, outputs: list[EngineCoreOutput]) -> None:
         self._times.on_outputs(outputs)

@@ -1,8 +1,7 @@
-"""The protocol half of a simulated worker's life: its state machine on the simulated network.
+"""The protocol half of a simulated worker: its state machine on the simulated network.
 
-Takes the place of ``core.worker.process``: carries out what ``WorkerState`` asks for, by the process's own clock. What the
-worker computes, and how, is its subclasses' business. A crash ends the life; the next one is another object with another
-incarnation.
+Takes the place of ``core.worker.process``: carries out the actions of ``WorkerState``, by the process's own clock. Subclasses
+define what the worker computes. A crash ends the incarnation; the next one is another object.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ LINGER_S = 1.0  # for the last replies and the goodbye
 
 
 class Submits(Protocol):
-    """What the protocol half uses of an engine."""
+    """The protocol half's interface to an engine."""
 
     def submit(self, message: EngineMessage) -> None:
         """Queue a message, and wake the engine."""
@@ -47,7 +46,7 @@ class Submits(Protocol):
 class SimWorkerProtocol:
     """A worker as its routers see it.
 
-    A subclass sets ``state``, ``engine`` and ``_complain``, which takes what is wrong, and calls ``_join`` when it is ready.
+    A subclass sets ``state``, ``engine`` and ``_complain``, which receives violations, and calls ``_join`` when it is ready.
     """
 
     state: WorkerState
@@ -58,7 +57,7 @@ class SimWorkerProtocol:
         self.host = host
         self.is_stopped = False
         self._links: dict[str, Link] = {}
-        self._router_ids: dict[str, str] = {}  # by address, the router that has answered last; "" if it refused
+        self._router_ids: dict[str, str] = {}  # by address, the router that answered last; "" if it refused
 
     @property
     def is_serving(self) -> bool:
@@ -75,14 +74,14 @@ class SimWorkerProtocol:
             self.host.process.jump(seconds)
 
     def leftovers(self) -> list[str]:
-        """Return what is left of requests that have all ended."""
+        """Return the remains of requests that have all ended."""
         raise NotImplementedError
 
     def count_what_happened(self) -> dict[str, int]:
-        """Count what need not happen in a run."""
+        """Count events that not every run has."""
         raise NotImplementedError
 
-    # ---- what a subclass has -----------------------------------------------------------------------------------------
+    # ---- implemented by a subclass -----------------------------------------------------------------------------------
 
     def _expect(self, handoff: KVHandoff) -> None:
         """Prepare for a request that may load this handoff."""
@@ -94,13 +93,13 @@ class SimWorkerProtocol:
         """Release embeddings that will not be read."""
 
     def _as_received(self, message: RouterMessage) -> RouterMessage:
-        """Return what there is of a message here."""
+        """Return the message as this worker receives it."""
         return message
 
     def _renew(self, transfer_ids: Sequence[str]) -> None:
-        """Keep handoffs for another while."""
+        """Extend the leases of handoffs."""
 
-    # ---- what happens ------------------------------------------------------------------------------------------------
+    # ---- events ------------------------------------------------------------------------------------------------------
 
     def _join(self, router_addresses: Sequence[str]) -> None:
         """Introduce the worker to its routers."""
@@ -118,7 +117,7 @@ class SimWorkerProtocol:
         return Link(self.host.network, self.host.process, address, on_frame)
 
     def _check_router(self, address: str, message: RouterMessage) -> None:
-        """Nobody works for a router that has ended, or does not know this worker."""
+        """Check that no request of a router runs that has ended, or does not know this worker."""
         if not isinstance(message, Registered | Refused):
             return
         router_id = message.router_id if isinstance(message, Registered) else ""
