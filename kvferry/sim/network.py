@@ -70,7 +70,7 @@ class Network:
         on_frame: Callable[[bytes, bytes], None],
         on_lost: Callable[[], None] | None = None,
     ) -> Server:
-        """Bind an address; ``on_frame`` gets a connection's identity and a frame, ``on_lost`` the identity of a lost one."""
+        """Bind an address; ``on_frame`` gets a connection's identity and a frame, ``on_lost`` is called after a loss."""
         server = Server(self, process, on_frame, on_lost)
         self._servers[address] = server
         return server
