@@ -285,6 +285,14 @@ def store_was_in_trouble(case: Case) -> bool:
     return bool(case.troubles.find(kinds, names, case.path.submitted_at - _BEFORE_S, case.at))
 
 
+def store_dropped_what_it_read(case: Case) -> bool:
+    """The store dropped a block while it was copied, because another reader had found the block corrupt."""
+    tier = case.plan.tier
+    if tier is None or tier.name != "store":
+        return False
+    return bool(case.troubles.find({Kind.CORRUPTED}, {tier.process}, case.path.submitted_at, case.at))
+
+
 # ---- the tables --------------------------------------------------------------------------------------------------------
 
 _LOST = (nobody_could_go_on, every_attempt_was_hit)
@@ -311,6 +319,7 @@ FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
         trouble(*_LINK, Kind.PAUSED, Kind.JUMPED, Kind.STALLED, Kind.CORRUPTED, Kind.DATA_PARTED),
         busy_reader,
         lease_was_over,
+        store_dropped_what_it_read,
     ),
     "digest": (trouble(Kind.CORRUPTED), store_was_in_trouble),
     "peer_lost": (
