@@ -6,8 +6,8 @@ Owns names, roles and the refusal of settings that contradict them. Starts nothi
 from __future__ import annotations
 
 import contextlib
+import random
 import socket
-from collections.abc import Sequence
 
 import msgspec
 
@@ -26,6 +26,7 @@ CHOSEN_SETTINGS = (
     "host_slot",
     "is_supervised",
 )
+_PORTS = range(20_000, 30_000)  # below those that Linux takes for connections and for sockets that ask for any port
 
 
 def worker_roles(config: KVFerryConfig) -> dict[str, Role]:
@@ -64,13 +65,17 @@ def with_cluster_key(config: KVFerryConfig) -> KVFerryConfig:
     return msgspec.structs.replace(config, security=security)
 
 
-def free_ports(names: Sequence[str]) -> dict[str, int]:
-    """Return a port for each name; another program could still take it before it is bound."""
+def free_ports(count: int) -> list[int]:
+    """Return free ports that the system gives to no socket by itself; another program could still ask for one of them."""
+    ports: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = {name: stack.enter_context(socket.socket()) for name in names}
-        for probe in sockets.values():
-            probe.bind(("127.0.0.1", 0))
-        return {name: probe.getsockname()[1] for name, probe in sockets.items()}
+        for port in random.SystemRandom().sample(_PORTS, len(_PORTS)):
+            if len(ports) == count:
+                break
+            with contextlib.suppress(OSError):
+                stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
+                ports.append(port)
+    return ports
 
 
 def check_worker_settings(worker: WorkerSection) -> None:

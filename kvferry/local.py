@@ -164,7 +164,8 @@ class LocalCluster:
             if STORE in self._services:
                 self._start_store(deadline, is_cancelled)
             if self._options.keep_control_ports:
-                self._control_ports = free_ports([name for name, role in self._roles.items() if role == "prefill"])
+                names = [name for name, role in self._roles.items() if role == "prefill"]
+                self._control_ports = dict(zip(names, free_ports(len(names)), strict=True))
             for name in self._roles:
                 self._keeper.start(self._spec(name))
             self._wait_until_ready(deadline, is_cancelled)

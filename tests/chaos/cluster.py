@@ -9,7 +9,6 @@ import contextlib
 import http.client
 import os
 import signal
-import socket
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import load_config
+from kvferry.cluster_plan import free_ports
 from kvferry.local import ROUTER, LocalCluster, ProcessOptions
 from tests.chaos.questions import MODEL
 from tests.support.tcp_proxy import TcpProxy
@@ -210,9 +210,7 @@ class Wires:
     """Proxies from each worker to the router, and in front of each prefill worker's control and data port."""
 
     def __init__(self, stack: contextlib.ExitStack, prefills: Sequence[str], workers: Sequence[str]) -> None:
-        with contextlib.ExitStack() as probes:
-            count = 1 + 2 * len(prefills)
-            free = [probes.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(count)]
+        free = free_ports(1 + 2 * len(prefills))
         router = ("127.0.0.1", free[0])
         control = {name: ("127.0.0.1", port) for name, port in zip(prefills, free[1::2], strict=True)}
         data = {name: ("127.0.0.1", port) for name, port in zip(prefills, free[2::2], strict=True)}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
-import socket
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -23,6 +22,7 @@ from core.ids import RandomIds
 from core.model.hub import ALIASES, resolve_model
 from core.model.tokenizer import Tokenizer
 from core.wire.curve import ClusterKeys, derive_keys, new_cluster_key
+from kvferry.cluster_plan import free_ports
 from kvferry.local import LocalCluster
 from tests.support.trace_collector import TraceCollector
 
@@ -154,8 +154,7 @@ class Secured:
 @pytest.fixture(scope="session")
 def secured(cluster_config, tmp_path_factory) -> Iterator[Secured]:
     """A cluster as an operator runs it."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    address = f"tcp://127.0.0.1:{free_ports(1)[0]}"
     key = new_cluster_key(RandomIds())
     settings = (
         f"security.cluster_key={key}",

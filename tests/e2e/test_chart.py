@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import shutil
-import socket
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -18,6 +17,7 @@ import yaml
 from core.config import default_cache_dir
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key
+from kvferry.cluster_plan import free_ports
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_child_left")]
 
@@ -36,15 +36,6 @@ SETTINGS = (
     "config.kvstore.memory_bytes=134217728",
 )
 STORE = "kvstore"  # beside prefill-0; here it serves both pods
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that are free at the moment."""
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [found.getsockname()[1] for found in sockets]
-    for found in sockets:
-        found.close()
-    return ports
 
 
 @dataclass(slots=True)

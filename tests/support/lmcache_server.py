@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import time
 import urllib.request
@@ -19,6 +18,7 @@ from typing import Self
 
 from core.config import default_cache_dir
 from core.errors import StartFailed
+from kvferry.cluster_plan import free_ports
 
 VERSION = "0.5.6"
 START_TIMEOUT_S = 120.0  # mostly its imports
@@ -41,7 +41,7 @@ class LMCacheServer:
 
     def __init__(self, log_path: Path, chunk_size: int = 64, l1_size_gb: float = 0.25, options: Sequence[str] = ()) -> None:
         self._log_path = log_path
-        self._port, self._http_port = _free_ports()
+        self._port, self._http_port = free_ports(2)
         self._command = [
             str(lmcache_executable()),
             "server",
@@ -149,11 +149,3 @@ def _is_stopped(pid: int) -> bool:
     """True if every thread of a process is stopped, by what ``/proc`` says behind each one's name."""
     stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return all(stat.rpartition(")")[2].split()[0] == "T" for stat in stats)
-
-
-def _free_ports() -> tuple[int, int]:
-    """Return two free ports; another program could still take them before they are bound."""
-    with socket.socket() as first, socket.socket() as second:
-        first.bind(("127.0.0.1", 0))
-        second.bind(("127.0.0.1", 0))
-        return first.getsockname()[1], second.getsockname()[1]

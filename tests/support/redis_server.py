@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Self
 
 from core.errors import StartFailed
+from kvferry.cluster_plan import free_ports
 
 START_TIMEOUT_S = 30.0
 _POLL_S = 0.02
@@ -33,9 +34,7 @@ class RedisServer:
     def __init__(self, program: str) -> None:
         self._program = program
         self.password = ""
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            self.port: int = probe.getsockname()[1]
+        (self.port,) = free_ports(1)
         self.start()
 
     @property

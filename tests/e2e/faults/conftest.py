@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,6 +26,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.config import RouterSection
+from kvferry.cluster_plan import free_ports
 from kvferry.local import ROUTER, LocalCluster, LocalWorker, ProcessOptions
 from tests.support.streaming_client import Stream
 from tests.support.tcp_proxy import TcpProxy
@@ -92,9 +92,7 @@ class Network:
     """
 
     def __init__(self, proxies: contextlib.ExitStack) -> None:
-        with contextlib.ExitStack() as probes:
-            free = [probes.enter_context(socket.create_server(("127.0.0.1", 0))).getsockname()[1] for _ in range(3)]
-        self._router, control, data = [("127.0.0.1", port) for port in free]
+        self._router, control, data = [("127.0.0.1", port) for port in free_ports(3)]
         self.control = proxies.enter_context(TcpProxy(control, ("127.0.0.2", control[1])))
         self.data = proxies.enter_context(TcpProxy(data, ("127.0.0.2", data[1])))
         names = ("prefill-0", "decode-0", "decode-1")
