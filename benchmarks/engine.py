@@ -8,7 +8,7 @@ side that goes first alternates. Figures are medians over the repeats; a speedup
 Three cases:
 
 * prefill     one prompt of 1,024 tokens to its first token; the engine computes it in steps of ``--step-tokens``
-* decode      one stream: prompt 128, then 64 tokens; time per token behind the first
+* decode      one stream: prompt 128, then 64 tokens; time per token after the first
 * 16 streams  prompts of 256 tokens, 64 tokens out, all 16 there at the start; output tokens per second over everything.
               Baseline: one batched ``generate`` of the same 16 (no padding, as they are equally long). Beside it stands what
               the 16 would take one after the other: 4 times the time of the first 4, measured in the first repeat only

@@ -12,13 +12,13 @@ Three sides, all with one torch thread per worker and the same settings:
 
 Three cases:
 
-* decode      one stream: prompt 128, then 64 tokens; time per token behind the first (1P1D: the handoff is among them)
+* decode      one stream: prompt 128, then 64 tokens; time per token after the first (1P1D: the handoff is among them)
 * throughput  16 prompts of 256 tokens, 64 tokens out, all sent at once; time until the last one ends
 * prefill     one prompt of 1,024 tokens to its first token
 
 Every repeat has new prompts (no prefix is cached), the same for all sides, and the side that goes first rotates. Figures are
 medians (smallest..largest); ratios are medians of the ratios within a repeat. An idle side sleeps while another is measured.
-Two processes that run the same code differ by a few per cent, for as long as they live; so each round starts all of them anew,
+Two processes that run the same code differ by a few per cent, for as long as they live; so each round starts all of them again,
 in another order.
 """
 

@@ -7,7 +7,7 @@
     │   │   └── ContextTooLong     400  prompt (+ max_tokens) exceeds what the model or the pool can hold
     │   ├── ModelNotFound          404
     │   ├── Overloaded             429  admission refused for now
-    │   ├── NoWorker               503  nobody can serve it at the moment
+    │   ├── NoWorker               503  no worker can serve it at the moment
     │   ├── DeadlineUnreachable    503  what is queued takes longer than the request may
     │   ├── EncoderInputMissing    503  embeddings of an image cannot be had, and the image is not at hand
     │   ├── WorkerStalled          503  the engine of the worker that has it makes no progress

@@ -198,7 +198,7 @@ def hardware() -> dict[str, Schema]:
 
 
 def trust() -> dict[str, Schema]:
-    """Return the values of who may talk to whom."""
+    """Return the values of the network policy."""
     key_text = {"anyOf": [{"const": ""}, {"type": "string", "minLength": 32}]}
     return {
         "security": closed(

@@ -44,7 +44,7 @@ _REPLACE_GRACE_S = 2.0  # a stopped process takes no notice of SIGTERM, and one 
 class ChildSpec:
     """The start options: ``command``, to which the two options of ``kvferry.child`` are added.
 
-    ``read_input`` returns the child's standard input, anew for every start; at most a pipe's 64 KiB.
+    ``read_input`` returns the child's standard input, made again for every start; at most a pipe's 64 KiB.
     ``log_file`` None = this process's stderr.
     """
 

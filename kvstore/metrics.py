@@ -56,7 +56,7 @@ def _register_memory(registry: CollectorRegistry, machine: ServerState) -> None:
 
     gauge("memory_slots", "Slots of the arena.", lambda memory: memory.arena.num_slots)
     gauge("memory_blocks", "Blocks in the arena, those being written included.", len)
-    gauge("pinned_slots", "Slots that somebody reads.", lambda memory: memory.arena.num_pinned)
+    gauge("pinned_slots", "Slots pinned by readers.", lambda memory: memory.arena.num_pinned)
     gauge(
         "dirty_blocks",
         "Blocks that only the arena has, although there are lower tiers (write-back).",

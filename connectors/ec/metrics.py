@@ -18,7 +18,7 @@ def publish_fetches(registry: CollectorRegistry, scheduler: FetchingScheduler) -
         "ec_fetching_items": ("Images whose embeddings are on their way.", lambda: scheduler.num_fetching_items),
         "ec_wanted_chunks": ("Chunks of host memory with embeddings for requests.", lambda: scheduler.num_wanted_chunks),
         "ec_quarantined_chunks": (
-            "Chunks that nobody may use, since a transfer that was given up may still write them.",
+            "Chunks that must not be used, since an abandoned transfer may still write them.",
             lambda: scheduler.num_quarantined_chunks,
         ),
     }

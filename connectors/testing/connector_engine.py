@@ -324,7 +324,7 @@ class ConnectorEngine:
             outcome.bad |= bad
             unknown -= {block_ids[position] for position in bad}
             is_explained = request_id in output.failed_recving or request_id in output.load_errors
-            assert is_explained or not bad or request_id in self._aborted, f"nobody says why blocks of {request_id} are bad"
+            assert is_explained or not bad or request_id in self._aborted, f"blocks of {request_id} are bad without a reason"
         assert not unknown, f"no load has the blocks {unknown}"
         for request_id, error in (output.failed_recving | output.load_errors).items():
             assert not self.loads[request_id].is_ended, "a failure is reported before the end of the load, or with it"

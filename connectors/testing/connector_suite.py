@@ -264,7 +264,7 @@ class ConnectorConformance:
         pair.consumer.engine.step()
         pair.consumer.engine.abort(request)
         await pair.consumer.engine.until(lambda: pair.consumer.engine.loads["a"].is_ended, PATIENCE_S / 2)
-        assert pair.consumer.engine.loads["a"].error is None, "nobody wants to know"
+        assert pair.consumer.engine.loads["a"].error is None, "the request has ended"
         await self.assert_consumer_is_empty(pair)
 
     async def test_abort_of_one_load_spares_the_others_of_its_handoff(self, pair: Pair) -> None:

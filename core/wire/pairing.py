@@ -1,6 +1,6 @@
 """Whether a worker can read KV blocks from another's pool, and by which transport. Pure functions.
 
-One decision for all who make it: the producer at a consumer's handshake, the consumer at the answer or at a handoff, and the
+One decision for three places: the producer at a consumer's handshake, the consumer at the answer or at a handoff, and the
 router before it pairs two workers, so that it never pairs two whose handshake would be refused.
 """
 

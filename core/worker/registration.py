@@ -20,7 +20,7 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
     """Return the worker's registration."""
     config, built, connector, ec_connector = context.config, assembled.built, assembled.connector, assembled.ec_connector
     if isinstance(built, BuiltEncoder):
-        assert ec_connector is not None, "nobody could read what it computes"
+        assert ec_connector is not None, "its embeddings could not be read"
         return RegisterEncoder(
             engine_id=context.engine_id,
             incarnation=context.incarnation,

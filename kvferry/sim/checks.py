@@ -1,7 +1,7 @@
 """The invariants of a simulated worker, checked whenever they could be violated.
 
 - Every row that a transport writes belongs to the block of the load that asked for it, or is quarantined: it has not been
-  freed, allocated anew or prepared for recomputing since the read was posted.
+  freed, reallocated or prepared for recomputing since the read was posted.
 - After every turn of the engine the KV cache is consistent: no block lost or owned twice (``core.kv.invariants``).
 - Every prefix hit and every sealed block holds the right content, whether or not it has been used. While steps are in flight
 this holds for sealed blocks only, because blocks that the steps compute may be hits already.
@@ -151,7 +151,7 @@ class WorkerChecks:
         """Check that a block that is read to be stored is pinned for it: it cannot be reused meanwhile."""
         block = self._scheduler.kv_cache_manager.block_pool.blocks[block_id]
         if block.ref_cnt == 0 or self._tier is None or block_id not in self._tier.saving_block_ids():
-            self.complain(f"{self._name}: {block} is read to be stored, and nobody keeps it")
+            self.complain(f"{self._name}: {block} is read to be stored without a pin")
 
     def _may_be_written(self, block_id: int) -> bool:
         """True if the block is quarantined, or its request loads, or has loaded and waits for the end of its load."""

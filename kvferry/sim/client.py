@@ -88,7 +88,7 @@ class Client:
         if error is None:
             self._check_complete()
         elif error.code == Cancelled.code and not self.has_left:
-            self._complain(f"{self.plan.name}: cancelled, but nobody left: {error.message}")
+            self._complain(f"{self.plan.name}: cancelled, but the client has not left: {error.message}")
         self.end(error.code if error is not None else "ok", error.message if error is not None else "", now)
 
     def end(self, outcome: str, message: str, now: float) -> None:

@@ -79,7 +79,7 @@ def why_not_written(scheduler: FetchingScheduler, chunk: int, *fetched: bytes) -
     """
     items = [item for item in scheduler._chunk_cache._items.values() if chunk in item.chunks]
     if not items or items[0].is_here:
-        return f"chunk {chunk} was written, which nobody fills: {items}"
+        return f"chunk {chunk} was written, which no fetch fills: {items}"
     if fetched and fetched != (items[0].identifier,):
         return f"chunk {chunk} of {items[0]} was written for {', '.join(identifier.hex() for identifier in fetched)}"
     return ""

@@ -100,7 +100,7 @@ class SimEmbeddings(SimDriver):
     def _lease(self, grant: LeaseGrant) -> None:
         """Start a lease; if a change is due, change a bit of the item after its sealing. Each time it is another bit."""
         if self._num_to_flip:
-            assert self._offers is not None, "who leases has something to offer"
+            assert self._offers is not None, "a producer of leases has offers"
             self._num_to_flip -= 1
             first_chunk = self._offers._leases[grant.transfer_id].first_chunk
             self._memory.rows(first_chunk, 1)[0] ^= 1 << self._num_flipped % 8

@@ -163,7 +163,7 @@ class SimEncoder(SimWorkerProtocol):
     def _check_sleep(self) -> None:
         """While the engine sleeps, something must be about to wake it for the queued images."""
         if self.engine.core._queue and (self.images is None or self.images.is_idle):
-            self._complain(f"{self.spec.engine_id} sleeps beside images that nobody decodes")
+            self._complain(f"{self.spec.engine_id} sleeps with images that are not being decoded")
 
     def _release_embeddings(self, sources: Sequence[ECSource]) -> None:
         self.embeddings.release_sources(sources)

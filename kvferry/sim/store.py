@@ -98,7 +98,7 @@ def leftovers_of(machine: ServerState) -> dict[str, int]:
     return {
         "pinned slots": arena.num_pinned,
         "slots that a silent client may write": machine.num_quarantined,
-        "slots that are nobody's": arena.num_slots - arena.num_free - len(memory),
+        "slots without an owner": arena.num_slots - arena.num_free - len(memory),
         "slots being written": sum(arena.state(slot) is SlotState.WRITING for slot in range(arena.num_slots)),
     }
 

@@ -110,7 +110,7 @@ class SimWorker(SimWorkerProtocol):
             "loading blocks on the gauge": stats.num_loading_blocks,
             "parked blocks on the gauge": stats.num_parked_blocks,
             "quarantined blocks on the gauge": stats.num_quarantined_blocks,
-            "reports that nobody waited for": stats.num_ignored_reports,
+            "unexpected reports": stats.num_ignored_reports,
         }
         if self.connector is not None:
             left |= self.connector.leftovers()

@@ -116,7 +116,7 @@ class RouterCore:
         return why_not_ready(self.membership.workers)
 
     def is_route_expected(self, now: float) -> bool:
-        """True if there is no route, but this router has just stood still, so that workers may be about to come back."""
+        """True if there is no route, but this router was just paused, so that workers may reconnect soon."""
         return self.not_ready_reason is not None and self.membership.pauses.is_settling(now)
 
     def retry_after_s(self, now: float) -> int:

@@ -100,7 +100,7 @@ class Membership:
         self._met_prefills: dict[tuple[object, ...], GenerationWorker] = {}
         self._by_peer: dict[bytes, Member] = {}
         self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
-        self._gone: dict[str, WorkerKey] = {}  # by engine_id, who had the name last and is no member
+        self._gone: dict[str, WorkerKey] = {}  # by engine_id: the last holder of the name, no member now
 
     @property
     def members(self) -> Iterable[Member]:

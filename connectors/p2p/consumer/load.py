@@ -120,7 +120,7 @@ class Load:
         return self._waiting.popleft()
 
     def start_over(self) -> None:
-        """Look for the peer anew; the open reads will fail, as they were posted to a peer that could not be opened."""
+        """Look for the peer again; the open reads will fail, as they were posted to a peer that could not be opened."""
         assert self.is_untouched, f"{self.request.request_id} has got something from its peer"
         self.phase = LoadPhase.CONNECTING
         self.reading_since = math.inf
