@@ -36,7 +36,7 @@ class _Choice:
     prefill_stats: PrefillStats | None = None
     transfer_usage: TransferUsage | None = None
     usage: Usage | None = None
-    has_told_usage: bool = False
+    has_sent_usage: bool = False
 
 
 class DecodeHandler(RoleHandler):
@@ -127,7 +127,7 @@ class DecodeHandler(RoleHandler):
         if not output.new_token_ids and output.finish_reason is None:
             return
         is_last = output.finish_reason is not None
-        usage = choice.usage if is_last or not choice.has_told_usage else None
+        usage = choice.usage if is_last or not choice.has_sent_usage else None
         if output.prompt_logprobs is not None:
             usage = msgspec.structs.replace(usage or Usage(), prompt_logprobs=output.prompt_logprobs)
         result.replies.append(
@@ -142,7 +142,7 @@ class DecodeHandler(RoleHandler):
                 usage=usage,
             )
         )
-        choice.has_told_usage = True
+        choice.has_sent_usage = True
         choice.position += len(output.new_token_ids)
         if is_last:
             del choices[index]

@@ -203,7 +203,7 @@ class ProcessKeeper:
         handlers: dict[int, Callable[[], None]] = {self._wake_read: self._drain_wakeups}
         for child in self._children.values():
             if child.pipe_fd >= 0:  # before the pidfd: a child's messages are read before it is reaped
-                handlers[child.pipe_fd] = lambda child=child: self._hear(child)  # type: ignore[misc]
+                handlers[child.pipe_fd] = lambda child=child: self._read_pipe(child)  # type: ignore[misc]
                 poll.register(child.pipe_fd, select.POLLIN)
             handlers[child.pidfd] = lambda child=child: self._reap(child)  # type: ignore[misc]
             poll.register(child.pidfd, select.POLLIN)
@@ -256,7 +256,7 @@ class ProcessKeeper:
         logger.info(event("started", child=spec.name, pid=child.pid))
         return child
 
-    def _hear(self, child: Child) -> None:
+    def _read_pipe(self, child: Child) -> None:
         """Read a child's messages; the end of the pipe means that the child closed it or ended."""
         try:
             chunk = os.read(child.pipe_fd, _PIPE_READ_BYTES)
@@ -275,7 +275,7 @@ class ProcessKeeper:
 
     def _reap(self, child: Child) -> None:
         if child.pipe_fd >= 0:
-            self._hear(child)
+            self._read_pipe(child)
         code = child.process.wait()
         if child.pipe_fd >= 0:
             os.close(child.pipe_fd)

@@ -36,7 +36,7 @@ def serve_forever(config: KVFerryConfig) -> int:
     configure_logging(config.log.level, "serve", is_json=config.log.format == "json")
     cluster = LocalCluster(config, supervise=True, inherit_logs=True)
     cluster.prepare()  # before a signal is handled here: until then there is no process to end
-    _say_what_is_reserved(cluster)
+    _print_reserved(cluster)
     is_leaving = threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
@@ -50,7 +50,7 @@ def serve_forever(config: KVFerryConfig) -> int:
     try:
         cluster.start(is_cancelled=is_leaving.is_set)
         if not is_leaving.is_set():
-            _say_where(cluster, config)
+            _print_address(cluster, config)
             is_leaving.wait()
             print("draining; press Ctrl-C again to stop at once", flush=True)
     except _Hurry:
@@ -64,7 +64,7 @@ def serve_forever(config: KVFerryConfig) -> int:
             grace_s=config.worker.drain_timeout_s + _MARGIN_S, router_grace_s=config.router.drain_timeout_s + _MARGIN_S
         )
         _ignore_signals()
-    _say_what_failed(cluster)
+    _print_failures(cluster)
     return 0
 
 
@@ -74,20 +74,20 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _say_what_is_reserved(cluster: LocalCluster) -> None:
+def _print_reserved(cluster: LocalCluster) -> None:
     parts = cluster.reserved_bytes
     if parts:
         total, limit = format_bytes(sum(parts.values())), format_bytes(memory_limit_bytes())
         print(f"memory beside the model: {', '.join(parts)}; {total} of {limit}", flush=True)
 
 
-def _say_where(cluster: LocalCluster, config: KVFerryConfig) -> None:
+def _print_address(cluster: LocalCluster, config: KVFerryConfig) -> None:
     model = config.model.served_name or config.model.name
     workers = ", ".join(worker.engine_id for worker in cluster.workers)
     print(f"serving {model} at {cluster.base_url}/v1 ({workers})", flush=True)
 
 
-def _say_what_failed(cluster: LocalCluster) -> None:
+def _print_failures(cluster: LocalCluster) -> None:
     """Name the processes that have ended on their own."""
     for name, ends in cluster.ends.items():
         count = f" {len(ends)} times, at last" if len(ends) > 1 else ""

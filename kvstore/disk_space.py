@@ -25,7 +25,7 @@ class DiskSpace:
         self._folder = folder
         self._capacity_bytes = capacity_bytes
         self._max_segment_bytes = segment_bytes
-        self._is_told = False
+        self._has_warned = False
         self.limit_bytes = capacity_bytes
 
     @property
@@ -42,18 +42,18 @@ class DiskSpace:
         state = os.statvfs(self._folder)
         self.limit_bytes = min(self._capacity_bytes, used_bytes + state.f_bavail * state.f_frsize)
         if self.limit_bytes < self._capacity_bytes:
-            self._tell()
+            self._warn()
 
     def on_full(self, used_bytes: int) -> None:
         """Adapt to a write that has found no room."""
         self._max_segment_bytes = max(1, min(self._max_segment_bytes, used_bytes // MIN_SEGMENTS))
-        self._tell()
+        self._warn()
         self.measure(used_bytes)
 
-    def _tell(self) -> None:
-        if self._is_told:
+    def _warn(self) -> None:
+        if self._has_warned:
             return
-        self._is_told = True
+        self._has_warned = True
         _log.warning(
             event(
                 "kvstore_disk_too_small",

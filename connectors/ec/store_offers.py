@@ -30,7 +30,7 @@ class StoreOffers:
         self._submit = submit
         self._stored: OrderedDict[bytes, ECSource] = OrderedDict()
         self._saving: dict[bytes, int] = {}  # identifier → bytes
-        self._news: deque[OfferEnded | Forgotten] = deque()
+        self._reports: deque[OfferEnded | Forgotten] = deque()
 
     @property
     def num_saving_bytes(self) -> int:
@@ -61,25 +61,25 @@ class StoreOffers:
 
     def on_step(self) -> None:
         """Process the mover's reports."""
-        while self._news:
-            news = self._news.popleft()
-            if isinstance(news, Forgotten):
-                self._stored.pop(news.identifier, None)
+        while self._reports:
+            report = self._reports.popleft()
+            if isinstance(report, Forgotten):
+                self._stored.pop(report.identifier, None)
                 continue
-            self._saving.pop(news.identifier, None)
-            if news.source is not None:
-                self._stored[news.identifier] = news.source
+            self._saving.pop(report.identifier, None)
+            if report.source is not None:
+                self._stored[report.identifier] = report.source
                 if len(self._stored) > MAX_REMEMBERED:
                     self._stored.popitem(last=False)
 
-    def tell(self, news: OfferEnded | Forgotten) -> None:
+    def on_report(self, report: OfferEnded | Forgotten) -> None:
         """Report the end of an order. Any thread."""
-        self._news.append(news)
+        self._reports.append(report)
 
 
 def pass_on(report: StoreReport, offers: StoreOffers, worker: FetchingWorker) -> None:
     """Pass on a mover's report, except the end of a forget, which concerns no request. Any thread."""
     if isinstance(report, (OfferEnded, Forgotten)):
-        offers.tell(report)
+        offers.on_report(report)
     if not isinstance(report, Forgotten):
         worker.report(report)

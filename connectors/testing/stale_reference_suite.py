@@ -174,16 +174,16 @@ class StaleReferenceCluster:
 
     async def reuse(self, handoff: KVHandoff) -> None:
         """Release a handoff and compute other prompts on its owner, until none of its blocks has its old content."""
-        await self.let_go(handoff)
+        await self.end_handoff(handoff)
         blocks = self.owner.manager.block_pool.blocks
         (group,) = handoff.groups
         number = 0
         while any(blocks[b].generation == g for b, g in zip(group.block_ids, group.generations, strict=True)):
             number += 1
             other = await self.owner.prefill(tuple(range(1000 * number, 1000 * number + len(PROMPT))))
-            await self.let_go(other)
+            await self.end_handoff(other)
 
-    async def let_go(self, handoff: KVHandoff) -> None:
+    async def end_handoff(self, handoff: KVHandoff) -> None:
         """End a handoff as a reader does after its last use, and wait until its owner has freed the blocks."""
         await self.reader.decode(tuple(range(9000, 9016)), handoff)  # refused at once: it is not this prompt's
         await self.reader.until(lambda: not self.reader.engine.has_requests())

@@ -69,7 +69,7 @@ class TierThread(Generic[OrderT, ReportT]):
         self._on_death = on_death
         self._submitted: deque[OrderT] = deque()
         self._watched: deque[LookupTicket] = deque()
-        self._has_news = threading.Event()
+        self._wakeup_event = threading.Event()
         self._is_stopping = False
         self._thread = threading.Thread(target=self._run, name="kv-tier", daemon=True)
 
@@ -80,17 +80,17 @@ class TierThread(Generic[OrderT, ReportT]):
     def submit(self, order: OrderT) -> None:
         """Queue an order. The number of blocks bounds the queue. Any thread."""
         self._submitted.append(order)
-        self._has_news.set()
+        self._wakeup_event.set()
 
     def watch(self, ticket: LookupTicket) -> None:
         """Wake the engine once the ticket is done. Any thread."""
         self._watched.append(ticket)
-        self._has_news.set()
+        self._wakeup_event.set()
 
     def stop(self) -> None:
         """End the thread after its current copy. Blocks until then; call it once."""
         self._is_stopping = True
-        self._has_news.set()
+        self._wakeup_event.set()
         if self._thread.ident is not None:
             self._thread.join()
 
@@ -105,7 +105,7 @@ class TierThread(Generic[OrderT, ReportT]):
             self._mover.close()
 
     def _turn(self) -> None:
-        self._has_news.clear()
+        self._wakeup_event.clear()
         while self._submitted:
             self._mover.submit(self._submitted.popleft())
         has_progress = self._mover.step()
@@ -113,7 +113,7 @@ class TierThread(Generic[OrderT, ReportT]):
             self._report(report)
         self._wake_for_tickets()
         if not has_progress:
-            self._has_news.wait(POLL_S if self._mover.is_waiting or self._watched else None)
+            self._wakeup_event.wait(POLL_S if self._mover.is_waiting or self._watched else None)
 
     def _wake_for_tickets(self) -> None:
         num_done = 0

@@ -76,8 +76,8 @@ class SimCluster:
         self.stores = SimStores(self._world, plan.tier, plan.embedding_store)
         self._strikes = Strikes(plan, self, self.loop, network, self.troubles, self.log)
         self._oracle = Oracle(plan.requests, FINGERPRINT, plan.attentions)
-        self._num_lives: Counter[str] = Counter()
-        self._lives: list[SimWorker | SimEncoder] = []
+        self._num_starts: Counter[str] = Counter()
+        self._incarnations: list[SimWorker | SimEncoder] = []
         self._retries: Counter[str] = Counter()
         self._is_over = False
         self._wait_until = 0.0
@@ -122,7 +122,7 @@ class SimCluster:
     def start_worker(self, name: str) -> None:
         """Start the next incarnation of a worker."""
         spec = self._spec(name)
-        seed = self._next_life(name)
+        seed = self._next_seed(name)
         process = Process(self.loop, spec.engine_id, ProcessClock(self.loop, spec.clock_origin, spec.clock_rate))
         worker: SimWorker | SimEncoder
         if spec.role == "encode":
@@ -131,22 +131,22 @@ class SimCluster:
             checks = WorkerChecks(spec.engine_id, self._oracle, self.complain)
             worker = SimWorker(Host(self._world, process), self.plan, spec, seed, checks, self.stores)
         self.workers[spec.engine_id] = worker
-        self._lives.append(worker)
+        self._incarnations.append(worker)
         self._strikes.note_start(name)
 
     def start_router(self, name: str) -> None:
         """Start the next incarnation of a router."""
-        seed = self._next_life(name)
+        seed = self._next_seed(name)
         host = Host(self._world, Process(self.loop, name, ProcessClock(self.loop, 5000.0)))
         encode_timeout_s = self.plan.images.encode_timeout_s if self.plan.images is not None else 20.0
         self.routers[name] = SimRouter(host, self.plan.config.router, seed, self._retries, self.complain, encode_timeout_s)
         self._strikes.note_start(name)
 
-    def _next_life(self, name: str) -> int:
+    def _next_seed(self, name: str) -> int:
         """Return a seed that no other incarnation has."""
-        self._num_lives[name] += 1
-        self.log.write(name, f"starts, life {self._num_lives[name]}")
-        return Random(f"{self.plan.seed}/{name}/{self._num_lives[name]}").getrandbits(63)
+        self._num_starts[name] += 1
+        self.log.write(name, f"starts, life {self._num_starts[name]}")
+        return Random(f"{self.plan.seed}/{name}/{self._num_starts[name]}").getrandbits(63)
 
     def _spec(self, name: str) -> WorkerPlan:
         return next(spec for spec in (*self.plan.workers, *self.plan.encoders) if spec.engine_id == name)
@@ -215,7 +215,7 @@ class SimCluster:
 
     def _leftovers(self) -> list[str]:
         found = [leftover for router in self.routers.values() for leftover in router.leftovers()]
-        for worker in self._lives:
+        for worker in self._incarnations:
             if worker.host.process.is_alive:
                 found += worker.leftovers()
         return found + self.stores.leftovers()
@@ -249,6 +249,6 @@ class SimCluster:
         happened["cut_clients"] = sum(client.was_cut for client in self.clients)
         happened.update(self._retries)
         happened.update(self.stores.count_what_happened())
-        for worker in self._lives:
+        for worker in self._incarnations:
             happened.update(worker.count_what_happened())
         return +happened

@@ -328,7 +328,7 @@ class SimDriver:
         def on_frame(frame: bytes) -> None:
             message = decode_control_frame(frame)
             if isinstance(message, LeaseState):
-                self._leases.on_told(address, message)
+                self._leases.on_lease_state(address, message)
                 self._breakers.forget_at(address, but_for=message.incarnation)
             self._consumer.handle(ControlReceived(address, message))
             if isinstance(message, LeaseState):

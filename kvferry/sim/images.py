@@ -37,10 +37,10 @@ class SimImages(ManualImages):
     def end_step(self) -> bool:
         """Choose what is kept, and begin if nothing is in progress."""
         has_dropped = super().end_step()
-        self._go_on()
+        self._continue()
         return has_dropped
 
-    def _go_on(self) -> None:
+    def _continue(self) -> None:
         image = None if self._is_busy else self.begin_next()
         if image is not None:
             self._is_busy = True
@@ -51,7 +51,7 @@ class SimImages(ManualImages):
         self.complete(image)
         assert self._wakeup is not None, "it has not been started"
         self._wakeup()
-        self._go_on()
+        self._continue()
 
 
 class SimPixels(SimImages):

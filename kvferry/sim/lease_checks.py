@@ -62,7 +62,7 @@ class LeaseChecks:
         """The reader asks an owner how long it keeps leases."""
         self._asked_at[address, number] = self._clock.now()
 
-    def on_told(self, address: str, state: LeaseState) -> None:
+    def on_lease_state(self, address: str, state: LeaseState) -> None:
         """The owner has answered."""
         asked_at = self._asked_at.get((address, state.number))
         if asked_at is None:

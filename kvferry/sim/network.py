@@ -349,7 +349,7 @@ class Link:
         if self._on_lost is None:
             self._connect_later()
         else:
-            self._tell_loss()
+            self._report_loss()
 
     def _connect_later(self) -> None:
         delay_s = min(RECONNECT_MAX_S, RECONNECT_S * 2**self._num_attempts)
@@ -361,7 +361,7 @@ class Link:
             return
         server = self._network.server_at(self._address)
         if server is None and self._on_lost is not None:
-            self._tell_loss()  # connection refused
+            self._report_loss()  # connection refused
             return
         if server is None or server.process.is_frozen or self._network.open_in(*self._pair(server)):
             self._connect_later()
@@ -374,9 +374,9 @@ class Link:
 
     def _give_up(self) -> None:
         if self._connection is None and not self._is_closed:
-            self._tell_loss()
+            self._report_loss()
 
-    def _tell_loss(self) -> None:
+    def _report_loss(self) -> None:
         self._is_closed = True
         assert self._on_lost is not None
         self._on_lost()

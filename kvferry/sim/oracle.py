@@ -70,7 +70,7 @@ def stopped_reading(case: Case) -> bool:
     reading = case.client.plan.reading
     if reading is None or not case.client.was_cut:
         return False
-    first_write_at = case.path.first_news_at or case.path.answered_at or case.at
+    first_write_at = case.path.first_output_at or case.path.answered_at or case.at
     unread_s = case.at - max(case.client.last_read_at, first_write_at)
     is_stopped = reading.stops_at <= case.at <= reading.resumes_at
     return is_stopped and unread_s >= case.plan.config.router.send_timeout_s - _ROUNDING_S
@@ -94,14 +94,14 @@ def has_little_time(case: Case) -> bool:
     return Fault.DEADLINE in case.plan.kinds and not case.path.turns
 
 
-def nobody_could_go_on(case: Case) -> bool:
+def no_worker_could_continue(case: Case) -> bool:
     """No worker that could have served was available: at that moment if it was refused, else for the whole bounded wait."""
     if not case.path.turns:
         return not _has_route(case, case.at)
     since = case.path.waits_since
     if _waited_s(case, since) < case.plan.config.router.worker_wait_s - _ROUNDING_S:
         return False
-    if case.path.first_news_at is None:
+    if case.path.first_output_at is None:
         moments = [since + _PATIENCE_S * number for number in range(int((case.at - since) / _PATIENCE_S))]
         were_routes = [_has_route(case, moment) and not _stands_still(case, moment) for moment in moments]
         return not any(each and following for each, following in itertools.pairwise(were_routes))
@@ -160,7 +160,7 @@ def _waited_s(case: Case, since: float) -> float:
 
 def has_successor(case: Case, at: float) -> bool:
     """Return True if some worker could continue the request at a time, or begin it if it has not begun."""
-    if case.path.first_news_at is None or at < case.path.first_news_at:
+    if case.path.first_output_at is None or at < case.path.first_output_at:
         return _has_route(case, at)
     return any(_is_available(case, worker, at) for worker in case.plan.workers if worker.role != "prefill")
 
@@ -295,7 +295,7 @@ def store_dropped_what_it_read(case: Case) -> bool:
 
 # ---- the tables --------------------------------------------------------------------------------------------------------
 
-_LOST = (nobody_could_go_on, every_attempt_was_hit)
+_LOST = (no_worker_could_continue, every_attempt_was_hit)
 
 # The error that a client gets → its possible causes; any other error has none.
 ERRORS: Mapping[str, tuple[Cause, ...]] = {

@@ -26,13 +26,13 @@ class PoolChecks:
 
         def get_new_blocks(count: int) -> list[KVCacheBlock]:
             blocks = get_new(count)
-            self._check_new_life(blocks, "allocated")
+            self._check_new_generation(blocks, "allocated")
             return blocks
 
         def rewrite_blocks(blocks: Iterable[KVCacheBlock]) -> None:
             rewritten = [block for block in blocks if not block.is_null]
             rewrite(rewritten)
-            self._check_new_life(rewritten, "rewritten")
+            self._check_new_generation(rewritten, "rewritten")
 
         def invalidate_blocks(blocks: Iterable[KVCacheBlock]) -> None:
             invalid = [block for block in blocks if not block.is_null]
@@ -56,7 +56,7 @@ class PoolChecks:
             for method in wrapped:
                 setattr(owner, method.__name__.removesuffix("_by_manager"), method)
 
-    def _check_new_life(self, blocks: Iterable[KVCacheBlock], how: str) -> None:
+    def _check_new_generation(self, blocks: Iterable[KVCacheBlock], how: str) -> None:
         for block in blocks:
             if block.generation <= self._generations[block.block_id]:
                 self._complain(f"{self._name}: {block} was {how} without a new generation")

@@ -35,8 +35,8 @@ class RequestPath:
     submitted_at: float = 0.0
     turns: list[WorkerTurn] = field(default_factory=list)
     setbacks: list[Setback] = field(default_factory=list)
-    first_news_at: float | None = None
-    last_news_at: float = 0.0
+    first_output_at: float | None = None
+    last_output_at: float = 0.0
     answered_at: float | None = None  # when its router had the end; a slow client reads it later
     gaps: list[tuple[float, float]] = field(default_factory=list)  # periods without new output
 
@@ -50,11 +50,11 @@ class RequestPath:
         """When the last worker of the request was lost; when it was submitted, if none was."""
         return self.setbacks[-1].at if self.setbacks else self.submitted_at
 
-    def note_news(self, now: float) -> None:
+    def note_output(self, now: float) -> None:
         """Record new output for the client."""
-        self.gaps.append((self.last_news_at or self.submitted_at, now))
-        self.first_news_at = now if self.first_news_at is None else self.first_news_at
-        self.last_news_at = now
+        self.gaps.append((self.last_output_at or self.submitted_at, now))
+        self.first_output_at = now if self.first_output_at is None else self.first_output_at
+        self.last_output_at = now
 
     def start_of_turn(self, engine_id: str, at: float) -> float:
         """Return since when a worker had the request that it lost at a time."""

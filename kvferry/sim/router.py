@@ -175,7 +175,7 @@ class SimRouter:
                     self.host.log(f"delivers {request_id}", update)
                     client = self._clients[request_id]
                     if update.choices:
-                        client.path.note_news(self.host.loop.now)
+                        client.path.note_output(self.host.loop.now)
                     self._deliver(client, update)
                 case Ended(request):
                     self.host.log(f"ends {request.request_id}", request.error)

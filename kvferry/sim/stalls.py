@@ -40,7 +40,7 @@ def find_stalls(case: Case) -> list[str]:
     longest_s = bound_s(case.plan)
     found = []
     path, last = case.path, case.at if case.path.answered_at is None else min(case.at, case.path.answered_at)
-    for start, end in [*path.gaps, (path.last_news_at or path.submitted_at, last)]:
+    for start, end in [*path.gaps, (path.last_output_at or path.submitted_at, last)]:
         unexplained_s = _unexplained_s(case, start, end) if end - start > longest_s else 0.0
         if unexplained_s > longest_s:
             period = f"from {start:.3f} to {end:.3f}"

@@ -38,7 +38,7 @@ class SharedStore:
         self._plan = plan
         self.lower = [self._make_lower_tier(index) for index in range(plan.num_lower_tiers)]
         self._processes: dict[str, Process] = {}  # by client id
-        self._num_lives = 0
+        self._num_starts = 0
         self._server: SimStoreServer | None = None
 
     @property
@@ -49,9 +49,9 @@ class SharedStore:
 
     def start(self) -> None:
         """Start an incarnation."""
-        self._num_lives += 1
+        self._num_starts += 1
         name = self._plan.process
-        seed = Random(f"{self._plan.seed}/{name}/{self._num_lives}").getrandbits(63)
+        seed = Random(f"{self._plan.seed}/{name}/{self._num_starts}").getrandbits(63)
         process = Process(self._world.loop, name, ProcessClock(self._world.loop, 9000.0))
         self._server = SimStoreServer(Host(self._world, process), self._plan, seed, self.lower, self._processes)
 

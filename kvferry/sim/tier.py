@@ -86,7 +86,7 @@ class SimTier:
         self._thread.start(self.mover, self.worker.report)
 
     @property
-    def has_news_for_engine(self) -> bool:
+    def has_unread_answer(self) -> bool:
         """True if an answer has arrived that the engine does not know yet."""
         return self._thread.has_news
 

@@ -350,7 +350,7 @@ class SimTransport(Transport):
                 self._watch.on_end(read.handle)
             self._ended.append(ReadResult(read.handle, error))
             self._wake()
-            self._go_on_behind(read, error)
+            self._continue_after(read, error)
 
     # ---- the order of reads ------------------------------------------------------------------------------------------
 
@@ -369,17 +369,17 @@ class SimTransport(Transport):
         """A row of the owner's has been read; with the last one, later reads may begin."""
         read.num_rows_unseen -= 1
         if not read.num_rows_unseen:
-            self._begin_behind(read)
+            self._begin_after(read)
 
-    def _begin_behind(self, read: _Read) -> None:
+    def _begin_after(self, read: _Read) -> None:
         for other in list(self._reads.values()):
             if read in other.behind:
                 self._begin_if_due(other)
 
-    def _go_on_behind(self, read: _Read, error: KVFerryError | None) -> None:
+    def _continue_after(self, read: _Read, error: KVFerryError | None) -> None:
         """A read has ended: begin and end the reads that wait for it. Reads after lost bytes are lost with them."""
         is_lost = isinstance(error, PeerUnreachable)
-        self._begin_behind(read)
+        self._begin_after(read)
         for other in [other for other in self._reads.values() if read in other.behind and other.has_arrived]:
             if is_lost or not self._is_any_open(other.behind):
                 self._end(other, error if is_lost else None)

@@ -36,8 +36,8 @@ class WorkerProgress:
     standing: Standing = Standing.SERVING
     why: str = ""  # the reason while it is stalled, else empty
     is_backing_off: bool = False
-    _told: Heartbeat | None = field(default=None, repr=False)  # the last heartbeat, if no answer arrived after it
-    _told_at: float | None = None  # when the last heartbeat arrived
+    _heartbeat: Heartbeat | None = field(default=None, repr=False)  # the last heartbeat, if no answer arrived after it
+    _heartbeat_at: float | None = None  # when the last heartbeat arrived
     _since: float = 0.0  # time of the last progress
     _is_confirmed: bool = False  # by a second heartbeat without progress
     _num_stalls: int = 0  # in a row
@@ -51,17 +51,17 @@ class WorkerProgress:
         Therefore only a second heartbeat confirms a stall. Time before the last heartbeat does not count as stalled unless
         that heartbeat reported a stall, independent of the worker's clock.
         """
-        stalled_s, told, told_at = heartbeat.stalled_ms / 1e3, self._told, self._told_at
-        has_grown = told is not None and 0 < told.stalled_ms <= heartbeat.stalled_ms
-        goes_on = has_grown and told_at is not None and stalled_s >= now - told_at
+        stalled_s, previous, previous_at = heartbeat.stalled_ms / 1e3, self._heartbeat, self._heartbeat_at
+        has_grown = previous is not None and 0 < previous.stalled_ms <= heartbeat.stalled_ms
+        goes_on = has_grown and previous_at is not None and stalled_s >= now - previous_at
         if not goes_on:
-            self._since = max(now - stalled_s, told_at if told_at is not None else now)
+            self._since = max(now - stalled_s, previous_at if previous_at is not None else now)
         self._is_confirmed = goes_on
-        self._told, self._told_at = heartbeat, now
+        self._heartbeat, self._heartbeat_at = heartbeat, now
 
     def on_answer(self, now: float) -> None:
         """Record output of the engine, which supersedes the last heartbeat."""
-        self._told = None
+        self._heartbeat = None
         self._answered_at = now
 
     def on_success(self) -> None:
@@ -91,15 +91,15 @@ class WorkerProgress:
         return min(_MAX_BACKOFF_S, _BACKOFF_S * 2.0 ** (self._num_stalls - 1))
 
     def _has_stalled(self) -> bool:
-        told = self._told
-        if told is None or told.is_warming_up or not self._is_confirmed:
+        previous = self._heartbeat
+        if previous is None or previous.is_warming_up or not self._is_confirmed:
             return False
-        return self._stalled_s > stall_bound_s(told.slowest_step_ms / 1e3, told.predicted_step_ms / 1e3)
+        return self._stalled_s > stall_bound_s(previous.slowest_step_ms / 1e3, previous.predicted_step_ms / 1e3)
 
     @property
     def _stalled_s(self) -> float:
         """Seconds without progress at its last heartbeat."""
-        return self._told_at - self._since if self._told_at is not None else 0.0
+        return self._heartbeat_at - self._since if self._heartbeat_at is not None else 0.0
 
     def _stall(self, now: float) -> None:
         is_another = self.standing is Standing.PROBATION or now < self._returned_at + _FORGIVEN_AFTER_S

@@ -94,7 +94,7 @@ class GuardedConnection(HttpToolsProtocol):
         assert isinstance(config, HttpConfig)
         self._limits = config.limits
         self._clients = config.clients
-        self._tell_cut = config.count_cut
+        self._count_cut = config.count_cut
         self._receiving: asyncio.TimerHandle | None = None
         self._sending: asyncio.TimerHandle | None = None
         self._is_in_request = False  # from the end of a head to the end of its body
@@ -231,7 +231,7 @@ class GuardedConnection(HttpToolsProtocol):
         elif self.flow.read_paused:  # paused by the router until an earlier request is served, which is not the client's fault
             self._expect_request()
         elif self._is_in_request and not self.cycle.response_started:
-            self._tell_cut("receive")
+            self._count_cut("receive")
             self.transport.write(_too_slow(self._limits.receive_timeout_s))
             self.transport.close()
         else:
@@ -259,7 +259,7 @@ class GuardedConnection(HttpToolsProtocol):
             self._refuse(ErrorInfo(code="invalid_request", message="this is no valid HTTP request", http_status=400))
 
     def _refuse_head(self, why: str) -> None:
-        self._tell_cut("head")
+        self._count_cut("head")
         message = f"the head of the request is too large: {why}"
         self._refuse(ErrorInfo(code="head_too_large", message=message, http_status=431))
 
@@ -276,7 +276,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._receiving = self.loop.call_later(_LINGER_S, self._on_receive_timeout)
 
     def _cut(self, reason: CutReason) -> None:
-        self._tell_cut(reason)
+        self._count_cut(reason)
         self._is_refused = True
         self._clients.remove(self)
         self.transport.abort()

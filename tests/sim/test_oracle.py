@@ -137,12 +137,12 @@ def test_pause_of_its_own_router_is_no_cause_of_a_loss(run):
 
 def begin_stream(run: Run) -> None:
     run.attempt("prefill-0", SUBMITTED)
-    run.path.note_news(10.1)
+    run.path.note_output(10.1)
     run.attempt("decode-0", 10.1)
     run.path.setbacks.append(Setback(10.5, "decode-0", "peer_lost"))
 
 
-def test_stream_that_nobody_could_go_on_with_for_the_whole_wait_may_end(run):
+def test_stream_that_no_worker_could_continue_for_the_whole_wait_may_end(run):
     begin_stream(run)
     run.trouble(Kind.DOWN, "decode-0", 10.4, 30.0)
     run.trouble(Kind.FROZEN, "decode-1", 10.0, 30.0)
@@ -294,8 +294,8 @@ def test_lease_that_was_used_up_is_a_cause(run):
 
 def wait_for(run: Run, seconds: float) -> list[str]:
     run.attempt("decode-0", SUBMITTED)
-    run.path.note_news(10.1)
-    run.path.note_news(10.1 + seconds)
+    run.path.note_output(10.1)
+    run.path.note_output(10.1 + seconds)
     run.client.end("ok", "", 10.1 + seconds)
     return find_stalls(CausalOracle(run.plan, run.troubles).case(run.client))
 

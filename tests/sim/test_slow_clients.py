@@ -85,7 +85,7 @@ def test_cut_has_a_cause_only_while_the_client_has_stopped(since_last_read_s, st
     plan = draw_plan(0, (Fault.SLOW_CLIENT,))
     reading = Reading(read_s=0.1, stops_at=stopped_at, stop_s=2 * SEND_TIMEOUT_S, room=1)
     client = Client(replace(plan.requests[0], reading=reading), lambda violation: None)
-    client.path.note_news(6.0)
+    client.path.note_output(6.0)
     client.was_cut, client.last_read_at = True, 10.0 - since_last_read_s
     client.end("cancelled", "", 10.0)
     assert (CausalOracle(plan, Troubles(lambda: 0.0)).judge(client) == []) == is_explained

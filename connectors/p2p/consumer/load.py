@@ -146,12 +146,12 @@ class Load:
         self._waiting.append(rows)
 
     def arrive(self, rows: RowSlice) -> None:
-        """Note that the bytes of these rows are here."""
+        """Record that the bytes of these rows are here."""
         self._arrived.update(rows.indices)
         self._num_rows_read += len(rows.remote_rows)
 
     def invalidate(self, indices: Iterable[int], error: ErrorInfo) -> None:
-        """Note that these units must not be used."""
+        """Record that these units must not be used."""
         for index in indices:
             self._arrived.discard(index)
             self._invalid[index] = error
@@ -188,7 +188,7 @@ class Load:
         return [index for index in indices if index in self._arrived]
 
     def verify(self, indices: Iterable[int]) -> None:
-        """Note that these units are verified."""
+        """Record that these units are verified."""
         self._verified.update(indices)
         self._arrived.difference_update(indices)
 
@@ -265,7 +265,7 @@ def refused_load(request_id: str, refusal: Refusal) -> LoadEnded:
     return LoadEnded(request_id, TransferUsage(), ErrorInfo.of(refusal.error), ALL_BLOCKS, peer=refusal.producer.address)
 
 
-def other_life(expected: PeerId, incarnation: int) -> StaleBlock:
+def restart_error(expected: PeerId, incarnation: int) -> StaleBlock:
     """Return the error of a load whose producer has restarted as ``incarnation``."""
     return StaleBlock(
         f"the worker at {expected.address} has restarted since it made the handoff: "

@@ -63,9 +63,9 @@ class LoadReader:
         larger = {} if load.is_converted else self._settings.max_read_bytes_by  # converted blocks land in the staging area
         read_bytes = larger.get(peer.transport, self._settings.max_read_bytes)
         load.begin_reading(now, read_bytes // peer.layout.block_bytes)
-        self.go_on(load, now)
+        self.post_reads(load, now)
 
-    def go_on(self, load: Load, now: float, max_reads: int | None = None) -> None:
+    def post_reads(self, load: Load, now: float, max_reads: int | None = None) -> None:
         """Post the reads that may be in flight; with the last one, order the seals."""
         transfer_id = load.request.handoff.transfer_id
         while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
@@ -144,7 +144,7 @@ class LoadReader:
         if isinstance(read.error, PeerUnreachable):
             self._exits.read_failed(load.producer, read.error, now)
         elif load.seal_read is None:
-            self.go_on(load, now)
+            self.post_reads(load, now)
         elif load.open_reads:
             load.seal_check(peer.seal_terms)  # while more is on the way
         else:
@@ -178,7 +178,7 @@ class LoadReader:
             self.num_blocks_read_again += len(corrupt)
             load.read_again(corrupt)
             load.phase = LoadPhase.READING
-            self.go_on(load, now)
+            self.post_reads(load, now)
             return
         for index in corrupt:
             load.invalidate([index], verdict.corrupt[index])

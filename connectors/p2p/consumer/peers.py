@@ -277,8 +277,8 @@ class Peers:
             self._emit(peer.how_to_open)
         return peer
 
-    def hear(self, address: str, now: float) -> None:
-        """Note that a message has come from an address."""
+    def note_message(self, address: str, now: float) -> None:
+        """Record that a message has come from an address."""
         for peer_id in self.at(address):
             self._peers[peer_id].heard_at = now
 

@@ -43,7 +43,7 @@ from connectors.p2p.actions import (
 )
 from connectors.p2p.consumer.held_leases import HeldLeases
 from connectors.p2p.consumer.inflight_reads import InflightReads, QuarantineBounds
-from connectors.p2p.consumer.load import Load, LoadPhase, other_life, refused_load
+from connectors.p2p.consumer.load import Load, LoadPhase, refused_load, restart_error
 from connectors.p2p.consumer.load_reading import LoadExits, LoadReader
 from connectors.p2p.consumer.loads import Loads
 from connectors.p2p.consumer.peers import ConsumerTerms, Peer, Peers
@@ -171,9 +171,9 @@ class PullProtocol:
     def on_control(self, event: ControlReceived, now: float) -> list[Action]:
         """Handle a control message from the producer connected at ``event.address``."""
         address, message = event.address, event.message
-        self.peers.hear(address, now)
+        self.peers.note_message(address, now)
         if isinstance(message, HandshakeReply | HandshakeRefused | LeaseState):
-            if self._ask_anew(address, message.incarnation, now):
+            if self._reconnect(address, message.incarnation, now):
                 return self._take_actions(now)
             self.peers.note_answer(address, message.incarnation)
         match message:
@@ -290,7 +290,7 @@ class PullProtocol:
         if not self.peers.at(address):
             self._close_control(address)
 
-    def _ask_anew(self, address: str, incarnation: int, now: float) -> bool:
+    def _reconnect(self, address: str, incarnation: int, now: float) -> bool:
         """Shake hands over a new connection if loads wait for another incarnation than the one that answers on this connection.
 
         A process that was replaced may live on and keep its connections, while another one listens at its address. The first
@@ -384,10 +384,10 @@ class PullProtocol:
         self.peers.health.forget_at(address, but_for=incarnation)
         others = [peer_id for peer_id in self.peers.at(address) if peer_id.incarnation != incarnation]
         for peer_id in others:
-            self._lose(peer_id, other_life(peer_id, incarnation), now)
+            self._lose(peer_id, restart_error(peer_id, incarnation), now)
         for load in self.loads.at(address):
             if load.producer.incarnation != incarnation:
-                self._end(load, other_life(load.producer, incarnation), now)
+                self._end(load, restart_error(load.producer, incarnation), now)
 
     def _lose(self, peer_id: PeerId, error: KVFerryError, now: float) -> None:
         """Fence a peer, which ends its open reads, and fail its loads."""
@@ -432,7 +432,7 @@ class PullProtocol:
         """A read has ended: let the loads that had no room try again, the eldest first, with one read each."""
         for load in [load for load in self.loads if load.wants_room]:
             load.offer_room(now)
-            self._reader.go_on(load, now, len(load.open_reads) + 1)
+            self._reader.post_reads(load, now, len(load.open_reads) + 1)
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)
@@ -442,7 +442,7 @@ class PullProtocol:
         news = {*going_on, *ending}
         for load in self.loads.at(address):
             if load.phase is LoadPhase.READING and load.request.handoff.transfer_id in news:
-                self._reader.go_on(load, now)
+                self._reader.post_reads(load, now)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

@@ -33,11 +33,11 @@ class StallWatch:
     def __init__(self, stall_s: float) -> None:
         self.stall_s = stall_s
         self._watched: dict[PeerId, _Watched] = {}
-        self._cannot_tell: set[PeerId] = set()  # those whose transport does not count what arrives
+        self._uncounted: set[PeerId] = set()  # those whose transport does not count what arrives
 
     def watch(self, peers: Iterable[PeerId], now: float) -> None:
         """Watch exactly these peers, which have reads in progress; new ones have ``stall_s`` from now."""
-        reading = set(peers) - self._cannot_tell
+        reading = set(peers) - self._uncounted
         for peer in self._watched.keys() - reading:
             del self._watched[peer]
         for peer in reading - self._watched.keys():
@@ -54,7 +54,7 @@ class StallWatch:
     def forget(self, peer: PeerId) -> None:
         """Stop watching a closed peer."""
         self._watched.pop(peer, None)
-        self._cannot_tell.discard(peer)
+        self._uncounted.discard(peer)
 
     def due(self, now: float) -> list[PeerId]:
         """Return the peers to ask about; each is due again after the answer."""
@@ -69,7 +69,7 @@ class StallWatch:
         if watched is None or watched.look_at < math.inf:
             return False  # a read has ended meanwhile
         if progress.has_advanced is None:
-            self._cannot_tell.add(progress.peer)
+            self._uncounted.add(progress.peer)
             del self._watched[progress.peer]
             return False
         if progress.has_advanced:

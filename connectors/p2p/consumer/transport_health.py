@@ -101,7 +101,7 @@ class TransportHealth:
             self.open_breaker(how_to_open, error, now)
 
     def count_success(self, peer: PeerId, transport: str) -> None:
-        """Note that a handoff was loaded."""
+        """Record that a handoff was loaded."""
         if self.is_usable(peer, transport):
             self._breakers.pop((peer, transport), None)
 

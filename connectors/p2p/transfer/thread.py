@@ -114,7 +114,7 @@ class TransferExecutor:
             case CancelRead():
                 self._cancel(command.read_id)
             case AskProgress():
-                self._tell_progress(command.peer)
+                self._report_progress(command.peer)
             case StartProbe():
                 failed = self._probes.start(command)
                 if failed is not None:
@@ -179,7 +179,7 @@ class TransferExecutor:
             del self._bytes_seen[peer]
             transport.remove_peer(peer)
 
-    def _tell_progress(self, peer: PeerId) -> None:
+    def _report_progress(self, peer: PeerId) -> None:
         """Compare a peer's received bytes with the last look, after processing what has arrived. Ignores closed peers."""
         self.poll()
         transport = self._peers.get(peer)

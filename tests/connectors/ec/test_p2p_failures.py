@@ -60,7 +60,7 @@ def value(side, name, **labels):
     return side.connector.metrics.get_sample_value(f"kvferry_{name}", labels)
 
 
-async def test_embeddings_of_another_life_of_the_encoder_are_refused(new_side):
+async def test_embeddings_of_another_incarnation_of_the_encoder_are_refused(new_side):
     encoder = await new_side("encoder", 1)
     reader = await new_side("reader", 2, transfer_deadline_s=5.0)
     sources = [await encoder.engine.save(Image(name)) for name in ("a", "b")]

@@ -110,7 +110,7 @@ def test_a_handoff_that_names_no_generation_is_refused(table):
     assert find_mismatch(table.row(0), dataclasses.replace(EXPECTED, generation=BROKEN), INCARNATION, LAYOUT_VERSION)
 
 
-def test_another_life_and_another_layout_are_named_with_both_values(table):
+def test_another_incarnation_and_another_layout_are_named_with_both_values(table):
     table.seal(0, EXPECTED)
     assert find_mismatch(table.row(0), EXPECTED, 1, LAYOUT_VERSION) == f"incarnation {INCARNATION:016x} instead of {1:016x}"
     assert find_mismatch(table.row(0), EXPECTED, INCARNATION, 2) == f"layout {LAYOUT_VERSION:016x} instead of {2:016x}"
@@ -154,7 +154,7 @@ def test_rows_in_another_order_are_not_equal(table):
     assert not expected_rows(EXPECTED, OTHER).equal(table.rows([0]))
 
 
-def test_rows_of_another_life_or_layout_are_not_equal(table):
+def test_rows_of_another_incarnation_or_layout_are_not_equal(table):
     table.seal(0, EXPECTED)
     assert not ExpectedRows([EXPECTED], 1, LAYOUT_VERSION).equal(table.row(0))
     assert not ExpectedRows([EXPECTED], INCARNATION, 1).equal(table.row(0))

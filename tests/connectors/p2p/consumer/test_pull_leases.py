@@ -305,7 +305,7 @@ def test_lease_of_another_owner_is_not_its_to_end(pull):
     assert pull.failed == {}
 
 
-def test_lease_of_another_life_is_forgotten_at_once(pull):
+def test_lease_of_another_incarnation_is_forgotten_at_once(pull):
     pull.hold(incarnation=1)
     pull.hold("u", incarnation=2)
     pull.grant(10_000, "u", incarnation=2)

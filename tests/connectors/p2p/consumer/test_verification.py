@@ -53,7 +53,7 @@ def test_row_that_is_no_seal_is_stale(check, seal):
     assert check(seal).stale[0].code == "stale"
 
 
-def test_seal_of_another_life_is_stale(check, make_seal):
+def test_seal_of_another_incarnation_is_stale(check, make_seal):
     assert "incarnation" in check(make_seal(EXPECTED, incarnation=2)).stale[0].message
 
 
