@@ -87,7 +87,7 @@ class NewRequest:
     arrival_time: float = 0.0
     cache_salt: str = ""
     needs_handoff: bool = False  # prefill worker: keep the blocks for a reader and describe them
-    kv_handoff: KVHandoff | None = None  # decode worker: where the prompt's KV lies
+    kv_handoff: KVHandoff | None = None  # decode worker: the place of the prompt's KV
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the engine's own
     deadline: float | None = None  # when the request's budget ends, on the engine's clock
     mm_features: Sequence[MMFeature] = ()  # in the order of the prompt, not overlapping

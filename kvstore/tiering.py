@@ -99,7 +99,7 @@ class Tiering:
         query.residents = [None] * len(query.keys)
         query.tiers = [None] * len(query.keys)
         query.hits = [False] * len(query.keys)
-        num_first = query.max_pins  # keys that get a pin even if blocks of others lie in lower tiers
+        num_first = query.max_pins  # keys that get a pin even if blocks of others are in lower tiers
         for index, key in enumerate(query.keys):
             if self._memory.find(key) is not None:
                 query.hits[index] = True

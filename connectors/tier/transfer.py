@@ -121,7 +121,7 @@ class TierTransfer:
         return reports
 
     def step(self) -> bool:
-        """Do one piece of work; False if all of it waits for the tier. Saves wait while a load can go on."""
+        """Do one piece of work; False if all of it waits for the tier. Saves wait while a load can continue."""
         has_loaded = [self._advance_load(load) for load in list(self._loads.values())]
         if any(has_loaded) or not self._advance_save():
             self._note_slowness()

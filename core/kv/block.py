@@ -1,6 +1,6 @@
 """One physical KV cache block and the states it passes through.
 
-Owns the metadata of a block, never its bytes: those lie in the pool tensor of the engine, at row ``block_id``.
+Owns the metadata of a block, never its bytes: those are in the pool tensor of the engine, at row ``block_id``.
 Written only by ``core.kv.pool``; read by the KV cache managers and the connectors.
 
 Life cycle. The state is derived from the fields, so that it can never disagree with them:

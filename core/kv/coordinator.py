@@ -132,7 +132,7 @@ class KVCacheCoordinator(ABC):
             manager.rewrite_sealed(request_id, num_tokens)
 
     def truncate(self, request_id: str, num_tokens: int) -> BlocksPerGroup:
-        """Unhash what lies beyond ``num_tokens`` and give it a new generation; return those blocks."""
+        """Unhash the blocks beyond ``num_tokens`` and give them a new generation; return them."""
         beyond = tuple(manager.truncate(request_id, num_tokens) for manager in self.managers)
         for blocks in beyond:
             self.block_pool.invalidate_blocks(blocks)

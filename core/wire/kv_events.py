@@ -28,7 +28,7 @@ class BlockStoredMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="t
 
 
 class BlockRemovedMessage(msgspec.Struct, frozen=True, kw_only=True, tag_field="type", tag="BlockRemoved"):
-    """These blocks are no hits any more."""
+    """These blocks are no longer hits."""
 
     block_hashes: tuple[bytes, ...]
     medium: str | None = None

@@ -35,7 +35,7 @@ class MMFeature(msgspec.Struct, frozen=True, kw_only=True):
 class ECSeal(msgspec.Struct, frozen=True, kw_only=True):
     """The facts that a reader checks before it uses embeddings: item, shape and dtype, and the digest of their bytes.
 
-    ``digest`` is that of ``core.digest``, over the rows as they lie in memory, padded with zeros to whole words.
+    ``digest`` is that of ``core.digest``, over the rows as they are in memory, padded with zeros to whole words.
     """
 
     identifier: MediaIdentifier

@@ -2,7 +2,7 @@
 
 Owns reading a request line within limits and writing one answer; every connection serves one request. Knows nothing of what the
 answers mean: the shell (``core.worker.process``) passes a function per method and path. It imports no web framework, so that a
-worker starts and idles for free.
+worker starts fast and stays idle without requests.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ Routes = Mapping[tuple[str, str], Callable[[], OpsResponse]]
 class OpsServer:
     """Serves ``routes``, keyed by (method, path). GET routes answer HEAD too.
 
-    Others change something, and the port has no authentication: they are for callers whose host ``is_trusted``, by default this
-    machine (in a pod: its own containers), and refuse what a web page sends. ``setting`` is the port's name in errors.
+    Other routes change the worker, and the port has no authentication: they are for callers whose host ``is_trusted``, by
+    default this machine (in a pod: its own containers), and refuse requests of web pages. ``setting`` is the port's name in
+    errors.
     """
 
     def __init__(

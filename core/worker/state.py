@@ -273,7 +273,7 @@ class WorkerState:
         return actions + self._leave_if_done(now)
 
     def _abort_choice(self, request_id: str, index: int, now: float) -> list[Action]:
-        """End one choice: the router has found a stop string in its text. The other choices go on."""
+        """End one choice: the router has found a stop string in its text. The other choices continue."""
         result = self._handler.on_abort_choice(request_id, index)
         self._free_choices(self._served[request_id], len(result.abort_ids))
         for ended in result.ended:

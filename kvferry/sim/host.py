@@ -32,7 +32,7 @@ class Host:
     from_engine: Queue = field(init=False)
 
     def __post_init__(self) -> None:
-        """Set the queue up."""
+        """Make the queue."""
         self.from_engine = Queue(self.process, self.world.loop, self.thread_delay_s)
 
     @property

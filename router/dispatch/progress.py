@@ -53,10 +53,10 @@ class WorkerProgress:
         """
         stalled_s, previous, previous_at = heartbeat.stalled_ms / 1e3, self._heartbeat, self._heartbeat_at
         has_grown = previous is not None and 0 < previous.stalled_ms <= heartbeat.stalled_ms
-        goes_on = has_grown and previous_at is not None and stalled_s >= now - previous_at
-        if not goes_on:
+        is_same_stall = has_grown and previous_at is not None and stalled_s >= now - previous_at
+        if not is_same_stall:
             self._since = max(now - stalled_s, previous_at if previous_at is not None else now)
-        self._is_confirmed = goes_on
+        self._is_confirmed = is_same_stall
         self._heartbeat, self._heartbeat_at = heartbeat, now
 
     def on_answer(self, now: float) -> None:

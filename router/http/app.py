@@ -122,7 +122,7 @@ def create_app(
     )
     paths = frozenset(route.path for route in app.routes)
     uploads = UploadLimit(app, limits.max_upload_bytes)
-    endpoints.metrics.watch("upload_bytes", "Bytes of request bodies that are held.", lambda: uploads.num_bytes)
+    endpoints.metrics.watch("upload_bytes", "Bytes of request bodies in memory.", lambda: uploads.num_bytes)
     app_with_limits: ASGIApp = uploads
     if limits.max_requests_per_key and api_key:
         app_with_limits = KeyLimit(uploads, limits.max_requests_per_key)
@@ -144,7 +144,7 @@ def _cors(origins: Sequence[str]) -> CORSConfig | None:
 def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     refusals = {
         status: ResponseSpec(data_container=ErrorBody, description=text)
-        for status, text in ((400, "Wrong body"), (404, "Unknown model"), (429, "Too busy"), (503, "Nobody can serve it"))
+        for status, text in ((400, "Wrong body"), (404, "Unknown model"), (429, "Too busy"), (503, "No worker can serve it"))
     }
 
     @post("/v1/completions", dto=StrictBody, responses={200: ResponseSpec(Completion), **refusals}, status_code=200)

@@ -127,7 +127,7 @@ class Load:
         self.wants_room = False
 
     def begin_reading(self, now: float, rows_per_read: int) -> None:
-        """The peer is open: go on to the blocks, at most so many rows per read, or one unit if it has more."""
+        """The peer is open: read the blocks, at most so many rows per read, or one unit if it has more."""
         self.phase = LoadPhase.READING
         self.reading_since = now
         self._units_per_read = max(1, rows_per_read // max((len(unit.remote_rows) for unit in self.request.units), default=1))

@@ -69,7 +69,7 @@ _log = logging.getLogger(__name__)
 
 
 class RemoteRegion(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a region of the producer lies, from which the consumer builds the descriptors itself."""
+    """The place of a producer's region, from which the consumer builds the descriptors itself."""
 
     base_address: Annotated[int, msgspec.Meta(ge=0)]
     shape: RowShape
