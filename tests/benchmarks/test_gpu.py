@@ -53,7 +53,7 @@ def test_settings_reach_every_engine(load_gpu):
 @pytest.mark.full
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a stand-in for a CUDA device, where there is none")
 def test_an_engine_is_measured_on_a_stand_in_for_a_device(load_gpu, tmp_path, monkeypatch):
-    """What only a GPU's sections do: pinned memory, a pool of what is left, recorded steps."""
+    """The parts that only run on a GPU: pinned memory, a pool sized to the free memory, recorded steps."""
     cuda = ClaimedCuda(free=1788 << 20, total=1788 << 20)
     gpu = load_gpu("gpu")
     monkeypatch.setattr(gpu, "transports_here", lambda device: ())

@@ -159,7 +159,7 @@ class ChaosCluster:
         return pid
 
     def thaw(self, name: str, pid: int) -> None:
-        """Let a stopped process go on, if it is still the same one."""
+        """Let a stopped process continue, if it is still the same one."""
         with contextlib.suppress(KeyError):
             if self.pids.get(name) == pid:
                 self._cluster.kill(name, signal.SIGCONT)

@@ -1,4 +1,4 @@
-"""What goes wrong when: faults drawn from a seed, made one at a time or densely, each kept as an incident with its times."""
+"""Faults drawn from a seed, injected one at a time or densely, each kept as an incident with its times."""
 
 from __future__ import annotations
 

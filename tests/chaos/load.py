@@ -21,7 +21,7 @@ _SHARE_THAT_LEAVES = 0.06
 
 @dataclass(slots=True)
 class Answer:
-    """What one client got. Times are of the monotonic clock; ``times`` has one per token."""
+    """The answer that one client got. Times are of the monotonic clock; ``times`` has one per token."""
 
     client_id: str
     started_at: float

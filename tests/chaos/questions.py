@@ -1,4 +1,4 @@
-"""What the clients ask, and the only right answers: greedy output of transformers on the same weights.
+"""The clients' questions, and the only right answers: greedy output of transformers on the same weights.
 
 Answers are computed once and kept in the cache folder. An answer is cut before its first near tie, where another order of
 floating-point sums may choose another token, so every token of the rest can be compared exactly.

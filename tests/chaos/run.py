@@ -21,12 +21,12 @@ from tests.chaos.questions import load_questions
 from tests.chaos.watch import Growth, Watch
 
 _RELEASE_TIMEOUT_S = 60.0
-_MAX_LONGER = 3.0  # a run goes on for so many times its minutes, at most, to reach ``min_answers``
+_MAX_LONGER = 3.0  # a run lasts at most this many times its minutes, to reach ``min_answers``
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChaosPlan:
-    """What is run. ``num_at_a_time`` 1 = each fault once the cluster is whole again; more = densely."""
+    """The options of a run. ``num_at_a_time`` 1 = each fault once the cluster is whole again; more = densely."""
 
     transport: str
     minutes: float
@@ -50,7 +50,7 @@ class ChaosPlan:
 
 @dataclass(slots=True)
 class Report:
-    """What a run showed; it was good if there are no ``problems``."""
+    """The result of a run; it was good if there are no ``problems``."""
 
     plan: ChaosPlan
     duration_s: float
@@ -68,7 +68,7 @@ class Report:
 
     @property
     def errors(self) -> list[Answer]:
-        """What ended with an error."""
+        """The answers that ended with an error."""
         return [answer for answer in self.answers if answer.error]
 
     @property

@@ -20,7 +20,7 @@ MAX_PAUSE_S = 10.0
 AFTER_EFFECT_S = 30.0  # how long a fault that is over may still show in a dense run: a restart under load
 MAX_MORE_SHARE = 0.08  # of a process's memory, or
 MAX_MORE_BYTES = 48 << 20
-MAX_MORE_FDS = 24  # connections that other processes made anew
+MAX_MORE_FDS = 24  # connections that other processes made again
 MAX_MORE_THREADS = 4
 
 _ENDS_PROCESSES = frozenset({"kill", "freeze", "hang", "cut", "reset", "drain"})

@@ -1,4 +1,4 @@
-"""What the processes take while the run goes on: private memory, file descriptors, threads."""
+"""The resources of the processes during the run: private memory, file descriptors, threads."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class Growth:
-    """How much more a process took in the last quarter of its life than in the second one, by medians."""
+    """The growth of a process in the last quarter of its life compared with the second one, by medians."""
 
     name: str
     pid: int

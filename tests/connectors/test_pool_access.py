@@ -1,4 +1,4 @@
-"""Blocks of a pool as memory: in the host, and behind a copier as on a GPU."""
+"""Blocks of a pool as memory: in the host, and through a copier as on a GPU."""
 
 from __future__ import annotations
 

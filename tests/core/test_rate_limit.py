@@ -1,4 +1,4 @@
-"""What a peer can trigger as often as it likes happens once per interval, and memory stays bounded."""
+"""An event that a peer can trigger at any rate is admitted once per interval, and memory stays bounded."""
 
 import io
 import logging

@@ -1,4 +1,4 @@
-"""What the decode and aggregated roles make of requests, tokens and aborts."""
+"""How the decode and aggregated roles handle requests, tokens and aborts."""
 
 import msgspec
 import pytest

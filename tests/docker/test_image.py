@@ -91,7 +91,7 @@ def run_step(instructions, step, source, prefix):
 
 @pytest.fixture(scope="module")
 def source(instructions, tmp_path_factory):
-    """What the build stage copies, and nothing else."""
+    """The files that the build stage copies, and no others."""
     folder = tmp_path_factory.mktemp("image") / "src"
     folder.mkdir()
     for value in values(instructions, "COPY"):

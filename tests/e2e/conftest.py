@@ -231,7 +231,7 @@ def assert_token_identical(request, smollm2_gguf) -> Iterator[Callable[[Sequence
 
 
 class SmolLM2Oracle:
-    """How transformers goes on, token by token, by its own model of the GGUF file, read by its own reader.
+    """The continuation by transformers, token by token, with its own model of the GGUF file, read by its own reader.
 
     The continuations of the default suite's prompts are stored next to the tests, by prompt: ``pytest --keep-answers`` adds
     missing ones. Output that is the beginning of a stored continuation is right; the model is run for any other output, and for
@@ -281,6 +281,6 @@ class SmolLM2Oracle:
         import torch
         from transformers import AutoModelForCausalLM
 
-        torch.set_num_threads(1)  # two threads would wait for each other behind the workers
+        torch.set_num_threads(1)  # two threads would wait for each other, as the workers use the cores
         folder, name = self._gguf.parent, self._gguf.name
         return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()

@@ -35,7 +35,7 @@ SETTINGS = (
     "kvstore.mode=sidecar",
     "config.kvstore.memory_bytes=134217728",
 )
-STORE = "kvstore"  # beside prefill-0; here it serves both pods
+STORE = "kvstore"  # in the pod of prefill-0; here it serves both pods
 
 
 @dataclass(slots=True)

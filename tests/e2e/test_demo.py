@@ -1,4 +1,4 @@
-"""What a newcomer sees first works."""
+"""A newcomer's first command works."""
 
 from __future__ import annotations
 

@@ -166,7 +166,7 @@ def test_embeddings_that_were_damaged_on_their_way_are_not_used(sighted, in_back
 
 
 def memory_of(pid: int) -> Path:
-    """Return the file behind the host memory of an encode worker's embeddings."""
+    """Return the memory file of an encode worker's embeddings."""
     files = [path for path in Path(f"/proc/{pid}/fd").iterdir() if path.is_symlink()]
     return next(path for path in files if "kvferry-embeddings (" in str(path.readlink()))
 

@@ -110,7 +110,7 @@ def pair(request, cluster_config, serve, tmp_path_factory, eventually):
 
 
 def handoff_bytes(num_tokens, prefill_block, decode_block):
-    """Count the owner's blocks that hold what the token behind the prompt attends to."""
+    """Count the owner's blocks that the token after the prompt attends to."""
     num_blocks = -(-num_tokens // prefill_block)
     first_seen = max(0, num_tokens - WINDOW + 1)
     num_gone = max(first_seen // prefill_block, first_seen // decode_block * decode_block // prefill_block)
@@ -130,7 +130,7 @@ def test_handoff_brings_the_tail_of_the_windows_and_the_answers_of_transformers(
 
 @pytest.mark.full
 def test_local_hit_that_is_shorter_than_the_window_is_gone_on_from(pair, text, gemma3_oracle):
-    """The decode worker computed the text after the first prompt itself, so it has the window behind its own tokens."""
+    """The decode worker computed the text after the first prompt itself, so it has the window after its own tokens."""
     first = text[300 : 300 + WINDOW - 200]
     tokens = answer(pair, first, max_tokens=30, ignore_eos=True)
     gemma3_oracle.assert_token_identical(first, tokens)

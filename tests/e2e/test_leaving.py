@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_chi
 
 
 def shared_files():
-    """Return what a process could leave behind in shared memory and as socket files."""
+    """Return the shared memory and socket files that a process could leave."""
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if len(line.split()) == 8}
     return set(os.listdir("/dev/shm")), {path for path in sockets if "kvferry" in path}
 

@@ -97,7 +97,7 @@ def assert_greedy(model):
 
 
 def handoff_bytes(num_tokens):
-    """Count the blocks that hold what the token behind the prompt attends to: its own chunk's, and all of one layer."""
+    """Count the blocks that the token after the prompt attends to: its own chunk's, and all of one layer."""
     num_blocks = -(-num_tokens // BLOCK)
     num_gone = num_tokens // CHUNK * CHUNK // BLOCK
     return (num_blocks * (NUM_LAYERS - NUM_CHUNKED) + (num_blocks - num_gone) * NUM_CHUNKED) * BLOCK * TOKEN_BYTES

@@ -1,4 +1,4 @@
-"""What clients get from real processes with a real model, on every topology and transport."""
+"""The answers that clients get from real processes with a real model, on every topology and transport."""
 
 from __future__ import annotations
 

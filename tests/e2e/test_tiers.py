@@ -1,4 +1,4 @@
-"""Conversations over workers that share a store, and a worker with host memory behind its pool: real processes, real model."""
+"""Conversations over workers that share a store, and a worker with a host memory tier: real processes, real model."""
 
 from __future__ import annotations
 

@@ -384,7 +384,7 @@ def test_an_abort_has_its_turn_while_an_image_is_decoded(beside):
     beside.let_decode(2)
     assert run(beside.engine).keys() == {"r2/0"}
     assert beside.encoder.encoded == [FOX]
-    assert beside.decoded == [CAT, FOX]  # the one that was in progress, and the one that is wanted
+    assert beside.decoded == [CAT, FOX]  # the one in progress, and the one that a request needs
     assert beside.image_decode_thread.num_bytes == 0
 
 

@@ -1,4 +1,4 @@
-"""How an encode worker is put together, and what it tells routers of itself."""
+"""The parts of an encode worker, and its registration at routers."""
 
 from __future__ import annotations
 

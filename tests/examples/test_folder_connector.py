@@ -69,7 +69,7 @@ def context(folder):
 
 @pytest.fixture
 def peer(folder_connector, context):
-    """Start a connector beside an engine without a model."""
+    """Start a connector with an engine without a model."""
 
     @asynccontextmanager
     async def start(role, **settings):

@@ -1,4 +1,4 @@
-"""What operators change of other charts too: environment, volumes, users, probes, ways in, devices, several releases."""
+"""Common adaptations of charts: environment, volumes, users, probes, ingress, devices, several releases."""
 
 import json
 import shutil

@@ -68,7 +68,7 @@ def gone(*beginnings):
     return {name: None for name in GOOD if name.startswith(tuple(f"kvferry_{one}" for one in beginnings))}
 
 
-# Alert → what is different from GOOD, and the labels of the alert beside its severity.
+# Alert → the differences from GOOD, and the labels of the alert in addition to its severity.
 CASES = {
     "KVFerryNotReady": (dict([series("router", "ready", IDLE)]), {}),
     "KVFerryNotReady without routers": ({name: None for name in GOOD if PODS["router"] in name}, {"namespace": "llm"}),
@@ -172,7 +172,7 @@ def fresh():
 
 
 def counters_of(groups):
-    """Return (name, labels beside those of the target) of every counter that an alert looks at."""
+    """Return (name, labels in addition to the target's) of every counter that an alert uses."""
     found = set()
     for group in groups:
         for rule in group["rules"]:

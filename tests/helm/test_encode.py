@@ -1,4 +1,4 @@
-"""Encode workers in the chart: told how embeddings travel, reached by the readers, and left out by default."""
+"""Encode workers in the chart: configured with their connector, reached by the readers, and left out by default."""
 
 import pytest
 import yaml

@@ -1,4 +1,4 @@
-"""What an operator relies on: least privilege, closed networks, probes, drain, scaling, and settings that kvferry accepts."""
+"""Properties that operators rely on: least privilege, closed networks, probes, drain, scaling, and valid settings."""
 
 import base64
 import json

@@ -1,4 +1,4 @@
-"""A process that lives and does no work is found out; one that is slow to start, or was paused with us, is left alone."""
+"""A live process that does no work is replaced; one that is slow to start, or was paused with us, is left alone."""
 
 from __future__ import annotations
 

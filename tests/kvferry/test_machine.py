@@ -1,4 +1,4 @@
-"""What is said of this machine."""
+"""The facts about this machine."""
 
 from __future__ import annotations
 

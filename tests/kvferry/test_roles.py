@@ -1,4 +1,4 @@
-"""No process opens a socket of the cluster to other machines while anybody could use it."""
+"""No process opens a socket of the cluster to other machines without protection."""
 
 import pytest
 

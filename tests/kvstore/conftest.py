@@ -25,7 +25,7 @@ MEMORY_BYTES = arena_bytes(NUM_SLOTS, BLOCK_BYTES)
 
 
 class StoreProcess:
-    """``kvferry kvstore``, on the same port through all its lives."""
+    """``kvferry kvstore``, on the same port through all its restarts."""
 
     def __init__(self, **settings):
         self._settings = {"memory_bytes": MEMORY_BYTES, "block_bytes": BLOCK_BYTES, "client_timeout_s": 1.0, **settings}

@@ -1,4 +1,4 @@
-"""The threads and sockets around the two machines: who gets in, what is refused, and what the end of a thread means."""
+"""The threads and sockets around the two machines: which clients are accepted, what is refused, and the end of a thread."""
 
 import contextlib
 import logging

@@ -26,7 +26,7 @@ class Client:
         self.now = 100.0
 
     def said(self):
-        """What the client has said since the last call; other actions as they are."""
+        """The client's messages since the last call; other actions as they are."""
         actions = self.machine.take_actions()
         return [action.parcel.message if isinstance(action, SendToStore) else action for action in actions]
 

@@ -1,4 +1,4 @@
-"""Eviction policies: who goes first, and that none of them loses or invents a key."""
+"""Eviction policies: which key is evicted first, and that none of them loses or invents a key."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""What a store counts can be scraped, before its first client and after."""
+"""The counts of a store can be scraped, before its first client and after."""
 
 import re
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""What each eviction policy leaves of prompts that are stored in several steps: the figures of docs/kvstore.md."""
+"""The blocks that each eviction policy keeps of prompts stored in several steps: the figures of docs/kvstore.md."""
 
 import pytest
 

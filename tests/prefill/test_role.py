@@ -1,4 +1,4 @@
-"""What the prefill role makes of requests, first tokens and aborts."""
+"""How the prefill role handles requests, first tokens and aborts."""
 
 import msgspec
 import pytest

@@ -99,7 +99,7 @@ def tiny_tokenizer(tiny_model_files) -> Tokenizer:
 
 @dataclass
 class Script:
-    """What a scripted worker answers: ``text``, cut after ``max_tokens``, then end of sequence.
+    """The answer of a scripted worker: ``text``, cut after ``max_tokens``, then end of sequence.
 
     ``pause_after`` tokens of a choice it waits for ``resume``. ``is_silent``: it never answers a Generate. ``error`` is sent
     instead of the first answer. ``cost`` is what a decode worker says of its load; None = all went well.

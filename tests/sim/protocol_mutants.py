@@ -51,7 +51,7 @@ class Mutant:
 
     @property
     def name(self) -> str:
-        """What it does wrong."""
+        """The defect."""
         return self.apply.__name__.replace("_", " ")
 
 

@@ -78,7 +78,7 @@ def test_requests_do_not_preempt_themselves_repeatedly_while_loads_hold_blocks()
 
 
 def fill_blocks_whoever_has_them_now(patch: Patch) -> None:
-    """What a step completes for those that have left, reused or rewritten since or not."""
+    """The blocks that a step completes for requests that have left, reused or rewritten since or not."""
 
     def filled_blocks(state, departure):
         start = core.sched.inflight_steps._first_written(departure.step, departure.request, departure.start)

@@ -126,7 +126,7 @@ def read_seals_before_the_data(patch: Patch) -> None:
 
 
 def look_at_seals_when_they_are_asked_for(patch: Patch) -> None:
-    """By an owner who answers reads in order, but looks before what it has sent has left."""
+    """The defect of an owner that answers reads in order, but looks before earlier answers have left."""
     patch(SimTransport, "_has_to_wait", returns(False))
 
 

@@ -1,4 +1,4 @@
-"""Clients of a store under faults from a seed: no wrong byte, no write into a slot of others, nothing left behind."""
+"""Clients of a store under faults from a seed: no wrong byte, no write into a slot of others, no leak."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Clusters with a tier behind their pools: what goes wrong with it costs time, and nothing else."""
+"""Clusters with a tier below their pools: its faults cost time, and nothing else."""
 
 from __future__ import annotations
 

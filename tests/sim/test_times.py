@@ -1,4 +1,4 @@
-"""What workers tell of their durations is what the simulation has seen; defects of it must be noticed."""
+"""The durations that workers report match what the simulation has seen; defects of them must be detected."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ from core.engine.cuda.block_copier import TensorBlockCopier
 from core.kv.pool_region import KVPoolRegion
 
 SHARE_OF_WORK = 0.3  # how likely a stream does its next piece of work when it gets the chance
-NUM_SLOTS = 6  # of a copier beside a pool
+NUM_SLOTS = 6  # of a copier of a pool
 
 Work = Callable[[], object]
 
@@ -79,7 +79,7 @@ class DelayedStream:
         self.num_submitted = self.num_done = 0
 
     def submit(self, copy: Work) -> DelayedEvent:
-        """Put a piece of work behind all others; see ``core.engine.cuda.block_copier.CopyQueue``."""
+        """Queue a piece of work after all others; see ``core.engine.cuda.block_copier.CopyQueue``."""
         with self._device.lock:
             self.work.append(copy)
             self.num_submitted += 1

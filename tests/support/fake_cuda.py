@@ -41,7 +41,7 @@ _READ_BY_THE_HOST = frozenset(
 
 
 class DeviceMisuse(RuntimeError):
-    """What a real device would refuse."""
+    """An operation that a real device would refuse."""
 
 
 class ClaimedTensor(Tensor):
@@ -78,7 +78,7 @@ class ClaimedTensor(Tensor):
         owner = next(leaf.owner for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, ClaimedTensor))
         return owner.run(func, args, kwargs or {})
 
-    # What C++ would answer by itself, for a tensor in host memory: a torch without CUDA has no devices to guard.
+    # The answers that C++ gives for a tensor in host memory: a torch without CUDA has no devices to guard.
 
     @property
     def device(self) -> torch.device:  # type: ignore[override]
@@ -184,7 +184,7 @@ class _Graph:
 
 @dataclass
 class ClaimedCuda:
-    """One device. ``free`` and ``total`` are bytes of its memory, as far as anybody asks."""
+    """One device. ``free`` and ``total`` are bytes of its memory, for callers that ask."""
 
     free: int = 8 << 30
     total: int = 8 << 30

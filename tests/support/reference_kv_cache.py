@@ -1,4 +1,4 @@
-"""What a KV cache must be, in plain containers, for random lives to be held against.
+"""The definition of a KV cache, in plain containers, to compare random histories with.
 
 One or more KV cache groups of full, sliding-window or chunked-local attention in one pool. Predicts each hit, block, reference,
 generation and seal, and uses nothing of what it predicts: where ``core.kv`` has links and hashes, a prefix is the group, the
@@ -50,7 +50,7 @@ class NaiveSizes:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a request asks for: slots for ``num_slots`` tokens, of which ``num_computed`` have KV or get it from elsewhere."""
+    """A request's demand: slots for ``num_slots`` tokens, of which ``num_computed`` have KV or get it from elsewhere."""
 
     request: Request
     is_admission: bool
@@ -61,7 +61,7 @@ class Wanted:
 
 
 class NaivePool:
-    """What the pool must be: plain containers, one entry per block id."""
+    """The definition of the pool: plain containers, one entry per block id."""
 
     def __init__(self, num_blocks: int) -> None:
         self.free = list(range(1, num_blocks))
@@ -125,7 +125,7 @@ class NaiveKVCache:
         self.num_sealed: dict[str, list[int]] = {}
 
     def hits(self, request: Request) -> tuple[int, list[list[set[int] | None]]]:
-        """Return the length of the longest prefix behind which every group can go on, and its blocks by group and position.
+        """Return the length of the longest prefix after which every group can continue, and its blocks by group and position.
 
         Of each set of copies a lookup takes one. A position that is not needed is None.
         """
@@ -260,7 +260,7 @@ class NaiveKVCache:
                 self._note_seal(request, number, index, num_tokens)
 
     def unseal(self, request_id: str, num_kept: int) -> None:
-        """What lies beyond is going to be written again: the seals break, and the next ones are of another generation."""
+        """The blocks beyond will be written again: the seals break, and the next ones are of another generation."""
         num_sealed = self.num_sealed[request_id]
         for number, group in enumerate(self.groups):
             kept = min(num_sealed[number], num_kept // group.block_size)
@@ -302,7 +302,7 @@ class NaiveKVCache:
         return beyond
 
     def _can_be_a_hit(self, group: NaiveAttention, index: int) -> bool:
-        """Whether a request can ever go on at a place where hits end, and need this block there."""
+        """Whether a request can ever continue at a possible end of a hit, and need this block there."""
         unit, start = self.sizes.unit, (index + 1) * group.block_size
         places = range(-(-start // unit) * unit, self.sizes.max_model_len + 2 * unit, unit)
         return any(index in group.blocks_behind(place) for place in places)

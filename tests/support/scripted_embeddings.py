@@ -18,7 +18,7 @@ from core.wire.messages import ErrorInfo
 
 @dataclass
 class EmbeddingScript:
-    """What the connector answers, and what it was asked.
+    """The connector's answers, and the questions that it was asked.
 
     ``here`` are files whose embeddings can be loaded, by identifier; of those in ``on_the_way`` requests must wait, unless they
     are in the encoder cache. What is ``lost`` cannot be loaded although it was offered. ``unavailable`` requests end.
@@ -39,7 +39,7 @@ class EmbeddingScript:
 
 @dataclass
 class EmbeddingLoads(ECConnectorMetadata):
-    """What the worker side shall load: identifiers with the numbers of their embeddings."""
+    """The items that the worker side must load: identifiers with the numbers of their embeddings."""
 
     loads: list[tuple[bytes, int]]
 

@@ -45,7 +45,7 @@ class WorkersLock:
             self._kind = kind
 
     def release(self) -> None:
-        """Let the others go on."""
+        """Let the others continue."""
         if self._file is not None:
             fcntl.flock(self._file, fcntl.LOCK_UN)
             os.close(self._file)
@@ -67,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Put those that run alone behind the others, in a worker."""
+    """Order the tests that run alone after the others, in a worker."""
     if hasattr(config, "workerinput"):
         alone = config.getini("alone")
         items.sort(key=lambda item: scope_of(item.nodeid, alone) == ALONE)

@@ -25,7 +25,7 @@ class Stream:
         self.prompt: Sequence[int] = body["prompt"]
         self.status: int | None = None
         self.headers: Mapping[str, str] = {}  # of the response, names in lower case
-        self.error: dict[str, Any] | None = None  # as the server tells it
+        self.error: dict[str, Any] | None = None  # the server's error
         self.broken = ""  # how the connection ended, if not in good order
         self.usage: dict[str, Any] = {}
         self.token_ids: list[int] = []
@@ -48,7 +48,7 @@ class Stream:
 
     @property
     def transfer(self) -> dict[str, Any]:
-        """What the answer says of its handoff."""
+        """The answer's report about its handoff."""
         found: dict[str, Any] = self.usage.get("kv_transfer", {})
         return found
 

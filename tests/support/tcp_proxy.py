@@ -66,11 +66,11 @@ class TcpProxy:
     # ---- what can be done to it --------------------------------------------------------------------------------------
 
     def silence(self, num_bytes: int = 0) -> None:
-        """Let nothing pass any more, once so many more bytes have gone from the target to those who read from it."""
+        """Let nothing pass any more, once so many more bytes have gone from the target to its readers."""
         self._call(lambda: self._set_bytes_left(num_bytes))
 
     def silence_answers(self, num_bytes: int) -> None:
-        """Let no byte pass any more from the target to those who read from it, once so many more have.
+        """Let no byte pass any more from the target to its readers, once so many more have.
 
         Requests do, on connections that exist. One that they find broken is broken on both sides.
         """

@@ -72,7 +72,7 @@ class TraceCollector:
 
     @property
     def spans(self) -> list[ReceivedSpan]:
-        """What has arrived by now."""
+        """The spans that have arrived by now."""
         with self._lock:
             return list(self._spans)
 

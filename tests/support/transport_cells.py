@@ -1,4 +1,4 @@
-"""What tests of real clusters share: the ways to carry KV blocks, and the metrics that must return to zero."""
+"""Shared parts of tests with real clusters: the ways to carry KV blocks, and the metrics that must return to zero."""
 
 from collections.abc import Mapping
 

@@ -25,7 +25,7 @@ import pytest
 EXIT_STATUS = 1
 
 _REAP_S = 3.0
-_LAST_RESORT_S = 6.0  # behind the limit: when faulthandler's timer ends a process whose watching thread could not
+_LAST_RESORT_S = 6.0  # after the limit: when faulthandler's timer ends a process whose watching thread could not
 
 
 class Watchdog:
@@ -107,7 +107,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
 
 @pytest.hookimpl(trylast=True)
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
-    """Go on behind a failure, where others stop."""
+    """Continue after a failure, where others stop."""
     watchdog = node.config.stash.get(_WATCHDOG, None)
     if watchdog is not None:
         watchdog.watch_on()

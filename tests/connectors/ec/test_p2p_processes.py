@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.full]
 
 
 class Owner:
-    """The process that holds the image, and what it tells."""
+    """The process that holds the image, and its announcements."""
 
     def __init__(self, transport, incarnation, address="tcp://127.0.0.1:0"):
         arguments = [transport, str(incarnation), address, str(IMAGE.num_embeds)]

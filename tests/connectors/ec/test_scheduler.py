@@ -360,7 +360,7 @@ def test_preempted_request_is_computed_if_its_item_had_to_make_room(desk):
 
 @pytest.fixture
 def cached(desk):
-    """What the encoder cache of the desk holds."""
+    """The content of the desk's encoder cache."""
     identifiers = set()
     desk.scheduler.bind_encoder_cache(identifiers.__contains__)
     return identifiers

@@ -76,7 +76,7 @@ class History:
         self.live[name] = Request(new, None)
 
     def step(self):
-        """Ask for everybody, let those go on that may, and carry the orders out."""
+        """Ask for all requests, run those that may run, and carry the orders out."""
         for name, request in list(self.live.items()):
             self.asked_at.setdefault(name, self.clock.now())
             is_free = self.scheduler.ensure_cache_available(request, request.num_computed_tokens)

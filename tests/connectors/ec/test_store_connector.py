@@ -1,4 +1,4 @@
-"""EC connector "shared": who finds what others have computed, from which tier, and what becomes of it with the store."""
+"""EC connector "shared": embeddings computed by other workers, found in each tier, and the effects of the store's failures."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ async def test_what_one_reader_has_computed_another_finds(new_store, new_side):
 
 
 async def test_what_was_computed_twice_with_other_last_bits_is_found(new_store, new_side, monkeypatch):
-    """The store keeps what came first; the one who came second announces it all the same."""
+    """The store keeps the first put; the second worker announces the item nevertheless."""
     _, config = await new_store(memory_bytes=64 * SLOT_BYTES)
     first, encoder, reader = [await new_side(name, config) for name in ("first", "encoder", "reader")]
     image = Image("a", 100)
@@ -149,7 +149,7 @@ async def test_store_that_is_started_again_is_used_again(new_store, new_side):
 
 @pytest.mark.parametrize("has_images", [True, False])
 async def test_frozen_store_costs_no_more_than_the_time_there_is(new_store, new_side, monkeypatch, has_images):
-    """It answers no request; other requests go on meanwhile, and afterwards it is used again."""
+    """It answers no request; other requests continue meanwhile, and afterwards it is used again."""
     server, config = await new_store(memory_bytes=64 * SLOT_BYTES)
     encoder, reader = await new_side("encoder", config), await new_side("reader", config)
     sources = [await encoder.engine.save(Image(name)) for name in ("a", "b")]

@@ -1,4 +1,4 @@
-"""The conformance suite of connectors, for handoff and tiers at once: what p2p promises holds beside others."""
+"""The conformance suite of connectors, for handoff and tiers at once: p2p keeps its promises together with others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several connectors at once: who loads, who saves, and when blocks are free."""
+"""Several connectors at once: which one loads, which ones save, and when blocks are free."""
 
 from __future__ import annotations
 

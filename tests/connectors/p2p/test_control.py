@@ -46,7 +46,7 @@ BAD_FRAMES = [
 
 
 def answer(message: ControlMessage) -> ControlMessage | None:
-    """What an owner would say: everything is held for 1 ms; releases have no reply; the rest is nonsense."""
+    """The answers of an owner: everything is held for 1 ms; releases have no reply; the rest is nonsense."""
     match message:
         case LeaseRenew():
             return LeaseState(incarnation=5, left_ms=dict.fromkeys(message.transfer_ids, 1))
@@ -277,7 +277,7 @@ async def test_server_that_ends_by_itself_is_told_and_one_that_is_stopped_is_not
 
 
 class Reader:
-    """``ControlClients`` with what they told their owner."""
+    """``ControlClients`` with its reports to its owner."""
 
     def __init__(self, context: AsyncContext) -> None:
         self.news: asyncio.Queue[tuple[str, ControlMessage | None]] = asyncio.Queue()  # None = disconnected

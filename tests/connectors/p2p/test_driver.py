@@ -1,4 +1,4 @@
-"""What the driver reports: failed loads and fences in the log, dropped messages in the counters."""
+"""The driver's reports: failed loads and fences in the log, dropped messages in the counters."""
 
 import asyncio
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""What the connector counts, as a scrape shows it."""
+"""The connector's metrics, as a scrape shows them."""
 
 import pytest
 from prometheus_client import CollectorRegistry

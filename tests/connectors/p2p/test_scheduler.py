@@ -28,7 +28,7 @@ ERROR = ErrorInfo(code="peer_lost", message="gone", http_status=502)
 
 
 class Side:
-    """One worker's scheduler side on a real manager; ``news`` is what it told its worker side in the last step."""
+    """One worker's scheduler side on a real manager; ``news`` is its message to its worker side in the last step."""
 
     def __init__(self, identity) -> None:
         self.grants: list[LeaseGrant] = []

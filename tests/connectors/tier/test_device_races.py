@@ -1,4 +1,4 @@
-"""Saves, loads, preemptions and aborts beside a pool on a device, whose copies are done whenever the device likes.
+"""Saves, loads, preemptions and aborts with a pool on a device, whose copies are done whenever the device likes.
 
 The model's tokens change with any wrong byte. On a machine without a GPU the device is
 ``tests.support.delayed_device``; the same histories run on a real one.
@@ -87,7 +87,7 @@ def address_of(memory):
 
 
 class History:
-    """What happens, drawn from a seed: prompts with common beginnings, some left at any time, in a pool that is too small."""
+    """A history drawn from a seed: prompts with common beginnings, some aborted at any time, in a pool that is too small."""
 
     def __init__(self, make_engine, store, seed, **settings):
         self.rng = random.Random(seed)

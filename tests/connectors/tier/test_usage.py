@@ -1,4 +1,4 @@
-"""Blocks that a tier has spoiled: from the scheduler, over a worker's messages, to what the router tells its client."""
+"""Blocks that a tier has spoiled: from the scheduler, over a worker's messages, to the router's answer to its client."""
 
 from __future__ import annotations
 

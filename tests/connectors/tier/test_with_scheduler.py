@@ -245,7 +245,7 @@ def test_preemption_does_not_wait_for_copies_that_are_about_to_end(tier_engine, 
 
 
 def test_running_requests_do_not_stall_behind_a_slow_tier(tier_engine, store):
-    """Two that run, in a pool part of which is kept for copies: one is preempted, and the other goes on meanwhile."""
+    """Two running requests, in a pool with blocks pinned for copies: one is preempted, and the other continues meanwhile."""
     engine = tier_engine(num_blocks=24)
     store.answers_at_once = False
     engine.add("a", prompt_of(1, 96), max_tokens=1)

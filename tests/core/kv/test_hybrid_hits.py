@@ -1,4 +1,4 @@
-"""Hits over several groups: the longest prefix behind which every group can go on, found as it is defined."""
+"""Hits over several groups: the longest prefix after which every group can continue, found by its definition."""
 
 import pytest
 from hypothesis import HealthCheck, given, settings

@@ -1,4 +1,4 @@
-"""Random lives of a KV cache against a naive model that predicts every block, reference, hash, generation and seal.
+"""Random histories of a KV cache against a naive model that predicts every block, reference, hash, generation and seal.
 
 One to three KV cache groups, of full, sliding-window and chunked-local attention. The model is
 ``tests.support.reference_kv_cache``.
@@ -165,7 +165,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         self.model.pool.release(self.model.drop(request.request_id))
 
     def put_back(self, request):
-        """It must begin anew."""
+        """It must start again."""
         self.free(request)
         request.num_computed_tokens = 0
         self.waiting[request.request_id] = request

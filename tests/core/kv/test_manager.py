@@ -1,4 +1,4 @@
-"""Slots for tokens: hits, capacity rules, hashing at the right moment, and what None leaves behind."""
+"""Slots for tokens: hits, capacity rules, hashing at the right moment, and no effects of an allocation that fails."""
 
 import pytest
 

@@ -101,7 +101,7 @@ def test_local_hits_before_the_window_of_a_load_are_not_taken(make_request):
     manager.allocate_slots(request, 0, num_local, blocks, num_external_computed_tokens=96, delay_cache_blocks=True)
     assert num_local == 64
     assert held(manager, request) == [7, 8, 9]
-    assert manager.num_cached_tokens("second") == 0  # nothing is left to go on from, should the load fail
+    assert manager.num_cached_tokens("second") == 0  # no position is left at which it could continue after a failed load
     assert find_violations(manager) == []
 
 

@@ -1,4 +1,4 @@
-"""What of a file reaches Pillow: hostile files are refused by counting, and pixels never change by what is left out."""
+"""The parts of a file that reach Pillow: hostile files are refused by counting, and dropped parts never change pixels."""
 
 import struct
 import zlib

@@ -1,4 +1,4 @@
-"""Waiting requests: who gets blocks, in which order, and what the connector is asked and told."""
+"""Waiting requests: which get blocks, in which order, and the calls to the connector."""
 
 import pytest
 

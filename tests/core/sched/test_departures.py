@@ -1,4 +1,4 @@
-"""What steps in flight compute for requests that leave: others share it, so it is sealed, or taken back if it is bad."""
+"""Blocks that steps in flight fill for departing requests: others share them, so they are sealed, or evicted if bad."""
 
 import pytest
 

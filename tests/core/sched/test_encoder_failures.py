@@ -143,7 +143,7 @@ def test_a_failed_load_of_the_whole_prompt_computes_it_with_its_embeddings(make_
 
 
 def test_a_request_that_waits_for_another_to_recompute_holds_no_embeddings(make_world):
-    """Room for one image: the one who recomputes needs it while the other one, in the middle of its own image, waits."""
+    """Room for one image: the request that recomputes needs it while the other one, in the middle of its own image, waits."""
     world = make_world(encoder_cache_size=16, with_connector=True, max_num_batched_tokens=20)
     first = world.add_with_images("a", [4, CAT, 40], text="same", max_tokens=30)
     while not world.tokens:

@@ -156,7 +156,7 @@ def test_a_prefix_hit_that_ends_within_an_image_takes_its_embeddings_again(make_
     run_to_end(world, request)
 
 
-# ---- who can run here ------------------------------------------------------------------------------------------------
+# ---- requests that can run here --------------------------------------------------------------------------------------
 
 
 def test_refuses_an_image_that_never_fits(world):

@@ -84,7 +84,7 @@ def test_late_bytes_of_a_window_hit_nobodys_block(hybrid, remote):
 
 
 def test_failed_load_keeps_its_local_hit(hybrid, remote):
-    """At the start every group needs nothing; the hit is found again when the request is admitted anew."""
+    """At the start every group needs nothing; the hit is found again when the request is admitted again."""
     prompt = hybrid.prompt(150)
     first = hybrid.add("first", prompt[:80])
     hybrid.run()

@@ -30,7 +30,7 @@ BLOCK = 16
 LOAD_ERROR = ErrorInfo(code="peer_lost", message="the peer went away", http_status=502, retryable=True)
 SHAPE = {"block_size": BLOCK, "num_kv_heads": 1, "head_dim": 8, "dtype_bytes": 2}
 HASHER = BlockHasher(b"hybrid")
-MOST_EMPTY_STEPS = 2  # a step may preempt the last running request, and the next one only settle who holds blocks
+MOST_EMPTY_STEPS = 2  # a step may preempt the last running request, and the next one only settle the holders
 
 
 def full():

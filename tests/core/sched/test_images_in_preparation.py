@@ -316,7 +316,7 @@ def test_first_waiting_request_gets_its_image_with_the_budget_full_of_others(mak
     world.step()
     while world.images.work():
         pass
-    assert world.images.num_bytes == 32 * PIXEL_BYTES  # the budget is full of what stands behind
+    assert world.images.num_bytes == 32 * PIXEL_BYTES  # later images fill the whole budget
     head = world.add_with_images("a", [4, Image(b"large", 16), 4], priority=1)
     world.step()
     world.images.work()

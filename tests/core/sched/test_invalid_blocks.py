@@ -25,7 +25,7 @@ def make_request(name: str) -> Request:
 
 @dataclass(frozen=True)
 class Kept:
-    """What is expected of a request: kept tokens, first invalid position, recomputed blocks, awaited blocks."""
+    """The expected result for a request: kept tokens, first invalid position, recomputed blocks, awaited blocks."""
 
     num_kept: int
     first_invalid: int
@@ -172,7 +172,7 @@ def test_rule(case):
 
 
 def test_blocks_computed_after_an_invalid_one_by_a_departed_request_are_invalid():
-    """They need not hold that block: it may be behind their window."""
+    """They need not hold that block: it may have left their window."""
     manager = make_manager(16)
     departed = Holder(make_request("left"), 32, 48, ([1, 2, 3],), (16,))
     sharing = Holder(make_request("r"), 48, 64, ([0, 0, 3, 4],), (16,))

@@ -1,4 +1,4 @@
-"""KV that could not be loaded: who decides what becomes of a request, and what is reported."""
+"""KV that could not be loaded: which policy decides about a request, and what is reported."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def block_ids(world, request_id: str) -> list[int]:
     return world.manager.get_block_ids(request_id)[0]
 
 
-# ---- who decides -------------------------------------------------------------------------------------------------------
+# ---- the policy that decides -------------------------------------------------------------------------------------------
 
 
 def test_a_requests_own_policy_counts(world, load, make_world, remote, load_error):

@@ -1,4 +1,4 @@
-"""KV that could not be loaded is computed here: the request goes on, with the right tokens."""
+"""KV that could not be loaded is computed here: the request continues with the right tokens."""
 
 import pytest
 

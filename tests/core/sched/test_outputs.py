@@ -1,4 +1,4 @@
-"""What goes out with the tokens of a step."""
+"""The reports that are sent with the tokens of a step."""
 
 from core.request import EngineCoreOutput, ModelRunnerOutput
 from core.wire.messages import TokenLogprobs

@@ -183,7 +183,7 @@ def test_block_is_quarantined_once_however_often_it_is_reported(world, load):
 
 
 def test_free_block_can_be_quarantined(world):
-    """A report that comes behind the end of the load still protects the block."""
+    """A report after the end of the load still protects the block."""
     world.script.report.quarantined_block_ids = {1}
     world.step()
     request = world.add("a", 40)

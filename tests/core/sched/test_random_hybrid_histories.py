@@ -59,7 +59,7 @@ class Course:
 
 
 class History:
-    """What happens to one engine, drawn from a seed. ``happened`` counts it."""
+    """The history of one engine, drawn from a seed. ``happened`` counts its events."""
 
     def __init__(self, make_world, load_error, seed):
         self.rng = rng = random.Random(seed)
@@ -280,7 +280,7 @@ class History:
                 self.check_content(block.block_id, seal.group_id, seal.block_hash, "sealed")
 
     def check_hashes(self):
-        """What later requests may hit is what they take it for, or a step makes it so that has not been processed."""
+        """Every block that later requests may hit has the content of its hash, or a step in flight will write it."""
         unwritten = set().union(*self.writes)
         for block in self.world.manager.block_pool.blocks[1:]:
             if block.block_hash is not None and block.block_id not in unwritten:

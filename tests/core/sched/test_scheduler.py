@@ -1,4 +1,4 @@
-"""The turn of the engine's loop: budget, chunks, hits, counters, who may come in, and how they leave."""
+"""The turn of the engine's loop: budget, chunks, hits, counters, admission, and how requests leave."""
 
 import pytest
 
@@ -206,7 +206,7 @@ def test_nothing_to_do_gives_an_empty_step(world):
     assert world.finish_step() == []
 
 
-# ---- who may come in
+# ---- admission
 
 
 def test_prompt_without_room_for_one_more_token_is_refused_with_both_numbers(make_world):

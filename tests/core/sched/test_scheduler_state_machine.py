@@ -38,7 +38,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.max_tokens: dict[str, int] = {}
         self.aborted: set[str] = set()
         self.failing: set[str] = set()  # the load failed and has not ended
-        self.bad: dict[str, set[int]] = {}  # positions of blocks that were reported while their load goes on
+        self.bad: dict[str, set[int]] = {}  # positions of blocks that were reported during their load
         self.may_fail: set[str] = set()  # by their policy
         self.has_rolled_back = False
         self.sending: set[str] = set()
@@ -60,7 +60,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=4, max_model_len=40, with_connector=True, async_scheduling=self.async_scheduling, **config
         )
         self.kv_by_hash = {}
-        for family, num_given in product((0, 1), (1, 2, 3)):  # shorter prompts than the family's start go on differently
+        for family, num_given in product(
+            (0, 1), (1, 2, 3)
+        ):  # prompts that are shorter than the family's start continue differently
             start = self.world.prompt(num_given, seed=family)
             self.learn_kv([*start, *self.world.expected(start, 40)])
 

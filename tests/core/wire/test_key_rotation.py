@@ -17,7 +17,7 @@ from core.worker.router_sockets import RouterSockets
 OLD = "the old key of the cluster which is long enough"
 NEW = "the new key of the cluster as long as the other"
 WAIT_MS = 5000
-# What a rollout gives every process, in order; while one runs, processes of two neighbouring stages are members at once.
+# The keys of every process in each stage of a rollout, in order; during one, processes of two neighbouring stages are members.
 STAGES = [(OLD, ""), (OLD, NEW), (NEW, OLD), (NEW, "")]
 
 

@@ -1,4 +1,4 @@
-"""Deadlines of requests: told in order, and never of a request that has ended."""
+"""Deadlines of requests: reported in order, and never for a request that has ended."""
 
 from __future__ import annotations
 

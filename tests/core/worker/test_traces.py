@@ -88,7 +88,7 @@ def test_a_prefill_is_divided_into_wait_and_computation_below_the_router_s_leg(b
 def test_a_decode_tells_transfer_and_verification_before_its_first_token(bench):
     bench.continue_(0)
     bench.tokens(1000.1, usage=Usage(num_cached_tokens=99, kv_transfer=COST))
-    assert bench.spans() == {}  # it goes on
+    assert bench.spans() == {}  # the request continues
     bench.tokens(1000.3, finish_reason="length")
     spans = bench.spans()
     assert bench.interval_ms("kvferry.decode") == (0, 300)

@@ -136,7 +136,7 @@ class FaultCluster:
     deadline_s: float
     network: Network | None  # of profile "network"
     name: str = ""  # of the test
-    measured: list[tuple[str, object]] = field(default_factory=list)  # what its report says beside its result
+    measured: list[tuple[str, object]] = field(default_factory=list)  # further lines of its report
     _epochs: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _salts: Iterator[int] = field(default_factory=lambda: itertools.count(1))
     _plan: dict[str, Any] = field(default_factory=dict)
@@ -145,7 +145,7 @@ class FaultCluster:
     # ---- faults ------------------------------------------------------------------------------------------------------
 
     def plan(self, **faults: Any) -> None:
-        """Number the reads of every decode worker anew, and let these go wrong.
+        """Number the reads of every decode worker from the start again, and let these go wrong.
 
         ``late``, ``stall``, ``corrupt``, ``fail`` and ``refuse`` are lists of numbers, ``ignore_cancel`` is a flag.
         """
@@ -157,7 +157,7 @@ class FaultCluster:
         self._write({**self._plan, "end_deadlines": True})
 
     def let_go(self) -> float:
-        """Let kept and stalled reads go on; the numbering stays. Returns when."""
+        """Let kept and stalled reads continue; the numbering stays. Returns when."""
         at = time.monotonic()
         self._write({key: self._plan[key] for key in ("epoch", "ignore_cancel") if key in self._plan})
         return at
@@ -184,13 +184,13 @@ class FaultCluster:
         return self.trace(event)[0]
 
     def hang(self, name: str) -> float:
-        """Let the engine of a worker stand still; the rest of the process lives. Returns when."""
+        """Let the engine of a worker hang; the rest of the process lives. Returns when."""
         at = time.monotonic()
         (self.folder / f"{name}.hang").touch()
         return at
 
     def unhang(self) -> None:
-        """Let every engine go on."""
+        """Let every engine continue."""
         for command in self.folder.glob("*.hang"):
             command.unlink()
 

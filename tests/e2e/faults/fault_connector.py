@@ -76,7 +76,7 @@ class CommandedConnector(P2PConnector):
 
 
 class BoastfulConnector(CommandedConnector):
-    """Ends its leases in time, but tells consumers that they last, so that only the seals protect a read."""
+    """Ends its leases in time, but promises consumers that they last, so that only the seals protect a read."""
 
     async def start(self) -> None:
         await super().start()
@@ -100,7 +100,7 @@ class FaultDesk:
         self._base = 0
 
     def look(self, num_posted: int) -> dict[str, Any]:
-        """Return the plan; a new epoch begins behind the reads that are posted already."""
+        """Return the plan; a new epoch begins after the reads that are posted already."""
         try:
             stat = self._path.stat()
         except FileNotFoundError:
@@ -115,7 +115,7 @@ class FaultDesk:
         return self._plan
 
     def absolute(self, kind: str) -> set[int]:
-        """Return the numbers of the reads that meet a fault, over the life of the transport."""
+        """Return the numbers of the reads that get a fault, over the life of the transport."""
         return {self._base + number for number in self._plan.get(kind, ())}
 
     def number(self, absolute: int) -> int:

@@ -83,7 +83,7 @@ def test_client_that_leaves_while_its_request_waits_for_blocks_leaves_nothing(fa
 @pytest.mark.quick_on("nixl")
 @pytest.mark.profile("one reader")
 def test_client_that_leaves_while_its_request_waits_at_the_router_leaves_nothing(faulty):
-    """The only decode worker is lost, so that the router keeps the request until another life of it comes."""
+    """The only decode worker is lost, so that the router keeps the request until its next incarnation arrives."""
     stream = faulty.start(100, 250)
     faulty.wait_for_tokens(stream, 4)
     pid = faulty.cluster.pids["decode-0"]

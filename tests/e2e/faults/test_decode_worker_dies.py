@@ -1,4 +1,4 @@
-"""A decode worker is killed: another one goes on from the tokens that the client has, and the client sees one answer."""
+"""A decode worker is killed: another one continues from the client's tokens, and the client sees one answer."""
 
 from __future__ import annotations
 

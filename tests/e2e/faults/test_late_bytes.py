@@ -28,7 +28,7 @@ def test_bytes_of_a_worker_that_thaws_late_spoil_nobodys_blocks(faulty):
     faulty.kill(frozen, SIGCONT)
     assert_all_correct(faulty, others)
     faulty.assert_released()
-    faulty.wait_for_members("prefill", 2)  # UCX may end a process that thaws behind a fence; that is a death like any other
+    faulty.wait_for_members("prefill", 2)  # UCX may end a process that thaws after a fence; that is a death like any other
 
 
 @pytest.mark.quick_on("tcp")
@@ -106,7 +106,7 @@ def test_bytes_that_land_behind_an_abort_spoil_nobodys_blocks(faulty):
 
 
 def use_every_block(faulty):
-    """Start so many answers that every free block of the decode workers is used anew, and return them once they run."""
+    """Start so many answers that every free block of the decode workers is used again, and return them once they run."""
     streams = [faulty.start(200, 40, offset=20 * number) for number in range(6)]
     for stream in streams:
         faulty.wait_for_tokens(stream, 2)

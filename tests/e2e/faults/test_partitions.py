@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.profile("network")]
 
 RETRYABLE = {"no_worker", "overloaded", "peer_lost", "router_silent"}
 LONG = 640  # tokens that take longer than any heartbeat is waited for
-MARGIN_S = 3.0  # of a worker that notices a silence, and of who looks at its metrics
+MARGIN_S = 3.0  # for a worker to detect a silence, and for the test to read its metrics
 
 
 @pytest.mark.quick_on("tcp")

@@ -45,7 +45,7 @@ def ask(faulty, number):
 
 
 def kill_now_and_then(faulty, rng, is_over, kills):
-    """Kill one of the two workers of a role whenever both are up, so that one can always go on."""
+    """Kill one of the two workers of a role whenever both are up, so that one can always continue."""
     while not is_over.wait(rng.uniform(1.0, 3.0)):
         roles = [role for role in ("prefill", "decode") if faulty.num_members(role) == 2]
         if roles:

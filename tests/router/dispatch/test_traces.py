@@ -124,7 +124,7 @@ def test_images_have_legs_beside_each_other_before_the_prompt_s():
     assert leg.status.is_ok
     traces.end_encode_leg(EncodeEnded("r", second, "peer_lost", num_images=1), 1000.2)
     assert spans()["kvferry.leg.encode"].status.description == "peer_lost"
-    traces.end_encode_leg(EncodeEnded("r", second, "peer_lost", num_images=1), 1000.2)  # told twice
+    traces.end_encode_leg(EncodeEnded("r", second, "peer_lost", num_images=1), 1000.2)  # reported twice
     generate = Generate(request_id="r", prompt_token_ids=(1,), sampling=sampling, handoff=True)
     assert traces.begin_leg("r", generate, WorkerKey("p0", 1), 1000.2).trace.trace_id == sent[0].trace.trace_id
     traces.fail("r", ErrorInfo(code="peer_lost", message="?"), 1000.3)

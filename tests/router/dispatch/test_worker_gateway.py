@@ -278,7 +278,7 @@ async def test_spreads_requests_over_workers(start_router):
     assert [len(worker.messages(Generate)) for worker in under_test.workers] == [4, 4, 4, 4]
 
 
-# ---- life of the gateway -----------------------------------------------------------------------------------------------------
+# ---- start and stop of the gateway ----------------------------------------------------------------------------------------
 
 
 async def test_stopping_aborts_what_is_in_flight(start_router):

@@ -1,4 +1,4 @@
-"""What the router answers besides completions: models, tokens, probes, metrics."""
+"""The router's answers other than completions: models, tokens, probes, metrics."""
 
 from __future__ import annotations
 

@@ -434,7 +434,7 @@ def test_message_that_makes_no_sense_here_is_counted(pull, message):
     assert pull.protocol.counts.unexpected_messages == 1
 
 
-# ---- another life at the same address
+# ---- another incarnation at the same address
 
 
 def test_restarted_peer_fails_old_loads_and_shakes_hands_once_for_new_ones(pull, address):

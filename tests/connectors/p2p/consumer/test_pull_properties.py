@@ -209,7 +209,7 @@ class HostileWorld(RuleBasedStateMachine):
 
 
 class ReusedBlocks(RuleBasedStateMachine):
-    """A real lease table behind slow queues, and an owner that reuses its blocks as soon as it may.
+    """A real lease table with slow queues, and an owner that reuses its blocks as soon as it may.
 
     Rows are copied one by one at any moment between the posting and the end of their read, as the seals are. Whatever is
     accepted must be the KV of the handoff: the content of a block is the generation in which it was written.
@@ -246,7 +246,7 @@ class ReusedBlocks(RuleBasedStateMachine):
     @precondition(_may_reuse)
     @rule(row=st.integers(500, 504), num_stages=st.integers(1, 3))
     def reuse(self, row: int, num_stages: int) -> None:
-        """Take a block some stages further in its next life: its seal is broken, it is written, it is sealed."""
+        """Advance a block some stages in its next generation: its seal is broken, it is written, it is sealed."""
         for _ in range(num_stages):
             if self.sealed[row] != BROKEN:
                 self.sealed[row] = BROKEN

@@ -258,7 +258,7 @@ def test_unstarted_seal_read_releases_all_blocks_not_being_read(abandoned):
 
 
 def test_seal_read_that_had_begun_keeps_the_blocks_of_the_reads_before_it(abandoned):
-    """The last blocks had come, and that was not known here yet: seals may land beside all of them."""
+    """The last blocks had arrived, unknown to the consumer: seals may still land for all of them."""
     pull, second, seals = abandoned
     assert pull.end_read(second) == []
     assert pull.quarantined == {0, 1, 2, 3}

@@ -12,7 +12,7 @@ OTHER = "tcp://10.0.0.2:5600"
 
 @pytest.fixture
 def crowded(pull):
-    """A load of another peer has the room, that of ``r`` has been told so."""
+    """A load of another peer has the room, and ``r`` got no room."""
     pull.start("other", 1, transfer_id="u", address=OTHER, is_converted=True)
     pull.accept(address=OTHER)
     pull.grant(60_000, "u", address=OTHER)

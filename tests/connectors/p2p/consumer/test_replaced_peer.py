@@ -1,4 +1,4 @@
-"""A worker is replaced without a word: who still answers on the old control connection does not speak for the new life."""
+"""A worker is replaced without a goodbye: the process on the old control connection is not the new incarnation."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from core.wire.kv import Handshake, LeaseRenew
 
 
 def test_handshake_with_a_replaced_process_is_repeated_over_a_new_connection(pull, address):
-    """It lives on, and so does the connection to it; at its address another one listens."""
+    """The old process lives on, and so does the connection to it; at its address another one listens."""
     pull.start_reading("old")
     pull.end_reads()
     pull.start("new", transfer_id="new", incarnation=2)

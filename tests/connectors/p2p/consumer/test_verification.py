@@ -1,4 +1,4 @@
-"""What of a load is accepted: seals, digests, and the one more time that corrupt bytes are read."""
+"""The blocks of a load that are accepted: seals, digests, and the one retry of corrupt bytes."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ DIGEST = 1 << 40  # of a block: this and its first byte
 
 
 class DeniedTransport(InprocTransport):
-    """Cannot reach anybody, as shared memory of another user."""
+    """Cannot reach any peer, like shared memory of another user."""
 
     name = "denied"
 
@@ -62,7 +62,7 @@ class DeniedTransport(InprocTransport):
 
 
 class Worker:
-    """An agent with memory, seals and transports, but no engine; ``reports`` is what its engine would be told."""
+    """An agent with memory, seals and transports, but no engine; ``reports`` is what its engine would receive."""
 
     def __init__(
         self,
@@ -221,7 +221,7 @@ class World:
         self.settle()
 
     def restart(self, **changed: object) -> Worker:
-        """Start another life at the same address."""
+        """Start another incarnation at the same address."""
         self.owner = self.add("prefill-0", 2, **changed)
         return self.owner
 
@@ -265,7 +265,7 @@ class World:
         return "" if error is None else fallback_reason(error.code)
 
     def assert_quiet(self) -> None:
-        """Check that the reader has nothing open, and that its quarantine has been told to end as often as to begin."""
+        """Check that the reader has nothing open, and that as many quarantines were reported to end as to begin."""
         agent = self.reader.agent.consumer
         assert (agent.num_loading_blocks, agent.num_quarantined_blocks) == (0, 0)
         began = [row for load in self.reader.loads().values() for row in load.quarantined_block_ids]

@@ -182,7 +182,7 @@ def test_restarted_owner_is_a_new_peer_with_one_handshake_for_all_who_wait(world
 
 
 def test_handoff_of_an_earlier_incarnation_is_stale_though_the_blocks_look_right(world):
-    """The new life has the same content at the same place and grants the same lease: only the incarnation tells."""
+    """The new incarnation has the same content at the same place and grants the same lease: only its number differs."""
     request = world.make_handoff()
     world.kill()
     world.restart()

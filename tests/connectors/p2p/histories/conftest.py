@@ -26,7 +26,7 @@ RATE_OF_STUBBORN = 0.2
 
 
 class Owner:
-    """One life of a worker whose blocks are read. ``contents`` is what its blocks hold, ``torn`` those that it is writing.
+    """One incarnation of a worker whose blocks are read. ``contents`` is its blocks' content, ``torn`` those being written.
 
     Some lives cannot be read by shm, and some are stubborn: they choose shm even if a reader does not offer it.
     """
@@ -140,7 +140,7 @@ class Owner:
 
 @dataclass
 class Link:
-    """A control connection to one life of an owner."""
+    """A control connection to one incarnation of an owner."""
 
     owner: Owner
     questions: deque = field(default_factory=deque)

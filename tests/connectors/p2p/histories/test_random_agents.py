@@ -260,7 +260,7 @@ class History:
             assert due is None or due > self.clock.now(), "the timer is due again at once"
 
     def finish(self):
-        """Let everybody answer: then every load ends, and every read."""
+        """Let every owner answer: then every load ends, and every read."""
         for owner in self.owners.values():
             owner.freeze(False)
         while self.waiting:

@@ -46,7 +46,7 @@ def region(order: str, block_size: int, **changed: object) -> tuple[KVPoolRegion
 
 
 def tokens_of(order: str, first: int, num_tokens: int) -> np.ndarray:
-    """KV in the shape of a block; every element tells layer, head, token and dimension."""
+    """KV in the shape of a block; every element encodes layer, head, token and dimension."""
     axes = np.ogrid[:LAYERS, :2, :HEADS, first : first + num_tokens, :HEAD_DIM]
     values = sum(axis * 10.0**power for power, axis in enumerate(reversed(axes)))
     return values.astype(np.float32) if order == "HND" else values.astype(np.float32).swapaxes(2, 3)

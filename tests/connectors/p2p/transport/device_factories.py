@@ -1,4 +1,4 @@
-"""Makes transports for workers whose pool is on a device; beside ``transport_factories``, which does without torch."""
+"""Makes transports for workers whose pool is on a device; ``transport_factories`` does the same without torch."""
 
 import dataclasses
 from functools import partial

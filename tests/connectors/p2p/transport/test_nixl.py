@@ -94,7 +94,7 @@ def test_an_owner_that_reads_as_well_has_an_agent_for_each(agents, make_nixl):
 
 
 class FakeError(Exception):
-    """What the library raises."""
+    """The library's exception."""
 
 
 class FakeXfer:

@@ -84,7 +84,7 @@ def num_open_files():
 
 
 def assert_refused(reader, metadata, kind=PeerUnreachable):
-    """The metadata must be refused, and neither maps nor descriptors stay behind."""
+    """The metadata must be refused, and neither maps nor descriptors may leak."""
     before = num_maps(), num_open_files()
     with pytest.raises(kind):
         reader.transport.add_peer(PEER, metadata)
@@ -93,11 +93,11 @@ def assert_refused(reader, metadata, kind=PeerUnreachable):
         reader.transport.post_read(PEER, 0, [1], [1])
 
 
-# ---- who the owner is ------------------------------------------------------------------------------------------------------
+# ---- the identity of the owner ---------------------------------------------------------------------------------------------
 
 
 def test_process_that_took_over_the_number_is_not_read(reader, owner):
-    """Same process number and descriptors, another life: what a reader meets after a number was used again."""
+    """Same process number and descriptors, another incarnation: what a reader meets after a number was used again."""
     assert_refused(reader, changed(owner, token=bytes(32)))
 
 

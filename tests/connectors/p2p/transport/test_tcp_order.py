@@ -34,7 +34,7 @@ assert NUM_ROWS * ROW_BYTES > CUT_AFTER_BYTES + TAKEN_IN_BYTES, "the owner must 
 
 
 class World:
-    """An owner, and a reader behind a network that can hold its answers up. Both are driven from here."""
+    """An owner, and a reader whose network can delay its answers. Both are driven from here."""
 
     def __init__(self):
         self.theirs, self.ours = HostRegions(NUM_ROWS, ROW_BYTES), HostRegions(NUM_ROWS, ROW_BYTES)

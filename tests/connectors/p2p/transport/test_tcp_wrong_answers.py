@@ -1,4 +1,4 @@
-"""A reader of an owner that lies, or answers unasked: the read ends, the reader goes on, no other row is touched."""
+"""An owner that answers wrongly, or unasked: the read ends, the reader continues, no other row is touched."""
 
 import msgspec
 import pytest

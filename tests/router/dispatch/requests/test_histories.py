@@ -237,7 +237,7 @@ class Histories(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.workers["a0"].is_alive = False  # until a fault restarts it: it can do everybody's work
+        self.workers["a0"].is_alive = False  # until a fault restarts it: it can do the work of all others
         for worker in self.workers.values():
             if worker.is_alive:
                 worker.register()

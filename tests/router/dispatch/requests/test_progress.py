@@ -11,7 +11,7 @@ from router.dispatch.progress import Standing
 
 
 def stall(bench, name: str = "d0", seconds: int = 4, **told) -> None:
-    """Let so many heartbeats of a worker say that its engine stands still; the others go on."""
+    """Let so many heartbeats of a worker report that its engine hangs; the others continue."""
     for _ in range(seconds):
         bench.now += 1.0
         for member in list(bench.core.membership.members):
@@ -189,7 +189,7 @@ def test_a_request_that_stalls_every_worker_ends(make_bench):
 
 
 def thawed(make_bench):
-    """Return a bench whose d0 has stalled and makes progress again, beside d1."""
+    """Return a bench whose d0 has stalled and makes progress again, with a second worker d1."""
     bench = make_bench("p0", "d0", "d1", max_requests=9)
     stall(bench)
     assert standing(bench) is Standing.STALLED
