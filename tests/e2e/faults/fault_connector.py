@@ -69,7 +69,7 @@ class CommandedConnector(P2PConnector):
     def _on_timer(self, event: TimerDue, now: float) -> list[Action]:
         agent = self.driver.agent
         assert agent is not None
-        for load in agent.consumer._loads.values() if self._must_end else ():
+        for load in agent.consumer.loads if self._must_end else ():
             load.deadline = now
         self._must_end = False
         return agent.consumer.on_timer(event, now)
