@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.support.side_by_side import ALONE as ALONE_UNIT
-from tests.support.side_by_side import scope_of
+from tests.support.side_by_side import ONE_AT_A_TIME, scope_of
 
 ROOT = Path(__file__).parents[1]
 COMMAND = [  # pytest with the settings of this suite
@@ -93,7 +93,7 @@ def test_leaves_a_thread():
     threading.Thread(target=time.sleep, args=(1000,)).start()
 """
 
-SIDE_BY_SIDE = """
+IN_THE_UNIT = """
 import os
 from pathlib import Path
 
@@ -103,19 +103,17 @@ STATE = Path({folder!r})
 
 
 @pytest.fixture(scope="session")
-def shared():
-    mark = STATE / f"busy-{{os.getpid()}}"
+def cluster():
+    mark = STATE / f"{{Path(__file__).stem}}-{{os.getpid()}}"
     mark.touch()
     yield
-    mark.unlink(missing_ok=True)
+    mark.unlink()
 
 
-@pytest.mark.parametrize("number", range(20))
-def test_side_by_side(shared, number):
-    (STATE / f"ran-{{os.getpid()}}").touch()
-    assert not list(STATE.glob("alone-*"))
+def test_starts_a_cluster(cluster):
+    (STATE / f"unit-{{os.getpid()}}").touch()
 """
-ALONE = """
+IN_A_FILE = """
 import os
 from pathlib import Path
 
@@ -124,11 +122,12 @@ import pytest
 STATE = Path({folder!r})
 
 
-@pytest.mark.parametrize("number", range(3))
-def test_alone(number):
-    (STATE / f"alone-{{os.getpid()}}").touch()
-    assert len(list(STATE.glob("alone-*"))) == 1
-    assert {{path.name for path in STATE.glob("busy-*")}} <= {{f"busy-{{os.getpid()}}"}}
+@pytest.mark.parametrize("number", range(20))
+{mark}
+def test_of_a_file(number):
+    with (STATE / f"ran-{{os.getpid()}}").open("a") as ran:
+        ran.write(Path(__file__).stem)
+    assert not list(STATE.glob(f"test_*-{{os.getpid()}}"))
 """
 
 
@@ -172,33 +171,42 @@ def test_what_hangs_ends_a_run_of_several_workers(run_suite):
 
 
 @pytest.mark.slow
-def test_tests_that_run_alone_run_behind_all_others_and_are_counted_with_them(tmp_path):
+def test_tests_of_clusters_run_one_at_a_time_beside_files_and_end_what_they_started(tmp_path):
     state, root = tmp_path / "state", tmp_path / "root"
-    for folder in (state, root / "a_alone"):
+    for folder in (state, root / "z_clusters"):
         folder.mkdir(parents=True)
-    (root / "a_alone" / "test_alone.py").write_text(ALONE.format(folder=str(state)))
-    for name in "bcde":
-        (root / f"test_{name}.py").write_text(SIDE_BY_SIDE.format(folder=str(state)))
-    command = [*COMMAND, "--rootdir", str(root), "-n", "2"]
-    result = run_to_end([*command, "-o", "alone=a_alone", str(root)], root)
+    for name in "ab":
+        (root / "z_clusters" / f"test_{name}.py").write_text(IN_THE_UNIT.format(folder=str(state)))
+    for name, mark in {"c": "", "d": "", "e": "", "f": "@pytest.mark.slow"}.items():
+        (root / f"test_{name}.py").write_text(IN_A_FILE.format(folder=str(state), mark=mark))
+    result = run_to_end([*COMMAND, "--rootdir", str(root), "-n", "2", "-o", "one_at_a_time=z_clusters", str(root)], root)
     assert result.returncode == 0, result.stdout
-    assert "83 passed" in result.stdout.splitlines()[-1]
-    assert len(list(state.glob("ran-*"))) == 2
+    assert "82 passed" in result.stdout.splitlines()[-1]
+    (unit,) = (path.name.removeprefix("unit-") for path in state.glob("unit-*"))
+    ran = {path.name.removeprefix("ran-"): path.read_text() for path in state.glob("ran-*")}
+    assert ran.pop(unit)  # it went on with files, without its cluster
+    (of_the_other,) = ran.values()
+    assert of_the_other.startswith("test_f")  # slow ones come first
 
 
 @pytest.mark.slow
 def test_a_run_tells_its_cpu_seconds_with_those_of_its_workers_and_their_children(tmp_path):
     (tmp_path / "test_busy.py").write_text(BUSY)
-    command = [*COMMAND, "--rootdir", str(tmp_path), str(tmp_path)]
-    for arguments in ([], ["-n", "2"]):
-        printed = run_to_end([*command, *arguments], tmp_path).stdout
-        assert int(re.search(r"^(\d+) CPU seconds$", printed, re.MULTILINE)[1]) >= 4, printed
+    before = cpu_seconds_of_children()
+    printed = run_to_end([*COMMAND, "--rootdir", str(tmp_path), "-n", "2", str(tmp_path)], tmp_path).stdout
+    told = int(re.search(r"^(\d+) CPU seconds$", printed, re.MULTILINE)[1])
+    assert abs(told - (cpu_seconds_of_children() - before)) < 1.8, printed  # the test and its child take 2 each
 
 
-def test_whatever_starts_processes_runs_alone(request):
-    alone = [item for item in request.session.items if item.get_closest_marker("e2e")]
-    paths = request.config.getini("alone")
-    assert [item.nodeid for item in alone if scope_of(item.nodeid, paths) != ALONE_UNIT] == []
+def cpu_seconds_of_children():
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return usage.ru_utime + usage.ru_stime
+
+
+def test_of_the_tests_that_start_clusters_no_two_run_at_the_same_time(request):
+    items = [item for item in request.session.items if item.get_closest_marker("e2e")]
+    paths = request.config.getini(ONE_AT_A_TIME)
+    assert [item.nodeid for item in items if scope_of(item.nodeid, paths) != ONE_AT_A_TIME] == []
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -19,6 +18,7 @@ from tests.chaos.faults import Incident, Injector
 from tests.chaos.load import Answer, Load
 from tests.chaos.questions import load_questions
 from tests.chaos.watch import Growth, Watch
+from tests.support import shared_memory
 
 _RELEASE_TIMEOUT_S = 60.0
 _MAX_LONGER = 3.0  # a run lasts at most this many times its minutes, to reach ``min_answers``
@@ -134,7 +134,7 @@ def _goal(name: str, value: float, goal: float, unit: str, *, is_met: bool | Non
 def run(plan: ChaosPlan, folder: Path) -> Report:
     """Start a cluster, load it, make faults, and judge what came of it."""
     questions = load_questions()
-    shared_memory = set(os.listdir("/dev/shm"))
+    shared_before = shared_memory.files()
     began_at = time.monotonic()
     with ChaosCluster(plan.transport, plan.num_pairs, folder) as cluster:
         load = Load(cluster.base_url, questions, plan.seed, plan.num_clients, retries_refusals=not plan.has_survivors)
@@ -161,7 +161,7 @@ def run(plan: ChaosPlan, folder: Path) -> Report:
             problems=injector.problems,
         )
         logs = {name: cluster.log_tail(name) for name in ("router", *cluster.workers)}
-    report.leftovers = _leftovers(shared_memory)
+    report.leftovers = _leftovers(shared_before)
     _judge(report)
     if report.problems:
         (folder / "tails.txt").write_text("\n".join(f"---- {name}\n{tail}" for name, tail in logs.items()))
@@ -184,9 +184,9 @@ def _wait_released(cluster: ChaosCluster) -> dict[str, float]:
     return held
 
 
-def _leftovers(shared_memory: set[str]) -> list[str]:
+def _leftovers(shared_before: set[str]) -> list[str]:
     children = [f"process {child.pid} {child.name()}" for child in psutil.Process().children(recursive=True)]
-    return children + [f"/dev/shm/{name}" for name in sorted(set(os.listdir("/dev/shm")) - shared_memory)]
+    return children + [f"/dev/shm/{name}" for name in sorted(shared_memory.left_since(shared_before))]
 
 
 def _judge(report: Report) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -16,14 +15,15 @@ import pytest
 
 from core.config import dump_config
 from kvferry import LocalCluster
+from tests.support import shared_memory
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_child_left")]
 
 
-def shared_files():
-    """Return the shared memory and socket files that a process could leave."""
+def socket_files():
+    """Return the sockets of ours that have a name in the file system."""
     sockets = {line.split()[-1] for line in Path("/proc/net/unix").read_text().splitlines()[1:] if len(line.split()) == 8}
-    return set(os.listdir("/dev/shm")), {path for path in sockets if "kvferry" in path}
+    return {path for path in sockets if "kvferry" in path}
 
 
 @pytest.fixture(params=["shm"])
@@ -60,13 +60,13 @@ def ask(address):
 @pytest.mark.parametrize("serving", ["nixl"], indirect=True)  # the one with a library that has files of its own
 def test_killed_serving_process_leaves_nothing_not_even_a_stopped_child(serving):
     process, children, address = serving
-    before = shared_files()
+    before = shared_memory.files()
     assert ask(address).status_code == 200
     children[-1].suspend()
     process.kill()
     assert_all_gone(children)
-    assert shared_files()[0] <= before[0]
-    assert shared_files()[1] == set()
+    assert not shared_memory.left_since(before)
+    assert not socket_files()
     with pytest.raises(httpx.TransportError):
         ask(address)
 
@@ -89,13 +89,14 @@ def test_serving_process_finishes_its_requests_on_sigterm(serving):
 
 @pytest.mark.full  # the clusters of ``faults`` are held to it each time
 def test_nothing_is_left_after_a_cluster_is_stopped(cluster_config, tmp_path):
-    before = shared_files()
+    before = shared_memory.files()
     cluster = LocalCluster(cluster_config("connector.transports=[shm]"), log_dir=tmp_path / "logs")
     with cluster:
         children = [psutil.Process(pid) for pid in cluster.pids.values()]
         ports = {connection.laddr.port for child in children for connection in child.net_connections(kind="inet")}
         assert ask(cluster.base_url).status_code == 200
     assert_all_gone(children)
-    assert shared_files() == before
+    assert not shared_memory.left_since(before)
+    assert not socket_files()
     listening = {connection.laddr.port for connection in psutil.net_connections(kind="inet") if connection.status == "LISTEN"}
     assert not listening & ports

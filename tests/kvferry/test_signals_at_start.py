@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.support import shared_memory
+
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("no_child_left")]
 
 ROLES = {
@@ -68,13 +70,13 @@ def start(tmp_path):
         processes.append(starting.process)
         return starting
 
-    before = set(os.listdir("/dev/shm"))
+    before = shared_memory.files()
     yield start
     for process in processes:
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
-    assert set(os.listdir("/dev/shm")) <= before
+    assert not shared_memory.left_since(before)
 
 
 def has_come(starting, cpu_s):

@@ -1,63 +1,33 @@
-"""A pytest plugin (``-p tests.support.side_by_side``): with ``-n`` files run side by side, and some tests after them, alone.
+"""A pytest plugin (``-p tests.support.side_by_side``): with ``-n`` files run side by side, and some tests only one at a time.
 
-Tests below the paths of the setting ``alone`` start processes, want the processors for themselves, or look at what is left in
-/dev/shm. All of them are one unit of work, the last, which begins when the other workers have finished, their session fixtures
-included. It is still one run: one report, one closing line. Libraries in a worker compute with one thread, as other workers
-run at the same time. Without ``-n`` nothing changes.
-
-How it is known that the others have finished: every worker holds a shared lock on a file from its first test to the end of its
-session, and the one that comes to the unit wants the lock exclusively. The kernel releases what a dead worker held.
+Tests below the paths of the setting ``one_at_a_time`` start whole clusters of processes. All of them are one unit of work, so
+one worker runs them in their order; it is the first unit, and the other workers take files meanwhile. What these tests have
+started for the session ends with the last of them. Files with tests marked ``slow`` come next, so that no long one is left for
+the end. Libraries in a worker compute with one thread, as other workers run at the same time. Without ``-n`` nothing
+changes.
 """
 
 from __future__ import annotations
 
-import fcntl
 import os
-from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-ALONE = "alone"
+ONE_AT_A_TIME = "one_at_a_time"
 
 
-def scope_of(nodeid: str, alone: list[str]) -> str:
-    """Return the unit of work to which a test belongs: its file, or the unit of those that run alone."""
+def scope_of(nodeid: str, one_at_a_time: list[str]) -> str:
+    """Return the unit of work to which a test belongs: its file, or the unit of those that run one at a time."""
     path = nodeid.partition("::")[0]
-    return ALONE if any(Path(path).is_relative_to(each) for each in alone) else path
-
-
-class WorkersLock:
-    """One worker's end of the lock on ``path``."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: int | None = None
-        self._kind = fcntl.LOCK_UN
-
-    def take(self, kind: int) -> None:
-        """Hold ``fcntl.LOCK_SH`` or, then to the end, ``fcntl.LOCK_EX``; return when that is possible."""
-        if self._file is None:
-            self._file = os.open(self._path, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
-        if self._kind not in {kind, fcntl.LOCK_EX}:
-            fcntl.flock(self._file, kind)
-            self._kind = kind
-
-    def release(self) -> None:
-        """Let the others continue."""
-        if self._file is not None:
-            fcntl.flock(self._file, fcntl.LOCK_UN)
-            os.close(self._file)
-            self._file = None
-
-
-_LOCK = pytest.StashKey[WorkersLock]()
+    return ONE_AT_A_TIME if any(Path(path).is_relative_to(each) for each in one_at_a_time) else path
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the setting ``alone``."""
-    parser.addini("alone", "paths, relative to the root, whose tests do not run beside others", type="linelist", default=[])
+    """Add the setting ``one_at_a_time``."""
+    help_text = "paths, relative to the root, of whose tests no two run at the same time"
+    parser.addini(ONE_AT_A_TIME, help_text, type="linelist", default=[])
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -67,43 +37,37 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Order the tests that run alone after the others, in a worker."""
+    """Put the unit first in a worker, then files with slow tests."""
     if hasattr(config, "workerinput"):
-        alone = config.getini("alone")
-        items.sort(key=lambda item: scope_of(item.nodeid, alone) == ALONE)
-        config.stash[_LOCK] = WorkersLock(Path(config.getoption("basetemp")).parent / "side_by_side.lock")
+        slow_files = {item.path for item in items if item.get_closest_marker("slow")}
+        items.sort(key=lambda item: (not _runs_one_at_a_time(item), item.path not in slow_files))
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)
-def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Wait, outside of any time limit, until the test may run."""
-    lock = item.config.stash.get(_LOCK, None)
-    if lock is not None:
-        is_alone = scope_of(item.nodeid, item.config.getini("alone")) == ALONE
-        lock.take(fcntl.LOCK_EX if is_alone else fcntl.LOCK_SH)
-    return (yield)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> object:
+    """Run the last test of the unit as if it were the last of the session, which ends the session's clusters."""
+    is_last = hasattr(item.config, "workerinput") and _runs_one_at_a_time(item)
+    if is_last and nextitem is not None and not _runs_one_at_a_time(nextitem):
+        return item.ihook.pytest_runtest_protocol(item=item, nextitem=None)
+    return None
 
 
-@pytest.hookimpl(trylast=True)
-def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Let the next worker begin."""
-    lock = session.config.stash.get(_LOCK, None)
-    if lock is not None:
-        lock.release()
+def _runs_one_at_a_time(item: pytest.Item) -> bool:
+    return scope_of(item.nodeid, item.config.getini(ONE_AT_A_TIME)) == ONE_AT_A_TIME
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:  # xdist has no types
-    """Hand out files in their order and then the unit."""
+    """Hand out the unit and then files in their order."""
     from xdist.scheduler import LoadScopeScheduling
 
-    alone = config.getini("alone")
-    if not alone or config.getoption("dist") != "load":
+    one_at_a_time = config.getini(ONE_AT_A_TIME)
+    if not one_at_a_time or config.getoption("dist") != "load":
         return None
 
     class Scheduling(LoadScopeScheduling):  # type: ignore[misc]
         def _split_scope(self, nodeid: str) -> str:
-            return scope_of(nodeid, alone)
+            return scope_of(nodeid, one_at_a_time)
 
     config.option.loadscopereorder = False
     return Scheduling(config, log)

@@ -28,6 +28,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from core.config import RouterSection
 from kvferry.cluster_plan import free_ports
 from kvferry.local import ROUTER, LocalCluster, LocalWorker, ProcessOptions
+from tests.support import shared_memory
 from tests.support.streaming_client import Stream
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.transport_cells import CELLS, HELD
@@ -352,11 +353,12 @@ def leaving_nothing(others: Sequence[LocalCluster]) -> Iterator[None]:
 
     Those of ``others``, the clusters that live at the moment, come and go as they like.
     """
-    before = _left_behind(others)
+    before, shared_before = _left_behind(others), shared_memory.files()
     known = {child.pid for child in _children(others)}
     yield
     psutil.wait_procs([child for child in _children(others) if child.pid not in known], timeout=20)
     assert _left_behind(others) == before
+    assert not shared_memory.left_since(shared_before)
 
 
 def _children(others: Sequence[LocalCluster]) -> list[psutil.Process]:
@@ -369,7 +371,7 @@ def _children(others: Sequence[LocalCluster]) -> list[psutil.Process]:
     return found
 
 
-def _left_behind(others: Sequence[LocalCluster]) -> tuple[set[int], set[str], set[int]]:
+def _left_behind(others: Sequence[LocalCluster]) -> tuple[set[int], set[int]]:
     children = _children(others)
     listening = {
         connection.laddr.port
@@ -377,7 +379,7 @@ def _left_behind(others: Sequence[LocalCluster]) -> tuple[set[int], set[str], se
         for connection in process.net_connections(kind="inet")
         if connection.status == psutil.CONN_LISTEN
     }
-    return {child.pid for child in children}, set(os.listdir("/dev/shm")), listening
+    return {child.pid for child in children}, listening
 
 
 @pytest.fixture(scope="session")
