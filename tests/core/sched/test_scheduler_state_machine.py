@@ -60,9 +60,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             block_size=4, max_model_len=40, with_connector=True, async_scheduling=self.async_scheduling, **config
         )
         self.kv_by_hash = {}
-        for family, num_given in product(
-            (0, 1), (1, 2, 3)
-        ):  # prompts that are shorter than the family's start continue differently
+        for family, num_given in product((0, 1), (1, 2, 3)):  # a start that is cut short continues differently
             start = self.world.prompt(num_given, seed=family)
             self.learn_kv([*start, *self.world.expected(start, 40)])
 
