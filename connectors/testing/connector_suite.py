@@ -126,7 +126,7 @@ class ConnectorConformance:
 
     # ---- local hits ------------------------------------------------------------------------------------------------
 
-    async def test_only_the_suffix_behind_a_local_hit_is_read(self, pair: Pair) -> None:
+    async def test_only_the_suffix_after_a_local_hit_is_read(self, pair: Pair) -> None:
         first = await pair.make_handoff("a", PROMPT)
         pair.consumer.engine.finish(first)
         longer = PROMPT[: 2 * BLOCK_SIZE] + list(range(500, 540))
@@ -321,7 +321,7 @@ class ConnectorConformance:
         await pair.drained()
 
     @pytest.mark.parametrize("is_aborted", [False, True])
-    async def test_a_request_whose_load_failed_goes_on_without_it(self, pair: Pair, is_aborted: bool) -> None:
+    async def test_a_request_whose_load_failed_continues_without_it(self, pair: Pair, is_aborted: bool) -> None:
         """A failed load is not offered again: a request that computes its prompt here must complete."""
         handoff = pair.producer.engine.prefill("a", PROMPT)
         engine = pair.consumer.engine

@@ -168,7 +168,7 @@ class ECConformance:
         assert reader.engine.loaded == [image.identifier]
         await self.assert_is_empty(encoder, reader)
 
-    async def test_images_behind_the_computed_tokens_are_not_fetched(self, encoder: ECSide, reader: ECSide) -> None:
+    async def test_images_after_the_computed_tokens_are_not_fetched(self, encoder: ECSide, reader: ECSide) -> None:
         images = [Image("a"), Image("b")]
         request = reader.engine.add("r", images, await self.sources(encoder, images))
         end = request.mm_features[0].end
@@ -188,7 +188,7 @@ class ECConformance:
 
     # ---- the same image again ----------------------------------------------------------------------------------------
 
-    async def test_one_fetch_serves_all_who_wait_for_an_image(self, encoder: ECSide, reader: ECSide) -> None:
+    async def test_one_fetch_serves_all_requests_that_wait_for_an_image(self, encoder: ECSide, reader: ECSide) -> None:
         image = Image("a")
         requests = [reader.engine.add(f"r{number}", [image, image], [await encoder.engine.save(image)]) for number in range(3)]
         for request in requests:
@@ -267,7 +267,7 @@ class ECConformance:
         await self.run_one(reader, [image], [msgspec.structs.replace(source, connector="another", payload=b"x")])
         assert (reader.engine.computed == [image.identifier]) == self.announces
 
-    async def test_an_image_that_nobody_has_is_computed(self, encoder: ECSide, reader: ECSide) -> None:
+    async def test_an_image_that_no_worker_has_is_computed(self, encoder: ECSide, reader: ECSide) -> None:
         await self.run_one(reader, [Image("a")], [])
         assert reader.engine.computed == [identifier_of("a")]
         await self.assert_is_empty(encoder, reader)
@@ -347,7 +347,9 @@ class ECConformance:
 
     # ---- room --------------------------------------------------------------------------------------------------------
 
-    async def test_items_that_nobody_can_compute_are_kept_and_others_make_room(self, encoder: ECSide, reader: ECSide) -> None:
+    async def test_items_that_no_worker_can_compute_are_kept_and_others_make_room(
+        self, encoder: ECSide, reader: ECSide
+    ) -> None:
         """The reader has 16 chunks: two of these at a time, of which one is kept."""
         kept_image = Image("kept", 5 * 64)
         kept = reader.engine.add("kept", [kept_image], await self.sources(encoder, [kept_image]), has_images=False)
@@ -409,7 +411,7 @@ class ECConformance:
         assert reader.engine.computed == [images[1].identifier]
         await self.assert_is_empty(encoder, reader)
 
-    async def test_encoder_that_has_no_room_says_so(self) -> None:
+    async def test_encoder_that_has_no_room_reports_it(self) -> None:
         small = await self.new_side("small", True, msgspec.structs.replace(SETTINGS, memory_bytes=CHUNK_BYTES))
         with pytest.raises(KeyError):
             await small.engine.save(Image("a", 65))

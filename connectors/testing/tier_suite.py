@@ -182,7 +182,7 @@ class TierConformance:
         await loader.run("a", [*PROMPT[: 2 * BLOCK_SIZE], *range(900, 990)])
         assert loader.num_loaded("a") == 2
 
-    async def test_only_the_suffix_behind_a_local_hit_is_loaded(self, saver: TierWorker, other: TierWorker) -> None:
+    async def test_only_the_suffix_after_a_local_hit_is_loaded(self, saver: TierWorker, other: TierWorker) -> None:
         loader = await self.loader_after(saver, other, list(range(6 * BLOCK_SIZE)))
         loader.engine.finish(await loader.run("a", list(range(2 * BLOCK_SIZE))))
         await loader.run("b", list(range(6 * BLOCK_SIZE)))

@@ -98,7 +98,7 @@ def test_device_is_busy_in_the_union_of_its_events(load_gpu):
     assert load_gpu("gpu_engine").busy_s([]) == 0
 
 
-def test_what_fails_is_told_and_stops_nothing(load_gpu, capsys):
+def test_what_fails_is_reported_and_stops_nothing(load_gpu, capsys):
     report = load_gpu("gpu_report").Report(deadline=float("inf"), wanted=frozenset({"decode"}))
     with report.part("decode", "8 x 8") as is_wanted:
         assert is_wanted

@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_help_tells_what_is_measured(name, monkeypatch, capsys):
+def test_help_reports_what_is_measured(name, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
     monkeypatch.syspath_prepend(FOLDER)
     with pytest.raises(SystemExit, match=r"^0$"):

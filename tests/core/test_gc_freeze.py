@@ -55,7 +55,7 @@ def test_worker_is_frozen_when_it_is_loaded_and_before_it_serves(monkeypatch):
     assert journal == ["loaded", "frozen"]
 
 
-def test_garbage_is_not_kept_for_ever(collector):
+def test_garbage_is_not_kept_forever(collector):
     Node()
     freeze_loaded_objects()
     gc.unfreeze()

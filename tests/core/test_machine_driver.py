@@ -68,7 +68,7 @@ def test_type_without_a_handler_has_that_of_its_nearest_base(world):
         world.driver.handle("an event of an unknown type")
 
 
-def test_timer_is_planned_anew_only_for_an_earlier_time(world):
+def test_timer_is_planned_again_only_for_an_earlier_time(world):
     for due, planned in ((7.0, [7.0]), (9.0, [7.0]), (5.0, [5.0]), (None, [5.0])):
         world.due = due
         world.driver.handle(Ask(""))

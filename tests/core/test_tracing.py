@@ -47,7 +47,7 @@ def test_a_later_version_is_read_as_far_as_it_is_known():
 
 
 @pytest.mark.parametrize("state", ["x" * 513, "a=\x01", "a=ü"])
-def test_a_state_that_cannot_be_passed_on_is_left_out_and_the_trace_goes_on(state):
+def test_a_state_that_cannot_be_passed_on_is_left_out_and_the_trace_continues(state):
     assert parse_trace_context(CONTEXT.traceparent, state) == CONTEXT
 
 
@@ -131,7 +131,7 @@ def test_spans_arrive_below_their_parents_with_what_was_said_of_them(collector):
     assert (outer.process["service.instance.id"], outer.process["kvferry.role"]) == ("router-1", "router")
 
 
-def test_a_failed_span_says_why(collector):
+def test_a_failed_span_gives_the_reason(collector):
     spans = traced(collector, lambda tracer: tracer.start("s", 1000.0).end(1001.0, "peer_lost"))
     assert spans["s"].error == "peer_lost"
 
@@ -167,7 +167,7 @@ def test_times_are_those_of_the_wall_clock_that_go_with_the_process_s_own():
     assert (spans()["past"].start_time, spans()["past"].end_time) == (7_000_000_000, 8_500_000_000)
 
 
-def test_a_collector_that_is_not_there_holds_nobody_up_and_is_told_once(collector, caplog):
+def test_a_missing_collector_delays_no_request_and_is_logged_once(collector, caplog):
     section = TracingSection(endpoint="http://127.0.0.1:9", timeout_s=0.1)
     tracer = open_tracer(section, "router", "r", FakeClock())
     tracer.start("s", 1000.0).end(1001.0)

@@ -48,7 +48,7 @@ def handler():
     return DecodeHandler(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2})))
 
 
-def test_goes_on_with_the_live_choices_only(handler):
+def test_continues_with_the_live_choices_only(handler):
     requests = handler.on_generate(with_handoff(0, 3), 2.0)
     assert [(request.request_id, request.choice_index) for request in requests] == [("r/0", 0), ("r/3", 3)]
     assert [request.output_token_ids for request in requests] == [(90,), (93,)]
@@ -121,7 +121,7 @@ def test_usage_travels_with_the_first_and_the_last_tokens(handler):
     assert usages == [Usage(num_cached_tokens=3, kv_transfer=TRANSFER), None, usages[0]]
 
 
-def test_wait_that_was_no_transfer_and_the_first_step_are_told_with_the_transfer(handler):
+def test_wait_that_was_no_transfer_and_the_first_step_are_reported_with_the_transfer(handler):
     handler.on_generate(with_handoff(0), 0.0)
     cost = TransferUsage(transport="shm", transferred_tokens=3, transfer_ms=30.0, verify_ms=10.0)
     times = FirstTokenTimes(wait_s=0.25, compute_s=0.0625)
@@ -148,7 +148,7 @@ def test_times_are_told_of_a_handoff_that_moved_nothing_but_not_without_one(hand
     assert handler.on_outputs([output], 0.0).replies[0].usage.kv_transfer is None
 
 
-def test_goes_on_without_a_handoff_by_computing_the_prompt_once(handler):
+def test_continues_without_a_handoff_by_computing_the_prompt_once(handler):
     starts = tuple(ChoiceStart(index=index, output_token_ids=(90, 91)) for index in (1, 2))
     (first,) = handler.on_generate(generate(choices=starts, n=4), 0.0)
     assert (first.request_id, first.output_token_ids, first.kv_handoff) == ("r/1", (90, 91), None)
@@ -172,7 +172,7 @@ def test_usage_that_comes_before_the_first_token_is_not_lost(handler):
     assert reply.usage == Usage(num_cached_tokens=3, kv_transfer=TRANSFER)
 
 
-def test_prompt_logprobs_are_told_once(handler):
+def test_prompt_logprobs_are_reported_once(handler):
     handler.on_generate(generate(), 0.0)
     row = (None, TokenLogprobs((6,), (-0.5,), 1), TokenLogprobs((7,), (-0.1,), 1))
     first = handler.on_outputs([EngineCoreOutput("r/0", [11], prompt_logprobs=row)], 0.0).replies[0]

@@ -46,7 +46,7 @@ def test_blocks_of_another_size_are_converted_to_the_last_token(served, corpus, 
         assert usage["transferred_bytes"] == -(-len(prompt) // prefill_block) * prefill_block * TOKEN_BYTES
 
 
-def test_load_goes_on_behind_a_local_hit_that_ends_within_a_block_of_the_other_side(served, corpus, assert_token_identical):
+def test_load_continues_after_a_local_hit_that_ends_within_a_block_of_the_other_side(served, corpus, assert_token_identical):
     _, decode_block = SIZES[served.kind]
     document = corpus[700:844]
     for question in (corpus[10:40], corpus[50:121]):

@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
-def test_demo_shows_a_handoff_that_left_nothing_behind():
+def test_demo_shows_a_handoff_that_left_nothing():
     settings = ["--set", "worker.pin_cpus=false", "--set", "worker.cpu_threads=1", "--set", "local.ready_timeout_s=240"]
     command = [sys.executable, "-P", "-m", "kvferry", "demo", "--transport", "tcp", "--max-tokens", "8", *settings]
     result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)

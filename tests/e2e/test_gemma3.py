@@ -82,7 +82,7 @@ def test_requests_side_by_side_do_not_see_each_other(served, text, gemma3_oracle
 
 
 @pytest.mark.full
-def test_decode_leaves_the_window_behind(served, text, gemma3_oracle):
+def test_decode_moves_past_the_window(served, text, gemma3_oracle):
     prompt = text[: WINDOW - 20]
     gemma3_oracle.assert_token_identical(prompt, answer(served, prompt, max_tokens=100, ignore_eos=True))
 

@@ -86,7 +86,7 @@ def test_rolling_restart_of_a_secured_cluster_is_invisible(secured, names, serve
 @pytest.mark.parametrize(
     "keys", [None, derive_keys("the key of another cluster, as long as any")], ids=["no key", "another key"]
 )
-def test_router_hangs_up_on_whoever_lacks_the_cluster_key(secured, serve, corpus, keys):
+def test_router_hangs_up_on_processes_without_the_cluster_key(secured, serve, corpus, keys):
     with serve("secured", secured.cluster) as served, zmq.Context() as context:
         stranger = dealer_socket(context, SocketOptions(max_message_bytes=1 << 20, keys=keys))
         monitor = stranger.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HUNG_UP)

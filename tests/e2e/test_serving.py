@@ -175,7 +175,7 @@ def test_two_choices_of_one_prompt_differ_and_repeat_with_their_seed(served, cor
     ("fields", "param"),
     [({"max_tokens": 0}, "max_tokens"), ({"prompt": []}, "prompt"), ({"prompt": [10**6]}, "prompt"), ({"top_p": 3}, "top_p")],
 )
-def test_wrong_request_is_refused_and_harms_nobody(served, corpus, fields, param):
+def test_wrong_request_is_refused_and_does_no_harm(served, corpus, fields, param):
     response = served.client.post("/v1/completions", json={"model": MODEL, "prompt": corpus[:8], **fields})
     assert response.status_code == 400
     assert response.json()["error"]["param"] == param

@@ -256,7 +256,7 @@ def test_an_abort_leaves_the_image_to_others(bench):
     assert set(run(bench.engine)) == {"r1/0"}
 
 
-def test_a_late_report_of_an_aborted_image_answers_nobody(bench):
+def test_a_late_report_of_an_aborted_image_answers_no_request(bench):
     bench.connector.is_slow = True
     bench.engine.add_request(request("r0/0", CAT))
     bench.engine.step()
@@ -308,7 +308,7 @@ def test_a_dead_connector_ends_the_engine(bench):
         bench.engine.step()
 
 
-def test_times_are_told(bench):
+def test_times_are_reported(bench):
     bench.connector.is_slow = True
     bench.engine.add_request(request("r0/0", CAT))
     bench.clock.advance(2.0)

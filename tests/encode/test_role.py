@@ -56,7 +56,7 @@ def test_the_answer_comes_with_the_last_image(handler):
     assert result.ended == ["r"]
 
 
-def test_a_bad_image_is_named_and_the_others_are_let_go(handler):
+def test_a_bad_image_is_named_and_the_others_are_released(handler):
     handler.on_encode(message(CAT, DOG), 0.0)
     result = handler.on_outputs([failed(1, InvalidRequest("it is damaged"))], 0.0)
     (reply,) = result.replies
@@ -67,7 +67,7 @@ def test_a_bad_image_is_named_and_the_others_are_let_go(handler):
     assert handler.on_outputs([encoded(0)], 0.0).replies == []
 
 
-def test_what_nobody_will_read_is_released(handler):
+def test_handoffs_that_will_not_be_read_are_released(handler):
     handler.on_encode(message(CAT, DOG), 0.0)
     first = encoded(0)
     handler.on_outputs([first], 0.0)

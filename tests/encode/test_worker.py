@@ -56,7 +56,7 @@ def test_a_model_that_reads_text_only_needs_no_encode_worker(put_together):
         put_together("ec_connector.name=p2p", sees=False)
 
 
-def test_without_a_connector_nobody_could_read_its_work(put_together):
+def test_without_a_connector_its_work_could_not_be_read(put_together):
     with pytest.raises(ConfigError, match="nobody could read") as refused:
         put_together()
     assert refused.value.param == "ec_connector.name"

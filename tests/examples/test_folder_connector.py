@@ -191,7 +191,7 @@ def test_a_missing_folder_is_a_configuration_error(folder_connector, context):
         folder_connector.FolderConnector(context("prefill", extra={}))
 
 
-async def test_a_folder_that_cannot_be_made_is_told_at_start(folder_connector, context, folder):
+async def test_a_folder_that_cannot_be_made_is_reported_at_start(folder_connector, context, folder):
     folder.write_text("a file")
     with pytest.raises(ConnectorUnavailable, match=r"connector\.extra\.folder"):
         await folder_connector.FolderConnector(context("prefill")).start()

@@ -46,7 +46,7 @@ def test_it_is_given_time_for_its_last_readers(find):
 
 
 @pytest.mark.parametrize("reader", ["prefill", "decode"])
-def test_readers_and_nobody_else_reach_its_ports(find, reader):
+def test_only_readers_reach_its_ports(find, reader):
     ingress = find(PRESET, "NetworkPolicy", "encode")["spec"]["ingress"]
     (peers,) = [rule["from"] for rule in ingress if {"protocol": "TCP", "port": CONTROL} in rule["ports"]]
     assert [peer["podSelector"]["matchExpressions"][0]["values"] for peer in peers] == [["prefill", "decode"]]

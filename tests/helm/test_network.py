@@ -52,7 +52,7 @@ def test_exactly_the_planes_connect(may_talk, source, target):
     assert open_ports == {name for left, right, name in ALLOWED if (left, right) == (source, target)}
 
 
-def test_a_store_in_the_workers_pods_is_reached_by_nobody_else(find):
+def test_a_store_in_the_workers_pods_is_reached_by_these_workers_only(find):
     for role in ("prefill", "decode"):
         policy = find("store-sidecar", "NetworkPolicy", role)["spec"]
         ports = {entry["port"] for rule in (*policy["ingress"], *policy["egress"]) for entry in rule["ports"]}
@@ -131,7 +131,7 @@ def test_metrics_are_for_prometheus(find):
 
 
 @pytest.mark.parametrize("role", ["router", "prefill", "decode"])
-def test_metrics_are_for_nobody_if_no_peer_is_named(find, role):
+def test_metrics_are_closed_if_no_peer_is_named(find, role):
     ingress = find("cpu-minimal", "NetworkPolicy", role, "networkPolicy.prometheus=null")["spec"]["ingress"] or []
     assert not [rule for rule in ingress if {"protocol": "TCP", "port": PORTS["ops"]} in rule["ports"]]
     assert all(rule.get("from") for rule in ingress if rule["ports"][0]["port"] != PORTS["http"])

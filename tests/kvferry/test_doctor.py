@@ -112,7 +112,7 @@ def test_open_sockets_need_a_key(settings, verdict, monkeypatch):
         (["worker.control_address=tcp://*:5571", "security.cluster_key=0123456789abcdef0123456789abcdef"], "warning"),
     ],
 )
-def test_ucx_beyond_loopback_is_told_whatever_key_there_is(settings, verdict, monkeypatch):
+def test_ucx_beyond_loopback_is_reported_whatever_key_there_is(settings, verdict, monkeypatch):
     for variable in ("KVFERRY_CLUSTER_KEY", "UCX_NET_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
     found = verdicts(doctor_checks.check_security, "connector.transports=nixl,tcp", *settings)
@@ -120,7 +120,7 @@ def test_ucx_beyond_loopback_is_told_whatever_key_there_is(settings, verdict, mo
 
 
 @pytest.mark.parametrize(("devices", "verdict"), [("lo", "ok"), ("eth0,mlx5_0:1", "warning")])
-def test_ucx_devices_of_the_environment_are_told(devices, verdict, monkeypatch):
+def test_ucx_devices_of_the_environment_are_reported(devices, verdict, monkeypatch):
     monkeypatch.setenv("UCX_NET_DEVICES", devices)
     found = verdicts(doctor_checks.check_security, "connector.transports=nixl,tcp")["security of nixl"]
     assert (found.verdict, devices in found.text) == (verdict, True)
@@ -135,7 +135,7 @@ def test_every_configured_transport_is_looked_at():
     assert set(found) == {"transport shm", "transport nixl", "transport tcp"}
 
 
-def test_memory_of_another_process_can_be_read_or_the_reason_is_told():
+def test_memory_of_another_process_can_be_read_or_the_reason_is_reported():
     reason = doctor_checks.why_memory_of_others_cannot_be_read()
     assert reason is None or "cannot be read" in reason
 

@@ -53,7 +53,7 @@ def test_process_that_says_it_is_unwell_is_replaced_after_some_answers_in_a_row(
     assert started.until_replaced(STUCK) == (3, "engine stuck")
 
 
-def test_one_good_answer_begins_the_count_anew(started):
+def test_one_good_answer_begins_the_count_again(started):
     answers = [STUCK, STUCK, WELL, STUCK, STUCK, WELL]
     assert [started.check(answer) for answer in answers] == [None] * 6
 
@@ -81,7 +81,7 @@ def test_process_that_never_starts_is_replaced(checks):
 
 
 @pytest.mark.parametrize("pause", [{"late_s": 60.0}, {"took_s": 60.0}])
-def test_pause_of_the_supervisor_itself_is_held_against_nobody(started, pause):
+def test_pause_of_the_supervisor_itself_is_held_against_no_child(started, pause):
     assert [started.check(answer) for answer in (SILENT, SILENT, STUCK, STUCK)] == [None] * 4
     assert started.check(SILENT, **pause) is None
     assert started.until_replaced(SILENT)[0] == 4

@@ -34,7 +34,7 @@ def test_reason_for_no_gpu_is_the_first_thing_that_is_missing(monkeypatch):
     assert why_no_cuda() == "there is no NVIDIA driver (libno-such-driver.so)"
 
 
-def test_port_is_bindable_until_somebody_listens():
+def test_port_is_bindable_until_a_process_listens():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         assert why_not_bindable("127.0.0.1", port) == "Address already in use"
@@ -46,7 +46,7 @@ def test_names_that_sockets_are_bound_by_are_understood(host):
     assert why_not_bindable(host, 0) is None
 
 
-def test_address_that_nobody_knows_is_not_bindable():
+def test_unknown_address_is_not_bindable():
     assert "not known" in why_not_bindable("no-such-host.invalid", 0)
 
 

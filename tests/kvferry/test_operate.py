@@ -86,12 +86,12 @@ def cluster(*answers):
     return httpx.Client(base_url="http://router", transport=httpx.MockTransport(answer))
 
 
-def test_probe_tells_of_a_verified_handoff():
+def test_probe_reports_a_verified_handoff():
     line = probe_cluster(cluster((200, TRANSFER)), 0.0, True, no_sleep)
     assert line == "served: 4 tokens, 1 KV blocks transferred and verified by tcp"
 
 
-def test_probe_waits_for_a_cluster_that_is_not_ready_and_says_so_once(capsys):
+def test_probe_waits_for_a_cluster_that_is_not_ready_and_reports_it_once(capsys):
     answers = [(503, None)] * 3 + [(200, TRANSFER)]
     assert "verified" in probe_cluster(cluster(*answers), 60.0, True, no_sleep)
     (line,) = capsys.readouterr().err.splitlines()
@@ -99,7 +99,7 @@ def test_probe_waits_for_a_cluster_that_is_not_ready_and_says_so_once(capsys):
     assert line.endswith("; trying for 60 s more")
 
 
-def test_probe_of_a_dead_port_says_so_and_fails():
+def test_probe_of_a_dead_port_reports_it_and_fails():
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
     result = CliRunner().invoke(cli.app, ["probe", address, "--timeout", "0.3"])

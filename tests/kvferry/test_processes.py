@@ -68,7 +68,7 @@ def test_output_goes_to_the_log_file(keeper, tmp_path):
     assert log.read_text() == "to stdout\nto stderr\n"
 
 
-def test_input_is_read_anew_for_every_start():
+def test_input_is_read_again_for_every_start():
     lines, third = [], threading.Event()
 
     def on_exit(child, lived_s):
@@ -135,7 +135,7 @@ def test_child_that_will_not_leave_is_killed_with_its_own_children(keeper):
     assert alive == []
 
 
-def test_signal_to_a_child_that_has_ended_hits_nobody(keeper):
+def test_signal_to_a_child_that_has_ended_hits_no_process(keeper):
     started = keeper.start(child("pass"))
     assert started.ended.wait(30)
     assert keeper.send_signal(started, signal.SIGKILL) is False

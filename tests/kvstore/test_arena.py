@@ -73,7 +73,7 @@ def test_a_reused_slot_has_another_generation(arena):
     assert arena.is_readable(slots[2], before + 1)
 
 
-def test_a_full_arena_says_so(arena):
+def test_a_full_arena_is_an_error(arena):
     for _ in range(4):
         arena.reserve(8)
     with pytest.raises(Full, match="all 4 slots"):

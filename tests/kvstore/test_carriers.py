@@ -93,7 +93,7 @@ def test_store_may_hold_either_key_while_it_changes(age, monkeypatch):
         assert read(member, [block.key]) == [bytes(block.content)]
 
 
-def test_blocks_that_do_not_fit_are_refused_and_the_reason_is_told_once(caplog):
+def test_blocks_that_do_not_fit_are_refused_and_the_reason_is_reported_once(caplog):
     with serving() as (_, address), client_at(address) as fitting:
         assert fitting.wait_until_connected(DEADLINE_S)
         with caplog.at_level(logging.WARNING), client_at(address, block_bytes=2 * BLOCK_BYTES) as large:

@@ -194,7 +194,7 @@ def test_a_call_without_an_answer_is_a_miss_at_its_deadline(client):
     assert client.machine.num_open_calls == 0
 
 
-def test_a_silent_store_is_given_up_and_greeted_again(client):
+def test_a_silent_store_is_abandoned_and_greeted_again(client):
     for _ in range(20):
         client.after(BEAT_S)
     assert client.machine.state in (ConnectionState.DOWN, ConnectionState.GREETING)
@@ -333,7 +333,7 @@ def test_keys_without_blocks_are_our_own_mistake(client):
         client.machine.put(KEYS[:1], [BLOCKS[0].content], [b"short"], client.now)
 
 
-def test_what_the_store_withholds_is_told_by_its_index_over_all_parts(client):
+def test_what_the_store_withholds_is_reported_by_its_index_over_all_parts(client):
     ticket = client.machine.get(KEYS, client.now)
     first = m.GetReply(number=ticket.number, present=b"\1", seals=BLOCKS[0].seal, is_last=False)
     client.hear(first, [BLOCKS[0].content])

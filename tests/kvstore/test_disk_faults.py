@@ -185,7 +185,7 @@ def test_file_system_smaller_than_the_capacity_keeps_the_newest(small_disk, capl
     assert "lower kvstore.disk_bytes" in line.getMessage()
 
 
-def test_room_that_others_take_is_given_up(small_disk, caplog):
+def test_room_that_others_take_is_released(small_disk, caplog):
     saved, kept, limit = kept_after(small_disk, 1000, fill=700 << 10)
     assert sum(saved) >= 990, "a block or two finds no room before older ones have gone"
     assert kept[-1]

@@ -182,7 +182,7 @@ def test_one_client_s_blocks_are_another_client_s_hits(shared_server, client_of)
         assert read(near, [block.key]) == [bytes(block.content)]
 
 
-def test_health_tells_of_clients(shared_server, client_of):
+def test_health_reports_clients(shared_server, client_of):
     url = f"{shared_server.addresses['ops_address']}/health"
     with client_of(shared_server.address), urllib.request.urlopen(url, timeout=10) as reply:
         assert json.load(reply) == {"is_serving": True, "clients": 1}

@@ -144,7 +144,7 @@ def test_what_cannot_be_pinned_now_is_told_from_what_is_not_there(store):
     assert (list(reply.message.present), reply.message.withheld) == ([1], b"")
 
 
-def test_what_cannot_be_pinned_in_a_long_answer_is_told_part_by_part(store, monkeypatch):
+def test_what_cannot_be_pinned_in_a_long_answer_is_reported_part_by_part(store, monkeypatch):
     monkeypatch.setattr("kvstore.server_state.MAX_BLOCKS_BYTES", 2 * BLOCK_BYTES)
     store.greet(b"b", is_local=False)
     store.put(b"a", blocks_of(1, 2, 3, 4, 5))
@@ -303,7 +303,7 @@ def test_a_number_that_is_open_cannot_be_used_again(store):
     assert store.arena.num_pinned == 0
 
 
-def test_a_rejected_block_is_given_to_nobody_new(store):
+def test_a_rejected_block_is_given_to_no_new_reader(store):
     store.put(b"a", blocks_of(1))
     store.get(b"a", blocks_of(1), 5)
     store.say(b"a", m.Corrupt(keys=make_key(1).pack(), code="digest"))
@@ -315,7 +315,7 @@ def test_a_rejected_block_is_given_to_nobody_new(store):
     assert store.arena.num_free == NUM_SLOTS - 1
 
 
-def test_one_load_serves_all_who_wait_for_it():
+def test_one_load_serves_all_requests_that_wait_for_it():
     tier = DictTier()
     store = Store(tiers=[tier])
     store.greet(b"a")
@@ -329,7 +329,7 @@ def test_one_load_serves_all_who_wait_for_it():
     assert store.arena.num_pinned == 1
 
 
-def test_a_get_that_was_given_up_pins_nothing_when_its_block_arrives():
+def test_an_abandoned_get_pins_nothing_when_its_block_arrives():
     tier = DictTier()
     store = Store(tiers=[tier])
     store.greet(b"a")
@@ -347,7 +347,7 @@ def test_a_get_that_was_given_up_pins_nothing_when_its_block_arrives():
 
 @pytest.mark.parametrize("end", ["released", "gone"])
 @pytest.mark.parametrize("must_be_asked", [False, True])
-def test_what_nobody_waits_for_is_not_asked_of_a_tier(end, must_be_asked):
+def test_blocks_without_a_waiting_query_are_not_requested_from_a_tier(end, must_be_asked):
     tier = DictTier(must_be_asked=must_be_asked)
     store = Store(tiers=[tier])
     store.greet(b"a")

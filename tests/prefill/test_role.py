@@ -135,7 +135,7 @@ def test_answers_once_when_every_choice_has_its_first_token(handler):
     assert late.release_transfer_ids == []
 
 
-def test_answer_tells_what_a_tier_has_lost_of_every_choice(handler):
+def test_answer_reports_what_a_tier_has_lost_of_every_choice(handler):
     handler.on_generate(generate(n=2), 0.0)
     lost = [TransferUsage(recomputed_tokens=2, fallback_reason=reason) for reason in ("digest", "store_miss")]
     handler.on_outputs([first_token("r/0", 11, transfer_usage=lost[0])], 0.0)
@@ -176,7 +176,7 @@ def test_releases_the_blocks_at_once_if_every_choice_has_ended(handler):
     assert result.release_transfer_ids == ["t1"]
 
 
-def test_keeps_the_blocks_if_one_choice_goes_on(handler):
+def test_keeps_the_blocks_if_one_choice_continues(handler):
     handler.on_generate(generate(n=2), 0.0)
     result = handler.on_outputs([first_token("r/0", EOS, "stop"), first_token("r/1", 9, kv_handoff=handoff())], 0.0)
     assert result.replies[0].kv_handoff == handoff()

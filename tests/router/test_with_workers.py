@@ -237,7 +237,7 @@ def cluster_after_prefill(*names: str, n: int = 3) -> Cluster:
 
 
 @pytest.mark.parametrize("when", ["before the decode worker has it", "while it loads", "in mid-stream"])
-def test_a_stopped_choice_ends_on_the_decode_worker_and_the_others_go_on(when):
+def test_a_stopped_choice_ends_on_the_decode_worker_and_the_others_continue(when):
     cluster = cluster_after_prefill("p0", "d0")
     if when != "before the decode worker has it":
         cluster.deliver()
@@ -343,7 +343,7 @@ def test_an_abort_that_crosses_a_refusal_for_lack_of_room():
 
 
 @pytest.mark.parametrize("num_steps", range(6))
-def test_a_stream_goes_on_where_its_worker_died(num_steps):
+def test_a_stream_continues_where_its_worker_died(num_steps):
     cluster = cluster_after_prefill("p0", "d0", "d1")
     for _ in range(num_steps):
         cluster.deliver()
@@ -357,7 +357,7 @@ def test_a_stream_goes_on_where_its_worker_died(num_steps):
 
 
 @pytest.mark.parametrize("num_steps", range(4))
-def test_an_aggregated_stream_goes_on_where_its_worker_died(num_steps):
+def test_an_aggregated_stream_continues_where_its_worker_died(num_steps):
     cluster = Cluster("a0", "a1")
     cluster.submit(n=2)
     for _ in range(num_steps):

@@ -35,7 +35,7 @@ def runs() -> Summary:
     return summary
 
 
-def test_steps_in_flight_change_no_answer_and_leave_nothing_behind(runs):
+def test_steps_in_flight_change_no_answer_and_leave_nothing(runs):
     assert not runs.failures, [(failure.seed, failure.kinds, failure.violations) for failure in runs.failures]
 
 
@@ -135,6 +135,6 @@ def test_defect_is_found(apply, monkeypatch):
     assert any(not SimCluster(draw_tight_plan(seed)).run().is_good for seed in range(20))
 
 
-def test_blocks_that_a_step_still_writes_are_missed_when_they_are_given_up(monkeypatch):
+def test_blocks_that_a_step_still_writes_are_missed_when_they_are_released(monkeypatch):
     give_up_blocks_that_a_step_still_writes(monkeypatch.setattr)
     assert any(not SimCluster(draw_plan(seed, _SLOW, async_scheduling=True)).run().is_good for seed in (14, 15, 29))

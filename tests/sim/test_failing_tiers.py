@@ -102,12 +102,12 @@ def runs() -> Summary:
 
 
 @pytest.mark.slow
-def test_failing_tiers_change_no_answer_and_leave_nothing_behind(runs):
+def test_failing_tiers_change_no_answer_and_leave_nothing(runs):
     assert not runs.failures, [(failure.seed, failure.kinds, failure.violations) for failure in runs.failures]
 
 
 @pytest.mark.slow
-def test_failing_tiers_are_an_error_only_for_who_asks_for_errors(runs):
+def test_failing_tiers_are_an_error_only_for_clients_that_ask_for_errors(runs):
     assert set(runs.outcomes) <= {"ok", "store_miss"}
     assert runs.outcomes["ok"] > 50 * runs.outcomes["store_miss"]
 

@@ -42,7 +42,7 @@ def lossy_runs() -> Summary:
 
 
 @pytest.mark.slow
-def test_who_takes_over_from_a_reader_of_another_layout_computes_anew_and_says_why(lossy_runs):
+def test_a_successor_with_another_layout_recomputes_and_gives_the_reason(lossy_runs):
     assert not lossy_runs.failures, [(failure.seed, failure.violations) for failure in lossy_runs.failures]
     assert lossy_runs.happened["fallback_layout"] > 0
 

@@ -40,7 +40,7 @@ def test_events_may_plan_events(loop):
     assert seen == [1.5]
 
 
-def test_dead_process_does_nothing_and_says_so_once(loop):
+def test_dead_process_does_nothing_and_reports_it_once(loop):
     process, seen = Process(loop, "p"), []
     process.call_later(1.0, lambda: seen.append("event"))
     process.on_death(lambda: seen.append("death"))

@@ -128,7 +128,7 @@ def test_link_that_reconnects_drops_what_is_sent_meanwhile():
     assert link.num_dropped == 1
 
 
-def test_address_where_nobody_lives_is_told_as_lost():
+def test_address_without_a_process_is_reported_as_lost():
     world = World()
     world.processes["server"].kill()
     world.link(tells_loss=True).send(b"anybody?")
@@ -148,7 +148,7 @@ def test_frozen_server_neither_accepts_nor_refuses():
     assert world.frames == [b"hello"]
 
 
-def test_server_that_never_answers_is_given_up():
+def test_server_that_never_answers_is_abandoned():
     world = World()
     world.processes["server"].freeze()
     world.link(tells_loss=True)
@@ -196,7 +196,7 @@ def test_server_knows_which_connections_are_gone():
     assert not world.server.send(identity, b"z")
 
 
-def test_only_repeatable_frames_are_repeated_and_right_behind_themselves():
+def test_only_repeatable_frames_are_repeated_and_right_after_themselves():
     world = World(delay_s=0.1, repeat_rate=1.0)
     link = world.link()
     world.run(1)

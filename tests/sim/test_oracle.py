@@ -79,7 +79,7 @@ def test_request_that_ends_well_needs_no_cause(run):
 @pytest.mark.parametrize(
     "outcome", ["cancelled", "no_worker", "peer_lost", "overloaded", "deadline_exceeded", ROUTER_LOST, EncoderInputMissing.code]
 )
-def test_error_of_which_nothing_is_the_cause_is_told(run, outcome):
+def test_error_without_a_cause_is_reported(run, outcome):
     run.attempt("prefill-0", SUBMITTED)
     assert "without a cause" in run.end(outcome, 11.0)[0]
 
@@ -108,7 +108,7 @@ def lose_everybody(run: Run, start: float, seconds: float) -> None:
     run.trouble(Kind.PARTED, "decode-1 router-0", start, seconds)
 
 
-def test_loss_of_all_who_could_serve_for_the_whole_wait_is_a_cause(run):
+def test_loss_of_all_able_workers_for_the_whole_wait_is_a_cause(run):
     lose_everybody(run, 10.4, 30.0)
     assert run.end("peer_lost", 10.5 + run.plan.config.router.worker_wait_s) == []
 
@@ -157,7 +157,7 @@ def test_stream_that_ends_before_the_wait_is_over_has_no_cause(run):
     assert run.end("no_worker", 12.0)
 
 
-def test_stream_that_somebody_could_have_gone_on_with_has_no_cause(run):
+def test_stream_that_a_worker_could_have_continued_has_no_cause(run):
     begin_stream(run)
     run.trouble(Kind.DOWN, "decode-0", 10.4, 30.0)
     run.trouble(Kind.FROZEN, "decode-1", 10.0, 3.0)
@@ -304,7 +304,7 @@ def test_wait_within_the_bound_needs_no_cause(run):
     assert wait_for(run, bound_s(run.plan) - 0.5) == []
 
 
-def test_wait_beyond_the_bound_while_others_could_serve_is_told(run):
+def test_wait_beyond_the_bound_while_others_could_serve_is_reported(run):
     run.trouble(Kind.HUNG, "decode-0", 10.2, 60.0)
     assert "without a cause" in wait_for(run, bound_s(run.plan) + 1.0)[0]
 

@@ -86,7 +86,7 @@ def test_command_refuses_faults_that_it_does_not_know():
         app(["sim", "--faults", "crash,bogus"], standalone_mode=False)
 
 
-def test_plan_tells_what_will_happen():
+def test_plan_reports_what_will_happen():
     text = "\n".join(draw_plan(4).describe())
     assert "seed 4" in text
     assert all(request.name in text for request in draw_plan(4).requests)

@@ -29,7 +29,7 @@ def runs() -> Summary:
     return run_seeds(WITH_STORE[:NUM_RUNS])
 
 
-def test_what_becomes_of_embeddings_changes_no_answer_and_leaves_nothing_behind(runs):
+def test_what_becomes_of_embeddings_changes_no_answer_and_leaves_nothing(runs):
     assert not runs.failures, [(failure.seed, failure.violations) for failure in runs.failures]
 
 

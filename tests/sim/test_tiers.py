@@ -28,11 +28,11 @@ def runs() -> Summary:
     return summary
 
 
-def test_faults_of_a_tier_change_no_answer_and_leave_nothing_behind(runs):
+def test_faults_of_a_tier_change_no_answer_and_leave_nothing(runs):
     assert not runs.failures, [(failure.seed, failure.kinds, failure.violations) for failure in runs.failures]
 
 
-def test_faults_of_a_tier_are_an_error_only_for_who_asks_for_errors(runs):
+def test_faults_of_a_tier_are_an_error_only_for_clients_that_ask_for_errors(runs):
     assert set(runs.outcomes) <= {"ok", "store_miss", "digest"}
     assert runs.outcomes["ok"] > 20 * (runs.outcomes["store_miss"] + runs.outcomes["digest"])
 

@@ -171,7 +171,7 @@ def test_cancelled_read_writes_on_only_where_bytes_come_late(kind):
 
 
 @pytest.mark.parametrize("keeps_order", [True, False])
-def test_seals_are_looked_at_behind_the_blocks_before_them_only_in_order(keeps_order):
+def test_seals_are_read_after_the_blocks_before_them_only_in_order(keeps_order):
     pair = Pair("tcp", keeps_order)
     pair.fabric.weather.stall_rate, pair.fabric.weather.stall_s = 1.0, 50.0
     blocks = {pair.read(0, 1, 2), pair.read(3, 4)}
@@ -187,7 +187,7 @@ def test_seals_are_looked_at_behind_the_blocks_before_them_only_in_order(keeps_o
     assert (pair.seals["reader"].rows[:5] == (2 if keeps_order else 1)).all()
 
 
-def test_seals_are_looked_at_when_the_blocks_before_them_are_given_up():
+def test_seals_are_read_when_the_blocks_before_them_are_abandoned():
     pair = Pair("tcp", keeps_order=True)
     pair.fabric.weather.stall_rate, pair.fabric.weather.stall_s = 1.0, 1e6
     blocks = pair.read(0, 1, 2)
@@ -211,7 +211,7 @@ def read_that_lands_late(pair: Pair) -> int:
     return handle
 
 
-def test_seals_behind_blocks_that_are_lost_are_lost_with_them():
+def test_seals_after_blocks_that_are_lost_are_lost_with_them():
     pair = Pair("tcp", keeps_order=True)
     late = read_that_lands_late(pair)
     seals = pair.read_seals(0)
@@ -233,7 +233,7 @@ def test_seals_that_fail_wait_for_nothing():
     assert (result.handle, type(result.error)) == (seals, TransferError)
 
 
-def test_stalled_read_goes_on_later():
+def test_stalled_read_continues_later():
     pair = Pair("nixl")
     pair.fabric.weather.stall_rate, pair.fabric.weather.stall_s = 1.0, 50.0
     pair.read(0, 1, 2)

@@ -105,7 +105,7 @@ def test_requests_pass_while_answers_are_silent(proxy, ends):
     assert receive(client, 3) == b"wer"
 
 
-def test_nobody_answers_a_connection_that_is_made_in_the_silence(server, proxy):
+def test_no_answer_comes_on_a_connection_made_in_the_silence(server, proxy):
     proxy.silence()
     with connect(proxy) as client:
         client.sendall(b"hello")
@@ -129,7 +129,7 @@ def test_reset_breaks_both_ends_and_the_next_connection_is_carried(server, proxy
         assert receive(accepted_again, 5) == b"hello"
 
 
-def test_connection_to_nobody_is_reset(server, proxy):
+def test_connection_without_a_listener_is_reset(server, proxy):
     server.close()
     with pytest.raises(ConnectionResetError), connect(proxy) as client:  # connecting itself may already meet it
         client.recv(1)

@@ -43,7 +43,7 @@ def test_nothing_is_evicted_for_what_finds_no_room_anyway():
     assert chunk_cache.get(b"b") is not None
 
 
-def test_item_of_two_owners_stays_until_both_have_let_go():
+def test_item_of_two_owners_stays_until_both_have_released_it():
     chunk_cache = ChunkCache(1)
     item = put(chunk_cache, b"a", owner="r")
     chunk_cache.want(item, "s")
@@ -53,7 +53,7 @@ def test_item_of_two_owners_stays_until_both_have_let_go():
     assert chunk_cache.reserve(b"b", 64, 1) is not None
 
 
-def test_chunks_in_quarantine_are_given_to_nobody():
+def test_chunks_in_quarantine_are_not_reused():
     chunk_cache = ChunkCache(2)
     item = chunk_cache.reserve(b"a", 128, 2)
     chunk_cache.drop(item, quarantined=[1])

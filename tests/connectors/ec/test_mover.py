@@ -174,7 +174,7 @@ def test_store_that_does_not_answer_is_waited_for_until_the_deadline(mover, stor
     assert not mover.is_waiting
 
 
-def test_store_that_is_gone_is_a_miss_and_says_why(mover, store, fetch):
+def test_store_that_is_gone_is_a_miss_and_gives_the_reason(mover, store, fetch):
     mover.submit(FetchingMetadata(fetches=[fetch]))
     mover.step()
     store.answer(failure="the store is unreachable")
@@ -184,7 +184,7 @@ def test_store_that_is_gone_is_a_miss_and_says_why(mover, store, fetch):
     assert "unreachable" in ended.error.message
 
 
-def test_aborted_fetch_ends_and_lets_go(mover, store, saved, fetch):
+def test_aborted_fetch_ends_and_releases_its_source(mover, store, saved, fetch):
     mover.submit(FetchingMetadata(fetches=[fetch]))
     mover.step()
     mover.submit(FetchingMetadata(aborts=[NAME]))
@@ -194,7 +194,7 @@ def test_aborted_fetch_ends_and_lets_go(mover, store, saved, fetch):
     assert run(mover, store) == []
 
 
-def test_close_lets_go_of_what_is_pinned(mover, store, saved, fetch):
+def test_close_unpins_everything(mover, store, saved, fetch):
     mover.submit(FetchingMetadata(fetches=[fetch]))
     mover.step()
     mover.close()

@@ -176,7 +176,7 @@ def test_leases_of_a_request_that_never_asked_are_released(desk):
     assert orders.holds == []
 
 
-def test_only_the_fetch_that_nobody_waits_for_is_aborted(desk):
+def test_only_the_fetch_without_waiting_requests_is_aborted(desk):
     first = request_of("first", [A, B], [source(A, "e/1"), source(B, "e/2")])
     second = request_of("second", [A], [source(A, "e/3")])
     desk.ask(first)
@@ -196,7 +196,7 @@ def test_only_the_fetch_that_nobody_waits_for_is_aborted(desk):
     assert desk.scheduler.num_quarantined_chunks == 0
 
 
-def test_image_that_is_asked_for_while_its_fetch_is_aborted_is_fetched_anew(desk):
+def test_image_that_is_asked_for_while_its_fetch_is_aborted_is_fetched_again(desk):
     first = request_of("first", [A], [source(A, "e/1")])
     desk.ask(first)
     desk.orders()
@@ -221,7 +221,7 @@ def test_abort_that_comes_too_late_does_not_hit_the_next_fetch(desk):
     assert orders.aborts == []
 
 
-def test_failed_fetch_is_computed_where_the_image_is_at_hand(desk):
+def test_failed_fetch_is_computed_where_the_image_is_here(desk):
     request = request_of("r", [A], [source(A, "e/1")])
     desk.ask(request)
     desk.end(A, CORRUPT)
@@ -272,7 +272,7 @@ def test_corrupt_bytes_of_one_lease_say_nothing_of_another(desk):
     assert [fetch.source.transfer_id for fetch in desk.orders().fetches] == ["2"]
 
 
-def test_store_that_lacks_an_item_is_asked_once_by_all_who_wait():
+def test_store_that_lacks_an_item_is_asked_once_for_all_requests():
     desk = Desk(locate=lambda feature, announced: StoreSource())
     requests = [request_of(name, [A]) for name in "xyz"]
     assert not any(desk.ask(request) for request in requests)
@@ -384,7 +384,7 @@ def test_what_is_in_the_encoder_cache_needs_neither_image_nor_source_nor_time(de
     assert desk.scheduler.take_unavailable_requests() == {}
 
 
-def test_what_nobody_can_compute_is_fetched_if_the_encoder_cache_loses_it(desk, cached):
+def test_an_item_that_no_worker_can_compute_is_fetched_if_the_encoder_cache_loses_it(desk, cached):
     cached.add(A.identifier)
     request = request_of("r", [A], [source(A, "e/1")], has_images=False)
     assert desk.ask(request)
@@ -394,7 +394,7 @@ def test_what_nobody_can_compute_is_fetched_if_the_encoder_cache_loses_it(desk, 
     assert [fetch.identifier for fetch in desk.orders().fetches] == [A.identifier]
 
 
-def test_a_fetch_for_others_is_not_waited_for_by_who_finds_it_in_the_encoder_cache(desk, cached):
+def test_a_request_that_hits_the_encoder_cache_does_not_wait_for_a_fetch(desk, cached):
     assert not desk.ask(request_of("first", [A], [source(A, "e/1")]))
     cached.add(A.identifier)
     assert desk.ask(request_of("second", [A]))

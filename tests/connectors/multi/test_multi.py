@@ -115,7 +115,7 @@ def test_first_connector_with_a_hit_loads_and_the_others_load_nothing():
     assert [part.heard[-1] for part in parts] == [("alloc", BLOCKS, 0)] * 3
 
 
-def test_one_that_cannot_tell_yet_is_waited_for_if_nobody_before_it_has_something():
+def test_a_connector_without_an_answer_is_waited_for_if_no_earlier_one_has_a_hit():
     parts = [FakeScheduler("a"), FakeScheduler("b", (None, False)), FakeScheduler("c", (128, True))]
     multi = MultiConnectorScheduler(parts)
     assert multi.get_num_new_matched_tokens(REQUEST, 0) == (None, False)
@@ -226,7 +226,7 @@ def test_everything_else_reaches_all():
     assert multi.has_pending_block_frees()
 
 
-def test_layers_are_hooked_only_if_somebody_wants_them():
+def test_layers_are_hooked_only_if_a_connector_needs_them():
     assert type(multi_connector_worker([FakeWorker()])) is MultiConnectorWorker
     hooked = multi_connector_worker([FakeWorker(), LayerwiseWorker()])
     assert type(hooked) is LayerwiseMultiConnectorWorker

@@ -72,7 +72,7 @@ def test_release_by_a_reader_or_by_the_router_ends_the_sending_once(owner, clock
     assert (owner.counts()["lease_released"], owner.counts()["lease_late"]) == (2, 1)
 
 
-def test_lease_that_nobody_renews_ends_by_the_timer(owner, clock):
+def test_lease_without_renewals_ends_by_the_timer(owner, clock):
     ask(owner, clock, LeaseGrant("t", "r", 3))
     clock.advance(6.0)
     ask(owner, clock, RenewHandoffs(["t"]))
@@ -84,7 +84,7 @@ def test_lease_that_nobody_renews_ends_by_the_timer(owner, clock):
 
 
 @pytest.mark.parametrize("message", [LeaseState(incarnation=1, left_ms={}), ControlError(code="x", message="y")])
-def test_message_that_is_for_somebody_else_is_told_and_counted(owner, clock, message):
+def test_message_for_another_recipient_is_logged_and_counted(owner, clock, message):
     (reply,) = ask(owner, clock, message)
     assert isinstance(reply.message, ControlError)
     assert reply.message.code == "protocol_error"
@@ -92,7 +92,7 @@ def test_message_that_is_for_somebody_else_is_told_and_counted(owner, clock, mes
     assert owner.counts()["unexpected_questions"] == 1
 
 
-def test_worker_that_nobody_reads_from_shakes_no_hands(reader, clock, make_identity):
+def test_worker_without_readers_shakes_no_hands(reader, clock, make_identity):
     ours = make_identity()
     question = Handshake(
         engine_id="x", incarnation=1, model_fingerprint=b"", layout=ours.layout, transports=("tcp",), host_id="h"

@@ -138,7 +138,7 @@ async def test_bug_in_taking_something_in_ends_the_worker(pool, happen):
     await connector.stop()
 
 
-async def test_transport_that_failed_for_a_peer_is_told_and_no_longer_shown_as_used(pool, caplog):
+async def test_transport_that_failed_for_a_peer_is_reported_and_no_longer_shown_as_used(pool, caplog):
     context = context_of(transports=("inproc",))
     connector = P2PConnector(context, lambda name, settings: InprocTransport(InprocFabric()))
     connector.worker.register_kv_caches(pool.region)

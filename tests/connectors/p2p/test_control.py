@@ -107,7 +107,7 @@ async def test_message_without_a_reply_gets_none(server, connect):
 
 
 @pytest.mark.parametrize("frame", BAD_FRAMES, ids=range(len(BAD_FRAMES)))
-async def test_bad_frame_is_told_and_the_next_good_one_served(server, connect, frame):
+async def test_bad_frame_is_reported_and_the_next_good_one_served(server, connect, frame):
     socket = connect(server.start(ANY))
     reply = await ask(socket, frame)
     assert isinstance(reply, ControlError)
@@ -117,7 +117,7 @@ async def test_bad_frame_is_told_and_the_next_good_one_served(server, connect, f
 
 
 @pytest.mark.parametrize("num_frames", [2, 3, 50])
-async def test_message_of_several_frames_is_told_and_the_next_good_one_served(server, connect, num_frames):
+async def test_message_of_several_frames_is_reported_and_the_next_good_one_served(server, connect, num_frames):
     socket = connect(server.start(ANY))
     reply = await ask(socket, *[encode_control_message(QUESTION)] * num_frames)
     assert isinstance(reply, ControlError)
@@ -125,7 +125,7 @@ async def test_message_of_several_frames_is_told_and_the_next_good_one_served(se
     assert await ask(socket, encode_control_message(QUESTION)) == ANSWER
 
 
-async def test_random_frames_harm_nobody(server, connect):
+async def test_random_frames_do_no_harm(server, connect):
     socket = connect(server.start(ANY))
     source = random.Random(1)
     good = encode_control_message(QUESTION)
@@ -164,13 +164,13 @@ async def test_a_refusal_is_never_answered(server, connect):
     assert server.num_bad_frames == 20
 
 
-async def test_message_for_somebody_else_is_told(server, connect):
+async def test_message_for_another_recipient_is_reported(server, connect):
     socket = connect(server.start(ANY))
     reply = await ask(socket, encode_control_message(ANSWER))
     assert reply == ControlError(code="protocol_error", message="LeaseState is not for me")
 
 
-async def test_oversized_frame_costs_its_sender_the_connection_and_nobody_else(server, connect):
+async def test_oversized_frame_costs_only_its_sender_the_connection(server, connect):
     address = server.start(ANY)
     hostile, good = connect(address), connect(address)
     monitor = hostile.get_monitor_socket(zmq.EVENT_DISCONNECTED)
@@ -182,7 +182,7 @@ async def test_oversized_frame_costs_its_sender_the_connection_and_nobody_else(s
     assert server.num_bad_frames == 0
 
 
-async def test_reply_above_the_cap_is_told_and_the_next_good_one_served(server, connect):
+async def test_reply_above_the_cap_is_reported_and_the_next_good_one_served(server, connect):
     """A question just below the cap can have an answer above it: names come back with numbers."""
     question = LeaseRenew(transfer_ids=tuple(f"{index:x}" for index in range(1 << 16, (1 << 16) + 690_000)))
     socket = connect(server.start(ANY))
@@ -203,7 +203,7 @@ async def test_long_complaint_is_cut(context, connect):
     await server.stop()
 
 
-async def test_reader_that_left_before_its_reply_harms_nobody(context, connect):
+async def test_reader_that_left_before_its_reply_does_no_harm(context, connect):
     asked, may_answer = asyncio.Event(), []
 
     def answer_late(message: ControlMessage) -> ControlMessage | None:
@@ -259,7 +259,7 @@ async def test_fault_of_the_owner_costs_one_message(context, connect):
     await server.stop()
 
 
-async def test_server_that_ends_by_itself_is_told_and_one_that_is_stopped_is_not(context):
+async def test_server_that_ends_by_itself_is_reported_and_one_that_is_stopped_is_not(context):
     deaths: asyncio.Queue[BaseException] = asyncio.Queue()
     dying, stopped = (ControlServer(context, answer, deaths.put_nowait) for _ in range(2))
     dying.start(ANY)
@@ -378,14 +378,14 @@ async def test_oversized_frame_from_an_owner_ends_the_connection(bare_owner, rea
     assert await reader.next() == (address, None)
 
 
-async def test_address_where_nobody_listens_is_told_as_disconnected(bare_owner, reader):
+async def test_address_without_a_listener_is_reported_as_disconnected(bare_owner, reader):
     owner, address = bare_owner
     owner.close(linger=0)
     reader.clients.send(address, QUESTION)
     assert await reader.next() == (address, None)
 
 
-async def test_owner_that_ends_is_told_once(server, reader):
+async def test_owner_that_ends_is_reported_once(server, reader):
     address = server.start(ANY)
     reader.clients.send(address, QUESTION)
     await reader.next()
@@ -499,7 +499,7 @@ async def test_peer_with_an_unhandled_message_is_lost_and_the_next_message_recon
     await clients.stop()
 
 
-async def test_loss_of_a_peer_that_cannot_be_handled_is_told(context, bare_owner):
+async def test_loss_of_a_peer_that_cannot_be_handled_is_reported(context, bare_owner):
     deaths: asyncio.Queue[BaseException] = asyncio.Queue()
 
     def on_disconnected(address: str) -> None:
@@ -514,7 +514,7 @@ async def test_loss_of_a_peer_that_cannot_be_handled_is_told(context, bare_owner
     await clients.stop()
 
 
-async def test_link_whose_reader_ends_by_itself_is_told(context, server):
+async def test_link_whose_reader_ends_by_itself_is_reported(context, server):
     deaths: asyncio.Queue[BaseException] = asyncio.Queue()
     news: asyncio.Queue[ControlMessage] = asyncio.Queue()
     clients = ControlClients(

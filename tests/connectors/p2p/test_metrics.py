@@ -32,7 +32,7 @@ def test_loads_are_counted_by_transport(metrics, registry):
     assert registry.get_sample_value("kvferry_kv_verified_blocks_total") == 6
 
 
-def test_failures_are_counted_by_the_reason_that_clients_are_told(metrics, registry):
+def test_failures_are_counted_by_the_reason_in_the_answer(metrics, registry):
     for code in ("deadline", "deadline", "lease_expired", "stale", "something else"):
         error = ErrorInfo(code=code, message="no")
         metrics.count_load(LoadEnded("r", TransferUsage(transport="tcp", verified_blocks=1), error, invalid_block_ids=(1,)))

@@ -71,7 +71,7 @@ def transports_in_effect(caplog):
 
 
 @pytest.mark.parametrize(("lies", "why"), LIES.values(), ids=LIES)
-async def test_without_proof_blocks_are_read_over_tcp_and_the_log_says_why(make_pair, lies, why, caplog):
+async def test_without_proof_blocks_are_read_over_tcp_and_the_log_gives_the_reason(make_pair, lies, why, caplog):
     caplog.set_level("INFO")
     pair = await make_pair(lies)
     outcome = await load_one(pair)

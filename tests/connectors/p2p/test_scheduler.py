@@ -160,7 +160,7 @@ async def test_prompt_that_was_not_computed_to_its_end_makes_no_handoff(producer
     assert producer.grants == []
 
 
-async def test_request_that_nobody_reads_is_not_kept(producer):
+async def test_request_without_a_reader_is_not_kept(producer):
     request = Request(
         NewRequest(request_id="r", prompt_token_ids=prompt_of(40), sampling=SamplingParams()), producer.engine.hasher
     )
@@ -280,7 +280,7 @@ async def test_partial_local_hit_reads_only_the_suffix(producer, consumer):
     assert [seal.num_tokens for seal in expected_seals(pull)] == [32, 8]
 
 
-async def test_full_local_hit_reads_nothing_and_lets_go(producer, consumer):
+async def test_full_local_hit_reads_nothing_and_releases(producer, consumer):
     first = producer.engine.prefill("p1", prompt_of(64))
     warm = consumer.engine.add("d1", prompt_of(64), first)
     consumer.engine.admit(warm)
@@ -413,7 +413,7 @@ async def test_reader_that_fails_does_not_take_the_lease_from_the_others(produce
     assert consumer.end_load("b").releases == [ref_of(handoff)]
 
 
-async def test_abort_before_admission_lets_go(producer, consumer):
+async def test_abort_before_admission_releases_the_handoff(producer, consumer):
     handoff = producer.engine.prefill("p", prompt_of(40))
     request = consumer.engine.add("d", prompt_of(40), handoff)
     consumer.engine.abort(request)
@@ -431,7 +431,7 @@ async def test_reader_that_comes_in_the_step_in_which_the_last_one_left_keeps_th
     assert consumer.end_load("d").releases == [ref_of(handoff)]
 
 
-async def test_abort_while_loading_lets_go_when_the_load_has_ended(producer, consumer):
+async def test_abort_while_loading_releases_when_the_load_has_ended(producer, consumer):
     handoff = producer.engine.prefill("p", prompt_of(40))
     request = consumer.engine.add("d", prompt_of(40), handoff)
     consumer.engine.admit(request)

@@ -35,7 +35,7 @@ def test_step_message_is_passed_on(worker, submitted):
     assert submitted == [metadata]
 
 
-def test_empty_step_message_wakes_nobody(worker, submitted):
+def test_empty_step_message_wakes_no_thread(worker, submitted):
     worker.start_load_kv(P2PConnectorMetadata())
     assert submitted == []
 
@@ -49,7 +49,7 @@ def test_message_with_anything_in_it_is_not_empty(field):
     assert not metadata.is_empty()
 
 
-def test_reports_are_told_once(worker):
+def test_reports_are_made_once(worker):
     worker.report(LoadEnded("good", USAGE))
     worker.report(LoadEnded("bad", FAILED, ERROR, ALL_BLOCKS))
     worker.report(LoadEnded("partly", USAGE, STALE, invalid_block_ids=(4, 5)))

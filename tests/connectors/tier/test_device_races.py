@@ -208,7 +208,7 @@ def nobody_waits_for_reads(copier, slot, wait=TensorBlockCopier.wait):
     ],
     ids=["writes", "pinned writes", "slots"],
 )
-def test_histories_tell_when_nobody_waits(tier_engine, scripted_store, monkeypatch, mutant, is_pinned):
+def test_histories_find_a_missing_wait(tier_engine, scripted_store, monkeypatch, mutant, is_pinned):
     monkeypatch.setattr(*mutant)
 
     def run_all():

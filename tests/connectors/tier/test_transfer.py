@@ -127,7 +127,7 @@ def test_block_that_is_rewritten_before_its_digest_is_made_is_not_stored(mover, 
     assert mover.counts["stale_blocks"] == 1
 
 
-def test_blocks_are_let_go_put_by_put(mover, region, store, monkeypatch):
+def test_blocks_are_released_put_by_put(mover, region, store, monkeypatch):
     monkeypatch.setattr(type(mover._pool), "max_reads", 2)
     items = [sealed(region, block_id) for block_id in range(1, 7)]
     save(mover, items[1])
@@ -191,7 +191,7 @@ def test_of_a_load_in_part_the_bad_blocks_are_named(mover, region, store):
     assert ended.usage.transferred_tokens == ended.usage.verified_blocks * BLOCK_SIZE == BLOCK_SIZE
 
 
-def test_behind_a_missing_block_nothing_is_asked_for(region, store, monkeypatch):
+def test_after_a_missing_block_nothing_is_requested(region, store, monkeypatch):
     monkeypatch.setattr(mover_module, "GET_BYTES", 2 * region.block_bytes)
     mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, FakeClock())
     items = [sealed(region, block_id, group_id=block_id // 16) for block_id in range(2, 18)]  # the last two: group 1
@@ -206,7 +206,7 @@ def test_behind_a_missing_block_nothing_is_asked_for(region, store, monkeypatch)
     assert not store.pinned
 
 
-def test_every_bad_block_is_found_so_that_it_is_stored_anew(mover, region, store):
+def test_every_bad_block_is_found_so_that_it_is_stored_again(mover, region, store):
     items = [sealed(region, block_id) for block_id in range(1, 8)]
     save(mover, *items)
     for index in (1, 3, 6):
@@ -260,7 +260,7 @@ def test_loads_at_once_take_turns_when_the_tier_pins_too_little_for_all(region, 
     assert not store.pinned
 
 
-def test_a_tier_that_goes_on_withholding_costs_no_more_than_the_deadline(region, store):
+def test_a_tier_that_continues_withholding_costs_no_more_than_the_deadline(region, store):
     clock = FakeClock()
     mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
     item = sealed(region, 1)

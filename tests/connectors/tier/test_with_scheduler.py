@@ -244,7 +244,7 @@ def test_preemption_does_not_wait_for_copies_that_are_about_to_end(tier_engine, 
     engine.assert_is_empty()
 
 
-def test_running_requests_do_not_stall_behind_a_slow_tier(tier_engine, store):
+def test_running_requests_do_not_stall_because_of_a_slow_tier(tier_engine, store):
     """Two running requests, in a pool with blocks pinned for copies: one is preempted, and the other continues meanwhile."""
     engine = tier_engine(num_blocks=24)
     store.answers_at_once = False

@@ -73,7 +73,7 @@ def test_probe_accepts_the_working_kernels(dtype, block_size, mask):
 
 
 @pytest.mark.parametrize("wrong", [SlightlyWrong, WritesWrongLayer, Refusing])
-def test_auto_falls_back_to_the_next_candidate_and_says_why(caplog, wrong):
+def test_auto_falls_back_to_the_next_candidate_and_gives_the_reason(caplog, wrong):
     with caplog.at_level(logging.INFO):
         assert select_backend(problem(), candidates=(wrong, SdpaBackend)) is SdpaBackend
     assert "event=attention_backend_refused backend=paged_cpu reason=" in caplog.text
@@ -106,7 +106,7 @@ def test_probe_refuses_a_result_that_is_not_a_number():
     assert "nan" in probe(Leaking, problem())
 
 
-def test_a_kernel_that_leaves_a_lost_device_behind_is_named_and_no_other_is_asked(monkeypatch, caplog):
+def test_a_kernel_that_leaves_a_lost_device_is_named_and_no_other_is_asked(monkeypatch, caplog):
     asked = []
 
     def is_lost(device):
@@ -129,7 +129,7 @@ def test_named_backend_is_never_replaced():
         select_backend(problem(), "flash")
 
 
-def test_torch_refuses_varlen_on_the_cpu_and_the_probe_says_so():
+def test_torch_refuses_varlen_on_the_cpu_and_the_probe_reports_it():
     refusal = probe(VarlenBackend, problem(torch.bfloat16))
     assert re.search("'CPU' backend|lacks block_table", refusal), refusal  # the second before torch 2.12
 

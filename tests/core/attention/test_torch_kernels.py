@@ -92,7 +92,7 @@ def test_a_torch_without_the_function_is_refused(replace_varlen):
             find()
 
 
-def test_behind_an_older_function_is_an_operator_that_takes_lengths(replace_varlen):
+def test_after_an_older_function_is_an_operator_that_takes_lengths(replace_varlen):
     replace_varlen(varlen_attn_of_2_11)
     assert varlen_kernel_with_sums() is flash_attention_operator
 

@@ -11,7 +11,7 @@ def pool():
     return BlockPool(num_blocks=3, enable_caching=True, hash_block_size=16)
 
 
-def test_null_block_is_null_for_ever(pool):
+def test_null_block_is_null_forever(pool):
     assert pool.null_block.state is BlockState.NULL
     pool.touch([pool.null_block])
     pool.free_blocks([pool.null_block])

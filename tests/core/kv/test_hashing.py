@@ -35,7 +35,7 @@ def golden_hasher():
     return BlockHasher(FINGERPRINT)
 
 
-def test_values_are_fixed_for_ever(golden_hasher):
+def test_values_are_fixed_forever(golden_hasher):
     plain = golden_hasher.hash_request_blocks(TOKENS)
     assert [value.hex() for value in plain] == GOLDEN_PLAIN
     assert [value.hex() for value in golden_hasher.hash_request_blocks(TOKENS, KEYS)] == GOLDEN_KEYED

@@ -79,7 +79,7 @@ def caches(draw):
 
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cache_state=caches(), max_length=st.integers(0, NUM_TOKENS))
-def test_hit_is_the_longest_prefix_behind_which_every_group_can_go_on(cache_state, max_length):
+def test_hit_is_the_longest_prefix_after_which_every_group_can_continue(cache_state, max_length):
     specs, cached = cache_state
     coordinator = coordinator_of(specs)
     known = cache(coordinator, cached)

@@ -252,7 +252,7 @@ def test_watermark_counts_in_the_gate(make_manager, make_request):
     assert manager.allocate_slots(request, 1, full_sequence_must_fit=True, has_scheduled_reqs=False) is not None
 
 
-def test_longest_prompt_that_can_ever_fit_is_known_whoever_runs(make_manager, make_request):
+def test_longest_prompt_that_can_ever_fit_is_independent_of_running_requests(make_manager, make_request):
     manager = make_manager()
     admit(manager, make_request("other", range(100)))
     assert manager.max_tokens_that_fit == 160

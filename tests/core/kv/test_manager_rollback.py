@@ -10,7 +10,7 @@ def compute(manager, request):
     request.num_computed_tokens = request.num_tokens
 
 
-def test_blocks_that_others_hold_are_given_up_and_replaced(make_manager, make_request):
+def test_blocks_that_others_hold_are_released_and_replaced(make_manager, make_request):
     manager = make_manager()
     request = make_request("a", range(80))
     compute(manager, request)

@@ -34,7 +34,7 @@ def held(manager, request, group_id=1):
     return [index for index, block_id in enumerate(manager.get_block_ids(request.request_id)[group_id]) if block_id]
 
 
-def test_blocks_behind_the_window_are_given_back_before_the_next_step_takes_its_own(make_request):
+def test_blocks_that_left_the_window_are_freed_before_the_next_step_takes_its_own(make_request):
     manager = make(FULL, WINDOW)
     request = make_request("r", range(200))
     compute(manager, request, 64)

@@ -212,7 +212,7 @@ def test_a_digest_of_zero_is_a_digest():
     assert decode_seal(table.row(3)).digest == 0
 
 
-def test_landing_rows_lie_behind_the_own_rows_and_are_cleared_apart(table):
+def test_landing_rows_lie_after_the_own_rows_and_are_cleared_apart(table):
     assert table.landing_rows(range(4), 4) == [4, 5, 6, 7]
     assert (table.num_rows, table.probe_row) == (9, 8)
     table.seal(2, EXPECTED)
@@ -233,7 +233,7 @@ def test_several_seals_land_beside_one_block_if_the_peers_blocks_are_shorter():
         table.landing_rows([1], 4)
 
 
-def test_rows_in_a_memory_file_are_seen_by_whoever_reads_the_file():
+def test_rows_in_a_memory_file_are_seen_by_readers_of_the_file():
     memory_fd = os.memfd_create("kvferry-test-seals")
     try:
         os.ftruncate(memory_fd, seal_memory_bytes(4))
@@ -245,7 +245,7 @@ def test_rows_in_a_memory_file_are_seen_by_whoever_reads_the_file():
         os.close(memory_fd)
 
 
-def test_rows_lie_at_the_address_that_is_told(table):
+def test_rows_lie_at_the_address_that_is_reported(table):
     table.seal(1, EXPECTED)
     assert ctypes.string_at(table.memory.base_address + SEAL_BYTES, SEAL_BYTES) == table.row(1)
     assert table.memory.base_address % SEAL_BYTES == 0
@@ -272,6 +272,6 @@ def test_a_fingerprint_is_the_same_in_every_process():
 
 
 @pytest.mark.parametrize("digest", [None, 0, 2**64 - 1])
-def test_a_row_for_a_store_says_what_a_row_of_a_table_says(digest):
+def test_a_row_for_a_store_equals_a_row_of_a_table(digest):
     seal = Seal(2**64 - 1, 7, 3, bytes(range(16)), 64, 12345, digest)
     assert decode_seal(encode_seal(seal)) == seal

@@ -109,7 +109,7 @@ def test_llama3_splits_long_numbers_by_threes_and_keeps_newlines_together(metada
     assert pieces(tokenizer, "12345 IT'S!\n\nx") == ["123", "45", " IT", "'S", "!\n\n", "x"]
 
 
-def test_bos_is_added_where_the_file_says_so(metadata):
+def test_bos_is_added_if_the_file_requires_it(metadata):
     with_bos = build_tokenizer({**metadata, "tokenizer.ggml.add_bos_token": True})
     without = build_tokenizer(metadata)
     assert with_bos.encode("the").ids == [0, *without.encode("the").ids]

@@ -35,7 +35,7 @@ def test_request_is_admitted_only_if_all_its_tokens_fit(make_world):
     assert set(world.ends) == {"a", "b"}
 
 
-def test_head_of_the_queue_without_blocks_holds_up_those_behind_it(make_world):
+def test_head_of_the_queue_without_blocks_holds_up_those_after_it(make_world):
     world = make_world(num_blocks=6)
     world.add("a", 40, max_tokens=9)
     world.step()
@@ -338,7 +338,7 @@ def test_block_holder_comes_before_older_requests_without_blocks(make_world, rem
     assert world.running_ids == ["holder"]
 
 
-def test_holder_without_its_next_block_holds_up_everybody_but_holders(make_world, remote):
+def test_holder_without_its_next_block_holds_up_all_but_holders(make_world, remote):
     world = make_world(num_blocks=11, with_connector=True, policy="priority", max_num_batched_tokens=512)
     world.script.remote["first"] = remote(16)
     world.add("first", 32, priority=5, max_tokens=2)  # holds one block, needs another

@@ -118,7 +118,7 @@ def test_what_a_request_that_has_left_computed_from_a_bad_block_is_no_hit(half_c
     assert all(pool.seals.sealed_generation(block.block_id) == BROKEN for block in pool.blocks[1:])
 
 
-def test_whoever_shares_what_was_computed_from_a_bad_block_computes_it_again(half_computed):
+def test_requests_that_share_blocks_computed_from_a_bad_block_recompute_them(half_computed):
     request = half_computed.add("b", half_computed.prompt(100, seed=5), max_tokens=3)
     half_computed.step()
     assert "b" in half_computed.scheduler._state.rolled_back

@@ -45,7 +45,7 @@ def test_an_item_is_a_hit_for_other_requests_while_it_is_in_use_and_afterwards(c
     assert cache.take_freed_identifiers() == []
 
 
-def test_what_nobody_refers_to_stays_until_its_room_is_needed(cache):
+def test_an_item_without_references_stays_until_its_room_is_needed(cache):
     for name, image in (("a", CAT), ("b", DOG)):
         put(cache, request := request_with(name, image))
         cache.free(request)
@@ -56,7 +56,7 @@ def test_what_nobody_refers_to_stays_until_its_room_is_needed(cache):
     assert cache.identifiers == {DOG.identifier, OWL.identifier}
 
 
-def test_evicts_what_was_let_go_of_first(cache):
+def test_evicts_the_first_released_item_first(cache):
     first, second = request_with("a", CAT), request_with("b", DOG)
     put(cache, first)
     put(cache, second)
@@ -127,7 +127,7 @@ def test_does_not_name_as_freed_what_has_come_back_since(cache):
     assert cache.take_freed_identifiers() == []
 
 
-def test_forgets_what_the_worker_does_not_hold_whoever_refers_to_it(cache):
+def test_forgets_what_the_worker_lacks_despite_references(cache):
     first, second = request_with("a", CAT, CAT), request_with("b", CAT)
     put(cache, first)
     cache.check_and_update_cache(first, 1)

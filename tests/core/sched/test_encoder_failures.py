@@ -20,7 +20,7 @@ def lose(world, image: Image) -> None:
     world.ec.lost.add(image.identifier)
 
 
-def test_embeddings_that_were_lost_are_computed_where_the_image_is_at_hand(world):
+def test_embeddings_that_were_lost_are_computed_where_the_image_is_here(world):
     lose(world, CAT)
     request = world.add_with_images("a", [20, CAT, 20])
     world.step()
@@ -34,7 +34,7 @@ def test_embeddings_that_were_lost_are_computed_where_the_image_is_at_hand(world
     world.assert_clean()
 
 
-def test_nobody_hits_what_was_computed_without_embeddings(world):
+def test_no_request_hits_kv_computed_without_embeddings(world):
     lose(world, CAT)
     first = world.add_with_images("a", [20, CAT, 20], text="same")
     second = world.add_with_images("b", [20, CAT, 20], text="same")  # hits blocks of the first in the same step
@@ -62,7 +62,7 @@ def test_without_the_image_the_request_alone_ends(world):
     world.assert_clean()
 
 
-def test_requests_that_do_not_need_them_in_the_step_go_on(make_world):
+def test_requests_that_do_not_need_them_in_the_step_continue(make_world):
     world = make_world(encoder_cache_size=64, with_ec_connector=True, max_num_batched_tokens=48)
     lose(world, CAT)
     first, text = world.add_with_images("a", [CAT, 4]), world.add("t", 10)
@@ -104,7 +104,7 @@ def test_each_request_is_told_the_place_where_it_shows_the_bad_image(world):
     world.assert_clean()
 
 
-def test_an_entry_that_the_worker_lacks_is_computed_anew(world):
+def test_an_entry_that_the_worker_lacks_is_computed_again(world):
     first = world.add_with_images("a", [CAT, 4])
     world.run()
     world.encoder.cache.clear()  # the scheduler counts on it

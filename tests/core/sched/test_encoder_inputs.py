@@ -116,7 +116,7 @@ def test_the_worker_is_told_what_to_delete(make_world):
     assert world.encoder.cache.keys() == {DOG.identifier, OWL.identifier} == world.scheduler.encoder_cache.identifiers
 
 
-def test_embeddings_are_let_go_of_when_their_last_token_is_computed_not_before(make_world):
+def test_embeddings_are_released_when_their_last_token_is_computed_not_before(make_world):
     world = make_world(encoder_cache_size=64, max_num_batched_tokens=10)
     world.add_with_images("a", [CAT, 20])
     cache = world.scheduler.encoder_cache
@@ -216,7 +216,7 @@ def test_a_request_whose_embeddings_are_on_their_way_holds_nothing(fetching):
     fetching.finish_step()
 
 
-def test_requests_behind_it_run_in_the_same_step(fetching):
+def test_requests_after_it_run_in_the_same_step(fetching):
     waiting, text = fetching.add_with_images("a", [4, CAT, 4]), fetching.add("b", 10)
     other = fetching.add_with_images("c", [DOG])
     fetching.ec.on_the_way.add(CAT.identifier)
@@ -226,7 +226,7 @@ def test_requests_behind_it_run_in_the_same_step(fetching):
     run_to_end(fetching, waiting, text, other)
 
 
-def test_those_who_wait_keep_their_order(fetching):
+def test_waiting_requests_keep_their_order(fetching):
     requests = [fetching.add_with_images(name, [4, image, 4]) for name, image in zip("abc", (CAT, DOG, CAT), strict=True)]
     text = fetching.add("d", 10)
     fetching.ec.on_the_way |= {CAT.identifier, DOG.identifier}
@@ -255,7 +255,7 @@ def test_text_requests_are_never_asked_about(fetching):
     assert fetching.ec.calls == []
 
 
-def test_only_embeddings_behind_the_prefix_hit_are_waited_for(fetching):
+def test_only_embeddings_after_the_prefix_hit_are_waited_for(fetching):
     run_to_end(fetching, fetching.add_with_images("a", [4, CAT, 30, DOG], text="same"))
     fetching.ec.calls.clear()
     fetching.ec.on_the_way.add(CAT.identifier)
@@ -400,7 +400,7 @@ def test_a_request_that_the_connector_gives_up_ends_alone(fetching):
 # ---- requests that end, or start over --------------------------------------------------------------------------------
 
 
-def test_an_abort_lets_go_of_embeddings(make_world):
+def test_an_abort_releases_embeddings(make_world):
     world = make_world(encoder_cache_size=64, max_num_batched_tokens=10, with_ec_connector=True)
     world.add_with_images("a", [CAT, 20])
     world.step()

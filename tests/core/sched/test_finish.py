@@ -132,7 +132,7 @@ def test_id_of_an_ended_request_can_be_used_again_once_its_blocks_are_free(world
         world.add("a")
 
 
-def test_end_of_a_sending_nobody_waits_for_is_counted_and_ignored(world):
+def test_unexpected_end_of_a_sending_is_counted_and_ignored(world):
     world.script.keep.add("a")
     world.add("a", 40, max_tokens=1)
     world.step()

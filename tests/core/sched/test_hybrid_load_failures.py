@@ -38,7 +38,7 @@ def test_load_of_several_groups_brings_the_tokens(hybrid, remote, num_loaded):
     hybrid.assert_clean()
 
 
-def test_loads_of_a_window_leave_out_what_nobody_attends_to(hybrid, remote):
+def test_loads_of_a_window_leave_out_tokens_without_attention(hybrid, remote):
     start_load(hybrid, remote, 150, 140)
     tables = hybrid.manager.get_block_ids("r")
     for group in window_groups(hybrid):
@@ -58,7 +58,7 @@ def test_bad_full_group_block_costs_later_blocks_and_freed_window_blocks(hybrid,
     hybrid.assert_clean()
 
 
-def test_bad_block_of_a_window_is_computed_anew(hybrid, remote):
+def test_bad_block_of_a_window_is_computed_again(hybrid, remote):
     for group in window_groups(hybrid):
         request = start_load(hybrid, remote, 150, 144, f"group {group}")
         hybrid.end_load_partly(request.request_id, bad=[8], group_id=group)
@@ -69,7 +69,7 @@ def test_bad_block_of_a_window_is_computed_anew(hybrid, remote):
         hybrid.assert_clean()
 
 
-def test_late_bytes_of_a_window_hit_nobodys_block(hybrid, remote):
+def test_late_bytes_of_a_window_hit_no_other_block(hybrid, remote):
     group = window_groups(hybrid)[0]
     request = start_load(hybrid, remote, 150, 144)
     hybrid.end_load_partly("r", late=[8], group_id=group)
@@ -103,7 +103,7 @@ def test_failed_load_keeps_its_local_hit(hybrid, remote):
 
 
 @pytest.mark.parametrize("num_loaded", [48, 144])
-def test_synchronous_load_of_garbage_is_computed_anew(hybrid, remote, num_loaded):
+def test_synchronous_load_of_garbage_is_computed_again(hybrid, remote, num_loaded):
     request = hybrid.add("r", 150)
     hybrid.script.remote["r"] = remote(num_loaded, is_async=False, is_corrupt=True)
     hybrid.step()

@@ -65,7 +65,7 @@ def test_it_runs_in_the_step_after_its_image_is_ready(world):
     run_to_end(world, request)
 
 
-def test_those_who_wait_keep_their_order_and_images_are_prepared_in_it(world):
+def test_waiting_requests_keep_their_order_and_images_are_prepared_in_it(world):
     requests = [world.add_with_images(name, [4, image, 4]) for name, image in zip("abc", (CAT, DOG, OWL), strict=True)]
     for _ in range(3):
         world.step()
@@ -99,7 +99,7 @@ def test_running_request_computes_text_before_its_image_then_waits(make):
     run_to_end(world, request, other)
 
 
-def test_the_image_behind_a_chunk_is_prepared_while_that_is_computed(make):
+def test_the_image_after_a_chunk_is_prepared_while_that_is_computed(make):
     world = make(max_num_batched_tokens=16)
     request = world.add_with_images("a", [16, CAT, 4])
     assert world.schedule().num_scheduled_tokens == {"a": 16}
@@ -168,7 +168,7 @@ def test_an_image_whose_kv_is_loaded_is_not_prepared(make, remote):
     assert world.images.num_images == 0
 
 
-def test_an_image_behind_kv_that_is_loaded_is_prepared_meanwhile(make, remote):
+def test_an_image_after_kv_that_is_loaded_is_prepared_meanwhile(make, remote):
     world = make(with_connector=True)
     world.script.remote["a"] = remote(40)
     request = world.add_with_images("a", [44, CAT, 4])

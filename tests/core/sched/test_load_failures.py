@@ -66,7 +66,7 @@ def test_blocks_of_a_failed_load_stay_until_it_has_ended(world, load):
     world.assert_clean()
 
 
-def test_late_bytes_of_a_failed_load_hit_nobody(make_world, remote):
+def test_late_bytes_of_a_failed_load_hit_no_other_block(make_world, remote):
     world = make_world(num_blocks=6, with_connector=True, kv_load_failure_policy="fail")
     world.script.remote["a"] = remote(32)
     world.add("a", 40)
@@ -168,7 +168,7 @@ def test_invalid_synchronous_load_fails_the_request_and_drops_its_token(world, r
     world.assert_clean()
 
 
-def test_nothing_behind_an_invalid_block_stays_a_hit(world, remote):
+def test_nothing_after_an_invalid_block_stays_a_hit(world, remote):
     world.script.remote["a"] = remote(32, is_async=False, is_corrupt=True)
     request = world.add("a", 50)
     world.step()
@@ -251,7 +251,7 @@ def test_invalid_block_of_a_request_that_waits_loaded_fails_it(make_world, remot
     world.assert_clean()
 
 
-def test_block_that_only_this_steps_tokens_fill_is_nobodys_load(world):
+def test_block_that_only_this_steps_tokens_fill_is_no_load(world):
     world.add("a", 40, max_tokens=9)
     world.schedule()
     world.script.report.invalid_block_ids = {world.manager.get_block_ids("a")[0][2]}
@@ -266,7 +266,7 @@ def test_partly_loaded_last_block_is_looked_at(world, load):
     assert world.ends == {"a": "error"}
 
 
-def test_invalid_block_that_nobody_holds_changes_nothing(world):
+def test_invalid_block_that_no_request_holds_changes_nothing(world):
     world.add("a", 20)
     world.script.report.invalid_block_ids = {60}
     (output,) = world.step()
@@ -291,7 +291,7 @@ def two_groups():
     return state, request
 
 
-def test_several_groups_fall_back_to_where_all_of_them_can_go_on(two_groups):
+def test_several_groups_fall_back_to_where_all_of_them_can_continue(two_groups):
     state, request = two_groups
     small, large = state.kv_cache_manager.get_block_ids("r")
     request.num_in_flight_tokens = 8

@@ -188,7 +188,7 @@ def test_tokens_that_are_computed_twice_count_at_most_as_the_prompt(make_world, 
     world.assert_right(request, 4)
 
 
-def test_what_is_lost_behind_the_first_token_is_counted_and_not_told(make_world, remote):
+def test_what_is_lost_after_the_first_token_is_counted_and_not_told(make_world, remote):
     world = make_world(with_connector=True)
     request = world.add("a", 40)
     world.step()

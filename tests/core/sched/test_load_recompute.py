@@ -125,7 +125,7 @@ def test_failed_load_keeps_its_place_by_priority(make_world, remote):
     assert list(world.ends) == ["urgent", "slow", "last"]
 
 
-def test_idle_engine_goes_on_after_the_report(world, load):
+def test_idle_engine_continues_after_the_report(world, load):
     """Empty steps change nothing until the report; the step after it computes."""
     load("a", 40, 32)
     for _ in range(3):

@@ -39,7 +39,7 @@ def test_logprobs_go_with_their_tokens(world):
     assert outputs[1].prompt_logprobs is None
 
 
-def test_tokens_behind_a_stop_lose_their_logprobs(world):
+def test_tokens_after_a_stop_lose_their_logprobs(world):
     world.add("a", sampling=SamplingParams(max_tokens=9, stop_token_ids=(7,)), stop_token_ids=frozenset({7}))
     world.schedule()
     (output,) = update(world, {"a": [1, 7, 2]}, logprobs={"a": [entry(1), entry(7), entry(2)]})

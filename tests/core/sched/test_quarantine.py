@@ -26,7 +26,7 @@ def num_quarantined(world) -> int:
     return world.scheduler.make_stats().num_quarantined_blocks
 
 
-def test_request_goes_on_in_fresh_blocks_while_late_bytes_arrive(world, load):
+def test_request_continues_in_fresh_blocks_while_late_bytes_arrive(world, load):
     request = load("a", 70, 64, max_tokens=10)
     ids = world.end_load_partly("a", late=[2])
     world.step()

@@ -53,7 +53,7 @@ def test_first_falls_back_and_the_others_keep_what_they_had_and_wait(shared):
     assert_all_right(world, "a", "b", "c")
 
 
-def test_nobody_goes_on_before_the_last_shared_block_is_whole(shared):
+def test_no_request_continues_before_the_last_shared_block_is_whole(shared):
     world = shared(max_num_batched_tokens=20)
     scheduled = []
     for _ in range(3):
@@ -146,7 +146,7 @@ def test_waiting_sharer_whose_own_block_turns_out_invalid(shared):
     assert_all_right(world, "a", "b", "c")
 
 
-def test_late_bytes_in_a_shared_block_give_everybody_fresh_ones(make_world):
+def test_late_bytes_in_a_shared_block_give_all_requests_fresh_ones(make_world):
     world = make_world(with_connector=True)
     prompt = world.prompt(PROMPT_TOKENS)
     world.requests = {name: world.add(name, prompt, max_tokens=20) for name in "abc"}
@@ -234,7 +234,7 @@ def test_ownership_does_not_pass_to_a_load_that_will_give_its_blocks_back(make_w
     assert_all_right(world, "b", "c")
 
 
-def test_owner_that_begins_anew_in_other_blocks_has_repaired_nothing(make_world, remote):
+def test_owner_that_begins_again_in_other_blocks_has_repaired_nothing(make_world, remote):
     world = make_world(with_connector=True)
     prompt = world.prompt(PROMPT_TOKENS)
     world.add("a", prompt[:40])

@@ -73,7 +73,7 @@ def test_full_prompt_needs_no_new_block_and_computes_one_token(world, load):
     assert world.tokens["a"] == world.expected(prompt_of(request), 3)
 
 
-def test_all_blocks_of_a_full_prompt_are_cached_before_the_last_token_is_given_up(world, load):
+def test_all_blocks_of_a_full_prompt_are_cached_before_its_last_token_is_dropped(world, load):
     request = load("a", 32, 32)
     pool = world.manager.block_pool
     world.complete_load("a")
@@ -165,7 +165,7 @@ def test_preempted_request_may_load_again(make_world, remote):
     world.assert_clean()
 
 
-def test_cost_of_a_load_goes_out_with_the_first_output_behind_it(world, load):
+def test_cost_of_a_load_goes_out_with_the_first_output_after_it(world, load):
     load("a", 40, 32)
     world.complete_load("a", USAGE)
     assert world.step() == []
@@ -183,7 +183,7 @@ def test_cost_of_a_load_is_forgotten_with_its_request(world, load):
     assert world.scheduler._state.transfer_usage == {}
 
 
-def test_cost_of_a_load_nobody_waits_for_is_forgotten(world, load):
+def test_cost_of_a_load_without_its_request_is_forgotten(world, load):
     load("a", 40, 32)
     world.abort("a")
     world.complete_load("a", USAGE)
@@ -208,7 +208,7 @@ def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended(world, lo
     world.assert_clean()
 
 
-def test_late_bytes_of_an_aborted_load_hit_nobody(make_world, remote):
+def test_late_bytes_of_an_aborted_load_hit_no_other_block(make_world, remote):
     world = make_world(num_blocks=6, with_connector=True)
     world.script.remote["a"] = remote(32)
     world.add("a", 40)
@@ -222,7 +222,7 @@ def test_late_bytes_of_an_aborted_load_hit_nobody(make_world, remote):
     world.assert_clean()
 
 
-def test_abort_behind_the_report_frees_at_once(world, load):
+def test_abort_after_the_report_frees_at_once(world, load):
     load("a", 40, 32)
     world.complete_load("a")
     world.step()
@@ -268,7 +268,7 @@ def test_connector_learns_the_blocks_of_an_aborted_load(world, load):
     assert world.script.named("finished") == [("a", block_ids, RequestStatus.FINISHED_ABORTED)]
 
 
-def test_ends_of_loads_that_nobody_waits_for_are_counted_and_ignored(world, load):
+def test_unexpected_ends_of_loads_are_counted_and_ignored(world, load):
     load("a", 40, 32)
     world.add("b")
     world.step()

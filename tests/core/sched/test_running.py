@@ -24,7 +24,7 @@ def test_latest_request_is_preempted_first(make_world):
     assert b.status is c.status is RequestStatus.PREEMPTED
 
 
-def test_preempted_request_starts_again_from_nothing_and_goes_on_where_it_was(make_world):
+def test_preempted_request_starts_again_from_nothing_and_continues_where_it_was(make_world):
     world = make_world(num_blocks=4)
     a, b, c = fill(world, "a", "b", "c", max_tokens=20)
     world.schedule()
@@ -49,7 +49,7 @@ def test_preempted_requests_wait_in_front_in_their_old_order(make_world):
     assert world.waiting_ids == ["d", "e"]
 
 
-def test_nobody_is_admitted_in_a_step_that_preempts(make_world):
+def test_no_request_is_admitted_in_a_step_that_preempts(make_world):
     world = make_world(num_blocks=5, policy="priority")
     world.add("a", 16, priority=1, max_tokens=9)
     world.add("large", 48, priority=9, max_tokens=9)
@@ -142,7 +142,7 @@ def test_blocks_hashed_ahead_for_a_refunded_victim_are_no_hits(make_world):
     assert world.tokens["meek"] == world.expected(meek.all_token_ids[:112].tolist(), 2)
 
 
-def test_requests_behind_a_removed_victim_are_not_skipped(make_world):
+def test_requests_after_a_removed_victim_are_not_skipped(make_world):
     world = make_world(num_blocks=5, policy="priority")
     world.add("meek", 30, priority=9, max_tokens=17)  # two blocks
     world.step()
@@ -164,7 +164,7 @@ def test_preempted_prefill_reserves_nothing(make_world):
     assert world.scheduler._state.inflight_prefills == {}
 
 
-def test_nobody_is_preempted_or_admitted_while_the_connector_gives_blocks_back(make_world):
+def test_no_request_is_preempted_or_admitted_while_the_connector_frees_blocks(make_world):
     world = make_world(num_blocks=3, with_connector=True)
     a, b = fill(world, "a", "b")
     world.script.has_pending_block_frees = True
@@ -188,7 +188,7 @@ def test_budget_that_is_used_up_leaves_the_rest_for_the_next_step(make_world):
     assert set(world.ends) == {"a", "b", "c"}
 
 
-def test_small_pool_finishes_everybody_with_the_right_tokens(make_world):
+def test_small_pool_finishes_all_requests_with_the_right_tokens(make_world):
     world = make_world(num_blocks=8)
     requests = {name: world.add(name, 17 + 5 * number, max_tokens=40) for number, name in enumerate("abcdef")}
     prompts = {name: request.all_token_ids.tolist() for name, request in requests.items()}

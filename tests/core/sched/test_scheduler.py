@@ -316,7 +316,7 @@ def test_aborting_an_id_named_twice_ends_it_once(world):
     assert world.abort("a", "a") == ["a"]
 
 
-def test_none_ends_everybody(make_world):
+def test_none_ends_all_requests(make_world):
     world = make_world(max_num_seqs=1)
     for name in "abc":
         world.add(name)

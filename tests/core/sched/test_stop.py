@@ -77,7 +77,7 @@ def test_stop_token_that_is_also_the_last_allowed_one_counts_as_stop(make_reques
     assert request.status is RequestStatus.FINISHED_STOPPED
 
 
-def test_tokens_behind_the_last_one_are_dropped(make_request):
+def test_tokens_after_the_last_one_are_dropped(make_request):
     request = make_request(max_tokens=9)
     assert append_output_tokens(request, [5, EOS, 6], 100) == [5, EOS]
     assert request.output_token_ids == [5, EOS]

@@ -5,7 +5,7 @@ import pytest
 from core.testing.clock import FakeClock
 
 
-def test_stands_still_until_it_is_moved():
+def test_does_not_move_by_itself():
     clock = FakeClock(5.0)
     assert clock.now() == clock.now() == 5.0
     assert clock.advance(2.5) == 7.5

@@ -302,7 +302,7 @@ async def test_metrics_tell_what_was_served(running, router):
     assert "kvferry_external_prefix_cache_hits_total 32.0" in text
 
 
-async def test_malformed_frame_is_answered_and_harms_nobody(running, router):
+async def test_malformed_frame_is_answered_and_does_no_harm(running, router):
     await router.expect(Heartbeat)
     await router.send(b"\x01\x03garbage")
     assert (await router.expect(Rejected)).error.code == "protocol_error"
@@ -366,7 +366,7 @@ def broken(*args):
 
 @pytest.mark.parametrize("step", ["on_timer", "on_outputs"])
 @pytest.mark.parametrize("is_all_broken", [False, True])
-async def test_bug_in_a_step_that_nobody_waits_for_is_an_exit_code(make_worker, router, monkeypatch, step, is_all_broken):
+async def test_bug_in_a_step_without_waiting_requests_is_an_exit_code(make_worker, router, monkeypatch, step, is_all_broken):
     real, is_broken = getattr(WorkerState, step), asyncio.Event()
     monkeypatch.setattr(WorkerState, step, lambda *args: broken() if is_broken.is_set() else real(*args))
     worker = make_worker()

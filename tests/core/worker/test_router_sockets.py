@@ -73,7 +73,7 @@ async def sockets(names, links):
     await sockets.close(0.0)
 
 
-async def test_one_link_per_machine_behind_the_name(sockets, names, links):
+async def test_one_link_per_machine_of_a_name(sockets, names, links):
     await names.asked_again()
     assert links.events == ["+tcp://127.0.0.1:1", "+tcp://127.0.0.1:2"]
 
@@ -95,7 +95,7 @@ async def test_name_service_that_is_down_closes_no_link(sockets, names, links):
     assert links.events[2:] == ["-tcp://127.0.0.1:2"]
 
 
-async def test_sending_where_nobody_listens_is_refused_not_queued(sockets, names):
+async def test_sending_to_a_closed_address_is_refused_not_queued(sockets, names):
     await names.asked_again()
     assert sockets.send("tcp://127.0.0.1:1", b"frame") is False
     assert sockets.send("tcp://127.0.0.1:9", b"frame") is False
@@ -140,7 +140,7 @@ async def test_handler_that_raises_gets_the_next_frame(names, caplog):
     context.destroy(linger=0)
 
 
-async def test_resolver_that_ends_by_a_bug_is_told(links):
+async def test_resolver_that_ends_by_a_bug_is_reported(links):
     async def broken(_name):
         raise ValueError("a bug")
 
@@ -151,7 +151,7 @@ async def test_resolver_that_ends_by_a_bug_is_told(links):
     await sockets.close(0.0)
 
 
-async def test_reader_whose_socket_is_closed_under_it_is_told(sockets, names, links):
+async def test_reader_whose_socket_is_closed_under_it_is_reported(sockets, names, links):
     await names.asked_again()
     sockets._sockets["tcp://127.0.0.1:1"].close(linger=0)
     async with asyncio.timeout(WAIT_S):

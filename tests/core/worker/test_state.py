@@ -192,7 +192,7 @@ def test_silent_router_is_told_what_it_has_lost_in_case_it_lives(worker):
     assert (failed.request_id, failed.error.code, failed.error.retryable) == ("mine", "router_silent", True)
 
 
-def test_worker_that_stood_still_does_not_take_its_own_silence_for_the_routers(worker):
+def test_worker_that_was_paused_does_not_take_its_own_silence_for_the_routers(worker):
     worker.generate("r", "a")
     hear_only_from("b", worker, until=3)
     assert not [action for action in worker.state.on_timer(60.0) if isinstance(action, SubmitAbort)]  # the fourth second

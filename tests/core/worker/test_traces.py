@@ -107,7 +107,7 @@ def test_parts_that_a_clock_s_drift_has_made_too_long_stay_inside(bench):
     assert bench.interval_ms("kvferry.kv_transfer") == (0, 0)
 
 
-def test_a_load_that_failed_says_why_and_has_no_transfer(bench):
+def test_a_load_that_failed_gives_the_reason_and_has_no_transfer(bench):
     bench.continue_(0)
     cost = TransferUsage(recomputed_tokens=99, fallback_reason="stale")
     bench.tokens(1000.1, finish_reason="stop", usage=Usage(kv_transfer=cost))
@@ -116,7 +116,7 @@ def test_a_load_that_failed_says_why_and_has_no_transfer(bench):
     assert "kvferry.kv_transfer" not in spans
 
 
-def test_a_prefill_says_why_a_tier_had_lost_blocks(bench):
+def test_a_prefill_gives_the_reason_for_blocks_lost_by_a_tier(bench):
     bench.generate(handoff=True)
     choice = PrefillChoice(index=0, token_id=5)
     bench.traces.on_reply(PrefillDone(request_id="r", choices=(choice,), recomputed_tokens=9, fallback_reason="digest"), 1000.1)

@@ -26,7 +26,7 @@ def test_decode_worker_killed_in_mid_stream_is_replaced_without_a_break(faulty):
 
 
 @pytest.mark.quick_on("shm")
-def test_sampled_answer_goes_on_with_the_same_random_numbers_on_another_worker(faulty):
+def test_sampled_answer_continues_with_the_same_random_numbers_on_another_worker(faulty):
     # With this seed no random number comes closer than 0.005 to the border between two tokens.
     fields = {"temperature": 0.9, "seed": 5, "max_tokens": 30}
     expected = faulty.start(**fields).result().token_ids

@@ -30,7 +30,7 @@ def test_stream_leaves_a_worker_whose_engine_hangs_and_it_is_taken_back(faulty):
 
 
 @pytest.mark.quick_on("shm")
-def test_router_that_stands_still_for_long_loses_no_stream(faulty):
+def test_router_that_is_paused_for_long_loses_no_stream(faulty):
     streams = [faulty.start(60 + number, 160) for number in range(4)]
     for stream in streams:
         faulty.wait_for_tokens(stream, 3)

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.mark.quick_on("nixl-tcp")
-def test_bytes_of_a_worker_that_thaws_late_spoil_nobodys_blocks(faulty):
+def test_bytes_of_a_worker_that_thaws_late_spoil_no_other_block(faulty):
     faulty.plan(late=[1])
     stream = faulty.start(200)
     faulty.wait_for("kept")
@@ -64,7 +64,7 @@ def test_deadline_ends_the_read_of_a_frozen_worker_before_its_silence_does(fault
 
 @pytest.mark.quick_on("nixl")
 @pytest.mark.profile("one reader")
-def test_bytes_that_land_behind_a_deadline_spoil_nobodys_blocks(faulty):
+def test_bytes_that_land_after_a_deadline_spoil_no_other_block(faulty):
     """Every transport behaves as NIXL does: an abandoned read still ends, and writes into its buffers.
 
     Other reads of the same owner end before the deadline, which shows that it is alive and spares it the fence for a while.
@@ -89,7 +89,7 @@ def test_bytes_that_land_behind_a_deadline_spoil_nobodys_blocks(faulty):
 
 @pytest.mark.quick_on("nixl")
 @pytest.mark.profile("one reader")
-def test_bytes_that_land_behind_an_abort_spoil_nobodys_blocks(faulty):
+def test_bytes_that_land_after_an_abort_spoil_no_other_block(faulty):
     faulty.plan(late=[1], ignore_cancel=True)
     stream = faulty.start(200)
     faulty.wait_for("kept")

@@ -44,7 +44,7 @@ def test_network_that_comes_back_at_once_costs_nothing(faulty):
 
 @pytest.mark.full
 @pytest.mark.quick_on("tcp")
-def test_connections_that_break_in_the_midst_of_a_read_are_made_anew(faulty):
+def test_connections_that_break_in_the_midst_of_a_read_are_made_again(faulty):
     stream = start_and_cut(faulty)
     faulty.network.heal()
     reset_at = time.monotonic()

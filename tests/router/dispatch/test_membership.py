@@ -241,7 +241,7 @@ def test_a_process_that_was_cut_off_when_its_successor_came_is_refused(membershi
     assert membership.workers == [successor]
 
 
-def test_a_process_that_was_cut_off_comes_back_if_nobody_has_its_name(membership):
+def test_a_process_that_was_cut_off_comes_back_if_its_name_is_free(membership):
     for number in range(3):
         joined = only(membership.on_register(b"%d" % number, registration(incarnation=1), now=0.0), Joined)
         membership.on_broken(joined.worker, "its connection is gone")

@@ -70,7 +70,7 @@ async def test_without_a_context_a_trace_begins_here_and_holds_all_prompts(trace
     assert len({message.trace.trace_id for message in prefill.messages(Generate)}) == 1
 
 
-async def test_a_retry_is_a_leg_of_its_own_and_is_told(start_router):
+async def test_a_retry_is_a_leg_of_its_own_and_is_reported(start_router):
     under_test = await start_router(has_http=False)
     tracer, spans = memory_tracer(SystemClock())
     under_test.router.gateway.trace_with(tracer)

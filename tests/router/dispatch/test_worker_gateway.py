@@ -212,7 +212,7 @@ async def test_a_silent_worker_is_dropped_and_comes_back_with_its_next_registrat
     assert (await complete(under_test)).status_code == 200
 
 
-async def test_of_two_workers_with_one_name_the_later_serves_and_the_earlier_is_told(start_router):
+async def test_of_two_workers_with_one_name_the_later_serves_and_the_earlier_is_refused(start_router):
     under_test = await start_router(has_http=False)
     first = await under_test.add("aggregated", engine_id="twin")
     second = await under_test.add("aggregated", engine_id="twin")

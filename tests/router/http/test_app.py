@@ -64,7 +64,7 @@ async def test_a_completion_has_openai_s_shape(served):
         assert parts.pop("total_ms") == pytest.approx(sum(parts.values()))
 
 
-async def test_an_aggregated_worker_tells_what_its_tier_has_lost(start_router, caplog):
+async def test_an_aggregated_worker_reports_what_its_tier_has_lost(start_router, caplog):
     caplog.set_level("INFO", logger="router.dispatch.worker_gateway")
     under_test = await start_router()
     worker = await under_test.add("aggregated")
@@ -371,7 +371,7 @@ async def test_unknown_paths_and_methods_have_the_same_error_shape(served):
         assert error_of(await client.get("/v1/completions"), 405)["code"] == "method_not_allowed"
 
 
-async def test_a_bug_is_a_500_that_tells_nothing(served, monkeypatch):
+async def test_a_bug_is_a_500_without_details(served, monkeypatch):
     def boom(*args):
         raise RuntimeError("secret detail")
 
@@ -428,7 +428,7 @@ async def test_a_lost_worker_without_a_successor_is_a_503_that_says_when_to_come
     assert (again.status_code, int(again.headers["retry-after"]) >= 30) == (503, True)
 
 
-async def test_without_its_prefill_worker_the_decode_worker_serves_and_usage_says_so(start_router):
+async def test_without_its_prefill_worker_the_decode_worker_serves_and_usage_reports_it(start_router):
     under_test = await start_router(has_http=False)
     prefill = await under_test.add("prefill", script=under_test.script(is_silent=True))
     await under_test.add("decode")
@@ -480,7 +480,7 @@ async def test_the_log_line_of_a_request_holds_the_client_s_id(served, caplog):
     assert "fallback_reason" not in line
 
 
-async def test_the_log_line_of_a_request_says_why_how_many_tokens_were_recomputed(served, caplog):
+async def test_the_log_line_of_a_request_has_reason_and_number_of_recomputed_tokens(served, caplog):
     caplog.set_level("INFO", logger="router.dispatch.worker_gateway")
     for worker in served.workers:
         worker.script.cost = TransferUsage(transport="tcp", recomputed_tokens=3, fallback_reason="digest")

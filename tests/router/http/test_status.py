@@ -61,7 +61,7 @@ async def test_report_names_encode_workers_too(served):
     assert (found["state"], found["max_num_seqs"], found["transports"]) == ("ready", 8, ["shared"])
 
 
-async def test_report_says_why_nothing_can_be_served(start_router):
+async def test_report_gives_the_reason_why_nothing_can_be_served(start_router):
     report = (await get(await start_router(has_http=False), "/status.json")).json()
     assert report["is_ready"] is False
     assert report["reason"]

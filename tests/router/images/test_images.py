@@ -218,7 +218,7 @@ async def test_an_image_that_would_take_minutes_to_decode_is_named_with_the_way_
     assert "save it as a JPEG that is not progressive" in await refused(under_test, body, "messages[0].content[1]")
 
 
-async def test_a_router_without_memory_for_an_image_says_so_and_goes_on(start_sighted, monkeypatch):
+async def test_a_router_without_memory_for_an_image_reports_it_and_continues(start_sighted, monkeypatch):
     def fail(*_):
         raise EncoderInputMissing("there is no memory for an image at the moment")
 

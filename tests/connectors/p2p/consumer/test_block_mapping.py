@@ -83,7 +83,7 @@ def test_sizes_of_which_neither_divides_the_other_meet_at_their_common_multiple(
     ]
 
 
-def test_what_a_window_has_given_up_is_not_read():
+def test_blocks_that_left_the_window_are_not_read():
     found = plan(start=0, end=100, local=16, remote=16, num_skipped=40)
     assert rows(found) == [((row,), (row - 400,)) for row in range(502, 507)]
     assert not found.is_partial

@@ -58,7 +58,7 @@ def test_verification_time_starts_when_the_last_byte_is_reported(pull):
     assert (usage.transfer_ms, usage.verify_ms) == (500.0, 1500.0)
 
 
-def test_handshake_says_who_reads_and_how(pull, make_identity):
+def test_handshake_names_the_reader_and_its_transports(pull, make_identity):
     pull.start()
     (handshake,) = pull.messages(Handshake)
     ours = make_identity()
@@ -174,7 +174,7 @@ def test_a_load_that_comes_late_in_a_handshake_has_one_of_its_own(pull):
     assert pull.reads_of("b")
 
 
-def test_loads_that_never_end_keep_no_handshake_open_for_ever(pull):
+def test_loads_that_never_end_keep_no_handshake_open_forever(pull):
     for number in range(1, 11):
         pull.start(f"r{number}", transfer_id=f"t{number}")
         pull.tick(1)
@@ -207,7 +207,7 @@ def test_a_peer_of_another_version_is_asked_less_and_less_often(pull):
     assert 20 < len(pull.messages(Handshake)) < 6 + 600 / MAX_RETRY_S + 2
 
 
-def test_the_next_life_of_a_peer_of_another_version_is_asked_at_once(pull):
+def test_the_next_incarnation_of_a_peer_of_another_version_is_asked_at_once(pull):
     for _ in range(3):
         pull.start(f"a{pull.now}")
         refuse_version(pull)
@@ -377,7 +377,7 @@ def test_transport_that_failed_is_not_used_though_the_peer_insists_on_it(pull):
     assert pull.failed == {"r": "peer_lost"}
 
 
-def test_transport_that_failed_for_a_life_is_used_if_it_was_offered_to_another(pull):
+def test_transport_that_failed_for_an_incarnation_is_used_if_offered_to_another(pull):
     """It fails again, and the next one is offered."""
     pull.start("next life", transfer_id="t2", incarnation=2)
     cannot_open(pull, "shm", incarnation=2)
@@ -515,7 +515,7 @@ def test_load_from_a_new_incarnation_on_an_old_connection_makes_a_new_handshake(
     assert pull.ended["new"].error is None
 
 
-def test_second_refused_connection_ends_the_load_of_the_next_life_too(pull):
+def test_second_refused_connection_ends_the_load_of_the_next_incarnation_too(pull):
     pull.start_reading("old")
     pull.start("new", transfer_id="new", incarnation=2)
     pull.disconnect()

@@ -59,7 +59,7 @@ def test_request_that_has_more_time_than_a_transfer_waits_no_longer_than_that(pu
 
 
 @pytest.mark.parametrize("left_s", [0.0, -3.0])
-def test_request_without_time_fails_at_once_and_asks_nobody(pull, left_s):
+def test_request_without_time_fails_at_once_without_questions(pull, left_s):
     pull.start(deadline=pull.now + left_s)
     assert pull.failed == {"r": "deadline"}
     assert not pull.messages(Handshake)
@@ -93,7 +93,7 @@ def test_frozen_peer_is_fenced_at_the_deadline_and_its_blocks_quarantined(pull, 
     assert pull.end_read(second, PeerUnreachable("closed")) == [QuarantineEnded((2,))]
 
 
-def test_fence_of_a_lost_peer_is_told_if_late_reads_of_aborted_loads_are_open(pull, address):
+def test_fence_of_a_lost_peer_is_reported_if_late_reads_of_aborted_loads_are_open(pull, address):
     pull.start_reading("a")
     pull.start("b", num_rows=2)
     pull.abort("a")

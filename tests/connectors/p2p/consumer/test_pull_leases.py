@@ -118,7 +118,7 @@ def test_answer_from_before_the_release_says_nothing_of_the_lease_taken_again(pu
     assert pull.failed == {"r": "lease_expired"}
 
 
-def test_request_behind_a_forgotten_lease_asks_again(pull):
+def test_request_after_a_forgotten_lease_asks_again(pull):
     pull.expect()
     pull.tick(5)
     pull.start()
@@ -286,7 +286,7 @@ def test_renewals_keep_a_long_load_going(make_pull):
     assert pull.usable_rows("r") == set(range(10))
 
 
-def test_load_behind_an_ended_lease_asks_the_owner_again(pull):
+def test_load_after_an_ended_lease_asks_the_owner_again(pull):
     pull.start("a")
     pull.accept()
     pull.grant(0)
@@ -313,7 +313,7 @@ def test_lease_of_another_incarnation_is_forgotten_at_once(pull):
     assert renewed.message.transfer_ids == ("u",)
 
 
-def test_lost_connection_keeps_leases_for_whoever_answers_next(pull):
+def test_lost_connection_keeps_leases_for_the_next_process(pull):
     """A partition that heals costs the loads in progress, not the handoffs of the requests that wait."""
     pull.hold()
     pull.grant(30_000)
@@ -342,7 +342,7 @@ def test_lease_plays_no_part_once_the_bytes_are_here(pull):
     assert pull.usable_rows("r") == {0, 1}
 
 
-def test_load_whose_lease_and_reads_fail_says_why_its_first_block_is_missing(pull):
+def test_load_whose_lease_and_reads_fail_gives_the_reason_of_its_first_block(pull):
     pull.start_reading(num_rows=6)
     pull.grant(0)
     for read_id in sorted(pull.open_reads):

@@ -31,7 +31,7 @@ def posted(actions):
     return [action.local_rows for action in actions if isinstance(action, PostRead)]
 
 
-def test_load_that_has_no_room_asks_again_when_a_read_has_ended_and_then_goes_on(crowded):
+def test_load_that_has_no_room_asks_again_when_a_read_has_ended_and_then_continues(crowded):
     assert crowded.reads_of("r") == []
     assert posted(crowded.grant()) == [], "no read has ended"
     assert posted(end_read_of_other(crowded)) == [(1, 2)], "one, to see whether there is room"

@@ -125,7 +125,7 @@ def test_slow_peer_keeps_its_transport(pull, peer):
     assert not pull.actions(TransportBroken)
 
 
-def test_peer_that_does_not_answer_either_is_not_given_up_early(pull, peer):
+def test_peer_that_does_not_answer_either_is_not_abandoned_early(pull, peer):
     pull.start_reading()
     for _ in range(11):
         pull.tick(2.5)
@@ -297,7 +297,7 @@ def test_loads_that_wait_for_a_better_transport_outlive_the_loss_of_the_other(pu
     assert pull.ended["second"].error is None
 
 
-def test_abort_of_the_last_load_lets_the_others_go_on(pull, peer):
+def test_abort_of_the_last_load_lets_the_others_continue(pull, peer):
     fall_back_to_tcp(pull, peer, "first")
     pull.tick(1.0)
     end_probe(pull)

@@ -18,7 +18,7 @@ def test_handshake_with_a_replaced_process_is_repeated_over_a_new_connection(pul
     load_from_second_life(pull, address)
 
 
-def test_lease_is_asked_for_anew_if_a_replaced_process_answers(pull, address):
+def test_lease_is_asked_for_again_if_a_replaced_process_answers(pull, address):
     pull.start_reading("old")
     pull.end_reads()
     pull.start("new", transfer_id="new", incarnation=2)

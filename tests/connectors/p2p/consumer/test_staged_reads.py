@@ -165,7 +165,7 @@ def test_seals_of_several_blocks_land_beside_the_one_they_became(make_world):
     assert [decode_seal(seals[:SEAL_BYTES]).generation, decode_seal(seals[SEAL_BYTES:]).generation] == [3, 9]
 
 
-def test_read_that_has_no_room_says_so_at_once_and_is_not_posted(make_world):
+def test_read_that_has_no_room_reports_it_at_once_and_is_not_posted(make_world):
     world = make_world(num_staged=2)
     world.freeze()
     world.read(1)
@@ -203,7 +203,7 @@ def test_peer_whose_read_leaves_half_to_others_gets_another(make_world):
     assert world.events == [ReadEnded(3, has_no_room=True)]
 
 
-def test_read_that_never_has_room_says_so(make_world):
+def test_read_that_never_has_room_reports_it(make_world):
     world = make_world(num_staged=1)
     world.read(1)
     assert world.poll() == {1: LayoutMismatch}

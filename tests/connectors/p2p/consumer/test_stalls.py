@@ -41,7 +41,7 @@ def test_one_late_look_is_not_enough(stalls):
     assert not look(stalls, 60.0), "this worker stood still, not its peer"
 
 
-def test_bytes_between_two_looks_start_the_time_anew(stalls):
+def test_bytes_between_two_looks_start_the_time_again(stalls):
     stalls.watch([PEER], 0.0)
     assert not look(stalls, 2.0)
     assert not look(stalls, 4.0, has_advanced=True)
@@ -49,7 +49,7 @@ def test_bytes_between_two_looks_start_the_time_anew(stalls):
     assert look(stalls, 8.0)
 
 
-def test_end_of_a_read_starts_the_time_anew(stalls):
+def test_end_of_a_read_starts_the_time_again(stalls):
     stalls.watch([PEER], 0.0)
     assert not look(stalls, 2.0)
     stalls.begin_again(PEER, 3.0)

@@ -68,7 +68,7 @@ def test_open_breaker_is_of_one_peer_and_one_transport(breakers):
     assert breakers.health.reasons(PEER) == {"tcp": "no byte came"}
 
 
-def test_opening_is_told_once(breakers):
+def test_opening_is_reported_once(breakers):
     breakers.break_()
     breakers.break_()
     assert breakers.take() == [TransportBroken(PEER, "tcp", "no byte came", 1.0)]
@@ -114,7 +114,7 @@ def test_failed_probes_double_the_back_off_up_to_its_bound(breakers):
     assert breakers.health.reasons(PEER) == {"tcp": "refused"}
 
 
-def test_probe_without_an_answer_is_given_up_and_counts_as_failed(breakers):
+def test_probe_without_an_answer_is_abandoned_and_counts_as_failed(breakers):
     breakers.break_()
     _, probe = breakers.tick(1.0)
     assert breakers.tick(2.0) == [EndProbe(probe.probe_id)]
@@ -125,7 +125,7 @@ def test_probe_without_an_answer_is_given_up_and_counts_as_failed(breakers):
     assert second.probe_id != probe.probe_id
 
 
-def test_back_off_goes_on_where_it_was_if_only_probes_succeed(breakers):
+def test_back_off_continues_where_it_was_if_only_probes_succeed(breakers):
     breakers.break_()
     _, probe = breakers.tick(1.0)
     breakers.answer(probe)
@@ -158,7 +158,7 @@ def test_failures_in_a_row_open_the_breaker(breakers):
     assert breakers.health.reasons(PEER) == {"tcp": "reset"}
 
 
-def test_success_between_failures_starts_their_count_anew(breakers):
+def test_success_between_failures_starts_their_count_again(breakers):
     for _ in range(5):
         for _ in range(2):
             breakers.health.count_failure(BY_TCP, PeerUnreachable("reset"), breakers.now)
@@ -184,7 +184,7 @@ def test_forgotten_peer_is_not_probed(breakers):
     assert breakers.tick(100) == []
 
 
-def test_only_the_present_life_at_an_address_is_remembered(breakers):
+def test_only_the_present_incarnation_at_an_address_is_remembered(breakers):
     later = PeerId(ADDRESS, 2)
     breakers.break_()
     breakers.break_(OpenPeer(later, "tcp", b"", 1, 1))

@@ -118,7 +118,7 @@ def test_probe_of_an_owner_that_dies_fails(world):
     assert isinstance(ended.error, PeerUnreachable)
 
 
-def test_probe_that_was_given_up_says_nothing_and_leaves_nothing(world):
+def test_abandoned_probe_reports_nothing_and_leaves_nothing(world):
     world.freeze()
     world.executor.execute(StartProbe(7, world.how_to_open))
     world.executor.execute(EndProbe(7))

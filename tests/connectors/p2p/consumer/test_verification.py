@@ -41,7 +41,7 @@ def test_seal_that_says_what_is_expected_is_good(check):
         ("num_tokens", 31, "num_tokens 31 instead of 32"),
     ],
 )
-def test_each_field_of_the_seal_counts_and_is_told_with_both_values(check, make_seal, field, value, said):
+def test_each_field_of_the_seal_counts_and_is_reported_with_both_values(check, make_seal, field, value, said):
     verdict = check(make_seal(dataclasses.replace(EXPECTED, **{field: value})))
     assert verdict.good == []
     assert verdict.stale[0].code == "stale"
@@ -177,7 +177,7 @@ def test_corrupt_blocks_alone_are_read_once_more_bytes_first_and_then_seals(dige
     assert pull.protocol.counts.blocks_read_again == 2
 
 
-def test_blocks_that_are_corrupt_twice_are_given_up_and_the_rest_is_kept(digesting):
+def test_blocks_that_are_corrupt_twice_are_rejected_and_the_rest_is_kept(digesting):
     pull = digesting
     pull.end_read(pull.end_data_reads(), digests={501: 1, 502: 2})
     pull.end_read(pull.end_data_reads(), digests={502: 2})

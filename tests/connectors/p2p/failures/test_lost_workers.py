@@ -99,7 +99,7 @@ def test_death_of_the_owner_is_reported_at_once(world, when):
         assert world.reason("before") == ""
 
 
-def test_memory_of_a_dead_owner_is_given_up_at_once(world, monkeypatch):
+def test_memory_of_a_dead_owner_is_released_at_once(world, monkeypatch):
     removed: list[PeerId] = []
     monkeypatch.setattr(world.reader.transport, "remove_peer", removed.append)
     world.load(world.make_handoff())
@@ -161,7 +161,7 @@ def test_quarantine_ends_with_the_read_where_the_peer_need_not_be_fenced(world):
 # ---- P restarts
 
 
-def test_restarted_owner_is_a_new_peer_with_one_handshake_for_all_who_wait(world):
+def test_restarted_owner_is_a_new_peer_with_one_handshake_for_all_loads(world):
     old = world.make_handoff("old")
     world.load(old, settle=False)
     world.kill()

@@ -103,7 +103,7 @@ def test_owner_that_does_not_fit_is_refused_with_both_values(world, make_identit
     world.assert_quiet()
 
 
-def test_transport_that_opens_nobody_costs_no_load(world):
+def test_transport_that_opens_no_peer_costs_no_load(world):
     world.reader = world.add("decode-1", 98, transports=("denied", "inproc"))
     for name in ("first", "second"):
         request = world.make_handoff(name)
@@ -118,7 +118,7 @@ def test_transport_that_opens_nobody_costs_no_load(world):
     ]
 
 
-def test_reader_whose_only_transport_opens_nobody_says_why(world):
+def test_reader_whose_only_transport_opens_no_peer_gives_the_reason(world):
     world.reader = world.add("decode-1", 98, transports=("denied",))
     world.load(world.make_handoff())
     assert world.reason() == "peer_lost"
@@ -144,7 +144,7 @@ def test_bytes_that_were_corrupted_once_are_read_again_and_served(digesting):
     assert digesting.reader.agent.counts()["blocks_read_again"] == 1
 
 
-def test_bytes_that_are_corrupted_twice_are_given_up_alone(digesting):
+def test_blocks_that_are_corrupted_twice_are_rejected_alone(digesting):
     request = digesting.make_handoff()
     digesting.reader.plan.corrupt = {2, 5}  # 1 to 3 are the blocks, 4 the seals, 5 is the second time
     digesting.load(request)

@@ -124,7 +124,7 @@ def test_due_lease_does_not_come_back_before_it_is_collected(table, clock):
     assert table.expire(clock.now()) == ["r"]
 
 
-def test_renewed_lease_at_the_head_does_not_hide_expired_ones_behind_it(table, clock):
+def test_renewed_lease_at_the_head_does_not_hide_expired_ones_after_it(table, clock):
     table.grant("head", "rh", 1, clock.now())
     clock.advance(1)
     table.grant("behind", "rb", 1, clock.now())

@@ -62,7 +62,7 @@ def stage(area: StagingArea, order: str, block_size: int, first_tokens: list[int
 
 
 @pytest.mark.parametrize("order", ["HND", "NHD"])
-def test_short_blocks_become_one_long_one_with_zeros_behind(order):
+def test_short_blocks_become_one_long_one_with_zeros_at_its_end(order):
     pool, blocks = region(order, 64)
     area = map_staging_area(pool, 1 << 20)
     staged = stage(area, order, 16, [0, 16, 32])

@@ -286,7 +286,7 @@ def test_peer_that_cannot_be_opened_is_reported(world):
     assert errors_of(world.poll()) == {1: PeerUnreachable}
 
 
-def test_peer_that_could_be_opened_is_told_and_one_that_could_not_is_not(world):
+def test_peer_that_could_be_opened_is_reported_and_one_that_could_not_is_not(world):
     world.open(b"garbage")
     assert world.opened == []
     assert [type(event) for event in world.poll()] == [PeerFailed]
@@ -519,7 +519,7 @@ def test_thread_keeps_looking_after_a_read_that_nothing_announces(world, run_thr
     assert world.events.get(timeout=WAIT_S) == ReadEnded(1)
 
 
-def test_bug_in_the_thread_is_told_and_fences_everything(world):
+def test_bug_in_the_thread_is_reported_and_fences_everything(world):
     deaths: queue.SimpleQueue[BaseException] = queue.SimpleQueue()
     thread = TransferThread(world.executor, deaths.put)
     thread.start()

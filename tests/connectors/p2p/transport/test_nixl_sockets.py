@@ -104,7 +104,9 @@ def test_exposure_is_logged_once_for_each_worker(make_nixl, caplog):
 
 
 @pytest.mark.parametrize(("devices", "is_told"), [("all", True), ("lo", False)])
-def test_devices_of_the_environment_are_told_if_they_are_more_than_loopback(make_nixl, caplog, monkeypatch, devices, is_told):
+def test_devices_of_the_environment_are_reported_if_they_are_more_than_loopback(
+    make_nixl, caplog, monkeypatch, devices, is_told
+):
     monkeypatch.setenv("UCX_NET_DEVICES", devices)
     make_nixl("owner", LOCAL)
     assert ("exposed_socket" in caplog.text) == is_told

@@ -235,7 +235,7 @@ def test_is_available_here():
     assert ShmTransport(RandomIds()).unavailable_reason() is None
 
 
-def test_says_why_it_is_not_available(monkeypatch):
+def test_gives_the_reason_why_it_is_not_available(monkeypatch):
     def refuse(_):
         raise PermissionError("seccomp says no")
 

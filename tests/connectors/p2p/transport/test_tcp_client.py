@@ -267,7 +267,7 @@ def test_owner_packs_short_rows_into_one_frame(local_owner, context):
         [msgspec.msgpack.encode((1, 2, 3, 0, ["row"]))],
     ],
 )
-def test_owner_counts_nonsense_and_goes_on(local_owner, context, reader, frames):
+def test_owner_counts_nonsense_and_continues(local_owner, context, reader, frames):
     assert ask(local_owner, context, frames) is None
     assert_serves(local_owner, reader)
 

@@ -125,7 +125,7 @@ def test_owner_of_a_reader_that_takes_nothing_looks_less_and_less_often(world):
     assert world.owner.max_wait_s() is None
 
 
-def test_requests_of_a_reader_that_has_left_are_not_held_back_for_ever(world):
+def test_requests_of_a_reader_that_has_left_are_not_held_back_forever(world):
     world.ask_for_all_of_it_while_the_answers_are_held_up()
     world.network.reset()
     world.drive(lambda: world.owner.max_wait_s() is None and len(world.ended) == 2)

@@ -53,7 +53,7 @@ LIES = {
 
 
 @pytest.mark.parametrize("lie", LIES)
-def test_reader_ends_a_read_that_is_answered_wrongly_and_goes_on(context, reader, lie):
+def test_reader_ends_a_read_that_is_answered_wrongly_and_continues(context, reader, lie):
     owner = LyingOwner(context)
     reader.transport.add_peer(PEER, owner.metadata)
     handle = reader.transport.post_read(PEER, 0, [1, 2], [5, 6])
@@ -77,7 +77,7 @@ PACKED_LIES = {
 
 
 @pytest.mark.parametrize("lie", PACKED_LIES)
-def test_reader_ends_a_read_of_short_rows_that_is_answered_wrongly_and_goes_on(context, reader, lie):
+def test_reader_ends_a_read_of_short_rows_that_is_answered_wrongly_and_continues(context, reader, lie):
     owner = LyingOwner(context)
     reader.transport.add_peer(PEER, owner.metadata)
     handle = reader.transport.post_read(PEER, 1, [1, 2], [5, 9])

@@ -60,7 +60,7 @@ def test_a_stop_string_in_the_only_choice_ends_the_request_well(pair):
     pair.assert_idle()
 
 
-def test_a_stop_string_in_one_of_two_choices_lets_the_other_go_on(make_bench):
+def test_a_stop_string_in_one_of_two_choices_lets_the_other_continue(make_bench):
     bench = make_bench("a0")
     bench.submit(n=2)
     bench.receive("a0", [Tokens("r1", 0, 0, (1,)), Tokens("r1", 1, 0, (2,))])

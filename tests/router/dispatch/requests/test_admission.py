@@ -188,7 +188,7 @@ def test_decode_worker_serves_alone_if_it_cannot_read_the_only_prefill_worker(ma
     assert bench.core.not_ready_reason is None
 
 
-def test_a_decode_worker_that_could_never_read_anybody_does_not_serve_alone(make_bench):
+def test_a_decode_worker_without_a_readable_prefill_worker_does_not_serve_alone(make_bench):
     bench = make_bench("d0")
     bench.join("p1", model_fingerprint=b"new")
     with pytest.raises(NoWorker, match="model fingerprint"):

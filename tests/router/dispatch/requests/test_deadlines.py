@@ -146,7 +146,7 @@ def test_without_a_time_of_its_own_a_request_has_the_router_s(make_router):
     assert "may take 60 s" in refusal(bench, timeout_s=600.0).message
 
 
-def test_what_was_done_or_given_up_meanwhile_is_not_waited_for(make_router):
+def test_images_decoded_or_dropped_meanwhile_are_not_waited_for(make_router):
     bench = make_router("p0", "d0")
     bench.submit("r1", prompt=50)
     bench.submit("r2", prompt=50)
@@ -188,7 +188,7 @@ def test_a_request_ends_when_its_own_time_is_over(make_router):
     assert bench.error("r1").message == "the request took longer than 3 s"
 
 
-def test_the_shortest_wait_is_told(make_router):
+def test_the_shortest_wait_is_reported(make_router):
     bench = make_router("p0", "p1", "d0")
     workers = bench.core.membership.workers
     bench.submit("r1", prompt=50)

@@ -77,7 +77,7 @@ def test_a_needless_handoff_is_released(pair):
     pair.assert_idle()
 
 
-def test_several_choices_share_one_prefill_and_only_live_ones_go_on(pair):
+def test_several_choices_share_one_prefill_and_only_live_ones_continue(pair):
     pair.submit(n=3)
     ended = PrefillChoice(index=1, token_id=2, finish_reason="stop", stop_reason=2)
     pair.prefill_done(choices=(PrefillChoice(index=0, token_id=50), ended, PrefillChoice(index=2, token_id=52)))

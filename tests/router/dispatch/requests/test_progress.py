@@ -117,7 +117,7 @@ def test_an_answer_says_more_than_the_heartbeat_before_it(make_bench):
     assert standing(bench) is Standing.SERVING
 
 
-def test_a_process_that_stood_still_as_a_whole_is_not_stalled(make_bench):
+def test_a_process_that_was_paused_as_a_whole_is_not_stalled(make_bench):
     bench = decoding(make_bench, "p0", "d0", "d1")
     bench.tick(1.0)
     bench.wait(5.0)
@@ -146,7 +146,7 @@ def test_a_stalled_worker_gets_no_new_request(make_bench):
     assert bench.to("d0", Generate) == []
 
 
-def test_a_stream_without_a_survivor_stays_and_goes_on_when_the_worker_does(make_bench):
+def test_a_stream_without_a_survivor_stays_and_continues_when_the_worker_does(make_bench):
     bench = decoding(make_bench, "p0", "d0", worker_wait_s=5.0)
     stall(bench, seconds=20)
     assert (bench.updates["r1"][-1].error, bench.retries) == (None, [])
@@ -245,7 +245,7 @@ def test_each_stall_in_a_row_doubles_the_back_off(make_bench):
     assert waits == [1, 2, 4, 8]
 
 
-def test_the_log_is_told_of_stalls_and_returns(make_bench):
+def test_the_log_has_stalls_and_returns(make_bench):
     bench = make_bench("p0", "d0")
     stall(bench, seconds=3)
     bench.now += 1.0

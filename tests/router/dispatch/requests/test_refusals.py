@@ -111,7 +111,7 @@ def test_a_closed_worker_is_not_waited_for_like_a_full_one(make_bench, error):
     bench.assert_idle()
 
 
-def test_the_time_without_anybody_begins_when_the_request_begins_to_wait(make_bench):
+def test_the_time_without_workers_begins_when_the_request_begins_to_wait(make_bench):
     bench = make_bench("p0", "d0", heartbeat_timeout_s=50.0)
     bench.now = 30.0
     refused_by_d0(bench, DRAINING)
@@ -121,7 +121,7 @@ def test_the_time_without_anybody_begins_when_the_request_begins_to_wait(make_be
     assert bench.error().code == "no_worker"
 
 
-def test_the_time_without_anybody_begins_when_the_last_full_worker_leaves(make_bench):
+def test_the_time_without_workers_begins_when_the_last_full_worker_leaves(make_bench):
     bench = refused_by_d0(make_bench("p0", "d0", heartbeat_timeout_s=50.0), FULL)
     bench.wait(12.0)
     bench.leave("d0")
@@ -160,7 +160,7 @@ def test_another_prefill_worker_begins_again_even_if_it_has_more_to_do(make_benc
 
 @pytest.mark.parametrize("has_decoded", [False, True])
 @pytest.mark.parametrize("fails", [gives_up, reconnects, loses_tokens])
-def test_another_decode_worker_goes_on_even_if_it_has_more_to_do(make_bench, fails, has_decoded):
+def test_another_decode_worker_continues_even_if_it_has_more_to_do(make_bench, fails, has_decoded):
     bench = make_bench("p0", "d0", "d1")
     bench.heartbeat("d1", num_running=3)
     bench.submit()

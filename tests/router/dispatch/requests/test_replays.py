@@ -14,7 +14,7 @@ GIVEN_UP = ErrorInfo.of(RouterSilent("worker heard nothing from the router for t
 
 
 @pytest.mark.parametrize("how", ["lost", DRAINING, DEAD, GIVEN_UP], ids=lambda how: getattr(how, "code", how))
-def test_a_stream_goes_on_with_another_decode_worker_that_computes_all_of_it(make_bench, how):
+def test_a_stream_continues_with_another_decode_worker_that_computes_all_of_it(make_bench, how):
     bench = make_bench("p0", "d0", "d1")
     bench.submit(max_tokens=9)
     bench.prefill_done()
@@ -68,7 +68,7 @@ def test_an_aggregated_worker_lost_in_mid_stream_is_replaced(make_bench):
     assert bench.updates["r1"][-1].handoff is None, "there never was one"
 
 
-def test_a_stream_never_goes_on_with_another_model(make_bench):
+def test_a_stream_never_continues_with_another_model(make_bench):
     bench = make_bench("p0", "d0")
     bench.join("d1", model_fingerprint=b"v2")
     bench.join("a1", model_fingerprint=b"v2", max_num_seqs=1)

@@ -147,7 +147,7 @@ def test_a_worker_that_refused_gets_nothing_until_its_next_heartbeat(make_bench)
     assert bench.generated("p0").request_id == "r3"
 
 
-def test_the_result_of_an_attempt_that_was_given_up_is_released(make_bench):
+def test_the_result_of_an_abandoned_attempt_is_released(make_bench):
     bench = make_bench("p0", "p1", "d0")
     bench.submit()
     bench.receive("p0-again", Heartbeat(engine_id="p0", incarnation=1))
@@ -239,7 +239,7 @@ def test_the_same_handoff_goes_to_another_decode_worker(make_bench, how):
     bench.assert_idle()
 
 
-def test_choices_that_have_begun_go_on_with_the_handoff_that_the_others_still_need(make_bench):
+def test_choices_that_have_begun_continue_with_the_handoff_that_others_still_need(make_bench):
     bench = make_bench("p0", "d0", "d1")
     bench.submit(n=3)
     bench.prefill_done(n=3)
@@ -424,7 +424,7 @@ def test_a_pair_that_falls_silent_together_is_lost_whichever_is_missed_first(mak
     assert bench.updates["r1"][-1].handoff.cost.fallback_reason == "peer_lost"
 
 
-def test_a_worker_that_cannot_read_the_handoff_goes_on_without_it(make_bench):
+def test_a_worker_that_cannot_read_the_handoff_continues_without_it(make_bench):
     bench = make_bench("d0")
     for name in ("p0", "d0"):
         bench.join(name, connector="p2p", transports=("tcp",), has_digests=True)
@@ -440,7 +440,7 @@ def test_a_worker_that_cannot_read_the_handoff_goes_on_without_it(make_bench):
     assert bench.updates["r1"][-1].handoff.cost.fallback_reason == "rejected"
 
 
-def test_a_worker_with_another_layout_goes_on_without_the_handoff_and_says_why(make_bench):
+def test_a_worker_with_another_layout_continues_without_the_handoff(make_bench):
     bench = make_bench("p0", "d0")
     bench.submit()
     bench.prefill_done()

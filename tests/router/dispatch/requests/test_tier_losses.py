@@ -35,7 +35,7 @@ def alone(make_bench):
     return bench
 
 
-def test_aggregated_worker_tells_what_its_tier_has_lost(alone):
+def test_aggregated_worker_reports_what_its_tier_has_lost(alone):
     alone.tokens(0, 50, peer="a0", usage=Usage(num_cached_tokens=3, kv_transfer=LOST))
     alone.tokens(1, 51, peer="a0", usage=Usage(num_cached_tokens=3, kv_transfer=LOST), finish_reason="stop")
     report = last_report(alone)
@@ -73,7 +73,7 @@ def test_successor_of_an_aggregated_worker_tells_its_own_loss(alone):
     assert lost_by(alone) == (32, "digest")
 
 
-def test_prefill_worker_tells_what_its_tier_has_lost(pair):
+def test_prefill_worker_reports_what_its_tier_has_lost(pair):
     pair.submit()
     pair.prefill_done(recomputed_tokens=6, fallback_reason="store_miss")
     assert lost_by(pair) == (6, "store_miss")
