@@ -3,7 +3,7 @@
 The only file that uses torch's private oneDNN ops. On CPU in fp32 a weight is packed once and serves every batch size:
 ``F.linear`` packs it again at each call from 3 rows on, which takes about twice the time at 4 to 16 rows and an eighth more
 at 1024 (``python benchmarks/model.py --only linear``). All other layers use ``F.linear``. The ops are detected, then compared
-with ``F.linear`` at load.
+with ``F.linear`` at load, once for each shape, by which oneDNN chooses a kernel.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ _MIN_ROWS = 4  # below, oneDNN leaves its blocked kernel for a slower one: 4 row
 _TOLERANCE = 1e-4
 
 logger = logging.getLogger(__name__)
+
+_is_right: dict[tuple[torch.Size, bool], bool] = {}  # (shape, without bias) → what the comparison has shown
 
 
 class Linear(Protocol):
@@ -78,11 +80,13 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     if not can_pack(weight):
         return dense
     packed = PackedLinear(weight, bias)
-    probe = torch.linspace(-1.0, 1.0, 5 * weight.shape[1]).view(5, -1)
-    if all(_agree(packed(x), dense(x)) for x in (probe, probe[:1])):
-        return packed
-    logger.warning(event("packed_linear_rejected", shape=tuple(weight.shape), reason="differs from F.linear"))
-    return dense
+    key = (weight.shape, bias is None)
+    if key not in _is_right:
+        probe = torch.linspace(-1.0, 1.0, 5 * weight.shape[1]).view(5, -1)
+        _is_right[key] = all(_agree(packed(x), dense(x)) for x in (probe, probe[:1]))
+        if not _is_right[key]:
+            logger.warning(event("packed_linear_rejected", shape=tuple(weight.shape), reason="differs from F.linear"))
+    return packed if _is_right[key] else dense
 
 
 def can_pack(weight: Tensor) -> bool:

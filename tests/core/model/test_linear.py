@@ -50,7 +50,7 @@ def test_falls_back_where_packed_results_differ(monkeypatch, wrong_rows, caplog)
         return correct(self, x) + (1e-2 if x.shape[0] == wrong_rows else 0.0)
 
     monkeypatch.setattr(PackedLinear, "__call__", slightly_wrong)
-    weight, x = torch.randn(8, 8), torch.randn(wrong_rows, 8)
+    weight, x = torch.randn(8 + wrong_rows, 8), torch.randn(wrong_rows, 8)  # a shape that nothing else has
     layer = make_linear(weight)
     assert isinstance(layer, DenseLinear)
     torch.testing.assert_close(layer(x), F.linear(x, weight))
