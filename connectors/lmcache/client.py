@@ -1,7 +1,7 @@
-"""The connection to the server, over ZeroMQ, and the client of its admin port.
+"""The connection to the server: requests with replies and deadlines over ZeroMQ, and the client of its admin port.
 
-Every session of the node has a connection of its own, which is closed when it is lost. So no request for one server process
-reaches the next process at the same address. Moves frames without interpreting their arguments.
+Every registration has a connection of its own, which is closed when it is lost. So no request for one server process reaches
+the next process at the same address. The server has no error reply: a request that it fails to handle is never answered.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from http.client import HTTPException
 from typing import Any
@@ -17,9 +18,9 @@ from urllib.request import urlopen
 import msgspec
 import zmq
 
-from connectors.lmcache.actions import ServerFacts
-from connectors.lmcache.wire import MAX_MESSAGE_BYTES, decode_reply
-from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError
+from connectors.lmcache.messages import ServerFacts
+from connectors.lmcache.wire import MAX_MESSAGE_BYTES, Operation, decode_reply, encode_call
+from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError, TransferTimeout
 from core.log import event
 from core.rate_limit import LimitedLog
 from core.wire.sockets import LOST_EVENTS, AsyncContext, AsyncSocket, SocketOptions, dealer_socket
@@ -30,26 +31,74 @@ _OPTIONS = SocketOptions(max_message_bytes=MAX_MESSAGE_BYTES, high_water_mark=40
 _log = logging.getLogger(__name__)
 
 
-class LMCacheClient:
-    """One connection, used in the event loop only. Create it inside the event loop.
+class Calls:
+    """Requests that have no reply yet. ``send`` puts frames on the connection; ``counts`` gets late and missing replies.
 
-    Calls ``on_reply`` with number and result, ``on_lost`` when the connection is lost, and ``on_death`` if one of its tasks
-    raises.
+    ``on_lost`` is called when the connection is lost. For one event loop.
+    """
+
+    def __init__(self, send: Callable[[list[bytes]], None], counts: Counter[str]) -> None:
+        self.send = send
+        self.counts = counts
+        self.on_lost: Callable[[], None] = _do_nothing
+        self.is_lost = False
+        self._open: dict[int, asyncio.Future[object]] = {}
+        self._last_uid = 0
+
+    def post(self, operation: Operation, *arguments: object) -> int:
+        """Send a request and return its number."""
+        self._last_uid += 1
+        self.send(encode_call(self._last_uid, operation, *arguments))
+        return self._last_uid
+
+    async def call(self, timeout_s: float, operation: Operation, *arguments: object) -> object:
+        """Send a request and return its result.
+
+        Raises:
+            TransferTimeout: no reply came in time.
+            PeerUnreachable: the connection was lost.
+        """
+        uid = self.post(operation, *arguments)
+        reply = self._open[uid] = asyncio.get_running_loop().create_future()
+        try:
+            async with asyncio.timeout(timeout_s):
+                return await reply
+        except TimeoutError:
+            self.counts["unanswered_requests"] += 1
+            raise TransferTimeout(f"no reply from the LMCache server in {timeout_s:g} s") from None
+        finally:
+            del self._open[uid]
+
+    def on_reply(self, uid: int, result: object) -> None:
+        """Take a reply in."""
+        reply = self._open.get(uid)
+        if reply is None or reply.done():
+            self.counts["late_replies"] += 1
+        else:
+            reply.set_result(result)
+
+    def lose(self) -> None:
+        """Fail all requests: the connection is lost."""
+        self.is_lost = True
+        self.on_lost()
+        for reply in self._open.values():
+            if not reply.done():
+                reply.set_exception(PeerUnreachable("the connection to the LMCache server is lost"))
+
+
+class LMCacheClient:
+    """One connection; its requests are in ``calls``. Create it inside the event loop, and use it there only.
+
+    Calls ``on_death`` if one of its tasks raises.
 
     Raises:
         ConnectorUnavailable: the address is unusable.
     """
 
     def __init__(
-        self,
-        context: AsyncContext,
-        address: str,
-        on_reply: Callable[[int, object], None],
-        on_lost: Callable[[], None],
-        on_death: Callable[[BaseException], None],
+        self, context: AsyncContext, address: str, counts: Counter[str], on_death: Callable[[BaseException], None]
     ) -> None:
-        self._on_reply = on_reply
-        self._on_lost = on_lost
+        self.calls = Calls(self._send, counts)
         self._on_death = on_death
         self._is_closed = False
         self._socket: AsyncSocket = dealer_socket(context, _OPTIONS)
@@ -66,8 +115,19 @@ class LMCacheClient:
         for task in self._tasks:
             task.add_done_callback(self._on_task_end)
 
-    def send(self, frames: list[bytes]) -> None:
+    async def close(self) -> None:
+        """Close the connection at once, and wait for the end of its tasks. Idempotent."""
+        if not self._is_closed:
+            self._is_closed = True
+            for task in self._tasks:
+                task.cancel()
+            self._close_sockets()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _send(self, frames: list[bytes]) -> None:
         """Queue a request. A request that cannot be queued is dropped and ends at its deadline."""
+        if self._is_closed:
+            return
         try:
             sent = self._socket.send_multipart(frames, zmq.NOBLOCK)
             error = sent.exception() if isinstance(sent, asyncio.Future) and sent.done() else None
@@ -76,38 +136,25 @@ class LMCacheClient:
         if error is not None:
             self._limited_log.warning("lmcache_request_dropped", error=error)
 
-    def close(self) -> None:
-        """Close the connection at once. The ZeroMQ context terminates only after this. Idempotent."""
-        if self._is_closed:
-            return
-        self._is_closed = True
-        for task in self._tasks:
-            task.cancel()
-        self._close_sockets()
-
-    async def join(self) -> None:
-        """Return when the tasks of a closed connection have ended."""
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
     def _close_sockets(self) -> None:
         self._socket.monitor(None, 0)  # first: ZeroMQ's thread blocks on an event that is never read
         self._monitor.close(linger=0)
         self._socket.close(linger=0)
 
     async def _receive(self) -> None:
-        while not self._is_closed:  # handling a reply may close it
+        while True:
             frames = await self._socket.recv_multipart()
             try:
                 uid, result = decode_reply(frames)
             except ProtocolError as error:
                 _log.warning(event("lmcache_bad_reply", error=error.message))
-                self._on_lost()
+                self.calls.lose()
                 return
-            self._on_reply(uid, result)
+            self.calls.on_reply(uid, result)
 
     async def _watch(self) -> None:
         await self._monitor.recv_multipart()
-        self._on_lost()
+        self.calls.lose()
 
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if not self._is_closed and not task.cancelled() and task.exception() is not None:
@@ -134,3 +181,7 @@ def fetch_facts(http_address: str, timeout_s: float) -> ServerFacts:
 def _get(url: str, timeout_s: float) -> Any:  # noqa: ANN401 - any JSON
     with urlopen(url, timeout=timeout_s) as response:
         return msgspec.json.decode(response.read(_MAX_ANSWER_BYTES))
+
+
+def _do_nothing() -> None:
+    """Stand in until somebody wants to know."""

@@ -1,52 +1,38 @@
-"""The LMCache connector as a worker sees it: a ``LMCacheNode`` carried by the event loop, a connection and a copying thread.
+"""The LMCache connector as a worker sees it: the coroutine that keeps a server registered, and the copying thread.
 
-Passes events to the node and carries out the node's actions in order. The engine thread and the copying thread reach it by
-``call_soon_threadsafe``, which keeps order. A missing or lost server costs cache hits only. A bug in the node ends the worker,
-because loads that depend on it might never end.
+The engine thread reaches the event loop by ``call_soon_threadsafe``, which keeps order. A missing or lost server costs cache
+hits only. A bug in a coroutine ends the worker, because loads that depend on it might never end.
+
+    probe: version, settings ──▶ staging memory ──▶ registration ──reply──▶ in use ──doubt──▶ a pause, and again
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from connectors.lmcache.actions import (
-    Action,
-    ConnectToServer,
-    LMCacheMPConnectorMetadata,
-    LookupAnswered,
-    ProbeServer,
-    SavePages,
-    SealPages,
-    SendToServer,
-    ServerFacts,
-    SessionClosed,
-    SessionOpened,
-    TakePages,
-)
 from connectors.lmcache.client import LMCacheClient, fetch_facts
-from connectors.lmcache.node import LMCacheNode, NodePhase
-from connectors.lmcache.pending_requests import LMCacheSettings
+from connectors.lmcache.loads import Faults, PageLoads
+from connectors.lmcache.messages import LMCacheMPConnectorMetadata, LoadPages, SavePages, ServerSession
+from connectors.lmcache.registered_server import LMCacheSettings, RegisteredServer, check_server, register
+from connectors.lmcache.saves import PageSaves
 from connectors.lmcache.scheduler import LMCacheMPConnectorScheduler
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageSealer, Staging, sweep_segments
 from connectors.lmcache.wire import Namespace
 from connectors.lmcache.worker import LMCacheMPConnectorWorker
-from connectors.reports import LoadEnded
 from core.connector import Connector, ConnectorContext
 from core.digest import BlockDigester
-from core.errors import ConnectorUnavailable, KVFerryError
+from core.errors import ConnectorUnavailable, KVFerryError, TransferTimeout
 from core.ids import new_hex_id
 from core.kv.seals import SEAL_BYTES, layout_fingerprint
 from core.kv.spec import ChunkedLocalAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from core.log import event
 from core.metrics import read_gauge, read_labelled_counter
 from core.wire.sockets import AsyncContext
-
-_GOOD_BYE_S = 0.2
 
 _log = logging.getLogger(__name__)
 
@@ -67,17 +53,21 @@ class LMCacheConnector(Connector):
             handoff_wait_s=self._settings.handoff_wait_s,
         )
         self.worker = LMCacheMPConnectorWorker(
-            lambda metadata: self._call_soon(self._on_metadata, metadata), lambda saves: self._call_soon(self._on_copied, saves)
+            lambda metadata: self._call_soon(self._on_metadata, metadata),
+            lambda saves: self._call_soon(self.saves.on_copied, saves),
         )
+        self.counts: Counter[str] = Counter()
+        transfer_deadline_s = context.config.connector.transfer_deadline_s
+        self.loads = PageLoads(context.clock, transfer_deadline_s, self._take_pages, self.worker.report, self.counts)
+        self.saves = PageSaves(self._seal_pages, self.counts)
+        self.server: RegisteredServer | None = None  # in use now
         self._sealer = self._new_sealer()  # of the copying thread
-        self._node: LMCacheNode | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._timer: asyncio.TimerHandle | None = None
+        self._staying: asyncio.Task[None] | None = None
         self._zmq: AsyncContext | None = None
-        self._link: LMCacheClient | None = None
         self._copies: ThreadPoolExecutor | None = None
         self._allocated: Staging | None = None  # the latest
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._num_attempts = 0
         self._has_tried = asyncio.Event()
 
     @property
@@ -88,7 +78,7 @@ class LMCacheConnector(Connector):
     @property
     def is_connected(self) -> bool:
         """True while the server can be used."""
-        return self._node is not None and self._node.phase is NodePhase.UP
+        return self.server is not None
 
     # ---- life ------------------------------------------------------------------------------------------------------
 
@@ -110,126 +100,66 @@ class LMCacheConnector(Connector):
         self._loop = asyncio.get_running_loop()
         self._zmq = AsyncContext()
         self._copies = ThreadPoolExecutor(max_workers=1, thread_name_prefix="kvferry-lmcache")
-        self._node = LMCacheNode(self._node_settings(), self._context.ids, self._context.clock)
-        self._publish(self._node)
-        self._on_timer()
+        self._publish()
+        self._staying = asyncio.create_task(self._stay_connected(self._server_settings()))
+        self._staying.add_done_callback(self._on_end)
         await self._has_tried.wait()
 
     async def stop(self) -> None:
         """Unregister, end tasks and threads, close sockets and release the memory."""
         if self._loop is None:
             return
-        await self._part()
-        self._loop = self._node = None  # later events do not reach the node
-        if self._timer is not None:
-            self._timer.cancel()
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-        self.scheduler.server = None
+        self._loop = None  # later events do not reach the coroutines
+        if self.server is not None:
+            await self.server.say_goodbye()
+        if self._staying is not None:
+            self._staying.cancel()
+            await asyncio.gather(self._staying, return_exceptions=True)
         if self._allocated is not None:
             self._allocated.unlink()
-        if self._link is not None:
-            self._link.close()
-            await self._link.join()
         if self._copies is not None:
             await asyncio.to_thread(self._copies.shutdown)
         if self._zmq is not None:
             self._zmq.destroy(linger=0)
 
-    async def _part(self) -> None:
-        """Unregister and wait briefly for the reply: the server logs an error if it cannot deliver it."""
-        has_parted = asyncio.Event()
-        self._tell(lambda node: node.on_stop(has_parted.set))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(has_parted.wait(), _GOOD_BYE_S if self.is_connected else 0)
+    async def _stay_connected(self, settings: LMCacheSettings) -> None:
+        """Use the server, and after each loss of it try again."""
+        while True:
+            num_connections = self.counts["connections"]
+            error = await self._use_server(settings)
+            if self.counts["connections"] > num_connections or not self._has_tried.is_set():
+                _log.warning(event("lmcache_unavailable", code=error.code, error=error.message))
+            self._has_tried.set()
+            await asyncio.sleep(settings.retry_interval_s)
 
-    # ---- what happens, in the event loop ---------------------------------------------------------------------------
-
-    def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
-        """Call back in the event loop, in order; nothing after ``stop``. Any thread."""
-        loop = self._loop
-        if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(callback, *arguments)
-
-    def _on_metadata(self, metadata: LMCacheMPConnectorMetadata) -> None:
-        self._tell(lambda node: node.on_metadata(metadata))
-
-    def _on_copied(self, saves: Sequence[SavePages]) -> None:
-        if self._node is not None:
-            self._node.on_copied(saves)
-
-    def _on_sealed(self, save: SavePages) -> None:
-        self._tell(lambda node: node.on_sealed(save))
-
-    def _on_taken(self, request_id: str, faults: dict[int, KVFerryError]) -> None:
-        self._tell(lambda node: node.on_taken(request_id, faults))
-
-    def _on_timer(self) -> None:
-        self._timer = None
-        self._tell(LMCacheNode.on_timer)
-
-    def _tell(self, happened: Callable[[LMCacheNode], list[Action]]) -> None:
-        """Pass an event to the node and carry out the actions that it returns."""
-        node = self._node
-        if node is None:
-            return
-        try:
-            for action in happened(node):
-                self._carry_out(action)
-            self._arm_timer(node)
-        except Exception as error:  # a load may wait without end
-            _log.exception(event("lmcache_node_failed"))
-            self.worker.fail(error)
-
-    def _arm_timer(self, node: LMCacheNode) -> None:
-        """Schedule ``_on_timer`` for the node's next deadline."""
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._loop is not None:
-            self._timer = self._loop.call_later(max(0.0, node.next_timer() - self._context.clock.now()), self._on_timer)
-
-    # ---- what the node wants ---------------------------------------------------------------------------------------
-
-    def _carry_out(self, action: Action) -> None:
-        match action:
-            case SendToServer():
-                if self._link is not None:
-                    self._link.send(action.frames)
-            case LookupAnswered():
-                self.scheduler.on_lookup_answer(action.session_id, action.num_tokens)
-                self.worker.wake()
-            case LoadEnded():
-                self.worker.report(action)
-            case SealPages():
-                self._copy(self._seal, action)
-            case TakePages():
-                self._copy(self._take, action)
-            case ProbeServer():
-                self._spawn(self._probe(action.attempt))
-            case ConnectToServer():
-                self._connect(action.attempt)
-            case SessionOpened():
-                self._open(action)
-            case SessionClosed():
-                self._close(action)
-
-    def _spawn(self, coroutine: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(coroutine)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _probe(self, attempt: int) -> None:
-        """Read the server's version and settings, and allocate staging memory."""
+    async def _use_server(self, settings: LMCacheSettings) -> KVFerryError:
+        """Register with the server and use it until the first doubt; return why it is not used, or not any more."""
         staging: Staging | None = None
-        found: ServerFacts | KVFerryError
+        client: LMCacheClient | None = None
+        self._num_attempts += 1
         try:
-            address, timeout_s = self._settings.http_address.rstrip("/"), self._settings.request_timeout_s
-            found = await asyncio.to_thread(fetch_facts, address, timeout_s)
+            async with asyncio.timeout(2 * settings.request_timeout_s):
+                facts = await asyncio.to_thread(
+                    fetch_facts, self._settings.http_address.rstrip("/"), settings.request_timeout_s
+                )
+            check_server(facts, settings)
             staging = await asyncio.to_thread(self._allocate, new_hex_id(self._context.ids, SHM_PREFIX))
+            assert self._zmq is not None
+            client = LMCacheClient(self._zmq, self._settings.server_address, self.counts, self.worker.fail)
+            view, instance_id = await register(client.calls, self._num_attempts, facts, staging, settings, self._context.ids)
+            server = RegisteredServer(client.calls, view, instance_id, settings, self._on_answer, self.worker.fail)
+            self._open(server)
+            return await server.run()
+        except TimeoutError:
+            return TransferTimeout("the LMCache server could not be reached in time")
         except KVFerryError as error:
-            found = error
-        self._tell(lambda node: node.on_probed(attempt, found, staging))
+            return error
+        finally:
+            self.server = self.scheduler.server = None
+            if staging is not None:
+                staging.unlink()
+            if client is not None:
+                await client.close()
 
     def _allocate(self, name: str) -> Staging:
         """Return new staging memory. Runs on a thread that cannot be cancelled, so ``stop`` may run meanwhile."""
@@ -239,66 +169,93 @@ class LMCacheConnector(Connector):
             self._allocated.unlink()
         return self._allocated
 
-    def _connect(self, attempt: int) -> None:
-        assert self._zmq is not None
-        self._link = LMCacheClient(
-            self._zmq,
-            self._settings.server_address,
-            lambda uid, result: self._tell(lambda node: node.on_reply(attempt, uid, result)),
-            lambda: self._tell(lambda node: node.on_disconnected(attempt)),
-            self.worker.fail,
-        )
-
-    def _open(self, opened: SessionOpened) -> None:
-        server = opened.server
-        server.staging.unlink()  # the server has mapped it, so the name is not needed, and a crash cannot leave it
-        self.scheduler.server = server
+    def _open(self, server: RegisteredServer) -> None:
+        staging, geometry = server.view.staging, server.view.geometry
+        staging.unlink()  # the server has mapped it, so the name is not needed, and a crash cannot leave it
+        self.server, self.scheduler.server = server, server.view
         self._has_tried.set()
-        pages = server.staging.pages
-        _log.info(event("lmcache_connected", chunk_size=server.geometry.chunk_size, pages=pages.num_pages))
+        _log.info(event("lmcache_connected", chunk_size=geometry.chunk_size, pages=staging.pages.num_pages))
 
-    def _close(self, closed: SessionClosed) -> None:
-        if closed.staging is not None:
-            closed.staging.unlink()
-        if closed.attempt == 0:
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled():
+            self.worker.fail(task.exception() or RuntimeError("it returned"))
+
+    # ---- what the engine thread says -------------------------------------------------------------------------------
+
+    def _call_soon(self, callback: Callable[..., None], *arguments: object) -> None:
+        """Call back in the event loop, in order; nothing after ``stop``. Any thread."""
+        loop = self._loop
+        if loop is not None and not loop.is_closed():
+            loop.call_soon_threadsafe(callback, *arguments)
+
+    def _on_metadata(self, metadata: LMCacheMPConnectorMetadata) -> None:
+        """Begin what a step has decided, apart from its saves, in the order of the fields."""
+        if self._loop is None:
             return
-        was_connected, self.scheduler.server = self.scheduler.server is not None, None
-        if self._link is not None:
-            self._link.close()
-            self._link = None
-        if was_connected or not self._has_tried.is_set():
-            _log.warning(event("lmcache_unavailable", code=closed.error.code, error=closed.error.message))
-        self._has_tried.set()
+        for number, is_good in metadata.verdicts.items():
+            self.saves.judge(number, is_good, self._server_of)
+        for lookup in metadata.lookups:
+            server = self._server_of(lookup.server)
+            if server is not None:
+                server.look_up(lookup)
+            else:
+                self._on_answer(lookup.span.session_id, 0)
+        for load in metadata.loads:
+            self.loads.start(load, self._server_of(load.transfer.server))
+        sessions = self.server.sessions if self.server is not None else {}
+        for session_id in metadata.unclaimed:
+            if session_id in sessions:
+                sessions[session_id].released.set()
+        for request_id in metadata.aborts:
+            self.loads.abort(request_id)
+        for session_id in metadata.ended:
+            if session_id in sessions:
+                sessions[session_id].end()
+
+    def _server_of(self, view: ServerSession) -> RegisteredServer | None:
+        """Return the server that the scheduler side knew as ``view``, None if it was left."""
+        server = self.server
+        return server if server is not None and server.view is view and server.error is None else None
+
+    def _on_answer(self, session_id: str, num_tokens: int) -> None:
+        self.scheduler.on_lookup_answer(session_id, num_tokens)
+        self.worker.wake()
 
     # ---- the copying thread ----------------------------------------------------------------------------------------
 
-    def _copy(self, job: Callable[[Any], None], action: SealPages | TakePages) -> None:
-        """Run a job on the copying thread."""
-        assert self._copies is not None
-        done = self._copies.submit(job, action)
-        done.add_done_callback(lambda future: self.worker.fail(error) if (error := future.exception()) is not None else None)
+    async def _copy(self, job: Callable[..., Any], *arguments: object) -> Any:  # noqa: ANN401 - what the job returns
+        """Run a job on the copying thread. One that raises ends the worker."""
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._copies, job, *arguments)
+        except Exception as error:
+            self.worker.fail(error)
+            raise
 
-    def _seal(self, action: SealPages) -> None:
-        save = action.save
+    async def _seal_pages(self, save: SavePages) -> None:
+        await self._copy(self._seal, save)
+
+    async def _take_pages(self, load: LoadPages, pages: Sequence[int]) -> Faults:
+        faults: Faults = await self._copy(self._take, load, pages)
+        return faults
+
+    def _seal(self, save: SavePages) -> None:
         rows = save.transfer.server.staging.rows
         for move, page in zip(save.transfer.moves, save.pages, strict=True):
             self._sealer.seal(rows[page], move.identity)
-        self._call_soon(self._on_sealed, save)
 
-    def _take(self, action: TakePages) -> None:
+    def _take(self, load: LoadPages, pages: Sequence[int]) -> Faults:
         """Copy pages into the pool and verify the copies, which later writes of the server cannot change.
 
         A block that fails stays in the pool as garbage and is reported with its error; the request does not use it.
         """
-        transfer, faults = action.load.transfer, dict[int, KVFerryError]()
-        staging, pool = transfer.server.staging, self.worker.rows
-        for index, (move, page) in enumerate(zip(transfer.moves, action.pages, strict=True)):
+        faults, staging, pool = Faults(), load.transfer.server.staging, self.worker.rows
+        for index, (move, page) in enumerate(zip(load.transfer.moves, pages, strict=True)):
             pool[move.block_id] = staging.rows[page, : staging.block_bytes]
             seal = staging.rows[page, staging.block_bytes : staging.block_bytes + SEAL_BYTES].tobytes()
             fault = self._sealer.find_fault(pool[move.block_id], seal, move.identity)
             if fault is not None:
                 faults[index] = fault
-        self._call_soon(self._on_taken, action.load.request_id, faults)
+        return faults
 
     def _new_sealer(self) -> PageSealer:
         layout = self._context.layout
@@ -308,7 +265,7 @@ class LMCacheConnector(Connector):
 
     # ---- settings and metrics --------------------------------------------------------------------------------------
 
-    def _node_settings(self) -> LMCacheSettings:
+    def _server_settings(self) -> LMCacheSettings:
         settings, layout = self._settings, self._context.layout
         return LMCacheSettings(
             namespace=Namespace.of(self._context.model_fingerprint, layout, PAGE_VERSION),
@@ -321,25 +278,25 @@ class LMCacheConnector(Connector):
             retry_interval_s=settings.retry_interval_s,
         )
 
-    def _publish(self, node: LMCacheNode) -> None:
+    def _publish(self) -> None:
         registry = self._context.metrics
         read_gauge(registry, "lmcache_connected", "1 while the LMCache server can be used.", lambda: float(self.is_connected))
-        read_gauge(registry, "lmcache_loading_blocks", "Blocks of loads that are not over.", lambda: node.num_loading_blocks)
+        read_gauge(registry, "lmcache_loading_blocks", "Blocks of loads that are not over.", lambda: self.loads.num_blocks)
         read_gauge(registry, "lmcache_staging_pages", "Staging pages in use.", self._num_used_pages)
         read_labelled_counter(
             registry,
             "lmcache_events",
             "Lookups, loads, saves and what became of them.",
             ("event",),
-            lambda: [((name,), count) for name, count in self._counts(node).items()],
+            lambda: [((name,), count) for name, count in self._event_counts().items()],
         )
 
     def _num_used_pages(self) -> float:
         server = self.scheduler.server
         return server.staging.num_used_pages if server is not None else 0
 
-    def _counts(self, node: LMCacheNode) -> dict[str, int]:
-        return {**node.counts(), "saves_without_room": self.scheduler.num_saves_without_room}
+    def _event_counts(self) -> dict[str, int]:
+        return {**self.counts, "saves_without_room": self.scheduler.num_saves_without_room}
 
 
 def window_of(spec: KVCacheSpec) -> int:

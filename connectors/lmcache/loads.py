@@ -1,200 +1,195 @@
 """Loads: chunks that the server writes into staging pages, and what of them passes into the pool.
 
-    WAITING ──pages──▶ CALLED ──the server is done──▶ TAKING ──checked and copied──▶ over
-       └──────────────────┴── deadline, abort, loss ──▶ over for its request; its pages are free when the reply comes
+    order ──pages──▶ asked ──the server is done──▶ taking ──checked and copied──▶ LoadEnded
+      └─────────────────┴── deadline, abort, loss ──▶ LoadEnded; the pages are free when the reply comes
 
-The pool is written in TAKING only, by this process: so a load that is over writes nothing any more, and its blocks need no
+The pool is written while taking only, by this process: a load that has ended writes nothing any more, and its blocks need no
 quarantine. A load that is being taken ends when that has ended, whatever happens meanwhile.
 """
 
 from __future__ import annotations
 
+import asyncio
 import math
-from collections import deque
+from collections import Counter
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
-from enum import Enum, auto
 
-from connectors.lmcache.actions import LoadPages, TakePages
-from connectors.lmcache.pending_requests import PendingRequests
-from connectors.lmcache.sessions import ServerSessions
-from connectors.lmcache.wire import is_done, retrieve_call
+from connectors.lmcache.messages import LoadPages
+from connectors.lmcache.registered_server import PromptSession, RegisteredServer
+from connectors.lmcache.wire import is_done
 from connectors.reports import ALL_BLOCKS, LoadEnded
+from core.clock import Clock
 from core.errors import KVFerryError, NotFound, PeerUnreachable, TransferTimeout, fallback_reason
 from core.wire.messages import ErrorInfo, TransferUsage
 
 TRANSPORT = "lmcache"
 
-
-class _Phase(Enum):
-    WAITING = auto()  # for pages
-    CALLED = auto()
-    TAKING = auto()
+Faults = dict[int, KVFerryError]  # by move: what is wrong with its page
+TakePages = Callable[[LoadPages, list[int]], Awaitable[Faults]]
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Load:
     order: LoadPages
     started_at: float
-    deadline: float
+    task: asyncio.Task[Faults] | None = None
     pages: list[int] = field(default_factory=list)
-    phase: _Phase = _Phase.WAITING
-    arrived_at: float = math.inf
+    filling: asyncio.Task[bool] | None = None  # until the server has replied
     is_aborted: bool = False
+    arrived_at: float = math.inf
 
     @property
-    def session_id(self) -> str:
-        return self.order.transfer.chunks.span.session_id
+    def is_being_taken(self) -> bool:
+        return self.arrived_at != math.inf
 
 
 class PageLoads:
-    """The loads of all requests; one per request at a time."""
+    """The loads of all requests; one per request at a time.
 
-    def __init__(self, calls: PendingRequests, sessions: ServerSessions) -> None:
-        self._calls = calls
-        self._sessions = sessions
-        self._loads: dict[str, _Load] = {}  # by request id, until they are over for their requests
-        self._waiting: deque[_Load] = deque()
+    ``take`` checks pages and copies the good ones into the pool; ``report`` is called once for each load.
+    """
+
+    def __init__(
+        self,
+        clock: Clock,
+        transfer_deadline_s: float,
+        take: TakePages,
+        report: Callable[[LoadEnded], None],
+        counts: Counter[str],
+    ) -> None:
+        self._clock = clock
+        self._transfer_deadline_s = transfer_deadline_s
+        self._take = take
+        self._report = report
+        self._counts = counts
+        self._loads: dict[str, _Load] = {}
 
     @property
     def num_blocks(self) -> int:
         """Blocks of loads that are not over."""
         return sum(len(load.order.transfer.moves) for load in self._loads.values())
 
-    def start(self, order: LoadPages) -> None:
-        """Begin a load, as soon as there are pages for it."""
-        now, settings = self._calls.clock.now(), self._calls.settings
-        budget = math.inf if order.deadline is None else order.deadline
-        load = _Load(order, now, min(now + settings.transfer_deadline_s, budget))
-        self._loads[order.request_id] = load
-        if order.transfer.server is not self._calls.server:
-            self._fail(load, PeerUnreachable("the LMCache server was lost before the load began"))
+    def start(self, order: LoadPages, server: RegisteredServer | None) -> None:
+        """Begin a load; None instead of a server if the one of its lookup was left."""
+        load = self._loads[order.request_id] = _Load(order, self._clock.now())
+        if server is None:
+            self._end(load, PeerUnreachable("the LMCache server was lost before the load began"), {})
             return
         chunks = order.transfer.chunks
-        self._sessions.claim(load.session_id, chunks.start)
-        self._waiting.append(load)
-        self._call_waiting()
+        session = server.sessions[chunks.span.session_id]
+        claimed = session.claim(chunks.start)
+        load.task = server.spawn(self._run(load, server, session))
+        load.task.add_done_callback(lambda task: self._on_end(load, server, session, claimed, task))
 
     def abort(self, request_id: str) -> None:
         """End the load of an aborted request, at once unless its blocks are being copied."""
         load = self._loads.get(request_id)
-        if load is None:
-            return
-        load.is_aborted = True
-        if load.phase is not _Phase.TAKING:
-            self._end(load, None, ())
+        if load is not None and load.task is not None:
+            load.is_aborted = True
+            if not load.is_being_taken:
+                load.task.cancel()
 
-    def on_taken(self, request_id: str, faults: dict[int, KVFerryError]) -> None:
-        """End a load whose pages were verified, possibly after the end of their session."""
-        load = self._loads[request_id]
-        load.order.transfer.server.staging.give_back(load.pages)
-        moves = load.order.transfer.moves
-        error = ErrorInfo.of(faults[min(faults)]) if faults else None
-        self._end(load, error, tuple(moves[index].block_id for index in sorted(faults)))
-        self._call_waiting()
+    async def _run(self, load: _Load, server: RegisteredServer, session: PromptSession) -> Faults:
+        """Load, and return the faults. It may be cancelled, even before it begins, until its pages are taken."""
+        try:
+            async with asyncio.timeout(self._time_left(load)):
+                load.pages = await server.take_pages(len(load.order.transfer.moves))
+                load.filling = server.spawn(self._fill(load.order, server, session, load.pages))
+                is_filled = await asyncio.shield(load.filling)
+        except TimeoutError:
+            raise TransferTimeout("the LMCache server did not bring the blocks in time") from None
+        if not is_filled:
+            raise NotFound("the LMCache server does not have the blocks any more")
+        load.arrived_at = self._clock.now()
+        assert load.task is not None
+        server.outlive(load.task)
+        return await self._take(load.order, load.pages)
 
-    def on_timer(self, now: float) -> None:
-        """Give up what takes too long."""
-        for load in list(self._loads.values()):
-            if load.deadline <= now and load.phase is not _Phase.TAKING:
-                self._fail(load, TransferTimeout("the LMCache server did not bring the blocks in time"))
+    def _on_end(
+        self,
+        load: _Load,
+        server: RegisteredServer,
+        session: PromptSession,
+        claimed: tuple[int, int],
+        task: asyncio.Task[Faults],
+    ) -> None:
+        """Give back what the load had, its pages once the server is done with them, and report its end."""
+        if load.filling is None:
+            server.spawn(self._give_up(server, session, claimed))
+        else:
+            load.filling.add_done_callback(lambda _: server.give_back(load.pages))
+        if not task.cancelled():
+            error = task.exception()
+            if error is None or isinstance(error, KVFerryError):
+                self._end(load, error, task.result() if error is None else {})
+        elif load.is_aborted:
+            self._end(load, None, {})
+        elif server.error is not None:
+            left = f"the LMCache server was left in the middle of a load: {server.error.message}"
+            self._end(load, PeerUnreachable(left), {})
 
-    def next_deadline(self) -> float:
-        """Return when ``on_timer`` has something to do."""
-        waiting = (load.deadline for load in self._loads.values() if load.phase is not _Phase.TAKING)
-        return min(waiting, default=math.inf)
+    def _time_left(self, load: _Load) -> float:
+        budget = math.inf if load.order.deadline is None else load.order.deadline - load.started_at
+        return min(self._transfer_deadline_s, budget)
 
-    def fail_all(self, error: KVFerryError) -> None:
-        """End all loads, apart from those whose bytes are here."""
-        self._waiting.clear()
-        for load in list(self._loads.values()):
-            if load.phase is not _Phase.TAKING:
-                self._fail(load, error)
+    @staticmethod
+    async def _fill(order: LoadPages, server: RegisteredServer, session: PromptSession, pages: list[int]) -> bool:
+        """Have the server fill the pages, which consumes the locks; goes on if the load has ended meanwhile."""
+        chunks = order.transfer.chunks
+        try:
+            key = server.settings.namespace.key(session.span, chunks.start, chunks.end)
+            return is_done(await server.retrieve(key, order.transfer.page_lists(pages), chunks.num_skipped_tokens))
+        finally:
+            session.let_go()
 
-    # ---- details ---------------------------------------------------------------------------------------------------
+    @staticmethod
+    async def _give_up(server: RegisteredServer, session: PromptSession, claimed: tuple[int, int]) -> None:
+        """Free the locks of a load that has ended before the server was asked."""
+        try:
+            await server.free_locks(session, claimed)
+        finally:
+            session.let_go()
 
-    def _call_waiting(self) -> None:
-        """Ask the server for the loads that there are pages for, in order."""
-        while self._waiting:
-            load = self._waiting[0]
-            pages = load.order.transfer.server.staging.take_to_load(len(load.order.transfer.moves))
-            if pages is None:
-                return
-            self._waiting.popleft()
-            load.pages, load.phase = pages, _Phase.CALLED
-            self._call(load)
-
-    def _call(self, load: _Load) -> None:
-        calls, transfer = self._calls, load.order.transfer
-        chunks = transfer.chunks
-        span = self._sessions.span_of(load.session_id)
-        key = calls.settings.namespace.key(span, chunks.start, chunks.end)
-        pages, num_skipped, instance_id = transfer.page_lists(load.pages), chunks.num_skipped_tokens, calls.instance_id
-        calls.send(
-            lambda uid: retrieve_call(uid, key, instance_id, pages, num_skipped),
-            lambda result: self._on_reply(load, result),
-            what="a load",
-            timeout_s=calls.settings.transfer_deadline_s,
-            is_vital=True,  # as long as it is open, the server may write into these pages
-        )
-
-    def _on_reply(self, load: _Load, result: object) -> None:
-        """Verify and copy the pages if the load is still wanted."""
-        self._sessions.let_go(load.session_id)
-        is_wanted = self._loads.get(load.order.request_id) is load
-        if is_wanted and is_done(result):
-            load.phase = _Phase.TAKING
-            load.arrived_at = self._calls.clock.now()
-            self._calls.act(TakePages(load.order, tuple(load.pages)))
-            return
-        load.order.transfer.server.staging.give_back(load.pages)
-        if is_wanted:
-            self._fail(load, NotFound("the LMCache server does not have the blocks any more"))
-        self._call_waiting()
-
-    def _fail(self, load: _Load, error: KVFerryError) -> None:
-        self._end(load, ErrorInfo.of(error), ())
-
-    def _end(self, load: _Load, error: ErrorInfo | None, invalid_block_ids: tuple[int, ...]) -> None:
-        """Report the end of a load, once. With no good block it has failed as a whole."""
-        request_id = load.order.request_id
+    def _end(self, load: _Load, error: KVFerryError | None, faults: Faults) -> None:
+        """Report the end of a load. With no good block it has failed as a whole."""
+        request_id, moves = load.order.request_id, load.order.transfer.moves
         del self._loads[request_id]
-        if load.phase is _Phase.WAITING and load in self._waiting:
-            self._waiting.remove(load)
-            self._sessions.unclaim(load.session_id)
-        moves = load.order.transfer.moves
-        if len(invalid_block_ids) == len(moves):
-            invalid_block_ids = ()
-        usage = None if load.is_aborted else self._usage(load, error, invalid_block_ids)
         if load.is_aborted:
-            self._calls.count("aborted_loads")
-        elif error is None:
-            self._calls.count("loads")
-            self._calls.count("loaded_tokens", load.order.num_tokens)
-        else:
-            self._calls.count(f"failed_loads_{fallback_reason(error.code)}")
-        if load.is_aborted or error is None:
-            self._calls.act(LoadEnded(request_id, usage))
-        else:
-            self._calls.act(LoadEnded(request_id, usage, error, invalid_block_ids or ALL_BLOCKS))
+            self._counts["aborted_loads"] += 1
+            self._report(LoadEnded(request_id, None))
+            return
+        if faults:
+            error = faults[min(faults)]
+        is_failed = error is not None and len(faults) in (0, len(moves))
+        usage = self._usage(load, faults, is_failed=is_failed)
+        if error is None:
+            self._counts["loads"] += 1
+            self._counts["loaded_tokens"] += load.order.num_tokens
+            self._report(LoadEnded(request_id, usage))
+            return
+        self._counts[f"failed_loads_{fallback_reason(error.code)}"] += 1
+        invalid_block_ids = tuple(moves[index].block_id for index in sorted(faults))
+        self._report(LoadEnded(request_id, usage, ErrorInfo.of(error), ALL_BLOCKS if is_failed else invalid_block_ids))
 
-    def _usage(self, load: _Load, error: ErrorInfo | None, invalid_block_ids: tuple[int, ...]) -> TransferUsage:
-        now, transfer = self._calls.clock.now(), load.order.transfer
-        is_failed = error is not None and not invalid_block_ids
-        num_moved = len(transfer.moves) if load.phase is _Phase.TAKING else 0
+    def _usage(self, load: _Load, faults: Faults, *, is_failed: bool) -> TransferUsage:
+        now, transfer = self._clock.now(), load.order.transfer
+        num_moved = len(transfer.moves) if load.is_being_taken else 0
         arrived_at = min(now, load.arrived_at)
         return TransferUsage(
             transport=TRANSPORT,
-            transferred_tokens=0 if is_failed else _num_good_tokens(load.order, invalid_block_ids),
+            transferred_tokens=0 if is_failed else _num_good_tokens(load.order, faults),
             transferred_bytes=num_moved * transfer.server.staging.block_bytes,
             transfer_ms=1000 * (arrived_at - load.started_at),
             verify_ms=1000 * (now - arrived_at),
-            verified_blocks=0 if is_failed else num_moved - len(invalid_block_ids),
+            verified_blocks=0 if is_failed else num_moved - len(faults),
         )
 
 
-def _num_good_tokens(order: LoadPages, invalid_block_ids: tuple[int, ...]) -> int:
-    """Return how many tokens were loaded in front of the first bad block."""
-    chunks, block_size = order.transfer.chunks, order.transfer.server.geometry.block_size
-    bad = (move.index for move in order.transfer.moves if move.block_id in invalid_block_ids)
-    first_bad = min(bad, default=None)
-    return order.num_tokens if first_bad is None else first_bad * block_size - chunks.num_skipped_tokens
+def _num_good_tokens(order: LoadPages, faults: Faults) -> int:
+    """Return how many tokens were loaded before the first bad block."""
+    transfer = order.transfer
+    first_bad = min((transfer.moves[index].index for index in faults), default=None)
+    if first_bad is None:
+        return order.num_tokens
+    return first_bad * transfer.server.geometry.block_size - transfer.chunks.num_skipped_tokens

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
-from connectors.lmcache.actions import (
+from connectors.lmcache.messages import (
     BlockMove,
     LMCacheMPConnectorMetadata,
     LoadPages,

@@ -26,7 +26,7 @@ from core.wire.kv import KVLayoutInfo
 TESTED_VERSIONS = ("0.5.6",)
 MAX_MESSAGE_BYTES = 1 << 20  # limit for replies, which are small
 
-_EVENT = b"stub_ipc_handle"  # in place of a device event, which the server ignores for host memory
+EVENT = b"stub_ipc_handle"  # in place of a device event, which the server ignores for host memory
 _TENSOR_EXTENSION = 1
 _DTYPE = "float32"  # words of 4 bytes; the server copies them unchanged
 WORD_BYTES = 4
@@ -175,10 +175,8 @@ def decode_reply(frames: Sequence[bytes]) -> tuple[int, object]:
     return uid, result
 
 
-def register_call(
-    uid: int, instance_id: int, namespace: Namespace, pages: SharedPages, groups: Sequence[GroupInfo]
-) -> list[bytes]:
-    """Return the request that registers the pages, once per group.
+def registration(instance_id: int, namespace: Namespace, pages: SharedPages, groups: Sequence[GroupInfo]) -> tuple[object, ...]:
+    """Return the arguments of the request that registers the pages, once per group.
 
     Every group is registered as one layer of shape ``[num_pages, block_size, words]``, the server's form of a layer without
     heads: it copies a page as one contiguous run of bytes.
@@ -192,20 +190,7 @@ def register_call(
         nbytes=pages.num_pages * pages.page_bytes,
     )
     tensors = [msgspec.msgpack.Ext(_TENSOR_EXTENSION, _encode(tensor)) for _ in groups]
-    arguments = (instance_id, tensors, namespace.model_name, 1, "vllm", {"kv_layout": "NHD"}, groups)
-    return encode_call(uid, Operation.REGISTER_KV_CACHE, *arguments)
-
-
-def store_call(uid: int, key: CacheKey, instance_id: int, pages: Sequence[Sequence[int]]) -> list[bytes]:
-    """Return the request to store these pages, one list per group."""
-    return encode_call(uid, Operation.STORE, key, instance_id, pages, _EVENT)
-
-
-def retrieve_call(
-    uid: int, key: CacheKey, instance_id: int, pages: Sequence[Sequence[int]], num_skipped_tokens: int
-) -> list[bytes]:
-    """Return the request to fill these pages, one list per group, except those of the skipped tokens."""
-    return encode_call(uid, Operation.RETRIEVE, key, instance_id, pages, _EVENT, num_skipped_tokens)
+    return instance_id, tensors, namespace.model_name, 1, "vllm", {"kv_layout": "NHD"}, groups
 
 
 def is_done(result: object) -> bool:

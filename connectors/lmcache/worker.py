@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from connectors.async_worker import ReportingWorker
-from connectors.lmcache.actions import LMCacheMPConnectorMetadata, SavePages
+from connectors.lmcache.messages import LMCacheMPConnectorMetadata, SavePages
 from connectors.lmcache.staging import Bytes
 from connectors.reports import LoadEnded
 from core.kv.pool_region import KVPoolRegion

@@ -18,6 +18,7 @@ import zmq
 from connectors.lmcache.connector import LMCacheConnector
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageIdentity, PageSealer, Staging
 from connectors.lmcache.wire import (
+    EVENT,
     CacheKey,
     GroupInfo,
     Namespace,
@@ -26,8 +27,7 @@ from connectors.lmcache.wire import (
     decode_reply,
     encode_call,
     is_done,
-    register_call,
-    store_call,
+    registration,
 )
 from connectors.testing.contexts import connector_context
 from connectors.testing.stepping import call_if_open
@@ -164,17 +164,16 @@ class HashEngine:
 
     def counts(self) -> dict[str, int]:
         """Return what the connector has counted."""
-        assert self.connector._node is not None
-        return self.connector._node.counts()
+        return self.connector.counts
 
     async def settled(self) -> None:
         """Wait until nothing is on its way, and check that nothing is held."""
 
         def is_settled() -> bool:
-            node, server = self.connector._node, self.connector.scheduler.server
+            server = self.connector.server
             is_idle = not self.core.has_requests() and not self.connector.scheduler.has_pending_push_work()
-            nothing_open = node is not None and not node._sessions._sessions and not node._loads._loads
-            return is_idle and nothing_open and (server is None or server.staging.num_used_pages == 0)
+            is_idle = is_idle and not self.connector.loads.num_blocks
+            return is_idle and (server is None or (not server.sessions and server.view.staging.num_used_pages == 0))
 
         await self.until(is_settled)
         await self.until(lambda: not self.connector.is_connected or not self._num_half_kept())
@@ -262,18 +261,15 @@ class RawClient:
         self._socket.connect(server.server_address)
         self._uid = 0
         groups = [GroupInfo(engine_group_id=0, layer_indices=(0,), tokens_per_block=BLOCK_SIZE)]
-        self.ask(lambda uid: register_call(uid, self.instance_id, self.namespace, self.staging.pages, groups))
+        self.call(Operation.REGISTER_KV_CACHE, *registration(self.instance_id, self.namespace, self.staging.pages, groups))
 
-    def ask(self, frames_of: Callable[[int], list[bytes]]) -> object:
+    def call(self, operation: Operation, *arguments: object) -> object:
         """Send a request and return its result; zmq.Again if there is no reply."""
         self._uid += 1
-        self._socket.send_multipart(frames_of(self._uid))
+        self._socket.send_multipart(encode_call(self._uid, operation, *arguments))
         uid, result = decode_reply(self._socket.recv_multipart())
         assert uid == self._uid
         return result
-
-    def call(self, operation: Operation, *arguments: object) -> object:
-        return self.ask(lambda uid: encode_call(uid, operation, *arguments))
 
     def fill(self, pages: Sequence[int], prompt: Sequence[int]) -> None:
         """Write the blocks of a prompt into pages, as a good worker does: sealed, and the right bytes."""
@@ -291,7 +287,7 @@ class RawClient:
 
     def store(self, session_id: str, token_ids: Sequence[int], pages: Sequence[int]) -> bool:
         key = self.key(session_id, token_ids)
-        return is_done(self.ask(lambda uid: store_call(uid, key, self.instance_id, [list(pages)])))
+        return is_done(self.call(Operation.STORE, key, self.instance_id, [list(pages)], EVENT))
 
     def hoard(self, num_chunks: int, server_status: Callable[[], dict]) -> list[CacheKey]:
         """Have chunks kept and locked, so many at a time, until the server drops some; return the keys of the locks."""

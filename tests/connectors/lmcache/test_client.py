@@ -6,16 +6,18 @@ import asyncio
 import dataclasses
 import json
 import threading
+from collections import Counter
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
+import pytest_asyncio
 import zmq
 
-from connectors.lmcache.actions import ServerFacts
 from connectors.lmcache.client import LMCacheClient, fetch_facts
-from connectors.lmcache.wire import Operation, encode_call, wire_salt
+from connectors.lmcache.messages import ServerFacts
+from connectors.lmcache.wire import Operation, wire_salt
 from core.config import LMCacheSection
-from core.errors import ConnectorUnavailable, PeerUnreachable
+from core.errors import ConnectorUnavailable, PeerUnreachable, TransferTimeout
 from core.wire.sockets import AsyncContext
 
 GOOD = {"/lmc_version": "0.5.6", "/config": {"mp": {"chunk_size": 256, "separate_object_groups": True}}}
@@ -79,54 +81,63 @@ def test_an_error_or_nobody_is_no_server(admin_port):
         fetch_facts("http://127.0.0.1:9", 5.0)
 
 
-@pytest.mark.asyncio
-async def test_a_link_carries_requests_and_replies_and_tells_of_its_end():
+@pytest_asyncio.fixture
+async def peer():
+    """Return a client's constructor and the server's socket at its other end."""
     context, peer_context = AsyncContext(), zmq.Context()
-    peer = peer_context.socket(zmq.ROUTER)
-    port = peer.bind_to_random_port("tcp://127.0.0.1")
-    replies: asyncio.Queue[tuple[int, object]] = asyncio.Queue()
-    is_lost, deaths = asyncio.Event(), []
-    link = LMCacheClient(
-        context, f"tcp://127.0.0.1:{port}", lambda *reply: replies.put_nowait(reply), is_lost.set, deaths.append
-    )
-    try:
-        link.send(encode_call(7, Operation.PING, 3))
-        identity, uid, operation, argument = await asyncio.to_thread(peer.recv_multipart)
-        assert (uid, operation, argument) == (b"\x07", b"\x16", b"\x03")
-        peer.send_multipart([identity, uid, operation, b"\xc3"])
-        assert await asyncio.wait_for(replies.get(), 5) == (7, True)
-        peer.send_multipart([identity, uid, operation])
-        assert await asyncio.wait_for(replies.get(), 5) == (7, None)
-        assert not is_lost.is_set()
-        peer.close(linger=0)
-        await asyncio.wait_for(is_lost.wait(), 5)
-        assert not deaths
-    finally:
-        link.close()
-        link.close()
-        await link.join()
-        context.term()  # nothing is open any more, or it would not return
-        peer_context.destroy(linger=0)
+    socket = peer_context.socket(zmq.ROUTER)
+    port = socket.bind_to_random_port("tcp://127.0.0.1")
+    counts, deaths = Counter(), []
+    client = LMCacheClient(context, f"tcp://127.0.0.1:{port}", counts, deaths.append)
+    yield client, socket
+    await client.close()
+    await client.close()
+    assert not deaths
+    context.term()  # nothing is open any more, or it would not return
+    peer_context.destroy(linger=0)
 
 
 @pytest.mark.asyncio
-async def test_a_reply_that_is_none_ends_the_link():
-    context, peer_context = AsyncContext(), zmq.Context()
-    peer = peer_context.socket(zmq.ROUTER)
-    port = peer.bind_to_random_port("tcp://127.0.0.1")
-    is_lost, replies = asyncio.Event(), []
-    link = LMCacheClient(context, f"tcp://127.0.0.1:{port}", lambda *reply: replies.append(reply), is_lost.set, replies.append)
-    try:
-        link.send(encode_call(1, Operation.PING, 3))
-        identity, *_ = await asyncio.to_thread(peer.recv_multipart)
-        peer.send_multipart([identity, b"\xc1garbage"])
-        await asyncio.wait_for(is_lost.wait(), 5)
-        assert not replies
-    finally:
-        link.close()
-        await link.join()
-        context.term()
-        peer_context.destroy(linger=0)
+async def test_a_request_gets_its_reply(peer):
+    client, socket = peer
+    first, second = (asyncio.create_task(client.calls.call(5.0, Operation.PING, number)) for number in (3, 4))
+    asked = [await asyncio.to_thread(socket.recv_multipart) for _ in range(2)]
+    assert [frames[1:] for frames in asked] == [[b"\x01", b"\x16", b"\x03"], [b"\x02", b"\x16", b"\x04"]]
+    for (identity, uid, operation, _), result in zip(reversed(asked), ([b"\xc3"], []), strict=True):
+        socket.send_multipart([identity, uid, operation, *result])
+    assert (await first, await second) == (None, True)
+
+
+@pytest.mark.asyncio
+async def test_a_reply_that_comes_too_late_is_counted_and_dropped(peer):
+    client, socket = peer
+    with pytest.raises(TransferTimeout):
+        await client.calls.call(0.0, Operation.PING, 3)
+    identity, uid, operation, _ = await asyncio.to_thread(socket.recv_multipart)
+    answered = asyncio.create_task(client.calls.call(5.0, Operation.PING, 4))
+    await asyncio.to_thread(socket.recv_multipart)
+    for number in (uid, b"\x02"):
+        socket.send_multipart([identity, number, operation])
+    await answered
+    assert client.calls.counts == {"unanswered_requests": 1, "late_replies": 1}
+
+
+@pytest.mark.parametrize("how", ["closed", "garbage"])
+@pytest.mark.asyncio
+async def test_a_lost_connection_fails_what_is_open_and_says_so(peer, how):
+    client, socket = peer
+    is_lost = asyncio.Event()
+    client.calls.on_lost = is_lost.set
+    asked = asyncio.create_task(client.calls.call(5.0, Operation.PING, 3))
+    identity, *_ = await asyncio.to_thread(socket.recv_multipart)
+    if how == "closed":
+        socket.close(linger=0)
+    else:
+        socket.send_multipart([identity, b"\xc1garbage"])
+    await asyncio.wait_for(is_lost.wait(), 5)
+    with pytest.raises(PeerUnreachable, match="is lost"):
+        await asked
+    assert client.calls.is_lost
 
 
 def test_a_salt_is_never_sent_as_it_is():

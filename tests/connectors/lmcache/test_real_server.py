@@ -11,6 +11,7 @@ import pytest
 
 from connectors.lmcache.staging import SHM_FOLDER
 from connectors.lmcache.wire import Operation
+from core.errors import PeerUnreachable
 from core.request import NewRequest, Request
 from core.testing.hash_model import HashAttention, expected_kv, expected_tokens
 from core.wire.sampling import SamplingParams
@@ -196,8 +197,8 @@ async def test_an_abort_leaves_neither_locks_nor_sessions(start_engine, server_s
 async def test_no_session_name_is_ever_used_twice(start_engine):
     async with start_engine(num_blocks=24) as engine:
         seen: list[str] = []
-        look_up = engine.connector._node._sessions.look_up
-        engine.connector._node._sessions.look_up = lambda lookup: (seen.append(lookup.span.session_id), look_up(lookup))[1]
+        look_up = engine.connector.server.look_up
+        engine.connector.server.look_up = lambda lookup: (seen.append(lookup.span.session_id), look_up(lookup))[1]
         for round_number in range(3):
             for name in ("a", "b", "c"):
                 engine.add(name, [ord(name) * 100 + token for token in range(200)], num_tokens=120)
@@ -361,12 +362,12 @@ async def test_a_frozen_server_stops_nobody_and_is_used_again(start_engine, lmca
 
 async def test_a_worker_may_stop_in_the_moment_in_which_the_server_is_lost(start_engine, monkeypatch):
     async with start_engine() as engine:
-        connector = engine.connector
+        connector, server = engine.connector, engine.connector.server
 
-        async def part() -> None:
-            connector._tell(lambda node: node.on_disconnected(node._calls.attempt))
+        async def lose() -> None:
+            server.leave(PeerUnreachable("lost"))
 
-        monkeypatch.setattr(connector, "_part", part)
+        monkeypatch.setattr(server, "say_goodbye", lose)
         assert connector.is_connected
         await asyncio.wait_for(connector.stop(), 10.0)
         assert not connector.is_connected

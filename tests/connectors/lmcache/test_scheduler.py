@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from connectors.lmcache.actions import LMCacheMPConnectorMetadata, ServerSession
+from connectors.lmcache.messages import LMCacheMPConnectorMetadata, ServerSession
 from connectors.lmcache.scheduler import LMCacheMPConnectorScheduler
 from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import ChunkGeometry

@@ -46,16 +46,14 @@ def test_what_the_server_writes_after_its_reply_never_passes_for_the_block(stagi
     for page, identity in enumerate(IDENTITIES, start=1):
         staging.rows[page, :BLOCK_BYTES] = page
         sealer.seal(staging.rows[page], identity)
-    pool, faults = np.zeros((8, BLOCK_BYTES), np.uint8), {}
+    pool = np.zeros((8, BLOCK_BYTES), np.uint8)
     connector = SimpleNamespace(
         _sealer=LateWriter(sealer, staging, is_early=is_early),
         worker=SimpleNamespace(rows=pool),
-        _call_soon=lambda _, request_id, found: faults.update(found),
-        _on_taken=None,
     )
     moves = tuple(SimpleNamespace(block_id=5 + index, identity=identity) for index, identity in enumerate(IDENTITIES))
     transfer = SimpleNamespace(server=SimpleNamespace(staging=staging), moves=moves)
-    LMCacheConnector._take(connector, SimpleNamespace(load=SimpleNamespace(transfer=transfer, request_id="r"), pages=(1, 2)))
+    faults = LMCacheConnector._take(connector, SimpleNamespace(transfer=transfer, request_id="r"), (1, 2))
     is_good = [bool((pool[5 + index] == 1 + index).all()) for index in range(2)]
     assert is_good == [index not in faults for index in range(2)]
     assert is_good == [True, False], "the second is overwritten before it is copied"

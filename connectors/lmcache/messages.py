@@ -1,7 +1,4 @@
-"""What crosses the borders inside the LMCache connector: step messages of its scheduler side, and what its node asks for.
-
-Plain values. ``LMCacheNode`` returns actions and its carrier (``connectors.lmcache.connector``) carries them out in order.
-"""
+"""What the scheduler side of the LMCache connector and its event loop tell each other. Plain values."""
 
 from __future__ import annotations
 
@@ -11,12 +8,8 @@ from dataclasses import dataclass, field
 from connectors.lmcache.staging import NULL_PAGE, PageIdentity, Staging
 from connectors.lmcache.tracker import ChunkGeometry, LMCacheMPRequestMetadata
 from connectors.lmcache.wire import TokenSpan
-from connectors.reports import LoadEnded
-from core.errors import KVFerryError
 from core.kv.block import NULL_BLOCK_ID
 from core.request import KVConnectorMetadata
-
-# ---- scheduler side → event loop -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,83 +108,6 @@ class LMCacheMPConnectorMetadata(KVConnectorMetadata):
     def is_empty(self) -> bool:
         """True if there is nothing to do."""
         return not (self.verdicts or self.lookups or self.loads or self.unclaimed or self.aborts or self.ended or self.saves)
-
-
-# ---- node → event loop -----------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class ProbeServer:
-    """Ask the admin port for version and settings, and allocate staging memory; answered by ``on_probed``."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class ConnectToServer:
-    """Open a connection for this attempt. Its loss is reported by ``on_disconnected``."""
-
-    attempt: int
-
-
-@dataclass(frozen=True, slots=True)
-class SendToServer:
-    """Send frames on the connection of this attempt."""
-
-    attempt: int
-    frames: list[bytes]
-
-
-@dataclass(frozen=True, slots=True)
-class SessionOpened:
-    """The server can be used from now on."""
-
-    server: ServerSession
-
-
-@dataclass(frozen=True, slots=True)
-class SessionClosed:
-    """The session has ended: close the connection and release the staging memory."""
-
-    attempt: int
-    staging: Staging | None
-    error: KVFerryError
-
-
-@dataclass(frozen=True, slots=True)
-class SealPages:
-    """Seal what has been copied; answered by ``on_sealed``."""
-
-    save: SavePages
-
-
-@dataclass(frozen=True, slots=True)
-class TakePages:
-    """Check pages and copy the good ones into the pool; answered by ``on_taken``."""
-
-    load: LoadPages
-    pages: tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class LookupAnswered:
-    """The server has this many tokens of a session's prompt; none if it does not say so in time."""
-
-    session_id: str
-    num_tokens: int
-
-
-Action = (
-    ProbeServer
-    | ConnectToServer
-    | SendToServer
-    | SessionOpened
-    | SessionClosed
-    | SealPages
-    | TakePages
-    | LookupAnswered
-    | LoadEnded
-)
 
 
 @dataclass(frozen=True, slots=True)
