@@ -58,6 +58,7 @@ class Mutant:
     kinds: tuple[Fault, ...] | None
     apply: Callable[[Patch], None]
     num_runs: int = 60  # within which it must be found
+    seed: int = 0  # played first: one that finds it
 
     def finds(self, seed: int) -> bool:
         plan = draw_plan(seed, self.kinds) if self.kinds is not None else draw_race_plan(seed)
@@ -443,10 +444,10 @@ MUTANTS = (
     Mutant("share blocks that are loading", (), share_blocks_that_are_loading),
     Mutant("lose a block when freeing", (), lose_a_block_when_freeing),
     Mutant("load a group into the blocks of another", (), load_a_group_into_the_blocks_of_another),
-    Mutant("forget a token of the window too early", (), forget_a_token_of_the_window_too_early),
+    Mutant("forget a token of the window too early", (), forget_a_token_of_the_window_too_early, seed=23),
     Mutant("describe less than the window", (), describe_less_than_the_window),
     Mutant("hash a block that lacks its first tokens", (), hash_a_block_that_lacks_its_first_tokens),
-    Mutant("go back to where a group holds nothing", (Fault.READ_ERROR,), go_back_to_where_a_group_holds_nothing),
+    Mutant("go back to where a group holds nothing", (Fault.READ_ERROR,), go_back_to_where_a_group_holds_nothing, seed=19),
     Mutant("give back staged rows of cancelled reads", _FROZEN, give_back_staged_rows_of_cancelled_reads, 200),
     Mutant("take the tokens of a block one too far", (), take_the_tokens_of_a_block_one_too_far),
     Mutant("forget to wake the engine", (), forget_to_wake_the_engine),
@@ -462,6 +463,7 @@ MUTANTS = (
         "give up a silent router without a word",
         (Fault.FREEZE, Fault.SLOW, Fault.PARTITION),
         give_up_a_silent_router_without_a_word,
+        seed=39,
     ),
     Mutant("name the wrong reason", (Fault.FREEZE, Fault.CRASH), take_every_reader_that_cannot_for_one_of_another_layout, 200),
 )
@@ -470,4 +472,4 @@ MUTANTS = (
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_defect_is_found(mutant, monkeypatch):
     mutant.apply(monkeypatch.setattr)
-    assert any(map(mutant.finds, range(mutant.num_runs))), f"{mutant.num_runs} runs saw nothing wrong"
+    assert any(map(mutant.finds, (mutant.seed, *range(mutant.num_runs)))), f"{mutant.num_runs} runs saw nothing wrong"
