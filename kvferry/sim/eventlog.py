@@ -7,6 +7,7 @@ unless the log is kept.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Set
 from enum import Enum
 
@@ -44,7 +45,7 @@ def brief(value: object) -> str:
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, msgspec.Struct):
-        fields = {name: (getattr(value, name), default) for name, default in _struct_defaults(value)}
+        fields = {name: (getattr(value, name), default) for name, default in _struct_defaults(type(value))}
         return _named(type(value).__name__, fields)
     if dataclasses.is_dataclass(value):
         fields = {field.name: (getattr(value, field.name), field.default) for field in dataclasses.fields(value)}
@@ -52,8 +53,9 @@ def brief(value: object) -> str:
     return _brief_collection(value)
 
 
-def _struct_defaults(value: msgspec.Struct) -> list[tuple[str, object]]:
-    return [(field.name, field.default) for field in msgspec.structs.fields(value)]
+@functools.cache
+def _struct_defaults(kind: type[msgspec.Struct]) -> list[tuple[str, object]]:
+    return [(field.name, field.default) for field in msgspec.structs.fields(kind)]
 
 
 def _named(name: str, fields: dict[str, tuple[object, object]]) -> str:
