@@ -51,12 +51,12 @@ def test_every_field_of_a_request_has_its_place():
 
 
 def test_what_is_refused_is_in_its_table():
-    refused = {name for name, _ in REFUSED.findall(section("What is refused"))}
+    refused = {name for name, _ in REFUSED.findall(section("Refused fields"))}
     without_effect = {"include_reasoning"}  # all of its values are neutral
     assert refused == (NEUTRAL.keys() - without_effect) | {"best_of", "echo"}
 
 
-@pytest.mark.parametrize(("field", "values"), REFUSED.findall(section("What is refused")))
+@pytest.mark.parametrize(("field", "values"), REFUSED.findall(section("Refused fields")))
 def test_neutral_values_pass_and_others_do_not(field, values):
     kind, head = (
         (ChatCompletionRequest, {"messages": []})
@@ -77,7 +77,7 @@ def test_neutral_values_pass_and_others_do_not(field, values):
 
 
 def test_fields_without_effect_are_accepted():
-    names = set(re.findall(r"`(\w+)`", section("What has no effect"))) & fields_of(CompletionRequest, ChatCompletionRequest)
+    names = set(re.findall(r"`(\w+)`", section("Fields without effect"))) & fields_of(CompletionRequest, ChatCompletionRequest)
     assert "user" in names
     values = {"metadata": {}, "store": True, "parallel_tool_calls": True, "include_reasoning": True}
     body = {"messages": [{"role": "developer", "content": "x"}]} | {name: values.get(name, "x") for name in names}
