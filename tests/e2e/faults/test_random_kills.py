@@ -11,7 +11,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_CLIENTS = 4
-NUM_REQUESTS, NUM_TOKENS = 50, 10
+NUM_REQUESTS, NUM_TOKENS = 30, 10
 REQUESTS_PER_KILL = 12  # at least so many kills
 RETRYABLE = {"no_worker", "overloaded", "peer_lost", "router_silent"}
 
