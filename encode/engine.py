@@ -19,10 +19,10 @@ from core.clock import Clock
 from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
 from core.engine.media.image_decode_queue import Pixels
 from core.engine.media.image_decode_thread import ImageReader
-from core.engine.stats import EngineStats
 from core.engine.step_watch import StepSize
 from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
 from core.request import EncodedImage, EngineCoreOutput, NewRequest
+from core.sched.stats import EngineStats
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo
 from encode.metrics import EncodeMetrics

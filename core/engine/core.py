@@ -7,18 +7,17 @@ a worker, tests and benchmarks call it directly.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
 from core.engine.kv_events import KVEventPublisher
-from core.engine.stats import EngineStats
 from core.engine.step_watch import StepSize
 from core.errors import InvalidRequest
 from core.kv.hashing import BlockHasher
 from core.request import EngineCoreOutput, ModelRunnerOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.sched.scheduler import Scheduler
-from core.wire.messages import LoadFailurePolicy
+from core.sched.stats import EngineStats
 from core.wire.sampling import check_tokens_left
 
 
@@ -66,9 +65,6 @@ class Runner(Protocol):
     @property
     def failure(self) -> Exception | None:
         """Why the next step will raise, None if it will not."""
-
-    def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
-        """Run one step; an empty one too."""
 
     def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
         """Begin one step; return what waits for its result. One more step may be launched in between."""
@@ -144,7 +140,7 @@ class EngineCore:
     def schedule_step(self) -> ScheduledStep:
         """Decide what the next step computes.
 
-        ``launch_step`` and ``finish_launched_steps`` follow, or ``run_step`` and ``finish_step``, with nothing else in between.
+        ``launch_step`` and ``finish_launched_steps`` follow, with nothing else in between.
         """
         self._is_woken = self._is_stalled = False
         awaits_blocks = self._awaits_blocks()
@@ -171,23 +167,19 @@ class EngineCore:
             oldest, result = self._in_flight.popleft()
             self._step_size = _size_of(oldest.output)
             sizes.append(self._step_size)
-            outputs += self.finish_step(oldest, result())
+            outputs += self._finish(oldest, result())
         self._step_size = sizes[0] if sizes else StepSize()  # of the step that took the time; a second one is empty
         if not is_alone:  # it was decided before the end of its predecessor was known, which may change everything
             self._is_stalled = False
         return outputs
 
-    def run_step(self, step: ScheduledStep) -> ModelRunnerOutput:
-        """Compute it."""
-        return self._runner.execute_model(step.output)
-
-    def finish_step(self, step: ScheduledStep, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def _finish(self, step: ScheduledStep, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the results; return the outputs of requests with new tokens or an end."""
         outputs = self.scheduler.update_from_output(step.output, runner_output)
         # Blocks may have become free within the step, after the decision that lacked them, and nothing would wake the engine.
         has_got_blocks = step.awaits_blocks and not self._awaits_blocks()
         self._is_stalled = not outputs and not has_got_blocks and _nothing_happened(step.output, runner_output)
-        self._update_stats()
+        self._stats = self.scheduler.make_stats()
         if self._kv_events is not None:
             self._kv_events.publish(self.scheduler.take_events())
         return outputs
@@ -251,31 +243,6 @@ class EngineCore:
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
                 raise InvalidRequest(f"{param} holds a token id outside 0 to {self._vocab_size - 1}", param=param)
 
-    def _update_stats(self) -> None:
-        stats, before = self.scheduler.make_stats(), self._stats
-        self._stats = EngineStats(
-            num_running=stats.num_running,
-            num_waiting=stats.num_waiting,
-            num_loading=stats.num_loading,
-            kv_cache_usage=stats.kv_cache_usage,
-            num_loading_blocks=stats.num_loading_blocks,
-            num_parked_blocks=stats.num_parked_blocks,
-            num_quarantined_blocks=stats.num_quarantined_blocks,
-            num_ignored_reports=before.num_ignored_reports + stats.num_ignored_reports,
-            num_steps=before.num_steps + 1,
-            num_preemptions=before.num_preemptions + stats.num_preemptions,
-            num_prefix_queried_tokens=before.num_prefix_queried_tokens + stats.prefix_cache.queries,
-            num_prefix_hit_tokens=before.num_prefix_hit_tokens + stats.prefix_cache.hits,
-            num_external_queried_tokens=before.num_external_queried_tokens + stats.connector_prefix_cache.queries,
-            num_external_hit_tokens=before.num_external_hit_tokens + stats.connector_prefix_cache.hits,
-            num_load_fallbacks=_sum(before.num_load_fallbacks, stats.num_load_fallbacks),
-            encoder_cache_usage=stats.encoder_cache_usage,
-            num_encoder_computed=stats.encoder.num_computed,
-            num_encoder_loaded=stats.encoder.num_loaded,
-            num_encoder_hits=stats.encoder.num_hits,
-            num_encoder_deferrals=stats.encoder.num_deferrals,
-        )
-
 
 def _size_of(output: SchedulerOutput) -> StepSize:
     return StepSize(
@@ -283,12 +250,6 @@ def _size_of(output: SchedulerOutput) -> StepSize:
         num_requests=len(output.num_scheduled_tokens),
         num_images=sum(map(len, output.scheduled_encoder_inputs.values())),
     )
-
-
-def _sum(
-    before: Mapping[tuple[str, LoadFailurePolicy], int], since: Mapping[tuple[str, LoadFailurePolicy], int]
-) -> Mapping[tuple[str, LoadFailurePolicy], int]:
-    return {**before, **{key: before.get(key, 0) + count for key, count in since.items()}} if since else before
 
 
 def _check_can_sample(new: NewRequest, vocab_size: int) -> None:

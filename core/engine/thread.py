@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from core.clock import Clock, SystemClock
 from core.engine.core import Engine
 from core.engine.engine_messages import Abort, Add, EngineMessage, Wake, take_in
-from core.engine.stats import EngineStats
 from core.engine.step_watch import FirstSteps, StepReading, StepWatch
 from core.errors import EngineDead
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest
+from core.sched.stats import EngineStats
 
 logger = logging.getLogger(__name__)
 

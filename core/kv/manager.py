@@ -306,8 +306,3 @@ class KVCacheManager:
         """Count the lookup of an admitted request. The scheduler calls it once per successful admission."""
         if self.enable_caching:
             self.prefix_cache_stats.record(num_tokens, num_hits, preempted)
-
-    def make_prefix_cache_stats(self) -> PrefixCacheStats:
-        """Return the counts since the last call."""
-        stats, self.prefix_cache_stats = self.prefix_cache_stats, PrefixCacheStats()
-        return stats

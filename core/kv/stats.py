@@ -1,4 +1,4 @@
-"""Hit counters of a prefix cache, local or behind a connector. The scheduler records and drains them."""
+"""Hit counters of a prefix cache, local or behind a connector. The scheduler records them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(slots=True)
 class PrefixCacheStats:
-    """Queries and hits in tokens since the last drain; preempted requests, which look up a second time, are counted apart."""
+    """Queries and hits in tokens since the start; preempted requests, which look up a second time, are counted apart."""
 
     requests: int = 0
     queries: int = 0

@@ -42,7 +42,7 @@ from core.sched.remote_kv import update_from_kv_xfer_finished
 from core.sched.running import schedule_running
 from core.sched.sealing import seal_computed_blocks
 from core.sched.state import SchedulerState, Step
-from core.sched.stats import SchedulerStats, make_stats
+from core.sched.stats import EngineStats, make_stats
 from core.wire.messages import ErrorInfo, LoadFailurePolicy
 
 
@@ -141,6 +141,7 @@ class Scheduler:
             update_from_kv_xfer_finished(state, kv_output)
             release_quarantined(state, kv_output.unquarantined_block_ids)
         end_step(state, step)
+        state.num_steps += 1
         return outputs
 
     def _take_kv_report(self, kv_output: KVConnectorOutput) -> None:
@@ -318,7 +319,7 @@ class Scheduler:
         """Blocks that steps in flight keep for requests that have left or were rolled back, once for each reference."""
         return [block.block_id for step in self._state.inflight_steps for block in step.pinned]
 
-    def make_stats(self) -> SchedulerStats:
+    def make_stats(self) -> EngineStats:
         """Return the readings for gauges and counters."""
         return make_stats(self._state)
 

@@ -87,6 +87,7 @@ class SchedulerState:
         self.transfer_usage: dict[str, TransferUsage] = {}  # sent with the next output of the request
         self.empty_handed: set[str] = set()  # lost everything they were to load, and wait to be admitted again
         self.connector_prefix_cache_stats = PrefixCacheStats()
+        self.num_steps = 0
         self.num_preemptions = 0
         self.num_ignored_reports = 0
         self.num_load_fallbacks: Counter[tuple[str, LoadFailurePolicy]] = Counter()  # by reason and policy

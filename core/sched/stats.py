@@ -1,54 +1,86 @@
-"""Numbers about the scheduler for gauges and counters. Reads; changes only the counters that it drains."""
+"""The statistics of an engine: one reading after each step, with the metric of each number.
+
+Owns names, kinds and documentation of the engine's metrics. Does not know how they are served.
+"""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, fields
+from typing import Any
 
-from core.kv.stats import PrefixCacheStats
+from core.metrics import Metric
 from core.request import RequestStatus
-from core.sched.encoder_inputs import EncoderCounts
 from core.sched.state import SchedulerState
 from core.wire.messages import LoadFailurePolicy
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerStats:
-    """One reading.
+def _gauge(name: str, documentation: str) -> Any:  # noqa: ANN401
+    return field(default=0, metadata={"metric": Metric(name, "gauge", documentation)})
 
-    The first three counts are requests and add up to the unfinished ones. Block counts are current values, and no block is in
-    two of them: *loading* blocks belong to unfinished requests and are written by a transfer; *parked* blocks belong to ended
-    requests whose blocks a transfer still reads or writes; *quarantined* blocks belong to no request, an abandoned transfer may
-    still write them. The prefix cache counters, ``num_preemptions``, ``num_ignored_reports`` (late or duplicate reports of a
-    connector) and ``num_load_fallbacks`` (requests whose KV could not be loaded, by reason and policy) count since the previous
-    reading.
+
+def _counter(name: str, documentation: str) -> Any:  # noqa: ANN401
+    return field(default=0, metadata={"metric": Metric(name, "counter", documentation)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineStats:
+    """Gauges are values of one moment; counters count since the start. Fields without a metric are for the simulation.
+
+    The first three are requests and add up to the unfinished ones. No block is in two of these: *loading* blocks belong to
+    unfinished requests and are written by a transfer; *parked* blocks belong to ended requests whose blocks a transfer still
+    reads or writes; *quarantined* blocks belong to no request, an abandoned transfer may still write them.
     """
 
-    num_running: int
-    num_waiting: int
-    num_loading: int
-    kv_cache_usage: float  # 0..1
-    num_loading_blocks: int
-    num_parked_blocks: int
-    num_quarantined_blocks: int
-    num_preemptions: int
-    num_ignored_reports: int
-    num_load_fallbacks: Mapping[tuple[str, LoadFailurePolicy], int]
-    prefix_cache: PrefixCacheStats
-    connector_prefix_cache: PrefixCacheStats
-    encoder_cache_usage: float  # 0..1
-    encoder: EncoderCounts  # since the start
+    num_running: int = _gauge("num_requests_running", "Requests in the running batch.")
+    num_waiting: int = _gauge("num_requests_waiting", "Requests that wait for admission.")
+    num_loading: int = _gauge("num_requests_loading", "Requests whose KV cache is being loaded (WAITING_FOR_REMOTE_KVS).")
+    kv_cache_usage: float = _gauge(
+        "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; cached blocks that may be evicted do not count."
+    )
+    num_loading_blocks: int = 0
+    num_parked_blocks: int = _gauge(
+        "kv_parked_blocks", "Blocks of ended requests whose release is delayed, for a reader or by a transfer."
+    )
+    num_quarantined_blocks: int = _gauge(
+        "kv_quarantined_blocks", "Blocks of no request that an abandoned transfer may still write."
+    )
+    encoder_cache_usage: float = _gauge(
+        "encoder_cache_usage_perc", "Share of the encoder cache that requests refer to, 0 to 1."
+    )
+    num_steps: int = _counter("engine_steps", "Steps of the engine.")
+    num_preemptions: int = _counter("num_preemptions", "Running requests that were put back for lack of blocks.")
+    num_prefix_queried_tokens: int = _counter("prefix_cache_queries", "Tokens that were looked up in the prefix cache.")
+    num_prefix_hit_tokens: int = _counter("prefix_cache_hits", "Tokens that were found there.")
+    num_external_queried_tokens: int = _counter(
+        "external_prefix_cache_queries", "Tokens that the connector was asked for, beyond what the prefix cache had."
+    )
+    num_external_hit_tokens: int = _counter("external_prefix_cache_hits", "Tokens that it offered to load.")
+    num_encoder_computed: int = _counter(
+        "encoder_inputs_computed", "Images whose embeddings were computed for requests of this worker."
+    )
+    num_encoder_loaded: int = _counter("encoder_inputs_loaded", "Images whose embeddings came by the EC connector.")
+    num_encoder_hits: int = _counter("encoder_inputs_cached", "Images whose embeddings were in the encoder cache.")
+    num_encoder_deferrals: int = _counter(
+        "encoder_deferrals", "Times that a request was passed over in a step, as embeddings or pixels were not there yet."
+    )
+    num_ignored_reports: int = _counter(
+        "ignored_transfer_reports", "Late and duplicate reports of a connector about transfers or blocks."
+    )
+    num_load_fallbacks: Mapping[tuple[str, LoadFailurePolicy], int] = field(default_factory=dict)  # by reason and policy
 
 
-def make_stats(state: SchedulerState) -> SchedulerStats:
-    """Take a reading and reset the counts since the previous one."""
+ENGINE_METRICS: Mapping[str, Metric] = {
+    entry.name: entry.metadata["metric"] for entry in fields(EngineStats) if "metric" in entry.metadata
+}  # by field
+
+
+def make_stats(state: SchedulerState) -> EngineStats:
+    """Take a reading."""
     loading = [r.request_id for r in state.kv_holding_waiting if r.status is RequestStatus.WAITING_FOR_REMOTE_KVS]
-    num_preemptions, state.num_preemptions = state.num_preemptions, 0
-    num_ignored_reports, state.num_ignored_reports = state.num_ignored_reports, 0
-    num_load_fallbacks, state.num_load_fallbacks = state.num_load_fallbacks, Counter()
-    connector_stats, state.connector_prefix_cache_stats = state.connector_prefix_cache_stats, PrefixCacheStats()
-    return SchedulerStats(
+    local, external = state.kv_cache_manager.prefix_cache_stats, state.connector_prefix_cache_stats
+    encoder = state.encoder.counts
+    return EngineStats(
         num_running=len(state.running),
         num_waiting=len(state.waiting) + len(state.kv_holding_waiting) - len(loading),
         num_loading=len(loading),
@@ -56,13 +88,19 @@ def make_stats(state: SchedulerState) -> SchedulerStats:
         num_loading_blocks=_count_blocks(state, loading),
         num_parked_blocks=_count_blocks(state, state.awaiting_sending | state.awaiting_recving),
         num_quarantined_blocks=len(state.quarantined),
-        num_preemptions=num_preemptions,
-        num_ignored_reports=num_ignored_reports,
-        num_load_fallbacks=num_load_fallbacks,
-        prefix_cache=state.kv_cache_manager.make_prefix_cache_stats(),
-        connector_prefix_cache=connector_stats,
         encoder_cache_usage=state.encoder.cache.usage,
-        encoder=state.encoder.counts,
+        num_steps=state.num_steps,
+        num_preemptions=state.num_preemptions,
+        num_prefix_queried_tokens=local.queries,
+        num_prefix_hit_tokens=local.hits,
+        num_external_queried_tokens=external.queries,
+        num_external_hit_tokens=external.hits,
+        num_encoder_computed=encoder.num_computed,
+        num_encoder_loaded=encoder.num_loaded,
+        num_encoder_hits=encoder.num_hits,
+        num_encoder_deferrals=encoder.num_deferrals,
+        num_ignored_reports=state.num_ignored_reports,
+        num_load_fallbacks=dict(state.num_load_fallbacks),
     )
 
 

@@ -10,10 +10,10 @@ from functools import partial
 
 from prometheus_client import CollectorRegistry
 
-from core.engine.stats import ENGINE_METRICS
 from core.engine.thread import EngineThread
 from core.errors import FALLBACK_REASONS
 from core.metrics import Metric, read_labelled_counter
+from core.sched.stats import ENGINE_METRICS
 from core.worker.actions import EngineLoad
 from core.worker.builder import Assembled
 from core.worker.state import WorkerState

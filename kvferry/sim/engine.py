@@ -138,8 +138,8 @@ class SimEngine(EngineTurns):
             self._call_later(duration_s / 2, lambda: self._run(step, outputs, duration_s / 2))
 
     def _run(self, step: ScheduledStep, outputs: list[EngineCoreOutput], rest_s: float) -> None:
-        runner_output = self.core.run_step(step)
-        self._call_later(rest_s, lambda: self._end_turn(outputs + self.core.finish_step(step, runner_output)))
+        self.core.launch_step(step)
+        self._call_later(rest_s, lambda: self._end_turn(outputs + self.core.finish_launched_steps()))
 
     def _launch(self, step: ScheduledStep, outputs: list[EngineCoreOutput], duration_s: float) -> None:
         """Launch a step; results that need not stay in flight are applied when it has run."""

@@ -9,8 +9,8 @@ import yaml
 from prometheus_client import CollectorRegistry
 
 from connectors.p2p.metrics import P2PMetrics
-from core.engine.stats import ENGINE_METRICS
 from core.metrics import WorkerMetrics
+from core.sched.stats import ENGINE_METRICS
 from core.worker.stats import WORKER_METRICS
 from router.metrics import RouterMetrics
 

@@ -15,9 +15,9 @@ from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.leases import LeaseCounts
 from core.clock import SystemClock
 from core.config import RouterSection
-from core.engine.stats import ENGINE_METRICS
 from core.errors import CorruptBlock, LayoutMismatch, PeerUnreachable, StaleBlock, TransferTimeout, fallback_reason
 from core.metrics import WorkerMetrics
+from core.sched.stats import ENGINE_METRICS
 from core.worker.stats import WORKER_METRICS
 from encode.metrics import EncodeMetrics
 from router.dispatch.worker_gateway import WorkerGateway

@@ -340,14 +340,13 @@ def test_stats_are_drained_and_count_preempted_requests_apart(make_manager):
     manager.record_prefix_cache_stats(100, 32, preempted=False)
     manager.record_prefix_cache_stats(50, 0, preempted=False)
     manager.record_prefix_cache_stats(60, 48, preempted=True)
-    assert manager.make_prefix_cache_stats() == PrefixCacheStats(2, 150, 32, 1, 60, 48)
-    assert manager.make_prefix_cache_stats() == PrefixCacheStats()
+    assert manager.prefix_cache_stats == PrefixCacheStats(2, 150, 32, 1, 60, 48)
 
 
 def test_stats_ignore_lookups_without_a_cache(make_manager):
     manager = make_manager(enable_caching=False)
     manager.record_prefix_cache_stats(100, 0, preempted=False)
-    assert manager.make_prefix_cache_stats() == PrefixCacheStats()
+    assert manager.prefix_cache_stats == PrefixCacheStats()
 
 
 # ---- seals -----------------------------------------------------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 import pytest
 
+from core.kv.stats import PrefixCacheStats
 from core.request import PrefillStats, RequestStatus
-from core.sched.stats import SchedulerStats
 from core.wire.sampling import SamplingParams
 
 
@@ -383,8 +383,11 @@ def test_failed_allocation_of_a_holder_keeps_its_blocks_and_place(make_world, re
 # ---- what is counted
 
 
-def read(world) -> SchedulerStats:
-    return world.scheduler.make_stats()
+def read(world) -> tuple[tuple[int, int], tuple[int, int]]:
+    """Return the tokens that were looked up and found in the prefix cache, and then by the connector."""
+    stats = world.scheduler.make_stats()
+    local = stats.num_prefix_queried_tokens, stats.num_prefix_hit_tokens
+    return local, (stats.num_external_queried_tokens, stats.num_external_hit_tokens)
 
 
 def test_prefill_stats_come_once_with_the_first_output(make_world):
@@ -422,7 +425,7 @@ def test_prefill_stats_survive_a_preemption_unchanged(make_world):
     while world.scheduler.has_unfinished_requests():
         stats |= {output.request_id: output.prefill_stats for output in world.step() if output.prefill_stats}
     assert stats == {"b": PrefillStats(40, 0, 0)}  # although the second admission hit its own blocks
-    assert read(world).prefix_cache.preempted_hits > 0
+    assert world.manager.prefix_cache_stats.preempted_hits > 0
 
 
 def test_prefill_stats_never_exceed_the_prompt(world):
@@ -440,12 +443,9 @@ def test_prefix_cache_counts_admissions_and_preempted_ones_apart(make_world):
     world.add("a", 16, max_tokens=2)
     world.add("b", 16, max_tokens=2)
     world.step()
-    stats = read(world).prefix_cache
-    assert (stats.requests, stats.queries, stats.hits) == (2, 32, 0)
+    assert world.manager.prefix_cache_stats == PrefixCacheStats(requests=2, queries=32)
     world.run()
-    stats = read(world).prefix_cache
-    assert (stats.requests, stats.queries) == (0, 0)
-    assert (stats.preempted_requests, stats.preempted_queries) == (1, 17)
+    assert world.manager.prefix_cache_stats == PrefixCacheStats(2, 32, 0, preempted_requests=1, preempted_queries=17)
 
 
 def test_connector_counts_what_it_was_asked_beyond_local_hits(make_world, remote):
@@ -453,16 +453,14 @@ def test_connector_counts_what_it_was_asked_beyond_local_hits(make_world, remote
     prompt = world.prompt(60)
     world.add("a", prompt[:20])
     world.run()
-    read(world)
+    assert read(world) == ((20, 0), (20, 0))
     world.script.remote["b"] = remote(48)
     world.add("b", prompt)
     world.step()
-    stats = read(world)
-    assert (stats.prefix_cache.queries, stats.prefix_cache.hits) == (60, 16)
-    assert (stats.connector_prefix_cache.queries, stats.connector_prefix_cache.hits) == (44, 32)
+    assert read(world) == ((80, 16), (64, 32))
     world.complete_load("b")
     world.run()
-    assert read(world).connector_prefix_cache.requests == 0
+    assert read(world) == ((80, 16), (64, 32))
 
 
 def test_deferred_and_failed_admissions_are_not_counted(make_world, remote):
@@ -472,15 +470,15 @@ def test_deferred_and_failed_admissions_are_not_counted(make_world, remote):
     world.add("b", 40, max_tokens=9)
     world.add("c", 40)
     world.step()
-    assert read(world).prefix_cache.requests == 1
+    assert world.manager.prefix_cache_stats.requests == 1
     world.step()
-    assert read(world).prefix_cache.requests == 0
+    assert world.manager.prefix_cache_stats.requests == 1
 
 
 def test_request_without_prefix_lookup_is_not_counted(world):
     world.add("a", 20, sampling=SamplingParams(max_tokens=1, prompt_logprobs=1))
     world.step()
-    assert read(world).prefix_cache.requests == 0
+    assert world.manager.prefix_cache_stats.requests == 0
 
 
 def test_prefill_stats_tell_how_long_the_request_waited_for_its_first_admission(make_world):

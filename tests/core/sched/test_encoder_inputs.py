@@ -106,7 +106,7 @@ def test_an_image_that_comes_again_is_not_computed_again(make_world):
     for name in "ab":
         run_to_end(world, world.add_with_images(name, [4, CAT, 4]))
     assert world.encoder.num_encoded == {CAT.identifier: 1}
-    assert world.scheduler.make_stats().encoder.num_hits == 1
+    assert world.scheduler.make_stats().num_encoder_hits == 1
 
 
 def test_the_worker_is_told_what_to_delete(make_world):
@@ -247,7 +247,7 @@ def test_it_is_asked_again_in_every_step(fetching):
     for _ in range(3):
         fetching.step()
     assert fetching.ec.named("ensure") == [("a", 0)] * 3
-    assert fetching.scheduler.make_stats().encoder.num_deferrals == 3
+    assert fetching.scheduler.make_stats().num_encoder_deferrals == 3
 
 
 def test_text_requests_are_never_asked_about(fetching):

@@ -50,7 +50,7 @@ def test_a_request_whose_image_is_being_prepared_holds_nothing(world):
         assert world.scheduler.encoder_cache.holder_ids == ()
         assert world.scheduler.requests["a"].prefill_stats is None
         world.finish_step()
-    assert world.scheduler.make_stats().encoder.num_deferrals == 3
+    assert world.scheduler.make_stats().num_encoder_deferrals == 3
 
 
 def test_it_runs_in_the_step_after_its_image_is_ready(world):

@@ -18,11 +18,11 @@ import zmq.asyncio
 
 from connectors.testing.contexts import worker_context
 from core.config import load_config
-from core.engine.stats import EngineStats
 from core.engine.step_watch import StepSize
 from core.errors import ConfigError
 from core.release import package_version
 from core.request import EngineCoreOutput, PrefillStats
+from core.sched.stats import EngineStats
 from core.wire.codec import WIRE_VERSION, decode_worker_frame, encode_router_message
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (

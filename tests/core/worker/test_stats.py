@@ -3,8 +3,8 @@ from types import SimpleNamespace
 
 from prometheus_client import CollectorRegistry
 
-from core.engine.stats import ENGINE_METRICS, EngineStats
 from core.metrics import WorkerMetrics
+from core.sched.stats import ENGINE_METRICS, EngineStats
 from core.worker.stats import WORKER_METRICS, WorkerStats
 
 
