@@ -100,7 +100,7 @@ class EngineCore:
         if hasher.hash_block_size != hash_block_size:
             raise ValueError(f"hashes of {hasher.hash_block_size} tokens, but the KV cache looks up {hash_block_size}")
         self.scheduler = scheduler
-        self._runner = runner
+        self.runner = runner
         self._hasher = hasher
         self._vocab_size = vocab_size
         self._kv_events = kv_events
@@ -150,7 +150,7 @@ class EngineCore:
 
     def launch_step(self, step: ScheduledStep) -> None:
         """Begin to compute it."""
-        self._in_flight.append((step, self._runner.launch_model(step.output)))
+        self._in_flight.append((step, self.runner.launch_model(step.output)))
 
     def keeps_newest_step(self) -> bool:
         """True if the step that was launched last stays in flight while its successor is scheduled and launched."""
@@ -197,7 +197,7 @@ class EngineCore:
         False while every request waits for a connector and the last step changed nothing, and without requests: only a new one,
         an abort or ``wake`` can change that, so the caller should block instead of stepping.
         """
-        if self._in_flight or self._is_woken or self._runner.failure is not None or self.scheduler.has_pending_push_work():
+        if self._in_flight or self._is_woken or self.runner.failure is not None or self.scheduler.has_pending_push_work():
             return True
         return self.scheduler.has_requests() and not self._is_stalled
 
@@ -223,7 +223,7 @@ class EngineCore:
         for connector in (self.scheduler.connector, self.scheduler.ec_connector):
             if connector is not None:
                 connector.shutdown()
-        self._runner.shutdown()
+        self.runner.shutdown()
         if self._kv_events is not None:
             self._kv_events.close()
 

@@ -59,7 +59,7 @@ class ModelRunner:
     ) -> None:
         """Take the parts of a worker; ``encoder`` is for a model that sees images."""
         device = attention.cache.device
-        self._decoder = decoder
+        self.decoder = decoder
         self._attention = with_layer_hooks(attention, connector_worker, kv_pool.config.layer_groups)
         self._kv_pool = kv_pool
         self._connector = ConnectorSteps(connector_worker, launch_is_asynchronous=device.type != "cpu")
@@ -68,7 +68,7 @@ class ModelRunner:
         self._prompt_logprobs = PromptLogprobs()
         self._device = device
         self._newest = _Launched()  # the newest step that has sampled
-        self._graphs: DecodeGraphs | None = None
+        self.graphs: DecodeGraphs | None = None
 
     @property
     def failure(self) -> Exception | None:
@@ -79,11 +79,11 @@ class ModelRunner:
         """Record decode steps of these batch sizes, to be replayed from now on where a step fits one."""
         groups = self._kv_pool.config.groups
         specs = [
-            list(dict.fromkeys(attention_spec(self._decoder.arch, layer) for layer in group.layer_indices)) for group in groups
+            list(dict.fromkeys(attention_spec(self.decoder.arch, layer) for layer in group.layer_indices)) for group in groups
         ]
         max_blocks = [ceil_div(max_model_len, group.spec.block_size) for group in groups]
-        self._graphs = DecodeGraphs(self._compute, self._attention, recorder, specs, max_blocks)
-        self._graphs.record(sizes)
+        self.graphs = DecodeGraphs(self._compute, self._attention, recorder, specs, max_blocks)
+        self.graphs.record(sizes)
 
     def execute_model(self, scheduler_output: SchedulerOutput) -> ModelRunnerOutput:
         """Run one step and wait for it; see ``launch_model``."""
@@ -156,10 +156,10 @@ class ModelRunner:
         rows = None if is_every_row else upload(output_rows, self._device)
         embedded = None if self._encoder is None else self._encoder.merge(inputs)
         input_ids = self._input_ids(inputs)
-        replayed = None if self._graphs is None or embedded is not None else self._graphs.run(inputs, input_ids)
+        replayed = None if self.graphs is None or embedded is not None else self.graphs.run(inputs, input_ids)
         if replayed is not None:
             return replayed if rows is None else replayed[rows]
-        return self._decoder.forward(
+        return self.decoder.forward(
             input_ids,
             upload(inputs.positions, self._device),
             self._attention,
@@ -169,7 +169,7 @@ class ModelRunner:
         )
 
     def _compute(self, input_ids: Tensor, positions: Tensor, plans: Sequence[AttentionPlan]) -> Tensor:
-        return self._decoder.forward(input_ids, positions, self._attention, plans)
+        return self.decoder.forward(input_ids, positions, self._attention, plans)
 
     def _input_ids(self, inputs: StepInputs) -> Tensor:
         """Return the tokens of the step, int32 ``[num_tokens]``; what the host does not know comes from the newest step."""
@@ -185,7 +185,7 @@ class ModelRunner:
         if self._batch.sampling.has_edits[rows].any():  # penalties count the tokens of the step before
             self._newest.wait()
             self._settle(self._newest)
-        launched.samples = launch_sampling(self._decoder.compute_logits(hidden), self._batch.sampling, rows)
+        launched.samples = launch_sampling(self.decoder.compute_logits(hidden), self._batch.sampling, rows)
         launched.promised = self._batch.promise(rows)
         self._newest = launched
 
@@ -220,7 +220,7 @@ class ModelRunner:
         start = 0
         for part in parts:
             end = start + len(part.rows)
-            entries = self._prompt_logprobs.take(part, hidden[start:end], self._decoder.compute_logits)
+            entries = self._prompt_logprobs.take(part, hidden[start:end], self.decoder.compute_logits)
             if entries is not None:
                 output.prompt_logprobs[part.request_id] = entries
             start = end

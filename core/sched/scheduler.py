@@ -64,12 +64,12 @@ class Scheduler:
         *,
         encoder: EncoderInputs | None = None,
     ) -> None:
-        self._state = SchedulerState(
+        self.state = SchedulerState(
             config, kv_cache_manager, max_model_len, connector, clock, kv_load_failure_policy, encoder=encoder
         )
         self.kv_cache_manager = kv_cache_manager
         self.connector = connector
-        self.max_model_len = self._state.max_model_len
+        self.max_model_len = self.state.max_model_len
         if connector is not None:
             connector.bind_kv_cache_manager(kv_cache_manager)
 
@@ -80,7 +80,7 @@ class Scheduler:
 
         The result must be run even if it schedules nothing: it carries the ids of ended requests and the connector's message.
         """
-        state = self._state
+        state = self.state
         if state.recompute_ownership:
             reassign_orphans(state)
         step = Step(token_budget=state.config.max_num_batched_tokens)
@@ -94,7 +94,7 @@ class Scheduler:
 
     def _complete_output(self, step: Step) -> None:
         """Add the totals, the requests that ended since the last step, and last the connectors' messages."""
-        state, output = self._state, step.output
+        state, output = self.state, step.output
         output.total_num_scheduled_tokens = state.config.max_num_batched_tokens - step.token_budget
         output.finished_req_ids, state.finished_req_ids = state.finished_req_ids, set()
         if state.connector is not None:
@@ -103,7 +103,7 @@ class Scheduler:
 
     def _update_after_schedule(self, step: Step) -> None:
         """Advance the counters as if the step had run."""
-        state = self._state
+        state = self.state
         async_scheduling = state.async_scheduling
         for request, num_tokens in zip(step.scheduled, step.output.num_scheduled_tokens.values(), strict=True):
             request.num_computed_tokens += num_tokens
@@ -122,7 +122,7 @@ class Scheduler:
         Failures first: dropped requests get neither seals nor tokens. Seals before tokens: a request that a token ends
         describes its blocks to readers at once. Ends of transfers last: they free blocks, and a failure concerns all holders.
         """
-        state, kv_output = self._state, model_output.kv_connector_output
+        state, kv_output = self.state, model_output.kv_connector_output
         step = state.inflight_steps.popleft()
         assert step.output is scheduler_output, "steps are processed in the order in which they were scheduled"
         state.encoder.update_from_output(model_output)
@@ -148,8 +148,8 @@ class Scheduler:
         """Pass the report of the connector's worker side to its scheduler side, and quarantine the blocks that it names."""
         if self.connector is not None:
             self.connector.update_connector_output(kv_output)
-        self._state.keep_transfer_usage(kv_output.transfer_usage)
-        quarantine_blocks(self._state, kv_output.quarantined_block_ids)
+        self.state.keep_transfer_usage(kv_output.transfer_usage)
+        quarantine_blocks(self.state, kv_output.quarantined_block_ids)
 
     def _collect_failures(self, step: Step, model_output: ModelRunnerOutput) -> tuple[dict[str, ErrorInfo], Container[str]]:
         """Apply every failure of a step; return the errors of the requests that end, and all whose results are dropped.
@@ -161,7 +161,7 @@ class Scheduler:
         - A failure does not affect requests that an earlier one has rolled back: they go on and compute this again.
         - Dropped are requests that end, requests that are rolled back, and requests that have left the step (``step.void``).
         """
-        state = self._state
+        state = self.state
         failed: dict[str, ErrorInfo] = {}
         if model_output.kv_connector_output is not None:
             failed = handle_load_failures(state, model_output.kv_connector_output)
@@ -175,7 +175,7 @@ class Scheduler:
 
     def _seal_computed(self, step: Step, failed: Container[str], dropped: Container[str]) -> None:
         """Seal the blocks that a step has loaded and computed, and release the requests that waited for them."""
-        state = self._state
+        state = self.state
         if step.synchronous_loads:
             cache_synchronous_loads(state, step, failed)
         if state.recompute_ownership:
@@ -194,7 +194,7 @@ class Scheduler:
             InvalidRequest: it has no tokens, no token left to sample, an id that is in use, or images without room for them.
             NoWorker: its id was in use until now, and a transfer still reads or writes the blocks.
         """
-        state = self._state
+        state = self.state
         self._check_can_run(request)
         if request.arrival_time == 0.0:
             request.arrival_time = state.clock.now()
@@ -219,7 +219,7 @@ class Scheduler:
             )
 
     def _check_can_run(self, request: Request) -> None:
-        known = self._state.requests.get(request.request_id)
+        known = self.state.requests.get(request.request_id)
         if known is not None and known.status.is_finished:
             raise NoWorker(f"request {request.request_id} has ended, but a transfer still uses its blocks: try again later")
         if known is not None:
@@ -237,29 +237,29 @@ class Scheduler:
 
         Unknown and finished ids are ignored. Blocks that a transfer still touches are freed when it has ended.
         """
-        return finish_requests(self._state, request_ids, status)
+        return finish_requests(self.state, request_ids, status)
 
     @property
     def async_scheduling(self) -> bool:
         """True if steps may be scheduled on tokens that are not known yet: placeholders stand for them, nothing is guessed."""
-        return self._state.async_scheduling
+        return self.state.async_scheduling
 
     def can_schedule_ahead(self) -> bool:
         """True if the next step may be scheduled and launched before the newest one is processed.
 
         Not while embeddings are computed or loaded: a step's report about them decides what the next one may compute.
         """
-        state = self._state
+        state = self.state
         return state.async_scheduling and state.encoder.connector is None and not state.encoder.cache.holder_ids
 
     def has_unfinished_requests(self) -> bool:
         """True if a request waits, loads or runs."""
-        state = self._state
+        state = self.state
         return bool(state.running or state.waiting or state.kv_holding_waiting)
 
     def has_finished_requests(self) -> bool:
         """True if ends are not flushed to the runner yet, or blocks of no living request wait for a transfer."""
-        state = self._state
+        state = self.state
         return bool(state.finished_req_ids or state.awaiting_sending or state.awaiting_recving or state.quarantined)
 
     def has_requests(self) -> bool:
@@ -277,51 +277,51 @@ class Scheduler:
     @property
     def requests(self) -> dict[str, Request]:
         """Every request known, by id; finished ones as long as their blocks are not free."""
-        return self._state.requests
+        return self.state.requests
 
     @property
     def running(self) -> list[Request]:
         """Running requests in order of admission."""
-        return self._state.running
+        return self.state.running
 
     @property
     def waiting(self) -> RequestQueue:
         """Requests that wait without holding blocks."""
-        return self._state.waiting
+        return self.state.waiting
 
     @property
     def kv_holding_waiting(self) -> RequestQueue:
         """Requests that hold blocks while they load, or have loaded and wait to run."""
-        return self._state.kv_holding_waiting
+        return self.state.kv_holding_waiting
 
     @property
     def ec_connector(self) -> ECConnectorScheduler | None:
         """The scheduler side of the EC connector, None without one."""
-        return self._state.encoder.connector
+        return self.state.encoder.connector
 
     @property
     def encoder_cache(self) -> EncoderCacheManager:
         """The embeddings that the worker holds, and the requests that refer to them."""
-        return self._state.encoder.cache
+        return self.state.encoder.cache
 
     @property
     def quarantined(self) -> Set[int]:
         """Blocks that belong to no request, because an abandoned transfer may still write them."""
-        return self._state.quarantined
+        return self.state.quarantined
 
     @property
     def num_in_flight(self) -> int:
         """Steps that are scheduled and not processed yet."""
-        return len(self._state.inflight_steps)
+        return len(self.state.inflight_steps)
 
     @property
     def pinned(self) -> list[int]:
         """Blocks that steps in flight keep for requests that have left or were rolled back, once for each reference."""
-        return [block.block_id for step in self._state.inflight_steps for block in step.pinned]
+        return [block.block_id for step in self.state.inflight_steps for block in step.pinned]
 
     def make_stats(self) -> EngineStats:
         """Return the readings for gauges and counters."""
-        return make_stats(self._state)
+        return make_stats(self.state)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Return the KV events since the last call: the prefix cache's, then the connector's."""

@@ -92,7 +92,7 @@ class Dispatcher:
         self._request_timeout_s = request_timeout_s
         self._max_requests = max_requests
         self._max_retries = max_retries
-        self._requests: dict[str, RequestState] = {}
+        self.requests: dict[str, RequestState] = {}
         self._attempts = Attempts()
         self.restarts = Restarts(worker_wait_s)
         self._waiting = Waiting(self.restarts)
@@ -101,11 +101,11 @@ class Dispatcher:
         self._placement = Placement(membership, self._inflight, self._pairs)
 
     def __len__(self) -> int:
-        return len(self._requests)
+        return len(self.requests)
 
     def count(self, phase: RequestPhase) -> int:
         """Return how many requests are in a phase."""
-        return sum(request.phase is phase for request in self._requests.values())
+        return sum(request.phase is phase for request in self.requests.values())
 
     @property
     def num_waiting(self) -> int:
@@ -127,12 +127,12 @@ class Dispatcher:
             ContextTooLong: no route can hold prompt and output.
             InvalidRequest: no route can hold so many choices.
         """
-        if len(self._requests) >= self._max_requests:
-            raise Overloaded(f"the router serves {len(self._requests)} requests, its limit: try again later")
+        if len(self.requests) >= self._max_requests:
+            raise Overloaded(f"the router serves {len(self.requests)} requests, its limit: try again later")
         request = open_request(submission, now, self._request_timeout_s)
         request.avoid |= avoid
         route = self._placement.route(request, now)
-        self._requests[request.request_id] = request
+        self.requests[request.request_id] = request
         return self._start(request, route, now)
 
     def fail_attempt(self, wire_id: str, error: KVFerryError, now: float) -> list[DispatchAction]:
@@ -142,7 +142,7 @@ class Dispatcher:
 
     def abort(self, request_id: str, reason: str, now: float) -> list[DispatchAction]:
         """End a request in any phase; unknown ids are ignored."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None:
             return []
         error = ErrorInfo.of(Cancelled(f"the request was aborted: {reason}"))
@@ -150,12 +150,12 @@ class Dispatcher:
 
     def fail(self, request_id: str, error: KVFerryError, now: float) -> list[DispatchAction]:
         """End a request that this router cannot continue; unknown ids are ignored."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         return self._fail(request, error, now) if request is not None else []
 
     def finish_choice(self, request_id: str, index: int, now: float) -> list[DispatchAction]:
         """End a choice at a stop string; workers know only tokens and cannot find it."""
-        request = self._requests.get(request_id)
+        request = self.requests.get(request_id)
         if request is None or request.finish_reasons[index] is not None:
             return []
         request.finish_reasons[index] = "stop"
@@ -209,7 +209,7 @@ class Dispatcher:
                 updates[request.request_id] = update
         for request_id, update in updates.items():
             actions.append(Deliver(request_id, update))
-            request = self._requests[request_id]
+            request = self.requests[request_id]
             if request.is_finished:
                 sender.progress.on_success()
                 actions.append(self._end(request, now))
@@ -235,12 +235,12 @@ class Dispatcher:
         """Fail the requests that the rejected message may have been about: those without a token from this worker."""
         if isinstance(sender, EncodeWorker):
             waiting = [
-                request for request in self._requests.values() if request.encoding and sender.key in request.encoding.waiting
+                request for request in self.requests.values() if request.encoding and sender.key in request.encoding.waiting
             ]
             failures = [RequestFailed(request_id=request.wire_id, error=error) for request in waiting]
             return [action for failure in failures for action in self.on_encode_failed(sender, failure, now)]
         affected = [
-            request for request in self._requests.values() if not request.attempt.shown and request.current == sender.key
+            request for request in self.requests.values() if not request.attempt.shown and request.current == sender.key
         ]
         return [action for request in affected for action in self._fail_with(request, error, now)]
 
@@ -249,28 +249,28 @@ class Dispatcher:
         key = left.worker.key
         if not left.is_back:
             self._pairs.forget(key)
-        affected = [request for request in self._requests.values() if key in request.workers]
+        affected = [request for request in self.requests.values() if key in request.workers]
         return [action for request in affected for action in self._on_worker_lost(request, left, now)]
 
     def on_joined(self, member: Member, now: float) -> list[DispatchAction]:
         """Place waiting requests. A process that returns has not failed: requests get back the retries that its loss cost."""
         if isinstance(member, GenerationWorker):
             self.restarts.on_joined(member, now)
-        for request in self._requests.values():
+        for request in self.requests.values():
             request.blamed = [key for key in request.blamed if key != member.key]
         return self.place_waiting(now)
 
     def on_pause(self, lateness_s: float, now: float) -> None:
         """Extend deadlines by a pause of the router of this many seconds that ends now, except those that clients set."""
         self._waiting.exclude_pause(lateness_s, now)
-        for request in self._requests.values():
+        for request in self.requests.values():
             request.extend(min(lateness_s, now - request.arrival))  # less for those that came while the pause ended
 
     def on_timer(self, now: float) -> list[DispatchAction]:
         """End requests at their deadline, renew the leases of handoffs, and place waiting requests."""
         self.restarts.look(self._membership.workers, now)
         actions: list[DispatchAction] = []
-        for request in list(self._requests.values()):
+        for request in list(self.requests.values()):
             if now >= request.deadline:
                 error = DeadlineExceeded(f"the request took longer than {request.deadline - request.arrival:g} s")
                 actions += self._fail(request, error, now)
@@ -279,7 +279,7 @@ class Dispatcher:
                 actions += self._end_encode_leg(request, now)
             else:
                 actions += self._move_if_unresponsive(request, now) or self._move_if_leased_out(request, now)
-        return [*actions, *self._handoffs.renewals(self._requests.values(), now), *self.place_waiting(now)]
+        return [*actions, *self._handoffs.renewals(self.requests.values(), now), *self.place_waiting(now)]
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
         """Give waiting requests to workers that have room now."""
@@ -481,7 +481,7 @@ class Dispatcher:
         return [*aborts, *self._encode_legs.aborts(request, reason), *release(request.attempt.prefill, request.handoff)]
 
     def _end(self, request: RequestState, now: float) -> Ended:
-        del self._requests[request.request_id]
+        del self.requests[request.request_id]
         self._waiting.remove(request)
         self._attempts.end(request, now)
         self._inflight.free_all(request)

@@ -42,8 +42,8 @@ def tables_of_worker(worker: SimWorker | SimEncoder) -> Iterator[tuple[object, s
         yield from ((worker.engine.core, name) for name in ("_images", "_requests", "_queue"))
         return
     core = worker.engine.core
-    yield from ((core.scheduler._state, name) for name in SCHEDULER)
-    encoder = core.scheduler._state.encoder
+    yield from ((core.scheduler.state, name) for name in SCHEDULER)
+    encoder = core.scheduler.state.encoder
     yield encoder, "_unavailable"
     yield encoder.cache, "_held"
     yield worker.model.encoder, "_requests"
@@ -62,7 +62,7 @@ def tables_of_worker(worker: SimWorker | SimEncoder) -> Iterator[tuple[object, s
 
 
 def tables_of_router(router: SimRouter) -> Iterator[tuple[object, str]]:
-    yield from ((router.core.dispatcher, name) for name in ("_requests", "_attempts", "_waiting"))
+    yield from ((router.core.dispatcher, name) for name in ("requests", "_attempts", "_waiting"))
     yield from ((worker, "num_inflight") for worker in router.core.membership.workers)
 
 

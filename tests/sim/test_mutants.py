@@ -322,7 +322,7 @@ def sleep_while_others_load(patch: Patch) -> None:
     real = EngineCore.has_work
 
     def has_work(self):
-        state = self.scheduler._state
+        state = self.scheduler.state
         return self._is_woken or (real(self) and (bool(state.running) or not state.kv_holding_waiting))
 
     patch(EngineCore, "has_work", has_work)

@@ -66,7 +66,7 @@ def run_both(build_tiny, run_engine):
             assert manager.usage == 0
             assert find_violations(manager) == []
             assert not built.engine.has_work()
-            assert len(built.engine._runner._batch) == 0
+            assert len(built.engine.runner._batch) == 0
         return results
 
     return run
@@ -112,7 +112,7 @@ def test_one_step_stays_in_flight_and_its_tokens_are_fed_to_the_next(build_tiny)
     outputs = [*second, *third]
     assert sum(len(output.new_token_ids) for output in outputs) == 2
     assert outputs[-1].finish_reason == "length"
-    assert engine._runner._batch.num_computed.max() == 18  # nothing was computed beyond the token before the last
+    assert engine.runner._batch.num_computed.max() == 18  # nothing was computed beyond the token before the last
 
 
 def test_an_aborted_request_says_nothing_more_and_its_blocks_wait_for_the_step(build_tiny):
@@ -167,7 +167,7 @@ def test_bad_kv_of_a_synchronous_load_is_computed_again(build_tiny, run_engine, 
 
 def test_rows_without_finite_logits_end_alone(build_tiny, run_engine):
     built = build_tiny(scheduler__async_scheduling="on")
-    head = built.engine._runner._decoder.compute_logits
+    head = built.engine.runner.decoder.compute_logits
     calls = []
 
     def spoiled(hidden):
@@ -177,7 +177,7 @@ def test_rows_without_finite_logits_end_alone(build_tiny, run_engine):
             logits[0] = float("nan")
         return logits
 
-    built.engine._runner._decoder.compute_logits = spoiled
+    built.engine.runner.decoder.compute_logits = spoiled
     found = run_engine(built.engine, [request("r", [5] * 20), request("s", [6] * 20)])
     assert sorted(finished.finish_reason for finished in found.values()) == ["error", "length"]
     assert built.engine.scheduler.kv_cache_manager.usage == 0
@@ -186,7 +186,7 @@ def test_rows_without_finite_logits_end_alone(build_tiny, run_engine):
 def test_the_step_that_is_awaited_is_the_one_judged_by_its_size(build_tiny):
     """Not its successor, which has been launched behind it: a first step of a size warms up until its own result is here."""
     engine = build_tiny(scheduler__async_scheduling="on").engine
-    watch, launch = StepWatch(lambda: engine.step_size, FirstSteps(100.0)), engine._runner.launch_model
+    watch, launch = StepWatch(lambda: engine.step_size, FirstSteps(100.0)), engine.runner.launch_model
     awaited = []  # (tokens of the step, what the watch takes it for, whether it warms up)
 
     def noting(output):
@@ -198,7 +198,7 @@ def test_the_step_that_is_awaited_is_the_one_judged_by_its_size(build_tiny):
 
         return collect
 
-    engine._runner.launch_model = noting
+    engine.runner.launch_model = noting
     engine.add_request(request("r", [5] * 3))
     for number in range(9):
         if number == 5:

@@ -151,7 +151,7 @@ def test_engine_and_pool_can_be_closed_twice(build_tiny, copy_connector):
 def test_hashes_of_another_block_size_are_refused(build_tiny):
     engine = build_tiny().engine
     with pytest.raises(ValueError, match=r"32 tokens.*16"):
-        EngineCore(engine.scheduler, engine._runner, BlockHasher(b"model", 32), 211)
+        EngineCore(engine.scheduler, engine.runner, BlockHasher(b"model", 32), 211)
 
 
 def test_a_worker_takes_its_share_of_the_cores():

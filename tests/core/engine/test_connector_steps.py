@@ -154,7 +154,7 @@ def test_layer_hooks_wait_before_the_write_and_save_behind_it(build_tiny, run_en
     recorder = LayerRecorder(attention.cache)
     wrapped = with_layer_hooks(attention, recorder, [(0, 1, 2)])
     built = build_tiny()
-    runner = built.engine._runner
+    runner = built.engine.runner
     inner, runner._attention = runner._attention, LayerwiseAttention(runner._attention, recorder, [(0, 1, 2)])
     recorder.cache = inner.cache
     run_engine(built.engine, [request(max_tokens=1)])

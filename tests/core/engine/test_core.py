@@ -243,8 +243,8 @@ def test_engine_without_requests_has_no_work(build_tiny, run_engine):
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_a_request_whose_logits_are_not_finite_ends_alone(build_tiny, run_engine, oracle, temperature):
     built = build_tiny()
-    runner = built.engine._runner
-    compute_logits = runner._decoder.compute_logits
+    runner = built.engine.runner
+    compute_logits = runner.decoder.compute_logits
 
     def damaged(hidden):
         logits = compute_logits(hidden)
@@ -252,7 +252,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(build_tiny, run_engine
             logits[1, 5] = torch.nan
         return logits
 
-    runner._decoder.compute_logits = damaged
+    runner.decoder.compute_logits = damaged
     texts = [list(range(10, 50)), list(range(60, 100))]
     requests = [request("good", texts[0], max_tokens=8), request("bad", texts[1], max_tokens=8, temperature=temperature)]
     found = run_engine(built.engine, requests)
@@ -262,7 +262,7 @@ def test_a_request_whose_logits_are_not_finite_ends_alone(build_tiny, run_engine
     assert (last.finish_reason, last.error.code, last.error.http_status) == ("error", "internal_error", 500)
     assert found["bad"].token_ids == []
     assert_nothing_held(built)
-    runner._decoder.compute_logits = compute_logits
+    runner.decoder.compute_logits = compute_logits
     again = run_engine(built.engine, [request("again", [*texts[1], 7], max_tokens=1)])
     assert again["again"].outputs[0].prefill_stats.num_local_cached_tokens == 0, "the failed request's KV is still a hit"
 
@@ -345,8 +345,8 @@ def test_writes_of_a_step_are_awaited_before_the_connector_ends_it(build_tiny, c
     connector = copy_connector()
     engine = build_tiny(connector).engine
     happened = []
-    engine._runner._mark = lambda: lambda: happened.append("synchronized")
-    engine._runner._connector._worker.wait_for_save = lambda: happened.append("ended")
+    engine.runner._mark = lambda: lambda: happened.append("synchronized")
+    engine.runner._connector._worker.wait_for_save = lambda: happened.append("ended")
     engine.add_request(NewRequest(request_id="r", prompt_token_ids=list(range(10, 80)), sampling=SamplingParams(max_tokens=2)))
     engine.step()
     assert happened == ["synchronized", "ended"]

@@ -147,7 +147,7 @@ def test_the_host_waits_for_nothing_while_it_launches_steps(run_here, run_there,
     built, found = run_there(requests(*KINDS), model__attention=backend, model__cuda_graphs=graphs)
     assert found == expected
     assert device.waits == []
-    assert built.engine._runner._attention.name == backend
+    assert built.engine.runner._attention.name == backend
     assert bool(device.cuda.num_replayable) == (graphs and backend in RECORDED)
 
 
@@ -246,13 +246,13 @@ def with_pageable_uploads(runner, monkeypatch):
 
 
 def with_positions_on_the_host(runner, monkeypatch):
-    forward = runner._decoder.forward
-    monkeypatch.setattr(runner._decoder, "forward", lambda ids, places, *rest: forward(ids, places.cpu(), *rest))
+    forward = runner.decoder.forward
+    monkeypatch.setattr(runner.decoder, "forward", lambda ids, places, *rest: forward(ids, places.cpu(), *rest))
 
 
 def with_a_look_at_the_logits(runner, monkeypatch):
-    head = runner._decoder.compute_logits
-    monkeypatch.setattr(runner._decoder, "compute_logits", lambda hidden: head(hidden) if bool(hidden.any()) else None)
+    head = runner.decoder.compute_logits
+    monkeypatch.setattr(runner.decoder, "compute_logits", lambda hidden: head(hidden) if bool(hidden.any()) else None)
 
 
 MISTAKES = {
@@ -267,7 +267,7 @@ MISTAKES = {
 def test_mistakes_of_a_step_are_noticed(build_tiny, run_engine, device, monkeypatch, mistake):
     settings = {"model__device": "cuda", "model__dtype": "float32", "model__attention": "gather", "model__cuda_graphs": False}
     built = build_tiny(scheduler__max_num_batched_tokens=48, model__max_model_len=64, **settings)
-    mistake(built.engine._runner, monkeypatch)
+    mistake(built.engine.runner, monkeypatch)
     try:
         run_engine(built.engine, requests(lengths=(5, 20)), per_step=2)
     except (DeviceMisuse, OverflowError) as error:
@@ -287,5 +287,5 @@ def test_a_recording_that_looks_at_the_host_is_refused(build_tiny, run_engine, d
     monkeypatch.setattr(BatchedSdpaBackend, "static_plan", without_masks)
     settings = {"model__device": "cuda", "model__attention": "gather", "model__max_model_len": 64}
     built = build_tiny(scheduler__max_num_seqs=2, **settings)
-    assert len(built.engine._runner._graphs) == 0
+    assert len(built.engine.runner.graphs) == 0
     assert "decode_graphs_off" in caplog.text

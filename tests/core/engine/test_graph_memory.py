@@ -39,7 +39,7 @@ def texts():
 def assert_recording_that_runs_out_of_memory_is_survived(build_tiny, run_engine, caplog, *, is_recording, **settings):
     """Let memory end in the first run of a step, or in its recording; return what the worker then says."""
     built = build_tiny(model__device="cuda", model__cuda_graphs=False, model__max_model_len=128, **settings)
-    runner, device = built.engine._runner, built.pool.cache.device
+    runner, device = built.engine.runner, built.pool.cache.device
     compute, taken = runner._compute, []
 
     def greedy_for_memory(*args):
@@ -55,7 +55,7 @@ def assert_recording_that_runs_out_of_memory_is_survived(build_tiny, run_engine,
         runner.record_graphs(CudaRecorder(device), batch_sizes(8), built.max_model_len)
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    assert len(runner._graphs) == 0
+    assert len(runner.graphs) == 0
     assert "decode_graphs_off" in caplog.text
     assert torch.cuda.current_stream(device) == torch.cuda.default_stream(device)
     params = SamplingParams(temperature=0.0, max_tokens=9)
@@ -101,13 +101,13 @@ def graphs_and_what_is_kept_for_them(build_tiny, model, max_tokens, num_seqs, **
     """Record the steps of a model; return their number, the bytes that they took and those that are kept for them."""
     blocks = {"cache__block_size": 64, "cache__num_blocks": 2 + max_tokens // 64, "scheduler__max_num_seqs": num_seqs}
     built = build_tiny(model__name=model, model__device="cuda", model__cuda_graphs=False, **blocks, **settings)
-    runner, pool = built.engine._runner, built.pool
+    runner, pool = built.engine.runner, built.pool
     backend, dtype, device = type(runner._attention), pool.cache.dtype, pool.cache.device
     section = SchedulerSection(max_num_seqs=num_seqs, max_num_batched_tokens=512)
     memory = measure(
         device,
-        lambda: run_largest_step(runner._decoder, backend, pool.config, section, dtype),
-        lambda: run_widest_decode(runner._decoder, backend, pool.config, section, dtype),
+        lambda: run_largest_step(runner.decoder, backend, pool.config, section, dtype),
+        lambda: run_widest_decode(runner.decoder, backend, pool.config, section, dtype),
     )
     before, _ = torch.cuda.mem_get_info()
     runner.record_graphs(CudaRecorder(device), batch_sizes(num_seqs), built.max_model_len)
@@ -115,7 +115,7 @@ def graphs_and_what_is_kept_for_them(build_tiny, model, max_tokens, num_seqs, **
     after, _ = torch.cuda.mem_get_info()
     plenty = DeviceMemory(total=1 << 40, free=1 << 40, weights=0, activations=0, decode=memory.decode)
     kept = pool_bytes(plenty, 0.5, has_graphs=False) - pool_bytes(plenty, 0.5)
-    return len(runner._graphs), before - after, kept
+    return len(runner.graphs), before - after, kept
 
 
 @pytest.mark.gpu

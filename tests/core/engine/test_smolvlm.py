@@ -117,7 +117,7 @@ def test_images_of_many_requests_pass_through_a_small_encoder_cache(build_smolvl
     conversations = {str(number): (f"{number}", encode_test_image(number % 7), "what?") for number in range(10)}
     run_all(run_engine, image_router, built, conversations)
     assert built.engine.stats.num_encoder_computed >= 7
-    assert len(built.engine._runner._encoder.cache) <= 2
+    assert len(built.engine.runner._encoder.cache) <= 2
 
 
 def test_preempted_requests_see_their_images_again(build_smolvlm, image_router, run_engine):

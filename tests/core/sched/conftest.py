@@ -273,11 +273,11 @@ class World:
 
     def let_late_bytes_arrive(self) -> None:
         """Write garbage into every block of the quarantine."""
-        self.spoil(*self.scheduler._state.quarantined)
+        self.spoil(*self.scheduler.state.quarantined)
 
     def end_quarantine(self) -> None:
         """Report that nothing can arrive any more."""
-        self.script.report.unquarantined_block_ids |= self.scheduler._state.quarantined
+        self.script.report.unquarantined_block_ids |= self.scheduler.state.quarantined
 
     def complete_send(self, request_id: str) -> None:
         self.script.report.finished_sending.add(request_id)
@@ -318,7 +318,7 @@ class World:
 
     def held_blocks(self) -> Counter[int]:
         """Count the references that no block table accounts for."""
-        state = self.scheduler._state
+        state = self.scheduler.state
         return Counter(state.quarantined) + Counter(block.block_id for step in state.inflight_steps for block in step.pinned)
 
     def expected(self, token_ids: list[int], num_tokens: int) -> list[int]:

@@ -121,7 +121,7 @@ def test_what_a_request_that_has_left_computed_from_a_bad_block_is_no_hit(half_c
 def test_requests_that_share_blocks_computed_from_a_bad_block_recompute_them(half_computed):
     request = half_computed.add("b", half_computed.prompt(100, seed=5), max_tokens=3)
     half_computed.step()
-    assert "b" in half_computed.scheduler._state.rolled_back
+    assert "b" in half_computed.scheduler.state.rolled_back
     half_computed.run()
     half_computed.assert_right(request, 3)
     half_computed.assert_clean()
@@ -147,7 +147,7 @@ def test_an_error_on_bad_kv_does_not_end_the_request_that_was_rolled_back(ahead,
     ahead.in_flight.append((ahead.last, ahead.model.launch_model(ahead.last)))
     fail(ahead, "a")
     ahead.finish_oldest()
-    assert "a" in ahead.scheduler._state.rolled_back
+    assert "a" in ahead.scheduler.state.rolled_back
     ahead.run()
     assert ahead.ends == {"a": "length"}
     ahead.assert_right(request, 5)

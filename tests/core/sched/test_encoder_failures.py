@@ -153,7 +153,7 @@ def test_a_request_that_waits_for_another_to_recompute_holds_no_embeddings(make_
     assert world.scheduler.encoder_cache.holder_ids == ("b",)
     world.script.report.invalid_block_ids = {world.manager.get_block_ids("a")[0][0]}
     world.step()
-    assert (first.num_computed_tokens, world.scheduler._state.recompute_ownership.holds_back("b")) == (0, True)
+    assert (first.num_computed_tokens, world.scheduler.state.recompute_ownership.holds_back("b")) == (0, True)
     world.run()
     world.assert_right(first, 30)
     world.assert_right(second, 4)

@@ -135,7 +135,7 @@ def test_sealed_blocks_before_the_bad_ones_of_a_failed_load_are_not_rewritten(ma
     block_ids = world.manager.get_block_ids("first")[0][:4] if is_shared else []
     world.script.remote["second"] = remote(149, is_async=False, is_corrupt=True)
     second = world.add("second", prompt)
-    while "second" not in world.scheduler._state.rolled_back:
+    while "second" not in world.scheduler.state.rolled_back:
         world.step()
     world.step()
     assert not set(block_ids) & set(world.manager.get_block_ids("second")[0])

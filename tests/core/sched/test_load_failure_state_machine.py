@@ -150,7 +150,7 @@ class FailureMachine(RuleBasedStateMachine):
 
     @property
     def quarantined(self) -> set[int]:
-        return self.world.scheduler._state.quarantined
+        return self.world.scheduler.state.quarantined
 
     @property
     def alive(self) -> list[str]:
@@ -205,7 +205,7 @@ class FailureMachine(RuleBasedStateMachine):
             num_idle = 0 if did_something or world.last.preempted_req_ids else num_idle + 1
             assert num_idle < 2, list(world.scheduler.requests.values())
         world.assert_clean()
-        assert not world.scheduler._state.recompute_ownership
+        assert not world.scheduler.state.recompute_ownership
         assert set(world.ends) | self.aborted == set(self.requests)
         for name, reason in world.ends.items():
             request = self.requests[name]

@@ -196,6 +196,6 @@ def test_what_is_lost_after_the_first_token_is_counted_and_not_told(make_world, 
     world.script.report.invalid_block_ids = {first}
     world.step()
     assert world.scheduler.make_stats().num_load_fallbacks == {("rejected", "recompute"): 1}
-    assert world.scheduler._state.transfer_usage == {}
+    assert world.scheduler.state.transfer_usage == {}
     world.run()
     world.assert_right(request, 4)

@@ -166,10 +166,10 @@ def test_full_block_prompt_whose_load_failed(world, load):
 def test_load_of_a_whole_sequence_that_failed_needs_blocks_reserved_again(world, load):
     """While it was complete it needed none; others that load must leave it what it lacks now."""
     load("a", 40, 40)
-    assert not world.scheduler._state.inflight_prefills
+    assert not world.scheduler.state.inflight_prefills
     world.end_load_partly("a", bad=[1], late=[2])
     world.step()
-    assert list(world.scheduler._state.inflight_prefills) == ["a"]
+    assert list(world.scheduler.state.inflight_prefills) == ["a"]
 
 
 def test_abort_in_the_step_of_the_failure(world, load):
@@ -236,7 +236,7 @@ def test_only_the_valid_prefix_becomes_a_hit(world, load):
     world.end_load_partly("a", bad=[2])
     world.step()
     assert all(world.manager.block_pool.get_cached_block(value, 0) is None for value in request.block_hashes)
-    settle_failed_load(world.scheduler._state, request)
+    settle_failed_load(world.scheduler.state, request)
     cached = [world.manager.block_pool.get_cached_block(value, 0) for value in request.block_hashes[:2]]
     assert [block.block_id for block in cached] == block_ids(world, "a")[:2]
     assert world.manager.block_pool.get_cached_block(request.block_hashes[2], 0) is None
@@ -400,12 +400,12 @@ def test_preemption_between_the_failure_and_the_next_step(make_world, remote):
     world.script.remote["b"] = remote(48, is_async=False, is_corrupt=True)
     second = world.add("b", 50, max_tokens=30)
     world.step()
-    assert "b" in world.scheduler._state.rolled_back
+    assert "b" in world.scheduler.state.rolled_back
     world.run()
     assert second.num_preemptions > 0
     world.assert_right(first, 40)
     world.assert_right(second, 30)
-    assert world.scheduler._state.rolled_back == set()
+    assert world.scheduler.state.rolled_back == set()
     world.assert_clean()
 
 
@@ -427,7 +427,7 @@ def test_abort_of_a_rolled_back_request(world, remote):
     world.add("a", 40)
     world.step()
     world.abort("a")
-    assert world.scheduler._state.rolled_back == set()
+    assert world.scheduler.state.rolled_back == set()
     world.assert_clean()
 
 

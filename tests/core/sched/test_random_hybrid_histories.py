@@ -215,7 +215,7 @@ class History:
         self.late -= ended
 
     def complete_sends(self, rate=0.5):
-        for name in sorted(self.world.scheduler._state.awaiting_sending):
+        for name in sorted(self.world.scheduler.state.awaiting_sending):
             if self.rng.random() < rate:
                 self.world.complete_send(name)
                 self.happened["sends"] += 1
@@ -254,7 +254,7 @@ class History:
             num_idle = 0 if did_something else num_idle + 1
             assert num_idle < 3, list(world.scheduler.requests.values())
         world.assert_clean()
-        assert not [name for name in LEFT_BEHIND if getattr(world.scheduler._state, name)]
+        assert not [name for name in LEFT_BEHIND if getattr(world.scheduler.state, name)]
         for name in list(self.courses):
             self.retire(name)
 
@@ -270,7 +270,7 @@ class History:
     def check_seals(self):
         """Every sealed block has the content that its seal names, and no open load can write into it."""
         pool = self.world.manager.block_pool
-        late = self.late | self.world.scheduler._state.quarantined
+        late = self.late | self.world.scheduler.state.quarantined
         for block in pool.blocks[1:]:
             if pool.seals.sealed_generation(block.block_id) != block.generation:
                 continue

@@ -37,7 +37,7 @@ def assert_all_right(world, *names):
     world.run()
     for name in names:
         world.assert_right(world.requests[name], world.requests[name].max_tokens)
-    assert not world.scheduler._state.recompute_ownership
+    assert not world.scheduler.state.recompute_ownership
     world.assert_sound()
     world.assert_clean()
 
@@ -94,7 +94,7 @@ def test_owners_that_leave_one_by_one(shared):
 
 def test_owner_that_is_preempted_is_followed_by_the_next(shared):
     world = shared(max_tokens=8)
-    preempt(world.scheduler._state, Step(token_budget=0), world.requests["a"])
+    preempt(world.scheduler.state, Step(token_budget=0), world.requests["a"])
     world.model._batch.pop("a", None)
     assert set(world.schedule().num_scheduled_tokens) >= {"b"}
     assert "c" not in world.last.num_scheduled_tokens

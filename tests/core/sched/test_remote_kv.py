@@ -79,7 +79,7 @@ def test_all_blocks_of_a_full_prompt_are_cached_before_its_last_token_is_dropped
     world.complete_load("a")
     world.step()
     assert [pool.get_cached_block(block_hash, 0) for block_hash in request.block_hashes] == [None, None]
-    assert promote_loaded_request(world.scheduler._state, request)
+    assert promote_loaded_request(world.scheduler.state, request)
     assert request.num_computed_tokens == 31
     cached = [pool.get_cached_block(block_hash, 0).block_id for block_hash in request.block_hashes]
     assert cached == world.manager.get_block_ids("a")[0]
@@ -180,7 +180,7 @@ def test_cost_of_a_load_is_forgotten_with_its_request(world, load):
     world.complete_load("a", USAGE)
     world.step()
     world.abort("a")
-    assert world.scheduler._state.transfer_usage == {}
+    assert world.scheduler.state.transfer_usage == {}
 
 
 def test_cost_of_a_load_without_its_request_is_forgotten(world, load):
@@ -188,7 +188,7 @@ def test_cost_of_a_load_without_its_request_is_forgotten(world, load):
     world.abort("a")
     world.complete_load("a", USAGE)
     world.step()
-    assert world.scheduler._state.transfer_usage == {}
+    assert world.scheduler.state.transfer_usage == {}
     world.assert_clean()
 
 
@@ -288,7 +288,7 @@ def test_repeated_end_before_the_first_is_processed_is_counted_only(world, load)
     world.complete_load("a")
     world.step()
     assert request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
-    update_from_kv_xfer_finished(world.scheduler._state, KVConnectorOutput(finished_recving={"a"}))
+    update_from_kv_xfer_finished(world.scheduler.state, KVConnectorOutput(finished_recving={"a"}))
     assert world.scheduler.make_stats().num_ignored_reports == 1
     assert world.num_blocks_of("a") == 2
     world.run()

@@ -161,7 +161,7 @@ def test_preempted_prefill_reserves_nothing(make_world):
     b = world.add("b", 40, max_tokens=1)
     while not b.num_preemptions:
         world.step()
-    assert world.scheduler._state.inflight_prefills == {}
+    assert world.scheduler.state.inflight_prefills == {}
 
 
 def test_no_request_is_preempted_or_admitted_while_the_connector_frees_blocks(make_world):

@@ -311,14 +311,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         scheduler, manager = self.world.scheduler, self.world.manager
         seals, (group,) = manager.block_pool.seals, manager.coordinator.managers
         for request in scheduler.running:
-            if not scheduler._state.recompute_ownership.holds_back(request.request_id):
+            if not scheduler.state.recompute_ownership.holds_back(request.request_id):
                 for block in manager.get_blocks(request.request_id).blocks[0][: group.num_sealed_block[request.request_id]]:
                     is_sealed = seals.sealed_generation(block.block_id) == block.generation
                     assert is_sealed or block.block_id in being_filled, (request, block)
 
     def blocks_being_filled(self) -> set[int]:
         """Return the blocks that steps in flight fill, if they are going to seal them."""
-        state, manager = self.world.scheduler._state, self.world.manager
+        state, manager = self.world.scheduler.state, self.world.manager
         found = set()
         for request in state.running:
             loads = any(request in step.synchronous_loads for step in state.inflight_steps)
@@ -339,12 +339,12 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @property
     def quarantined(self) -> set[int]:
-        return self.world.scheduler._state.quarantined
+        return self.world.scheduler.state.quarantined
 
     @invariant()
     def waiting_requests_are_in_order(self):
         """Requests that had blocks before come first, even before requests that were passed over then."""
-        scheduler, state = self.world.scheduler, self.world.scheduler._state
+        scheduler, state = self.world.scheduler, self.world.scheduler.state
         waiting = [
             (bool(request.num_preemptions) or request.request_id in state.empty_handed, request)
             for request in scheduler.waiting
@@ -357,7 +357,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
     @invariant()
     def unfinished_prefills_are_known(self):
-        state = self.world.scheduler._state
+        state = self.world.scheduler.state
         holders = {request.request_id: request for request in (*state.running, *state.kv_holding_waiting)}
         assert set(state.inflight_prefills) <= set(holders)
         lacking = {name for name, request in holders.items() if request.num_tokens - request.num_computed_tokens > 1}
@@ -414,7 +414,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.aborted.add(request_id)
 
     def note_ends(self) -> None:
-        state = self.world.scheduler._state
+        state = self.world.scheduler.state
         self.has_rolled_back |= bool(state.rolled_back or state.failed_recving_kv_req_ids)
         for name, reason in self.world.ends.items():
             if name in self.world.script.keep and reason in ("stop", "length"):

@@ -169,7 +169,7 @@ def test_loaded_block_stays_sealed_if_its_recompute_never_happens(make_world, re
     world.complete_load("a")
     world.step()
     block_ids = world.manager.get_block_ids("a")[0]
-    assert promote_loaded_request(world.scheduler._state, world.scheduler.requests["a"])
+    assert promote_loaded_request(world.scheduler.state, world.scheduler.requests["a"])
     world.abort("a")
     world.step()
     assert all(is_sealed(world, block_id) for block_id in block_ids)

@@ -54,7 +54,7 @@ def build_recorded(build_tiny):
     def build(sizes=(1, 2, 4, 8), **settings):
         built = build_tiny(model__attention="gather", model__max_model_len=128, **settings)
         recorder = CallAgain()
-        built.engine._runner.record_graphs(recorder, sizes, built.max_model_len)
+        built.engine.runner.record_graphs(recorder, sizes, built.max_model_len)
         return built, recorder
 
     return build
@@ -106,14 +106,14 @@ def test_only_decode_steps_within_the_recorded_sizes_are_replayed(build_recorded
 
 def test_a_graph_is_recorded_for_every_size_and_width(build_recorded):
     built, recorder = build_recorded(sizes=(1, 4))
-    widths = built.engine._runner._attention.graph_widths(-(-built.max_model_len // 16))
+    widths = built.engine.runner._attention.graph_widths(-(-built.max_model_len // 16))
     assert recorder.num_recorded == 2 * len(widths)
 
 
 def test_a_backend_without_graphs_runs_eagerly_and_the_log_says_so(build_tiny, run_engine, caplog):
     built = build_tiny()
     recorder = CallAgain()
-    built.engine._runner.record_graphs(recorder, (1, 2), built.max_model_len)
+    built.engine.runner.record_graphs(recorder, (1, 2), built.max_model_len)
     assert "decode_graphs_off" in caplog.text
     assert recorder.num_recorded == 0
     assert len(run_engine(built.engine, requests(2))) == 2
@@ -136,7 +136,7 @@ class Fails(CallAgain):
 def test_a_recording_that_fails_leaves_every_step_to_eager_execution(build_tiny, run_engine, caplog, error):
     built = build_tiny(model__attention="gather", model__max_model_len=128)
     recorder = Fails(error)
-    built.engine._runner.record_graphs(recorder, (1, 2), built.max_model_len)
+    built.engine.runner.record_graphs(recorder, (1, 2), built.max_model_len)
     assert recorder.num_recorded == 2
     assert recorder.has_given_back
     assert "decode_graphs_off" in caplog.text
@@ -157,7 +157,7 @@ def test_steps_too_large_to_be_worth_recording_run_eagerly(build_tiny, build_rec
 
 def replayed_and_eager(built):
     """Return the hidden states of a step of three sequences, computed twice."""
-    runner = built.engine._runner
+    runner = built.engine.runner
     for new in requests(3, max_tokens=40):
         built.engine.add_request(new)
     built.engine.step()
@@ -168,9 +168,9 @@ def replayed_and_eager(built):
     inputs = runner._batch.prepare({f"r{i}": 1 for i in range(3)})
     rows = np.arange(3)
     with torch.inference_mode():
-        assert runner._graphs.run(inputs, runner._input_ids(inputs)) is not None
+        assert runner.graphs.run(inputs, runner._input_ids(inputs)) is not None
         replayed = runner._forward(inputs, rows).clone()
-        runner._graphs = None
+        runner.graphs = None
         return replayed, runner._forward(inputs, rows)
 
 
@@ -224,8 +224,8 @@ def test_cuda_graphs_replay_what_eager_steps_compute(build_tiny, run_engine):
     settings = {"model__device": "cuda", "model__dtype": "float32", "cache__num_blocks": 200}
     eager = build_tiny(model__cuda_graphs=False, **settings)
     recorded = build_tiny(**settings)
-    assert isinstance(recorded.engine._runner._graphs._recorder, CudaRecorder)
-    assert len(recorded.engine._runner._graphs)
+    assert isinstance(recorded.engine.runner.graphs._recorder, CudaRecorder)
+    assert len(recorded.engine.runner.graphs)
     assert tokens(run_engine(recorded.engine, requests(7), per_step=2)) == tokens(
         run_engine(eager.engine, requests(7), per_step=2)
     )

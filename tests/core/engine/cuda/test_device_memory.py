@@ -52,7 +52,7 @@ def test_the_largest_step_runs_on_one_block_whatever_its_size(build_tiny, backen
     """700 tokens are more than one sequence of this model may have."""
     built = build_tiny()
     seen = []
-    decoder = built.engine._runner._decoder
+    decoder = built.engine.runner.decoder
     head = decoder.compute_logits
     decoder.compute_logits = lambda hidden: seen.append(tuple(hidden.shape)) or head(hidden)
     section = SchedulerSection(max_num_batched_tokens=num_tokens, max_num_seqs=32)
@@ -64,7 +64,7 @@ def test_the_largest_step_runs_on_one_block_whatever_its_size(build_tiny, backen
 @pytest.mark.parametrize("num_seqs", [1, 40])
 def test_the_widest_decode_step_has_every_sequence_at_its_full_length(build_tiny, monkeypatch, backend, num_seqs):
     built = build_tiny()
-    decoder, batches, shapes = built.engine._runner._decoder, [], []
+    decoder, batches, shapes = built.engine.runner.decoder, [], []
     plan, forward = backend.plan, decoder.forward
     monkeypatch.setattr(backend, "plan", lambda self, batch: batches.append(batch) or plan(self, batch))
     decoder.forward = lambda *args: shapes.append(tuple(forward(*args).shape)) or forward(*args)

@@ -10,7 +10,7 @@ from core.wire.messages import TransferUsage, Usage
 def serve(bench, request_id: str, reason: str = "") -> tuple[str, str]:
     """Serve a request whose handoff ends for this reason; return its workers."""
     bench.submit(request_id, max_tokens=2)
-    request = bench.core.dispatcher._requests[request_id]
+    request = bench.core.dispatcher.requests[request_id]
     prefill, decode = request.attempt.prefill.engine_id, request.attempt.decode.engine_id
     bench.prefill_done(request_id, prefill)
     cost = TransferUsage(fallback_reason=reason)
@@ -38,16 +38,16 @@ def test_a_handoff_goes_to_a_worker_that_can_read_it(make_bench):
     for number in range(6):
         serve(bench, f"r{number}", "deadline" if number % 3 == 1 else "")
     bench.submit("r9")
-    bench.leave(bench.core.dispatcher._requests["r9"].attempt.decode.engine_id)
+    bench.leave(bench.core.dispatcher.requests["r9"].attempt.decode.engine_id)
     bench.heartbeat("d2", num_running=3)
     bench.prefill_done("r9")
-    assert bench.core.dispatcher._requests["r9"].attempt.decode.engine_id == "d2", "it has more to do than d1"
+    assert bench.core.dispatcher.requests["r9"].attempt.decode.engine_id == "d2", "it has more to do than d1"
 
 
 def test_the_choices_of_one_handoff_count_as_one_failure(make_bench):
     bench = make_bench("p0", "d0", "d1", max_requests=9)
     bench.submit("r1", n=3)
-    decode = bench.core.dispatcher._requests["r1"].attempt.decode.engine_id
+    decode = bench.core.dispatcher.requests["r1"].attempt.decode.engine_id
     bench.prefill_done("r1", n=3)
     usage = Usage(kv_transfer=TransferUsage(fallback_reason="deadline"))
     for index in range(3):

@@ -96,7 +96,7 @@ def test_request_whose_route_leaves_goes_to_workers_of_the_same_weights(bench):
     for name, weights in (("p1", b"new"), ("d1", b"new"), ("p2", b"w"), ("d2", b"w")):
         bench.join(name, ec_connector="shared", host_id="here", model_fingerprint=weights)
     submit(bench, CAT, model_fingerprint=b"w")
-    reserved = bench.core.dispatcher._requests["r1"].attempt.prefill.engine_id
+    reserved = bench.core.dispatcher.requests["r1"].attempt.prefill.engine_id
     bench.leave(reserved)
     done(bench, CAT)
     assert bench.generated({"p0": "p2", "p2": "p0"}[reserved]).ec_sources
@@ -105,7 +105,7 @@ def test_request_whose_route_leaves_goes_to_workers_of_the_same_weights(bench):
 
 def test_a_request_with_images_does_not_begin_where_everything_is_refused_by_now(bench):
     submit(bench, CAT)
-    assert bench.core.dispatcher._requests["r1"].attempt.prefill.engine_id == "p0"
+    assert bench.core.dispatcher.requests["r1"].attempt.prefill.engine_id == "p0"
     bench.fails("p0", ErrorInfo.of(EngineDead("it died")), "an earlier one")
     bench.join("p1", ec_connector="shared", host_id="here")
     done(bench, CAT)

@@ -178,7 +178,7 @@ def test_a_request_reserved_at_a_stalled_worker_waits_for_it_beyond_worker_wait_
 def test_a_request_that_stalls_every_worker_ends(make_bench):
     bench = decoding(make_bench, "p0", *(f"d{number}" for number in range(6)), max_retries=1)
     for number in range(1, 6):
-        name = bench.core.dispatcher._requests["r1"].attempt.decode.engine_id if "r1" not in bench.ended else "d0"
+        name = bench.core.dispatcher.requests["r1"].attempt.decode.engine_id if "r1" not in bench.ended else "d0"
         stall(bench, name)
         assert number < 4 or "r1" in bench.ended
     assert bench.error().code == "worker_stalled"
@@ -202,7 +202,7 @@ def start(bench, name: str) -> str:
     """Start a request and return its decode worker."""
     bench.submit(name)
     bench.prefill_done(name)
-    return bench.core.dispatcher._requests[name].attempt.decode.engine_id
+    return bench.core.dispatcher.requests[name].attempt.decode.engine_id
 
 
 def test_a_worker_on_probation_gets_one_request_at_a_time_until_one_succeeds(make_bench):

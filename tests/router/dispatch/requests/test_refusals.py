@@ -88,7 +88,7 @@ def test_what_was_reserved_at_a_worker_that_takes_nothing_goes_elsewhere(make_be
     bench = make_bench("p0", "d0", "d1")
     for request_id in ("r1", "r2", "r3"):
         bench.submit(request_id)
-    assert [bench.core.dispatcher._requests[name].attempt.decode.engine_id for name in ("r1", "r2", "r3")] == ["d0", "d1", "d0"]
+    assert [bench.core.dispatcher.requests[name].attempt.decode.engine_id for name in ("r1", "r2", "r3")] == ["d0", "d1", "d0"]
     bench.prefill_done("r1")
     bench.fails("d0", error, "r1")
     bench.prefill_done("r3")
