@@ -61,13 +61,13 @@ class Calls:
         uid = self.post(operation, *arguments)
         reply = self._open[uid] = asyncio.get_running_loop().create_future()
         try:
-            async with asyncio.timeout(timeout_s):
-                return await reply
-        except TimeoutError:
-            self.counts["unanswered_requests"] += 1
-            raise TransferTimeout(f"no reply from the LMCache server in {timeout_s:g} s") from None
+            await asyncio.wait([reply], timeout=timeout_s)  # unlike asyncio.timeout, keeps a reply that comes just in time
         finally:
             del self._open[uid]
+        if not reply.done():
+            self.counts["unanswered_requests"] += 1
+            raise TransferTimeout(f"no reply from the LMCache server in {timeout_s:g} s")
+        return reply.result()
 
     def on_reply(self, uid: int, result: object) -> None:
         """Take a reply in."""

@@ -118,7 +118,7 @@ class PageLoads:
         if load.filling is None:
             server.spawn(self._give_up(server, session, claimed))
         else:
-            load.filling.add_done_callback(lambda _: server.give_back(load.pages))
+            load.filling.add_done_callback(lambda filling: self._on_filled(load, server, filling))
         if not task.cancelled():
             error = task.exception()
             if error is None or isinstance(error, KVFerryError):
@@ -128,6 +128,12 @@ class PageLoads:
         elif server.error is not None:
             left = f"the LMCache server was left in the middle of a load: {server.error.message}"
             self._end(load, PeerUnreachable(left), {})
+
+    @staticmethod
+    def _on_filled(load: _Load, server: RegisteredServer, filling: asyncio.Task[bool]) -> None:
+        """Give the pages back. Without a reply they stay taken: the server may still write them."""
+        if not filling.cancelled() and filling.exception() is None:
+            server.give_back(load.pages)
 
     def _time_left(self, load: _Load) -> float:
         budget = math.inf if load.order.deadline is None else load.order.deadline - load.started_at

@@ -146,23 +146,21 @@ class RegisteredServer:
 
     def leave(self, error: KVFerryError) -> None:
         """Use the server no more: cancel everything that goes on with it. Only the first error counts."""
-        if self.error is None:
-            self.error = error
-            self._left.set()
-            for task in self._tasks:
-                task.cancel()
+        self._cancel(error)
+        self._left.set()
 
     async def say_goodbye(self) -> None:
         """End all sessions, unregister, and wait briefly for the reply: the server logs an error if it cannot deliver it."""
         if self.error is not None:
             return
-        self.leave(PeerUnreachable("this worker stops"))
+        self._cancel(PeerUnreachable("this worker stops"))  # the connection stays open until the server is left
         for session_id, session in self.sessions.items():
             if session.locked is not None:
                 self._calls.post(Operation.FREE_LOOKUP_LOCKS, self._key(session, *session.locked), _TP_SIZE)
             self._calls.post(Operation.END_SESSION, session_id)
         with contextlib.suppress(KVFerryError):
             await self._calls.call(_GOODBYE_S, Operation.UNREGISTER_KV_CACHE, self._instance_id)
+        self._left.set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine until the server is left."""
@@ -176,6 +174,12 @@ class RegisteredServer:
     def outlive(self, task: asyncio.Task[Any]) -> None:
         """Let a task that needs the server no more go on after the server is left."""
         self._tasks.discard(task)
+
+    def _cancel(self, error: KVFerryError) -> None:
+        if self.error is None:
+            self.error = error
+            for task in self._tasks:
+                task.cancel()
 
     def _lose(self) -> None:
         self.leave(PeerUnreachable("the connection to the LMCache server is lost"))

@@ -44,14 +44,17 @@ class PageSaves:
         server.spawn(self._run(save, server, session))
 
     async def _run(self, save: SavePages, server: RegisteredServer, session: PromptSession) -> None:
-        chunks = save.transfer.chunks
+        chunks, is_sent = save.transfer.chunks, False
+        key = server.settings.namespace.key(chunks.span, chunks.start, chunks.end)
         try:
             await self._seal(save)
-            key = server.settings.namespace.key(chunks.span, chunks.start, chunks.end)
+            is_sent = True
             result = await server.store(key, save.transfer.page_lists(save.pages))
+            is_sent = False
         finally:
             session.let_go()
-            save.transfer.server.staging.give_back(save.pages)
+            if not is_sent:  # else the server may still read the pages, and they stay taken
+                save.transfer.server.staging.give_back(save.pages)
         if is_done(result):
             self._counts["saves"] += 1
             self._counts["saved_tokens"] += chunks.end - chunks.start

@@ -332,6 +332,8 @@ def raw_client(lmcache_server, fingerprint):
 @pytest.fixture
 def full_server(lmcache_server, server_status):
     """Fill the server with what may not be evicted, to the last page; return a function that releases it."""
+    while (status := server_status())["active_sessions"] or status["storage_manager"]["l1_manager"]["read_locked_count"]:
+        continue  # what others have locked would be released, at some time, and make room
     sizes = {4 << 20: 4, 1 << 20: 1, 32 << 10: 1, 256: 1}  # bytes of a block, and chunks at a time
     clients = [RawClient(lmcache_server, b"hoard", block_bytes) for block_bytes in sizes]
     clients[0].call(Operation.CLEAR, True)  # what others have left would be evicted, at some time, and make room

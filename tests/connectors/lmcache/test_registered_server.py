@@ -54,7 +54,7 @@ class Played:
         self.asked: list[tuple[Calls, int, Operation, list[object]]] = []
         self.answers: list[tuple[str, int]] = []
         self.ended: dict[str, SimpleNamespace] = {}
-        self.saved: list[SavePages] = []
+        self.is_closed = False  # the latest connection
         self._numbers = itertools.count(1)
         monkeypatch.setattr(connectors.lmcache.connector, "fetch_facts", lambda *_: self.facts)
         monkeypatch.setattr(connectors.lmcache.connector, "LMCacheClient", self._new_client)
@@ -107,7 +107,7 @@ class Played:
             self.asked.append((calls, uid, Operation(operation), arguments))
 
         async def close() -> None:
-            pass
+            self.is_closed = True
 
         self.calls = calls = Calls(record, counts)
         return SimpleNamespace(calls=calls, close=close)
@@ -324,6 +324,15 @@ def test_a_lookup_without_an_answer_is_a_miss_in_time(played):
     assert played.connector.is_connected, "one lookup is no reason to leave"
 
 
+def test_a_reply_that_comes_in_the_moment_of_its_deadline_counts(played):
+    played.look_up()
+    calls, uid, *_ = played.asked.pop()
+    played.loop.call_soon(calls.on_reply, uid, None)
+    played.tick(5.0)  # both are due in the same turn of the loop, the reply first
+    assert played.asks(Operation.QUERY_PREFETCH_STATUS) is not None
+    assert not played.connector.counts["unanswered_requests"]
+
+
 def test_what_a_late_lookup_finds_is_let_go(played):
     played.look_up()
     played.tick(1.0)
@@ -420,6 +429,7 @@ def test_leaving_ends_every_session(played):
     assert kinds.count(Operation.FREE_LOOKUP_LOCKS) == 1
     assert kinds[-1] is Operation.UNREGISTER_KV_CACHE
     assert not stopping.done()
+    assert not played.is_closed, "the reply has to be received"
     played.answer(Operation.UNREGISTER_KV_CACHE)
     assert stopping.done()
 
@@ -612,6 +622,17 @@ def test_a_refused_save_is_a_reason_to_register_again(played):
     played.answer(Operation.STORE, [b"", False])
     assert not played.connector.is_connected
     played.connect()
+
+
+def test_pages_of_a_save_or_load_without_a_reply_stay_taken_when_the_server_is_lost(played):
+    save = played.save()
+    played.tell(verdicts={save.number: True})
+    played.finish(SavePages)
+    played.find(4, "t")
+    played.load(name="t")
+    old = played.server
+    played.lose()
+    assert old.staging.num_used_pages == 4 + 8, "the server may still read and write them"
 
 
 def test_what_was_copied_for_a_lost_server_is_forgotten(played):
