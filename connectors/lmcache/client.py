@@ -64,6 +64,8 @@ class Calls:
             await asyncio.wait([reply], timeout=timeout_s)  # unlike asyncio.timeout, keeps a reply that comes just in time
         finally:
             del self._open[uid]
+            if reply.done():
+                reply.exception()  # retrieved, in case this task was cancelled
         if not reply.done():
             self.counts["unanswered_requests"] += 1
             raise TransferTimeout(f"no reply from the LMCache server in {timeout_s:g} s")
