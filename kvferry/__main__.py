@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 
+from core.gc_freeze import without_collections
 from core.process_signals import exit_on_signals, exit_process
 
 _PROCESSES = ("serve", "router", "encode", "prefill", "decode", "kvstore")
@@ -18,7 +19,8 @@ def main() -> None:
     is_process = sys.argv[1:2] != [] and sys.argv[1] in _PROCESSES
     if is_process:
         exit_on_signals()
-    from kvferry.cli import main as run
+    with without_collections():
+        from kvferry.cli import main as run
 
     try:
         run()

@@ -14,6 +14,7 @@ import msgspec
 
 from core.config import KVFerryConfig
 from core.errors import ConfigError, KVFerryError
+from core.gc_freeze import without_collections
 from core.log import configure_logging
 from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
@@ -55,7 +56,8 @@ def _check(role: Role | Literal["router"], config: KVFerryConfig) -> None:
 def _run(role: ProcessRole, config: KVFerryConfig, pipe: SupervisorPipe) -> int:
     is_json = config.log.format == "json"
     if role == "router":
-        from router.main import run as run_router
+        with without_collections():
+            from router.main import run as run_router
 
         configure_logging(config.log.level, "router", is_json=is_json)
         return run_router(config, pipe.announce)
@@ -68,14 +70,17 @@ def _run(role: ProcessRole, config: KVFerryConfig, pipe: SupervisorPipe) -> int:
     limit_kernel_caches(config.worker.kernel_cache_entries)
     configure_logging(config.log.level, config.worker.engine_id, is_json=is_json)
     if role == "encode":
-        from encode.worker import run as run_encode
+        with without_collections():
+            from encode.worker import run as run_encode
 
         return run_encode(config, pipe.announce)
     if role == "prefill":
-        from prefill.worker import run as run_prefill
+        with without_collections():
+            from prefill.worker import run as run_prefill
 
         return run_prefill(config, pipe.announce)
-    from decode.worker import run as run_decode
+    with without_collections():
+        from decode.worker import run as run_decode
 
     return run_decode(config, role, pipe.announce)
 

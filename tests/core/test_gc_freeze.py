@@ -1,12 +1,13 @@
 """The garbage collector does not scan what a server has loaded."""
 
 import gc
+import importlib
 
 import pytest
 
 from core.config import load_config
 from core.errors import ConfigError
-from core.gc_freeze import freeze_loaded_objects
+from core.gc_freeze import freeze_loaded_objects, without_collections
 from core.worker.process import run_worker
 
 
@@ -60,3 +61,9 @@ def test_garbage_is_not_kept_forever(collector):
     freeze_loaded_objects()
     gc.unfreeze()
     assert nodes_in_sight() == []
+
+
+def test_nothing_is_collected_while_libraries_are_imported_and_again_afterwards():
+    with pytest.raises(ModuleNotFoundError), without_collections():
+        importlib.import_module("no_such_module" if not gc.isenabled() else "gc")
+    assert gc.isenabled()
