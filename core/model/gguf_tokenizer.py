@@ -117,7 +117,7 @@ def _vocabulary(metadata: Mapping[str, Any]) -> dict[str, int]:
 
 def _list(metadata: Mapping[str, Any], key: str) -> list[Any]:
     if not isinstance(metadata.get(key), list):
-        raise ConfigError(f"GGUF metadata lacks {key}. Put the model's tokenizer.json own_file the file.", param=key)
+        raise ConfigError(f"GGUF metadata lacks {key}. Put the model's tokenizer.json beside the file.", param=key)
     return list(metadata[key])
 
 
@@ -130,7 +130,7 @@ def _require(value: object, supported: tuple[object, ...], key: str) -> None:
     if value not in supported:
         names = ", ".join(str(one) for one in supported)
         raise ConfigError(
-            f"GGUF {key}={value!r} is not supported; supported: {names}. Put the model's tokenizer.json own_file the file.",
+            f"GGUF {key}={value!r} is not supported; supported: {names}. Put the model's tokenizer.json beside the file.",
             param=key,
         )
 

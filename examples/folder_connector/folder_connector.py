@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 
 from connectors.handoff_scheduler import HandoffScheduler, Offer
-from connectors.reports import LoadEnded, SendingEnded
+from connectors.reports import ALL_BLOCKS, LoadEnded, SendingEnded
 from connectors.thread_worker import StepOrders, ThreadWorker
 from core.connector import Connector, ConnectorContext
 from core.errors import ConfigError, ConnectorUnavailable, CorruptBlock, KVFerryError, PeerUnreachable, TransferTimeout
@@ -70,7 +70,7 @@ class FolderScheduler(HandoffScheduler[StepOrders[Order]]):
 
     def refuse_load(self, request_id: str, error: KVFerryError) -> None:
         """Report the load as failed."""
-        self.step.orders.append(LoadEnded(request_id, TransferUsage(transport=NAME), ErrorInfo.of(error)))
+        self.step.orders.append(LoadEnded(request_id, TransferUsage(transport=NAME), ErrorInfo.of(error), ALL_BLOCKS))
 
     def abort_load(self, request_id: str) -> None:
         """Stop waiting for the file."""
@@ -146,7 +146,8 @@ class FolderWorker(ThreadWorker[Order, LoadEnded | SendingEnded]):
             transfer_ms=1e3 * (self._context.clock.now() - started_at),
             verified_blocks=num_read - len(bad),
         )
-        self.report(LoadEnded(load.request_id, usage, ErrorInfo.of(error) if error else None, bad))
+        invalid = () if error is None else bad or ALL_BLOCKS
+        self.report(LoadEnded(load.request_id, usage, ErrorInfo.of(error) if error else None, invalid))
 
     def _read(self, load: Load) -> tuple[int, ...]:
         """Read the file into the pool; return the blocks that do not hold what was written. Raises OSError."""

@@ -45,7 +45,7 @@ def test_blocks_pins_and_tiers_are_counted(registry, embedded_store, tmp_path):
 
 def test_every_metric_is_documented_and_no_other(registry, embedded_store, tmp_path):
     page = (Path(__file__).parents[2] / "docs/kvstore.md").read_text()
-    rows = re.findall(r"^\| (`[^|]+) \|", page[page.index("## Watching it") :], re.MULTILINE)
+    rows = re.findall(r"^\| (`[^|]+) \|", page[page.index("## Metrics") :], re.MULTILINE)
     documented = {re.sub("_total$", "", name) for row in rows for name in re.findall(r"`([a-z_]+)", row)}
     with embedded_store(disk_path=str(tmp_path), disk_bytes=64 << 20) as store:
         register_store_metrics(registry, store.machine, store.workers)
