@@ -183,7 +183,7 @@ class WorkerChecks:
                 rows = [row for job in metadata.loads for row in job.block_ids]
             self._loading.update({row: blocks[row].generation for row in rows})
 
-    def on_settled(self, is_awake: bool) -> None:
+    def on_settled(self) -> None:
         """Check everything that must hold between two turns."""
         scheduler = self._scheduler
         held = Counter(self._scheduler.quarantined)
@@ -194,8 +194,14 @@ class WorkerChecks:
             self.complain(f"{self._name}: {violation}")
         self._follow_quarantine()
         self._check_content()
-        if not is_awake:
-            self._check_asleep()
+
+    def on_asleep(self) -> None:
+        """A sleeping engine has no work: the step that it skips would change nothing and report nothing."""
+        if self._tier is not None and (self._tier.is_lazy or self._tier.has_unread_answer):
+            return  # a lazy tier saves the blocks of the last step with the next one; an answer wakes the engine
+        output = self._scheduler.schedule()
+        if _achieves_something(output) or self._scheduler.update_from_output(output, ModelRunnerOutput()):
+            self.complain(f"{self._name}: asleep, although there is a step to make: {output}")
 
     def _follow_quarantine(self) -> None:
         """A loading block gets another generation when it enters quarantine; the read may still write it."""
@@ -228,14 +234,6 @@ class WorkerChecks:
             self.complain(f"{self._name}: block {block_id} {how} as {block_hash.hex()}, which no request has")
         elif self._model.rows[block_id, : len(content)].tobytes() != content:
             self.complain(f"{self._name}: block {block_id} {how}, but its content is wrong")
-
-    def _check_asleep(self) -> None:
-        """A sleeping engine has no work: the step that it skips would change nothing and report nothing."""
-        if self._tier is not None and (self._tier.is_lazy or self._tier.has_unread_answer):
-            return  # a lazy tier saves the blocks of the last step with the next one; an answer wakes the engine
-        output = self._scheduler.schedule()
-        if _achieves_something(output) or self._scheduler.update_from_output(output, ModelRunnerOutput()):
-            self.complain(f"{self._name}: asleep, although there is a step to make: {output}")
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 

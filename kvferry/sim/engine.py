@@ -20,6 +20,7 @@ from kvferry.sim.loop import Process
 
 WARM_UP_S = 5.0  # how long the first step of a size may take
 TURN_S = 0.0002  # of an empty step, and from a message to the turn that processes it
+_NO_TIMER_IS_DUE_S = 1e-8  # by then the timers of this moment have fired, which come a little late
 
 
 class EngineWatch(Protocol):
@@ -28,8 +29,11 @@ class EngineWatch(Protocol):
     def on_scheduled(self, step: ScheduledStep) -> None:
         """A step was scheduled and has not run."""
 
-    def on_settled(self, is_awake: bool) -> None:
-        """A turn has ended: everything is consistent. If it is not awake the engine sleeps until a message arrives."""
+    def on_settled(self) -> None:
+        """A turn has ended: everything is consistent."""
+
+    def on_asleep(self) -> None:
+        """The engine sleeps until a message arrives; no timer is due."""
 
 
 class EngineTurns(ABC):
@@ -159,8 +163,13 @@ class SimEngine(EngineTurns):
         if outputs:
             self._on_outputs(outputs)
         self._is_awake = self.core.has_work() or bool(self._inbox)
-        self._watch.on_settled(self._is_awake)
+        self._watch.on_settled()
         if self._is_awake:
             self._call_later(0.0, self._turn)
         else:
             self._step_watch.rest()
+            self._call_later(_NO_TIMER_IS_DUE_S, self._check_asleep)
+
+    def _check_asleep(self) -> None:
+        if not self._is_awake:
+            self._watch.on_asleep()

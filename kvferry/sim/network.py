@@ -25,6 +25,7 @@ RECONNECT_MAX_S = 2.0
 HANDSHAKE_TIMEOUT_S = 30.0  # ZMTP's own: a listening process that does not answer
 _NOTICE_S = 0.02  # the longest time until an end notices that its connection is gone
 _LATE_S = 0.1  # a frame that takes longer counts as a trouble
+_FOUND_S = 1.0  # from a new connection, until both ends have heard from each other; delays of frames come on top
 
 
 @dataclass(slots=True)
@@ -127,6 +128,11 @@ class Network:
         """Let the peers of a process that will be silent for this long lose it."""
         if seconds >= HEARTBEAT_TIMEOUT_S:
             self.loop.call_later(HEARTBEAT_TIMEOUT_S, lambda: self._lose_frozen(process))
+
+    def note_unconnected(self, pair: tuple[str, str], delay_s: float) -> None:
+        """Record that two processes remain unconnected until the next attempt, which comes so much later."""
+        weather = self.weather
+        self.troubles.note(Kind.PARTED, pair, delay_s + _FOUND_S + 2 * (weather.delay_s + weather.spike_s))
 
     def delay_s(self) -> float:
         """Return how long a frame takes."""
@@ -351,10 +357,13 @@ class Link:
         else:
             self._report_loss()
 
-    def _connect_later(self) -> None:
-        delay_s = min(RECONNECT_MAX_S, RECONNECT_S * 2**self._num_attempts)
+    def _connect_later(self) -> float:
+        """Plan the next attempt; return in how many seconds it comes."""
+        least_s = min(RECONNECT_MAX_S, RECONNECT_S * 2**self._num_attempts)
         self._num_attempts += 1
-        self.process.call_later(self._network.random.uniform(delay_s, 1.5 * delay_s), self._connect)
+        delay_s = self._network.random.uniform(least_s, 1.5 * least_s)
+        self.process.call_later(delay_s, self._connect)
+        return delay_s
 
     def _connect(self) -> None:
         if self._is_closed or self._connection is not None:
@@ -363,8 +372,11 @@ class Link:
         if server is None and self._on_lost is not None:
             self._report_loss()  # connection refused
             return
-        if server is None or server.process.is_frozen or self._network.open_in(*self._pair(server)):
+        if server is None:
             self._connect_later()
+            return
+        if server.process.is_frozen or self._network.open_in(*self._pair(server)):
+            self._network.note_unconnected(self._pair(server), self._connect_later())
             return
         self._num_attempts = 0
         self._connection = self._network.new_connection(self, server)
