@@ -89,19 +89,19 @@ def never_break_seals(patch: Patch) -> None:
 
 
 def break_seals_when_the_step_has_run(patch: Patch) -> None:
-    real_break, real_finish = BlockPool.break_seals, EngineCore.finish_step
+    real_break, real_finish = BlockPool.break_seals, EngineCore.finish_launched_steps
     late: dict[BlockPool, list] = {}
 
     def break_seals(self, blocks):
         late.setdefault(self, []).extend(blocks)
 
-    def finish_step(self, step, runner_output):
+    def finish_launched_steps(self):
         pool = self.scheduler.kv_cache_manager.block_pool
         real_break(pool, late.pop(pool, []))
-        return real_finish(self, step, runner_output)
+        return real_finish(self)
 
     patch(BlockPool, "break_seals", break_seals)
-    patch(EngineCore, "finish_step", finish_step)
+    patch(EngineCore, "finish_launched_steps", finish_launched_steps)
 
 
 def read_seals_before_the_data(patch: Patch) -> None:
@@ -329,14 +329,14 @@ def sleep_while_others_load(patch: Patch) -> None:
 
 
 def sleep_with_work(patch: Patch) -> None:
-    real = EngineCore.finish_step
+    real = EngineCore.finish_launched_steps
 
-    def finish_step(self, step, runner_output):
-        outputs = real(self, step, runner_output)
+    def finish_launched_steps(self):
+        outputs = real(self)
         self._is_stalled = not outputs
         return outputs
 
-    patch(EngineCore, "finish_step", finish_step)
+    patch(EngineCore, "finish_launched_steps", finish_launched_steps)
 
 
 def ignore_lost_connections(patch: Patch) -> None:

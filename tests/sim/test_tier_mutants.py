@@ -79,14 +79,14 @@ def forget_to_say_that_the_tier_has_answered(patch: Patch) -> None:
 
 def step_without_a_pause_until_blocks_come_back(patch: Patch) -> None:
     """As it was when the simulation found it."""
-    real = EngineCore.finish_step
+    real = EngineCore._finish
 
-    def finish_step(self, step, runner_output):
+    def finish(self, step, runner_output):
         outputs = real(self, step, runner_output)
         self._is_stalled = self._is_stalled and not step.awaits_blocks
         return outputs
 
-    patch(EngineCore, "finish_step", finish_step)
+    patch(EngineCore, "_finish", finish)
 
 
 MUTANTS = (
