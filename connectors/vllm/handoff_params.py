@@ -1,0 +1,128 @@
+"""A handoff in ``kv_transfer_params``: what P's answer says, and what D believes of it.
+
+Routers pass the dictionary on unchanged. vLLM's standard keys are there for them and for logs; D uses one opaque value only,
+``kvferry``: base64 of msgpack. Any client can write it, so its size is bounded before it is decoded, and every field is
+checked while it is decoded.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+import msgspec
+
+from connectors.p2p.transport.interface import PeerId
+from connectors.vllm.identity import ModelIdentity
+from core.errors import InvalidRequest
+from core.kv.block import NULL_BLOCK_ID
+from core.wire.kv import KVLayoutInfo
+from core.wire.limits import BlockHashBytes, BlockId, Count, Name, Positive, Text, Unsigned64, WholeMilliseconds
+from core.wire.sockets import split_tcp
+
+VALUE_KEY = "kvferry"
+MAX_VALUE_CHARS = 256 << 10  # enough for 128 thousand tokens in blocks of 16
+MAX_RANKS = 64
+_VERSION = 1
+
+
+class Rank(msgspec.Struct, frozen=True, array_like=True):
+    """One worker process of P: where it is reached, and which start of it."""
+
+    control_address: Text
+    incarnation: Unsigned64
+
+    @property
+    def peer(self) -> PeerId:
+        """The rank as a peer of the agent."""
+        return PeerId(self.control_address, self.incarnation)
+
+
+class HeldBlocks(msgspec.Struct, frozen=True, array_like=True):
+    """The blocks of one KV cache group, from the one at position ``first_block`` of the table to the last."""
+
+    first_block: Count
+    block_ids: tuple[BlockId, ...]
+    generations: tuple[Unsigned64, ...]
+
+    def __post_init__(self) -> None:
+        if len(self.block_ids) != len(self.generations):
+            raise ValueError("block_ids and generations differ in length")
+        if len(set(self.block_ids)) < len(self.block_ids) or NULL_BLOCK_ID in self.block_ids:
+            raise ValueError("block_ids names a block twice, or the null block")
+
+
+class EngineHandoff(msgspec.Struct, frozen=True, kw_only=True):
+    """The KV cache of a prompt on an engine: the same blocks on every rank.
+
+    ``prompt_hash`` is the chain value at the end of the prompt, so it stands for every block's. ``layout`` is that of a block
+    on one rank.
+    """
+
+    version: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = _VERSION
+    transfer_id: Name
+    engine_id: Name
+    model: ModelIdentity
+    layout: KVLayoutInfo
+    num_tokens: Positive
+    prompt_hash: BlockHashBytes
+    groups: Annotated[tuple[HeldBlocks, ...], msgspec.Meta(min_length=1, max_length=64)]
+    ranks: Annotated[tuple[Rank, ...], msgspec.Meta(min_length=1, max_length=MAX_RANKS)]
+    lease_ms: WholeMilliseconds
+
+    @property
+    def peers(self) -> tuple[PeerId, ...]:
+        """The ranks as peers of the agent, in order."""
+        return tuple(rank.peer for rank in self.ranks)
+
+
+_encoder = msgspec.msgpack.Encoder()
+_decoder = msgspec.msgpack.Decoder(EngineHandoff)
+
+
+def encode_handoff(handoff: EngineHandoff, request_id: str) -> dict[str, Any]:
+    """Return the ``kv_transfer_params`` of P's answer."""
+    host, port = split_tcp(handoff.ranks[0].control_address)
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_engine_id": handoff.engine_id,
+        "remote_request_id": request_id,
+        "remote_block_ids": [list(group.block_ids) for group in handoff.groups],
+        "remote_host": host,
+        "remote_port": port,
+        "tp_size": len(handoff.ranks),
+        VALUE_KEY: base64.b64encode(_encoder.encode(handoff)).decode(),
+    }
+
+
+def decode_handoff(params: Mapping[str, Any]) -> EngineHandoff | None:
+    """Return the handoff of a request's ``kv_transfer_params``; None if they are of another connector.
+
+    Raises:
+        InvalidRequest: the value is none of ours, or of another version.
+    """
+    value = params.get(VALUE_KEY)
+    if value is None:
+        return None
+    if not isinstance(value, str) or len(value) > MAX_VALUE_CHARS:
+        raise InvalidRequest(f"kv_transfer_params.{VALUE_KEY} is not a text of at most {MAX_VALUE_CHARS} characters")
+    try:
+        handoff = _decoder.decode(base64.b64decode(value, validate=True))
+    except (binascii.Error, ValueError, msgspec.DecodeError) as error:
+        raise InvalidRequest(f"kv_transfer_params.{VALUE_KEY} cannot be decoded: {error}") from None
+    if handoff.version != _VERSION:
+        raise InvalidRequest(f"kv_transfer_params.{VALUE_KEY} is of version {handoff.version}, this is version {_VERSION}")
+    return handoff
+
+
+def wants_handoff(params: Mapping[str, Any] | None) -> bool:
+    """Return True for the request of a prompt whose KV another engine will load."""
+    return bool(params) and params is not None and params.get("do_remote_decode") is True
+
+
+def brings_handoff(params: Mapping[str, Any] | None) -> bool:
+    """Return True for a request whose prompt another engine has computed."""
+    return params is not None and params.get("do_remote_prefill") is True

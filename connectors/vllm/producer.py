@@ -1,0 +1,216 @@
+"""The scheduler side of P: which blocks are sealed for readers, under which generation, and which handoffs are published.
+
+A handoff goes through these states; a seal that readers may trust exists only between the order and the end:
+
+    ordered     the step that completes the prompt seals its blocks, and leases them
+    published   the request ended well: vLLM keeps its blocks until every rank has reported the transfer's end
+    cancelled   it ended otherwise, or was preempted: the next step breaks the seals, before it writes any block
+
+vLLM frees the blocks of a published handoff only after each rank has broken its seals, so no block with a valid seal that a
+published handoff names is ever handed out. Runs on the engine core's thread; knows no sockets, no memory, and nothing of vLLM
+but its requests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from connectors.vllm.handoff_params import EngineHandoff, HeldBlocks, Rank, encode_handoff, wants_handoff
+from connectors.vllm.identity import ModelIdentity
+from connectors.vllm.orders import SealOrder, StepOrders
+from connectors.vllm.prompt_hashes import PromptHashes, VllmRequest, can_be_hashed
+from core.ids import IdSource, new_hex_id
+from core.kv.block import NULL_BLOCK_ID
+from core.kv.hashing import BlockHasher
+from core.kv.seals import ExpectedSeal
+from core.wire.kv import KVLayoutInfo
+
+ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
+PREEMPTED = "PREEMPTED"
+
+Table = tuple[list[int], ...]  # block ids of a request, by KV cache group
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineIdentity:
+    """What an engine writes into its handoffs. ``ranks`` are in order of their tensor-parallel rank."""
+
+    engine_id: str
+    model: ModelIdentity
+    layout: KVLayoutInfo
+    ranks: tuple[Rank, ...]
+    lease_ms: int
+
+
+@dataclass(slots=True)
+class _SealedBlock:
+    """A block that handoffs name: its seal, equal for all of them, and how many they are."""
+
+    seal: ExpectedSeal
+    num_handoffs: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class _Ordered:
+    """A handoff whose blocks are sealed, by group from the first block that the group still holds."""
+
+    transfer_id: str
+    groups: tuple[HeldBlocks, ...]
+    prompt_hash: bytes
+
+    def block_ids(self) -> list[int]:
+        """All blocks of the handoff."""
+        return [block_id for group in self.groups for block_id in group.block_ids]
+
+
+class Producer:
+    """Handoffs of one engine. Orders for the ranks go into ``orders``, the next step's message."""
+
+    def __init__(self, engine: EngineIdentity, hasher: BlockHasher, ids: IdSource) -> None:
+        self.orders = StepOrders()
+        self._engine = engine
+        self._hasher = hasher
+        self._ids = ids
+        self._wanted: dict[str, VllmRequest] = {}  # requests whose prompt is not complete yet, by id
+        self._ordered: dict[str, tuple[VllmRequest, _Ordered]] = {}
+        self._published: dict[str, _Ordered] = {}
+        self._sealed: dict[int, _SealedBlock] = {}
+        self._last_generation = 0
+
+    @property
+    def num_held_blocks(self) -> int:
+        """How many blocks handoffs name, published or not."""
+        return len(self._sealed)
+
+    def published_generations(self) -> dict[int, int]:
+        """Return the blocks that published handoffs name, with their generations."""
+        named = {block_id for ordered in self._published.values() for block_id in ordered.block_ids()}
+        return {block_id: self._sealed[block_id].seal.generation for block_id in named}
+
+    @property
+    def num_published(self) -> int:
+        """How many handoffs hold blocks for readers."""
+        return len(self._published)
+
+    def on_new_request(self, request: VllmRequest) -> None:
+        """Remember a request whose KV another engine will load."""
+        if wants_handoff(request.kv_transfer_params) and can_be_hashed(request):
+            self._wanted[request.request_id] = request
+
+    def build_orders(self, num_scheduled_tokens: dict[str, int], table_of: Callable[[str], Table | None]) -> None:
+        """Order the seals of the prompts that this step completes.
+
+        Requests whose seals were ordered and that go on are cancelled: a preempted one has lost its blocks, and one that is
+        scheduled again is no prompt for another engine.
+        """
+        for request_id, (ordered_request, _) in list(self._ordered.items()):
+            if ordered_request.status.name == PREEMPTED:
+                self._cancel(request_id)
+                self._wanted[request_id] = ordered_request
+            elif request_id in num_scheduled_tokens:
+                self._cancel(request_id)
+        for request_id, count in num_scheduled_tokens.items():
+            request = self._wanted.get(request_id)
+            if request is None:
+                continue
+            if request.num_computed_tokens < request.num_prompt_tokens <= request.num_computed_tokens + count:
+                table = table_of(request_id)
+                assert table is not None, f"{request_id} is scheduled without blocks"
+                self._order(request, table)
+                del self._wanted[request_id]
+
+    def request_finished(self, request: VllmRequest, table: Table) -> dict[str, Any] | None:
+        """Publish the request's handoff and return its ``kv_transfer_params``; None: its blocks may be freed at once."""
+        self._wanted.pop(request.request_id, None)
+        if request.request_id not in self._ordered:
+            return None
+        _, ordered = self._ordered[request.request_id]
+        is_whole = request.status.name in ENDED_WELL and request.num_output_tokens == 1
+        if not is_whole or not _holds(table, ordered.groups):
+            self._cancel(request.request_id)
+            return None
+        del self._ordered[request.request_id]
+        self._published[request.request_id] = ordered
+        self.orders.published.append(ordered.transfer_id)
+        return encode_handoff(self._describe(request, ordered), request.request_id)
+
+    def on_sending_ended(self, request_ids: set[str]) -> None:
+        """All ranks have broken their seals of these requests' blocks, which vLLM frees now."""
+        for request_id in sorted(request_ids & self._published.keys()):
+            self._forget(self._published.pop(request_id))
+
+    # ---- one handoff -------------------------------------------------------------------------------------------------
+
+    def _order(self, request: VllmRequest, table: Table) -> None:
+        num_tokens, block_size = request.num_prompt_tokens, self._engine.layout.block_size
+        hashes = PromptHashes(self._hasher, request).block_ends(num_tokens, block_size)
+        sizes = [min(block_size, num_tokens - start) for start in range(0, num_tokens, block_size)]
+        groups: list[HeldBlocks] = []
+        blocks: list[tuple[int, ExpectedSeal]] = []
+        for group_id, block_ids in enumerate(table):
+            held = block_ids[: len(hashes)]
+            first = next((index for index, block_id in enumerate(held) if block_id != NULL_BLOCK_ID), len(held))
+            seals = [
+                self._seal(block_id, group_id, hashes[index], sizes[index])
+                for index, block_id in enumerate(held)
+                if index >= first
+            ]
+            blocks += zip(held[first:], seals, strict=True)
+            groups.append(HeldBlocks(first, tuple(held[first:]), tuple(seal.generation for seal in seals)))
+        ordered = _Ordered(new_hex_id(self._ids, "kv-"), tuple(groups), hashes[-1])
+        self._ordered[request.request_id] = request, ordered
+        self.orders.seals.append(SealOrder(ordered.transfer_id, request.request_id, tuple(blocks)))
+
+    def _seal(self, block_id: int, group_id: int, block_hash: bytes, num_tokens: int) -> ExpectedSeal:
+        """Return the seal of a block for one more handoff: the one that others know already, or one of a new generation."""
+        sealed = self._sealed.get(block_id)
+        if sealed is None:
+            self._last_generation += 1
+            seal = ExpectedSeal(self._last_generation, group_id, block_hash, num_tokens)
+            sealed = self._sealed[block_id] = _SealedBlock(seal)
+        known = sealed.seal
+        assert (known.group_id, known.block_hash, known.num_tokens) == (group_id, block_hash, num_tokens), (
+            f"block {block_id} is held for a reader, and another prompt has it"
+        )
+        sealed.num_handoffs += 1
+        return known
+
+    def _cancel(self, request_id: str) -> None:
+        _, ordered = self._ordered.pop(request_id)
+        self._forget(ordered)
+        waiting = [order for order in self.orders.seals if order.transfer_id != ordered.transfer_id]
+        if len(waiting) < len(self.orders.seals):  # no step has carried it
+            self.orders.seals = waiting
+        else:
+            self.orders.cancelled.append(ordered.transfer_id)
+
+    def _forget(self, ordered: _Ordered) -> None:
+        for block_id in ordered.block_ids():
+            sealed = self._sealed[block_id]
+            sealed.num_handoffs -= 1
+            if not sealed.num_handoffs:
+                del self._sealed[block_id]
+
+    def _describe(self, request: VllmRequest, ordered: _Ordered) -> EngineHandoff:
+        engine = self._engine
+        return EngineHandoff(
+            transfer_id=ordered.transfer_id,
+            engine_id=engine.engine_id,
+            model=engine.model,
+            layout=engine.layout,
+            num_tokens=request.num_prompt_tokens,
+            prompt_hash=ordered.prompt_hash,
+            groups=ordered.groups,
+            ranks=engine.ranks,
+            lease_ms=engine.lease_ms,
+        )
+
+
+def _holds(table: Table, groups: Sequence[HeldBlocks]) -> bool:
+    """Return True if the request still has the blocks that were sealed, at the same positions."""
+    return all(
+        tuple(block_ids[group.first_block : group.first_block + len(group.block_ids)]) == group.block_ids
+        for block_ids, group in zip(table, groups, strict=True)
+    )

@@ -1,0 +1,132 @@
+"""The scheduler side: producer and consumer of one engine behind vLLM's hooks, and the quarantine of its blocks.
+
+Runs on the engine core's thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from connectors.vllm.consumer import Consumer
+from connectors.vllm.orders import RankReports, StepOrders
+from connectors.vllm.peer_rules import PeerRules
+from connectors.vllm.producer import EngineIdentity, Producer, Table
+from connectors.vllm.prompt_hashes import VllmRequest
+from core.ids import IdSource
+from core.kv.hashing import BlockHasher
+
+
+class BlockPool(Protocol):
+    """What is used of ``vllm.v1.core.block_pool.BlockPool``."""
+
+    blocks: Sequence[Any]
+
+    def touch(self, blocks: Sequence[Any]) -> None:
+        """Add a reference to each block."""
+
+    def free_blocks(self, ordered_blocks: Iterable[Any]) -> None:
+        """Drop a reference to each block."""
+
+
+@dataclass(frozen=True, slots=True)
+class TransferGroups:
+    """The KV cache groups that take part, by their ids, and the sliding window of each in tokens; None for full attention."""
+
+    ids: tuple[int, ...]
+    windows: tuple[int | None, ...]
+
+
+class SchedulerSide:
+    """Both halves; ``is_producer`` and ``is_consumer`` say which of them this engine uses."""
+
+    def __init__(
+        self,
+        engine: EngineIdentity,
+        rules: PeerRules,
+        ids: IdSource,
+        groups: TransferGroups,
+        *,
+        is_producer: bool = True,
+        is_consumer: bool = True,
+    ) -> None:
+        hasher = BlockHasher(engine.model.fingerprint)
+        self.producer = Producer(engine, hasher, ids)
+        self.consumer = Consumer(engine, hasher, rules, groups.windows)
+        self._is_producer = is_producer
+        self._is_consumer = is_consumer
+        self._group_ids = groups.ids
+        self._block_pool: BlockPool | None = None
+        self.num_quarantined_blocks = 0
+
+    def bind_block_pool(self, block_pool: BlockPool) -> None:
+        """Keep the pool: blocks that a late read may still write get a reference of their own."""
+        self._block_pool = block_pool
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    def on_new_request(self, request: VllmRequest) -> None:
+        """Note what the request wants: its KV handed off, or loaded."""
+        if self._is_producer:
+            self.producer.on_new_request(request)
+        if self._is_consumer:
+            self.consumer.on_new_request(request)
+
+    def num_loadable_tokens(self, request: VllmRequest, num_local_tokens: int) -> int:
+        """Return how many tokens after the local hit can be loaded. Changes nothing."""
+        return self.consumer.num_loadable_tokens(request, num_local_tokens)
+
+    def start_load(self, request: VllmRequest, table: Table, num_tokens: int) -> None:
+        """Load the last tokens of a handoff into the request's blocks; 0 tokens = nothing is needed."""
+        self.consumer.start_load(request, self._transferred(table), num_tokens)
+
+    def request_finished(self, request: VllmRequest, table: Table) -> dict[str, Any] | None:
+        """Return the ``kv_transfer_params`` of a published handoff, whose blocks must be kept; else None."""
+        self.consumer.request_finished(request.request_id)
+        return self.producer.request_finished(request, self._transferred(table))
+
+    # ---- steps -------------------------------------------------------------------------------------------------------
+
+    def build_orders(self, num_scheduled_tokens: dict[str, int], table_of: Callable[[str], Table | None]) -> StepOrders:
+        """Return the orders for the ranks since the last step."""
+
+        def transferred_table_of(request_id: str) -> Table | None:
+            table = table_of(request_id)
+            return None if table is None else self._transferred(table)
+
+        self.producer.build_orders(num_scheduled_tokens, transferred_table_of)
+        sent, received = self.producer.orders, self.consumer.orders
+        self.producer.orders, self.consumer.orders = StepOrders(), StepOrders()
+        return StepOrders(
+            cancelled=sent.cancelled,
+            published=sent.published,
+            seals=sent.seals,
+            holds=received.holds,
+            loads=received.loads,
+            aborts=received.aborts,
+            releases=received.releases,
+        )
+
+    def has_orders(self) -> bool:
+        """True while orders wait for a step: without requests vLLM makes none by itself."""
+        return not (self.producer.orders.is_empty() and self.consumer.orders.is_empty())
+
+    def on_step_ended(self, finished_sending: set[str], finished_recving: set[str], reports: RankReports | None) -> None:
+        """Apply what all ranks have reported. vLLM frees the blocks of these requests after this call."""
+        for news in reports.quarantine if reports is not None else ():
+            self._quarantine(news.added, news.ended)
+        self.producer.on_sending_ended(finished_sending)
+        self.consumer.on_loads_ended(finished_recving)
+
+    def _quarantine(self, added: Sequence[int], ended: Sequence[int]) -> None:
+        pool = self._block_pool
+        assert pool is not None, "vLLM binds its block pool before any request"
+        if added:
+            pool.touch([pool.blocks[block_id] for block_id in added])
+        if ended:
+            pool.free_blocks([pool.blocks[block_id] for block_id in ended])
+        self.num_quarantined_blocks += len(added) - len(ended)
+
+    def _transferred(self, table: Table) -> Table:
+        return tuple(table[group_id] for group_id in self._group_ids)

@@ -1,0 +1,242 @@
+"""The worker side: one rank's agent, its seals, and what the rank reports to vLLM after each step.
+
+The engine's thread calls it; the agent's thread reports ends of loads and leases. Knows no tensors: the pool comes as memory.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from prometheus_client import CollectorRegistry
+
+from connectors.p2p.actions import (
+    ConsumerStep,
+    HandoffRef,
+    LeaseGrant,
+    PullRequest,
+    QuarantineEnded,
+    ReleaseHandoffs,
+    Report,
+)
+from connectors.p2p.driver import AgentHost, P2PDriver
+from connectors.p2p.metrics import P2PMetrics
+from connectors.p2p.producer.handshake import WorkerIdentity
+from connectors.p2p.settings import DriverSettings
+from connectors.p2p.transport.factory import TransportFactory, create_transport
+from connectors.reports import ALL_BLOCKS, LoadEnded, SendingEnded
+from connectors.vllm.agent_thread import AgentThread
+from connectors.vllm.identity import ModelIdentity
+from connectors.vllm.orders import QuarantineNews, RankAddress, RankReports, RemoteHandoff, StepOrders
+from connectors.vllm.sealing import Sealer
+from core.errors import fallback_reason
+from core.kv.pool_region import KVPoolRegion
+
+
+@dataclass(slots=True)
+class StepReport:
+    """What a rank reports after a step: request ids, and blocks that must be computed again."""
+
+    finished_sending: set[str] = field(default_factory=set)
+    finished_recving: set[str] = field(default_factory=set)
+    failed_recving: set[str] = field(default_factory=set)
+    invalid_block_ids: set[int] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class RankCounts:
+    """What has happened since the last reading; ``failures`` by reason."""
+
+    loads: int = 0
+    verified_blocks: int = 0
+    bytes: int = 0
+    transfer_ms: float = 0.0
+    verify_ms: float = 0.0
+    failures: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankRole:
+    """What a rank does. ``rank`` chooses the peer among those of a handoff.
+
+    ``can_name_blocks``: vLLM accepts single invalid blocks. One is named only if no read can write it any more, because vLLM
+    computes it again in place.
+    """
+
+    rank: int
+    is_producer: bool
+    can_name_blocks: bool
+
+
+class WorkerSide:
+    """One rank: its agent, its seals, and its reports. ``pool`` is the engine's memory, and the seals."""
+
+    def __init__(
+        self,
+        role: RankRole,
+        identity: WorkerIdentity,
+        settings: DriverSettings,
+        pool: KVPoolRegion,
+        create: TransportFactory = create_transport,
+    ) -> None:
+        assert pool.seals is not None, "the pool of an engine has seals"
+        self.counts = RankCounts()
+        self._role = role
+        self._identity = identity
+        self.pool = pool
+        self._sealer = Sealer(pool.seals)
+        self._lock = threading.Lock()  # guards what both threads use, below
+        self._reports: list[Report] = []
+        self._failure: BaseException | None = None
+        self._sending: dict[str, str] = {}  # transfer id → request id of granted leases
+        self._published: set[str] = set()
+        self._ended: set[str] = set()  # transfers whose lease has ended before vLLM has published them
+        self._news: list[QuarantineNews] = []
+        self._invalid_block_ids: set[int] = set()
+        host = AgentHost(
+            identity=identity,
+            is_producer=role.is_producer,
+            also_reads=True,
+            report=self._on_report,
+            fail=self._on_failure,
+            metrics=P2PMetrics(CollectorRegistry()),
+            name_load=lambda request_id: {"request_id": request_id},
+        )
+        self._agent = AgentThread(P2PDriver(settings, host, create))
+
+    # ---- start and stop ----------------------------------------------------------------------------------------------
+
+    def start(self, model: ModelIdentity) -> RankAddress:
+        """Start the agent; return where peers reach this rank, which holds KV of this model.
+
+        Raises:
+            ConfigError: an address cannot be bound, or is none that peers can connect to.
+            ConnectorUnavailable: no transport works here.
+        """
+        self._agent.start(self.pool)
+        driver = self._agent.driver
+        identity = self._identity
+        return RankAddress(driver.control_address, identity.incarnation, model, identity.layout, driver.transports)
+
+    def stop(self) -> None:
+        """End the agent: peers lose this rank, reads in progress end. Idempotent."""
+        self._agent.stop()
+
+    # ---- a step, in this order ---------------------------------------------------------------------------------------
+
+    def begin_step(self, orders: StepOrders) -> None:
+        """Break the seals of cancelled handoffs, before the step writes any block.
+
+        Raises: the error that ended the agent: nothing can be verified any more, so the engine must not go on.
+        """
+        if self._failure is not None:
+            raise RuntimeError("the KV transfer of this worker has died") from self._failure
+        for transfer_id in orders.cancelled:
+            self._sealer.end(transfer_id)
+        with self._lock:
+            self._published.update(orders.published)
+            for transfer_id in orders.cancelled:
+                self._sending.pop(transfer_id, None)
+                self._ended.discard(transfer_id)
+        if orders.cancelled:
+            self._agent.driver.post(ReleaseHandoffs(orders.cancelled))
+
+    def start_loads(self, orders: StepOrders) -> None:
+        """Pass the orders for loads and leases of other engines to the agent."""
+        step = ConsumerStep(
+            holds=[self._ref(remote) for remote in orders.holds],
+            pulls=[
+                PullRequest(load.request_id, self._ref(load.handoff), load.units, load.num_tokens, None, load.layout)
+                for load in orders.loads
+            ],
+            aborts=list(orders.aborts),
+            releases=[self._ref(remote) for remote in orders.releases],
+        )
+        if not step.is_empty():
+            self._agent.driver.post(step)
+
+    def seal(self, orders: StepOrders) -> None:
+        """Seal the prompts that the step has completed. Their KV must have been written."""
+        for order in orders.seals:
+            self._sealer.seal(order)
+            with self._lock:
+                self._sending[order.transfer_id] = order.request_id
+            grant = LeaseGrant(order.transfer_id, order.transfer_id, len(order.blocks))
+            self._agent.driver.post(grant)
+
+    def end_step(self) -> StepReport:
+        """Return what has ended since the last step. A published transfer is reported after its seals were broken, once."""
+        with self._lock:
+            reports, self._reports = self._reports, []
+            done = self._ended & self._published
+            self._ended -= done
+            self._published -= done
+            found = StepReport(finished_sending={self._sending.pop(transfer_id) for transfer_id in done})
+        for report in reports:
+            self._add(report, found)
+        return found
+
+    def take_news(self) -> RankReports | None:
+        """Return what the scheduler side must know of quarantined blocks; None without news."""
+        news, self._news = self._news, []
+        return RankReports(news) if news else None
+
+    def take_counts(self) -> RankCounts:
+        """Return the counts since the last call."""
+        counts, self.counts = self.counts, RankCounts()
+        return counts
+
+    def num_held_blocks(self) -> int:
+        """Return how many blocks this rank holds for readers, or for late reads."""
+        agent = self._agent.driver.agent
+        return 0 if agent is None else agent.producer.leases.num_blocks + agent.consumer.num_quarantined_blocks
+
+    # ---- reports of the agent ----------------------------------------------------------------------------------------
+
+    def _on_report(self, report: Report) -> None:
+        """Keep a report for the next step. Any thread. A lease that ends breaks its seals first."""
+        if isinstance(report, SendingEnded):
+            self._sealer.end(report.request_id)
+            with self._lock:
+                if report.request_id in self._sending:  # else it was cancelled
+                    self._ended.add(report.request_id)
+            return
+        with self._lock:
+            self._reports.append(report)
+
+    def _on_failure(self, error: BaseException) -> None:
+        self._failure = error
+
+    def _add(self, report: Report, found: StepReport) -> None:
+        if isinstance(report, QuarantineEnded):
+            self._news.append(QuarantineNews(ended=report.block_ids))
+            return
+        assert isinstance(report, LoadEnded)
+        found.finished_recving.add(report.request_id)
+        if report.quarantined_block_ids:
+            self._news.append(QuarantineNews(added=report.quarantined_block_ids))
+        self._count(report)
+        if report.error is None:
+            return
+        ids = report.invalid_block_ids
+        if self._role.can_name_blocks and ids is not ALL_BLOCKS and not report.quarantined_block_ids:
+            found.invalid_block_ids.update(ids)
+        else:
+            found.failed_recving.add(report.request_id)
+
+    def _count(self, ended: LoadEnded) -> None:
+        counts, usage = self.counts, ended.usage
+        if ended.error is not None:
+            counts.failures[fallback_reason(ended.error.code)] += 1
+        if usage is None:
+            return
+        counts.verified_blocks += usage.verified_blocks
+        if ended.error is None:
+            counts.loads += 1
+            counts.bytes += usage.transferred_bytes
+            counts.transfer_ms += usage.transfer_ms
+            counts.verify_ms += usage.verify_ms
+
+    def _ref(self, remote: RemoteHandoff) -> HandoffRef:
+        return HandoffRef(remote.transfer_id, remote.ranks[self._role.rank])

@@ -1,0 +1,222 @@
+"""D's scheduler side: which handoffs are believed, what is loaded, and when leases are released."""
+
+import msgspec
+import pytest
+
+from connectors.vllm.consumer import Consumer
+from connectors.vllm.handoff_params import MAX_VALUE_CHARS, HeldBlocks, Rank, decode_handoff, encode_handoff
+from connectors.vllm.orders import StepOrders
+from connectors.vllm.peer_rules import PeerRules
+from connectors.vllm.producer import Producer
+from core.errors import InvalidRequest
+from core.ids import SeededIds
+from core.kv.hashing import BlockHasher
+from tests.connectors.vllm.fake_requests import LAYOUT, MODEL, REMOTE_DECODE, FakeRequest, Status, engine, image
+
+PROMPT = list(range(5, 75))
+LOOPBACK = PeerRules(("127.0.0.0/8",))
+
+
+def handoff_of(prompt=PROMPT, table=(3, 4, 5), producer_engine=None, **request):
+    """Return the ``kv_transfer_params`` of a prompt that P has computed."""
+    producer_engine = producer_engine or engine()
+    producer = Producer(producer_engine, BlockHasher(producer_engine.model.fingerprint), SeededIds(1))
+    done = FakeRequest("p", list(prompt), REMOTE_DECODE, num_output_tokens=1, **request)
+    producer.on_new_request(done)
+    producer.build_orders({"p": len(prompt)}, lambda name: (list(table),))
+    done.status = Status.FINISHED_LENGTH_CAPPED
+    params = producer.request_finished(done, (list(table),))
+    assert params is not None
+    return params
+
+
+def changed(params, **changes):
+    """Return the parameters with a handoff of other values."""
+    handoff = decode_handoff(params)
+    assert handoff is not None
+    return encode_handoff(msgspec.structs.replace(handoff, **changes), "p")
+
+
+def new_consumer(windows=(None,), rules=LOOPBACK):
+    return Consumer(engine("d"), BlockHasher(MODEL.fingerprint), rules, windows)
+
+
+@pytest.fixture
+def consumer():
+    return new_consumer()
+
+
+def arrive(consumer, params, prompt=PROMPT, **request):
+    found = FakeRequest("d", list(prompt), params, **request)
+    consumer.on_new_request(found)
+    return found
+
+
+def take(consumer):
+    found, consumer.orders = consumer.orders, StepOrders()
+    return found
+
+
+def test_the_rest_of_the_prompt_is_loaded_once(consumer):
+    request = arrive(consumer, handoff_of())
+    (hold,) = take(consumer).holds
+    assert consumer.num_loadable_tokens(request, 0) == 70
+    assert consumer.num_loadable_tokens(request, 32) == 38
+    consumer.start_load(request, ([11, 12, 13],), 38)
+    (load,) = take(consumer).loads
+    assert [(unit.remote_rows, unit.local_rows, unit.num_tokens) for unit in load.units] == [
+        ((4,), (12,), 32),
+        ((5,), (13,), 6),
+    ]
+    assert load.handoff == hold
+    assert consumer.num_loadable_tokens(request, 0) == 0
+    consumer.start_load(request, ([11, 12, 13],), 0)  # when it runs
+    assert take(consumer).is_empty()
+    consumer.on_loads_ended({"d"})
+    assert take(consumer).releases == [hold]
+    assert consumer.num_loading == 0
+
+
+def test_a_full_local_hit_releases_the_handoff(consumer):
+    request = arrive(consumer, handoff_of())
+    (hold,) = take(consumer).holds
+    consumer.start_load(request, ([11, 12, 13],), 0)
+    assert take(consumer).releases == [hold]
+
+
+def test_a_request_that_ends_before_its_load_releases_the_handoff(consumer):
+    arrive(consumer, handoff_of())
+    (hold,) = take(consumer).holds
+    consumer.request_finished("d")
+    assert take(consumer).releases == [hold]
+
+
+def test_a_request_that_ends_during_its_load_aborts_it(consumer):
+    request = arrive(consumer, handoff_of())
+    consumer.start_load(request, ([11, 12, 13],), 70)
+    take(consumer)
+    consumer.request_finished("d")
+    assert take(consumer).aborts == ["d"]
+    consumer.on_loads_ended({"d"})
+    assert len(take(consumer).releases) == 1
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"cache_salt": "tenant"},
+        {"mm_features": [image("cat", 3, 8)]},
+        {"prompt": [*PROMPT[:-1], 9]},
+        {"prompt": [9, *PROMPT[1:]]},
+        {"prompt": PROMPT[:-1]},
+    ],
+    ids=["salt", "image", "last token", "first token", "shorter"],
+)
+def test_a_handoff_of_another_prompt_is_released_unread(consumer, change):
+    request = arrive(consumer, handoff_of(), **change)
+    assert consumer.num_loadable_tokens(request, 0) == 0
+    orders = take(consumer)
+    assert (len(orders.holds), len(orders.releases)) == (0, 1)
+    assert consumer.refused == {"stale": 1}
+
+
+def test_images_and_salt_of_the_same_request_fit(consumer):
+    what = {"cache_salt": "tenant", "mm_features": [image("cat", 3, 8)]}
+    request = arrive(consumer, handoff_of(**what), **what)
+    assert consumer.num_loadable_tokens(request, 0) == 70
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("weights", "other"), ("dtype", "bfloat16"), ("attention", "FLASH_ATTN"), ("weights_epoch", 1)]
+)
+def test_another_model_is_refused_with_both_values(consumer, caplog, field, value):
+    model = msgspec.structs.replace(MODEL, **{field: value})
+    arrive(consumer, handoff_of(producer_engine=engine(model=model)))
+    assert consumer.refused == {"layout": 1}
+    assert f"{field} {value!r} at the peer, {getattr(MODEL, field)!r} here" in caplog.text
+
+
+def test_another_layout_or_number_of_ranks_is_refused(consumer):
+    layout = msgspec.structs.replace(LAYOUT, block_bytes=2 * LAYOUT.block_bytes)
+    arrive(consumer, handoff_of(producer_engine=engine(layout=layout)))
+    ranks = (Rank("tcp://127.0.0.1:7000", 1), Rank("tcp://127.0.0.1:7001", 2))
+    arrive(consumer, handoff_of(producer_engine=engine(ranks=ranks)))
+    assert consumer.refused == {"layout": 1, "rejected": 1}
+
+
+def test_only_allowed_peers_hear_of_a_handoff(consumer):
+    far = engine(ranks=(Rank("tcp://127.0.0.1:7000", 1), Rank("tcp://8.8.8.8:53", 2)))
+    arrive(consumer, handoff_of(producer_engine=far))
+    assert take(consumer).is_empty()
+    assert consumer.refused == {"rejected": 1}
+
+
+def test_a_request_that_was_rejected_releases_the_handoff(consumer):
+    arrive(consumer, handoff_of(), prompt=[0], status=Status.FINISHED_ABORTED)
+    orders = take(consumer)
+    assert len(orders.releases) == 1
+    assert not orders.holds
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [
+        (HeldBlocks(1, (4, 5), (2, 3)),),
+        (HeldBlocks(0, (3, 4), (1, 2)),),
+        (HeldBlocks(0, (3, 4, 5, 6), (1, 2, 3, 4)),),
+        (HeldBlocks(0, (3, 4, 5), (1, 2, 3)), HeldBlocks(0, (3, 4, 5), (1, 2, 3))),
+    ],
+    ids=["first block lacks", "last block lacks", "too many", "another group"],
+)
+def test_a_handoff_that_lacks_blocks_is_refused(consumer, groups):
+    request = arrive(consumer, changed(handoff_of(), groups=groups))
+    assert consumer.num_loadable_tokens(request, 0) == 0
+    assert consumer.refused == {"stale": 1}
+
+
+def test_blocks_before_a_window_may_lack():
+    consumer = new_consumer(windows=(20,))
+    request = arrive(consumer, handoff_of(table=(0, 4, 5)))
+    assert consumer.num_loadable_tokens(request, 0) == 70
+    consumer.start_load(request, ([0, 12, 13],), 70)
+    (load,) = take(consumer).loads
+    assert [unit.local_rows for unit in load.units] == [(12,), (13,)]
+    wide = new_consumer(windows=(60,))
+    arrive(wide, handoff_of(table=(0, 4, 5)))
+    assert wide.refused == {"stale": 1}
+
+
+@pytest.mark.parametrize(
+    "value",
+    [7, "%%%", "AAAA", "A" * (MAX_VALUE_CHARS + 4), ""],
+    ids=["a number", "no base64", "no msgpack", "too long", "empty"],
+)
+def test_a_value_that_is_none_of_ours_is_refused(consumer, value):
+    with pytest.raises(InvalidRequest, match=r"kv_transfer_params\.kvferry"):
+        decode_handoff({"kvferry": value})
+    arrive(consumer, {"do_remote_prefill": True, "kvferry": value})
+    assert consumer.refused == {"rejected": 1}
+    assert take(consumer).is_empty()
+
+
+def test_a_handoff_of_another_connector_is_left_alone(consumer, caplog):
+    request = arrive(consumer, {"do_remote_prefill": True, "remote_engine_id": "nixl-1", "remote_block_ids": [1, 2]})
+    assert consumer.num_loadable_tokens(request, 0) == 0
+    assert take(consumer).is_empty()
+    assert "another connector" in caplog.text
+
+
+def test_a_handoff_of_128_thousand_tokens_fits():
+    small = engine(layout=msgspec.structs.replace(LAYOUT, block_size=16))
+    params = handoff_of(prompt=range(1, 128 * 1024 + 1), table=range(1, 8193), producer_engine=small)
+    assert len(params["kvferry"]) < MAX_VALUE_CHARS
+
+
+@pytest.mark.parametrize("ids", [(3, 3), (0, 3)])
+def test_a_block_is_named_once_and_is_a_block(ids):
+    params = handoff_of(prompt=PROMPT[:40], table=(3, 4))
+    handoff = decode_handoff(params)
+    assert handoff is not None
+    msgspec.structs.force_setattr(handoff.groups[0], "block_ids", ids)
+    with pytest.raises(InvalidRequest, match="null block"):
+        decode_handoff(encode_handoff(handoff, "p"))

@@ -1,0 +1,171 @@
+"""P's scheduler side: what is sealed, published and cancelled."""
+
+import pytest
+
+from connectors.vllm.handoff_params import decode_handoff
+from connectors.vllm.producer import Producer
+from core.ids import SeededIds
+from core.kv.hashing import BlockHasher
+from tests.connectors.vllm.fake_requests import MODEL, REMOTE_DECODE, FakeRequest, Status, engine
+
+
+@pytest.fixture
+def producer():
+    return Producer(engine(), BlockHasher(MODEL.fingerprint), SeededIds(1))
+
+
+def prompt_of(name, num_tokens=70, params=REMOTE_DECODE, first=5):
+    return FakeRequest(name, list(range(first, first + num_tokens)), dict(params))
+
+
+def orders(producer):
+    found, producer.orders = producer.orders, type(producer.orders)()
+    return found
+
+
+def complete(producer, request, table, chunk=None):
+    """Schedule the step that completes the prompt, and let it end."""
+    producer.on_new_request(request)
+    producer.build_orders({request.request_id: chunk or request.num_prompt_tokens}, lambda name: (table,))
+    step = orders(producer)
+    request.num_computed_tokens = request.num_prompt_tokens
+    request.num_output_tokens = 1
+    return step
+
+
+def finish(producer, request, table, status=Status.FINISHED_LENGTH_CAPPED):
+    request.status = status
+    return producer.request_finished(request, (table,))
+
+
+def test_the_step_that_completes_the_prompt_seals_it(producer):
+    request = prompt_of("a")
+    producer.on_new_request(request)
+    producer.build_orders({"a": 64}, lambda name: ([3, 4],))
+    assert orders(producer).is_empty()
+    request.num_computed_tokens = 64
+    producer.build_orders({"a": 6}, lambda name: ([3, 4, 5],))
+    (order,) = orders(producer).seals
+    assert [block_id for block_id, _ in order.blocks] == [3, 4, 5]
+    assert [seal.num_tokens for _, seal in order.blocks] == [32, 32, 6]
+    assert len({seal.generation for _, seal in order.blocks}) == 3
+
+
+def test_a_handoff_is_published_when_the_request_ends_well(producer):
+    request = prompt_of("a")
+    (order,) = complete(producer, request, [3, 4, 5]).seals
+    params = finish(producer, request, [3, 4, 5])
+    assert params is not None
+    assert params["do_remote_prefill"]
+    assert params["remote_block_ids"] == [[3, 4, 5]]
+    handoff = decode_handoff(params)
+    assert handoff is not None
+    assert handoff.transfer_id == order.transfer_id
+    assert handoff.groups[0].generations == tuple(seal.generation for _, seal in order.blocks)
+    assert handoff.prompt_hash == order.blocks[-1][1].block_hash
+    assert orders(producer).published == [order.transfer_id]
+    assert producer.num_held_blocks == 3
+    producer.on_sending_ended({"a", "unknown"})
+    assert producer.num_held_blocks == producer.num_published == 0
+
+
+@pytest.mark.parametrize(
+    ("status", "num_output_tokens", "table"),
+    [
+        (Status.FINISHED_ABORTED, 1, [3, 4, 5]),
+        (Status.FINISHED_LENGTH_CAPPED, 2, [3, 4, 5]),
+        (Status.FINISHED_LENGTH_CAPPED, 1, [3, 4, 9]),
+    ],
+    ids=["aborted", "more tokens", "other blocks"],
+)
+def test_what_ended_otherwise_is_cancelled(producer, status, num_output_tokens, table):
+    request = prompt_of("a")
+    (order,) = complete(producer, request, [3, 4, 5]).seals
+    request.num_output_tokens = num_output_tokens
+    assert finish(producer, request, table, status) is None
+    assert orders(producer).cancelled == [order.transfer_id]
+    assert producer.num_held_blocks == 0
+
+
+def test_a_preempted_request_is_cancelled_and_sealed_again(producer):
+    request = prompt_of("a")
+    (first,) = complete(producer, request, [3, 4, 5]).seals
+    request.status, request.num_computed_tokens = Status.PREEMPTED, 0
+    producer.build_orders({}, lambda name: None)
+    assert orders(producer).cancelled == [first.transfer_id]
+    request.status = Status.RUNNING
+    producer.build_orders({"a": 70}, lambda name: ([7, 8, 9],))
+    (second,) = orders(producer).seals
+    assert second.transfer_id != first.transfer_id
+    request.num_computed_tokens = 70
+    params = finish(producer, request, [7, 8, 9])
+    assert params is not None
+    assert params["remote_block_ids"] == [[7, 8, 9]]
+
+
+def test_a_request_that_goes_on_is_cancelled(producer):
+    request = prompt_of("a")
+    (order,) = complete(producer, request, [3, 4, 5]).seals
+    producer.build_orders({"a": 1}, lambda name: ([3, 4, 5],))
+    assert orders(producer).cancelled == [order.transfer_id]
+    assert finish(producer, request, [3, 4, 5]) is None
+
+
+def test_shared_blocks_keep_their_generation_until_the_last_handoff_ends(producer):
+    one, two = prompt_of("a"), prompt_of("b")
+    (first,) = complete(producer, one, [3, 4, 5]).seals
+    (second,) = complete(producer, two, [3, 4, 6]).seals
+    finish(producer, one, [3, 4, 5])
+    finish(producer, two, [3, 4, 6])
+    assert [seal for _, seal in first.blocks[:2]] == [seal for _, seal in second.blocks[:2]]
+    producer.on_sending_ended({"a"})
+    assert producer.num_held_blocks == 3
+    three = prompt_of("c")
+    (third,) = complete(producer, three, [3, 4, 5]).seals
+    assert third.blocks[0] == first.blocks[0]
+    assert third.blocks[2][1].generation > second.blocks[2][1].generation
+    producer.on_sending_ended({"b"})
+    finish(producer, three, [3, 4, 5])
+    producer.on_sending_ended({"c"})
+    assert producer.num_held_blocks == 0
+
+
+def test_a_generation_is_never_used_again(producer):
+    seen = set()
+    for number in range(5):
+        request = prompt_of(f"r{number}")
+        (order,) = complete(producer, request, [3, 4, 5]).seals
+        finish(producer, request, [3, 4, 5])
+        producer.on_sending_ended({request.request_id})
+        generations = {seal.generation for _, seal in order.blocks}
+        assert not seen & generations
+        seen |= generations
+
+
+def test_blocks_that_a_window_has_left_are_not_named(producer):
+    request = prompt_of("a")
+    (order,) = complete(producer, request, [0, 0, 5]).seals
+    params = finish(producer, request, [0, 0, 5])
+    handoff = decode_handoff(params)
+    assert handoff is not None
+    assert (handoff.groups[0].first_block, handoff.groups[0].block_ids) == (2, (5,))
+    assert [block_id for block_id, _ in order.blocks] == [5]
+
+
+@pytest.mark.parametrize("params", [{}, {"do_remote_decode": False}, {"do_remote_decode": "yes"}])
+def test_requests_without_a_reader_are_not_sealed(producer, params):
+    assert complete(producer, prompt_of("a", params=params), [3, 4, 5]).is_empty()
+
+
+def test_prompts_that_are_no_tokens_are_not_sealed(producer):
+    request = prompt_of("a")
+    request.prompt_embeds = object()
+    assert complete(producer, request, [3, 4, 5]).is_empty()
+
+
+def test_an_order_that_no_step_has_carried_is_dropped(producer):
+    request = prompt_of("a")
+    producer.on_new_request(request)
+    producer.build_orders({"a": 70}, lambda name: ([3, 4, 5],))
+    assert finish(producer, request, [3, 4, 5], Status.FINISHED_ABORTED) is None
+    assert orders(producer).is_empty()

@@ -1,0 +1,102 @@
+import pytest
+
+from connectors.vllm.peer_rules import PeerRules
+from connectors.vllm.settings import read_keys, read_settings
+from core.errors import ConfigError
+
+KEY = "k" * 32
+
+
+def test_keys_of_others_are_ignored():
+    assert read_settings({"backends": ["UCX"], "kvferry.lease_s": 7.5}).lease_s == 7.5
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"kvferry.transport": ["tcp"]}, "kvferry.transport: no such setting"),
+        ({"kvferry.lease_s": "long"}, "kvferry.lease_s"),
+        ({"kvferry.lease_s": 0}, "kvferry.lease_s"),
+        ({"kvferry.port": 70000}, "kvferry.port"),
+        ({"kvferry.kv_verify": "never"}, "kvferry.kv_verify"),
+    ],
+)
+def test_a_wrong_setting_is_refused_by_its_name(config, message):
+    with pytest.raises(ConfigError, match=message):
+        read_settings(config)
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "10.1.2.3", "127.evil.example"])
+def test_without_a_key_only_loopback_is_bound(host):
+    settings = read_settings({"kvferry.host": host})
+    with pytest.raises(ConfigError, match=r"kvferry.host: .* cluster key"):
+        settings.bind_host(has_key=False, own_address="10.0.0.9")
+    assert settings.bind_host(has_key=True, own_address="10.0.0.9") == host
+
+
+def test_without_a_host_a_key_decides():
+    settings = read_settings({})
+    assert settings.bind_host(has_key=False, own_address="10.0.0.9") == "127.0.0.1"
+    assert settings.bind_host(has_key=True, own_address="10.0.0.9") == "10.0.0.9"
+
+
+def test_insecure_must_be_said():
+    assert read_settings({"kvferry.host": "10.1.2.3", "kvferry.insecure": True}).bind_host(False, "") == "10.1.2.3"
+
+
+def test_the_key_comes_from_a_file_or_from_the_environment(tmp_path):
+    path = tmp_path / "key"
+    path.write_text(KEY + "\n")
+    from_file = read_keys(read_settings({"kvferry.cluster_key_file": str(path)}), {})
+    assert from_file is not None
+    assert from_file == read_keys(read_settings({}), {"KVFERRY_CLUSTER_KEY": KEY})
+    assert from_file == read_keys(read_settings({}), {"KVFERRY_CLUSTER_KEY_FILE": str(path)})
+    assert read_keys(read_settings({}), {}) is None
+
+
+@pytest.mark.parametrize("content", [None, "", "short"])
+def test_a_key_file_that_gives_no_key_is_refused(tmp_path, content):
+    path = tmp_path / "key"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"kvferry\.cluster_key_file"):
+        read_keys(read_settings({"kvferry.cluster_key_file": str(path)}), {})
+
+
+@pytest.mark.parametrize(
+    ("allowed", "address", "is_allowed"),
+    [
+        (("10.0.0.0/8",), "tcp://10.2.3.4:7000", True),
+        (("10.0.0.0/8",), "tcp://11.2.3.4:7000", False),
+        (("10.0.0.0/8",), "tcp://[::ffff:10.2.3.4]:7000", False),
+        (("10.2.3.4",), "tcp://10.2.3.4:7000", True),
+        (("fd00::/8",), "tcp://[fd00::1]:7000", True),
+        (("node-1",), "tcp://NODE-1:7000", True),
+        (("node-1",), "tcp://node-11:7000", False),
+        (("*.llm.svc",), "tcp://p-0.llm.svc:7000", True),
+        (("*.llm.svc",), "tcp://llm.svc.evil.example:7000", False),
+        (("*",), "tcp://anything.example:7000", True),
+        (("*",), "ipc:///tmp/socket", False),
+        (("*",), "tcp://host:0", False),
+        (("*",), "tcp://host", False),
+        ((), "tcp://127.0.0.1:7000", False),
+    ],
+)
+def test_only_allowed_peers_are_connected_to(allowed, address, is_allowed):
+    assert (PeerRules(allowed).refusal(address) is None) == is_allowed
+
+
+def test_without_a_key_only_loopback_peers_are_allowed():
+    rules = read_settings({}).peer_rules(has_key=False)
+    assert rules.refusal("tcp://127.0.0.1:1234") is None
+    assert "kvferry.peers" in str(rules.refusal("tcp://10.0.0.1:1234"))
+    with_key = read_settings({}).peer_rules(has_key=True)
+    assert with_key.refusal("tcp://10.0.0.1:1234") is None
+    assert with_key.refusal("tcp://169.254.169.254:80") is not None
+    assert with_key.refusal("tcp://8.8.8.8:80") is not None
+
+
+@pytest.mark.parametrize("entry", ["", "10.0.0.0/99", "a*b"])
+def test_an_entry_that_is_no_name_and_no_network_is_refused(entry):
+    with pytest.raises(ConfigError, match=r"kvferry\.peers"):
+        PeerRules((entry,))

@@ -1,0 +1,147 @@
+"""Engines of vLLM for the tests of the plug-in, shared as far as their settings are equal."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.tiny_llama import VOCAB_SIZE, write_tiny_llama
+from tests.support.vllm_engine import REMOTE_DECODE, VllmEngine, vllm_python
+
+LEASE_S, DEADLINE_S = 2.0, 3.0
+OURS = "KvferryConnector"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _vllm_is_installed() -> None:
+    if not vllm_python().is_file():
+        pytest.skip(f"no {vllm_python()}: run `make install-vllm`")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory) -> Path:
+    """Return the folder of a tiny model."""
+    return write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
+
+
+def settings(transport: str = "tcp", **changes: Any) -> dict[str, Any]:
+    """Return ``kv_connector_extra_config`` with short times."""
+    values = {
+        "transports": [transport],
+        "lease_s": LEASE_S,
+        "lease_renew_interval_s": 0.5,
+        "transfer_deadline_s": DEADLINE_S,
+    } | changes
+    return {f"kvferry.{name}": value for name, value in values.items()}
+
+
+@dataclass
+class Pair:
+    """An engine that computes prompts, and one that loads them. Every prompt is new."""
+
+    p: VllmEngine
+    d: VllmEngine
+    connector: str = OURS
+
+    def __post_init__(self) -> None:
+        self._random = random.Random(3)
+        self._num_names = 0
+
+    def name(self) -> str:
+        """Return a name for a request."""
+        self._num_names += 1
+        return f"r{self._num_names}"
+
+    def prompt(self, num_tokens: int = 300) -> list[int]:
+        """Return random tokens."""
+        return [self._random.randrange(5, VOCAB_SIZE) for _ in range(num_tokens)]
+
+    def hand_off(self, prompt: list[int], **options: Any) -> dict[str, Any]:
+        """Let P compute a prompt; return the ``kv_transfer_params`` of its answer."""
+        answer = self.p.generate(self.name(), prompt, 1, params=REMOTE_DECODE, **options)
+        assert answer["params"], answer
+        found: dict[str, Any] = answer["params"]
+        return found
+
+    def answer(self, prompt: list[int], params: dict[str, Any] | None, **options: Any) -> list[int]:
+        """Return D's tokens."""
+        result = self.d.generate(self.name(), prompt, params=params, **options)
+        assert result.get("finish_reason") == "length", result
+        tokens: list[int] = result["tokens"]
+        return tokens
+
+    def reference(self, prompt: list[int], **options: Any) -> list[int]:
+        """Return the right tokens: D's own, which a salt keeps from its prefix cache."""
+        return self.answer(prompt, None, **({"cache_salt": self.name()} | options))
+
+    def reuse_blocks(self) -> None:
+        """Let P write other prompts into all of its free blocks."""
+        for _ in range(6):
+            self.p.generate(self.name(), self.prompt(), 2)
+
+    def counts(self) -> dict[str, Any]:
+        """Return what D's loads have brought since the pair was made."""
+        found: dict[str, Any] = self.d.ask("counts")
+        return found
+
+    def assert_nothing_is_held(self) -> None:
+        """Wait for a lease's time until both engines hold nothing."""
+        end = time.monotonic() + LEASE_S + 10
+        while True:
+            usages = [engine.ask("usage") for engine in (self.p, self.d)]
+            if all(_holds_nothing(usage) for usage in usages):
+                return
+            assert time.monotonic() < end, usages
+            time.sleep(0.05)
+
+
+def _holds_nothing(usage: dict[str, Any]) -> bool:
+    assert usage["violations"] == []
+    return all(not usage.get(name) for name in ("used_blocks", "requests", "published", "sealed", "loading", "quarantined"))
+
+
+@pytest.fixture(scope="session")
+def new_pair(tmp_path_factory, tiny_llama) -> Iterator[Callable[..., Pair]]:
+    """Return a function that starts a pair; it ends with the session. Keyword arguments are those of ``VllmEngine``."""
+    started: list[VllmEngine] = []
+
+    def new(connector: str = OURS, **arguments: Any) -> Pair:
+        folder = tmp_path_factory.mktemp("pair")
+        made = [
+            VllmEngine(folder / f"{name}.log", tiny_llama, connector=connector, num_blocks=num_blocks, **arguments)
+            for name, num_blocks in (("p", 40), ("d", 64))
+        ]
+        started.extend(made)
+        for engine in made:
+            engine.start()
+        return Pair(*(engine.wait() for engine in made), connector)
+
+    yield new
+    for engine in started:
+        engine.kill()
+
+
+@pytest.fixture(scope="session")
+def tcp_pair(new_pair) -> Pair:
+    """Return a pair of engines over tcp; no test may end or change them."""
+    return new_pair(extra=settings("tcp"))
+
+
+@pytest.fixture(scope="session")
+def nixl_pair(new_pair) -> Pair:
+    """Return a pair of engines over NIXL; no test may end or change them."""
+    return new_pair(extra=settings("nixl"))
+
+
+@pytest.fixture(params=["tcp", "nixl"])
+def pair(request) -> Iterator[Pair]:
+    """Return a pair over each transport; afterwards it holds nothing."""
+    found = request.getfixturevalue(f"{request.param}_pair")
+    yield found
+    found.assert_nothing_is_held()

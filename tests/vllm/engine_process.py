@@ -1,0 +1,193 @@
+"""A vLLM engine in a process of its own, driven by lines of JSON: the program, which runs in vLLM's environment.
+
+Started as ``python engine_process.py ARGUMENTS``, where the only argument is JSON: the keyword arguments of ``LLM``. It reads
+one command per line and answers each by one line. Between commands it steps while the engine has work, as a server does.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable
+
+
+class EngineProcess:
+    """The engine and its open requests."""
+
+    def __init__(self, arguments: dict, answer: Callable[[object], None]) -> None:
+        from vllm import LLM
+
+        self._answer = answer
+        self._llm = LLM(**arguments, skip_tokenizer_init=True, enforce_eager=True, distributed_executor_backend="uni")
+        self._engine = self._llm.llm_engine
+        self.core = self._engine.engine_core.engine_core
+        self.connector = self.core.scheduler.connector
+        self._results: dict[str, dict] = {}
+        self._violations: list[str] = []
+        if hasattr(self.connector, "scheduler_side"):
+            self._watch_blocks()
+
+    def _watch_blocks(self) -> None:
+        """Note each block that is handed out while a published handoff names it under a valid seal."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        real = pool.get_new_blocks
+
+        def get_new_blocks(num_blocks: int):
+            blocks = real(num_blocks)
+            named, seals = self.connector.scheduler_side.producer.published_generations(), self._rank.pool.seals
+            for block in blocks:
+                if named.get(block.block_id) == seals.sealed_generation(block.block_id):
+                    self._violations.append(f"block {block.block_id} was handed out under a valid seal")
+            return blocks
+
+        pool.get_new_blocks = get_new_blocks
+
+    @property
+    def _rank(self):
+        """The worker side: the only rank is in this process."""
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        return get_kv_transfer_group().worker_side
+
+    def serve(self) -> None:
+        """Carry out commands until the input ends."""
+        commands: queue.Queue[dict | None] = queue.Queue()
+        threading.Thread(target=_read, args=(commands,), daemon=True).start()
+        while True:
+            has_work = self.core.scheduler.has_requests()
+            try:
+                command = commands.get(block=not has_work, timeout=None)
+            except queue.Empty:
+                self._step()
+                continue
+            if command is None:
+                return
+            self._answer(getattr(self, command.pop("op"))(**command))
+
+    def _step(self) -> None:
+        for output in self._engine.step():
+            if output.finished:
+                self._keep(output)
+        if not self.core.scheduler.get_request_counts()[0]:
+            time.sleep(0.001)  # as the engine core's loop does without tokens to compute
+
+    def _keep(self, output) -> None:
+        done = output.outputs[0]
+        self._results[output.request_id] = {
+            "tokens": list(done.token_ids),
+            "finish_reason": done.finish_reason,
+            "params": output.kv_transfer_params,
+            "num_cached": output.num_cached_tokens,
+        }
+
+    # ---- commands ----------------------------------------------------------------------------------------------------
+
+    def add(self, name: str, prompt: list[int], max_tokens: int, params: dict | None = None, **options) -> None:
+        """Begin a request."""
+        from vllm import SamplingParams
+
+        extra = {"kv_transfer_params": params} if params is not None else None
+        salt = options.pop("cache_salt", None)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra, **options
+        )
+        given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        self._engine.add_request(name, given, sampling)
+
+    def result(self, name: str, timeout_s: float = 60.0) -> dict:
+        """Step until a request has ended."""
+        end = time.monotonic() + timeout_s
+        while name not in self._results:
+            if time.monotonic() > end:
+                return {"error": f"{name} has not ended after {timeout_s} s"}
+            self._step()
+        return self._results.pop(name)
+
+    def abort(self, name: str) -> None:
+        """End a request early."""
+        self._engine.abort_request([name], internal=False)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget what earlier prompts have left."""
+        return self.core.scheduler.reset_prefix_cache()
+
+    def step(self, count: int = 1) -> None:
+        """Make steps, whether there is work or not."""
+        for _ in range(count):
+            self._step()
+
+    def counts(self) -> dict:
+        """Return what the loads of this engine have brought so far."""
+        counts = self._rank.counts
+        return {"loads": counts.loads, "verified": counts.verified_blocks, "failures": dict(counts.failures)}
+
+    def flip_bit(self, block_id: int) -> None:
+        """Change one bit of a block's bytes."""
+        pool = self._rank.pool
+        pool.buffer[block_id * pool.block_bytes + pool.block_bytes // 2] ^= 1
+
+    def seal_as(self, block_id: int, generation: int) -> None:
+        """Give a block another seal, as if it had been reused for another prompt."""
+        from core.kv.seals import ExpectedSeal
+
+        self._rank.pool.seals.seal(block_id, ExpectedSeal(generation, 0, b"another prompt..", 32))
+
+    def preempt(self, name: str) -> bool:
+        """Preempt a request if it is running, as a lack of blocks would."""
+        scheduler = self.core.scheduler
+        for request in list(scheduler.running):
+            if request.request_id.startswith(name):
+                scheduler.running.remove(request)
+                scheduler._preempt_request(request, time.monotonic())
+                return True
+        return False
+
+    def usage(self) -> dict:
+        """Return what is held: blocks in use, requests, and what the connector holds."""
+        pool = self.core.scheduler.kv_cache_manager.block_pool
+        side = self.connector.scheduler_side if hasattr(self.connector, "scheduler_side") else None
+        held = (
+            {}
+            if side is None
+            else {
+                "published": side.producer.num_published,
+                "sealed": side.producer.num_held_blocks,
+                "loading": side.consumer.num_loading,
+                "quarantined": side.num_quarantined_blocks,
+                "refused": dict(side.consumer.refused),
+            }
+        )
+        return {
+            "violations": self._violations,
+            "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
+            "requests": len(self.core.scheduler.requests),
+            **held,
+        }
+
+
+def _read(commands: queue.Queue) -> None:
+    for line in sys.stdin:
+        commands.put(json.loads(line))
+    commands.put(None)
+
+
+def main() -> None:
+    out = os.fdopen(os.dup(1), "w")  # vLLM writes to standard output, too
+    os.dup2(2, 1)
+
+    def answer(value: object) -> None:
+        out.write(json.dumps(value) + "\n")
+        out.flush()
+
+    process = EngineProcess(json.loads(sys.argv[1]), answer)
+    answer("ready")
+    process.serve()
+    os._exit(0)  # an in-process engine does not end by itself
+
+
+if __name__ == "__main__":
+    main()
