@@ -142,6 +142,6 @@ def test_everything_imported_is_a_declared_dependency():
         for path in (ROOT / package).rglob("*.py")
         if "testing" not in path.parts
         for name in imported_names(path)
-        if name not in allowed
+        if name not in allowed and not (name == "vllm" and path.parent.name == "vllm")  # the plug-in runs inside vLLM
     }
     assert found == set()
