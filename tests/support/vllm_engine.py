@@ -38,6 +38,10 @@ def vllm_python() -> Path:
     return Path(default_cache_dir()) / f"vllm-{VERSION}" / "bin" / "python"
 
 
+class EngineFailed(Exception):
+    """An engine has died, or a request did not end as it should."""
+
+
 class VllmEngine:
     """An engine with the connector of kvferry, or another one. A context manager: what starts it ends it.
 
@@ -94,7 +98,8 @@ class VllmEngine:
 
     def wait(self) -> VllmEngine:
         """Return once the engine answers."""
-        assert self._receive() == "ready"
+        if self._receive() != "ready":
+            raise EngineFailed("it does not say that it is ready")
         return self
 
     @property
@@ -140,7 +145,7 @@ class VllmEngine:
         line = self._running.stdout.readline()
         if not line:
             self._running.wait(STOP_TIMEOUT_S)
-            raise AssertionError(f"the engine has died:\n{self.log_path.read_text()[-4000:]}")
+            raise EngineFailed(f"the engine has died:\n{self.log_path.read_text()[-4000:]}")
         return json.loads(line)
 
     def __enter__(self) -> VllmEngine:

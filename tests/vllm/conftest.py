@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from tests.support.tiny_llama import VOCAB_SIZE, write_tiny_llama
-from tests.support.vllm_engine import REMOTE_DECODE, VllmEngine, vllm_python
+from tests.support.vllm_engine import REMOTE_DECODE, EngineFailed, VllmEngine, vllm_python
 
 LEASE_S, DEADLINE_S = 2.0, 3.0
 OURS = "KvferryConnector"
@@ -65,14 +65,16 @@ class Pair:
     def hand_off(self, prompt: list[int], **options: Any) -> dict[str, Any]:
         """Let P compute a prompt; return the ``kv_transfer_params`` of its answer."""
         answer = self.p.generate(self.name(), prompt, 1, params=REMOTE_DECODE, **options)
-        assert answer["params"], answer
+        if not answer.get("params"):
+            raise EngineFailed(f"P has published nothing: {answer}")
         found: dict[str, Any] = answer["params"]
         return found
 
     def answer(self, prompt: list[int], params: dict[str, Any] | None, **options: Any) -> list[int]:
         """Return D's tokens."""
         result = self.d.generate(self.name(), prompt, params=params, **options)
-        assert result.get("finish_reason") == "length", result
+        if result.get("finish_reason") != "length":
+            raise EngineFailed(f"D has not answered: {result}")
         tokens: list[int] = result["tokens"]
         return tokens
 
@@ -108,14 +110,20 @@ def _holds_nothing(usage: dict[str, Any]) -> bool:
 
 @pytest.fixture(scope="session")
 def new_pair(tmp_path_factory, tiny_llama) -> Iterator[Callable[..., Pair]]:
-    """Return a function that starts a pair; it ends with the session. Keyword arguments are those of ``VllmEngine``."""
+    """Return a function that starts a pair; it ends with the session.
+
+    ``environments`` are variables of P and of D; other keyword arguments are those of ``VllmEngine``.
+    """
     started: list[VllmEngine] = []
 
-    def new(connector: str = OURS, **arguments: Any) -> Pair:
+    def new(connector: str = OURS, environments: Sequence[dict[str, str]] = ({}, {}), **arguments: Any) -> Pair:
         folder = tmp_path_factory.mktemp("pair")
         made = [
-            VllmEngine(folder / f"{name}.log", tiny_llama, connector=connector, num_blocks=num_blocks, **arguments)
-            for name, num_blocks in (("p", 40), ("d", 64))
+            VllmEngine(
+                folder / f"{name}.log",
+                **{"model": tiny_llama, "connector": connector, "num_blocks": num_blocks, "environment": variables} | arguments,
+            )
+            for name, num_blocks, variables in zip("pd", (40, 64), environments, strict=True)
         ]
         started.extend(made)
         for engine in made:
