@@ -98,6 +98,29 @@ class EngineProcess:
         given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
         self._engine.add_request(name, given, sampling)
 
+    def add_and_step(self, count: int, **request) -> None:
+        """Begin a request and make so many steps, with nothing in between."""
+        self.add(**request)
+        self.step(count)
+
+    def add_step_and_preempt(self, name: str, count: int, **request) -> bool:
+        """Begin a request, make so many steps, and preempt it if it is still running."""
+        self.add(name, **request)
+        self.step(count)
+        return self.preempt(name)
+
+    def reject(self, name: str, params: dict) -> None:
+        """Do as vLLM's server does when it refuses a request that names a handoff."""
+        from vllm import SamplingParams
+        from vllm.v1.engine import EngineCoreRequest
+
+        sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+        fields = {"request_id": name, "prompt_token_ids": [0], "sampling_params": sampling, "abort_immediately": True}
+        known = EngineCoreRequest.__struct_fields__
+        rest = {field: None for field in known if field not in fields and field not in _defaults(EngineCoreRequest)}
+        request, wave = self.core.preprocess_add_request(EngineCoreRequest(**fields, **rest | {"arrival_time": time.time()}))
+        self.core.add_request(request, wave)
+
     def result(self, name: str, timeout_s: float = 60.0) -> dict:
         """Step until a request has ended."""
         end = time.monotonic() + timeout_s
@@ -167,6 +190,12 @@ class EngineProcess:
             "requests": len(self.core.scheduler.requests),
             **held,
         }
+
+
+def _defaults(struct) -> set[str]:
+    import msgspec
+
+    return {field.name for field in msgspec.structs.fields(struct) if not field.required}
 
 
 def _read(commands: queue.Queue) -> None:
