@@ -6,6 +6,7 @@
 #   make sim N=100000   that many simulated clusters under faults, from seed FROM on; a bad one prints how to replay it
 #   make chaos   four minutes of real processes under faults, every answer compared
 #   make check   the quick suite (no model, no clusters) and the linters
+#   make wheel-vllm   build the plug-in for vLLM, a distribution of its own, into dist/
 #   make bench   the benchmarks of docs/benchmarks.md
 #   make chart   write the Helm chart's schema and snapshots again, after a change of the settings or of the chart
 
@@ -29,7 +30,7 @@ LMCACHE_STAMP := $(LMCACHE)/.installed-$(firstword $(shell cksum < .ci/lmcache.t
 VLLM := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/vllm-0.32.0
 VLLM_STAMP := $(VLLM)/.installed-$(firstword $(shell cksum < .ci/vllm.txt))-$(PYTHON_USED)
 
-.PHONY: demo test test-vllm test-full sim chaos check lint bench chart install install-test install-lmcache install-vllm check-tools clean
+.PHONY: demo test test-vllm test-full sim chaos check lint bench wheel-vllm chart install install-test install-lmcache install-vllm check-tools clean
 
 demo: install
 	$(BIN)/kvferry demo
@@ -38,7 +39,7 @@ test: install-test install-lmcache install-vllm check-tools
 	$(BIN)/python -m pytest -n 2 --durations=25
 
 test-vllm: install-test install-vllm
-	$(BIN)/python -m pytest -n 2 --vllm --durations=10 tests/vllm
+	$(BIN)/python -m pytest -n 2 --vllm -m vllm --durations=10 tests/vllm tests/packages
 
 test-full: install-test install-lmcache install-vllm check-tools
 	$(BIN)/python -m pytest -n 2 --full --vllm
@@ -57,6 +58,9 @@ lint: install-test
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+wheel-vllm: install-test
+	$(BIN)/python packages/kvferry_vllm/build.py dist
 
 bench: install-test
 	$(BIN)/python benchmarks/run_all.py

@@ -93,7 +93,7 @@ def fastest_sums() -> type[Sums]:
 @cache
 def compiled_library() -> ctypes.CDLL | None:
     """Return the library built from ``core/_multilinear.c``; None if there is none, or none with the right sums here."""
-    found = importlib.util.find_spec("core._multilinear")
+    found = importlib.util.find_spec("._multilinear", __package__)
     if found is None or found.origin is None or sys.byteorder != "little":
         return None
     try:

@@ -85,7 +85,7 @@ def built(monkeypatch, tmp_path):
 
     def build(path):
         spec = ModuleSpec("core._multilinear", None, origin=str(path))
-        monkeypatch.setattr("importlib.util.find_spec", lambda name: spec)
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: spec)
         return compiled_library.__wrapped__()
 
     return build

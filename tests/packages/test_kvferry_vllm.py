@@ -1,0 +1,176 @@
+"""The wheel ``kvferry-vllm``: what it holds, what it leaves alone, and that the tests of the agent pass on it."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.support.vllm_engine import vllm_python
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[2]
+BUILD = ROOT / "packages/kvferry_vllm/build.py"
+ALLOWED = {"kvferry_vllm", "msgspec", "zmq", "numpy", "prometheus_client", *sys.stdlib_module_names}
+HEAVY = ("torch", "yaml", "litestar", "vllm")
+
+
+@pytest.fixture(scope="module")
+def builder():
+    spec = importlib.util.spec_from_file_location("build_kvferry_vllm", BUILD)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wheel")
+    subprocess.run([sys.executable, str(BUILD), str(folder)], check=True, capture_output=True, timeout=120)
+    (found,) = folder.glob("kvferry_vllm-*.whl")
+    return found
+
+
+@pytest.fixture(scope="module")
+def unpacked(wheel, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unpacked")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder)
+    return folder
+
+
+def modules_of(folder):
+    for path in sorted((folder / "kvferry_vllm").rglob("*.py")):
+        parts = path.relative_to(folder).with_suffix("").parts
+        yield ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def test_it_has_one_top_level_name(unpacked):
+    names = {path.name for path in unpacked.iterdir() if not path.name.endswith(".dist-info")}
+    assert names == {"kvferry_vllm"}
+
+
+def test_it_asks_for_what_vllm_has_anyway(unpacked):
+    (metadata,) = unpacked.glob("*.dist-info/METADATA")
+    needed = {re.match(r"[\w-]+", line).group() for line in re.findall(r"^Requires-Dist: (.*)$", metadata.read_text(), re.M)}
+    assert needed == {"msgspec", "pyzmq", "numpy", "prometheus-client"}
+
+
+def test_no_module_knows_the_names_of_this_repository(unpacked, builder):
+    found = [
+        (path.name, line)
+        for path in unpacked.rglob("*.py")
+        for line in path.read_text().splitlines()
+        if re.match(rf"\s*(from|import) ({'|'.join(builder.OURS)})\b", line)
+    ]
+    assert found == []
+
+
+def test_it_holds_nothing_that_the_plugin_does_not_use(builder):
+    modules = builder.closure(builder.plugin_modules())
+    assert not [name for name in modules if name.startswith(("core.engine", "core.sched", "core.config", "router", "kvstore"))]
+
+
+def test_an_import_that_cannot_be_rewritten_stops_the_build(builder, monkeypatch, tmp_path):
+    (tmp_path / "core").mkdir()
+    (tmp_path / "core/one.py").write_text("import core.two\n")
+    monkeypatch.setattr(builder, "path_of", lambda module: tmp_path / "core/one.py")
+    with pytest.raises(builder.BuildError, match=r"core\.one:1"):
+        builder.imports_of("core.one")
+
+
+def test_imports_are_rewritten_and_nothing_else(builder):
+    source = "from core.errors import ConfigError\n\n\ndef f():\n    from connectors.vllm.pool import pool_of  # core.errors\n"
+    assert builder.rewritten(source) == (
+        "from kvferry_vllm._kvferry.core.errors import ConfigError\n\n\n"
+        "def f():\n    from kvferry_vllm.pool import pool_of  # core.errors\n"
+    )
+
+
+def test_the_agent_imports_without_torch_and_without_vllm(unpacked):
+    names = [name for name in modules_of(unpacked) if name != "kvferry_vllm.connector"]
+    program = f"""
+import importlib, json, sys
+for name in {names!r}:
+    importlib.import_module(name)
+print(json.dumps(sorted(name for name in {HEAVY!r} if name in sys.modules)))
+"""
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", program],
+        env={**os.environ, "PYTHONPATH": str(unpacked)},
+        cwd="/",
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+    assert json.loads(run.stdout) == []
+
+
+@pytest.mark.parametrize("disturbance", ["no vllm", "another vllm"])
+def test_the_entry_point_never_raises(unpacked, tmp_path, disturbance):
+    if disturbance == "another vllm":
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm/__init__.py").touch()
+    program = "from kvferry_vllm.plugin import register; register(); register()"
+    path = os.pathsep.join([str(unpacked), str(tmp_path)])
+    subprocess.run(
+        [sys.executable, "-P", "-c", program], env={**os.environ, "PYTHONPATH": path}, cwd="/", check=True, timeout=60
+    )
+
+
+def test_the_tests_of_the_agent_pass_on_it(unpacked):
+    tests = ["tests/connectors/p2p/consumer", "tests/connectors/p2p/producer", "tests/connectors/p2p/test_control.py"]
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "tests.support.built_plugin", "-m", "not slow and not e2e", *tests],
+        env={**os.environ, "KVFERRY_BUILT": str(unpacked)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert int(re.search(r"(\d+) modules of the wheel", run.stdout).group(1)) > 40
+
+
+@pytest.mark.vllm
+def test_installing_it_changes_nothing_else(wheel, tmp_path):
+    python = tmp_path / "image/bin/python"
+    subprocess.run([str(vllm_python()), "-m", "venv", str(tmp_path / "image")], check=True, timeout=120)
+    (site,) = (tmp_path / "image/lib").glob("python3*/site-packages")
+    (theirs,) = vllm_python().parents[1].glob("lib/python3*/site-packages")
+    (site / "image.pth").write_text(f"import site; site.addsitedir({str(theirs)!r})\n")
+    listing = "import importlib.metadata as m, json; print(json.dumps(sorted((d.name, d.version) for d in m.distributions())))"
+
+    def state():
+        run = subprocess.run([str(python), "-c", listing], capture_output=True, text=True, check=True, timeout=60)
+        return {tuple(entry) for entry in json.loads(run.stdout)}, {path.name for path in site.iterdir()}
+
+    before, names_before = state()
+    assert ("vllm", "0.32.0+cpu") in before
+    subprocess.run([str(python), "-m", "pip", "install", "-q", "--no-index", str(wheel)], check=True, timeout=120)
+    after, names_after = state()
+    assert {name for name, _ in after - before} == {"kvferry-vllm"}
+    assert before - after == set()
+    assert {name for name in names_after - names_before if not name.endswith(".dist-info")} == {"kvferry_vllm"}
+    check = (
+        "from vllm.plugins import load_general_plugins; load_general_plugins()\n"
+        "from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory as F\n"
+        "print(F.get_connector_class_by_name('KvferryConnector').__module__)"
+    )
+    run = subprocess.run(
+        [str(python), "-c", check],
+        env=os.environ | {"VLLM_TARGET_DEVICE": "cpu", "VLLM_LOGGING_LEVEL": "ERROR"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert run.stdout.strip().splitlines()[-1:] == ["kvferry_vllm.connector"], run.stderr[-2000:]
