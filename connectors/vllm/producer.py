@@ -66,13 +66,17 @@ class _Ordered:
 
 
 class Producer:
-    """Handoffs of one engine. Orders for the ranks go into ``orders``, the next step's message."""
+    """Handoffs of one engine. Orders for the ranks go into ``orders``, the next step's message.
 
-    def __init__(self, engine: EngineIdentity, hasher: BlockHasher, ids: IdSource) -> None:
+    ``windows`` holds the sliding window of each KV cache group in tokens, None for full attention.
+    """
+
+    def __init__(self, engine: EngineIdentity, hasher: BlockHasher, ids: IdSource, windows: Sequence[int | None]) -> None:
         self.orders = StepOrders()
         self._engine = engine
         self._hasher = hasher
         self._ids = ids
+        self._windows = windows
         self._wanted: dict[str, VllmRequest] = {}  # requests whose prompt is not complete yet, by id
         self._ordered: dict[str, tuple[VllmRequest, _Ordered]] = {}
         self._published: dict[str, _Ordered] = {}
@@ -151,7 +155,9 @@ class Producer:
         blocks: list[tuple[int, ExpectedSeal]] = []
         for group_id, block_ids in enumerate(table):
             held = block_ids[: len(hashes)]
-            first = next((index for index, block_id in enumerate(held) if block_id != NULL_BLOCK_ID), len(held))
+            first = self._num_left_blocks(group_id, num_tokens)
+            while first < len(held) and held[first] == NULL_BLOCK_ID:
+                first += 1
             seals = [
                 self._seal(block_id, group_id, hashes[index], sizes[index])
                 for index, block_id in enumerate(held)
@@ -162,6 +168,11 @@ class Producer:
         ordered = _Ordered(new_hex_id(self._ids, "kv-"), tuple(groups), hashes[-1])
         self._ordered[request.request_id] = request, ordered
         self.orders.seals.append(SealOrder(ordered.transfer_id, request.request_id, tuple(blocks)))
+
+    def _num_left_blocks(self, group_id: int, num_tokens: int) -> int:
+        """Return how many blocks vLLM frees before the request ends, because the window has left them."""
+        window = self._windows[group_id]
+        return 0 if window is None else max(0, num_tokens - window + 1) // self._engine.layout.block_size
 
     def _seal(self, block_id: int, group_id: int, block_hash: bytes, num_tokens: int) -> ExpectedSeal:
         """Return the seal of a block for one more handoff: the one that others know already, or one of a new generation."""

@@ -52,7 +52,7 @@ class SchedulerSide:
         is_consumer: bool = True,
     ) -> None:
         hasher = BlockHasher(engine.model.fingerprint)
-        self.producer = Producer(engine, hasher, ids)
+        self.producer = Producer(engine, hasher, ids, groups.windows)
         self.consumer = Consumer(engine, hasher, rules, groups.windows)
         self._is_producer = is_producer
         self._is_consumer = is_consumer

@@ -20,7 +20,7 @@ LOOPBACK = PeerRules(("127.0.0.0/8",))
 def handoff_of(prompt=PROMPT, table=(3, 4, 5), producer_engine=None, **request):
     """Return the ``kv_transfer_params`` of a prompt that P has computed."""
     producer_engine = producer_engine or engine()
-    producer = Producer(producer_engine, BlockHasher(producer_engine.model.fingerprint), SeededIds(1))
+    producer = Producer(producer_engine, BlockHasher(producer_engine.model.fingerprint), SeededIds(1), (None,))
     done = FakeRequest("p", list(prompt), REMOTE_DECODE, num_output_tokens=1, **request)
     producer.on_new_request(done)
     producer.build_orders({"p": len(prompt)}, lambda name: (list(table),))

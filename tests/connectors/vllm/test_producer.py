@@ -11,7 +11,7 @@ from tests.connectors.vllm.fake_requests import MODEL, REMOTE_DECODE, FakeReques
 
 @pytest.fixture
 def producer():
-    return Producer(engine(), BlockHasher(MODEL.fingerprint), SeededIds(1))
+    return Producer(engine(), BlockHasher(MODEL.fingerprint), SeededIds(1), (None,))
 
 
 def prompt_of(name, num_tokens=70, params=REMOTE_DECODE, first=5):
@@ -150,6 +150,14 @@ def test_blocks_that_a_window_has_left_are_not_named(producer):
     assert handoff is not None
     assert (handoff.groups[0].first_block, handoff.groups[0].block_ids) == (2, (5,))
     assert [block_id for block_id, _ in order.blocks] == [5]
+
+
+def test_blocks_that_the_window_leaves_with_this_step_are_not_sealed():
+    producer = Producer(engine(), BlockHasher(MODEL.fingerprint), SeededIds(1), (20,))
+    request = prompt_of("a")
+    (order,) = complete(producer, request, [3, 4, 5]).seals
+    assert [block_id for block_id, _ in order.blocks] == [4, 5]
+    assert finish(producer, request, [0, 4, 5]) is not None
 
 
 @pytest.mark.parametrize("params", [{}, {"do_remote_decode": False}, {"do_remote_decode": "yes"}])
