@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.support.tiny_llama import VOCAB_SIZE, write_tiny_llama
+from tests.support.tiny_models import VOCAB_SIZE, write_tiny_llama
 from tests.support.vllm_engine import REMOTE_DECODE, EngineFailed, VllmEngine, vllm_python
 
 LEASE_S, DEADLINE_S = 2.0, 3.0

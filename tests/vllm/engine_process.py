@@ -12,6 +12,7 @@ import queue
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 
 
@@ -22,14 +23,15 @@ class EngineProcess:
         from vllm import LLM
 
         self._answer = answer
-        self._llm = LLM(**arguments, skip_tokenizer_init=True, enforce_eager=True, distributed_executor_backend="uni")
+        defaults = {"skip_tokenizer_init": True, "enforce_eager": True, "distributed_executor_backend": "uni"}
+        self._llm = LLM(**defaults | arguments)
         self._engine = self._llm.llm_engine
         self.core = self._engine.engine_core.engine_core
         self.connector = self.core.scheduler.connector
         self._results: dict[str, dict] = {}
         self._violations: list[str] = []
-        if hasattr(self.connector, "scheduler_side"):
-            self._watch_blocks()
+        if hasattr(self.connector, "scheduler_side") and arguments.get("tensor_parallel_size", 1) == 1:
+            self._watch_blocks()  # the only rank is in this process
 
     def _watch_blocks(self) -> None:
         """Note each block that is handed out while a published handoff names it under a valid seal."""
@@ -38,20 +40,13 @@ class EngineProcess:
 
         def get_new_blocks(num_blocks: int):
             blocks = real(num_blocks)
-            named, seals = self.connector.scheduler_side.producer.published_generations(), self._rank.pool.seals
+            named, seals = self.connector.scheduler_side.producer.published_generations(), _rank_and_side()[1].pool.seals
             for block in blocks:
                 if named.get(block.block_id) == seals.sealed_generation(block.block_id):
                     self._violations.append(f"block {block.block_id} was handed out under a valid seal")
             return blocks
 
         pool.get_new_blocks = get_new_blocks
-
-    @property
-    def _rank(self):
-        """The worker side: the only rank is in this process."""
-        from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-        return get_kv_transfer_group().worker_side
 
     def serve(self) -> None:
         """Carry out commands until the input ends."""
@@ -144,20 +139,21 @@ class EngineProcess:
             self._step()
 
     def counts(self) -> dict:
-        """Return what the loads of this engine have brought so far."""
-        counts = self._rank.counts
-        return {"loads": counts.loads, "verified": counts.verified_blocks, "failures": dict(counts.failures)}
+        """Return what the loads of this engine have brought so far, the sum of all ranks."""
+        found = {"loads": 0, "verified": 0, "failures": Counter()}
+        for loads, verified, failures in self._llm.collective_rpc(_counts_of_rank):
+            found["loads"] += loads
+            found["verified"] += verified
+            found["failures"].update(failures)
+        return found | {"failures": dict(found["failures"])}
 
-    def flip_bit(self, block_id: int) -> None:
-        """Change one bit of a block's bytes."""
-        pool = self._rank.pool
-        pool.buffer[block_id * pool.block_bytes + pool.block_bytes // 2] ^= 1
+    def flip_bit(self, block_id: int, rank: int = 0) -> None:
+        """Change one bit of a block's bytes on one rank."""
+        self._llm.collective_rpc(_flip_bit, args=(block_id, rank))
 
-    def seal_as(self, block_id: int, generation: int) -> None:
-        """Give a block another seal, as if it had been reused for another prompt."""
-        from core.kv.seals import ExpectedSeal
-
-        self._rank.pool.seals.seal(block_id, ExpectedSeal(generation, 0, b"another prompt..", 32))
+    def seal_as(self, block_id: int, generation: int, rank: int = 0) -> None:
+        """Give a block another seal on one rank, as if it had been reused for another prompt."""
+        self._llm.collective_rpc(_seal_as, args=(block_id, generation, rank))
 
     def preempt(self, name: str) -> bool:
         """Preempt a request if it is running, as a lack of blocks would."""
@@ -190,6 +186,32 @@ class EngineProcess:
             "requests": len(self.core.scheduler.requests),
             **held,
         }
+
+
+def _rank_and_side() -> tuple:
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+    from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
+
+    return get_tensor_model_parallel_rank(), get_kv_transfer_group().worker_side
+
+
+def _counts_of_rank(worker) -> tuple[int, int, dict[str, int]]:
+    _, side = _rank_and_side()
+    return side.counts.loads, side.counts.verified_blocks, dict(side.counts.failures)
+
+
+def _flip_bit(worker, block_id: int, chosen: int) -> None:
+    rank, side = _rank_and_side()
+    if rank == chosen:
+        side.pool.buffer[block_id * side.pool.block_bytes + side.pool.block_bytes // 2] ^= 1
+
+
+def _seal_as(worker, block_id: int, generation: int, chosen: int) -> None:
+    from core.kv.seals import ExpectedSeal
+
+    rank, side = _rank_and_side()
+    if rank == chosen:
+        side.pool.seals.seal(block_id, ExpectedSeal(generation, 0, b"another prompt..", 32))
 
 
 def _defaults(struct) -> set[str]:

@@ -1,0 +1,97 @@
+"""Kinds of engines: tensor parallelism, sliding windows, and what is refused at start with the reason."""
+
+import pytest
+
+from tests.support.tiny_models import write_tiny_gemma
+from tests.support.vllm_engine import EngineFailed, VllmEngine
+from tests.vllm.conftest import settings
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+WINDOW = 64
+
+
+@pytest.fixture(scope="module")
+def two_ranks(new_pair):
+    return new_pair(extra=settings("tcp"), tensor_parallel_size=2, distributed_executor_backend="mp")
+
+
+def assert_answers_right(pair, prompt, params):
+    assert pair.answer(prompt, params) == pair.reference(prompt)
+
+
+@pytest.mark.parametrize("num_tokens", [33, 300])
+def test_each_rank_reads_its_part(two_ranks, num_tokens):
+    prompt = two_ranks.prompt(num_tokens)
+    before = two_ranks.counts()
+    assert_answers_right(two_ranks, prompt, two_ranks.hand_off(prompt))
+    after = two_ranks.counts()
+    assert after["loads"] - before["loads"] == 2
+    assert after["verified"] - before["verified"] == 2 * -(-num_tokens // 32)
+    two_ranks.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("how", ["flip_bit", "seal_as"])
+def test_one_bad_block_on_one_rank_costs_no_token(two_ranks, rank, how):
+    prompt = two_ranks.prompt()
+    params = two_ranks.hand_off(prompt)
+    generation = {"generation": 10**9} if how == "seal_as" else {}
+    two_ranks.p.ask(how, block_id=params["remote_block_ids"][0][4], rank=rank, **generation)
+    before = two_ranks.counts()["failures"]
+    assert_answers_right(two_ranks, prompt, params)
+    reason = "stale" if how == "seal_as" else "digest"
+    assert two_ranks.counts()["failures"][reason] == before.get(reason, 0) + 1
+    two_ranks.assert_nothing_is_held()
+
+
+@pytest.fixture(scope="module")
+def windowed(new_pair, tmp_path_factory):
+    """Return a pair with full and sliding layers, whose prompts take several steps."""
+    model = write_tiny_gemma(tmp_path_factory.mktemp("tiny-gemma"), WINDOW)
+    return new_pair(extra=settings("tcp"), model=model, num_blocks=120, max_num_batched_tokens=128)
+
+
+@pytest.mark.parametrize("num_tokens", [20, 64, 65, 96, 300, 333])
+def test_only_the_tail_of_a_window_is_read(windowed, num_tokens):
+    prompt = windowed.prompt(num_tokens)
+    before = windowed.counts()
+    assert_answers_right(windowed, prompt, windowed.hand_off(prompt))
+    after = windowed.counts()
+    left = max(0, num_tokens - WINDOW + 1) // 32
+    assert after["verified"] - before["verified"] == 2 * -(-num_tokens // 32) - left
+    windowed.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("num_tokens", [95, 127])
+def test_a_token_that_vllm_has_left_behind_is_not_guessed(windowed, num_tokens):
+    """P frees the block of a token to which D's last token attends: vLLM counts the window one token further."""
+    prompt = windowed.prompt(num_tokens)
+    before = windowed.d.ask("usage")["refused"].get("stale", 0)
+    assert_answers_right(windowed, prompt, windowed.hand_off(prompt))
+    assert windowed.d.ask("usage")["refused"]["stale"] == before + 1
+    windowed.assert_nothing_is_held()
+
+
+def test_one_bad_block_of_several_groups_costs_the_whole_load_and_no_token(windowed):
+    prompt = windowed.prompt()
+    params = windowed.hand_off(prompt)
+    windowed.p.ask("flip_bit", block_id=params["remote_block_ids"][1][3])
+    assert_answers_right(windowed, prompt, params)
+    assert windowed.counts()["failures"] == {"digest": 1}
+    windowed.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize(
+    ("message", "arguments"),
+    [
+        ("KV cache layout BLHNC", {"with_layout": False}),
+        ("kvferry.lease: no such setting", {"extra": {"kvferry.lease": 3}}),
+        ("kvferry.host: 0.0.0.0 can be reached", {"extra": settings(host="0.0.0.0")}),
+        ("can be forged", {"prefix_caching_hash_algo": "xxhash_cbor"}),
+    ],
+)
+def test_what_cannot_work_is_refused_at_start(tiny_llama, tmp_path, message, arguments):
+    with VllmEngine(tmp_path / "log", tiny_llama, **({"extra": settings()} | arguments)) as engine:
+        with pytest.raises(EngineFailed, match=message):
+            engine.wait()
