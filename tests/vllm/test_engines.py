@@ -92,6 +92,6 @@ def test_one_bad_block_of_several_groups_costs_the_whole_load_and_no_token(windo
     ],
 )
 def test_what_cannot_work_is_refused_at_start(tiny_llama, tmp_path, message, arguments):
-    with VllmEngine(tmp_path / "log", tiny_llama, **({"extra": settings()} | arguments)) as engine:
-        with pytest.raises(EngineFailed, match=message):
-            engine.wait()
+    engine = VllmEngine(tmp_path / "log", tiny_llama, **({"extra": settings()} | arguments))
+    with engine, pytest.raises(EngineFailed, match=message):
+        engine.wait()
