@@ -53,6 +53,7 @@ BENCHMARKS = (
     Benchmark("engine_2_threads", ("--repeats", "1"), True, False, script="engine", arguments=("--threads", "2")),
     Benchmark("transport"),
     Benchmark("handoff"),
+    Benchmark("plugin_digest"),
     Benchmark("tiers"),
     Benchmark("tiers_connector"),
     Benchmark("encoder"),

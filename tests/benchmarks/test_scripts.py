@@ -2,6 +2,7 @@
 
 import json
 import runpy
+import shutil
 import sys
 from pathlib import Path
 
@@ -99,6 +100,16 @@ def test_tiers_measures_every_way_to_a_store(run_benchmark, tmp_path):
         assert way in printed
         for what in ("put", "get", "checked", "lookup"):
             assert figures[f"{way}_{what}_ms"][0] > 0
+
+
+@pytest.mark.full
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_plugin_digest_measures_wheels_with_and_without_a_compiler(run_benchmark, tmp_path):
+    run_benchmark("plugin_digest", "--quick", "--json", str(tmp_path / "f.json"))
+    seconds = json.loads((tmp_path / "f.json").read_text())["seconds"]
+    assert set(seconds) == {"CompiledSums", "NumpySums"}
+    for by_size in seconds.values():
+        assert all(values["digest"][0] > 0 and values["copy"][0] > 0 for values in by_size.values())
 
 
 @pytest.mark.full
