@@ -12,6 +12,8 @@ from core.testing.clock import FakeClock
 from core.tracing import TraceContext, Tracer, open_tracer, parse_trace_context, traces_url
 from tests.support.trace_collector import TraceCollector, memory_tracer
 
+pytestmark = pytest.mark.slow
+
 TRACE, SPAN = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
 CONTEXT = TraceContext(traceparent=f"00-{TRACE}-{SPAN}-01")
 UNSAMPLED = TraceContext(traceparent=f"00-{TRACE}-{SPAN}-00")

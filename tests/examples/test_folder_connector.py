@@ -24,6 +24,8 @@ from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from kvferry.local import LocalCluster
 from tests.support.delayed_device import DelayedDevice
 
+pytestmark = pytest.mark.slow
+
 RECORD_BYTES = LAYOUT.block_bytes + 16  # a block and its digest
 
 

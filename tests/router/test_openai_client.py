@@ -12,7 +12,7 @@ USER = [{"role": "user", "content": "hi"}]
 
 @pytest.fixture
 async def under_test(start_router):
-    under_test = await start_router()
+    under_test = await start_router(worker_wait_s=0.1)
     await under_test.pair()
     return under_test
 
@@ -91,7 +91,6 @@ async def test_errors_have_their_classes(client, under_test):
 async def test_an_error_in_mid_stream_reaches_the_caller(client, under_test):
     decode = under_test.workers[1]
     decode.script.pause_after = 3
-    under_test.router.gateway.core.dispatcher._worker_wait_s = 0.1
     stream = await client.chat.completions.create(model="tiny", messages=USER, stream=True)
     await decode.generated()
     await decode.leave()

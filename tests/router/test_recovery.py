@@ -11,6 +11,8 @@ import pytest
 
 from core.wire.messages import ErrorInfo, Generate
 
+pytestmark = pytest.mark.slow
+
 FULL = ErrorInfo(code="overloaded", message="no room", http_status=429, retryable=True)
 TEXT = "hello wonderful world"
 

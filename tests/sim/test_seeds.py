@@ -13,6 +13,8 @@ from kvferry.sim.faults import Fault
 from kvferry.sim.race_plan import draw_race_plan
 from kvferry.sim.runs import Summary, command, run_seeds
 
+pytestmark = pytest.mark.slow
+
 SEEDS_PER_TEST = 20
 NUM_QUICKEST = 40  # in `make check`
 NUM_QUICK = 200

@@ -20,6 +20,8 @@ from kvstore import client as kvstore_client
 from kvstore.build import machine_options
 from kvstore.server import StoreServer
 
+pytestmark = pytest.mark.slow
+
 
 def make_context(name, kvstore):
     return connector_context("prefill", engine_id=name, incarnation=5, kvstore=kvstore)

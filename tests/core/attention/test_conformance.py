@@ -37,7 +37,7 @@ BACKENDS = [
     pytest.param(StandInPagesBackend, KVLayout.NHD, id="pages-NHD"),
     pytest.param(BatchedSdpaBackend, KVLayout.NHD, id="gather-NHD"),
 ]
-pytestmark = pytest.mark.parametrize(("backend_type", "layout"), BACKENDS)
+pytestmark = [pytest.mark.slow, pytest.mark.parametrize(("backend_type", "layout"), BACKENDS)]
 HEADS = [pytest.param(9, 3, id="grouped"), pytest.param(4, 4, id="multi-head"), pytest.param(6, 1, id="multi-query")]
 MASKS = [
     pytest.param({}, id="full"),

@@ -46,6 +46,8 @@ from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
 from decode.role import DecodeHandler
 
+pytestmark = pytest.mark.slow
+
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
 WAIT_S = 20.0
 
