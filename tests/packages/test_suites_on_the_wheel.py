@@ -13,6 +13,7 @@ from tests.support.plugin_wheel import environment_on
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
+SUITE_TIMEOUT_S = 840
 AGENT = "connectors.p2p.producer.leases"
 
 
@@ -20,7 +21,9 @@ def python_on(unpacked, *arguments):
     """Run Python with the modules of the wheel."""
     variables = os.environ | environment_on(unpacked)
     command = [sys.executable, *arguments]
-    return subprocess.run(command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=280, check=False)
+    return subprocess.run(
+        command, env=variables, cwd=ROOT, capture_output=True, text=True, timeout=SUITE_TIMEOUT_S, check=False
+    )
 
 
 def pytest_on(unpacked, *arguments):
@@ -45,6 +48,7 @@ def test_a_mistake_in_the_wheel_alone_fails_the_tests(unpacked, tmp_path):
     assert pytest_on(changed, tests).returncode == 1
 
 
+@pytest.mark.timeout(SUITE_TIMEOUT_S + 60)
 @pytest.mark.parametrize(
     ("tests", "chosen"),
     [
