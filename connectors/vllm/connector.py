@@ -46,6 +46,7 @@ from core.wire.pairing import verifies_digests
 from core.wire.sockets import join_tcp
 
 _log = logging.getLogger("vllm.kvferry")
+_OURS = ("kvferry_vllm", "connectors", "core")  # first names of our loggers: in the wheel, and in the repository
 
 
 class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
@@ -55,6 +56,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def __init__(self, vllm_config: Any, role: KVConnectorRole, kv_cache_config: Any) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
+        _log_as_vllm_does()
         self._minor = check_version(vllm.__version__)
         check_supported(vllm_config, kv_cache_config)
         transfer = vllm_config.kv_transfer_config
@@ -277,6 +279,15 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         orders = self._get_connector_metadata()
         assert isinstance(orders, StepOrders)
         return orders
+
+
+def _log_as_vllm_does() -> None:
+    """Write our log lines where vLLM writes its own: it configures its own logger only."""
+    theirs = logging.getLogger("vllm")
+    for name in _OURS:
+        ours = logging.getLogger(name)
+        ours.handlers, ours.propagate = theirs.handlers, False
+        ours.setLevel(theirs.level)
 
 
 def _finish_writes(kv_caches: dict[str, Any]) -> None:

@@ -49,7 +49,7 @@ from core.wire.sockets import is_loopback, split_tcp
 
 BACKEND = "UCX"
 MODULES = ("nixl_cu13", "nixl_cu12")  # by the CUDA release; on a host without a GPU either will do
-INSTALL_HINT = "pip install 'kvferry[nixl]' (or nixl-cu12==1.5.1; beside a torch for CUDA 13, nixl-cu13==1.5.1)"
+INSTALL_HINT = "pip install nixl-cu12==1.5.1 (beside a torch for CUDA 13: nixl-cu13==1.5.1)"
 BACKOFF_S = (0.0002, 0.001)  # between looks at reads in progress: the first and the longest interval
 DEVICE_BACKOFF_S = (0.00002, 0.0002)  # a copy between devices is over soon
 PROGRESS_INTERVAL_US = 10_000  # events wake the progress threads; this is how often they look without one
