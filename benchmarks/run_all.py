@@ -54,6 +54,7 @@ BENCHMARKS = (
     Benchmark("transport"),
     Benchmark("handoff"),
     Benchmark("plugin_digest"),
+    Benchmark("vllm_plugin"),
     Benchmark("tiers"),
     Benchmark("tiers_connector"),
     Benchmark("encoder"),

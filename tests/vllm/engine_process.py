@@ -29,6 +29,7 @@ class EngineProcess:
         self.core = self._engine.engine_core.engine_core
         self.connector = self.core.scheduler.connector
         self._results: dict[str, dict] = {}
+        self._times: dict[str, list[float]] = {}  # of arrival and of each token
         self._violations: list[str] = []
         if hasattr(self.connector, "scheduler_side") and arguments.get("tensor_parallel_size", 1) == 1:
             self._watch_blocks()  # the only rank is in this process
@@ -65,6 +66,8 @@ class EngineProcess:
 
     def _step(self) -> None:
         for output in self._engine.step():
+            times = self._times[output.request_id]
+            times += [time.monotonic()] * (len(output.outputs[0].token_ids) - len(times) + 1)
             if output.finished:
                 self._keep(output)
         if not self.core.scheduler.get_request_counts()[0]:
@@ -77,12 +80,13 @@ class EngineProcess:
             "finish_reason": done.finish_reason,
             "params": output.kv_transfer_params,
             "num_cached": output.num_cached_tokens,
+            "token_s": _since_first(self._times.pop(output.request_id)),
         }
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
     def add(self, name: str, prompt: list[int], max_tokens: int, params: dict | None = None, **options) -> None:
-        """Begin a request."""
+        """Begin a request; its result has the seconds from here to each token."""
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params is not None else None
@@ -91,6 +95,7 @@ class EngineProcess:
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra, **options
         )
         given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        self._times[name] = [time.monotonic()]
         self._engine.add_request(name, given, sampling)
 
     def add_and_step(self, count: int, **request) -> None:
@@ -218,6 +223,10 @@ def _defaults(struct) -> set[str]:
     import msgspec
 
     return {field.name for field in msgspec.structs.fields(struct) if not field.required}
+
+
+def _since_first(times: list[float]) -> list[float]:
+    return [each - times[0] for each in times[1:]]
 
 
 def _read(commands: queue.Queue) -> None:
