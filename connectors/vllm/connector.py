@@ -223,6 +223,10 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         params = self.scheduler_side.request_finished(request, block_ids)
         return params is not None, params
 
+    def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        """Likewise for one KV cache group: MultiConnector calls this if another of its connectors knows one group only."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
     def has_pending_push_work(self) -> bool:
         """True while orders wait for a step."""
         return self._scheduler_side is not None and self._scheduler_side.has_orders()

@@ -13,6 +13,7 @@ but its requests.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -25,12 +26,16 @@ from core.ids import IdSource, new_hex_id
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
 from core.kv.seals import ExpectedSeal
+from core.log import event
 from core.wire.kv import KVLayoutInfo
 
 ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
 PREEMPTED = "PREEMPTED"
 
 Table = tuple[list[int], ...]  # block ids of a request, by KV cache group
+_Content = tuple[int, bytes, int]  # of a block: its group, its hash, and how many tokens it holds
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,43 +155,47 @@ class Producer:
     def _order(self, request: VllmRequest, table: Table) -> None:
         num_tokens, block_size = request.num_prompt_tokens, self._engine.layout.block_size
         hashes = PromptHashes(self._hasher, request).block_ends(num_tokens, block_size)
-        sizes = [min(block_size, num_tokens - start) for start in range(0, num_tokens, block_size)]
-        groups: list[HeldBlocks] = []
-        blocks: list[tuple[int, ExpectedSeal]] = []
-        for group_id, block_ids in enumerate(table):
-            held = block_ids[: len(hashes)]
-            first = self._num_left_blocks(group_id, num_tokens)
-            while first < len(held) and held[first] == NULL_BLOCK_ID:
-                first += 1
-            seals = [
-                self._seal(block_id, group_id, hashes[index], sizes[index])
-                for index, block_id in enumerate(held)
-                if index >= first
-            ]
-            blocks += zip(held[first:], seals, strict=True)
-            groups.append(HeldBlocks(first, tuple(held[first:]), tuple(seal.generation for seal in seals)))
+        firsts = [
+            self._first_held_block(group_id, block_ids[: len(hashes)], num_tokens) for group_id, block_ids in enumerate(table)
+        ]
+        contents = {
+            block_ids[index]: (group_id, hashes[index], min(block_size, num_tokens - index * block_size))
+            for group_id, block_ids in enumerate(table)
+            for index in range(firsts[group_id], len(hashes))
+        }
+        strange = [block_id for block_id, content in contents.items() if self._has_other_content(block_id, content)]
+        if strange:  # vLLM has freed them without our report: what it says cannot be handed off
+            _log.error(event("handoff_not_sealed", request_id=request.request_id, blocks_of_other_handoffs=strange))
+            return
+        seals = {block_id: self._seal(block_id, content) for block_id, content in contents.items()}
+        groups = []
+        for first, block_ids in zip(firsts, table, strict=True):
+            held = tuple(block_ids[first : len(hashes)])
+            groups.append(HeldBlocks(first, held, tuple(seals[block_id].generation for block_id in held)))
         ordered = _Ordered(new_hex_id(self._ids, "kv-"), tuple(groups), hashes[-1])
         self._ordered[request.request_id] = request, ordered
-        self.orders.seals.append(SealOrder(ordered.transfer_id, request.request_id, tuple(blocks)))
+        self.orders.seals.append(SealOrder(ordered.transfer_id, request.request_id, tuple(seals.items())))
 
-    def _num_left_blocks(self, group_id: int, num_tokens: int) -> int:
-        """Return how many blocks vLLM frees before the request ends, because the window has left them."""
+    def _first_held_block(self, group_id: int, block_ids: Sequence[int], num_tokens: int) -> int:
+        """Return the position of the first block that vLLM holds until the request ends; the window has left earlier ones."""
         window = self._windows[group_id]
-        return 0 if window is None else max(0, num_tokens - window + 1) // self._engine.layout.block_size
+        first = 0 if window is None else max(0, num_tokens - window + 1) // self._engine.layout.block_size
+        while first < len(block_ids) and block_ids[first] == NULL_BLOCK_ID:
+            first += 1
+        return first
 
-    def _seal(self, block_id: int, group_id: int, block_hash: bytes, num_tokens: int) -> ExpectedSeal:
+    def _has_other_content(self, block_id: int, content: _Content) -> bool:
+        sealed = self._sealed.get(block_id)
+        return sealed is not None and (sealed.seal.group_id, sealed.seal.block_hash, sealed.seal.num_tokens) != content
+
+    def _seal(self, block_id: int, content: _Content) -> ExpectedSeal:
         """Return the seal of a block for one more handoff: the one that others know already, or one of a new generation."""
         sealed = self._sealed.get(block_id)
         if sealed is None:
             self._last_generation += 1
-            seal = ExpectedSeal(self._last_generation, group_id, block_hash, num_tokens)
-            sealed = self._sealed[block_id] = _SealedBlock(seal)
-        known = sealed.seal
-        assert (known.group_id, known.block_hash, known.num_tokens) == (group_id, block_hash, num_tokens), (
-            f"block {block_id} is held for a reader, and another prompt has it"
-        )
+            sealed = self._sealed[block_id] = _SealedBlock(ExpectedSeal(self._last_generation, *content))
         sealed.num_handoffs += 1
-        return known
+        return sealed.seal
 
     def _cancel(self, request_id: str) -> None:
         _, ordered = self._ordered.pop(request_id)

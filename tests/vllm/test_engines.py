@@ -83,6 +83,19 @@ def test_one_bad_block_of_several_groups_costs_the_whole_load_and_no_token(windo
 
 
 @pytest.mark.parametrize(
+    "arguments",
+    [{"dtype": "bfloat16", "enable_prefix_caching": False}, {"kv_cache_dtype": "fp8"}],
+    ids=["bf16 without prefix caching", "fp8"],
+)
+def test_kv_of_other_types_is_handed_off(new_pair, arguments):
+    pair = new_pair(extra=settings("tcp"), **arguments)
+    prompt = pair.prompt()
+    assert_answers_right(pair, prompt, pair.hand_off(prompt))
+    assert pair.counts() == {"loads": 1, "verified": 10, "failures": {}}
+    pair.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize(
     ("message", "arguments"),
     [
         ("KV cache layout BLHNC", {"with_layout": False}),

@@ -130,6 +130,18 @@ def test_shared_blocks_keep_their_generation_until_the_last_handoff_ends(produce
     assert producer.num_held_blocks == 0
 
 
+def test_a_block_of_a_published_handoff_that_has_another_prompt_is_not_handed_off(producer, caplog):
+    """vLLM frees no such block, but another connector beside ours might lose our report."""
+    one, two = prompt_of("a"), prompt_of("b", first=500)
+    complete(producer, one, [3, 4, 5])
+    assert finish(producer, one, [3, 4, 5]) is not None
+    assert complete(producer, two, [7, 8, 5]).seals == []
+    assert finish(producer, two, [7, 8, 5]) is None
+    assert "handoff_not_sealed" in caplog.text
+    producer.on_sending_ended({"a"})
+    assert producer.num_held_blocks == 0
+
+
 def test_a_generation_is_never_used_again(producer):
     seen = set()
     for number in range(5):

@@ -73,16 +73,18 @@ class Rank:
         self.side.begin_step(found)
         self.side.start_loads(found)
         self.side.seal(found)
-        return self.side.end_step()
+        self.last_report = self.side.end_step()
+        return self.last_report
 
     def wait_for(self, request_id):
-        """Step until a transfer of a request is reported."""
+        """Step until a transfer of a request is reported; the last step may have done so already."""
         end = time.monotonic() + 20
+        report = self.last_report
         while time.monotonic() < end:
-            report = self.step()
             if request_id in report.finished_recving | report.finished_sending:
                 return report
             time.sleep(0.005)
+            report = self.step()
         raise AssertionError(f"{request_id} was not reported")
 
     def generation(self, block_id):
