@@ -18,11 +18,12 @@ from urllib.parse import urlsplit
 class Stream:
     """One streamed completion, read by a thread of its own, with the time of every token.
 
-    ``body`` is the request's, its prompt a list of token ids.
+    ``body`` is the request's; the prompt of a completion is a list of token ids.
     """
 
-    def __init__(self, base_url: str, body: Mapping[str, Any]) -> None:
-        self.prompt: Sequence[int] = body["prompt"]
+    def __init__(self, base_url: str, body: Mapping[str, Any], path: str = "/v1/completions") -> None:
+        self.prompt: Sequence[int] = body.get("prompt", ())
+        self._path = path
         self.status: int | None = None
         self.headers: Mapping[str, str] = {}  # of the response, names in lower case
         self.error: dict[str, Any] | None = None  # the server's error
@@ -66,7 +67,7 @@ class Stream:
 
     def _run(self, body: str) -> None:
         try:
-            self._connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
+            self._connection.request("POST", self._path, body, {"Content-Type": "application/json"})
             response = self._connection.getresponse()
             self.status = response.status
             self.headers = {name.lower(): value for name, value in response.getheaders()}

@@ -5,6 +5,7 @@ Heads are of 32, vLLM's smallest on CPU. Weights are seeded.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,26 @@ def write_tiny_gemma(folder: Path, window: int) -> Path:
     layers = ["sliding_attention", "full_attention"] * 2
     config = Gemma3TextConfig(**_SIZES, sliding_window=window, layer_types=layers, query_pre_attn_scalar=32)
     return _write(Gemma3ForCausalLM(config), folder)
+
+
+def write_tiny_tokenizer(folder: Path) -> None:
+    """Write a tokenizer beside a model: the words ``t0``, ``t1`` … are the tokens 0, 1 …, and a chat is its messages' words."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    words = WordLevel({f"t{token}": token for token in range(VOCAB_SIZE)}, unk_token="t0")
+    tokenizer = Tokenizer(words)
+    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "unk_token": "t0",
+        "bos_token": "t1",
+        "eos_token": "t2",
+        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
 def _write(model: Any, folder: Path) -> Path:

@@ -19,18 +19,21 @@ VERSION = "0.32.0"
 STOP_TIMEOUT_S = 10.0
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
-_ROOT = Path(__file__).parents[2]
-_ENVIRONMENT = {
+CPU_ENVIRONMENT = {
     "VLLM_TARGET_DEVICE": "cpu",
     "OMP_NUM_THREADS": "1",
     "OMP_WAIT_POLICY": "PASSIVE",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # else two engines bind the same cores, and spin
     "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of the engine's program, to be called on its ranks
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "DO_NOT_TRACK": "1",
+}
+
+_ROOT = Path(__file__).parents[2]
+_ENVIRONMENT = CPU_ENVIRONMENT | {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of the engine's program, to be called on its ranks
 }
 
 

@@ -1,0 +1,135 @@
+"""A real ``vllm serve`` on CPU as a group of child processes, for the tests of the plug-in over HTTP.
+
+It runs from an environment of its own (``make install-vllm``). The server starts an engine core and a worker as children: the
+group gets every signal, so that none of them is left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import os
+import signal
+import subprocess
+import time
+import urllib.request
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from core.errors import StartFailed
+from tests.support.vllm_engine import CPU_ENVIRONMENT, vllm_python
+
+MODEL = "tiny"  # its name in requests
+START_TIMEOUT_S = 600.0  # mostly imports; a minute on a machine that does nothing else
+REQUEST_TIMEOUT_S = 120.0
+
+_POLL_S = 0.1
+
+
+class VllmServer:
+    """A server on a port of loopback, the same one after a restart. A context manager: what starts it ends it.
+
+    ``arguments`` are those of ``vllm serve`` after the model; ``log_path`` gets what its processes write.
+    """
+
+    def __init__(
+        self, log_path: Path, model: Path, port: int, arguments: Sequence[str], environment: Mapping[str, str] | None = None
+    ) -> None:
+        self._log_path = log_path
+        self._netloc = f"127.0.0.1:{port}"
+        self._command = [
+            *(str(vllm_python().with_name("vllm")), "serve", str(model), "--served-model-name", MODEL),
+            *("--host", "127.0.0.1", "--port", str(port), *arguments),
+        ]
+        self._environment = os.environ | CPU_ENVIRONMENT | (environment or {})
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def base_url(self) -> str:
+        """Of the API."""
+        return f"http://{self._netloc}"
+
+    def start(self) -> Self:
+        """Start the processes; ``wait`` returns when they serve, so that several servers can start together."""
+        with self._log_path.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        return self
+
+    def wait(self) -> Self:
+        """Return once the server is healthy.
+
+        Raises:
+            StartFailed: it ended, or did not serve in time.
+        """
+        deadline = time.monotonic() + START_TIMEOUT_S
+        while not self._is_healthy():
+            if self._running.poll() is not None or time.monotonic() > deadline:
+                raise StartFailed(f"vllm serve did not start; the end of its log:\n{self.log()[-4000:]}")
+            time.sleep(_POLL_S)
+        return self
+
+    def freeze(self) -> None:
+        """Stop all processes where they are."""
+        os.killpg(self._running.pid, signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """Let them go on."""
+        os.killpg(self._running.pid, signal.SIGCONT)
+
+    def kill(self) -> None:
+        """End all processes at once. Idempotent."""
+        process, self._process = self._process, None
+        if process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+
+    def log(self) -> str:
+        """Return what the processes have written."""
+        return self._log_path.read_text(errors="replace")
+
+    def post(self, path: str, body: Mapping[str, Any]) -> tuple[int, dict[str, Any]]:
+        """Return status and answer of a request that is not streamed."""
+        connection = http.client.HTTPConnection(self._netloc, timeout=REQUEST_TIMEOUT_S)
+        try:
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            return response.status, json.loads(response.read())
+        finally:
+            connection.close()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """Return the sum of a metric's samples that have these labels; 0 without any."""
+        with urllib.request.urlopen(f"{self.base_url}/metrics", timeout=REQUEST_TIMEOUT_S) as response:
+            families = list(text_string_to_metric_families(response.read().decode()))
+        samples = [sample for family in families for sample in family.samples if sample.name == name]
+        return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+    @property
+    def _running(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None, "it has been started"
+        return self._process
+
+    def _is_healthy(self) -> bool:
+        try:
+            with urllib.request.urlopen(f"{self.base_url}/health", timeout=5) as response:
+                return bool(response.status == 200)
+        except OSError:  # URLError is one
+            return False
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
