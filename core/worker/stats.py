@@ -53,9 +53,7 @@ class WorkerStats:
             num_waiting=stats.num_waiting + stats.num_loading,
             kv_cache_usage=stats.kv_cache_usage,
             num_leased_blocks=self._num_leased_blocks() + self._num_leased_chunks(),
-            longest_lease_s=max(
-                (connector.longest_lease_s() for connector in connectors if connector is not None), default=0.0
-            ),
+            longest_lease_s=max((connector.longest_lease_s() for connector in connectors), default=0.0),
             progress=self._engine.reading(),
         )
 

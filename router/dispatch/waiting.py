@@ -47,7 +47,7 @@ class Waiting:
             return None
         why = request.attempt.previous_error.message if request.attempt.previous_error else error.message
         return NoWorker(
-            f"{why}; nobody could go on with the request for {patience_s:g} s",
+            f"{why}; no worker could continue the request for {patience_s:g} s",
             retry_after_s=self._restarts.retry_after_s(now),
         )
 

@@ -106,7 +106,7 @@ def test_a_closed_worker_is_not_waited_for_like_a_full_one(make_bench, error):
     assert "r1" not in bench.ended
     bench.wait(10.0)
     assert (bench.error().code, bench.error().http_status) == ("no_worker", 503)
-    assert f"{error.message}; nobody could go on with the request for 10 s" in bench.error().message
+    assert f"{error.message}; no worker could continue the request for 10 s" in bench.error().message
     assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
     bench.assert_idle()
 
