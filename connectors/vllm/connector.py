@@ -32,6 +32,7 @@ from connectors.vllm.engine import (
     transfer_groups,
 )
 from connectors.vllm.handoff_params import Rank
+from connectors.vllm.metrics import HandoffMetrics, HandoffStats, stats_of_rank, stats_of_scheduler
 from connectors.vllm.orders import RankAddress, RankReports, StepOrders
 from connectors.vllm.pool import block_layout, pool_of
 from connectors.vllm.producer import EngineIdentity
@@ -230,6 +231,28 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     def has_pending_push_work(self) -> bool:
         """True while orders wait for a step."""
         return self._scheduler_side is not None and self._scheduler_side.has_orders()
+
+    # ---- statistics --------------------------------------------------------------------------------------------------
+
+    def get_kv_connector_stats(self) -> HandoffStats | None:
+        """Return what this side has counted since the last step; None if nothing has happened."""
+        if self._is_scheduler:
+            stats = stats_of_scheduler(self.scheduler_side.take_counts())
+        else:
+            stats = stats_of_rank(self.worker_side.take_counts())
+        return None if stats.is_empty() else stats
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> HandoffStats:
+        """Return the counts that a dict holds."""
+        return HandoffStats(data)
+
+    @classmethod
+    def build_prom_metrics(
+        cls, vllm_config: Any, metric_types: Any, labelnames: list[str], per_engine_labelvalues: dict[int, list[object]]
+    ) -> HandoffMetrics:
+        """Return the Prometheus metrics of the counts."""
+        return HandoffMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     # ---- worker side, a step -----------------------------------------------------------------------------------------
 

@@ -5,11 +5,13 @@ Runs on the engine core's thread.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from connectors.vllm.consumer import Consumer
+from connectors.vllm.counts import SchedulerCounts
 from connectors.vllm.orders import RankReports, StepOrders
 from connectors.vllm.peer_rules import PeerRules
 from connectors.vllm.producer import EngineIdentity, Producer, Table
@@ -59,6 +61,8 @@ class SchedulerSide:
         self._group_ids = groups.ids
         self._block_pool: BlockPool | None = None
         self.num_quarantined_blocks = 0
+        self._told_refusals: Counter[str] = Counter()
+        self._told_held_blocks = 0
 
     def bind_block_pool(self, block_pool: BlockPool) -> None:
         """Keep the pool: blocks that a late read may still write get a reference of their own."""
@@ -118,6 +122,13 @@ class SchedulerSide:
             self._quarantine(news.added, news.ended)
         self.producer.on_sending_ended(finished_sending)
         self.consumer.on_loads_ended(finished_recving)
+
+    def take_counts(self) -> SchedulerCounts:
+        """Return the counts since the last call."""
+        refused, num_held = self.consumer.refused.copy(), self.producer.num_held_blocks + self.num_quarantined_blocks
+        refusals, has_changed = refused - self._told_refusals, num_held != self._told_held_blocks
+        self._told_refusals, self._told_held_blocks = refused, num_held
+        return SchedulerCounts(refusals, num_held if has_changed else None)
 
     def _quarantine(self, added: Sequence[int], ended: Sequence[int]) -> None:
         pool = self._block_pool

@@ -6,7 +6,6 @@ The engine's thread calls it; the agent's thread reports ends of loads and lease
 from __future__ import annotations
 
 import threading
-from collections import Counter
 from dataclasses import dataclass, field
 
 from prometheus_client import CollectorRegistry
@@ -27,10 +26,10 @@ from connectors.p2p.settings import DriverSettings
 from connectors.p2p.transport.factory import TransportFactory, create_transport
 from connectors.reports import ALL_BLOCKS, LoadEnded, SendingEnded
 from connectors.vllm.agent_thread import AgentThread
+from connectors.vllm.counts import RankCounts
 from connectors.vllm.identity import ModelIdentity
 from connectors.vllm.orders import QuarantineNews, RankAddress, RankReports, RemoteHandoff, StepOrders
 from connectors.vllm.sealing import Sealer
-from core.errors import fallback_reason
 from core.kv.pool_region import KVPoolRegion
 
 
@@ -42,18 +41,6 @@ class StepReport:
     finished_recving: set[str] = field(default_factory=set)
     failed_recving: set[str] = field(default_factory=set)
     invalid_block_ids: set[int] = field(default_factory=set)
-
-
-@dataclass(slots=True)
-class RankCounts:
-    """What has happened since the last reading; ``failures`` by reason."""
-
-    loads: int = 0
-    verified_blocks: int = 0
-    bytes: int = 0
-    transfer_ms: float = 0.0
-    verify_ms: float = 0.0
-    failures: Counter[str] = field(default_factory=Counter)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,7 +68,8 @@ class WorkerSide:
         create: TransportFactory = create_transport,
     ) -> None:
         assert pool.seals is not None, "the pool of an engine has seals"
-        self.counts = RankCounts()
+        self.totals = RankCounts()  # since the start
+        self._counts = RankCounts()
         self._role = role
         self._identity = identity
         self.pool = pool
@@ -184,7 +172,7 @@ class WorkerSide:
 
     def take_counts(self) -> RankCounts:
         """Return the counts since the last call."""
-        counts, self.counts = self.counts, RankCounts()
+        counts, self._counts = self._counts, RankCounts()
         return counts
 
     def num_held_blocks(self) -> int:
@@ -216,7 +204,8 @@ class WorkerSide:
         found.finished_recving.add(report.request_id)
         if report.quarantined_block_ids:
             self._news.append(QuarantineNews(added=report.quarantined_block_ids))
-        self._count(report)
+        self.totals.add(report)
+        self._counts.add(report)
         if report.error is None:
             return
         ids = report.invalid_block_ids
@@ -224,19 +213,6 @@ class WorkerSide:
             found.invalid_block_ids.update(ids)
         else:
             found.failed_recving.add(report.request_id)
-
-    def _count(self, ended: LoadEnded) -> None:
-        counts, usage = self.counts, ended.usage
-        if ended.error is not None:
-            counts.failures[fallback_reason(ended.error.code)] += 1
-        if usage is None:
-            return
-        counts.verified_blocks += usage.verified_blocks
-        if ended.error is None:
-            counts.loads += 1
-            counts.bytes += usage.transferred_bytes
-            counts.transfer_ms += usage.transfer_ms
-            counts.verify_ms += usage.verify_ms
 
     def _ref(self, remote: RemoteHandoff) -> HandoffRef:
         return HandoffRef(remote.transfer_id, remote.ranks[self._role.rank])

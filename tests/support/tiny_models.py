@@ -41,20 +41,19 @@ def write_tiny_gemma(folder: Path, window: int) -> Path:
 
 
 def write_tiny_tokenizer(folder: Path) -> None:
-    """Write a tokenizer beside a model: the words ``t0``, ``t1`` … are the tokens 0, 1 …, and a chat is its messages' words."""
+    """Write a tokenizer beside a model: the words ``t3``, ``t4`` … are the tokens 3, 4 …, and a chat is its messages' words."""
     from tokenizers import Tokenizer
     from tokenizers.models import WordLevel
     from tokenizers.pre_tokenizers import WhitespaceSplit
 
-    words = WordLevel({f"t{token}": token for token in range(VOCAB_SIZE)}, unk_token="t0")
-    tokenizer = Tokenizer(words)
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    names = [*special.values(), *(f"t{token}" for token in range(len(special), VOCAB_SIZE))]
+    tokenizer = Tokenizer(WordLevel({name: token for token, name in enumerate(names)}, unk_token=names[0]))
     tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
+        **special,
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "unk_token": "t0",
-        "bos_token": "t1",
-        "eos_token": "t2",
         "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -202,7 +202,7 @@ def _rank_and_side() -> tuple:
 
 def _counts_of_rank(worker) -> tuple[int, int, dict[str, int]]:
     _, side = _rank_and_side()
-    return side.counts.loads, side.counts.verified_blocks, dict(side.counts.failures)
+    return side.totals.loads, side.totals.verified_blocks, dict(side.totals.failures)
 
 
 def _flip_bit(worker, block_id: int, chosen: int) -> None:

@@ -1,9 +1,12 @@
 """Two ``vllm serve`` with the plug-in from its wheel, driven as llm-d's side-car does: P first, then D with P's answer."""
 
+import contextlib
 import json
 import os
 import random
 import time
+from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,6 +25,7 @@ CPU_LAYOUT = Path(__file__).parent / "cpu_layout"
 LEASE_S = 6.0
 WAIT_S = 60.0  # for what must come; a machine may be busy
 NUM_BLOCKS = 100
+COUNTED = ("loads", "verified_blocks", "failures", "refusals")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
 # What llm-d's side-car sends to P, key by key (connector_nixlv2.go).
@@ -79,15 +83,23 @@ class Router:
         """Return the tokens that D computes by itself; a salt keeps them from its prefix cache."""
         return self.answer(body | {"cache_salt": str(self._random.random())}, path=path)
 
-    def num_loaded_tokens(self) -> float:
-        """Return how many prompt tokens D has got from P so far."""
-        return self.d.metric("vllm:prompt_tokens_by_source_total", source="external_kv_transfer")
+    def counts(self) -> Counter[str]:
+        """Return what D has counted since it was started."""
+        return Counter({name: int(self.d.metric(f"vllm:kvferry_{name}_total")) for name in COUNTED})
 
-    def assert_verifies(self, num_tokens: int = 300) -> None:
+    @contextlib.contextmanager
+    def counting(self, **counts: int) -> Iterator[None]:
+        """Wait until D has counted just this more than before; what is not named, not at all."""
+        expected = self.counts() + Counter(counts)
+        yield
+        wait_until(lambda: self.counts() >= expected)
+        assert self.counts() == expected
+
+    def assert_verifies(self) -> None:
         """Hand a new prompt off: D must use P's KV, and answer as it does by itself."""
-        body, before = self.body(COMPLETIONS, self.words(num_tokens)), self.num_loaded_tokens()
-        assert self.answer(body, self.hand_off(body)) == self.reference(body)
-        wait_until(lambda: self.num_loaded_tokens() > before)
+        body = self.body(COMPLETIONS, self.words(300))
+        with self.counting(loads=1, verified_blocks=10):
+            assert self.answer(body, self.hand_off(body)) == self.reference(body)
 
 
 def usage(server: VllmServer) -> float:
@@ -99,7 +111,7 @@ def wait_until(holds) -> None:
     end = time.monotonic() + WAIT_S
     while not holds():
         assert time.monotonic() < end
-        time.sleep(0.02)
+        time.sleep(0.05)
 
 
 @pytest.fixture(scope="module")
@@ -149,27 +161,25 @@ def router(serving):
     """Yield the router; afterwards neither server holds a block."""
     yield serving
     for server in (serving.p, serving.d):
-        wait_until(lambda server=server: usage(server) == 0)
+        wait_until(lambda server=server: usage(server) == server.metric("vllm:kvferry_held_blocks") == 0)
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT])
 def test_p_s_answer_passed_to_d_unchanged_gives_the_tokens_of_d_alone(router, path, stream):
     body = router.body(path, router.words(), stream=stream)
-    before = router.num_loaded_tokens()
-    tokens = router.answer(body, router.hand_off(body, path), path)
+    with router.counting(loads=1, verified_blocks=10):
+        tokens = router.answer(body, router.hand_off(body, path), path)
     assert tokens == router.reference(body, path)
     assert len(tokens) == 16
-    wait_until(lambda: router.num_loaded_tokens() - before >= 299)
 
 
 def test_twelve_requests_at_once(router):
     bodies = [router.body(COMPLETIONS, router.words(40 + 10 * index), stream=index % 2 == 0) for index in range(12)]
-    before = router.num_loaded_tokens()
-    with ThreadPoolExecutor(len(bodies)) as threads:
+    num_blocks = sum(-(-len(body["prompt"]) // 32) for body in bodies)
+    with router.counting(loads=12, verified_blocks=num_blocks), ThreadPoolExecutor(len(bodies)) as threads:
         answers = list(threads.map(lambda body: router.answer(body, router.hand_off(body)), bodies))
     assert answers == [router.reference(body) for body in bodies]
-    wait_until(lambda: router.num_loaded_tokens() - before >= sum(len(body["prompt"]) - 1 for body in bodies))
 
 
 def test_a_client_that_leaves_before_the_first_token(router):
@@ -201,8 +211,9 @@ def test_a_client_that_leaves_after_the_first_token(router):
 def test_a_rejected_request_frees_blocks_before_an_older_one_that_is_never_read(router):
     unread, rejected = (router.body(COMPLETIONS, router.words(num_tokens)) for num_tokens in (128, 320))
     router.hand_off(unread)
-    wait_until(lambda: usage(router.p) > 0)
+    wait_until(lambda: router.p.metric("vllm:kvferry_held_blocks") == 4)
     of_unread = usage(router.p)
+    assert of_unread > 0
     params = router.hand_off(rejected)
     status, answer = router.d.post(COMPLETIONS, rejected | {"kv_transfer_params": params, "max_tokens": 5000})
     assert status == 400, answer
@@ -214,10 +225,10 @@ def test_p_killed_and_started_again_at_the_same_ports(router):
     body = router.body(COMPLETIONS, router.words())
     params = router.hand_off(body)
     router.p.kill()
-    before = router.num_loaded_tokens()
-    assert router.answer(body, params) == router.reference(body)
+    with router.counting(failures=1):
+        assert router.answer(body, params) == router.reference(body)
     router.p.start().wait()
-    assert router.num_loaded_tokens() == before
     again = router.body(COMPLETIONS, router.words())
-    assert router.answer(again, params) == router.reference(again)  # of P's earlier life, and of another prompt
+    with router.counting(refusals=1):
+        assert router.answer(again, params) == router.reference(again)  # P's earlier life, and another prompt
     router.assert_verifies()
