@@ -178,7 +178,7 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     lease_s: Seconds = 30.0
     lease_renew_interval_s: Seconds = 5.0
     lease_max_s: Seconds = 600.0
-    # of a peer whose reads do not end: then it is cut off; 0 = a quarter of the pool; of all peers: half of it, if that is more
+    # blocks that late reads of one peer may hold before it is cut off; 0 = a quarter of the pool; all peers: half, if more
     max_quarantined_blocks: NonNegative = 0
     lmcache: LMCacheSection = LMCacheSection()
     offload: OffloadSection = OffloadSection()
@@ -221,7 +221,7 @@ class KVStoreSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     disk_segment_bytes: Positive = 64 << 20  # per file
     disk_sync: bool = False  # write through to the device, so that blocks survive a loss of power as well
     redis_url: str = ""  # redis://[user@]host:port/db; empty = no such tier
-    redis_password: str = msgspec.field(default_factory=default_redis_password)  # as it is; in the address it is refused
+    redis_password: str = msgspec.field(default_factory=default_redis_password)  # plain text; refused in redis_url
     redis_timeout_s: Seconds = 0.5
     redis_ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # how long Redis keeps a block; 0 = as long as it has room
     request_timeout_s: Seconds = 2.0  # what a client waits for an answer; then it is a miss
@@ -237,7 +237,7 @@ class ImagesSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_total_bytes: Annotated[int, msgspec.Meta(ge=1, le=40 << 20)] = 32 << 20  # of a request's files; a frame holds the most
     max_pixels: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 12 << 20  # of one image; no worker decodes more than the most
     allowed_hosts: tuple[str, ...] = ()  # of http(s) URLs: name, *.name, either with :port, address or network; none = refused
-    fetch_timeout_s: Seconds = 5.0  # for one image, its turn and redirects included
+    fetch_timeout_s: Seconds = 5.0  # per image, with its wait for a turn and its redirects
     max_redirects: NonNegative = 3
     max_fetches: Positive = 32  # of all clients at a time; others wait their turn
     encode_timeout_s: Seconds = 20.0  # after that the prefill worker computes a request's embeddings itself
@@ -318,10 +318,10 @@ class TracingSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """Traces of requests for OpenTelemetry (extra ``otel``), whose own variables ``OTEL_EXPORTER_OTLP_*`` hold as well."""
 
     endpoint: Annotated[str, msgspec.Meta(pattern=r"^(https?://\S+)?$")] = ""  # of a collector's OTLP/HTTP; empty = no traces
-    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of those that begin here; clients decide about theirs
+    sample_ratio: Annotated[float, msgspec.Meta(ge=0, le=1)] = 1.0  # of traces that begin here, not of clients'
     service_name: str = "kvferry"
-    export_interval_s: Seconds = 5.0  # what has ended meanwhile is sent at once
-    timeout_s: Seconds = 5.0  # for one such batch; then it is lost
+    export_interval_s: Seconds = 5.0  # between two batches of ended spans
+    timeout_s: Seconds = 5.0  # for a batch to be sent; after that it is lost
 
 
 class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -333,8 +333,8 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     worker: WorkerSection = WorkerSection()
     connector: ConnectorSection = ConnectorSection()
     ec_connector: ECConnectorSection = ECConnectorSection()
-    kvstore: KVStoreSection = msgspec.field(default_factory=KVStoreSection)  # reads the environment when it is made, as
-    router: RouterSection = msgspec.field(default_factory=RouterSection)  # this does
+    kvstore: KVStoreSection = msgspec.field(default_factory=KVStoreSection)  # its defaults are from the
+    router: RouterSection = msgspec.field(default_factory=RouterSection)  # environment, as these are
     encode: EncodeSection = EncodeSection()
     local: LocalSection = LocalSection()
     security: SecuritySection = SecuritySection()
@@ -412,7 +412,7 @@ def _check_transports(path: str, transports: Sequence[str], *, is_p2p: bool) -> 
 
 
 def _check_ec_connector(config: KVFerryConfig) -> None:
-    """Refuse a way of embeddings that leads nowhere, or that could take the store away from KV blocks."""
+    """Refuse embeddings that no worker could read, and embeddings that could fill the store of the KV blocks."""
     ec_connector, kvstore = config.ec_connector, config.kvstore
     _check_transports("ec_connector.transports", ec_connector.transports, is_p2p=ec_connector.name == "p2p")
     if ec_connector.kvstore_address:

@@ -84,7 +84,7 @@ class Consumer:
             return
         remote = RemoteHandoff(handoff.transfer_id, handoff.peers)
         if not can_be_hashed(request) or request.status.name.startswith("FINISHED"):
-            self.orders.releases.append(remote)  # vLLM rejected it: the prompt says nothing
+            self.orders.releases.append(remote)  # vLLM has rejected the request: its prompt is a stand-in
             return
         try:
             self._offers[request.request_id] = _Offer(handoff, self._check(request, handoff))

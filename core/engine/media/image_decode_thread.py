@@ -25,7 +25,7 @@ THREAD_NAME = "kvferry-images"
 # Five images of 17 tiles of 512 x 512 pixels, the most that checkpoints in use cut one into: one that is being embedded, and
 # some on which the encoder goes on while the next are decoded.
 BUDGET_BYTES = 256 << 20
-SHUTDOWN_TIMEOUT_S = 10.0  # many times what the image takes that is longest to decode
+SHUTDOWN_TIMEOUT_S = 10.0  # many times the longest time to decode an image
 
 _log = logging.getLogger(__name__)
 
@@ -152,7 +152,7 @@ class ImageDecodeThread(ImageReadiness):
                 outcome = self._outcome_of(image)
                 with self._changed:
                     self._images.end(image, outcome)
-                del image, outcome  # lest it is kept in memory until there is another one
+                del image, outcome  # else they stay in memory until the next image
                 self._wake()
         except BaseException as bug:  # the thread's main loop: the engine raises it
             self._failure = bug
