@@ -83,7 +83,7 @@ class Consumer:
             self._refuse(error, str(params.get("remote_engine_id"))[:80])
             return
         remote = RemoteHandoff(handoff.transfer_id, handoff.peers)
-        if not can_be_hashed(request) or request.status.name.startswith("FINISHED"):
+        if not can_be_hashed(request) or request.abort_immediately:
             self.orders.releases.append(remote)  # vLLM has rejected the request: its prompt is a stand-in
             return
         try:

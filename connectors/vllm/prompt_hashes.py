@@ -28,6 +28,7 @@ class VllmRequest(Protocol):
     num_computed_tokens: int
     num_output_tokens: int
     resumable: bool
+    abort_immediately: bool
     status: Any
 
 

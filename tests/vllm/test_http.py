@@ -217,9 +217,10 @@ def test_a_rejected_request_frees_blocks_before_an_older_one_that_is_never_read(
     of_unread = usage(router.p)
     assert of_unread > 0
     params = router.hand_off(rejected)
-    status, answer = router.d.post(COMPLETIONS, rejected | {"kv_transfer_params": params, "max_tokens": 5000})
-    assert status == 400, answer
-    wait_until(lambda: usage(router.p) == of_unread)
+    with router.counting():
+        status, answer = router.d.post(COMPLETIONS, rejected | {"kv_transfer_params": params, "max_tokens": 5000})
+        assert status == 400, answer
+        wait_until(lambda: usage(router.p) == of_unread)
     wait_until(lambda: usage(router.p) == 0)  # the lease of the other one
 
 

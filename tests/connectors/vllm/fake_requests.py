@@ -59,6 +59,7 @@ class FakeRequest:
     lora_request: Any = None
     cache_salt: str | None = None
     resumable: bool = False
+    abort_immediately: bool = False
 
     @property
     def num_prompt_tokens(self) -> int:

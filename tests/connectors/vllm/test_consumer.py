@@ -152,10 +152,11 @@ def test_only_allowed_peers_hear_of_a_handoff(consumer):
 
 
 def test_a_request_that_was_rejected_releases_the_handoff(consumer):
-    arrive(consumer, handoff_of(), prompt=[0], status=Status.FINISHED_ABORTED)
+    arrive(consumer, handoff_of(), prompt=[0], abort_immediately=True)
     orders = take(consumer)
     assert len(orders.releases) == 1
     assert not orders.holds
+    assert not consumer.refused
 
 
 @pytest.mark.parametrize(
