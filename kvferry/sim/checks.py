@@ -197,7 +197,8 @@ class WorkerChecks:
 
     def on_asleep(self) -> None:
         """A sleeping engine has no work: the step that it skips would change nothing and report nothing."""
-        if self._tier is not None and (self._tier.is_lazy or self._tier.has_unread_answer):
+        tier = self._tier
+        if tier is not None and (tier.is_lazy or tier.has_unread_answer or tier.has_old_answer):
             return  # a lazy tier saves the blocks of the last step with the next one; an answer wakes the engine
         output = self._scheduler.schedule()
         if _achieves_something(output) or self._scheduler.update_from_output(output, ModelRunnerOutput()):

@@ -15,7 +15,7 @@ from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from connectors.pool_access import HostPoolAccess
 from connectors.tier.messages import Report, TierConnectorMetadata
-from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
+from connectors.tier.scheduler import ANSWER_LASTS_S, TierConnectorScheduler, TierSettings
 from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
 from core.connector import KVConnectorScheduler, KVConnectorWorker
@@ -89,6 +89,13 @@ class SimTier:
     def has_unread_answer(self) -> bool:
         """True if an answer has arrived that the engine does not know yet."""
         return self._thread.has_news
+
+    @property
+    def has_old_answer(self) -> bool:
+        """True if the next step asks again for a waiting request; while the answer is open, other requests may overtake it."""
+        now = self._host.process.clock.now()
+        used = (question.used_at for question in self.scheduler._questions.values())
+        return any(used_at is not None and now - used_at > ANSWER_LASTS_S for used_at in used)
 
     def saving_block_ids(self) -> list[int]:
         """Return the blocks that are kept until they are copied."""
