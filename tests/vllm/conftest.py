@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -108,20 +109,23 @@ def _holds_nothing(usage: dict[str, Any]) -> bool:
     return all(not usage.get(name) for name in ("used_blocks", "requests", "published", "sealed", "loading", "quarantined"))
 
 
-@pytest.fixture(scope="session")
-def new_pair(tmp_path_factory, tiny_llama) -> Iterator[Callable[..., Pair]]:
-    """Return a function that starts a pair; it ends with the session.
+NewPair = Callable[..., Pair]
+
+
+@contextlib.contextmanager
+def pair_maker(make_folder: Callable[[str], Path], model: Path) -> Iterator[NewPair]:
+    """Yield a function that starts a pair; all of its pairs end with the context.
 
     ``environments`` are variables of P and of D; other keyword arguments are those of ``VllmEngine``.
     """
     started: list[VllmEngine] = []
 
     def new(connector: str = OURS, environments: Sequence[dict[str, str]] = ({}, {}), **arguments: Any) -> Pair:
-        folder = tmp_path_factory.mktemp("pair")
+        folder = make_folder("pair")
         made = [
             VllmEngine(
                 folder / f"{name}.log",
-                **{"model": tiny_llama, "connector": connector, "num_blocks": num_blocks, "environment": variables} | arguments,
+                **{"model": model, "connector": connector, "num_blocks": num_blocks, "environment": variables} | arguments,
             )
             for name, num_blocks, variables in zip("pd", (40, 64), environments, strict=True)
         ]
@@ -130,21 +134,37 @@ def new_pair(tmp_path_factory, tiny_llama) -> Iterator[Callable[..., Pair]]:
             engine.start()
         return Pair(*(engine.wait() for engine in made), connector)
 
-    yield new
-    for engine in started:
-        engine.kill()
+    try:
+        yield new
+    finally:
+        for engine in started:
+            engine.kill()
 
 
 @pytest.fixture(scope="session")
-def tcp_pair(new_pair) -> Pair:
+def new_lasting_pair(tmp_path_factory, tiny_llama) -> Iterator[NewPair]:
+    """Return a function that starts a pair for several files of tests; it ends with the session."""
+    with pair_maker(tmp_path_factory.mktemp, tiny_llama) as new:
+        yield new
+
+
+@pytest.fixture(scope="module")
+def new_pair(tmp_path_factory, tiny_llama) -> Iterator[NewPair]:
+    """Return a function that starts a pair; it ends with the file of tests: an engine takes half a gigabyte."""
+    with pair_maker(tmp_path_factory.mktemp, tiny_llama) as new:
+        yield new
+
+
+@pytest.fixture(scope="session")
+def tcp_pair(new_lasting_pair) -> Pair:
     """Return a pair of engines over tcp; no test may end or change them."""
-    return new_pair(extra=settings("tcp"))
+    return new_lasting_pair(extra=settings("tcp"))
 
 
 @pytest.fixture(scope="session")
-def nixl_pair(new_pair) -> Pair:
+def nixl_pair(new_lasting_pair) -> Pair:
     """Return a pair of engines over NIXL; no test may end or change them."""
-    return new_pair(extra=settings("nixl"))
+    return new_lasting_pair(extra=settings("nixl"))
 
 
 @pytest.fixture(params=["tcp", "nixl"])
