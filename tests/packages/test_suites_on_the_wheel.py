@@ -10,7 +10,7 @@ import pytest
 
 from tests.support.plugin_wheel import environment_on
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.vllm]  # they need none, but a minute: with its own suite
 
 ROOT = Path(__file__).parents[2]
 SUITE_TIMEOUT_S = 840
