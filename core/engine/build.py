@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ from core.constants import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE
 from core.ec_connector import ECConnector
 from core.engine.core import EngineCore
 from core.engine.cuda.cuda_graphs import CudaRecorder, batch_sizes
-from core.engine.cuda.device_memory import measure, pool_bytes, run_largest_step, run_widest_decode
+from core.engine.cuda.device_memory import measure, pool_bytes
 from core.engine.input_batch import InputBatch
 from core.engine.kv_events import KVEventPublisher
 from core.engine.kv_pool import KVPool, PoolOptions, allocate_kv_pool
@@ -34,6 +35,8 @@ from core.engine.kv_sizing import KVCacheSizing, layer_specs, size_kv_cache
 from core.engine.media.encoder_runner import EncoderRunner
 from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.engine.runner import ModelRunner
+from core.engine.step_watch import StepSize
+from core.engine.trial_steps import run_largest_step, run_usual_step, run_widest_decode
 from core.errors import ConfigError
 from core.kv.grouping import group_layers
 from core.kv.hashing import BlockHasher
@@ -64,6 +67,7 @@ class BuiltEngine:
     model_fingerprint: bytes
     pool: KVPool  # open until the process ends: peers know its memory file by number
     max_model_len: int  # tokens, prompt and output
+    known_step: tuple[StepSize, float] | None = None  # a step computed on the CPU before the first request, and its seconds
     image_decode_thread: ImageDecodeThread | None = None  # of a model that sees images; not started
     connector: Connector | None = None  # not started
     ec_connector: ECConnector | None = None  # not started
@@ -134,6 +138,7 @@ def build_engine(
         model_fingerprint=fingerprint,
         pool=pool,
         max_model_len=scheduler.max_model_len,
+        known_step=model.known_step,
         image_decode_thread=encoder.image_decode_thread if encoder is not None else None,
         connector=connector,
         ec_connector=ec_connector,
@@ -152,6 +157,7 @@ class _LoadedModel:
     decoder: Decoder
     image_encoder: ImageEncoder | None
     sizing: KVCacheSizing
+    known_step: tuple[StepSize, float] | None
 
 
 def _load_model(config: KVFerryConfig) -> _LoadedModel:
@@ -187,7 +193,18 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
         decoder=decoder,
         image_encoder=image_encoder,
         sizing=sizing,
+        known_step=_time_usual_step(decoder, backend, layers, config.scheduler, dtype) if device.type == "cpu" else None,
     )
+
+
+def _time_usual_step(
+    decoder: Decoder, backend: type[AttentionBackend], layers: KVCacheConfig, section: SchedulerSection, dtype: torch.dtype
+) -> tuple[StepSize, float]:
+    """Return a small step and how long it takes once the weights are in memory, so that a hang in the first one is noticed."""
+    run_usual_step(decoder, backend, layers, section, dtype)
+    started = time.monotonic()
+    size = run_usual_step(decoder, backend, layers, section, dtype)
+    return size, time.monotonic() - started
 
 
 def _allocate_pool(config: KVFerryConfig, model: _LoadedModel, incarnation: int, *, makes_digests: bool) -> KVPool:

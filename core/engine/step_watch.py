@@ -72,11 +72,12 @@ class FirstSteps:
     """How first steps are judged: ``bound_s`` is how long one may take while no step times are known.
 
     A device that ``compiles_shapes`` may take any time for the first step of a size class. On other devices the times of
-    other classes predict the first step of a class.
+    other classes predict the first step of a class; ``known`` is a step that has been timed, in seconds.
     """
 
     bound_s: float = math.inf
     compiles_shapes: bool = True
+    known: tuple[StepSize, float] | None = None
 
 
 class StepTimes:
@@ -158,6 +159,8 @@ class StepWatch:
         self._step_size = step_size
         self._warm_up_s = first_steps.bound_s
         self._times = StepTimes(first_steps.compiles_shapes)
+        if first_steps.known is not None:
+            self._times.note(*first_steps.known, now=0.0)
         self._progress_at = 0.0
         self._num_put = 0
         self._num_taken = 0

@@ -29,6 +29,7 @@ class BuiltEncoder:
     model_fingerprint: bytes
     max_num_images: int  # the limit, waiting ones included
     image_decode_thread: ImageDecodeThread  # not started
+    known_step: None = None  # its first step is judged like any first step
 
     @property
     def num_blocks(self) -> int:

@@ -143,6 +143,7 @@ class WorkerProcess:
             first_steps=FirstSteps(
                 bound_s=self._context.config.worker.stuck_step_s,
                 compiles_shapes=device_of(self._context.config.model).type != "cpu",
+                known=assembled.built.known_step,
             ),
         )
         self._connector, self._ec_connector = assembled.connector, assembled.ec_connector

@@ -13,19 +13,10 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from core.attention.base import AttentionBackend, AttentionBatch, KVLayout, PagedKVCache
-from core.attention.torch_kernels import upload
-from core.config import SchedulerSection
-from core.engine.kv_pool import pool_shape
-from core.engine.sampler import launch_sampling
-from core.engine.sampling_state import SamplingRows
 from core.errors import ConfigError
-from core.kv.spec import KVCacheConfig
 from core.log import event
-from core.model.decoder import Decoder
 
 logger = logging.getLogger(__name__)
 
@@ -34,8 +25,6 @@ _CONTEXT_BYTES = 768 << 20  # CUDA's context, kernels and cuBLAS workspaces: not
 # inputs, tables, masks, results. Reckoned: 228 graphs of at most 32K table entries each (max_graph_blocks) have 1.2 million, of
 # 25 (pages) or 72 bytes (gather, whose masks have a byte per token of a block of 64). A model with several masks has more.
 _GRAPH_BYTES = 256 << 20
-_DECODE_BLOCKS = 128 << 10  # table entries of the decode step that is measured; attention takes larger ones in slices as well
-_NUM_LOGPROBS = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,62 +83,3 @@ def _peak(device: torch.device, run: Callable[[], None]) -> int:
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()
     return peak
-
-
-@torch.inference_mode()
-def run_largest_step(
-    decoder: Decoder, backend: type[AttentionBackend], config: KVCacheConfig, section: SchedulerSection, dtype: torch.dtype
-) -> None:
-    """Compute as many tokens as a step may have, over a pool of one block that all of them write, and sample as many rows.
-
-    The result means nothing; the memory that it takes is that of any step.
-    """
-    device = decoder.device
-    attention = _over_one_block(backend, config, dtype, device)
-    num_tokens, longest = section.max_num_batched_tokens, decoder.arch.max_position_embeddings
-    ends = np.minimum(np.arange(longest, num_tokens + longest, longest), num_tokens)
-    starts = np.concatenate(([0], ends[:-1]))
-    positions = np.arange(num_tokens) - np.repeat(starts, ends - starts)
-    size = config.groups[0].spec.block_size
-    batch = AttentionBatch(
-        query_start_loc=np.concatenate(([0], ends)).astype(np.int32),
-        seq_lens=(ends - starts).astype(np.int32),
-        block_tables=np.zeros((len(ends), -(-min(longest, num_tokens) // size)), dtype=np.int32),
-        slot_mapping=positions % size,
-    )
-    plans = [attention.plan(batch)] * len(config.groups)
-    rows = np.arange(min(section.max_num_seqs, num_tokens))
-    input_ids = torch.zeros(num_tokens, dtype=torch.int32, device=device)
-    hidden = decoder.forward(input_ids, upload(positions, device), attention, plans, upload(rows, device))
-    sampling = SamplingRows(len(rows))
-    sampling.top_p[:] = 0.9
-    sampling.num_logprobs[:] = _NUM_LOGPROBS
-    launch_sampling(decoder.compute_logits(hidden), sampling, rows)
-
-
-@torch.inference_mode()
-def run_widest_decode(
-    decoder: Decoder, backend: type[AttentionBackend], config: KVCacheConfig, section: SchedulerSection, dtype: torch.dtype
-) -> None:
-    """Compute one token for as many sequences as there may be, each as long as it may be, over a pool of one block."""
-    device, size = decoder.device, config.groups[0].spec.block_size
-    attention = _over_one_block(backend, config, dtype, device)
-    num_seqs = min(section.max_num_seqs, section.max_num_batched_tokens)
-    width = min(-(-decoder.arch.max_position_embeddings // size), max(1, _DECODE_BLOCKS // num_seqs))
-    seq_len = min(decoder.arch.max_position_embeddings, width * size)
-    batch = AttentionBatch(
-        query_start_loc=np.arange(num_seqs + 1, dtype=np.int32),
-        seq_lens=np.full(num_seqs, seq_len, dtype=np.int32),
-        block_tables=np.zeros((num_seqs, width), dtype=np.int32),
-        slot_mapping=np.full(num_seqs, (seq_len - 1) % size),
-    )
-    plans = [attention.plan(batch)] * len(config.groups)
-    input_ids = torch.zeros(num_seqs, dtype=torch.int32, device=device)
-    decoder.forward(input_ids, upload(np.full(num_seqs, seq_len - 1), device), attention, plans)
-
-
-def _over_one_block(
-    backend: type[AttentionBackend], config: KVCacheConfig, dtype: torch.dtype, device: torch.device
-) -> AttentionBackend:
-    pool = torch.zeros((1, *pool_shape(config, backend.preferred_layout)[1:]), dtype=dtype, device=device)
-    return backend(PagedKVCache(pool, KVLayout(backend.preferred_layout)))

@@ -15,7 +15,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from core.config import SchedulerSection
 from core.engine.cuda import device_memory
 from core.engine.cuda.cuda_graphs import CudaRecorder, batch_sizes
-from core.engine.cuda.device_memory import DeviceMemory, measure, pool_bytes, run_largest_step, run_widest_decode
+from core.engine.cuda.device_memory import DeviceMemory, measure, pool_bytes
+from core.engine.trial_steps import run_largest_step, run_widest_decode
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
 from tests.support.fake_cuda import ClaimedCuda

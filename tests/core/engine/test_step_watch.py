@@ -86,6 +86,19 @@ def test_an_engine_that_has_not_begun_warms_up(engine):
     assert not engine.reading().is_warming_up
 
 
+def test_a_hang_in_the_very_first_step_is_noticed_once_a_step_was_timed_before():
+    size, timed = StepSize(num_tokens=100, num_requests=2), StepSize(num_tokens=64, num_requests=1)
+    for known, is_excused in ((None, True), ((timed, 0.1), False)):
+        watch = StepWatch(lambda: size, FirstSteps(WARM_UP_S, compiles_shapes=False, known=known))
+        watch.rest()
+        watch.on_message(100.0)
+        watch.take(100.0)
+        watch.begin_step(100.0)
+        reading = watch.reading(103.0)
+        assert reading.is_warming_up is is_excused
+        assert (reading.stalled_s, reading.bound_s) == (3.0, 2.0)
+
+
 def test_the_first_step_of_a_size_does_not_raise_the_bound(engine):
     engine.step(30.0)
     engine.step(0.1)

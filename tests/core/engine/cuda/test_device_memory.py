@@ -5,7 +5,8 @@ from core.attention.batched import BatchedSdpaBackend
 from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
 from core.config import SchedulerSection
-from core.engine.cuda.device_memory import DeviceMemory, measure, pool_bytes, run_largest_step, run_widest_decode
+from core.engine.cuda.device_memory import DeviceMemory, measure, pool_bytes
+from core.engine.trial_steps import run_largest_step, run_widest_decode
 from core.errors import ConfigError
 from tests.support.varlen_kernel import documented_varlen_attn_with_sums
 
