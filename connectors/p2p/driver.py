@@ -36,8 +36,9 @@ from connectors.p2p.control import ControlClients, ControlServer
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import DriverSettings, agent_settings
+from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transfer.staging import map_staging_area
-from connectors.p2p.transfer.thread import TransferExecutor, TransferThread
+from connectors.p2p.transfer.thread import TransferThread
 from connectors.p2p.transport.factory import (
     TransportFactory,
     TransportSet,

@@ -42,8 +42,8 @@ from connectors.p2p.agent import P2PAgent
 from connectors.p2p.config import transfer_settings
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import agent_settings
+from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transfer.staging import StagedRows, StagingArea, map_staging_area
-from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.factory import TransportSettings, open_transports
 from connectors.p2p.transport.interface import regions_of
 from connectors.reports import LoadEnded, SendingEnded

@@ -25,8 +25,8 @@ from connectors.p2p.consumer.pull import PullProtocol
 from connectors.p2p.consumer.verification import SealCheck, Verdict
 from connectors.p2p.producer.leases import LeaseTable
 from connectors.p2p.scheduler import P2PConnectorScheduler
+from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transfer.staging import StagingArea
-from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.worker import P2PConnectorWorker
 from core.engine.core import EngineCore
 from core.kv.coordinator import KVCacheCoordinator

@@ -19,8 +19,8 @@ from connectors.p2p.actions import (
     TokenCopy,
     TransferEvent,
 )
+from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transfer.staging import StagingArea
-from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, RowRegion
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from connectors.testing.transport_owner import HostRows, row_content

@@ -16,7 +16,7 @@ from connectors.p2p.actions import (
     ReadEnded,
     StartProbe,
 )
-from connectors.p2p.transfer.thread import TransferExecutor
+from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, RowRegion
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from connectors.testing.transport_owner import HostRows

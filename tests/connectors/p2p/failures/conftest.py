@@ -33,7 +33,7 @@ from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import AgentSettings, PullSettings
-from connectors.p2p.transfer.thread import TransferExecutor
+from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, RowRegion
 from connectors.reports import LoadEnded
 from connectors.testing.fault_transport import FaultPlan, FaultTransport

@@ -36,8 +36,8 @@ from connectors.p2p.consumer.transport_health import BreakerTerms
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import AgentSettings, PullSettings
+from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transfer.staging import map_staging_area
-from connectors.p2p.transfer.thread import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, regions_of
 from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.testing.fault_transport import FaultPlan, FaultTransport

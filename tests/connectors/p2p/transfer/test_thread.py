@@ -19,7 +19,8 @@ from connectors.p2p.actions import (
     ReadEnded,
     TransferEvent,
 )
-from connectors.p2p.transfer.thread import TransferExecutor, TransferThread
+from connectors.p2p.transfer.executor import TransferExecutor
+from connectors.p2p.transfer.thread import TransferThread
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, PeerId, RowRegion
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from connectors.testing.transport_owner import HostRows, row_content
