@@ -13,6 +13,7 @@ from typing import NamedTuple
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded, SendingEnded
 from core.errors import KVFerryError
+from core.kv.block_form import HeadRange
 from core.kv.seals import ExpectedSeal
 from core.wire.kv import ControlMessage, KVHandoff, KVLayoutInfo
 
@@ -80,7 +81,7 @@ class PullRequest:
     """Consumer: read these units of the producer's pool, which hold ``num_tokens`` tokens together.
 
     ``deadline`` is when the request's own budget ends, on the worker's clock. ``layout`` is the layout of the producer's blocks
-    according to its handoff; None = the same as ours.
+    according to its handoff; None = the same as ours. Of converted blocks only these KV ``heads`` are used; None = all.
     """
 
     request_id: str
@@ -89,6 +90,7 @@ class PullRequest:
     num_tokens: int
     deadline: float | None = None
     layout: KVLayoutInfo | None = None
+    heads: HeadRange | None = None
 
     @property
     def remote_rows(self) -> tuple[int, ...]:
@@ -196,7 +198,7 @@ class Reply:
 
 @dataclass(frozen=True, slots=True)
 class OpenPeer:
-    """Make a peer readable by this transport. According to the handshake its pool has ``num_blocks`` blocks of ``block_bytes``.
+    """Make a peer readable by this transport. According to the handshake its pool has ``num_blocks`` blocks of this layout.
 
     ``instead_of`` names the preferred transports that could not be opened, and why.
     """
@@ -205,7 +207,7 @@ class OpenPeer:
     transport: str
     metadata: bytes
     num_blocks: int
-    block_bytes: int
+    layout: KVLayoutInfo
     instead_of: str = ""
 
 
@@ -218,7 +220,9 @@ class ClosePeer:
 
 @dataclass(frozen=True, slots=True)
 class PostRead:
-    """Read rows of a peer's pool: each into a row of ours, or, with ``copies``, by way of the staging area.
+    """Read blocks of a peer's pool: each into a block of ours, or, with ``copies``, by way of the staging area.
+
+    Then tokens are copied from there, of the KV ``heads`` that both sides hold; None = all.
 
     The digests of blocks read by way of the staging area are computed there, before the conversion.
     """
@@ -229,6 +233,7 @@ class PostRead:
     local_rows: tuple[int, ...]
     copies: tuple[TokenCopy, ...] = ()
     wants_digests: bool = False
+    heads: HeadRange | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ import zmq
 
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegion, Transport
 from core.kv.seals import BROKEN, SEAL_BYTES
+from core.wire.kv import OPAQUE, KVLayoutInfo
 
 START_TIMEOUT_S = 60.0
 IDLE_CHECK_MS = 200  # how often a served process checks whether its transport needs polling
@@ -73,6 +74,13 @@ class HostRegions:
         """Close the files; the memory goes with the last reference."""
         self.pool.close()
         self.seals.close()
+
+
+def layout_of_rows(row_bytes: int) -> KVLayoutInfo:
+    """Return the layout of blocks of so many bytes, of which nothing else is known."""
+    return KVLayoutInfo(
+        dtype="uint8", order=OPAQUE, block_size=1, num_layers=1, num_kv_heads=1, head_dim=1, block_bytes=row_bytes
+    )
 
 
 def row_content(salt: int, row: int, row_bytes: int, region: int = POOL_REGION) -> npt.NDArray[np.uint8]:

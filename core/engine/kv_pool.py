@@ -19,7 +19,7 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -150,7 +150,6 @@ def allocate_kv_pool(
         seals=_allocate_seals(info, config.num_blocks, options.incarnation, _digester(pool) if options.makes_digests else None),
         new_digester=partial(_digester, pool),
         new_copier=None if buffer is not None else partial(cuda_block_copier, pool.flatten(1).view(torch.uint8)),
-        write_block=None if buffer is not None else _block_writer(pool),
         bind_thread=None if buffer is not None else partial(torch.cuda.set_device, pool.device),
         pin_memory=None if buffer is not None else pin_for_cuda,
     )
@@ -197,16 +196,6 @@ def _digester(pool: torch.Tensor) -> DigestBlocks:
         return each_by_itself(lambda block_id: digester.digest(rows[block_id]))
     on_device = on_side_stream(pool.device, TensorDigester)(pool.flatten(1).view(torch.int64))
     return on_side_stream(pool.device, on_device.digests)
-
-
-def _block_writer(pool: torch.Tensor) -> Callable[[int, memoryview], None]:
-    """Return a function that copies host memory into a block of a pool on a device; it is there when the function returns."""
-    rows = pool.flatten(1).view(torch.uint8)
-
-    def write(block_id: int, content: memoryview) -> None:
-        rows[block_id].copy_(torch.frombuffer(content, dtype=torch.uint8))
-
-    return on_side_stream(pool.device, write)
 
 
 def _allocate_seals(layout: KVLayoutInfo, num_blocks: int, incarnation: int, digest_blocks: DigestBlocks | None) -> SealTable:

@@ -47,16 +47,16 @@ class BlockCopier(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class KVPoolRegion:
-    """The memory of a worker's block-major KV pool: ``num_blocks`` contiguous runs of ``block_bytes``.
+    """The memory of a worker's KV pool: ``num_blocks`` runs of ``block_bytes``, or planes of them (``core.kv.block_form``).
 
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file
     behind the pool (``memfd_create``), None if there is none. The engine owns the memory and keeps it mapped while serving.
     ``seals`` is the table of the pool's seals, None on engines without seals. ``new_digester`` returns a function that
     computes the digests of blocks (``core.digest``) by their ids, for one thread: each needs its own. ``new_copier`` returns
-    a copier of the blocks of a pool on a device, for one thread, and ``write_block`` copies the bytes of a whole block from
-    host memory into it, on any thread. ``bind_thread`` lets the calling thread use the device through other libraries (a
-    CUDA context belongs to a thread). ``pin_memory`` pins host memory, so that a copier can copy from it without a slot, and
-    returns a function that unpins it, or None where pinning is not possible. All four are None for a pool in host memory.
+    a copier of a pool's rows on a device, for one thread: of its blocks, or of their runs in the planes. ``bind_thread`` lets
+    the calling thread use the device through other libraries (a CUDA context belongs to a thread). ``pin_memory`` pins host
+    memory, so that a copier can copy from it without a slot, and returns a function that unpins it, or None where pinning is
+    not possible. All three are None for a pool in host memory.
     """
 
     base_address: int
@@ -69,6 +69,5 @@ class KVPoolRegion:
     seals: SealTable | None = None
     new_digester: Callable[[], DigestBlocks] | None = None
     new_copier: Callable[[], BlockCopier] | None = None
-    write_block: Callable[[int, memoryview], None] | None = None
     bind_thread: Callable[[], None] | None = None
     pin_memory: Callable[[memoryview], Callable[[], None] | None] | None = None

@@ -39,7 +39,7 @@ from core.kv.spec import (
 )
 from core.request import KVConnectorOutput, ModelRunnerOutput, NewRequestData, SchedulerOutput
 from core.testing.hash_encoder import HashEncoder
-from core.wire.kv import KVLayoutInfo
+from core.wire.kv import HNC, KVLayoutInfo
 
 SLOT_BYTES = 8  # of the layout below: a key and a value of one float32 each
 DEFAULT_VOCAB_SIZE = 50_000
@@ -168,11 +168,11 @@ def hash_model_kv_config(num_blocks: int, block_size: int, attentions: Sequence[
     return KVCacheConfig(num_blocks, groups)
 
 
-def hash_model_layout(block_size: int, num_groups: int = 1, order: str = "NHD") -> KVLayoutInfo:
-    """Return the layout of a ``HashModel``'s block. With another ``order`` only the name differs."""
+def hash_model_layout(block_size: int, num_groups: int = 1, dtype: str = "float32") -> KVLayoutInfo:
+    """Return the layout of a ``HashModel``'s block. With another ``dtype`` only the name differs."""
     return KVLayoutInfo(
-        dtype="float32",
-        order=order,
+        dtype=dtype,
+        order=HNC,
         block_size=block_size,
         num_layers=1,
         num_kv_heads=1,
@@ -188,10 +188,10 @@ def hash_model_region(
     incarnation: int = 0,
     digest: Callable[[memoryview], int] | None = None,
     num_groups: int = 1,
-    order: str = "NHD",
+    dtype: str = "float32",
 ) -> KVPoolRegion:
     """Return memory of this process for a ``HashModel``. ``digest`` is written into the seals; None = they have none."""
-    layout = hash_model_layout(block_size, num_groups, order)
+    layout = hash_model_layout(block_size, num_groups, dtype)
     rows = np.zeros(num_blocks * layout.block_bytes, dtype=np.uint8)
     buffer, size = rows.data, layout.block_bytes
     digest_blocks = None

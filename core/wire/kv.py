@@ -36,20 +36,36 @@ class GroupBlocks(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
             raise ValueError("block_ids names a block twice: it can hold the tokens of one position only")
 
 
+HNC, HNC_VEC, OPAQUE = "HNC", "HNC-vec", "opaque"  # orders of the bytes in vLLM's blocks, see ``core.kv.block_form``
+_SPLITS_TOKENS = frozenset({"HND", "NHD", HNC, HNC_VEC})
+
+
 class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The layout of one block of the pool, in a form that two workers can compare.
 
-    ``block_bytes`` is the size of one block over all layers, which is contiguous.
+    ``block_bytes`` is the size of one block over all layers. It is contiguous, or, with ``num_planes``, consists of as many
+    equal runs, one per layer.
     """
 
-    dtype: Name  # "float32" | "bfloat16" | "float16"
-    order: Name  # "HND" | "NHD"
+    dtype: Name  # "float32" | "bfloat16" | "float16"; vLLM's with the type of its cache before it
+    order: Name  # of the bytes in a block: "HND" | "NHD", and vLLM's
     block_size: Positive  # tokens
     num_layers: Positive
     num_kv_heads: Positive
     head_dim: Positive
     block_bytes: Positive
     num_groups: Positive = 1
+    num_planes: Positive = 1
+
+    @property
+    def splits_heads(self) -> bool:
+        """True if the bytes of a KV head can be told apart."""
+        return self.order.startswith("H")
+
+    @property
+    def splits_tokens(self) -> bool:
+        """True if the bytes of a token can be told apart."""
+        return self.order in _SPLITS_TOKENS
 
 
 class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

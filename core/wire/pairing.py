@@ -18,7 +18,7 @@ STAGING_BYTES = 64 << 20  # the memory in which a reader converts blocks
 
 SHOWN_HEX_CHARS = 12  # of a model fingerprint, as in ``system_fingerprint``
 
-_SIZES = frozenset({"block_size", "block_bytes"})  # of a block: a reader can convert these
+_SHAPE = ("block_size", "num_kv_heads", "num_planes")  # of a block: a reader can convert these
 
 
 class KVHolder(Protocol):
@@ -108,16 +108,32 @@ def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutI
         raise LayoutMismatch(
             f"model fingerprint {_shown(model_fingerprint)} at the peer, {_shown(ours.model_fingerprint)} at {ours.engine_id}"
         )
-    converted = _SIZES if converts_blocks and holds_tokens_alike(layout, ours.layout) else frozenset()
+    check_convertible(ours.layout, layout, ours.engine_id, converts_blocks=converts_blocks)
+
+
+def check_convertible(ours: KVLayoutInfo, theirs: KVLayoutInfo, our_name: str, *, converts_blocks: bool = True) -> None:
+    """Check that a peer's blocks are like ours, or can be converted.
+
+    Raises:
+        LayoutMismatch: they cannot; the message holds both values.
+    """
+    can_convert = converts_blocks and holds_tokens_alike(theirs, ours)
+    converted = {*_SHAPE, "block_bytes"} if can_convert else frozenset()
     differences = [
-        f"{field} {getattr(layout, field)} at the peer, {getattr(ours.layout, field)} at {ours.engine_id}"
+        f"{field} {getattr(theirs, field)} at the peer, {getattr(ours, field)} at {our_name}"
         for field in KVLayoutInfo.__struct_fields__
-        if field not in converted and getattr(layout, field) != getattr(ours.layout, field)
+        if field not in converted and getattr(theirs, field) != getattr(ours, field)
     ]
     if differences:
         raise LayoutMismatch("KV layouts differ: " + "; ".join(differences))
-    if layout.block_size != ours.layout.block_size:
-        _check_fits_staging(ours, layout)
+    if not has_equal_blocks(ours, theirs):
+        _check_fits_staging(ours, theirs, our_name)
+        _check_lands_in_staging(ours, theirs, our_name)
+
+
+def has_equal_blocks(ours: KVLayoutInfo, theirs: KVLayoutInfo) -> bool:
+    """Return True if the peer's blocks can be read into ours as they are. ``theirs`` has passed ``check_convertible``."""
+    return all(getattr(ours, field) == getattr(theirs, field) for field in _SHAPE)
 
 
 def _shown(model_fingerprint: bytes) -> str:
@@ -126,24 +142,46 @@ def _shown(model_fingerprint: bytes) -> str:
 
 
 def holds_tokens_alike(layout: KVLayoutInfo, other: KVLayoutInfo) -> bool:
-    """Return True if a token takes the same bytes in both; blocks then differ at most in their number of tokens."""
-    if layout.block_size % HASH_BLOCK_SIZE or other.block_size % HASH_BLOCK_SIZE:
-        return False  # otherwise the ends of blocks are not values of the hash chain
-    return layout.block_bytes * other.block_size == other.block_bytes * layout.block_size
+    """Return True if a token of a KV head takes the same bytes in both, and these can be told apart as far as they differ."""
+    if layout.order != other.order:
+        return False
+    if layout.num_kv_heads != other.num_kv_heads and not layout.splits_heads:
+        return False
+    if layout.block_size != other.block_size:
+        if not layout.splits_tokens:
+            return False
+        if layout.block_size % HASH_BLOCK_SIZE or other.block_size % HASH_BLOCK_SIZE:
+            return False  # otherwise the ends of blocks are not values of the hash chain
+    ours, theirs = (each.block_size * each.num_kv_heads for each in (layout, other))
+    return layout.block_bytes * theirs == other.block_bytes * ours
 
 
-def _check_fits_staging(ours: KVHolder, layout: KVLayoutInfo) -> None:
+def _check_fits_staging(ours: KVLayoutInfo, theirs: KVLayoutInfo, our_name: str) -> None:
     """Check that a reader has room for the fewest blocks that begin and end together on both sides; it converts them at once.
 
     Raises:
         LayoutMismatch: it has no such room.
     """
-    num_tokens = math.lcm(layout.block_size, ours.layout.block_size)
-    num_bytes = num_tokens // layout.block_size * layout.block_bytes
+    num_tokens = math.lcm(theirs.block_size, ours.block_size)
+    num_bytes = num_tokens // theirs.block_size * theirs.block_bytes
     if num_bytes > STAGING_BYTES:
         raise LayoutMismatch(
-            f"block_size {layout.block_size} at the peer and {ours.layout.block_size} at {ours.engine_id} meet every "
+            f"block_size {theirs.block_size} at the peer and {ours.block_size} at {our_name} meet every "
             f"{num_tokens} tokens, which are {num_bytes} bytes; at most {STAGING_BYTES} can be converted at once"
+        )
+
+
+def _check_lands_in_staging(ours: KVLayoutInfo, theirs: KVLayoutInfo, our_name: str) -> None:
+    """Check that transports can tell the peer's rows from ours: rows of one size land in the pool, others in the staging area.
+
+    Raises:
+        LayoutMismatch: they cannot.
+    """
+    row_bytes = theirs.block_bytes // theirs.num_planes
+    if row_bytes == ours.block_bytes // ours.num_planes:
+        shapes = [", ".join(f"{field} {getattr(each, field)}" for field in _SHAPE) for each in (theirs, ours)]
+        raise LayoutMismatch(
+            f"{shapes[0]} at the peer and {shapes[1]} at {our_name} give rows of the same {row_bytes} bytes with other contents"
         )
 
 

@@ -52,7 +52,7 @@ _READER_OF_OTHER_LAYOUT_SHARE = 0.7  # of these, with a decode worker that can r
 _TWO_HOSTS_SHARE = 0.3  # of runs with a transport that needs no common memory
 _HOSTS = ("host-0", "host-1")
 _PLAIN_SHARE = 0.5  # of runs with full attention only, and of runs with blocks of one size
-_OTHER_ORDER = "HND"
+_OTHER_DTYPE = "bfloat16"
 _HYBRIDS = (  # no chunk ends within a block
     (HashAttention(), HashAttention(window=24)),
     (HashAttention(window=17), HashAttention(), HashAttention(window=40)),
@@ -275,7 +275,7 @@ def _draw_other_layout(random: Random, workers: tuple[WorkerPlan, ...]) -> tuple
     def draw(role: Role) -> WorkerPlan:
         alike = [worker for worker in workers if worker.role == role]
         clock_origin = random.uniform(0.0, 1e5)
-        return replace(random.choice(alike), engine_id=f"{role}-{len(alike)}", clock_origin=clock_origin, kv_order=_OTHER_ORDER)
+        return replace(random.choice(alike), engine_id=f"{role}-{len(alike)}", clock_origin=clock_origin, kv_dtype=_OTHER_DTYPE)
 
     has_reader = random.random() < _READER_OF_OTHER_LAYOUT_SHARE
     return (draw("prefill"), draw("decode")) if has_reader else (draw("prefill"),)

@@ -32,7 +32,6 @@ from connectors.p2p.actions import (
     Reply,
     Report,
     SendControl,
-    TokenCopy,
     TransferCommand,
     TransferReport,
     TransportBroken,
@@ -50,6 +49,7 @@ from connectors.reports import LoadEnded, SendingEnded
 from core.config import ConnectorSection
 from core.digest import BlockDigester
 from core.ids import IdSource
+from core.kv.block_form import BlockForm
 from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import each_by_itself
 from core.machine_driver import ActionHandler, ByType, MachineDriver
@@ -94,19 +94,19 @@ class _WatchedStaging(StagingArea):
             assert all(end <= span.start or span.stop <= start for span in late), f"{staged} may still be written"
         return staged
 
-    def convert(self, staged: StagedRows, remote_rows: Sequence[int], copies: Sequence[TokenCopy]) -> None:
+    def convert(self, staged: StagedRows, read: PostRead, theirs: BlockForm) -> None:
         assert self.watch is not None
-        for block_id in dict.fromkeys(copy.local_row for copy in copies):
+        for block_id in dict.fromkeys(copy.local_row for copy in read.copies):
             self.watch.on_conversion(block_id)
             self.num_converted += 1
-        StagingArea.convert(self, staged, remote_rows, copies)
+        StagingArea.convert(self, staged, read, theirs)
 
 
 def _watched_staging(pool: KVPoolRegion, watch: WriteWatch, transports: Sequence[SimTransport]) -> _WatchedStaging:
-    """Return a staging area in which reads have to wait for each other. A ``HashModel`` keeps its slots side by side."""
+    """Return a staging area in which reads have to wait for each other."""
     area = map_staging_area(pool, STAGED_TOKENS * SLOT_BYTES)
     assert area is not None
-    return _WatchedStaging(pool, area.region, 1, watch=watch, transports=transports)
+    return _WatchedStaging(pool, area.region, watch=watch, transports=transports)
 
 
 class SimDriver:

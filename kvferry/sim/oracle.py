@@ -134,7 +134,7 @@ def _has_route(case: Case, at: float) -> bool:
         return True
     prefills = [worker for worker in case.plan.workers if worker.role == "prefill"]
     return any(
-        prefill.kv_order == decode.kv_order and (prefill in available or _was_known(case, prefill, at))
+        prefill.kv_dtype == decode.kv_dtype and (prefill in available or _was_known(case, prefill, at))
         for decode in available
         for prefill in prefills
         if decode.role == "decode"
@@ -243,11 +243,11 @@ def prefill_was_away(case: Case) -> bool:
     since = case.path.submitted_at - _BEFORE_S
     kinds = UNAVAILABLE | {Kind.PAUSED}
 
-    def were_away(kv_order: str) -> bool:
-        prefills = [each.engine_id for each in case.plan.workers if each.role == "prefill" and each.kv_order == kv_order]
+    def were_away(kv_dtype: str) -> bool:
+        prefills = [each.engine_id for each in case.plan.workers if each.role == "prefill" and each.kv_dtype == kv_dtype]
         return all(case.troubles.find(kinds, {case.path.router, name}, since, case.at) for name in prefills)
 
-    return any(were_away(case.spec(turn.engine_id).kv_order) for turn in case.path.turns if turn.role == "decode")
+    return any(were_away(case.spec(turn.engine_id).kv_dtype) for turn in case.path.turns if turn.role == "decode")
 
 
 def readers_were_away(case: Case) -> bool:
@@ -257,16 +257,16 @@ def readers_were_away(case: Case) -> bool:
     successors = [turn for turn in case.path.turns if turn.role == "aggregated" and turn.start >= since]
     if not prefills or not successors:
         return False
-    order, until = case.spec(prefills[-1].engine_id).kv_order, successors[0].start
-    readers = [worker.engine_id for worker in case.plan.workers if worker.role == "decode" and worker.kv_order == order]
+    dtype, until = case.spec(prefills[-1].engine_id).kv_dtype, successors[0].start
+    readers = [worker.engine_id for worker in case.plan.workers if worker.role == "decode" and worker.kv_dtype == dtype]
     return all(case.troubles.find(UNAVAILABLE, {case.path.router, name}, until - _BEFORE_S, until) for name in readers)
 
 
 def has_another_layout(case: Case) -> bool:
     """A worker of the request has another layout than the worker with its KV."""
-    orders = [(turn.role, case.spec(turn.engine_id).kv_order) for turn in case.path.turns]
-    owners = {order for role, order in orders if role == "prefill"}
-    return any(owners - {order} for role, order in orders if role == "decode")
+    dtypes = [(turn.role, case.spec(turn.engine_id).kv_dtype) for turn in case.path.turns]
+    owners = {dtype for role, dtype in dtypes if role == "prefill"}
+    return any(owners - {dtype} for role, dtype in dtypes if role == "decode")
 
 
 def load_in_its_step_was_bad(case: Case) -> bool:
@@ -383,9 +383,9 @@ def _was_to_read_another_layout(case: Case) -> bool:
     """Return True if the last prefill worker made its KV for a reader of another layout."""
     owner = ""
     for turn in case.path.turns:
-        order = case.spec(turn.engine_id).kv_order
-        owner = order if turn.role == "prefill" else owner
-        if turn.role == "decode" and turn.has_handoff and order != owner:
+        dtype = case.spec(turn.engine_id).kv_dtype
+        owner = dtype if turn.role == "prefill" else owner
+        if turn.role == "decode" and turn.has_handoff and dtype != owner:
             return True
     return False
 

@@ -79,7 +79,7 @@ class WorkerPlan:
     clock_rate: float
     step_s: float  # of a step with tokens, up to
     host: str = "host-0"  # whose memory it can share
-    kv_order: str = "NHD"  # of its layout; workers with different ones cannot read each other
+    kv_dtype: str = "float32"  # of its layout; workers with different ones cannot read each other
 
     @property
     def control_address(self) -> str:
@@ -140,8 +140,8 @@ class ClusterPlan:
         for worker in self.workers:
             blocks = f"{worker.num_blocks} blocks of {worker.block_size} tokens"
             lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}, on {worker.host}")
-            if worker.kv_order != "NHD":
-                lines[-1] += f", layout {worker.kv_order}"
+            if worker.kv_dtype != "float32":
+                lines[-1] += f", layout {worker.kv_dtype}"
         lines += [str(part) for part in (self.tier, self.images, self.embedding_store, self.step_loads) if part is not None]
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 

@@ -72,7 +72,7 @@ class SimWorker(SimWorkerProtocol):
         self._complain = checks.complain
         self._random = Random(ids_seed)
         self._absent_files = plan.images.absent if plan.images is not None else frozenset()
-        self._layout = hash_model_layout(spec.block_size, len(plan.attentions), spec.kv_order)
+        self._layout = hash_model_layout(spec.block_size, len(plan.attentions), spec.kv_dtype)
         ids = SeededIds(ids_seed)
         self.incarnation = new_incarnation(ids)
         config = plan.config
@@ -175,7 +175,7 @@ class SimWorker(SimWorkerProtocol):
         num_blocks, block_size = self.spec.num_blocks, self.spec.block_size
         digester = BlockDigester(self._layout.block_bytes) if plan.makes_digests else None
         digest, num_groups = digester.digest if digester is not None else None, len(plan.attentions)
-        memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups, self.spec.kv_order)
+        memory = hash_model_region(num_blocks, block_size, self.incarnation, digest, num_groups, self.spec.kv_dtype)
         take = self.images.take if self.images is not None else None
         encoder = HashEncoder(self.embeddings.worker if self.embeddings is not None else None, take)
         kind = LateHashModel if plan.async_scheduling else HashModel

@@ -19,8 +19,8 @@ def test_workers_of_another_layout_are_drawn_for_some_seeds_and_told():
     plans = [plan for plan in map(draw_plan, range(100)) if Fault.LAYOUT in plan.kinds]
     assert 0 < len(plans) < 20
     for plan in plans:
-        assert any(line.startswith("prefill-") and line.endswith("layout HND") for line in plan.describe())
-        assert any(worker.role == "prefill" and worker.kv_order == "NHD" for worker in plan.workers)
+        assert any(line.startswith("prefill-") and line.endswith("layout bfloat16") for line in plan.describe())
+        assert any(worker.role == "prefill" and worker.kv_dtype == "float32" for worker in plan.workers)
 
 
 def test_plan_without_the_fault_is_what_it_was_with_the_others():

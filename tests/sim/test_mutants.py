@@ -300,9 +300,9 @@ def give_back_staged_rows_of_cancelled_reads(patch: Patch) -> None:
 def take_the_tokens_of_a_block_one_too_far(patch: Patch) -> None:
     real = StagingArea.convert
 
-    def convert(self, staged, remote_rows, copies):
-        shifted = [copy._replace(remote_start=max(0, copy.remote_start - 1)) for copy in copies]
-        real(self, staged, remote_rows, shifted)
+    def convert(self, staged, read, theirs):
+        shifted = tuple(copy._replace(remote_start=max(0, copy.remote_start - 1)) for copy in read.copies)
+        real(self, staged, dataclasses.replace(read, copies=shifted), theirs)
 
     patch(StagingArea, "convert", convert)
 

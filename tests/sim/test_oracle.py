@@ -55,7 +55,7 @@ class Run:
 
 def is_one_with_an_aggregated_worker(plan: ClusterPlan) -> bool:
     roles = [worker.role for worker in plan.workers]
-    return sorted(roles) == ["aggregated", "decode", "prefill"] and len({worker.kv_order for worker in plan.workers}) == 1
+    return sorted(roles) == ["aggregated", "decode", "prefill"] and len({worker.kv_dtype for worker in plan.workers}) == 1
 
 
 def is_two_by_two(plan: ClusterPlan) -> bool:

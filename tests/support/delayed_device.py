@@ -48,7 +48,8 @@ class DelayedDevice:
     def holding(self, pool: KVPoolRegion) -> KVPoolRegion:
         """Return a pool as if its memory were that of this device."""
         assert pool.buffer is not None
-        rows = torch.frombuffer(pool.buffer, dtype=torch.uint8).view(pool.num_blocks, pool.block_bytes)
+        row_bytes = pool.block_bytes // pool.layout.num_planes
+        rows = torch.frombuffer(pool.buffer, dtype=torch.uint8).view(-1, row_bytes)
         return replace(pool, buffer=None, memory_fd=None, device="cuda:0", new_copier=partial(self.new_copier, rows, NUM_SLOTS))
 
     def go_on(self) -> None:

@@ -74,16 +74,17 @@ class LoadReader:
                 load.invalidate_waiting(ErrorInfo.of(error))
             elif not load.wants_room and self._leases.may_start_read(transfer_id, now):
                 rows = load.next_slice()
-                self._emit(self._post_read(self._reads.open_blocks(load, rows), load.producer, rows))
+                self._emit(self._post_read(self._reads.open_blocks(load, rows), load, rows))
             else:
                 return
         if not load.is_waiting:
             self._read_seals(load, now)
 
-    def _post_read(self, read_id: int, producer: PeerId, rows: RowSlice) -> PostRead:
-        peer = self._peers.get(producer)
+    def _post_read(self, read_id: int, load: Load, rows: RowSlice) -> PostRead:
+        peer = self._peers.get(load.producer)
         wants_digests = bool(rows.copies) and peer is not None and peer.verifies_digests
-        return PostRead(read_id, producer, rows.remote_rows, rows.local_rows, rows.copies, wants_digests)
+        heads = load.request.heads
+        return PostRead(read_id, load.producer, rows.remote_rows, rows.local_rows, rows.copies, wants_digests, heads)
 
     def _read_seals(self, load: Load, now: float) -> None:
         """Order the seals of all units that have arrived or are being read; without any, the load is over.

@@ -262,10 +262,9 @@ class Peers:
         self._other_versions.pop(peer_id, None)
         peer = self._peers.get(peer_id)
         if peer is None:
-            block_bytes = reply.layout.block_bytes
             instead_of = "; ".join(f"{name}: {reason}" for name, reason in self._why_not(peer_id).items())
             peer = Peer(
-                OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks, block_bytes, instead_of),
+                OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks, reply.layout, instead_of),
                 reply.num_blocks,
                 reply.layout,
                 layout_fingerprint(reply.layout),

@@ -32,23 +32,38 @@ from connectors.p2p.consumer.transport_probe import Probes
 from connectors.p2p.transfer.staging import StagedRows, StagingArea
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, PeerId, ReadResult, Transport
 from core.errors import KVFerryError, LayoutMismatch, PeerUnreachable, ProtocolError, TransferError
+from core.kv.block_form import BlockForm, block_rows, plane_rows
 from core.kv.seals import DigestBlocks, SealTable
 from core.log import event
+from core.wire.pairing import has_equal_blocks
 
 _log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
 class _OpenRead:
-    """An open read: its transport and its rows. ``staged``: its rows in the staging area, if it does not write ours."""
+    """An open read: its transport and its rows. ``staged``: its blocks in the staging area, if it does not write ours."""
 
     transport: Transport
     command: PostRead | PostSealRead
     region: int
+    remote_rows: Sequence[int]
     local_rows: Sequence[int]
     staged: StagedRows | None = None
+    form: BlockForm | None = None  # of the staged blocks
     handle: int = -1
     is_cancelled: bool = False
+
+
+class _PeerPool(NamedTuple):
+    """A peer's pool: how many blocks it has, and how their bytes are ordered."""
+
+    num_blocks: int
+    form: BlockForm
+
+    def rows(self, block_ids: Sequence[int]) -> Sequence[int]:
+        """Return the rows of these blocks."""
+        return plane_rows(block_ids, self.form.layout.num_planes, self.num_blocks)
 
 
 class _EndedRead(NamedTuple):
@@ -67,9 +82,9 @@ class TransferExecutor:
     through the event loop. Where the producer keeps that order itself, it begins at once (``Transport.reads_in_order``).
 
     Seals land in ``seals``; ``digest_blocks`` computes the digests of local blocks by their ids, when the seals have arrived.
-    Blocks of another size land in ``staging``; None if they cannot be read. A read that finds no room there ends without having
-    been posted: its load posts it again when there is room, if it still needs it. A peer with rows in the staging area gets no
-    more than it leaves to others, so that a frozen peer does not keep all of it.
+    Blocks that are to be converted land in ``staging``; None if they cannot be read. A read that finds no room there ends
+    without having been posted: its load posts it again when there is room, if it still needs it. A peer with rows in the
+    staging area gets no more than it leaves to others, so that a frozen peer does not keep all of it.
     """
 
     def __init__(
@@ -88,7 +103,7 @@ class TransferExecutor:
         self._report_at = report
         self._now = now
         self._peers: dict[PeerId, Transport] = {}
-        self._block_bytes: dict[PeerId, int] = {}
+        self._pools: dict[PeerId, _PeerPool] = {}
         self._reads: dict[int, _OpenRead] = {}
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
         self._next: dict[int, _OpenRead] = {}  # reads of seals that wait for the reads of their blocks
@@ -155,12 +170,13 @@ class TransferExecutor:
         try:
             transport.add_peer(command.peer, command.metadata)
             _check_num_rows(transport, command)
+            pool = _PeerPool(command.num_blocks, BlockForm(command.layout))
         except Exception as error:  # a peer's bytes may make a transport fail: the peer's failure, not the worker's
             transport.remove_peer(command.peer)
             self._report(PeerFailed(command.peer, _opening_error(command, error), command.transport))
             return
         self._peers[command.peer] = transport
-        self._block_bytes[command.peer] = command.block_bytes
+        self._pools[command.peer] = pool
         self._bytes_seen[command.peer] = transport.bytes_received(command.peer)
         self._report(PeerOpened(command.peer, command.transport, command.instead_of))
 
@@ -168,7 +184,7 @@ class TransferExecutor:
         """Fence a peer; its reads end by that."""
         transport = self._peers.pop(peer, None)
         if transport is not None:
-            del self._block_bytes[peer]
+            del self._pools[peer]
             del self._bytes_seen[peer]
             transport.remove_peer(peer)
 
@@ -253,21 +269,33 @@ class TransferExecutor:
         elif command.copies:
             self._post_staged(command, transport)
         else:
-            self._start_or_report(_OpenRead(transport, command, POOL_REGION, command.local_rows))
+            self._post_direct(command, transport)
 
     def _post_seals(self, command: PostSealRead, transport: Transport) -> None:
         """Read seals as soon as no read of their blocks is open."""
         landing = self._seals.landing_rows(command.local_rows, len(command.remote_rows))
         self._seals.clear_landing(landing)
-        read = _OpenRead(transport, command, SEAL_REGION, landing)
+        read = _OpenRead(transport, command, SEAL_REGION, command.remote_rows, landing)
         if self._has_to_wait(read):
             self._next[command.read_id] = read
         else:
             self._start_or_report(read)
 
+    def _post_direct(self, command: PostRead, transport: Transport) -> None:
+        """Read blocks into ours, which have the same bytes."""
+        pool = self._pools[command.peer]
+        if self._staging is not None and not has_equal_blocks(pool.form.layout, self._staging.pool.layout):
+            error = LayoutMismatch(f"the blocks of {command.peer.address} would have to be converted")
+            self._report(ReadEnded(command.read_id, error))
+            return
+        rows = pool.rows(command.remote_rows)
+        local = plane_rows(command.local_rows, pool.form.layout.num_planes, self._seals.num_blocks)
+        self._start_or_report(_OpenRead(transport, command, POOL_REGION, rows, local))
+
     def _post_staged(self, command: PostRead, transport: Transport) -> None:
-        """Read blocks of another size, if there is room for them now."""
-        row_bytes, num_rows = self._block_bytes[command.peer], len(command.remote_rows)
+        """Read blocks that are to be converted, if there is room for them now."""
+        pool = self._pools[command.peer]
+        row_bytes, num_rows = pool.form.layout.block_bytes, len(command.remote_rows)
         if self._staging is None or not self._staging.holds(num_rows, row_bytes):
             error = LayoutMismatch(f"there is no room to convert {num_rows} blocks of {row_bytes} bytes")
             self._report(ReadEnded(command.read_id, error))
@@ -276,7 +304,9 @@ class TransferExecutor:
         if staged is None:
             self._report(ReadEnded(command.read_id, has_no_room=True))
         else:
-            self._start_or_report(_OpenRead(transport, command, POOL_REGION, staged.rows, staged))
+            rows = pool.rows(command.remote_rows)
+            local = block_rows(staged.rows, pool.form.layout.num_planes)
+            self._start_or_report(_OpenRead(transport, command, POOL_REGION, rows, local, staged, pool.form))
 
     def _num_staged_bytes(self, peer: PeerId) -> int:
         """Return how many bytes of the staging area a peer's open reads hold."""
@@ -292,7 +322,7 @@ class TransferExecutor:
         """Post a read; returns its end if it could not be posted."""
         command = read.command
         try:
-            read.handle = read.transport.post_read(command.peer, read.region, command.remote_rows, read.local_rows)
+            read.handle = read.transport.post_read(command.peer, read.region, read.remote_rows, read.local_rows)
         except KVFerryError as error:
             return self._ended(read, error)
         self._reads[command.read_id] = read
@@ -316,9 +346,9 @@ class TransferExecutor:
     def _blocks_ended(self, command: PostRead, read: _OpenRead) -> ReadEnded:
         """Convert the blocks in the staging area, unless their load has ended: our blocks may soon belong to others."""
         digests: tuple[int, ...] = ()
-        if read.staged is not None and self._staging is not None and not read.is_cancelled:
+        if read.staged is not None and read.form is not None and self._staging is not None and not read.is_cancelled:
             digests = self._staging.digests(read.staged) if command.wants_digests else ()
-            self._staging.convert(read.staged, command.remote_rows, command.copies)
+            self._staging.convert(read.staged, command, read.form)
         return ReadEnded(command.read_id, digests=digests)
 
 
@@ -329,8 +359,9 @@ def _check_num_rows(transport: Transport, opened: OpenPeer) -> None:
         ProtocolError: they do not; the message holds both values.
     """
     num_rows = transport.num_rows(opened.peer)
-    if num_rows is not None and num_rows != opened.num_blocks:
-        raise ProtocolError(f"{opened.peer.address} describes {num_rows} rows for a pool of {opened.num_blocks} blocks")
+    if num_rows is not None and num_rows != opened.num_blocks * opened.layout.num_planes:
+        shape = f"{opened.num_blocks} blocks in {opened.layout.num_planes} planes"
+        raise ProtocolError(f"{opened.peer.address} describes {num_rows} rows for a pool of {shape}")
 
 
 def _opening_error(command: OpenPeer, error: Exception) -> KVFerryError:

@@ -1,12 +1,13 @@
-"""The staging area: blocks of peers with another block size land here and are converted to ours.
+"""The staging area: blocks of peers that differ from ours land here and are converted.
 
-Owns the memory and which rows of it are taken. Such blocks are read into rows of the producer's size, so that the producer's
-digests can be checked on the producer's bytes; then their tokens are copied to their places in our blocks. Both sides store
-a token alike, only the number of tokens per block differs:
+Owns the memory and which rows of it are taken. Such blocks are read whole, so that the producer's digests can be checked on the
+producer's bytes; then their tokens are copied to their places in our blocks. Both sides store a token of a head alike, only
+the number of tokens, heads or planes of a block differs:
 
-    producer's block   [planes, 16, token]   ->   slots 32 to 47 of ours   [planes, 64, token]
+    producer's block   [layers, heads 0 to 3, 16 tokens]
+    ours               [layers, heads 2 and 3, 64 tokens]      its slots 32 to 47 are filled
 
-A plane holds the keys or values of one layer, or of one head if heads come before tokens (HND). For the transfer thread only.
+For the transfer thread only.
 """
 
 from __future__ import annotations
@@ -14,20 +15,18 @@ from __future__ import annotations
 import ctypes
 import mmap
 from bisect import insort
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
-import numpy.typing as npt
 
-from connectors.p2p.actions import TokenCopy
+from connectors.p2p.actions import PostRead, TokenCopy
 from connectors.p2p.transport.interface import RowRegion
+from connectors.pool_access import PoolAccess, open_pool
 from core.digest import BlockDigester
+from core.kv.block_form import BlockForm, Bytes, HeadRange, plane_rows
 from core.kv.pool_region import KVPoolRegion
-from core.wire.kv import KVLayoutInfo
 from core.wire.pairing import STAGING_BYTES
-
-Tokens = npt.NDArray[np.uint8]  # [planes, tokens, bytes of a token in a plane]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,13 +55,17 @@ class StagedRows:
 
 @dataclass(slots=True)
 class StagingArea:
-    """Host memory in front of a pool. ``region`` is what transports register; a block of the pool has ``num_planes``."""
+    """Host memory in front of a pool. ``region`` is what transports register."""
 
     pool: KVPoolRegion
     region: RowRegion
-    num_planes: int
     _taken: list[tuple[int, int]] = field(default_factory=list)  # spans in bytes, in order
     _digesters: dict[int, BlockDigester] = field(default_factory=dict)
+    _access: PoolAccess | None = None  # of a pool on a device
+    _ours: BlockForm = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._ours = BlockForm(self.pool.layout)
 
     @property
     def num_taken_bytes(self) -> int:
@@ -111,59 +114,91 @@ class StagingArea:
             digester = self._digesters[staged.row_bytes] = BlockDigester(staged.row_bytes)
         return tuple(digester.digest(self._memory(row, staged.row_bytes)) for row in staged.rows)
 
-    def convert(self, staged: StagedRows, remote_rows: Sequence[int], copies: Sequence[TokenCopy]) -> None:
-        """Fill our blocks from the producer's blocks ``remote_rows``, which have landed in these rows."""
-        row_of: Mapping[int, int] = dict(zip(remote_rows, staged.rows, strict=True))
-        layout = self.pool.layout
+    def convert(self, staged: StagedRows, read: PostRead, theirs: BlockForm) -> None:
+        """Fill our blocks from the producer's blocks of ``read``, which have landed in these rows."""
+        row_of: Mapping[int, int] = dict(zip(read.remote_rows, staged.rows, strict=True))
         copies_to: dict[int, list[TokenCopy]] = {}
-        for copy in copies:
+        for copy in read.copies:
             copies_to.setdefault(copy.local_row, []).append(copy)
-        for local_row, parts in copies_to.items():
-            block = self._block(local_row)
-            target = self._tokens(block.memory)
-            if sum(part.num_tokens for part in parts) < layout.block_size:
-                target[:] = 0
-            for part in parts:
-                source = self._tokens(self._memory(row_of[part.remote_row], staged.row_bytes))
-                tokens = source[:, part.remote_start : part.remote_start + part.num_tokens]
-                target[:, part.local_start : part.local_start + part.num_tokens] = tokens
-            block.store()
+        for local_row, copies in copies_to.items():
+            block = self._load(local_row)
+            for copy in copies:
+                source = self._memory(row_of[copy.remote_row], staged.row_bytes)
+                _copy_tokens(copy, theirs.views(_planes(source, len(block))), self._ours.views(block), read.heads)
+            _clear_rest(copies, self._ours.views(block), read.heads)
+            self._store(local_row, block)
 
     def _memory(self, row: int, row_bytes: int) -> memoryview:
         assert self.region.buffer is not None
         return self.region.buffer[row * row_bytes : (row + 1) * row_bytes]
 
-    def _block(self, block_id: int) -> _Block:
-        """Return the memory of one of our blocks, or, on a device, host memory that will be copied into it."""
-        size = self.pool.block_bytes
+    def _load(self, block_id: int) -> Bytes:
+        """Return one of our blocks, [num_planes, bytes], or a copy of one on a device."""
+        pool, num_planes = self.pool, self.pool.layout.num_planes
+        if pool.buffer is not None:
+            blocks = np.frombuffer(pool.buffer, dtype=np.uint8).reshape(num_planes, pool.num_blocks, -1)
+            return blocks[:, block_id]
+        access = self._open_access()
+        rows = plane_rows((block_id,), num_planes, pool.num_blocks)
+        return np.stack([np.frombuffer(access.read((row,))[0], dtype=np.uint8).copy() for row in rows])
+
+    def _store(self, block_id: int, block: Bytes) -> None:
+        """Copy a block back to the device."""
         if self.pool.buffer is not None:
-            return _Block(self.pool.buffer[block_id * size : (block_id + 1) * size], lambda: None)
-        write_block = self.pool.write_block
-        assert write_block is not None, "a pool in no host memory is written by its engine"
-        content = memoryview(bytearray(size))
-        return _Block(content, lambda: write_block(block_id, content))
+            return
+        access = self._open_access()
+        for row, content in zip(plane_rows((block_id,), len(block), self.pool.num_blocks), block, strict=True):
+            access.write(row, _filler(content))
+        access.finish_writes()
 
-    def _tokens(self, block: memoryview) -> Tokens:
-        """View a block, ours or the producer's, by its tokens."""
-        layout = self.pool.layout
-        token_bytes = layout.block_bytes // (self.num_planes * layout.block_size)
-        return np.frombuffer(block, dtype=np.uint8).reshape(self.num_planes, -1, token_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class _Block:
-    memory: memoryview
-    store: Callable[[], None]
+    def _open_access(self) -> PoolAccess:
+        if self._access is None:
+            self._access = open_pool(self.pool)
+        return self._access
 
 
 def map_staging_area(pool: KVPoolRegion, num_bytes: int = STAGING_BYTES) -> StagingArea | None:
     """Map memory in front of a pool, or return None if its blocks cannot be converted. Pages are allocated on first use."""
-    if pool.buffer is None and pool.write_block is None:
+    if pool.buffer is None and pool.new_copier is None:
         return None
     memory = mmap.mmap(-1, num_bytes)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-    return StagingArea(pool, RowRegion(address, num_bytes, 1, memoryview(memory)), _num_planes(pool.layout))
+    return StagingArea(pool, RowRegion(address, num_bytes, 1, memoryview(memory)))
 
 
-def _num_planes(layout: KVLayoutInfo) -> int:
-    return 2 * layout.num_layers * (layout.num_kv_heads if layout.order == "HND" else 1)
+def _planes(block: memoryview, num_planes: int) -> Bytes:
+    return np.frombuffer(block, dtype=np.uint8).reshape(num_planes, -1)
+
+
+def _copy_tokens(copy: TokenCopy, source: list[Bytes], target: list[Bytes], heads: HeadRange | None) -> None:
+    """Copy these tokens between the views of two blocks."""
+    theirs, ours = _heads(heads)
+    for there, here in zip(source, target, strict=True):
+        tokens = there[:, :, theirs, :, copy.remote_start : copy.remote_start + copy.num_tokens]
+        here[:, :, ours, :, copy.local_start : copy.local_start + copy.num_tokens] = tokens
+
+
+def _clear_rest(copies: list[TokenCopy], block: list[Bytes], heads: HeadRange | None) -> None:
+    """Write zeros into the slots that no copy has filled."""
+    _, ours = _heads(heads)
+    rest = np.ones(block[0].shape[4], dtype=np.bool_)
+    for copy in copies:
+        rest[copy.local_start : copy.local_start + copy.num_tokens] = False
+    if rest.any():
+        for view in block:
+            view[:, :, ours, :, rest] = 0
+
+
+def _heads(heads: HeadRange | None) -> tuple[slice, slice]:
+    """Return the slices of the KV heads in the producer's blocks and in ours."""
+    if heads is None:
+        return slice(None), slice(None)
+    remote, local, num_heads = heads
+    return slice(remote, remote + num_heads), slice(local, local + num_heads)
+
+
+def _filler(content: Bytes) -> Callable[[memoryview], None]:
+    def fill(memory: memoryview) -> None:
+        memory[:] = content.data
+
+    return fill

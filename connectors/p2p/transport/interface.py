@@ -1,6 +1,7 @@
 """A transport of KV blocks: it reads rows of a peer's registered memory into rows of one's own.
 
-A *region* is memory cut into equal rows; a row is one KV block of all layers, or one seal. Everywhere region 0 is the KV pool
+A *region* is memory cut into equal rows; a row is one KV block of all layers, or of one layer if the pool keeps them apart, or
+one seal. Everywhere region 0 is the KV pool
 and region 1 the table of its seals (``regions_of``). A producer registers its regions and describes them; a consumer adds the
 producer as a peer and posts reads of scattered rows. Blocks of a peer that have another size than ours are read into separate
 memory, the staging area, which is cut into rows of the peer's size (``landing_regions``). Transports move bytes and know
@@ -62,11 +63,12 @@ class RowRegion:
 
     @classmethod
     def of_pool(cls, pool: KVPoolRegion) -> RowRegion:
-        """Return the region of a KV pool: one row per block."""
+        """Return the region of a KV pool: one row per block, or per block and plane (``core.kv.block_form.plane_rows``)."""
+        num_planes = pool.layout.num_planes
         return cls(
             pool.base_address,
-            pool.num_blocks,
-            pool.block_bytes,
+            pool.num_blocks * num_planes,
+            pool.block_bytes // num_planes,
             pool.buffer,
             pool.memory_fd,
             pool.device,

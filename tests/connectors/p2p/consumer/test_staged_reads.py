@@ -33,6 +33,7 @@ from core.testing.hash_model import SLOT_BYTES, hash_model_layout
 PEER = PeerId("tcp://10.0.0.1:5600", 1)
 NUM_ROWS, THEIR_SIZE, OUR_SIZE = 16, 16, 32
 THEIR_BYTES, OUR_BYTES = THEIR_SIZE * SLOT_BYTES, OUR_SIZE * SLOT_BYTES
+THEIR_LAYOUT = hash_model_layout(THEIR_SIZE)
 PAIR = (TokenCopy(3, 0, 5, 0, THEIR_SIZE), TokenCopy(9, 0, 5, THEIR_SIZE, THEIR_SIZE))  # blocks 3 and 9 become our block 5
 
 
@@ -54,7 +55,7 @@ class World:
         self.owner.register([self.theirs.region, RowRegion.of_seals(self.their_seals)])
         layout = hash_model_layout(OUR_SIZE)
         pool = KVPoolRegion(0, NUM_ROWS, OUR_BYTES, layout, buffer=self.ours.region.buffer)
-        self.staging = StagingArea(pool, self.staged_rows.region.cut(1), num_planes=1)
+        self.staging = StagingArea(pool, self.staged_rows.region.cut(1))
         self.transport = InprocTransport(self.fabric, late_bytes)
         self.transport.register([self.ours.region, RowRegion.of_seals(our_seals)], self.staging.region)
         self.events: list[ReadEnded | PeerFailed] = []
@@ -63,7 +64,7 @@ class World:
         self.executor = TransferExecutor(
             {"inproc": self.transport}, our_seals, each_by_itself(self.no_digest), self.report, self.now, self.staging
         )
-        self.executor.execute(OpenPeer(PEER, "inproc", self.owner.describe(), NUM_ROWS, THEIR_BYTES))
+        self.executor.execute(OpenPeer(PEER, "inproc", self.owner.describe(), NUM_ROWS, THEIR_LAYOUT))
 
     def now(self) -> float:
         """Each look at the clock is a second after the one before."""
@@ -82,7 +83,7 @@ class World:
         """Open a second owner of the same memory, which is not frozen with the first."""
         peer, owner = PeerId("tcp://10.0.0.2:5600", 3), InprocTransport(self.fabric)
         owner.register([self.theirs.region, RowRegion.of_seals(self.their_seals)])
-        self.executor.execute(OpenPeer(peer, "inproc", owner.describe(), NUM_ROWS, THEIR_BYTES))
+        self.executor.execute(OpenPeer(peer, "inproc", owner.describe(), NUM_ROWS, THEIR_LAYOUT))
         return peer
 
     def read(
@@ -133,6 +134,14 @@ def test_blocks_are_converted_before_the_read_is_reported(make_world):
     assert world.poll() == {1: None}
     assert world.holds_pair()
     assert world.staging.num_taken_bytes == 0
+
+
+def test_blocks_of_another_shape_are_never_read_into_ours_as_they_are(make_world):
+    world = make_world()
+    before = world.ours.rows.copy()
+    world.executor.execute(PostRead(1, PEER, (3,), (5,)))
+    assert world.poll() == {1: LayoutMismatch}
+    assert np.array_equal(world.ours.rows, before)
 
 
 def test_conversion_comes_before_the_time_of_the_end(make_world, monkeypatch):

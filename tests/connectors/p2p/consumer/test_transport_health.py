@@ -7,12 +7,13 @@ import pytest
 from connectors.p2p.actions import EndProbe, OpenPeer, ProbeEnded, StartProbe, TransportBroken, TransportRestored
 from connectors.p2p.consumer.transport_health import BreakerTerms, TransportHealth
 from connectors.p2p.transport.interface import PeerId
+from connectors.testing.transport_owner import layout_of_rows
 from core.errors import PeerUnreachable, TransferTimeout
 from core.testing.clock import FakeClock
 
 ADDRESS = "tcp://10.0.0.1:5600"
 PEER = PeerId(ADDRESS, 1)
-BY_TCP = OpenPeer(PEER, "tcp", b"metadata", 100, 1024)
+BY_TCP = OpenPeer(PEER, "tcp", b"metadata", 100, layout_of_rows(1024))
 STALL = TransferTimeout("no byte came")
 TERMS = BreakerTerms(retry_s=1.0, retry_max_s=8.0, probe_timeout_s=2.0, max_failures=3)
 
@@ -187,7 +188,7 @@ def test_forgotten_peer_is_not_probed(breakers):
 def test_only_the_present_incarnation_at_an_address_is_remembered(breakers):
     later = PeerId(ADDRESS, 2)
     breakers.break_()
-    breakers.break_(OpenPeer(later, "tcp", b"", 1, 1))
+    breakers.break_(OpenPeer(later, "tcp", b"", 1, layout_of_rows(1)))
     breakers.health.forget_at(ADDRESS, but_for=2)
     assert breakers.is_usable(PEER)
     assert not breakers.is_usable(later)

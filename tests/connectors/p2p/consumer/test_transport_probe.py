@@ -19,12 +19,13 @@ from connectors.p2p.actions import (
 from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transport.interface import PeerId, RowRegion
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
-from connectors.testing.transport_owner import HostRows
+from connectors.testing.transport_owner import HostRows, layout_of_rows
 from core.errors import PeerUnreachable, ProtocolError
 from core.kv.seals import SealTable, each_by_itself, map_seal_memory
 
 PEER = PeerId("tcp://10.0.0.1:5600", 1)
 NUM_ROWS, ROW_BYTES = 8, 256
+LAYOUT = layout_of_rows(ROW_BYTES)
 
 
 class World:
@@ -37,7 +38,7 @@ class World:
         self.our_seals = SealTable(map_seal_memory(NUM_ROWS), 2, 1)
         self.owner = InprocTransport(self.fabric)
         self.owner.register([self.theirs.region, RowRegion.of_seals(self.their_seals)])
-        self.how_to_open = OpenPeer(PEER, "inproc", self.owner.describe(), NUM_ROWS, ROW_BYTES)
+        self.how_to_open = OpenPeer(PEER, "inproc", self.owner.describe(), NUM_ROWS, LAYOUT)
         self.transport = InprocTransport(self.fabric, late_bytes)
         self.transport.register([self.ours.region, RowRegion.of_seals(self.our_seals)])
         self.events = []
@@ -104,7 +105,7 @@ def test_peer_can_be_opened_after_its_probe(world):
 
 @pytest.mark.parametrize("metadata", [b"", b"nonsense"])
 def test_probe_that_cannot_begin_fails(world, metadata):
-    how_to_open = OpenPeer(PEER, "inproc", metadata, NUM_ROWS, ROW_BYTES)
+    how_to_open = OpenPeer(PEER, "inproc", metadata, NUM_ROWS, LAYOUT)
     world.executor.execute(StartProbe(7, how_to_open))
     (ended,) = world.take(ProbeEnded)
     assert (ended.probe_id, type(ended.error)) == (7, ProtocolError)

@@ -61,8 +61,8 @@ SHOWN = (
 
 
 def by_token(content):
-    """View a block as [planes, tokens, bytes]: its keys and its values."""
-    return np.frombuffer(content, dtype=np.uint8).reshape(2, -1, SLOT_BYTES // 2)
+    """View a block as [1, tokens, bytes]."""
+    return np.frombuffer(content, dtype=np.uint8).reshape(1, -1, SLOT_BYTES)
 
 
 @dataclass
@@ -300,7 +300,7 @@ class History:
         """Nothing is kept of reads that have ended, nor of peers that are closed."""
         executor = self.executor
         assert [*executor._reads, *executor._next, *executor._read_ids] == []
-        assert executor._block_bytes.keys() == executor._bytes_seen.keys() == executor._peers.keys()
+        assert executor._pools.keys() == executor._bytes_seen.keys() == executor._peers.keys()
         assert self.staging.num_taken_bytes == 0
 
     # ---- what the reader wants, and what must hold

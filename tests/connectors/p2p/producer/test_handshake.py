@@ -106,6 +106,39 @@ def test_blocks_that_meet_too_seldom_to_be_converted_are_refused(make_identity, 
         assert f"are {math.lcm(32, block_size) << 20} bytes; at most {64 << 20} can be" in answer.message
 
 
+def shaped(layout, order="HNC", **shape):
+    """Return a layout of 4 layers whose token of a head takes 64 bytes."""
+    found = msgspec.structs.replace(layout, order=order, num_layers=4, **shape)
+    return msgspec.structs.replace(found, block_bytes=4 * 64 * found.num_kv_heads * found.block_size)
+
+
+@pytest.mark.parametrize(
+    ("order", "ours", "theirs", "refusal"),
+    [
+        ("HNC", {"num_kv_heads": 2}, {"num_kv_heads": 4}, ""),
+        ("HNC-amx", {"num_kv_heads": 2}, {"num_kv_heads": 4}, ""),
+        ("opaque", {"num_kv_heads": 2}, {"num_kv_heads": 4}, "num_kv_heads 4 at the peer, 2 at"),
+        ("NHD", {"num_kv_heads": 2}, {"num_kv_heads": 4}, "num_kv_heads 4 at the peer, 2 at"),
+        ("HNC", {"num_planes": 4}, {"num_planes": 1}, ""),
+        ("opaque", {"num_planes": 4}, {"num_planes": 1}, ""),
+        ("HNC-amx", {"block_size": 32}, {"block_size": 64}, "block_size 64 at the peer, 32 at"),
+        ("HNC-vec", {"block_size": 32}, {"block_size": 64, "num_kv_heads": 1, "num_planes": 4}, ""),
+        ("HNC", {"block_size": 32, "num_kv_heads": 2}, {"block_size": 64, "num_kv_heads": 1}, "rows of the same 16384 bytes"),
+    ],
+)
+def test_blocks_are_paired_if_what_differs_can_be_told_apart(make_identity, layout, order, ours, theirs, refusal):
+    both = {"block_size": 32, "num_kv_heads": 2}
+    owner = make_identity("prefill-0", layout=shaped(layout, order, **(both | ours)))
+    theirs = shaped(layout, order, **(both | theirs))
+    if not refusal:
+        check_compatible(owner, owner.model_fingerprint, theirs)
+        with pytest.raises(LayoutMismatch):
+            check_compatible(owner, owner.model_fingerprint, theirs, converts_blocks=False)
+        return
+    with pytest.raises(LayoutMismatch, match=refusal):
+        check_compatible(owner, owner.model_fingerprint, theirs)
+
+
 def test_all_differences_are_told_at_once(make_identity, layout):
     other = msgspec.structs.replace(layout, dtype="float16", head_dim=9)
     with pytest.raises(LayoutMismatch, match=r"dtype float16 .*; head_dim 9 "):

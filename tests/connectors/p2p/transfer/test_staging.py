@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from connectors.p2p.actions import TokenCopy
-from connectors.p2p.transfer.staging import StagingArea, map_staging_area
+from connectors.p2p.actions import PostRead, TokenCopy
+from connectors.p2p.transfer.staging import StagedRows, StagingArea, map_staging_area
+from connectors.p2p.transport.interface import PeerId
 from core.digest import BlockDigester
+from core.kv.block_form import BlockForm
 from core.kv.pool_region import KVPoolRegion
 from core.wire.kv import KVLayoutInfo
+from tests.support.delayed_device import DelayedDevice
 
 NUM_BLOCKS, LAYERS, HEADS, HEAD_DIM = 8, 3, 2, 4
+PEER = PeerId("tcp://10.0.0.1:5600", 1)
 
 
 def layout(order: str, block_size: int) -> KVLayoutInfo:
@@ -52,6 +58,11 @@ def tokens_of(order: str, first: int, num_tokens: int) -> np.ndarray:
     return values.astype(np.float32) if order == "HND" else values.astype(np.float32).swapaxes(2, 3)
 
 
+def convert(area: StagingArea, staged: StagedRows, remote_rows, copies, layout: KVLayoutInfo):
+    read = PostRead(1, PEER, remote_rows, (), tuple(copies))
+    area.convert(staged, read, BlockForm(layout))
+
+
 def stage(area: StagingArea, order: str, block_size: int, first_tokens: list[int]):
     """Let blocks of an owner land, as a transport does."""
     staged = area.take(len(first_tokens), layout(order, block_size).block_bytes)
@@ -67,7 +78,7 @@ def test_short_blocks_become_one_long_one_with_zeros_at_its_end(order):
     area = map_staging_area(pool, 1 << 20)
     staged = stage(area, order, 16, [0, 16, 32])
     copies = [TokenCopy(row, 0, 5, 16 * index, 16) for index, row in enumerate((21, 22, 23))]
-    area.convert(staged, (21, 22, 23), copies)
+    convert(area, staged, (21, 22, 23), copies, layout(order, 16))
     assert np.array_equal(
         blocks[5],
         np.concatenate([tokens_of(order, 0, 48), 0 * tokens_of(order, 0, 16)], axis=blocks.ndim - 3 if order == "HND" else 2),
@@ -81,19 +92,18 @@ def test_long_block_is_cut(order):
     pool, blocks = region(order, 16)
     area = map_staging_area(pool, 1 << 20)
     staged = stage(area, order, 64, [0])
-    area.convert(staged, (9,), [TokenCopy(9, 32, 7, 0, 16), TokenCopy(9, 48, 1, 0, 16)])
+    convert(area, staged, (9,), [TokenCopy(9, 32, 7, 0, 16), TokenCopy(9, 48, 1, 0, 16)], layout(order, 64))
     assert np.array_equal(blocks[7], tokens_of(order, 32, 16))
     assert np.array_equal(blocks[1], tokens_of(order, 48, 16))
 
 
-def test_pool_on_a_device_gets_whole_blocks_from_its_engine():
-    written: dict[int, bytes] = {}
-    pool, _ = region("HND", 32, buffer=None, write_block=lambda block_id, content: written.update({block_id: bytes(content)}))
-    area = map_staging_area(pool, 1 << 20)
+def test_pool_on_a_device_is_converted_through_its_copier():
+    pool, blocks = region("HND", 32)
+    area = map_staging_area(DelayedDevice(seed=3).holding(pool), 1 << 20)
     staged = stage(area, "HND", 16, [0, 16])
-    area.convert(staged, (3, 4), [TokenCopy(3, 0, 6, 0, 16), TokenCopy(4, 0, 6, 16, 16)])
-    assert written == {6: np.ascontiguousarray(tokens_of("HND", 0, 32)).tobytes()}
-    assert map_staging_area(region("HND", 32, buffer=None)[0]) is None
+    convert(area, staged, (3, 4), [TokenCopy(3, 0, 6, 0, 16), TokenCopy(4, 0, 6, 16, 16)], layout("HND", 16))
+    assert np.array_equal(blocks[6], tokens_of("HND", 0, 32))
+    assert map_staging_area(replace(pool, buffer=None)) is None
 
 
 def test_digests_are_those_of_the_owners_bytes():

@@ -23,12 +23,13 @@ from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transfer.thread import TransferThread
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, PeerId, RowRegion
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
-from connectors.testing.transport_owner import HostRows, row_content
+from connectors.testing.transport_owner import HostRows, layout_of_rows, row_content
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import SEAL_BYTES, ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory
 
 PEER = PeerId("tcp://10.0.0.1:5600", 1)
 NUM_ROWS, ROW_BYTES = 16, 64
+LAYOUT = layout_of_rows(ROW_BYTES)
 WAIT_S = 20.0
 
 
@@ -71,7 +72,7 @@ class World:
             self.events.put(event)
 
     def open(self, metadata: bytes | None = None) -> None:
-        self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata, NUM_ROWS, ROW_BYTES))
+        self.executor.execute(OpenPeer(PEER, "inproc", self.metadata if metadata is None else metadata, NUM_ROWS, LAYOUT))
 
     def read(self, read_id: int, remote_rows: tuple[int, ...], local_rows: tuple[int, ...]) -> None:
         self.executor.execute(PostRead(read_id, PEER, remote_rows, local_rows))
@@ -291,7 +292,7 @@ def test_peer_that_could_be_opened_is_reported_and_one_that_could_not_is_not(wor
     world.open(b"garbage")
     assert world.opened == []
     assert [type(event) for event in world.poll()] == [PeerFailed]
-    world.executor.execute(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES, "shm: it is another process"))
+    world.executor.execute(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, LAYOUT, "shm: it is another process"))
     assert world.opened == [PeerOpened(PEER, "inproc", "shm: it is another process")]
     assert world.poll() == []
 
@@ -376,7 +377,7 @@ def test_closed_peer_can_be_opened_again(world):
     world.open()
     world.executor.execute(ClosePeer(PEER))
     world.executor.execute(ClosePeer(PEER))
-    assert not world.executor._block_bytes, "peers come and go: nothing is kept of one that is closed"
+    assert not world.executor._pools, "peers come and go: nothing is kept of one that is closed"
     world.open()
     world.read(1, (4,), (4,))
     assert world.poll() == [ReadEnded(1)]
@@ -501,7 +502,7 @@ def run_thread() -> Iterator[Callable[[World], TransferThread]]:
 
 def test_thread_carries_out_what_is_submitted(world, run_thread):
     thread = run_thread(world)
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, LAYOUT))
     for read_id in range(8):
         thread.submit(PostRead(read_id, PEER, (read_id,), (read_id,)))
     events = [world.events.get(timeout=WAIT_S) for _ in range(8)]
@@ -512,7 +513,7 @@ def test_thread_carries_out_what_is_submitted(world, run_thread):
 def test_thread_keeps_looking_after_a_read_that_nothing_announces(world, run_thread):
     thread = run_thread(world)
     world.freeze()
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, LAYOUT))
     thread.submit(PostRead(1, PEER, (2,), (2,)))
     thread.submit(PostRead(2, PEER, (99,), (0,)))
     assert world.events.get(timeout=WAIT_S).read_id == 2  # the first is posted by now, and frozen
@@ -525,9 +526,9 @@ def test_bug_in_the_thread_is_reported_and_fences_everything(world):
     thread = TransferThread(world.executor, deaths.put)
     thread.start()
     world.freeze()
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, LAYOUT))
     thread.submit(PostRead(1, PEER, (2,), (2,)))
-    thread.submit(OpenPeer(PEER, "a transport that does not exist", b"", NUM_ROWS, ROW_BYTES))
+    thread.submit(OpenPeer(PEER, "a transport that does not exist", b"", NUM_ROWS, LAYOUT))
     assert isinstance(deaths.get(timeout=WAIT_S), KeyError)
     thread.stop()
     world.freeze(False)
@@ -540,7 +541,7 @@ def test_stop_closes_the_transports(world):
     thread = TransferThread(world.executor, deaths.put)
     thread.start()
     world.freeze()
-    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, ROW_BYTES))
+    thread.submit(OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, LAYOUT))
     thread.submit(PostRead(1, PEER, (2,), (2,)))
     thread.stop()
     world.freeze(False)
