@@ -186,7 +186,7 @@ def journal():
 
 @pytest.fixture
 def make_worker(router, journal):
-    def make(assemble=None, settings=(), gate=None):
+    def make(assemble=None, settings=(), gate=None, known_step=None):
         address = f"worker.router_addresses=['{router.address}']"
         config = load_config(assignments=[address, "worker.drain_timeout_s=5", "worker.pin_cpus=false", *settings])
         context = replace(worker_context("decode", engine_id="w0", incarnation=7), config=config)
@@ -196,6 +196,7 @@ def make_worker(router, journal):
             layout=LAYOUT,
             max_model_len=64,
             num_blocks=8,
+            known_step=known_step,
             image_decode_thread=SimpleNamespace(start=lambda wakeup: journal.append("images started"), num_bytes=5),
         )
         handler = DecodeHandler(EngineFacts(max_model_len=64, eos_token_ids=frozenset()))
@@ -281,6 +282,23 @@ async def test_health_fails_while_a_step_takes_too_long_and_recovers_with_it(mak
     assert (await get(f"{url}/ready")).status_code == 503
     gate.set()
     assert await until(200) == "ok"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+
+
+@pytest.mark.parametrize("known_step", [None, (StepSize(num_tokens=64, num_requests=1), 0.01)])
+async def test_the_very_first_step_is_excused_only_if_no_step_was_timed_before(make_worker, router, known_step):
+    gate, addresses = threading.Event(), asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(
+        make_worker(settings=["model.device=cpu"], gate=gate, known_step=known_step).run(addresses.set_result)
+    )
+    await router.expect(Heartbeat)
+    await router.send(generate("r"))
+    async with asyncio.timeout(WAIT_S):
+        while (heartbeat := await router.expect(Heartbeat)).stalled_ms < 100:
+            pass
+    assert heartbeat.is_warming_up is (known_step is None)
+    gate.set()
     os.kill(os.getpid(), signal.SIGTERM)
     assert await task == 0
 
