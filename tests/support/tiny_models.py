@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 VOCAB_SIZE = 2048
+LORA_RANK = 8
 
 
 _SIZES: dict[str, Any] = {
@@ -38,6 +39,29 @@ def write_tiny_gemma(folder: Path, window: int) -> Path:
     layers = ["sliding_attention", "full_attention"] * 2
     config = Gemma3TextConfig(**_SIZES, sliding_window=window, layer_types=layers, query_pre_attn_scalar=32)
     return _write(Gemma3ForCausalLM(config), folder)
+
+
+def write_tiny_lora(folder: Path, seed: int) -> Path:
+    """Write a LoRA adapter for the Llama: rank 8, of queries, keys and values in all layers. Equal seeds give equal weights."""
+    import torch
+    from safetensors.torch import save_file
+
+    generator = torch.Generator().manual_seed(seed)
+
+    def weight(*shape: int) -> torch.Tensor:
+        return 0.25 * torch.randn(*shape, generator=generator)
+
+    heads = {"q_proj": _SIZES["num_attention_heads"], **dict.fromkeys(["k_proj", "v_proj"], _SIZES["num_key_value_heads"])}
+    weights = {}
+    for layer in range(_SIZES["num_hidden_layers"]):
+        for name, num_heads in heads.items():
+            module = f"base_model.model.model.layers.{layer}.self_attn.{name}"
+            weights[f"{module}.lora_A.weight"] = weight(LORA_RANK, _SIZES["hidden_size"])
+            weights[f"{module}.lora_B.weight"] = weight(num_heads * _SIZES["head_dim"], LORA_RANK)
+    save_file(weights, folder / "adapter_model.safetensors")
+    config = {"peft_type": "LORA", "r": LORA_RANK, "lora_alpha": LORA_RANK, "target_modules": list(heads)}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    return folder
 
 
 def write_tiny_tokenizer(folder: Path) -> None:

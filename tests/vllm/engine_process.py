@@ -31,6 +31,7 @@ class EngineProcess:
         self._results: dict[str, dict] = {}
         self._times: dict[str, list[float]] = {}  # of arrival and of each token
         self._violations: list[str] = []
+        self._adapters: dict[str, int] = {}  # numbers of LoRA adapters, by name in order of their first use
         if hasattr(self.connector, "scheduler_side") and arguments.get("tensor_parallel_size", 1) == 1:
             self._watch_blocks()  # the only rank is in this process
 
@@ -85,8 +86,16 @@ class EngineProcess:
 
     # ---- commands ----------------------------------------------------------------------------------------------------
 
-    def add(self, name: str, prompt: list[int], max_tokens: int, params: dict | None = None, **options) -> None:
-        """Begin a request; its result has the seconds from here to each token."""
+    def add(
+        self,
+        name: str,
+        prompt: list[int],
+        max_tokens: int,
+        params: dict | None = None,
+        lora: tuple[str, str] | None = None,
+        **options,
+    ) -> None:
+        """Begin a request; its result has the seconds from here to each token. ``lora`` is an adapter's name and folder."""
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params is not None else None
@@ -96,7 +105,12 @@ class EngineProcess:
         )
         given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
         self._times[name] = [time.monotonic()]
-        self._engine.add_request(name, given, sampling)
+        self._engine.add_request(name, given, sampling, lora_request=self._adapter(*lora) if lora else None)
+
+    def _adapter(self, name: str, folder: str):
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest(name, self._adapters.setdefault(name, len(self._adapters) + 1), folder)
 
     def add_and_step(self, count: int, **request) -> None:
         """Begin a request and make so many steps, with nothing in between."""
