@@ -34,16 +34,21 @@ _CHAT_TEMPLATE = (
 
 
 def build_tiny_smolvlm(
-    folder: Path, *, model_type: str = "smolvlm", seed: int = 7, preprocessor: Mapping[str, Any] | None = None
+    folder: Path,
+    *,
+    model_type: str = "smolvlm",
+    seed: int = 7,
+    preprocessor: Mapping[str, Any] | None = None,
+    text: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
     """Write config, weights, tokenizer and image processing into ``folder``; return transformers' model of them.
 
     ``model_type`` is ``smolvlm`` or ``idefics3``. Equal seeds give equal weights. ``preprocessor`` changes fields of
-    ``preprocessor_config.json``, for example ``{"do_image_splitting": False}``.
+    ``preprocessor_config.json``, for example ``{"do_image_splitting": False}``; ``text`` those of the text half.
     """
     folder.mkdir(parents=True, exist_ok=True)
     vocabulary = _write_tokenizer(folder)
-    model = _random_model(model_type, vocabulary, seed)
+    model = _random_model(model_type, vocabulary, seed, text or {})
     model.save_pretrained(folder)
     image_processor = {
         "image_processor_type": "SmolVLMImageProcessor" if model_type == "smolvlm" else "Idefics3ImageProcessor",
@@ -180,7 +185,7 @@ def _write_tokenizer(folder: Path) -> dict[str, int]:
     return vocabulary
 
 
-def _random_model(model_type: str, vocabulary: dict[str, int], seed: int) -> PreTrainedModel:
+def _random_model(model_type: str, vocabulary: dict[str, int], seed: int, changes: Mapping[str, Any]) -> PreTrainedModel:
     import torch
     from transformers import AutoModelForImageTextToText, Idefics3Config, SmolVLMConfig
 
@@ -197,6 +202,7 @@ def _random_model(model_type: str, vocabulary: dict[str, int], seed: int) -> Pre
         "max_position_embeddings": 2048,
         **ends,
         **pad,
+        **changes,
     }
     vision = {
         "hidden_size": 32,

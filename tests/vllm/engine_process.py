@@ -93,9 +93,13 @@ class EngineProcess:
         max_tokens: int,
         params: dict | None = None,
         lora: tuple[str, str] | None = None,
+        image: int | None = None,
         **options,
     ) -> None:
-        """Begin a request; its result has the seconds from here to each token. ``lora`` is an adapter's name and folder."""
+        """Begin a request; its result has the seconds from here to each token.
+
+        ``lora`` is an adapter's name and folder, ``image`` the seed of the image for the placeholder in the prompt.
+        """
         from vllm import SamplingParams
 
         extra = {"kv_transfer_params": params} if params is not None else None
@@ -104,6 +108,8 @@ class EngineProcess:
             temperature=0, max_tokens=max_tokens, ignore_eos=True, detokenize=False, extra_args=extra, **options
         )
         given = {"prompt_token_ids": prompt} | ({"cache_salt": salt} if salt else {})
+        if image is not None:
+            given["multi_modal_data"] = {"image": _image(image)}
         self._times[name] = [time.monotonic()]
         self._engine.add_request(name, given, sampling, lora_request=self._adapter(*lora) if lora else None)
 
@@ -231,6 +237,16 @@ def _seal_as(worker, block_id: int, generation: int, chosen: int) -> None:
     rank, side = _rank_and_side()
     if rank == chosen:
         side.pool.seals.seal(block_id, ExpectedSeal(generation, 0, b"another prompt..", 32))
+
+
+def _image(seed: int):
+    from io import BytesIO
+
+    from PIL import Image
+
+    from tests.support.tiny_smolvlm import encode_test_image
+
+    return Image.open(BytesIO(encode_test_image(seed)))
 
 
 def _defaults(struct) -> set[str]:

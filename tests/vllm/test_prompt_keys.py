@@ -1,8 +1,11 @@
-"""What makes two prompts of the same tokens different: a LoRA adapter, a salt. The KV of one is not used for the other."""
+"""What makes two prompts of the same tokens different: a LoRA adapter, a salt, an image. Their KV is not mixed up."""
+
+import json
 
 import pytest
 
 from tests.support.tiny_models import LORA_RANK, write_tiny_lora
+from tests.support.tiny_smolvlm import build_tiny_smolvlm
 from tests.vllm.conftest import settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -59,3 +62,42 @@ def test_a_handoff_with_the_same_salt_is_read(tcp_pair):
 )
 def test_a_handoff_with_another_salt_is_not_read(tcp_pair, of_p, of_d):
     check_handoff(tcp_pair, tcp_pair.prompt(), of_p, of_d, is_read=False)
+
+
+@pytest.fixture(scope="module")
+def seeing(tmp_path_factory):
+    """Return the folder of a tiny Idefics 3 whose heads have the size that vLLM needs on CPU."""
+    folder = tmp_path_factory.mktemp("tiny-idefics3")
+    build_tiny_smolvlm(folder, model_type="idefics3", text={"hidden_size": 64, "num_attention_heads": 2})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def image_pair(new_pair, seeing):
+    return new_pair(extra=settings("tcp"), model=seeing, skip_tokenizer_init=False)
+
+
+@pytest.fixture(scope="module")
+def with_image(seeing):
+    """Return a function that makes a prompt with one placeholder for an image, which vLLM replaces by over a hundred."""
+    vocabulary = json.loads((seeing / "tokenizer.json").read_text())["model"]["vocab"]
+
+    def make(pair):
+        words = [100 + token % 200 for token in pair.prompt()]
+        return [*words[:40], vocabulary["<image>"], *words[40:]]
+
+    return make
+
+
+def test_each_image_gives_other_tokens(image_pair, with_image):
+    prompt = with_image(image_pair)
+    assert image_pair.reference(prompt, image=1) != image_pair.reference(prompt, image=2)
+
+
+@pytest.mark.parametrize("image", [1, 2])
+def test_a_handoff_with_the_same_image_is_read(image_pair, with_image, image):
+    check_handoff(image_pair, with_image(image_pair), {"image": image}, {"image": image}, is_read=True)
+
+
+def test_a_handoff_with_another_image_is_not_read(image_pair, with_image):
+    check_handoff(image_pair, with_image(image_pair), {"image": 1}, {"image": 2}, is_read=False)
