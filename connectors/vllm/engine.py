@@ -49,6 +49,12 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(
             f"KvferryConnector refuses prefix_caching_hash_algo = {algorithm}: its hashes can be forged; use sha256"
         )
+    multimodal = vllm_config.model_config.multimodal_config
+    if multimodal is not None and not multimodal.mm_processor_cache_gb and not cache.enable_prefix_caching:
+        raise ConfigError(
+            "KvferryConnector refuses mm_processor_cache_gb = 0 without prefix caching: vLLM then numbers images instead of "
+            "hashing them, and two images can have the same number; enable one of the two"
+        )
     sizes: set[int] = set()
     for group_id in kv_cache_config.transfer_group_ids:
         for spec in _specs(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec):

@@ -6,6 +6,7 @@ import pytest
 
 from tests.support.tiny_models import LORA_RANK, write_tiny_lora
 from tests.support.tiny_smolvlm import build_tiny_smolvlm
+from tests.support.vllm_engine import EngineFailed, VllmEngine
 from tests.vllm.conftest import settings
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
@@ -101,3 +102,11 @@ def test_a_handoff_with_the_same_image_is_read(image_pair, with_image, image):
 
 def test_a_handoff_with_another_image_is_not_read(image_pair, with_image):
     check_handoff(image_pair, with_image(image_pair), {"image": 1}, {"image": 2}, is_read=False)
+
+
+def test_images_that_vllm_would_not_hash_are_refused_at_start(tmp_path, seeing):
+    """It would number them, on P and on D: the first image of one would be taken for the first of the other."""
+    no_caches = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}
+    engine = VllmEngine(tmp_path / "log", seeing, extra=settings(), skip_tokenizer_init=False, **no_caches)
+    with engine, pytest.raises(EngineFailed, match="numbers images instead of hashing them"):
+        engine.wait()
