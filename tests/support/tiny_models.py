@@ -41,6 +41,16 @@ def write_tiny_gemma(folder: Path, window: int) -> Path:
     return _write(Gemma3ForCausalLM(config), folder)
 
 
+def write_tiny_deepseek(folder: Path) -> Path:
+    """Write a DeepSeek-V2 without experts: MLA in all layers, of the only size that vLLM's CPU build computes."""
+    from transformers import DeepseekV2Config, DeepseekV2ForCausalLM
+
+    latent = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 32, "v_head_dim": 32, "q_lora_rank": None}
+    sizes = _SIZES | {"num_key_value_heads": _SIZES["num_attention_heads"]}
+    config = DeepseekV2Config(**sizes, **latent, first_k_dense_replace=_SIZES["num_hidden_layers"])
+    return _write(DeepseekV2ForCausalLM(config), folder)
+
+
 def write_tiny_lora(folder: Path, seed: int) -> Path:
     """Write a LoRA adapter for the Llama: rank 8, of queries, keys and values in all layers. Equal seeds give equal weights."""
     import torch

@@ -1,8 +1,8 @@
-"""Kinds of engines: tensor parallelism, sliding windows, and what is refused at start with the reason."""
+"""Kinds of engines: tensor parallelism, sliding windows, MLA, and what is refused at start with the reason."""
 
 import pytest
 
-from tests.support.tiny_models import write_tiny_gemma
+from tests.support.tiny_models import write_tiny_deepseek, write_tiny_gemma
 from tests.support.vllm_engine import EngineFailed, VllmEngine
 from tests.vllm.conftest import settings
 
@@ -80,6 +80,40 @@ def test_one_bad_block_of_several_groups_costs_the_whole_load_and_no_token(windo
     assert_answers_right(windowed, prompt, params)
     assert windowed.counts()["failures"] == {"digest": 1}
     windowed.assert_nothing_is_held()
+
+
+@pytest.fixture(scope="module")
+def latent(new_pair, tmp_path_factory):
+    """Return a pair with MLA, in vLLM's reference implementation for CPUs: its blocks have 16 tokens.
+
+    vLLM's own kernel for rotary embeddings on CPU gives the queries of MLA other values in a prompt than in a single token.
+    """
+    model = write_tiny_deepseek(tmp_path_factory.mktemp("tiny-deepseek"))
+    arguments = {"attention_backend": "CPU_MLA", "compilation_config": {"custom_ops": ["-rotary_embedding"]}}
+    return new_pair(extra=settings("tcp"), model=model, num_blocks=120, **arguments)
+
+
+@pytest.mark.parametrize("num_tokens", [15, 16, 17, 300])
+def test_latents_are_handed_off(latent, num_tokens):
+    prompt = latent.prompt(num_tokens)
+    before = latent.counts()
+    assert_answers_right(latent, prompt, latent.hand_off(prompt))
+    after = latent.counts()
+    assert after["loads"] - before["loads"] == 1
+    assert after["verified"] - before["verified"] == -(-num_tokens // 16)
+    latent.assert_nothing_is_held()
+
+
+def test_one_bad_block_of_latents_costs_the_tokens_behind_it(latent):
+    prompt = latent.prompt()
+    params = latent.hand_off(prompt)
+    latent.p.ask("flip_bit", block_id=params["remote_block_ids"][0][4])
+    before = latent.counts()
+    assert_answers_right(latent, prompt, params)
+    after = latent.counts()
+    assert after["verified"] - before["verified"] == 18
+    assert after["failures"]["digest"] == before["failures"].get("digest", 0) + 1
+    latent.assert_nothing_is_held()
 
 
 @pytest.mark.parametrize(
