@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from connectors.p2p.actions import ReadUnit
 from connectors.p2p.consumer.block_mapping import Extent, map_group
-from connectors.vllm.handoff_params import VALUE_KEY, EngineHandoff, brings_handoff, decode_handoff
+from connectors.vllm.handoff_params import VALUE_KEY, EngineHandoff, brings_handoff, decode_handoff, engine_of
 from connectors.vllm.identity import check_same_kv
 from connectors.vllm.orders import LoadOrder, RemoteHandoff, StepOrders
 from connectors.vllm.peer_rules import PeerRules
@@ -69,18 +69,16 @@ class Consumer:
         params = request.kv_transfer_params
         if not brings_handoff(params):
             return
-        assert params is not None
         handoff: EngineHandoff | None = None
         try:
             handoff = decode_handoff(params)
             if handoff is None:
                 raise ConnectorUnavailable(
-                    f"kv_transfer_params of engine {str(params.get('remote_engine_id'))[:80]!r} have no {VALUE_KEY!r}: "
-                    "it runs another connector"
+                    f"kv_transfer_params of engine {engine_of(params)!r} have no {VALUE_KEY!r}: it runs another connector"
                 )
             self._check_peers(handoff)
         except KVFerryError as error:
-            self._refuse(error, str(params.get("remote_engine_id"))[:80])
+            self._refuse(error, engine_of(params))
             return
         remote = RemoteHandoff(handoff.transfer_id, handoff.peers)
         if not can_be_hashed(request) or request.abort_immediately:

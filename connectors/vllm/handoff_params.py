@@ -10,7 +10,7 @@ from __future__ import annotations
 import base64
 import binascii
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeGuard
 
 import msgspec
 
@@ -25,6 +25,7 @@ from core.wire.sockets import split_tcp
 VALUE_KEY = "kvferry"
 MAX_VALUE_CHARS = 256 << 10  # enough for 128 thousand tokens in blocks of 16
 MAX_RANKS = 64
+MAX_SHOWN_CHARS = 80  # of an engine's id that was not checked
 _VERSION = 1
 
 
@@ -111,18 +112,27 @@ def decode_handoff(params: Mapping[str, Any]) -> EngineHandoff | None:
         raise InvalidRequest(f"kv_transfer_params.{VALUE_KEY} is not a text of at most {MAX_VALUE_CHARS} characters")
     try:
         handoff = _decoder.decode(base64.b64decode(value, validate=True))
-    except (binascii.Error, ValueError, msgspec.DecodeError) as error:
+    except (binascii.Error, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"kv_transfer_params.{VALUE_KEY} cannot be decoded: {error}") from None
     if handoff.version != _VERSION:
         raise InvalidRequest(f"kv_transfer_params.{VALUE_KEY} is of version {handoff.version}, this is version {_VERSION}")
     return handoff
 
 
-def wants_handoff(params: Mapping[str, Any] | None) -> bool:
+def wants_handoff(params: object) -> bool:
     """Return True for the request of a prompt whose KV another engine will load."""
-    return bool(params) and params is not None and params.get("do_remote_decode") is True
+    return isinstance(params, dict) and params.get("do_remote_decode") is True
 
 
-def brings_handoff(params: Mapping[str, Any] | None) -> bool:
-    """Return True for a request whose prompt another engine has computed."""
-    return params is not None and params.get("do_remote_prefill") is True
+def brings_handoff(params: object) -> TypeGuard[dict[str, Any]]:
+    """Return True for a request whose prompt another engine has computed.
+
+    ``params`` can be anything: a client may write them into ``vllm_xargs``, which vLLM does not check.
+    """
+    return isinstance(params, dict) and params.get("do_remote_prefill") is True
+
+
+def engine_of(params: Mapping[str, Any]) -> str:
+    """Return the engine that ``kv_transfer_params`` name, for logs; empty if they name none."""
+    engine_id = params.get("remote_engine_id")
+    return engine_id[:MAX_SHOWN_CHARS] if isinstance(engine_id, str) else ""

@@ -6,12 +6,14 @@
 from __future__ import annotations
 
 import ipaddress
+import re
 from collections.abc import Sequence
 
 from core.errors import ConfigError
 from core.wire.sockets import split_tcp
 
 ANY = "*"
+_HOST = re.compile(r"[\w.:-]+(%[\w.-]+)?", re.ASCII)  # a name, or an address with its zone; ZeroMQ reads more: "source;peer"
 
 
 class PeerRules:
@@ -40,6 +42,8 @@ class PeerRules:
             host, port = split_tcp(control_address)
         except ConfigError:
             return f"{control_address!r:.80} is no address of a peer"
+        if not _HOST.fullmatch(host):
+            return f"{control_address!r:.80} names no host"
         if not 0 < port < 65536:
             return f"{control_address!r:.80} names no port"
         if self._allows(host.lower()):

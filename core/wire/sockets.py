@@ -39,6 +39,8 @@ LOST_EVENTS = (
 # connection breaks in the midst of such a message while the socket closes (errno_assert in session_base_t::clean_pipes).
 CLOSE_LINGER_MS = 200
 
+MAX_PORT_DIGITS = 5  # ``int`` raises ValueError for thousands of digits
+
 _log = logging.getLogger(__name__)
 
 
@@ -134,7 +136,8 @@ def split_tcp(address: str) -> tuple[str, int]:
         host = host[1:-1]
     elif ":" in host:
         colon = ""
-    if scheme != "tcp" or not colon or not host or not port.isdecimal() or int(port) > 65535:
+    is_port = port.isascii() and port.isdecimal() and len(port) <= MAX_PORT_DIGITS and int(port) <= 65535
+    if scheme != "tcp" or not colon or not host or not is_port:
         raise ConfigError(f"address {address!r} is not of the form tcp://host:port (IPv6 in brackets)", param="address")
     return host, int(port)
 

@@ -1,5 +1,7 @@
 """D's scheduler side: which handoffs are believed, what is loaded, and when leases are released."""
 
+import base64
+
 import msgspec
 import pytest
 
@@ -15,6 +17,7 @@ from tests.connectors.vllm.fake_requests import LAYOUT, MODEL, REMOTE_DECODE, Fa
 
 PROMPT = list(range(5, 75))
 LOOPBACK = PeerRules(("127.0.0.0/8",))
+NESTED = base64.b64encode(b"\x81\xa1x" + 150_000 * b"\x91" + b"\xc0").decode()
 
 
 def handoff_of(prompt=PROMPT, table=(3, 4, 5), producer_engine=None, **request):
@@ -189,8 +192,8 @@ def test_blocks_before_a_window_may_lack():
 
 @pytest.mark.parametrize(
     "value",
-    [7, "%%%", "AAAA", "A" * (MAX_VALUE_CHARS + 4), ""],
-    ids=["a number", "no base64", "no msgpack", "too long", "empty"],
+    [7, "%%%", "AAAA", "A" * (MAX_VALUE_CHARS + 4), "", NESTED],
+    ids=["a number", "no base64", "no msgpack", "too long", "empty", "nested too deep"],
 )
 def test_a_value_that_is_none_of_ours_is_refused(consumer, value):
     with pytest.raises(InvalidRequest, match=r"kv_transfer_params\.kvferry"):
@@ -198,6 +201,24 @@ def test_a_value_that_is_none_of_ours_is_refused(consumer, value):
     arrive(consumer, {"do_remote_prefill": True, "kvferry": value})
     assert consumer.refused == {"rejected": 1}
     assert take(consumer).is_empty()
+
+
+@pytest.mark.parametrize("params", ["", 0, [], "do_remote_prefill", ["do_remote_prefill"], 1.5])
+def test_parameters_that_are_no_dictionary_are_ignored(consumer, params):
+    producer = Producer(engine(), BlockHasher(MODEL.fingerprint), SeededIds(1), (None,))
+    producer.on_new_request(FakeRequest("p", PROMPT, params))
+    request = arrive(consumer, params)
+    assert consumer.num_loadable_tokens(request, 0) == 0
+    assert take(consumer).is_empty()
+    assert not consumer.refused
+
+
+def test_the_engine_of_a_refused_handoff_may_be_anything(consumer):
+    nested = []
+    for _ in range(5000):
+        nested = [nested]
+    arrive(consumer, {"do_remote_prefill": True, "remote_engine_id": nested})
+    assert consumer.refused == {"rejected": 1}
 
 
 def test_a_handoff_of_another_connector_is_left_alone(consumer, caplog):

@@ -96,6 +96,24 @@ def test_without_a_key_only_loopback_peers_are_allowed():
     assert with_key.refusal("tcp://8.8.8.8:80") is not None
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://127.0.0.1:" + 5000 * "9",
+        "tcp://127.0.0.1:" + 5000 * "0",
+        "tcp://[::1%lo]:0;[2001:db8::1]:80",
+        "tcp://[::1%;2001:db8::1]:80",
+        "tcp://10.0.0.1;a.example.org:80",
+        "tcp://[::1%\0]:80",
+        "tcp://127.0.0.1\n:80",
+    ],
+    ids=["long port", "many zeros", "source and peer", "source in a zone", "source and name", "zero byte", "line end"],
+)
+def test_what_zeromq_might_read_as_another_address_is_refused(address):
+    assert PeerRules(["*"]).refusal(address) is not None
+    assert PeerRules(["127.0.0.0/8", "::1/128", "*.example.org"]).refusal(address) is not None
+
+
 @pytest.mark.parametrize("entry", ["", "10.0.0.0/99", "a*b"])
 def test_an_entry_that_is_no_name_and_no_network_is_refused(entry):
     with pytest.raises(ConfigError, match=r"kvferry\.peers"):

@@ -101,7 +101,18 @@ def test_addresses_survive_joining_and_splitting(host, port):
 
 
 @pytest.mark.parametrize(
-    "address", ["127.0.0.1:5570", "tcp://127.0.0.1", "tcp://:5570", "tcp://h:", "tcp://h:70000", "tcp://::1:5", "udp://h:5"]
+    "address",
+    [
+        "127.0.0.1:5570",
+        "tcp://127.0.0.1",
+        "tcp://:5570",
+        "tcp://h:",
+        "tcp://h:70000",
+        "tcp://::1:5",
+        "udp://h:5",
+        "tcp://h:\u0661",
+        "tcp://h:" + 5000 * "9",
+    ],
 )
 def test_malformed_addresses_are_named(address):
     with pytest.raises(ConfigError, match="is not of the form"):
