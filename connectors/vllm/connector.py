@@ -26,6 +26,7 @@ from connectors.vllm.engine import (
     LAYOUT,
     attention_names,
     attention_specs,
+    can_name_blocks,
     check_supported,
     check_version,
     model_identity,
@@ -108,7 +109,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             RankRole(
                 rank=rank,
                 is_producer=bool(transfer.is_kv_producer),
-                can_name_blocks=len(caches.kv_cache_groups) == 1,
+                can_name_blocks=can_name_blocks(caches),
             ),
             WorkerIdentity(
                 engine_id=str(transfer.engine_id),

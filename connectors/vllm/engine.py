@@ -17,7 +17,8 @@ from core.errors import ConfigError
 
 SUPPORTED_MINORS = ("0.32",)
 LAYOUT = "BLHNC"  # one contiguous run of all layers per block
-_ATTENTION = frozenset({"FullAttentionSpec", "SlidingWindowSpec", "MLAAttentionSpec", "SlidingWindowMLASpec"})
+_SLIDING = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
+_ATTENTION = _SLIDING | {"FullAttentionSpec", "MLAAttentionSpec"}
 
 
 def check_version(version: str) -> str:
@@ -71,7 +72,16 @@ def transfer_groups(kv_cache_config: Any) -> TransferGroups:
     """Return the KV cache groups that take part."""
     ids = tuple(kv_cache_config.transfer_group_ids)
     specs = [_specs(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec)[0] for group_id in ids]
-    return TransferGroups(ids, tuple(getattr(spec, "sliding_window", None) for spec in specs))
+    return TransferGroups(ids, tuple(_window(spec) for spec in specs))
+
+
+def can_name_blocks(kv_cache_config: Any) -> bool:
+    """Return True if vLLM computes single blocks of a load again, from the tokens before them.
+
+    It does so with one group only. With a window these tokens may have no blocks: they were needed by none of those to come.
+    """
+    groups = kv_cache_config.kv_cache_groups
+    return len(groups) == 1 and all(_window(spec) is None for spec in _specs(groups[0].kv_cache_spec))
 
 
 def block_size(kv_cache_config: Any) -> int:
@@ -116,6 +126,14 @@ def attention_names(vllm_config: Any, specs: Sequence[Any]) -> list[str]:
         dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
         names += sorted({_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype) for spec in specs})
     return names
+
+
+def _window(spec: Any) -> int | None:
+    """Return the window outside of which vLLM keeps no blocks.
+
+    A spec of full attention may name a window, too: that of some layers, which vLLM computes but keeps all blocks.
+    """
+    return int(spec.sliding_window) if type(spec).__name__ in _SLIDING else None
 
 
 def _specs(spec: Any) -> list[Any]:

@@ -32,13 +32,14 @@ def write_tiny_llama(folder: Path) -> Path:
     return _write(LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)), folder)
 
 
-def write_tiny_gemma(folder: Path, window: int) -> Path:
-    """Write a Gemma 3: every second layer attends to the last ``window`` tokens only."""
+def write_tiny_gemma(folder: Path, window: int, *, has_full_layers: bool = True) -> Path:
+    """Write a Gemma 3: every second layer, or without full layers each, attends to the last ``window`` tokens only."""
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
-    layers = ["sliding_attention", "full_attention"] * 2
-    config = Gemma3TextConfig(**_SIZES, sliding_window=window, layer_types=layers, query_pre_attn_scalar=32)
-    return _write(Gemma3ForCausalLM(config), folder)
+    layers = ["sliding_attention", "full_attention" if has_full_layers else "sliding_attention"] * 2
+    sizes = _SIZES | {"query_pre_attn_scalar": 32, "tie_word_embeddings": False}
+    model = Gemma3ForCausalLM(Gemma3TextConfig(**sizes, sliding_window=window, layer_types=layers))
+    return _write(model, folder, embedding_scale=_SIZES["hidden_size"] ** -0.5)  # a Gemma multiplies them by the inverse
 
 
 def write_tiny_deepseek(folder: Path) -> Path:
@@ -93,13 +94,13 @@ def write_tiny_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
-def _write(model: Any, folder: Path) -> Path:
+def _write(model: Any, folder: Path, embedding_scale: float = 1.0) -> Path:
     import torch
 
     generator = torch.Generator().manual_seed(7)
     for name, weight in model.named_parameters():
         if weight.dim() > 1:  # as large as this, or the first tokens would count for nothing
-            scale = 1.0 if "embed" in name else 0.25
+            scale = embedding_scale if "embed" in name else 0.25
             weight.data = scale * torch.randn(weight.shape, generator=generator)
     model.save_pretrained(folder)
     return folder

@@ -116,6 +116,28 @@ def test_one_bad_block_of_latents_costs_the_tokens_behind_it(latent):
     latent.assert_nothing_is_held()
 
 
+def test_one_bad_block_of_a_window_costs_the_whole_load_and_no_token(new_pair, tmp_path):
+    """All layers slide, so there is one group. Tokens from the bad block on attend to blocks that were not read."""
+    pair = new_pair(extra=settings("tcp"), model=write_tiny_gemma(tmp_path, WINDOW, has_full_layers=False))
+    prompt = pair.prompt()
+    params = pair.hand_off(prompt)
+    assert len(params["remote_block_ids"]) == 1
+    pair.p.ask("flip_bit", block_id=params["remote_block_ids"][0][-2])
+    assert_answers_right(pair, prompt, params)
+    assert pair.counts()["failures"] == {"digest": 1}
+    pair.assert_nothing_is_held()
+
+
+def test_windows_that_vllm_does_not_manage_are_read_as_a_whole(new_pair, tmp_path):
+    """One group has the blocks of full and sliding layers, and vLLM calls it full attention with a window."""
+    model = write_tiny_gemma(tmp_path, WINDOW)
+    pair = new_pair(extra=settings("tcp"), model=model, disable_hybrid_kv_cache_manager=True)
+    prompt = pair.prompt()
+    assert_answers_right(pair, prompt, pair.hand_off(prompt))
+    assert pair.counts() == {"loads": 1, "verified": 10, "failures": {}}
+    pair.assert_nothing_is_held()
+
+
 @pytest.mark.parametrize(
     "arguments",
     [{"dtype": "bfloat16", "enable_prefix_caching": False}, {"kv_cache_dtype": "fp8"}],

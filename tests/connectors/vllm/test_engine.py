@@ -1,0 +1,45 @@
+"""What is read from vLLM's configuration of its KV cache."""
+
+from dataclasses import dataclass
+from types import SimpleNamespace
+
+import pytest
+
+from connectors.vllm.engine import can_name_blocks, transfer_groups
+
+
+@dataclass(frozen=True)
+class FullAttentionSpec:
+    """vLLM's, of full layers; with a window if it holds sliding layers as well."""
+
+    sliding_window: int | None = None
+
+
+@dataclass(frozen=True)
+class SlidingWindowSpec:
+    """vLLM's, of sliding layers."""
+
+    sliding_window: int = 64
+
+
+def kv_cache(*specs):
+    groups = [SimpleNamespace(kv_cache_spec=spec) for spec in specs]
+    return SimpleNamespace(kv_cache_groups=groups, transfer_group_ids=list(range(len(specs))))
+
+
+@pytest.mark.parametrize(
+    ("specs", "windows", "can_name"),
+    [
+        ([FullAttentionSpec()], (None,), True),
+        ([FullAttentionSpec(64)], (None,), True),
+        ([SlidingWindowSpec()], (64,), False),
+        ([FullAttentionSpec(), SlidingWindowSpec()], (None, 64), False),
+        ([SimpleNamespace(kv_cache_specs={"a": SlidingWindowSpec(), "b": SlidingWindowSpec()})], (64,), False),
+        ([SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec(64), "b": FullAttentionSpec()})], (None,), True),
+    ],
+    ids=["full", "full, of sliding layers too", "sliding", "both", "sliding, several sizes", "full, several sizes"],
+)
+def test_only_groups_that_vllm_manages_as_windows_have_one(specs, windows, can_name):
+    config = kv_cache(*specs)
+    assert transfer_groups(config).windows == windows
+    assert can_name_blocks(config) is can_name
