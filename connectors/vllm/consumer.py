@@ -57,6 +57,7 @@ class Consumer:
         self._windows = windows
         self._offers: dict[str, _Offer] = {}  # by request id
         self._loading: dict[str, RemoteHandoff] = {}
+        self._num_users: Counter[RemoteHandoff] = Counter()  # requests with an offer or a load of it
         self._limited_log = LimitedLog(_log, time.monotonic)
 
     @property
@@ -82,14 +83,15 @@ class Consumer:
             return
         remote = RemoteHandoff(handoff.transfer_id, handoff.peers)
         if not can_be_hashed(request) or request.abort_immediately:
-            self.orders.releases.append(remote)  # vLLM has rejected the request: its prompt is a stand-in
+            self._release_unused(remote)  # vLLM has rejected the request: its prompt is a stand-in
             return
         try:
             self._offers[request.request_id] = _Offer(handoff, self._check(request, handoff))
         except KVFerryError as error:
             self._refuse(error, handoff.engine_id)
-            self.orders.releases.append(remote)
+            self._release_unused(remote)
             return
+        self._num_users[remote] += 1
         self.orders.holds.append(remote)
 
     def num_loadable_tokens(self, request: VllmRequest, num_local_tokens: int) -> int:
@@ -103,7 +105,7 @@ class Consumer:
         if offer is None:
             return
         if not num_tokens:
-            self.orders.releases.append(offer.remote)
+            self._release(offer.remote)
             return
         self._loading[request.request_id] = offer.remote
         units = self._map(request, offer, table, num_tokens)
@@ -113,14 +115,25 @@ class Consumer:
         """End what the request has begun. Blocks of a load stay the request's until all ranks report its end."""
         offer = self._offers.pop(request_id, None)
         if offer is not None:
-            self.orders.releases.append(offer.remote)
+            self._release(offer.remote)
         elif request_id in self._loading:
             self.orders.aborts.append(request_id)
 
     def on_loads_ended(self, request_ids: set[str]) -> None:
         """All ranks have ended these loads, successfully or not: release the leases."""
         for request_id in sorted(request_ids & self._loading.keys()):
-            self.orders.releases.append(self._loading.pop(request_id))
+            self._release(self._loading.pop(request_id))
+
+    def _release(self, remote: RemoteHandoff) -> None:
+        """One request is done with a handoff. Others may use it too: several choices of one answer are as many requests."""
+        self._num_users[remote] -= 1
+        if not self._num_users[remote]:
+            del self._num_users[remote]
+            self.orders.releases.append(remote)
+
+    def _release_unused(self, remote: RemoteHandoff) -> None:
+        if remote not in self._num_users:
+            self.orders.releases.append(remote)
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 

@@ -94,6 +94,25 @@ def test_a_request_that_ends_before_its_load_releases_the_handoff(consumer):
     assert take(consumer).releases == [hold]
 
 
+def test_a_handoff_of_several_requests_is_released_after_the_last(consumer):
+    """A client asks for several choices: vLLM makes a request of each."""
+    params = handoff_of()
+    requests = [FakeRequest(name, PROMPT, params) for name in "abc"]
+    for request in requests:
+        consumer.on_new_request(request)
+    assert len(set(take(consumer).holds)) == 1
+    for request, table in zip(requests[:2], ([11, 12, 13], [14, 15, 16]), strict=True):
+        consumer.start_load(request, (table,), 70)
+    consumer.on_loads_ended({"a"})
+    arrive(consumer, params, prompt=PROMPT[:-1])  # refused
+    consumer.request_finished("c")
+    assert not take(consumer).releases
+    consumer.on_loads_ended({"b"})
+    assert len(take(consumer).releases) == 1
+    arrive(consumer, params, prompt=PROMPT[:-1])
+    assert len(take(consumer).releases) == 1
+
+
 def test_a_request_that_ends_during_its_load_aborts_it(consumer):
     request = arrive(consumer, handoff_of())
     consumer.start_load(request, ([11, 12, 13],), 70)
