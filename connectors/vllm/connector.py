@@ -230,7 +230,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished_all_groups(request, (block_ids,))
 
     def has_pending_push_work(self) -> bool:
-        """True while orders wait for a step."""
+        """True while a step is needed without any request."""
         return self._scheduler_side is not None and self._scheduler_side.has_orders()
 
     # ---- statistics --------------------------------------------------------------------------------------------------

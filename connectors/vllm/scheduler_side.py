@@ -113,8 +113,8 @@ class SchedulerSide:
         )
 
     def has_orders(self) -> bool:
-        """True while orders wait for a step: without requests vLLM makes none by itself."""
-        return not (self.producer.orders.is_empty() and self.consumer.orders.is_empty())
+        """True while orders or the end of a quarantine wait for a step: without requests vLLM makes none by itself."""
+        return bool(self.num_quarantined_blocks) or not (self.producer.orders.is_empty() and self.consumer.orders.is_empty())
 
     def on_step_ended(self, finished_sending: set[str], finished_recving: set[str], reports: RankReports | None) -> None:
         """Apply what all ranks have reported. vLLM frees the blocks of these requests after this call."""

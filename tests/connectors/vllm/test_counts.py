@@ -4,6 +4,7 @@ import pytest
 
 from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.vllm.counts import RankCounts, SchedulerCounts
+from connectors.vllm.orders import QuarantineNews, RankReports
 from connectors.vllm.peer_rules import PeerRules
 from connectors.vllm.scheduler_side import SchedulerSide, TransferGroups
 from core.ids import RandomIds
@@ -35,6 +36,34 @@ def test_a_refused_handoff_is_counted_once(side):
     counts = side.take_counts()
     assert sum(counts.refusals.values()) == 1
     assert side.take_counts() == SchedulerCounts(counts.refusals - counts.refusals, None)
+
+
+class Pool:
+    """vLLM's pool: how many references each of its blocks has."""
+
+    def __init__(self, num_blocks):
+        self.blocks = range(num_blocks)
+        self.references = [0] * num_blocks
+
+    def touch(self, blocks):
+        for block in blocks:
+            self.references[block] += 1
+
+    def free_blocks(self, ordered_blocks):
+        for block in ordered_blocks:
+            self.references[block] -= 1
+
+
+def test_the_engine_steps_until_no_block_is_quarantined(side):
+    pool = Pool(9)
+    side.bind_block_pool(pool)
+    assert not side.has_orders()
+    side.on_step_ended(set(), {"d"}, RankReports([QuarantineNews(added=(3, 4))]))
+    assert side.has_orders()
+    assert (pool.references[3], pool.references[4], side.take_counts().held_blocks) == (1, 1, 2)
+    side.on_step_ended(set(), set(), RankReports([QuarantineNews(ended=(4, 3))]))
+    assert not side.has_orders()
+    assert (sum(pool.references), side.take_counts().held_blocks) == (0, 0)
 
 
 def test_held_blocks_are_told_when_their_number_changes(side):
