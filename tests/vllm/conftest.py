@@ -16,6 +16,7 @@ from tests.support.tiny_models import VOCAB_SIZE, write_tiny_llama
 from tests.support.vllm_engine import REMOTE_DECODE, EngineFailed, VllmEngine, vllm_python
 
 LEASE_S, DEADLINE_S = 2.0, 3.0
+WAIT_S = 30.0
 OURS = "KvferryConnector"
 
 
@@ -88,6 +89,14 @@ class Pair:
         for _ in range(6):
             self.p.generate(self.name(), self.prompt(), 2)
 
+    def num_computed(self, prompt: list[int], params: dict[str, Any] | None) -> int:
+        """Have D answer, check its tokens, and return how many of the prompt's it has computed itself."""
+        before = self.d.ask("usage")["scheduled_tokens"]
+        tokens = self.answer(prompt, params)
+        computed = self.d.ask("usage")["scheduled_tokens"] - before
+        assert tokens == self.reference(prompt)
+        return int(computed) - len(tokens) + 1  # each but the last was input of a step of its own
+
     def counts(self) -> dict[str, Any]:
         """Return what D's loads have brought since the pair was made."""
         found: dict[str, Any] = self.d.ask("counts")
@@ -106,7 +115,16 @@ class Pair:
 
 def _holds_nothing(usage: dict[str, Any]) -> bool:
     assert usage["violations"] == []
-    return all(not usage.get(name) for name in ("used_blocks", "requests", "published", "sealed", "loading", "quarantined"))
+    held = ("used_blocks", "requests", "published", "sealed", "held_by_ranks", "loading", "quarantined")
+    return all(not usage.get(name) for name in held)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Ask again and again until a condition holds."""
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < end, "it did not come true"
+        time.sleep(0.02)
 
 
 NewPair = Callable[..., Pair]

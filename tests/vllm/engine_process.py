@@ -32,8 +32,21 @@ class EngineProcess:
         self._times: dict[str, list[float]] = {}  # of arrival and of each token
         self._violations: list[str] = []
         self._adapters: dict[str, int] = {}  # numbers of LoRA adapters, by name in order of their first use
+        self._num_scheduled_tokens = 0
+        self._count_tokens()
         if hasattr(self.connector, "scheduler_side") and arguments.get("tensor_parallel_size", 1) == 1:
             self._watch_blocks()  # the only rank is in this process
+
+    def _count_tokens(self) -> None:
+        """Count the tokens that are computed."""
+        schedule = self.core.scheduler.schedule
+
+        def counting(*arguments, **options):
+            output = schedule(*arguments, **options)
+            self._num_scheduled_tokens += output.total_num_scheduled_tokens
+            return output
+
+        self.core.scheduler.schedule = counting
 
     def _watch_blocks(self) -> None:
         """Note each block that is handed out while a published handoff names it under a valid seal."""
@@ -200,6 +213,7 @@ class EngineProcess:
             else {
                 "published": side.producer.num_published,
                 "sealed": side.producer.num_held_blocks,
+                "held_by_ranks": sum(self._llm.collective_rpc(_held_by_rank)),
                 "loading": side.consumer.num_loading,
                 "quarantined": side.num_quarantined_blocks,
                 "refused": dict(side.consumer.refused),
@@ -207,6 +221,7 @@ class EngineProcess:
         )
         return {
             "violations": self._violations,
+            "scheduled_tokens": self._num_scheduled_tokens,
             "used_blocks": pool.num_gpu_blocks - 1 - pool.get_num_free_blocks(),
             "requests": len(self.core.scheduler.requests),
             **held,
@@ -223,6 +238,10 @@ def _rank_and_side() -> tuple:
 def _counts_of_rank(worker) -> tuple[int, int, dict[str, int]]:
     _, side = _rank_and_side()
     return side.totals.loads, side.totals.verified_blocks, dict(side.totals.failures)
+
+
+def _held_by_rank(worker) -> int:
+    return _rank_and_side()[1].num_held_blocks()
 
 
 def _flip_bit(worker, block_id: int, chosen: int) -> None:
