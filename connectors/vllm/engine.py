@@ -56,6 +56,11 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
             "KvferryConnector refuses mm_processor_cache_gb = 0 without prefix caching: vLLM then numbers images instead of "
             "hashing them, and two images can have the same number; enable one of the two"
         )
+    num_groups, num_transferred = len(kv_cache_config.kv_cache_groups), len(kv_cache_config.transfer_group_ids)
+    if num_transferred < num_groups:
+        raise ConfigError(
+            f"KvferryConnector does not support this KV cache: vLLM transfers only {num_transferred} of its {num_groups} groups"
+        )
     sizes: set[int] = set()
     for group_id in kv_cache_config.transfer_group_ids:
         for spec in _specs(kv_cache_config.kv_cache_groups[group_id].kv_cache_spec):
@@ -133,7 +138,9 @@ def _window(spec: Any) -> int | None:
 
     A spec of full attention may name a window, too: that of some layers, which vLLM computes but keeps all blocks.
     """
-    return int(spec.sliding_window) if type(spec).__name__ in _SLIDING else None
+    if type(spec).__name__ not in _SLIDING:
+        return None
+    return int(spec.sliding_window + spec.extra_retained_tokens)
 
 
 def _specs(spec: Any) -> list[Any]:

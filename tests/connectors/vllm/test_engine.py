@@ -5,7 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.vllm.engine import can_name_blocks, transfer_groups
+from connectors.vllm.engine import can_name_blocks, check_supported, transfer_groups
+from core.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -20,6 +21,7 @@ class SlidingWindowSpec:
     """vLLM's, of sliding layers."""
 
     sliding_window: int = 64
+    extra_retained_tokens: int = 0
 
 
 def kv_cache(*specs):
@@ -33,13 +35,35 @@ def kv_cache(*specs):
         ([FullAttentionSpec()], (None,), True),
         ([FullAttentionSpec(64)], (None,), True),
         ([SlidingWindowSpec()], (64,), False),
+        ([SlidingWindowSpec(64, extra_retained_tokens=3)], (67,), False),
         ([FullAttentionSpec(), SlidingWindowSpec()], (None, 64), False),
         ([SimpleNamespace(kv_cache_specs={"a": SlidingWindowSpec(), "b": SlidingWindowSpec()})], (64,), False),
         ([SimpleNamespace(kv_cache_specs={"a": FullAttentionSpec(64), "b": FullAttentionSpec()})], (None,), True),
     ],
-    ids=["full", "full, of sliding layers too", "sliding", "both", "sliding, several sizes", "full, several sizes"],
+    ids=[
+        "full",
+        "full, of sliding layers too",
+        "sliding",
+        "sliding, kept longer",
+        "both",
+        "sliding, several sizes",
+        "full, several sizes",
+    ],
 )
 def test_only_groups_that_vllm_manages_as_windows_have_one(specs, windows, can_name):
     config = kv_cache(*specs)
     assert transfer_groups(config).windows == windows
     assert can_name_blocks(config) is can_name
+
+
+def test_groups_that_vllm_does_not_transfer_are_refused():
+    caches = kv_cache(FullAttentionSpec(), FullAttentionSpec())
+    caches.transfer_group_ids = [0]
+    sizes = dict.fromkeys(("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"), 1)
+    config = SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
+        model_config=SimpleNamespace(multimodal_config=None),
+    )
+    with pytest.raises(ConfigError, match="only 1 of its 2 groups"):
+        check_supported(config, caches)
