@@ -15,6 +15,8 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
+from tests.vllm import late_reads
+
 
 class EngineProcess:
     """The engine and its open requests."""
@@ -203,6 +205,18 @@ class EngineProcess:
                 return True
         return False
 
+    def keep_reads(self, count: int) -> None:
+        """Keep the next reads of blocks until they are let go (``tests.vllm.late_reads``)."""
+        late_reads.made[-1].num_to_keep = count
+
+    def num_kept_reads(self) -> int:
+        """Return how many reads are kept."""
+        return late_reads.made[-1].num_kept
+
+    def let_reads_go(self) -> None:
+        """Post the reads that are kept."""
+        late_reads.made[-1].let_go()
+
     def usage(self) -> dict:
         """Return what is held: blocks in use, requests, and what the connector holds."""
         pool = self.core.scheduler.kv_cache_manager.block_pool
@@ -292,6 +306,8 @@ def main() -> None:
         out.write(json.dumps(value) + "\n")
         out.flush()
 
+    if late_reads.VARIABLE in os.environ:
+        late_reads.install()
     process = EngineProcess(json.loads(sys.argv[1]), answer)
     answer("ready")
     process.serve()
