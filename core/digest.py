@@ -69,13 +69,14 @@ class BlockDigester:
 class TensorDigester:
     """Digests of the blocks of a tensor in the memory of any device. Holds the keys there, so each device needs one of its own.
 
-    ``words`` [num_blocks, num_words] int64 is the pool. Work is submitted to the stream that is current at the call.
+    ``words`` [num_blocks, num_words] or [num_blocks, num_planes, num_words] int64 is the pool, in any strides. Work is
+    submitted to the stream that is current at the call.
     Raises: ValueError for blocks without words.
     """
 
     def __init__(self, words: torch.Tensor) -> None:
         self._words = words
-        num_words = words.shape[1]
+        num_words = words[0].numel()
         self._split = num_words // ROW_WORDS * ROW_WORDS
         self._inner = words.new_tensor(_row_keys().view(np.int64))
         self._outer = words.new_tensor(_outer_keys(_num_rows(num_words * WORD_BYTES)).view(np.int64))
@@ -87,7 +88,7 @@ class TensorDigester:
         found: list[int] = []
         for start in range(0, len(block_ids), self._max_blocks):
             chosen = self._words.new_tensor(block_ids[start : start + self._max_blocks])
-            found += self._digest(self._words.index_select(0, chosen))
+            found += self._digest(self._words.index_select(0, chosen).flatten(1))
         return found
 
     def _digest(self, words: torch.Tensor) -> list[int]:

@@ -23,13 +23,15 @@ from connectors.p2p.host_id import host_id
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import DriverSettings
 from connectors.vllm.engine import (
-    LAYOUT,
+    LAYOUTS,
     attention_names,
     attention_specs,
     can_name_blocks,
     check_supported,
     check_version,
+    instruction_sets,
     model_identity,
+    total_kv_heads,
     transfer_groups,
 )
 from connectors.vllm.handoff_params import Rank
@@ -84,7 +86,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
         """Ask for the layout in which a block of all layers is one run of bytes."""
-        return LAYOUT
+        return LAYOUTS[0]
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Start this rank's agent on the engine's memory.
@@ -98,8 +100,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         config, caches, transfer = self._vllm_config, self._kv_cache_config, self._vllm_config.kv_transfer_config
         rank, ids, settings = get_tensor_model_parallel_rank(), RandomIds(), self._settings
-        layout = block_layout(kv_caches, caches, str(config.cache_config.cache_dtype))
-        model = model_identity(config, self._minor, settings.model, attention_names(config, attention_specs(caches)))
+        specs = attention_specs(caches)
+        layout = block_layout(kv_caches, caches, str(config.cache_config.cache_dtype), instruction_sets(config, specs))
+        model = model_identity(config, self._minor, settings.model, attention_names(config, specs))
         incarnation = new_incarnation(ids)
         has_digests = any(verifies_digests(settings.kv_verify, name) for name in settings.transports)
         pool = pool_of(kv_caches, caches.num_blocks, layout, incarnation, has_digests=has_digests)
@@ -108,6 +111,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._worker_side = WorkerSide(
             RankRole(
                 rank=rank,
+                num_ranks=int(config.parallel_config.tensor_parallel_size),
+                num_kv_heads=total_kv_heads(config, specs),
                 is_producer=bool(transfer.is_kv_producer),
                 can_name_blocks=can_name_blocks(caches),
             ),
@@ -165,6 +170,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             model=first.model,
             layout=first.layout,
             ranks=tuple(Rank(rank.control_address, rank.incarnation) for rank in ranks),
+            num_kv_heads=total_kv_heads(self._vllm_config, attention_specs(caches)),
             lease_ms=int(1000 * self._settings.lease_s),
         )
         self._scheduler_side = SchedulerSide(

@@ -16,15 +16,17 @@ from dataclasses import dataclass
 from connectors.p2p.actions import ReadUnit
 from connectors.p2p.consumer.block_mapping import Extent, map_group
 from connectors.vllm.handoff_params import VALUE_KEY, EngineHandoff, brings_handoff, decode_handoff, engine_of
-from connectors.vllm.identity import check_same_kv
+from connectors.vllm.head_ranges import heads_of
+from connectors.vllm.identity import check_same_model
 from connectors.vllm.orders import LoadOrder, RemoteHandoff, StepOrders
 from connectors.vllm.peer_rules import PeerRules
 from connectors.vllm.producer import EngineIdentity, Table
 from connectors.vllm.prompt_hashes import PromptHashes, VllmRequest, can_be_hashed
-from core.errors import ConnectorUnavailable, InvalidRequest, KVFerryError, StaleBlock, fallback_reason
+from core.errors import ConnectorUnavailable, InvalidRequest, KVFerryError, LayoutMismatch, StaleBlock, fallback_reason
 from core.kv.hashing import BlockHasher
 from core.rate_limit import LimitedLog
 from core.wire.kv import GroupBlocks
+from core.wire.pairing import check_convertible, has_equal_blocks
 
 _log = logging.getLogger(__name__)
 
@@ -151,10 +153,13 @@ class Consumer:
             StaleBlock: they are not those of this prompt.
         """
         engine = self._engine
-        check_same_kv(engine.model, handoff.model, engine.layout, handoff.layout)
-        if len(handoff.ranks) != len(engine.ranks):
-            sizes = f"{len(handoff.ranks)} ranks at the peer, {len(engine.ranks)} here"
-            raise ConnectorUnavailable(f"the engines differ in tensor parallelism: {sizes}")
+        check_same_model(engine.model, handoff.model)
+        check_convertible(engine.layout, handoff.layout, engine.engine_id)
+        _check_ranks(engine, handoff)
+        if handoff.layout.block_size != engine.layout.block_size and any(self._windows):
+            sizes = f"block_size {handoff.layout.block_size} at the peer, {engine.layout.block_size} here"
+            # A block that lacks the first tokens of a window would get into vLLM's prefix cache.
+            raise LayoutMismatch(f"{sizes}: blocks of sliding windows are not converted")
         if len(handoff.groups) != len(self._windows):
             raise StaleBlock(f"the handoff has {len(handoff.groups)} groups, not {len(self._windows)}")
         if handoff.num_tokens > request.num_prompt_tokens:
@@ -187,6 +192,7 @@ class Consumer:
                 local_block_size=self._engine.layout.block_size,
                 remote_block_size=handoff.layout.block_size,
                 num_skipped_tokens=self._num_skipped(request, handoff, group_id),
+                is_converted=not has_equal_blocks(self._engine.layout, handoff.layout),
             )
             blocks = GroupBlocks(
                 group_id=group_id,
@@ -202,3 +208,22 @@ class Consumer:
         reason = fallback_reason(error.code)
         self.refused[reason] += 1
         self._limited_log.warning("handoff_refused", key=(engine_id, reason), engine=engine_id, reason=error.message)
+
+
+def _check_ranks(engine: EngineIdentity, handoff: EngineHandoff) -> None:
+    """Check that the heads in P's blocks are known from its number of ranks.
+
+    Raises:
+        LayoutMismatch: they are not.
+    """
+    num_peers = len(handoff.ranks)
+    if not engine.layout.splits_heads:
+        if num_peers != len(engine.ranks):
+            sizes = f"tensor parallelism {num_peers} at the peer, {len(engine.ranks)} here"
+            raise LayoutMismatch(f"{sizes}; the KV heads of this model cannot be told apart in its blocks")
+        return
+    found, expected = handoff.layout.num_kv_heads, len(heads_of(0, num_peers, engine.num_kv_heads))
+    if found != expected:
+        raise LayoutMismatch(
+            f"{found} KV heads in a block at the peer, {expected} of {engine.num_kv_heads} on {num_peers} ranks"
+        )

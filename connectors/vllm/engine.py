@@ -16,9 +16,11 @@ from core.constants import HASH_BLOCK_SIZE
 from core.errors import ConfigError
 
 SUPPORTED_MINORS = ("0.32",)
-LAYOUT = "BLHNC"  # one contiguous run of all layers per block
+LAYERS_APART = "LBHNC"
+LAYOUTS = ("BLHNC", LAYERS_APART)  # the first is better: one contiguous run of all layers per block
+_MLA = frozenset({"MLAAttentionSpec", "SlidingWindowMLASpec"})
 _SLIDING = frozenset({"SlidingWindowSpec", "SlidingWindowMLASpec"})
-_ATTENTION = _SLIDING | {"FullAttentionSpec", "MLAAttentionSpec"}
+_ATTENTION = _MLA | _SLIDING | {"FullAttentionSpec"}
 
 
 def check_version(version: str) -> str:
@@ -120,17 +122,30 @@ def model_identity(vllm_config: Any, minor: str, weights: str, attention: Sequen
 
 
 def attention_names(vllm_config: Any, specs: Sequence[Any]) -> list[str]:
-    """Return the names of the attention backends; on CPU with the instruction set, which decides how a block is packed."""
+    """Return the names of the attention backends; on CPU with the instruction sets, which decide how a block is packed."""
     from vllm.distributed.kv_transfer.kv_connector.utils import get_current_attn_backends
-    from vllm.platforms import current_platform
 
     names = sorted(backend.get_name() for backend in get_current_attn_backends(vllm_config))
-    if current_platform.is_cpu():
-        from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+    return names + instruction_sets(vllm_config, specs)
 
-        dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
-        names += sorted({_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype) for spec in specs})
-    return names
+
+def instruction_sets(vllm_config: Any, specs: Sequence[Any]) -> list[str]:
+    """Return for which instruction sets vLLM packs its blocks on this CPU; none on a device."""
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        return []
+    from vllm.v1.attention.backends.cpu_attn import _get_attn_isa
+
+    dtype, cache_dtype = vllm_config.model_config.dtype, vllm_config.cache_config.cache_dtype
+    return sorted({_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype) for spec in specs})
+
+
+def total_kv_heads(vllm_config: Any, specs: Sequence[Any]) -> int:
+    """Return the KV heads of the model, on all ranks together; 1 for a latent (MLA), which every rank has."""
+    if all(type(spec).__name__ in _MLA for spec in specs):
+        return 1
+    return int(vllm_config.model_config.get_total_num_kv_heads())
 
 
 def _window(spec: Any) -> int | None:

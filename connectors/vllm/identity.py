@@ -11,7 +11,6 @@ from typing import Annotated
 import msgspec
 
 from core.errors import LayoutMismatch
-from core.wire.kv import KVLayoutInfo
 
 Value = Annotated[str, msgspec.Meta(max_length=512)]
 
@@ -39,17 +38,16 @@ class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
         return hashlib.blake2b(msgspec.msgpack.encode(self), digest_size=32).digest()
 
 
-def check_same_kv(ours: ModelIdentity, theirs: ModelIdentity, our_layout: KVLayoutInfo, their_layout: KVLayoutInfo) -> None:
-    """Check that another engine's blocks can be used here.
+def check_same_model(ours: ModelIdentity, theirs: ModelIdentity) -> None:
+    """Check that another engine computes the same KV.
 
     Raises:
-        LayoutMismatch: they cannot; the message names each difference with both values.
+        LayoutMismatch: it does not; the message names each difference with both values.
     """
     differences = [
-        f"{name} {getattr(them, name)!r} at the peer, {getattr(us, name)!r} here"
-        for us, them in ((ours, theirs), (our_layout, their_layout))
-        for name in us.__struct_fields__
-        if getattr(them, name) != getattr(us, name)
+        f"{name} {getattr(theirs, name)!r} at the peer, {getattr(ours, name)!r} here"
+        for name in ours.__struct_fields__
+        if getattr(theirs, name) != getattr(ours, name)
     ]
     if differences:
         raise LayoutMismatch("the engines differ: " + "; ".join(differences))

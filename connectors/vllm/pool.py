@@ -1,38 +1,46 @@
-"""vLLM's KV caches as one pool of blocks: a row per block, with all layers of it.
+"""vLLM's KV caches as one pool of blocks, whose views of all layers lie in one allocation.
 
-In a block-outermost layout the views of all layers lie in one allocation, in which a block of all layers is one run of bytes.
+In the layout ``BLHNC`` a block of all layers is one run of bytes; in ``LBHNC`` each layer is a plane that holds its part of
+every block. Hybrid models use one block for layers of different groups in turn, so several views may be of the same bytes.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
-from connectors.vllm.engine import LAYOUT, attention_specs, block_size
+import numpy as np
+
+from connectors.vllm.engine import LAYERS_APART, LAYOUTS, attention_specs, block_size
 from core.digest import BlockDigester, TensorDigester
 from core.errors import ConfigError
-from core.kv.pool_region import KVPoolRegion
-from core.kv.seals import DigestBlocks, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
-from core.wire.kv import KVLayoutInfo
+from core.kv.pool_region import BlockCopier, KVPoolRegion
+from core.kv.seals import DigestBlocks, SealTable, each_by_itself, layout_fingerprint, map_seal_memory, num_landing_rows
+from core.wire.kv import HNC, OPAQUE, KVLayoutInfo
 
 
-def block_layout(kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_dtype: str) -> KVLayoutInfo:
-    """Return the layout of a block on this rank.
+def block_layout(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_dtype: str, instruction_sets: Sequence[str]
+) -> KVLayoutInfo:
+    """Return the layout of a block on this rank. ``instruction_sets`` are those by which a CPU packs blocks.
 
     Raises:
         ConfigError: the blocks are no runs of bytes.
     """
     specs = attention_specs(kv_cache_config)
+    block_bytes, num_layers = _check_memory(kv_caches, kv_cache_config)
     return KVLayoutInfo(
         dtype=f"{cache_dtype}:{str(next(iter(kv_caches.values())).dtype).removeprefix('torch.')}",
-        order=str(kv_cache_config.kv_cache_layout),
+        order=_order(kv_caches, kv_cache_config, cache_dtype, instruction_sets),
         block_size=block_size(kv_cache_config),
-        num_layers=len(kv_caches),
+        num_layers=num_layers,
         num_kv_heads=max(int(spec.num_kv_heads) for spec in specs),
         head_dim=max(int(spec.head_size) for spec in specs),
-        block_bytes=_block_bytes(kv_caches, kv_cache_config),
+        block_bytes=block_bytes,
         num_groups=len(kv_cache_config.transfer_group_ids),
+        num_planes=num_layers if kv_cache_config.kv_cache_layout == LAYERS_APART else 1,
     )
 
 
@@ -44,11 +52,14 @@ def pool_of(
     The tensors must live as long as the pool is used.
     """
     storage = next(iter(kv_caches.values())).untyped_storage()
-    new_digester = _new_digester(storage, num_blocks, layout.block_bytes)
-    seals = SealTable(
-        map_seal_memory(num_blocks), incarnation, layout_fingerprint(layout), new_digester() if has_digests else None
-    )
     is_on_host = storage.device.type == "cpu"
+    new_digester = partial(_host_digester if is_on_host else _device_digester, storage, num_blocks, layout)
+    seals = SealTable(
+        map_seal_memory(num_blocks, num_landing=num_landing_rows(layout.block_size)),
+        incarnation,
+        layout_fingerprint(layout),
+        new_digester() if has_digests else None,
+    )
     return KVPoolRegion(
         base_address=storage.data_ptr(),
         num_blocks=num_blocks,
@@ -58,28 +69,51 @@ def pool_of(
         buffer=_buffer(storage) if is_on_host else None,
         seals=seals,
         new_digester=new_digester,
+        new_copier=None if is_on_host else partial(_new_copier, storage, num_blocks * layout.num_planes),
         bind_thread=None if is_on_host else _use_device(storage.device),
     )
 
 
-def _block_bytes(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> int:
+def _check_memory(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[int, int]:
+    """Return the bytes of a block, and how many layers it has."""
     layout, num_blocks = kv_cache_config.kv_cache_layout, kv_cache_config.num_blocks
     storages = {cache.untyped_storage().data_ptr(): cache.untyped_storage().nbytes() for cache in kv_caches.values()}
-    if layout != LAYOUT or len(storages) != 1:
+    if layout not in LAYOUTS or len(storages) != 1:
         raise ConfigError(
-            f"KvferryConnector needs the KV cache layout {LAYOUT}, in which a block is one run of bytes; this engine has "
-            f"{layout} in {len(storages)} allocations: choose an attention backend that supports it"
+            f"KvferryConnector needs the KV cache layout {' or '.join(LAYOUTS)}; this engine has {layout} in {len(storages)} "
+            "allocations: choose an attention backend that supports it"
         )
-    (num_bytes,) = storages.values()
-    block_bytes, rest = divmod(num_bytes, num_blocks)
+    ((address, num_bytes),) = storages.items()
+    offsets = sorted({cache.data_ptr() - address for cache in kv_caches.values()})
+    num_planes = len(offsets) if layout == LAYERS_APART else 1
+    plane_bytes = num_bytes // num_planes
+    row_bytes, rest = divmod(num_bytes, num_planes * num_blocks)
+    in_planes = layout != LAYERS_APART or offsets == list(range(0, num_bytes, plane_bytes))
     for name, cache in kv_caches.items():
         num_kernel_blocks = cache.shape[0] // num_blocks
-        if rest or cache.stride(0) * cache.element_size() * num_kernel_blocks != block_bytes:
+        if rest or not in_planes or cache.stride(0) * cache.element_size() * num_kernel_blocks != row_bytes:
             raise ConfigError(
-                f"KvferryConnector: {num_bytes} bytes of KV cache are not {num_blocks} equal blocks (layer {name} has strides "
-                f"{tuple(cache.stride())})"
+                f"KvferryConnector: {num_bytes} bytes of KV cache in layout {layout} are not {num_blocks} equal blocks: layer "
+                f"{name} begins at byte {cache.data_ptr() - address} and has strides {tuple(cache.stride())}"
             )
-    return int(block_bytes)
+    return row_bytes * num_planes, len(offsets)
+
+
+def _order(kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_dtype: str, instruction_sets: Sequence[str]) -> str:
+    """Return what is known of the order of bytes in a block, see ``core.kv.block_form``."""
+    specs = attention_specs(kv_cache_config)
+    address = next(iter(kv_caches.values())).untyped_storage().data_ptr()
+    offsets = sorted({cache.data_ptr() - address for cache in kv_caches.values()})
+    are_alike = len({(spec.num_kv_heads, spec.head_size) for spec in specs}) == 1
+    are_even = len(set(np.diff(offsets).tolist())) <= 1
+    are_whole = all(cache.shape[0] == kv_cache_config.num_blocks and cache[0].is_contiguous() for cache in kv_caches.values())
+    if not (are_alike and are_even and are_whole):
+        return OPAQUE
+    if not instruction_sets:
+        return HNC
+    is_plain = len(instruction_sets) == 1 and not cache_dtype.startswith("fp8")
+    kind = "vec" if is_plain and instruction_sets[0] in {"vec", "vec16"} else "+".join([*instruction_sets, cache_dtype])
+    return f"{HNC}-{kind}"
 
 
 def _buffer(storage: Any) -> memoryview:
@@ -87,25 +121,28 @@ def _buffer(storage: Any) -> memoryview:
     return memoryview(memory).cast("B")
 
 
-def _new_digester(storage: Any, num_blocks: int, block_bytes: int) -> Callable[[], DigestBlocks]:
-    if storage.device.type == "cpu":
-        buffer = _buffer(storage)
+def _host_digester(storage: Any, num_blocks: int, layout: KVLayoutInfo) -> DigestBlocks:
+    digester = BlockDigester(layout.block_bytes)
+    planes = np.frombuffer(_buffer(storage), dtype=np.uint8).reshape(layout.num_planes, num_blocks, -1)
+    return each_by_itself(lambda block_id: digester.digest(np.ascontiguousarray(planes[:, block_id]).reshape(-1)))
 
-        def on_host() -> DigestBlocks:
-            digester = BlockDigester(block_bytes)
-            return each_by_itself(
-                lambda block_id: digester.digest(buffer[block_id * block_bytes : (block_id + 1) * block_bytes])
-            )
 
-        return on_host
+def _device_digester(storage: Any, num_blocks: int, layout: KVLayoutInfo) -> DigestBlocks:
+    import torch
 
-    def on_device() -> DigestBlocks:
-        import torch
+    from core.block_copier import on_side_stream
 
-        words = torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage).view(num_blocks, -1)
-        return TensorDigester(words).digests
+    words = torch.empty(0, dtype=torch.int64, device=storage.device).set_(storage)
+    planes = words.view(layout.num_planes, num_blocks, -1)
+    return on_side_stream(storage.device, TensorDigester(planes.transpose(0, 1)).digests)
 
-    return on_device
+
+def _new_copier(storage: Any, num_rows: int) -> BlockCopier:
+    import torch
+
+    from core.block_copier import cuda_block_copier
+
+    return cuda_block_copier(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).view(num_rows, -1))
 
 
 def _use_device(device: Any) -> Callable[[], None]:

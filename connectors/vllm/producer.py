@@ -40,12 +40,16 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineIdentity:
-    """What an engine writes into its handoffs. ``ranks`` are in order of their tensor-parallel rank."""
+    """What an engine writes into its handoffs. ``ranks`` are in order of their tensor-parallel rank.
+
+    ``layout`` is that of a block on one rank, ``num_kv_heads`` counts those of the model, on all ranks together.
+    """
 
     engine_id: str
     model: ModelIdentity
     layout: KVLayoutInfo
     ranks: tuple[Rank, ...]
+    num_kv_heads: int
     lease_ms: int
 
 

@@ -27,8 +27,10 @@ from connectors.p2p.transport.factory import TransportFactory, create_transport
 from connectors.reports import ALL_BLOCKS, LoadEnded, SendingEnded
 from connectors.vllm.agent_thread import AgentThread
 from connectors.vllm.counts import RankCounts
+from connectors.vllm.head_ranges import head_sources, leased_peers
 from connectors.vllm.identity import ModelIdentity
-from connectors.vllm.orders import QuarantineNews, RankAddress, RankReports, RemoteHandoff, StepOrders
+from connectors.vllm.load_parts import LoadParts
+from connectors.vllm.orders import LoadOrder, QuarantineNews, RankAddress, RankReports, RemoteHandoff, StepOrders
 from connectors.vllm.sealing import Sealer
 from core.kv.pool_region import KVPoolRegion
 
@@ -45,13 +47,15 @@ class StepReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankRole:
-    """What a rank does. ``rank`` chooses the peer among those of a handoff.
+    """What a rank does. ``num_kv_heads`` are those of the model, on all ``num_ranks`` ranks together.
 
     ``can_name_blocks``: vLLM accepts single invalid blocks. One is named only if no read can write it any more, because vLLM
     computes it again in place.
     """
 
-    rank: int
+    rank: int = 0
+    num_ranks: int = 1
+    num_kv_heads: int = 1
     is_producer: bool
     can_name_blocks: bool
 
@@ -81,7 +85,7 @@ class WorkerSide:
         self._published: set[str] = set()
         self._ended: set[str] = set()  # transfers whose lease has ended before vLLM has published them
         self._news: list[QuarantineNews] = []
-        self._invalid_block_ids: set[int] = set()
+        self._parts = LoadParts()
         host = AgentHost(
             identity=identity,
             is_producer=role.is_producer,
@@ -133,13 +137,10 @@ class WorkerSide:
     def start_loads(self, orders: StepOrders) -> None:
         """Pass the orders for loads and leases of other engines to the agent."""
         step = ConsumerStep(
-            holds=[self._ref(remote) for remote in orders.holds],
-            pulls=[
-                PullRequest(load.request_id, self._ref(load.handoff), load.units, load.num_tokens, None, load.layout)
-                for load in orders.loads
-            ],
-            aborts=list(orders.aborts),
-            releases=[self._ref(remote) for remote in orders.releases],
+            holds=[ref for remote in orders.holds for ref in self._leased(remote)],
+            pulls=[pull for load in orders.loads for pull in self._pulls(load)],
+            aborts=[name for request_id in orders.aborts for name in self._parts.names(request_id)],
+            releases=[ref for remote in orders.releases for ref in self._leased(remote)],
         )
         if not step.is_empty():
             self._agent.driver.post(step)
@@ -201,9 +202,14 @@ class WorkerSide:
             self._news.append(QuarantineNews(ended=report.block_ids))
             return
         assert isinstance(report, LoadEnded)
-        found.finished_recving.add(report.request_id)
         if report.quarantined_block_ids:
             self._news.append(QuarantineNews(added=report.quarantined_block_ids))
+        whole = self._parts.end(report)
+        if whole is not None:
+            self._add_load(whole, found)
+
+    def _add_load(self, report: LoadEnded, found: StepReport) -> None:
+        found.finished_recving.add(report.request_id)
         self.totals.add(report)
         self._counts.add(report)
         if report.error is None:
@@ -214,5 +220,27 @@ class WorkerSide:
         else:
             found.failed_recving.add(report.request_id)
 
-    def _ref(self, remote: RemoteHandoff) -> HandoffRef:
-        return HandoffRef(remote.transfer_id, remote.ranks[self._role.rank])
+    # ---- ranks of P --------------------------------------------------------------------------------------------------
+
+    def _leased(self, remote: RemoteHandoff) -> list[HandoffRef]:
+        """Return the leases of a handoff that this rank holds and releases."""
+        role = self._role
+        peers = leased_peers(role.rank, role.num_ranks, len(remote.ranks), role.num_kv_heads)
+        return [HandoffRef(remote.transfer_id, remote.ranks[peer]) for peer in peers]
+
+    def _pulls(self, load: LoadOrder) -> list[PullRequest]:
+        """Return what is read for a load: the same blocks from each rank of P that holds heads of this rank."""
+        role, remote = self._role, load.handoff
+        sources = head_sources(role.rank, role.num_ranks, len(remote.ranks), role.num_kv_heads)
+        names = self._parts.begin(load.request_id, len(sources))
+        return [
+            PullRequest(
+                name,
+                HandoffRef(remote.transfer_id, remote.ranks[source.peer_rank]),
+                load.units,
+                load.num_tokens,
+                layout=load.layout,
+                heads=source.heads,
+            )
+            for name, source in zip(names, sources, strict=True)
+        ]

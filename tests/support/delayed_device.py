@@ -2,7 +2,7 @@
 
 Owns the streams and when their work is done, which a seeded source of randomness decides: at a submission, at a wait, or when
 the test says so. What a real device may reorder is reordered here, and what it may not is not. The device's memory is a tensor
-in host memory that only its streams should touch. Takes the place of ``core.engine.cuda.block_copier.CudaCopyQueue``.
+in host memory that only its streams should touch. Takes the place of ``core.block_copier.CudaCopyQueue``.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from functools import partial
 
 import torch
 
-from core.engine.cuda.block_copier import TensorBlockCopier
+from core.block_copier import TensorBlockCopier
 from core.kv.pool_region import KVPoolRegion
 
 SHARE_OF_WORK = 0.3  # how likely a stream does its next piece of work when it gets the chance
@@ -80,7 +80,7 @@ class DelayedStream:
         self.num_submitted = self.num_done = 0
 
     def submit(self, copy: Work) -> DelayedEvent:
-        """Queue a piece of work after all others; see ``core.engine.cuda.block_copier.CopyQueue``."""
+        """Queue a piece of work after all others; see ``core.block_copier.CopyQueue``."""
         with self._device.lock:
             self.work.append(copy)
             self.num_submitted += 1

@@ -261,7 +261,10 @@ def _held_by_rank(worker) -> int:
 def _flip_bit(worker, block_id: int, chosen: int) -> None:
     rank, side = _rank_and_side()
     if rank == chosen:
-        side.pool.buffer[block_id * side.pool.block_bytes + side.pool.block_bytes // 2] ^= 1
+        num_planes = side.pool.layout.num_planes
+        plane_bytes = side.pool.block_bytes // num_planes
+        row = num_planes // 2 * side.pool.num_blocks + block_id
+        side.pool.buffer[row * plane_bytes + plane_bytes // 2] ^= 1
 
 
 def _seal_as(worker, block_id: int, generation: int, chosen: int) -> None:

@@ -174,7 +174,6 @@ def test_kv_of_other_types_is_handed_off(new_pair, arguments):
 @pytest.mark.parametrize(
     ("message", "arguments"),
     [
-        ("KV cache layout BLHNC", {"with_layout": False}),
         ("kvferry.lease: no such setting", {"extra": {"kvferry.lease": 3}}),
         ("kvferry.host: 0.0.0.0 can be reached", {"extra": settings(host="0.0.0.0")}),
         ("can be forged", {"prefix_caching_hash_algo": "xxhash_cbor"}),

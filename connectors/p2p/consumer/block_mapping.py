@@ -29,7 +29,8 @@ from core.wire.kv import GroupBlocks
 class Extent:
     """The tokens [``start``, ``end``) that are loaded for a group, and the sizes of blocks. ``start`` begins one of ours.
 
-    No later token attends to the first ``num_skipped_tokens`` tokens in this group.
+    No later token attends to the first ``num_skipped_tokens`` tokens in this group. ``is_converted``: the producer's blocks
+    differ from ours, also if they hold as many tokens.
     """
 
     group_id: int
@@ -38,6 +39,7 @@ class Extent:
     local_block_size: int
     remote_block_size: int
     num_skipped_tokens: int = 0
+    is_converted: bool = False
 
 
 @dataclass(slots=True)
@@ -138,7 +140,8 @@ class _RemoteBlocks:
         The expected seal follows from the position that the block fills here, not from the block that the producer names.
         """
         extent = self.extent
-        local_size, is_alike = extent.local_block_size, extent.local_block_size == self.size
+        local_size = extent.local_block_size
+        is_alike = local_size == self.size and not extent.is_converted
         return ReadUnit(
             remote_rows=tuple(map(self.row, positions)),
             local_rows=local_rows,

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from connectors.pool_access import DevicePoolAccess
+from core.block_copier import CudaCopyQueue, TensorBlockCopier, on_side_stream
 from core.digest import BlockDigester, TensorDigester
-from core.engine.cuda.block_copier import CudaCopyQueue, TensorBlockCopier, on_side_stream
 from core.engine.cuda.pinned_memory import pin_for_cuda
 from core.kv.seals import each_by_itself
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel

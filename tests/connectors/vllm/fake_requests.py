@@ -27,7 +27,7 @@ MODEL = ModelIdentity(
     vllm="0.32",
 )
 LAYOUT = KVLayoutInfo(
-    dtype="auto:float32", order="BLHNC", block_size=32, num_layers=4, num_kv_heads=2, head_dim=32, block_bytes=65536
+    dtype="auto:float32", order="HNC", block_size=32, num_layers=4, num_kv_heads=2, head_dim=32, block_bytes=65536
 )
 REMOTE_DECODE = {"do_remote_decode": True, "do_remote_prefill": False}
 
@@ -39,6 +39,7 @@ def engine(name: str = "p", **changes: Any) -> EngineIdentity:
         "model": MODEL,
         "layout": LAYOUT,
         "ranks": (Rank("tcp://127.0.0.1:7000", 77),),
+        "num_kv_heads": LAYOUT.num_kv_heads,
         "lease_ms": 30_000,
     }
     return EngineIdentity(**(values | changes))

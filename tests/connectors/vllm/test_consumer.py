@@ -5,6 +5,7 @@ import base64
 import msgspec
 import pytest
 
+from connectors.p2p.actions import TokenCopy
 from connectors.vllm.consumer import Consumer
 from connectors.vllm.handoff_params import MAX_VALUE_CHARS, HeldBlocks, Rank, decode_handoff, encode_handoff
 from connectors.vllm.orders import StepOrders
@@ -158,12 +159,69 @@ def test_another_model_is_refused_with_both_values(consumer, caplog, field, valu
     assert f"{field} {value!r} at the peer, {getattr(MODEL, field)!r} here" in caplog.text
 
 
-def test_another_layout_or_number_of_ranks_is_refused(consumer):
-    layout = msgspec.structs.replace(LAYOUT, block_bytes=2 * LAYOUT.block_bytes)
-    arrive(consumer, handoff_of(producer_engine=engine(layout=layout)))
-    ranks = (Rank("tcp://127.0.0.1:7000", 1), Rank("tcp://127.0.0.1:7001", 2))
-    arrive(consumer, handoff_of(producer_engine=engine(ranks=ranks)))
-    assert consumer.refused == {"layout": 1, "rejected": 1}
+HALF = {"num_kv_heads": 1, "block_bytes": LAYOUT.block_bytes // 2}
+TWO_RANKS = (Rank("tcp://127.0.0.1:7000", 1), Rank("tcp://127.0.0.1:7001", 2))
+
+
+@pytest.mark.parametrize(
+    ("changes", "ranks", "message"),
+    [
+        ({"block_bytes": 2 * LAYOUT.block_bytes}, None, "block_bytes 131072 at the peer, 65536 at d"),
+        ({"order": "HNC-amx"}, None, "order HNC-amx at the peer, HNC at d"),
+        ({}, TWO_RANKS, "2 KV heads in a block at the peer, 1 of 2 on 2 ranks"),
+        (
+            HALF,
+            None,
+            "1 KV heads in a block at the peer, 2 of 2 on 1 ranks",
+        ),
+    ],
+    ids=["bytes", "order", "too many heads", "too few heads"],
+)
+def test_another_layout_is_refused_with_both_values(consumer, caplog, changes, ranks, message):
+    layout = msgspec.structs.replace(LAYOUT, **changes)
+    arrive(consumer, handoff_of(producer_engine=engine(layout=layout, **({"ranks": ranks} if ranks else {}))))
+    assert consumer.refused == {"layout": 1}
+    assert message in caplog.text
+
+
+def test_heads_that_cannot_be_told_apart_need_as_many_ranks():
+    opaque = msgspec.structs.replace(LAYOUT, order="opaque")
+    ours = Consumer(engine("d", layout=opaque), BlockHasher(MODEL.fingerprint), LOOPBACK, (None,))
+    arrive(ours, handoff_of(producer_engine=engine(layout=opaque)))
+    arrive(ours, handoff_of(producer_engine=engine(layout=opaque, ranks=TWO_RANKS)))
+    assert ours.refused == {"layout": 1}
+
+
+def test_blocks_of_another_shape_are_loaded_by_copies(consumer):
+    half = msgspec.structs.replace(LAYOUT, **HALF)
+    request = arrive(consumer, handoff_of(producer_engine=engine(layout=half, ranks=TWO_RANKS)))
+    consumer.start_load(request, ([11, 12, 13],), 70)
+    (load,) = take(consumer).loads
+    assert (load.layout, len(load.handoff.ranks)) == (half, 2)
+    assert [unit.copies for unit in load.units] == [
+        (TokenCopy(remote, 0, local, 0, 32),) for remote, local in ((3, 11), (4, 12), (5, 13))
+    ]
+    assert not consumer.refused
+
+
+LONG = msgspec.structs.replace(LAYOUT, block_size=64, block_bytes=2 * LAYOUT.block_bytes)
+
+
+def test_blocks_of_another_size_are_not_converted_for_windows(caplog):
+    ours = new_consumer(windows=(64,))
+    arrive(ours, handoff_of(table=(3, 4), producer_engine=engine(layout=LONG)))
+    assert ours.refused == {"layout": 1}
+    assert "block_size 64 at the peer, 32 here: blocks of sliding windows" in caplog.text
+
+
+def test_blocks_of_another_size_are_loaded_in_common_units(consumer):
+    request = arrive(consumer, handoff_of(table=(3, 4), producer_engine=engine(layout=LONG)))
+    consumer.start_load(request, ([11, 12, 13],), 70)
+    (load,) = take(consumer).loads
+    assert [(unit.remote_rows, unit.local_rows, unit.num_tokens) for unit in load.units] == [
+        ((3,), (11, 12), 64),
+        ((4,), (13,), 6),
+    ]
 
 
 def test_only_allowed_peers_hear_of_a_handoff(consumer):

@@ -8,7 +8,7 @@ import torch
 from connectors.p2p.transport.interface import RowRegion
 from connectors.p2p.transport.nixl import NixlTransport
 from connectors.p2p.transport.tcp_client import TcpTransport
-from core.engine.cuda.block_copier import cuda_block_copier
+from core.block_copier import cuda_block_copier
 from core.ids import RandomIds
 from tests.support.delayed_device import DelayedDevice
 

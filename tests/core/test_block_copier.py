@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from connectors.pool_access import DevicePoolAccess
-from core.engine.cuda.block_copier import TensorBlockCopier, cuda_block_copier
+from core.block_copier import TensorBlockCopier, cuda_block_copier
 
 NUM_BLOCKS, BLOCK_BYTES = 10, 64
 

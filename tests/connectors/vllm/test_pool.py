@@ -1,0 +1,93 @@
+"""vLLM's KV caches as a pool: rows and digests in both layouts, and what is known of the bytes in a block."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from connectors.p2p.transport.interface import RowRegion
+from connectors.vllm.pool import block_layout, pool_of
+from core.errors import ConfigError
+from core.kv.block_form import plane_rows
+
+LAYERS, BLOCKS, HEADS, TOKENS, CONTENT = 3, 5, 2, 32, 8
+BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 4
+IN_BLOCK, APART = "BLHNC", "LBHNC"
+
+
+def caches(layout, names=LAYERS, kernel_blocks=1):
+    """Return views of one allocation as vLLM makes them, with logical [layers, blocks, heads, tokens, content] counted up."""
+    storage = torch.zeros(LAYERS * BLOCKS * HEADS * TOKENS * CONTENT * 4, dtype=torch.int8).view(torch.float32)
+    tokens = TOKENS // kernel_blocks
+    order = (LAYERS, BLOCKS * kernel_blocks) if layout == APART else (BLOCKS * kernel_blocks, LAYERS)
+    blocks = storage.view(*order, HEADS, tokens, CONTENT)
+    by_layer = blocks if layout == APART else blocks.transpose(0, 1)
+    by_layer.copy_(torch.arange(by_layer.numel(), dtype=torch.float32).view(by_layer.shape))
+    return {f"layer{number}": by_layer[number % LAYERS] for number in range(names)}
+
+
+def config(layout, **spec):
+    values = {"num_kv_heads": HEADS, "head_size": CONTENT // 2, "block_size": TOKENS} | spec
+    group = SimpleNamespace(kv_cache_spec=SimpleNamespace(**values))
+    return SimpleNamespace(kv_cache_layout=layout, num_blocks=BLOCKS, transfer_group_ids=(0,), kv_cache_groups=[group])
+
+
+def pool(layout, **arguments):
+    views = caches(layout, **arguments)
+    info = block_layout(views, config(layout), "auto", [])
+    return views, pool_of(views, BLOCKS, info, 7, has_digests=True)
+
+
+@pytest.mark.parametrize(("layout", "num_planes"), [(IN_BLOCK, 1), (APART, LAYERS)])
+def test_a_block_is_its_rows(layout, num_planes):
+    views, region = pool(layout)
+    assert (region.layout.num_planes, region.layout.num_layers, region.block_bytes) == (num_planes, LAYERS, BLOCK_BYTES)
+    rows = RowRegion.of_pool(region)
+    assert (rows.num_rows, rows.row_bytes) == (BLOCKS * num_planes, BLOCK_BYTES // num_planes)
+    content = np.frombuffer(rows.buffer, dtype=np.float32).reshape(rows.num_rows, -1)
+    found = np.concatenate([content[row] for row in plane_rows((4,), num_planes, BLOCKS)])
+    wanted = torch.cat([view[4].flatten() for view in views.values()])
+    assert np.array_equal(found, wanted.numpy())
+
+
+def test_a_block_has_the_same_digest_in_both_layouts():
+    pools = [pool(layout) for layout in (IN_BLOCK, APART)]  # the memory lives as long as the views
+    digests = [region.new_digester()([0, 3]) for _, region in pools]
+    assert digests[0] == digests[1]
+    assert digests[0][0] != digests[0][1]
+
+
+@pytest.mark.parametrize(
+    ("instruction_sets", "cache_dtype", "order"),
+    [
+        ([], "auto", "HNC"),
+        ([], "fp8", "HNC"),
+        (["vec"], "auto", "HNC-vec"),
+        (["vec16"], "auto", "HNC-vec"),
+        (["vec"], "fp8", "HNC-vec+fp8"),
+        (["amx"], "auto", "HNC-amx+auto"),
+    ],
+)
+def test_the_order_of_bytes_depends_on_who_packs_them(instruction_sets, cache_dtype, order):
+    assert block_layout(caches(APART), config(APART), cache_dtype, instruction_sets).order == order
+
+
+def test_of_blocks_that_kernels_cut_nothing_is_known():
+    found = block_layout(caches(IN_BLOCK, kernel_blocks=2), config(IN_BLOCK), "auto", [])
+    assert (found.order, found.block_bytes) == ("opaque", BLOCK_BYTES)
+
+
+def test_layers_of_two_groups_that_share_bytes_count_once():
+    assert block_layout(caches(APART, names=2 * LAYERS), config(APART), "auto", []).num_planes == LAYERS
+
+
+def test_another_layout_is_refused():
+    with pytest.raises(ConfigError, match="needs the KV cache layout BLHNC or LBHNC; this engine has LBNHC"):
+        block_layout(caches(APART), config("LBNHC"), "auto", [])
+
+
+def test_a_layout_that_does_not_match_the_tensors_is_refused():
+    for named, real in ((APART, IN_BLOCK), (IN_BLOCK, APART)):
+        with pytest.raises(ConfigError, match="are not 5 equal blocks"):
+            block_layout(caches(real), config(named), "auto", [])
