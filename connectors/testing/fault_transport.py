@@ -62,6 +62,10 @@ class FaultTransport(Transport):
         """Pass on."""
         self.inner.add_peer(peer, metadata)
 
+    def pool_shape(self, peer: PeerId) -> tuple[int, int] | None:
+        """Ask the inner transport."""
+        return self.inner.pool_shape(peer)
+
     def bytes_received(self, peer: PeerId) -> int | None:
         """Ask the inner transport."""
         return self.inner.bytes_received(peer)

@@ -169,7 +169,7 @@ class TransferExecutor:
         transport = self._transports[command.transport]
         try:
             transport.add_peer(command.peer, command.metadata)
-            _check_num_rows(transport, command)
+            _check_shape(transport, command)
             pool = _PeerPool(command.num_blocks, BlockForm(command.layout))
         except Exception as error:  # a peer's bytes may make a transport fail: the peer's failure, not the worker's
             transport.remove_peer(command.peer)
@@ -352,16 +352,17 @@ class TransferExecutor:
         return ReadEnded(command.read_id, digests=digests)
 
 
-def _check_num_rows(transport: Transport, opened: OpenPeer) -> None:
-    """Check that a peer's metadata and its handshake name the same number of rows.
+def _check_shape(transport: Transport, opened: OpenPeer) -> None:
+    """Check that a peer's metadata and its handshake describe the same rows: by these it is decided where they land.
 
     Raises:
         ProtocolError: they do not; the message holds both values.
     """
-    num_rows = transport.num_rows(opened.peer)
-    if num_rows is not None and num_rows != opened.num_blocks * opened.layout.num_planes:
-        shape = f"{opened.num_blocks} blocks in {opened.layout.num_planes} planes"
-        raise ProtocolError(f"{opened.peer.address} describes {num_rows} rows for a pool of {shape}")
+    found, layout = transport.pool_shape(opened.peer), opened.layout
+    expected = opened.num_blocks * layout.num_planes, layout.block_bytes // layout.num_planes
+    if found is not None and found != expected:
+        shapes = [f"{num_rows} rows of {row_bytes} bytes" for num_rows, row_bytes in (found, expected)]
+        raise ProtocolError(f"{opened.peer.address} describes {shapes[0]}, and its pool has {shapes[1]}")
 
 
 def _opening_error(command: OpenPeer, error: Exception) -> KVFerryError:

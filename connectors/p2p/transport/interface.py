@@ -160,8 +160,8 @@ class Transport(ABC):
             LayoutMismatch: the peer's rows have another size than ours, and there is no staging area for them.
         """
 
-    def num_rows(self, peer: PeerId) -> int | None:
-        """Return how many rows the pool of an added peer has by its metadata, None if the metadata do not say."""
+    def pool_shape(self, peer: PeerId) -> tuple[int, int] | None:
+        """Return number and bytes of the rows of an added peer's pool by its metadata, None if the metadata do not say."""
         return None
 
     def bytes_received(self, peer: PeerId) -> int | None:

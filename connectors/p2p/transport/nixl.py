@@ -181,9 +181,10 @@ class NixlTransport(Transport):
             kind = ProtocolError if isinstance(error, self._refusals) else PeerUnreachable
             raise kind(f"nixl cannot reach {peer.address}: {type(error).__name__}: {error}") from None
 
-    def num_rows(self, peer: PeerId) -> int | None:
-        """Return the number of rows in its metadata."""
-        return self._peers[peer].shapes[POOL_REGION].num_rows
+    def pool_shape(self, peer: PeerId) -> tuple[int, int] | None:
+        """Return the shape in its metadata."""
+        shape = self._peers[peer].shapes[POOL_REGION]
+        return shape.num_rows, shape.row_bytes
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Post one transfer with a descriptor per row. On one host it is over when this returns."""

@@ -152,9 +152,10 @@ class ShmTransport(Transport):
             mapped.targets = [_as_rows(_host_memory(region), RowShape(region.num_rows, region.row_bytes)) for region in landing]
             self._peers[peer] = mapped
 
-    def num_rows(self, peer: PeerId) -> int | None:
-        """Return the number of rows of its pool's file."""
-        return self._peers[peer].shapes[POOL_REGION].num_rows
+    def pool_shape(self, peer: PeerId) -> tuple[int, int] | None:
+        """Return the shape of its pool's file."""
+        shape = self._peers[peer].shapes[POOL_REGION]
+        return shape.num_rows, shape.row_bytes
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Queue the copies; ``poll`` does them."""

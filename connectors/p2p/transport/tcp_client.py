@@ -169,9 +169,10 @@ class TcpTransport(Transport):
             raise ProtocolError(f"the peer's data address {address!r} is unusable: {error}") from None
         return socket, monitor
 
-    def num_rows(self, peer: PeerId) -> int | None:
-        """Return the number of rows in its metadata."""
-        return self._peers[peer].shapes[POOL_REGION].num_rows
+    def pool_shape(self, peer: PeerId) -> tuple[int, int] | None:
+        """Return the shape in its metadata."""
+        shape = self._peers[peer].shapes[POOL_REGION]
+        return shape.num_rows, shape.row_bytes
 
     def bytes_received(self, peer: PeerId) -> int | None:
         """Count answers as a whole: at most 4 MiB of rows each."""

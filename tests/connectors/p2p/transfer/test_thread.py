@@ -318,14 +318,13 @@ def test_peer_whose_metadata_breaks_the_transport_is_reported_and_the_next_opene
     assert world.poll() == [ReadEnded(1)]
 
 
-@pytest.mark.parametrize("num_rows", [1, NUM_ROWS - 1, NUM_ROWS + 1])
-def test_block_mismatch_of_metadata_and_handshake_is_refused_with_both_values(world, monkeypatch, num_rows):
-    monkeypatch.setattr(world.transport, "num_rows", lambda peer: num_rows, raising=False)
+@pytest.mark.parametrize("shape", [(1, ROW_BYTES), (NUM_ROWS + 1, ROW_BYTES), (NUM_ROWS, ROW_BYTES // 2)])
+def test_mismatch_of_metadata_and_handshake_is_refused_with_both_values(world, monkeypatch, shape):
+    monkeypatch.setattr(world.transport, "pool_shape", lambda peer: shape)
     world.open()
     (event,) = world.poll()
     assert isinstance(event.error, ProtocolError)
-    assert f"{num_rows} rows" in event.error.message
-    assert f"{NUM_ROWS} blocks" in event.error.message
+    assert event.error.message.endswith(f"describes {shape[0]} rows of {shape[1]} bytes, and its pool has 16 rows of 64 bytes")
     with pytest.raises(PeerUnreachable):
         world.transport.post_read(PEER, 0, [0], [0])
 
