@@ -235,6 +235,11 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Likewise for one KV cache group: MultiConnector calls this if another of its connectors knows one group only."""
         return self.request_finished_all_groups(request, (block_ids,))
 
+    def reset_cache(self) -> bool:
+        """End all handoffs: vLLM's caches are reset, because the weights have changed."""
+        self.scheduler_side.reset()
+        return True
+
     def has_pending_push_work(self) -> bool:
         """True while a step is needed without any request."""
         return self._scheduler_side is not None and self._scheduler_side.has_orders()

@@ -121,6 +121,12 @@ class Consumer:
         elif request_id in self._loading:
             self.orders.aborts.append(request_id)
 
+    def reset(self, engine: EngineIdentity, hasher: BlockHasher) -> None:
+        """Give up the handoffs that are not being loaded yet, and go on as this engine: the model has other weights."""
+        self.orders.releases += [offer.remote for offer in self._offers.values()]
+        self._offers.clear()
+        self._engine, self._hasher = engine, hasher
+
     def on_loads_ended(self, request_ids: set[str]) -> None:
         """All ranks have ended these loads, successfully or not: release the leases."""
         for request_id in sorted(request_ids & self._loading.keys()):

@@ -49,6 +49,7 @@ class StepOrders:
 
     cancelled: list[str] = field(default_factory=list)  # P: transfers that were never published
     published: list[str] = field(default_factory=list)  # P: transfers whose blocks are kept until all ranks report their end
+    ended: list[str] = field(default_factory=list)  # P: published transfers whose leases end now
     seals: list[SealOrder] = field(default_factory=list)
     holds: list[RemoteHandoff] = field(default_factory=list)  # D: keep these leases alive
     loads: list[LoadOrder] = field(default_factory=list)

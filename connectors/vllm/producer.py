@@ -149,6 +149,17 @@ class Producer:
         self.orders.published.append(ordered.transfer_id)
         return encode_handoff(self._describe(request, ordered), request.request_id)
 
+    def reset(self, engine: EngineIdentity, hasher: BlockHasher) -> None:
+        """End all handoffs, and go on as this engine: the model has other weights.
+
+        Prompts that have been computed in part are not handed off: their KV is of both.
+        """
+        for request_id in list(self._ordered):
+            self._cancel(request_id)
+        self._wanted = {name: request for name, request in self._wanted.items() if not request.num_computed_tokens}
+        self.orders.ended += [ordered.transfer_id for ordered in self._published.values()]
+        self._engine, self._hasher = engine, hasher
+
     def on_sending_ended(self, request_ids: set[str]) -> None:
         """All ranks have broken their seals of these requests' blocks, which vLLM frees now."""
         for request_id in sorted(request_ids & self._published.keys()):

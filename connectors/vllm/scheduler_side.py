@@ -5,10 +5,13 @@ Runs on the engine core's thread.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
+
+import msgspec
 
 from connectors.vllm.consumer import Consumer
 from connectors.vllm.counts import SchedulerCounts
@@ -18,6 +21,9 @@ from connectors.vllm.producer import EngineIdentity, Producer, Table
 from connectors.vllm.prompt_hashes import VllmRequest
 from core.ids import IdSource
 from core.kv.hashing import BlockHasher
+from core.log import event
+
+_log = logging.getLogger(__name__)
 
 
 class BlockPool(Protocol):
@@ -53,6 +59,7 @@ class SchedulerSide:
         is_producer: bool = True,
         is_consumer: bool = True,
     ) -> None:
+        self._engine = engine
         hasher = BlockHasher(engine.model.fingerprint)
         self.producer = Producer(engine, hasher, ids, groups.windows)
         self.consumer = Consumer(engine, hasher, rules, groups.windows)
@@ -105,6 +112,7 @@ class SchedulerSide:
         return StepOrders(
             cancelled=sent.cancelled,
             published=sent.published,
+            ended=sent.ended,
             seals=sent.seals,
             holds=received.holds,
             loads=received.loads,
@@ -122,6 +130,15 @@ class SchedulerSide:
             self._quarantine(news.added, news.ended)
         self.producer.on_sending_ended(finished_sending)
         self.consumer.on_loads_ended(finished_recving)
+
+    def reset(self) -> None:
+        """End all handoffs, and count up the epoch of the weights: engines of another epoch refuse handoffs of this one."""
+        model = msgspec.structs.replace(self._engine.model, weights_epoch=self._engine.model.weights_epoch + 1)
+        self._engine = replace(self._engine, model=model)
+        hasher = BlockHasher(model.fingerprint)
+        self.producer.reset(self._engine, hasher)
+        self.consumer.reset(self._engine, hasher)
+        _log.info(event("kvferry_reset", weights_epoch=model.weights_epoch))
 
     def take_counts(self) -> SchedulerCounts:
         """Return the counts since the last call."""

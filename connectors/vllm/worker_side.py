@@ -131,8 +131,8 @@ class WorkerSide:
             for transfer_id in orders.cancelled:
                 self._sending.pop(transfer_id, None)
                 self._ended.discard(transfer_id)
-        if orders.cancelled:
-            self._agent.driver.post(ReleaseHandoffs(orders.cancelled))
+        if orders.cancelled or orders.ended:
+            self._agent.driver.post(ReleaseHandoffs([*orders.cancelled, *orders.ended]))
 
     def start_loads(self, orders: StepOrders) -> None:
         """Pass the orders for loads and leases of other engines to the agent."""

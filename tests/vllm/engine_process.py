@@ -169,6 +169,10 @@ class EngineProcess:
         """End a request early."""
         self._engine.abort_request([name], internal=False)
 
+    def reset_all_caches(self) -> bool:
+        """Do what vLLM does after it has replaced the weights."""
+        return self._engine.reset_prefix_cache(reset_connector=True)
+
     def reset_prefix_cache(self) -> bool:
         """Forget what earlier prompts have left."""
         return self.core.scheduler.reset_prefix_cache()

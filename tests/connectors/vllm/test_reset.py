@@ -1,0 +1,99 @@
+"""What a change of the weights ends, and that no KV from before it is handed off or loaded after it."""
+
+import pytest
+
+from connectors.vllm.handoff_params import decode_handoff
+from connectors.vllm.peer_rules import PeerRules
+from connectors.vllm.scheduler_side import SchedulerSide, TransferGroups
+from core.ids import SeededIds
+from tests.connectors.vllm.fake_requests import REMOTE_DECODE, FakeRequest, Status, engine
+
+PROMPT = list(range(5, 75))
+TABLE = ([3, 4, 5],)
+
+
+@pytest.fixture
+def new_side():
+    def new(name):
+        return SchedulerSide(engine(name), PeerRules(("127.0.0.0/8",)), SeededIds(1), TransferGroups((0,), (None,)))
+
+    return new
+
+
+def begin(side, name, num_scheduled=70):
+    """Schedule a step of a prompt that another engine will load."""
+    request = FakeRequest(name, list(PROMPT), dict(REMOTE_DECODE))
+    side.on_new_request(request)
+    orders = side.build_orders({name: num_scheduled}, lambda _: TABLE)
+    request.num_computed_tokens = num_scheduled
+    return request, orders
+
+
+def finish(side, request):
+    request.num_output_tokens = 1
+    request.status = Status.FINISHED_LENGTH_CAPPED
+    return side.request_finished(request, TABLE)
+
+
+def step(side, **scheduled):
+    return side.build_orders(scheduled, lambda _: TABLE)
+
+
+def load(side, params, name="d"):
+    request = FakeRequest(name, list(PROMPT), params)
+    side.on_new_request(request)
+    return side.num_loadable_tokens(request, 0)
+
+
+def test_a_published_handoff_ends_and_is_held_until_all_ranks_say_so(new_side):
+    side = new_side("p")
+    request, orders = begin(side, "a")
+    finish(side, request)
+    step(side)
+    side.reset()
+    assert side.has_orders()
+    assert step(side).ended == [orders.seals[0].transfer_id]
+    assert side.producer.num_held_blocks == 3
+    side.on_step_ended({"a"}, set(), None)
+    assert side.producer.num_held_blocks == 0
+
+
+def test_a_handoff_that_is_not_published_is_cancelled(new_side):
+    side = new_side("p")
+    request, orders = begin(side, "a")
+    side.reset()
+    assert step(side).cancelled == [orders.seals[0].transfer_id]
+    assert finish(side, request) is None
+
+
+def test_a_prompt_that_was_computed_in_part_is_not_handed_off(new_side):
+    side = new_side("p")
+    request, _ = begin(side, "a", num_scheduled=64)
+    side.reset()
+    assert step(side, a=6).seals == []
+    assert finish(side, request) is None
+
+
+def test_an_offer_from_before_is_released_unread(new_side):
+    side, owner = new_side("d"), new_side("p")
+    request, _ = begin(owner, "a")
+    assert load(side, finish(owner, request)) == 70
+    (hold,) = step(side).holds
+    side.reset()
+    assert step(side).releases == [hold]
+    assert side.num_loadable_tokens(FakeRequest("d", list(PROMPT)), 0) == 0
+
+
+def test_engines_understand_each_other_only_in_the_same_epoch(new_side):
+    owner, reader = new_side("p"), new_side("d")
+    loadable = []
+    for side in (None, owner, reader):
+        if side is not None:
+            side.reset()
+        request, _ = begin(owner, f"a{len(loadable)}")
+        params = finish(owner, request)
+        loadable.append(load(reader, params, request.request_id))
+        owner.on_step_ended({request.request_id}, set(), None)
+    assert loadable == [70, 0, 70]
+    assert decode_handoff(params).model.weights_epoch == 1
+    assert reader.consumer.refused == {"layout": 1}
