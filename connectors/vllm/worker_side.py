@@ -35,6 +35,13 @@ from connectors.vllm.sealing import Sealer
 from core.kv.pool_region import KVPoolRegion
 
 
+@dataclass(frozen=True, slots=True)
+class QuarantineBegan:
+    """Late reads of a load that has ended, or of a part of one, may still write these blocks."""
+
+    block_ids: tuple[int, ...]
+
+
 @dataclass(slots=True)
 class StepReport:
     """What a rank reports after a step: request ids, and blocks that must be computed again."""
@@ -79,7 +86,7 @@ class WorkerSide:
         self.pool = pool
         self._sealer = Sealer(pool.seals)
         self._lock = threading.Lock()  # guards what both threads use, below
-        self._reports: list[Report] = []
+        self._reports: list[Report | QuarantineBegan] = []
         self._failure: BaseException | None = None
         self._sending: dict[str, str] = {}  # transfer id → request id of granted leases
         self._published: set[str] = set()
@@ -132,16 +139,18 @@ class WorkerSide:
                 self._sending.pop(transfer_id, None)
                 self._ended.discard(transfer_id)
         if orders.cancelled or orders.ended:
-            self._agent.driver.post(ReleaseHandoffs([*orders.cancelled, *orders.ended]))
+            ended = [*orders.cancelled, *orders.ended]
+            self._agent.driver.post(ReleaseHandoffs([_lease_name(transfer_id, self._role.rank) for transfer_id in ended]))
 
     def start_loads(self, orders: StepOrders) -> None:
         """Pass the orders for loads and leases of other engines to the agent."""
         step = ConsumerStep(
             holds=[ref for remote in orders.holds for ref in self._leased(remote)],
-            pulls=[pull for load in orders.loads for pull in self._pulls(load)],
-            aborts=[name for request_id in orders.aborts for name in self._parts.names(request_id)],
             releases=[ref for remote in orders.releases for ref in self._leased(remote)],
         )
+        with self._lock:
+            step.pulls = [self._parts.begin(load.request_id, self._pulls(load)) for load in orders.loads]
+            step.aborts = [name for request_id in orders.aborts if (name := self._parts.abort(request_id)) is not None]
         if not step.is_empty():
             self._agent.driver.post(step)
 
@@ -151,7 +160,7 @@ class WorkerSide:
             self._sealer.seal(order)
             with self._lock:
                 self._sending[order.transfer_id] = order.request_id
-            grant = LeaseGrant(order.transfer_id, order.transfer_id, len(order.blocks))
+            grant = LeaseGrant(_lease_name(order.transfer_id, self._role.rank), order.transfer_id, len(order.blocks))
             self._agent.driver.post(grant)
 
     def end_step(self) -> StepReport:
@@ -192,23 +201,32 @@ class WorkerSide:
                     self._ended.add(report.request_id)
             return
         with self._lock:
-            self._reports.append(report)
+            if isinstance(report, LoadEnded):
+                self._end_part(report)
+            else:
+                self._reports.append(report)
+
+    def _end_part(self, part: LoadEnded) -> None:
+        """Begin the next part of a load, or keep its end for the next step."""
+        if part.quarantined_block_ids:
+            self._reports.append(QuarantineBegan(part.quarantined_block_ids))
+        found = self._parts.end(part)
+        if isinstance(found, PullRequest):
+            self._agent.driver.post(ConsumerStep(pulls=[found]))
+        else:
+            self._reports.append(found)
 
     def _on_failure(self, error: BaseException) -> None:
         self._failure = error
 
-    def _add(self, report: Report, found: StepReport) -> None:
+    def _add(self, report: Report | QuarantineBegan, found: StepReport) -> None:
         if isinstance(report, QuarantineEnded):
             self._news.append(QuarantineNews(ended=report.block_ids))
             return
+        if isinstance(report, QuarantineBegan):
+            self._news.append(QuarantineNews(added=report.block_ids))
+            return
         assert isinstance(report, LoadEnded)
-        if report.quarantined_block_ids:
-            self._news.append(QuarantineNews(added=report.quarantined_block_ids))
-        whole = self._parts.end(report)
-        if whole is not None:
-            self._add_load(whole, found)
-
-    def _add_load(self, report: LoadEnded, found: StepReport) -> None:
         found.finished_recving.add(report.request_id)
         self.totals.add(report)
         self._counts.add(report)
@@ -226,21 +244,29 @@ class WorkerSide:
         """Return the leases of a handoff that this rank holds and releases."""
         role = self._role
         peers = leased_peers(role.rank, role.num_ranks, len(remote.ranks), role.num_kv_heads)
-        return [HandoffRef(remote.transfer_id, remote.ranks[peer]) for peer in peers]
+        return [_ref(remote, peer) for peer in peers]
 
     def _pulls(self, load: LoadOrder) -> list[PullRequest]:
-        """Return what is read for a load: the same blocks from each rank of P that holds heads of this rank."""
+        """Return the parts of a load: the same blocks from each rank of P that holds heads of this rank."""
         role, remote = self._role, load.handoff
         sources = head_sources(role.rank, role.num_ranks, len(remote.ranks), role.num_kv_heads)
-        names = self._parts.begin(load.request_id, len(sources))
         return [
             PullRequest(
-                name,
-                HandoffRef(remote.transfer_id, remote.ranks[source.peer_rank]),
+                load.request_id,
+                _ref(remote, source.peer_rank),
                 load.units,
                 load.num_tokens,
                 layout=load.layout,
                 heads=source.heads,
             )
-            for name, source in zip(names, sources, strict=True)
+            for source in sources
         ]
+
+
+def _ref(remote: RemoteHandoff, peer_rank: int) -> HandoffRef:
+    return HandoffRef(_lease_name(remote.transfer_id, peer_rank), remote.ranks[peer_rank])
+
+
+def _lease_name(transfer_id: str, rank: int) -> str:
+    """Return the name of a handoff's lease on one rank of P: a reader may hold those of several ranks."""
+    return f"{transfer_id}/{rank}"

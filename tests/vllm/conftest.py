@@ -50,9 +50,10 @@ class Pair:
     p: VllmEngine
     d: VllmEngine
     connector: str = OURS
+    seed: int = 3  # of its prompts
 
     def __post_init__(self) -> None:
-        self._random = random.Random(3)
+        self._random = random.Random(self.seed)
         self._num_names = 0
 
     def name(self) -> str:
