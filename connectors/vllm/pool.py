@@ -18,7 +18,7 @@ from core.digest import BlockDigester, TensorDigester
 from core.errors import ConfigError
 from core.kv.pool_region import BlockCopier, KVPoolRegion
 from core.kv.seals import DigestBlocks, SealTable, each_by_itself, layout_fingerprint, map_seal_memory, num_landing_rows
-from core.wire.kv import HNC, OPAQUE, KVLayoutInfo
+from core.wire.kv import HNC, HNC_VEC, OPAQUE, KVLayoutInfo
 
 
 def block_layout(
@@ -33,7 +33,7 @@ def block_layout(
     block_bytes, num_layers = _check_memory(kv_caches, kv_cache_config)
     return KVLayoutInfo(
         dtype=f"{cache_dtype}:{str(next(iter(kv_caches.values())).dtype).removeprefix('torch.')}",
-        order=_order(kv_caches, kv_cache_config, cache_dtype, instruction_sets),
+        order=_order(kv_caches, kv_cache_config, block_bytes, cache_dtype, instruction_sets),
         block_size=block_size(kv_cache_config),
         num_layers=num_layers,
         num_kv_heads=max(int(spec.num_kv_heads) for spec in specs),
@@ -99,21 +99,32 @@ def _check_memory(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[i
     return row_bytes * num_planes, len(offsets)
 
 
-def _order(kv_caches: Mapping[str, Any], kv_cache_config: Any, cache_dtype: str, instruction_sets: Sequence[str]) -> str:
+def _order(
+    kv_caches: Mapping[str, Any], kv_cache_config: Any, block_bytes: int, cache_dtype: str, instruction_sets: Sequence[str]
+) -> str:
     """Return what is known of the order of bytes in a block, see ``core.kv.block_form``."""
     specs = attention_specs(kv_cache_config)
     address = next(iter(kv_caches.values())).untyped_storage().data_ptr()
     offsets = sorted({cache.data_ptr() - address for cache in kv_caches.values()})
+    run_bytes = block_bytes // len(offsets)  # of a layer in a block, if there is no padding
     are_alike = len({(spec.num_kv_heads, spec.head_size) for spec in specs}) == 1
+    are_heads = all(getattr(spec, "num_head_slots", None) is None for spec in specs)  # else H counts something else
     are_even = len(set(np.diff(offsets).tolist())) <= 1
-    are_whole = all(cache.shape[0] == kv_cache_config.num_blocks and cache[0].is_contiguous() for cache in kv_caches.values())
-    if not (are_alike and are_even and are_whole):
+    are_whole = all(
+        cache.shape[0] == kv_cache_config.num_blocks
+        and cache[0].is_contiguous()
+        and cache[0].numel() * cache.element_size() == run_bytes
+        for cache in kv_caches.values()
+    )
+    if not (are_alike and are_heads and are_even and are_whole):
         return OPAQUE
     if not instruction_sets:
         return HNC
-    is_plain = len(instruction_sets) == 1 and not cache_dtype.startswith("fp8")
-    kind = "vec" if is_plain and instruction_sets[0] in {"vec", "vec16"} else "+".join([*instruction_sets, cache_dtype])
-    return f"{HNC}-{kind}"
+    are_pairs = all(getattr(spec, "head_size_v", spec.head_size) == spec.head_size for spec in specs)
+    is_plain = are_pairs and len(instruction_sets) == 1 and not cache_dtype.startswith("fp8")
+    if is_plain and instruction_sets[0] in {"vec", "vec16"}:
+        return HNC_VEC
+    return f"{HNC}-{'+'.join([*instruction_sets, cache_dtype])}"
 
 
 def _buffer(storage: Any) -> memoryview:

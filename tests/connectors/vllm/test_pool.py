@@ -78,6 +78,17 @@ def test_of_blocks_that_kernels_cut_nothing_is_known():
     assert (found.order, found.block_bytes) == ("opaque", BLOCK_BYTES)
 
 
+@pytest.mark.parametrize("spec", [{"num_head_slots": 2}, {"num_kv_heads": 4, "num_head_slots": 8}])
+def test_where_rows_are_no_heads_nothing_is_known(spec):
+    found = block_layout(caches(APART), config(APART, **spec), "auto", [])
+    assert found.order == "opaque"
+
+
+def test_keys_and_values_of_different_sizes_are_not_told_apart_on_a_cpu():
+    found = block_layout(caches(APART), config(APART, head_size_v=6), "auto", ["vec"])
+    assert found.order == "HNC-vec+auto"
+
+
 def test_layers_of_two_groups_that_share_bytes_count_once():
     assert block_layout(caches(APART, names=2 * LAYERS), config(APART), "auto", []).num_planes == LAYERS
 
