@@ -10,9 +10,10 @@ model, and cost it memory bandwidth only. Implements ``core.kv.pool_region.Block
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, ParamSpec, Protocol, TypeVar
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,11 +42,15 @@ class CudaCopyQueue:
     """A stream of a CUDA device. Its priority is the lowest, which is the default."""
 
     def __init__(self, device: torch.device) -> None:
+        import torch
+
         self._device = device
         self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def submit(self, copy: Callable[[], object]) -> CopyDone:
         """See ``CopyQueue``."""
+        import torch
+
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             copy()
             done: torch.cuda.Event = torch.cuda.Event()  # type: ignore[no-untyped-call]
@@ -57,6 +62,8 @@ class TensorBlockCopier:
     """Copies rows of a tensor ``rows`` [num_blocks, block_bytes] uint8 to and from ``num_slots`` slots in host memory."""
 
     def __init__(self, rows: torch.Tensor, queue: CopyQueue, num_slots: int) -> None:
+        import torch
+
         self._rows = rows
         self._queue = queue
         self._slots = torch.empty((num_slots, rows.shape[1]), dtype=torch.uint8, pin_memory=rows.is_cuda)
@@ -82,6 +89,8 @@ class TensorBlockCopier:
 
     def start_write_from(self, slot: int, block_id: int, memory: memoryview) -> None:
         """See ``BlockCopier``."""
+        import torch
+
         source = torch.frombuffer(memory, dtype=torch.uint8)
         self._start(slot, lambda: self._rows[block_id].copy_(source, non_blocking=True))
 
@@ -98,6 +107,8 @@ class TensorBlockCopier:
 
 def on_side_stream(device: torch.device, call: Callable[P, R]) -> Callable[P, R]:
     """Return ``call`` made on a stream of its own on a CUDA device; what it has submitted is done when it returns."""
+    import torch
+
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
     def called(*args: P.args, **kwargs: P.kwargs) -> R:

@@ -141,9 +141,14 @@ def instruction_sets(vllm_config: Any, specs: Sequence[Any]) -> list[str]:
     return sorted({_get_attn_isa(dtype, spec.block_size, spec.head_size, cache_dtype) for spec in specs})
 
 
+def holds_latents(specs: Sequence[Any]) -> bool:
+    """Return True for attention that keeps one latent per token instead of keys and values (MLA)."""
+    return all(type(spec).__name__ in _MLA for spec in specs)
+
+
 def total_kv_heads(vllm_config: Any, specs: Sequence[Any]) -> int:
     """Return the KV heads of the model, on all ranks together; 1 for a latent (MLA), which every rank has."""
-    if all(type(spec).__name__ in _MLA for spec in specs):
+    if holds_latents(specs):
         return 1
     return int(vllm_config.model_config.get_total_num_kv_heads())
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from connectors.vllm.engine import LAYERS_APART, LAYOUTS, attention_specs, block_size
+from connectors.vllm.engine import LAYERS_APART, LAYOUTS, attention_specs, block_size, holds_latents
 from core.digest import BlockDigester, TensorDigester
 from core.errors import ConfigError
 from core.kv.pool_region import BlockCopier, KVPoolRegion
@@ -120,7 +120,9 @@ def _order(
         return OPAQUE
     if not instruction_sets:
         return HNC
-    are_pairs = all(getattr(spec, "head_size_v", spec.head_size) == spec.head_size for spec in specs)
+    are_pairs = not holds_latents(specs) and all(
+        getattr(spec, "head_size_v", spec.head_size) == spec.head_size for spec in specs
+    )
     is_plain = are_pairs and len(instruction_sets) == 1 and not cache_dtype.startswith("fp8")
     if is_plain and instruction_sets[0] in {"vec", "vec16"}:
         return HNC_VEC

@@ -89,6 +89,17 @@ def test_keys_and_values_of_different_sizes_are_not_told_apart_on_a_cpu():
     assert found.order == "HNC-vec+auto"
 
 
+class MLAAttentionSpec(SimpleNamespace):
+    """A spec of vLLM's by its name."""
+
+
+def test_a_latent_on_a_cpu_is_no_pair_of_keys_and_values():
+    latents = config(APART)
+    latents.kv_cache_groups[0].kv_cache_spec = MLAAttentionSpec(num_kv_heads=1, head_size=CONTENT, block_size=TOKENS)
+    assert block_layout(caches(APART), latents, "auto", ["vec"]).order == "HNC-vec+auto"
+    assert block_layout(caches(APART), latents, "auto", []).order == "HNC"
+
+
 def test_layers_of_two_groups_that_share_bytes_count_once():
     assert block_layout(caches(APART, names=2 * LAYERS), config(APART), "auto", []).num_planes == LAYERS
 
