@@ -40,6 +40,7 @@ from core.wire.sockets import (
 )
 from core.wire.version import VersionRefuser
 
+CONNECT_TIMEOUT_S = 10.0  # longer than ZeroMQ's own, which does not begin before a name has resolved
 MAX_QUEUED_MESSAGES = 4096  # per peer; a peer that takes none is found by its deadline, not by our memory
 
 _log = logging.getLogger(__name__)
@@ -135,7 +136,7 @@ class _Link:
         self.socket = socket
         self.keys = keys
         self.unconfirmed: list[bytes] | None = [] if next_keys(keys) is not None else None
-        self.monitor: AsyncSocket = socket.get_monitor_socket(LOST_EVENTS)
+        self.monitor: AsyncSocket = socket.get_monitor_socket(LOST_EVENTS | zmq.EVENT_CONNECTED)
         self.tasks: list[asyncio.Task[None]] = []
 
     def close(self) -> None:
@@ -248,8 +249,14 @@ class ControlClients:
 
     async def _watch(self, address: str, link: _Link) -> None:
         """Wait for the end of the connection. Frames that arrived before it are delivered first, or are ignored."""
-        frames = await link.monitor.recv_multipart()
-        news = parse_monitor_message(frames)
+        try:
+            async with asyncio.timeout(CONNECT_TIMEOUT_S):
+                news = parse_monitor_message(await link.monitor.recv_multipart())
+        except TimeoutError:  # it does not resolve: ZeroMQ does not say so
+            self._lose(address, link)
+            return
+        if news["event"] == zmq.EVENT_CONNECTED:
+            news = parse_monitor_message(await link.monitor.recv_multipart())
         _log.debug(event("kv_control_lost", address=address, reason=news["event"]))
         if is_refusal(news) and link.unconfirmed is not None and self._links.get(address) is link:
             self._try_next_key(address, link, link.unconfirmed)

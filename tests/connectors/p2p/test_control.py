@@ -385,6 +385,25 @@ async def test_address_without_a_listener_is_reported_as_disconnected(bare_owner
     assert await reader.next() == (address, None)
 
 
+async def test_address_that_does_not_resolve_is_reported_as_disconnected(reader, monkeypatch):
+    """ZeroMQ says nothing about it. Without an end each such address would keep its sockets."""
+    monkeypatch.setattr("connectors.p2p.control.CONNECT_TIMEOUT_S", 0.05)
+    address = "tcp://[::1%no-such-zone]:7000"
+    reader.clients.send(address, QUESTION)
+    assert await reader.next() == (address, None)
+
+
+async def test_owner_that_answers_late_keeps_its_connection(bare_owner, reader, monkeypatch):
+    monkeypatch.setattr("connectors.p2p.control.CONNECT_TIMEOUT_S", 0.05)
+    owner, address = bare_owner
+    reader.clients.send(address, QUESTION)
+    async with asyncio.timeout(WAIT_S):
+        identity, _ = await owner.recv_multipart()
+    await asyncio.sleep(0.2)
+    await owner.send_multipart([identity, encode_control_message(ANSWER)])
+    assert await reader.next() == (address, ANSWER)
+
+
 async def test_owner_that_ends_is_reported_once(server, reader):
     address = server.start(ANY)
     reader.clients.send(address, QUESTION)
