@@ -1,4 +1,4 @@
-"""Which ranks are read: every head of ours once, from a rank that has it, whatever the sizes of both sides."""
+"""Which ranks are read: each of our heads once, from a rank that has it, for all sizes of both sides."""
 
 import pytest
 
