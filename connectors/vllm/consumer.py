@@ -123,8 +123,9 @@ class Consumer:
 
     def reset(self, engine: EngineIdentity, hasher: BlockHasher) -> None:
         """Give up the handoffs that are not being loaded yet, and go on as this engine: the model has other weights."""
-        self.orders.releases += [offer.remote for offer in self._offers.values()]
-        self._offers.clear()
+        while self._offers:
+            _, offer = self._offers.popitem()
+            self._release(offer.remote)
         self._engine, self._hasher = engine, hasher
 
     def on_loads_ended(self, request_ids: set[str]) -> None:

@@ -84,6 +84,20 @@ def test_an_offer_from_before_is_released_unread(new_side):
     assert side.num_loadable_tokens(FakeRequest("d", list(PROMPT)), 0) == 0
 
 
+def test_another_choice_of_the_same_answer_goes_on_loading(new_side):
+    side, owner = new_side("d"), new_side("p")
+    request, _ = begin(owner, "a")
+    params = finish(owner, request)
+    choices = [FakeRequest(name, list(PROMPT), params) for name in ("0_d", "1_d")]
+    for choice in choices:
+        side.on_new_request(choice)
+    side.start_load(choices[0], ([11, 12, 13],), 70)
+    side.reset()
+    assert step(side).releases == []
+    side.on_step_ended(set(), {"0_d"}, None)
+    assert len(step(side).releases) == 1
+
+
 def test_engines_understand_each_other_only_in_the_same_epoch(new_side):
     owner, reader = new_side("p"), new_side("d")
     loadable = []
