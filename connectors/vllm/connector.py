@@ -125,7 +125,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             ),
             DriverSettings(
                 transfer=settings.transfer,
-                control_address=join_tcp(host, settings.port + rank if settings.port else 0),
+                control_address=join_tcp(host, settings.port_of(rank, config.parallel_config)),
                 advertise_host=host,
                 keys=self._keys,
                 clock=SystemClock(),

@@ -31,7 +31,8 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """What a user sets. Durations are in seconds.
 
     ``host`` is the address that the sockets bind and that peers connect to; empty = this machine's address with a cluster
-    key, loopback without. ``port`` is that of rank 0's control socket, rank n has ``port + n``; 0 = any.
+    key, loopback without. ``port`` is that of rank 0's control socket, rank n has ``port + n``, and the next engine of data
+    parallelism goes on from there; 0 = any.
     """
 
     transports: tuple[str, ...] = ("nixl", "tcp")
@@ -56,6 +57,12 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     def transfer(self) -> TransferSettings:
         """The part that concerns transfers."""
         return TransferSettings(**{name: getattr(self, name) for name in TransferSettings.__dataclass_fields__})
+
+    def port_of(self, rank: int, parallel: Any) -> int:
+        """Return the port of a tensor-parallel rank by vLLM's ``ParallelConfig``; data-parallel engines follow each other."""
+        if not self.port:
+            return 0
+        return int(self.port + parallel.data_parallel_rank * parallel.tensor_parallel_size + rank)
 
     def peer_rules(self, has_key: bool) -> PeerRules:
         """Return which peers may be connected to.

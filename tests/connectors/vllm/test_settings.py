@@ -1,3 +1,5 @@
+from types import SimpleNamespace
+
 import pytest
 
 from connectors.vllm.peer_rules import PeerRules
@@ -32,6 +34,13 @@ def test_without_a_key_only_loopback_is_bound(host):
     with pytest.raises(ConfigError, match=r"kvferry.host: .* cluster key"):
         settings.bind_host(has_key=False, own_address="10.0.0.9")
     assert settings.bind_host(has_key=True, own_address="10.0.0.9") == host
+
+
+def test_ranks_and_engines_of_one_host_have_ports_of_their_own():
+    settings = read_settings({"kvferry.port": 7000})
+    engines = [SimpleNamespace(data_parallel_rank=rank, tensor_parallel_size=2) for rank in range(3)]
+    assert [settings.port_of(rank, engine) for engine in engines for rank in range(2)] == list(range(7000, 7006))
+    assert read_settings({}).port_of(1, engines[1]) == 0
 
 
 def test_without_a_host_a_key_decides():
