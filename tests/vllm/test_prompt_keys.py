@@ -104,6 +104,7 @@ def test_a_handoff_with_another_image_is_not_read(image_pair, with_image):
     check_handoff(image_pair, with_image(image_pair), {"image": 1}, {"image": 2}, is_read=False)
 
 
+@pytest.mark.full
 def test_images_that_vllm_would_not_hash_are_refused_at_start(tmp_path, seeing):
     """It would number them, on P and on D: the first image of one would be taken for the first of the other."""
     no_caches = {"mm_processor_cache_gb": 0, "enable_prefix_caching": False}

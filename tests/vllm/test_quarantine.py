@@ -74,6 +74,7 @@ def test_an_aborted_load_gives_its_blocks_back_when_its_read_ends(late):
     late.d.ask("let_reads_go")
 
 
+@pytest.mark.full
 def test_a_read_that_does_not_end_is_cut_off(late):
     name, _ = begin(late)
     late.d.ask("abort", name=name)

@@ -20,7 +20,12 @@ NUM_BLOCKS_OF_P = 40
 STALE = {fallback_reason("stale")}
 
 
-@pytest.fixture(params=["nixl", pytest.param("tcp", marks=pytest.mark.full)])
+def full(value):
+    """Return a parameter for --full only."""
+    return pytest.param(value, marks=pytest.mark.full)
+
+
+@pytest.fixture(params=["nixl", full("tcp")])
 def pair(request):
     """Return a pair over each transport, nixl with seals alone, tcp with digests as well; afterwards it holds nothing."""
     found = request.getfixturevalue(f"{request.param}_pair")
@@ -68,7 +73,7 @@ def test_consumed_reference(pair):
 # ---- 2: out of range
 
 
-@pytest.mark.parametrize("block_id", [NUM_BLOCKS_OF_P, 2 * NUM_BLOCKS_OF_P - 1, 2**31 - 1, 0])
+@pytest.mark.parametrize("block_id", [NUM_BLOCKS_OF_P, full(2 * NUM_BLOCKS_OF_P - 1), full(2**31 - 1), 0])
 def test_out_of_range_reference(pair, block_id):
     """One block is not P's: after its pool, among the landing rows of its seals, far away, or the null block."""
     prompt = pair.prompt()
@@ -131,7 +136,7 @@ def test_reference_of_another_incarnation(pair, next_life):
     assert_refused(pair, prompt, moved, STALE)
 
 
-@pytest.mark.parametrize("names_its_own_blocks", [False, True])
+@pytest.mark.parametrize("names_its_own_blocks", [full(False), True])
 def test_reference_of_another_incarnation_under_a_lease_that_is_good(pair, next_life, names_its_own_blocks):
     """As above, but the reference claims the present incarnation, and names a handoff that this one holds."""
     prompt = pair.prompt()
@@ -150,7 +155,7 @@ def test_reference_with_another_prompts_hashes(pair):
     assert pair.counts()["failures"] == failures, "it was read"
 
 
-@pytest.mark.parametrize("position", [0, 4, 9])
+@pytest.mark.parametrize("position", [full(0), 4, full(9)])
 def test_reference_with_one_block_of_another_prompt(pair, position):
     """The blocks before the wrong one are right and used; those after it are not."""
     prompt = pair.prompt()

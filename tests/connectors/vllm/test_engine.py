@@ -56,14 +56,23 @@ def test_only_groups_that_vllm_manages_as_windows_have_one(specs, windows, can_n
     assert can_name_blocks(config) is can_name
 
 
+def config_with(multimodal=None):
+    sizes = dict.fromkeys(("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"), 1)
+    return SimpleNamespace(
+        parallel_config=SimpleNamespace(**sizes),
+        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=False),
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+    )
+
+
 def test_groups_that_vllm_does_not_transfer_are_refused():
     caches = kv_cache(FullAttentionSpec(), FullAttentionSpec())
     caches.transfer_group_ids = [0]
-    sizes = dict.fromkeys(("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"), 1)
-    config = SimpleNamespace(
-        parallel_config=SimpleNamespace(**sizes),
-        cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256"),
-        model_config=SimpleNamespace(multimodal_config=None),
-    )
     with pytest.raises(ConfigError, match="only 1 of its 2 groups"):
-        check_supported(config, caches)
+        check_supported(config_with(), caches)
+
+
+def test_images_that_vllm_would_number_are_refused():
+    config = config_with(SimpleNamespace(mm_processor_cache_gb=0))
+    with pytest.raises(ConfigError, match="numbers images instead of hashing them"):
+        check_supported(config, kv_cache(FullAttentionSpec()))
