@@ -53,9 +53,15 @@ def test_a_mistake_in_the_wheel_alone_fails_the_tests(unpacked, tmp_path):
     ("tests", "chosen"),
     [
         pytest.param(
-            ["tests/connectors/p2p", "tests/connectors/vllm", "tests/core/wire", "tests/core/test_digest.py"],
+            ["tests/connectors/p2p/transport/test_tcp_client.py", "tests/connectors/vllm", "tests/core/test_digest.py"],
             "not slow and not e2e and not gpu",
-            id="agent, tcp, shm",
+            id="plug-in, tcp, digest",
+        ),
+        pytest.param(
+            ["tests/connectors/p2p", "tests/core/wire"],
+            "not slow and not e2e and not gpu",
+            id="agent",
+            marks=pytest.mark.full,
         ),
         pytest.param(
             ["tests/connectors/p2p/transport", "tests/connectors/p2p/test_conformance.py", "tests/conformance"],

@@ -15,8 +15,6 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from tests.vllm import late_reads
-
 
 class EngineProcess:
     """The engine and its open requests."""
@@ -211,15 +209,15 @@ class EngineProcess:
 
     def keep_reads(self, count: int) -> None:
         """Keep the next reads of blocks until they are let go (``tests.vllm.late_reads``)."""
-        late_reads.made[-1].num_to_keep = count
+        _late_reads().made[-1].num_to_keep = count
 
     def num_kept_reads(self) -> int:
         """Return how many reads are kept."""
-        return late_reads.made[-1].num_kept
+        return _late_reads().made[-1].num_kept
 
     def let_reads_go(self) -> None:
         """Post the reads that are kept."""
-        late_reads.made[-1].let_go()
+        _late_reads().made[-1].let_go()
 
     def usage(self) -> dict:
         """Return what is held: blocks in use, requests, and what the connector holds."""
@@ -244,6 +242,12 @@ class EngineProcess:
             "requests": len(self.core.scheduler.requests),
             **held,
         }
+
+
+def _late_reads():
+    from tests.vllm import late_reads  # it imports our packages, which an engine with the wheel alone does not have
+
+    return late_reads
 
 
 def _rank_and_side() -> tuple:
@@ -313,8 +317,8 @@ def main() -> None:
         out.write(json.dumps(value) + "\n")
         out.flush()
 
-    if late_reads.VARIABLE in os.environ:
-        late_reads.install()
+    if "LATE_READS" in os.environ:
+        _late_reads().install()
     process = EngineProcess(json.loads(sys.argv[1]), answer)
     answer("ready")
     process.serve()

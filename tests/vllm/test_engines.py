@@ -13,6 +13,11 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 WINDOW = 64
 
 
+def full(*values):
+    """Return parameters for --full only."""
+    return pytest.param(*values, marks=pytest.mark.full)
+
+
 @pytest.fixture(scope="module")
 def two_ranks(new_pair):
     return new_pair(extra=settings("tcp"), tensor_parallel_size=2, distributed_executor_backend="mp")
@@ -63,6 +68,22 @@ def test_a_control_connection_that_is_cut_during_a_load_costs_no_token(two_ranks
     failures = before["failures"] | {"peer_lost": before["failures"].get("peer_lost", 0) + 1}
     assert pair.counts()["failures"] == failures
     pair.assert_nothing_is_held()
+
+
+def test_a_handoff_of_other_weights_is_refused_and_ends_with_them(two_ranks):
+    pair, prompt, another = two_ranks, two_ranks.prompt(), two_ranks.prompt()
+    old, _ = pair.hand_off(prompt), pair.hand_off(another)
+    pair.p.ask("reset_all_caches")  # says that blocks are in use, and ends the leases
+    pair.assert_nothing_is_held()
+    before = pair.counts()["failures"].get("stale", 0)
+    assert_answers_right(pair, prompt, old)
+    assert pair.counts()["failures"]["stale"] == before + 2  # on each rank
+    assert_answers_right(pair, prompt, pair.hand_off(prompt))
+    assert pair.d.ask("usage")["refused"]["layout"] == 1
+    assert pair.d.ask("reset_all_caches")
+    prompt, loads = pair.prompt(), pair.counts()["loads"]
+    assert_answers_right(pair, prompt, pair.hand_off(prompt))
+    assert pair.counts()["loads"] == loads + 2
 
 
 @pytest.fixture(scope="module")
@@ -175,8 +196,8 @@ def test_kv_of_other_types_is_handed_off(new_pair, arguments):
     ("message", "arguments"),
     [
         ("kvferry.lease: no such setting", {"extra": {"kvferry.lease": 3}}),
-        ("kvferry.host: 0.0.0.0 can be reached", {"extra": settings(host="0.0.0.0")}),
-        ("can be forged", {"prefix_caching_hash_algo": "xxhash_cbor"}),
+        full("kvferry.host: 0.0.0.0 can be reached", {"extra": settings(host="0.0.0.0")}),
+        full("can be forged", {"prefix_caching_hash_algo": "xxhash_cbor"}),
     ],
 )
 def test_what_cannot_work_is_refused_at_start(tiny_llama, tmp_path, message, arguments):

@@ -45,22 +45,6 @@ def test_a_handoff_whose_lease_is_over_is_stale(pair):
     assert failures_of(pair, lambda: assert_answers_right(pair, prompt, params)) == {"stale": 1}
 
 
-def test_a_handoff_of_other_weights_is_refused_and_ends_with_them(pair):
-    prompt, another = pair.prompt(), pair.prompt()
-    old, _ = pair.hand_off(prompt), pair.hand_off(another)
-    pair.p.ask("reset_all_caches")  # says that blocks are in use, and ends the leases
-    pair.assert_nothing_is_held()
-    assert failures_of(pair, lambda: assert_answers_right(pair, prompt, old)) == {"stale": 1}
-    new = pair.hand_off(prompt)
-    before = pair.d.ask("usage")["refused"].get("layout", 0)
-    assert_answers_right(pair, prompt, new)
-    assert pair.d.ask("usage")["refused"]["layout"] == before + 1
-    assert pair.d.ask("reset_all_caches")
-    prompt, loads = pair.prompt(), pair.counts()["loads"]
-    assert_answers_right(pair, prompt, pair.hand_off(prompt))
-    assert pair.counts()["loads"] == loads + 1
-
-
 def test_only_the_blocks_that_lack_here_are_read(pair):
     first = pair.prompt()
     assert_answers_right(pair, first, pair.hand_off(first))

@@ -15,7 +15,9 @@ NUM_SEEDS, NUM_SEEDS_IN_FULL = 20, 200
 NUM_EVENTS = 14
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["steps in turn", "async scheduling"])
+@pytest.fixture(
+    scope="module", params=[pytest.param(False, marks=pytest.mark.full), True], ids=["steps in turn", "async scheduling"]
+)
 def history_pair(request, new_pair):
     return new_pair(
         extra=settings("tcp", lease_s=LEASE_S, lease_renew_interval_s=0.2),

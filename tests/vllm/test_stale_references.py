@@ -127,6 +127,7 @@ def handed_off_there(next_life, pair):
     return next_life.generate(pair.name(), pair.prompt(), 1, params=REMOTE_DECODE)["params"]
 
 
+@pytest.mark.full
 def test_reference_of_another_incarnation(pair, next_life):
     """P has restarted: a process at its address holds another prompt."""
     prompt = pair.prompt()
@@ -136,7 +137,8 @@ def test_reference_of_another_incarnation(pair, next_life):
     assert_refused(pair, prompt, moved, STALE)
 
 
-@pytest.mark.parametrize("names_its_own_blocks", [full(False), True])
+@pytest.mark.full
+@pytest.mark.parametrize("names_its_own_blocks", [False, True])
 def test_reference_of_another_incarnation_under_a_lease_that_is_good(pair, next_life, names_its_own_blocks):
     """As above, but the reference claims the present incarnation, and names a handoff that this one holds."""
     prompt = pair.prompt()
