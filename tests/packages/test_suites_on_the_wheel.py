@@ -53,9 +53,9 @@ def test_a_mistake_in_the_wheel_alone_fails_the_tests(unpacked, tmp_path):
     ("tests", "chosen"),
     [
         pytest.param(
-            ["tests/connectors/p2p/transport/test_tcp_client.py", "tests/connectors/vllm", "tests/core/test_digest.py"],
+            ["tests/connectors/vllm", "tests/connectors/p2p/transfer", "tests/core/test_digest.py"],
             "not slow and not e2e and not gpu",
-            id="plug-in, tcp, digest",
+            id="plug-in, transfers, digest",
         ),
         pytest.param(
             ["tests/connectors/p2p", "tests/core/wire"],

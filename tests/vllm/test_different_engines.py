@@ -82,6 +82,7 @@ def test_a_handoff_used_twice_is_stale_the_second_time(pair_of, p, d):
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.full
 def test_layers_that_are_apart_are_read_by_nixl(new_pair):
     pair = new_pair(extra=settings("nixl", kv_verify="digest"), with_layout=False)
     for num_tokens in (1, 33, 300):

@@ -90,16 +90,19 @@ def with_image(seeing):
     return make
 
 
+@pytest.mark.full
 def test_each_image_gives_other_tokens(image_pair, with_image):
     prompt = with_image(image_pair)
     assert image_pair.reference(prompt, image=1) != image_pair.reference(prompt, image=2)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("image", [1, 2])
 def test_a_handoff_with_the_same_image_is_read(image_pair, with_image, image):
     check_handoff(image_pair, with_image(image_pair), {"image": image}, {"image": image}, is_read=True)
 
 
+@pytest.mark.full
 def test_a_handoff_with_another_image_is_not_read(image_pair, with_image):
     check_handoff(image_pair, with_image(image_pair), {"image": 1}, {"image": 2}, is_read=False)
 
