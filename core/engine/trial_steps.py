@@ -21,7 +21,7 @@ from core.model.decoder import Decoder
 
 _DECODE_BLOCKS = 128 << 10  # table entries of the decode step that is measured; attention takes larger ones in slices as well
 _NUM_LOGPROBS = 20
-_USUAL_TOKENS = 64
+_USUAL_TOKENS = 16  # few: each start of a worker on a CPU takes that time
 
 
 @torch.inference_mode()
@@ -55,7 +55,7 @@ def run_largest_step(
 def run_usual_step(
     decoder: Decoder, backend: type[AttentionBackend], config: KVCacheConfig, section: SchedulerSection, dtype: torch.dtype
 ) -> StepSize:
-    """Compute one prompt of up to 64 tokens, and return the size of that step."""
+    """Compute one short prompt, and return the size of that step."""
     size = StepSize(min(_USUAL_TOKENS, section.max_num_batched_tokens, decoder.arch.max_position_embeddings), num_requests=1)
     small = msgspec.structs.replace(section, max_num_batched_tokens=size.num_tokens, max_num_seqs=1)
     run_largest_step(decoder, backend, config, small, dtype)

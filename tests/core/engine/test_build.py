@@ -132,7 +132,7 @@ def test_a_build_that_fails_gives_the_pool_back(build_tiny):
 
 def test_a_small_step_is_timed_on_a_cpu_before_the_first_request(build_tiny):
     size, seconds = build_tiny().known_step
-    assert (size.num_tokens, size.num_requests) == (64, 1)
+    assert (size.num_tokens, size.num_requests) == (16, 1)
     assert seconds > 0
 
 
