@@ -290,11 +290,14 @@ class RawClient:
         return is_done(self.call(Operation.STORE, key, self.instance_id, [list(pages)], EVENT))
 
     def hoard(self, num_chunks: int, server_status: Callable[[], dict]) -> list[CacheKey]:
-        """Have chunks kept and locked, so many at a time, until the server drops some; return the keys of the locks."""
+        """Have chunks kept and locked, so many at a time, until the server has no room; return the keys of the locks.
+
+        Chunks that are not locked yet may also be gone because the server evicts once a second; but not three times in a row.
+        """
         pages = self.staging.take_to_save(2 * num_chunks)
         keys: list[CacheKey] = []
-        found = num_chunks
-        while found == num_chunks:
+        times_dropped = 0
+        while times_dropped < 3:
             number = len(keys)
             tokens = [number, *range(2 * BLOCK_SIZE * num_chunks - 1)]
             key = self.key(f"hoard-{self.instance_id}-{number}", tokens, None)
@@ -305,6 +308,7 @@ class RawClient:
             while (found := self.call(Operation.QUERY_PREFETCH_STATUS, key.request_id)) is None:
                 continue
             keys.append(key)
+            times_dropped = 0 if found == num_chunks else times_dropped + 1
         return keys
 
     def let_go(self, keys: Sequence[CacheKey]) -> None:
