@@ -4,8 +4,10 @@
 
 It needs vLLM's environment (``make install-vllm``). Each pair is an engine that computes prompts (P) and one that loads them
 (D), each in a process of its own, with a tiny Llama. Prompts are new, so that nothing is cached. The pairs take turns, handoff
-by handoff, so that a change of the machine's pace meets both. A handoff's time is D's own, from the arrival of the request to
-its first token: the load, and the computation of one token. The first handoff of a pair is left out: it also connects.
+by handoff, so that a change of the machine's pace meets both. The other pairs stand still meanwhile (SIGSTOP): NixlConnector
+uses more than a whole processor without any request, and would slow the others. A handoff's time is D's own, from the arrival
+of the request to its first token: the load, and the computation of one token. The first handoff of a pair is left out: it also
+connects.
 
 The ratio is that of medians; its 95 % interval comes from 2,000 resamples of the handoffs. ``tcp`` with digests has no goal.
 The gap between two tokens of D is measured while P is idle and while P computes prompts of 4,096 tokens; both engines share
@@ -19,7 +21,8 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -72,6 +75,18 @@ class Pair:
         first_s, second_s = result["token_s"]
         self.seconds.setdefault(len(prompt), []).append((first_s, second_s))
 
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """Let the pair, which stands still, go on for a while."""
+        engines = self.p, self.d
+        for engine in engines:
+            engine.thaw()
+        try:
+            yield
+        finally:
+            for engine in engines:
+                engine.freeze()
+
     def cpu_s(self) -> float:
         """CPU time of both processes so far."""
         times = [psutil.Process(engine.pid).cpu_times() for engine in (self.p, self.d)]
@@ -89,7 +104,7 @@ class Prompts:
 
 
 def start_pairs(folder: Path) -> list[Pair]:
-    """Start three pairs together."""
+    """Start three pairs, which stand still."""
     model = write_tiny_llama(folder / "model")
     common: dict[str, Any] = {"num_blocks": NUM_BLOCKS, "max_model_len": MAX_MODEL_LEN, "max_num_batched_tokens": MAX_MODEL_LEN}
     kinds: dict[str, dict[str, Any]] = {
@@ -113,6 +128,9 @@ def start_pairs(folder: Path) -> list[Pair]:
         for engine in engines:
             engine.start()
         pairs.append(Pair(name, *(engine.wait() for engine in engines)))
+    for pair in pairs:
+        pair.p.freeze()
+        pair.d.freeze()
     return pairs
 
 
@@ -125,9 +143,13 @@ def benchmark(repeats: int, sizes: Sequence[int], idle_s: float) -> Outcome:
             for size in sizes:
                 for _ in range(repeats + 1):
                     for pair in pairs:
-                        pair.measure(prompts.next(size))
-            gaps = {pair.name: gaps_between_tokens(pair, prompts, max(sizes)) for pair in pairs}
-            idle = {pair.name: cpu_of_idle_pair(pair, prompts, idle_s) for pair in pairs}
+                        with pair.awake():
+                            pair.measure(prompts.next(size))
+            gaps, idle = {}, {}
+            for pair in pairs:
+                with pair.awake():
+                    gaps[pair.name] = gaps_between_tokens(pair, prompts, max(sizes))
+                    idle[pair.name] = cpu_of_idle_pair(pair, prompts, idle_s)
         finally:
             for pair in pairs:
                 pair.p.kill()
