@@ -152,7 +152,12 @@ class P2PDriver:
         agent = P2PAgent(
             self._host.identity,
             self.transports,
-            agent_settings(self._settings.transfer, pool.num_blocks, is_on_device=pool.buffer is None),
+            agent_settings(
+                self._settings.transfer,
+                pool.num_blocks,
+                is_on_device=pool.buffer is None,
+                unsealed_patience_s=self._settings.unsealed_patience_s,
+            ),
             responder if is_producer else None,
         )
         executor = TransferExecutor(

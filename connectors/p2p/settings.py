@@ -43,7 +43,8 @@ class DriverSettings:
     """The settings of a driver, with its clock and randomness.
 
     ``control_address`` is where a producer binds its control socket, ``data_port`` the port of its data socket (0 = any).
-    ``keys`` encrypt both; None = they are open.
+    ``keys`` encrypt both; None = they are open. ``unsealed_patience_s`` is how long blocks without a seal are read again: more
+    than 0 where producers grant leases before they seal.
     """
 
     transfer: TransferSettings
@@ -51,6 +52,7 @@ class DriverSettings:
     data_port: int = 0
     advertise_host: str
     keys: ClusterKeys | None = None
+    unsealed_patience_s: float = 0.0
     clock: Clock
     ids: IdSource
 
@@ -76,6 +78,7 @@ class PullSettings:
     max_read_bytes: int = 16 << 20
     max_read_bytes_by: Mapping[str, int] = field(default_factory=dict)  # transport; not where blocks are converted
     max_reads_in_flight: int = 4  # per load
+    unsealed_patience_s: float = 0.0  # how long blocks without a seal are read again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,7 +89,9 @@ class AgentSettings:
     leases: LeaseTerms
 
 
-def agent_settings(config: TransferSettings, num_blocks: int, *, is_on_device: bool = False) -> AgentSettings:
+def agent_settings(
+    config: TransferSettings, num_blocks: int, *, is_on_device: bool = False, unsealed_patience_s: float = 0.0
+) -> AgentSettings:
     """Return the settings of an agent whose pool has ``num_blocks`` blocks, in host memory or on a device."""
     max_quarantined_blocks = config.max_quarantined_blocks or max(1, num_blocks // 4)
     return AgentSettings(
@@ -102,6 +107,7 @@ def agent_settings(config: TransferSettings, num_blocks: int, *, is_on_device: b
             lease_renew_interval_s=config.lease_renew_interval_s,
             lease_margin_s=min(LEASE_MARGIN_S, config.lease_renew_interval_s / 2),
             kv_verify=config.kv_verify,
+            unsealed_patience_s=unsealed_patience_s,
             max_quarantined_blocks=max_quarantined_blocks,
             max_quarantined_blocks_in_total=max(max_quarantined_blocks, num_blocks // 2),
             max_read_bytes=READ_BYTES,

@@ -37,7 +37,7 @@ from connectors.vllm.engine import (
 from connectors.vllm.handoff_params import Rank
 from connectors.vllm.metrics import HandoffMetrics, HandoffStats, stats_of_rank, stats_of_scheduler
 from connectors.vllm.orders import RankAddress, RankReports, StepOrders
-from connectors.vllm.pool import block_layout, pool_of
+from connectors.vllm.pool import block_layout, kv_written, pool_of
 from connectors.vllm.producer import EngineIdentity
 from connectors.vllm.scheduler_side import SchedulerSide
 from connectors.vllm.settings import read_keys, read_settings
@@ -50,6 +50,7 @@ from core.wire.pairing import verifies_digests
 from core.wire.sockets import join_tcp
 
 _log = logging.getLogger("vllm.kvferry")
+UNSEALED_PATIENCE_S = 0.05  # the seals of a prompt are written soon after the step that completes it
 _OURS = ("kvferry_vllm", "connectors", "core")  # first names of our loggers: in the wheel, and in the repository
 
 
@@ -128,6 +129,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
                 control_address=join_tcp(host, settings.port_of(rank, config.parallel_config)),
                 advertise_host=host,
                 keys=self._keys,
+                unsealed_patience_s=UNSEALED_PATIENCE_S,
                 clock=SystemClock(),
                 ids=ids,
             ),
@@ -293,8 +295,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Seal the prompts that this step has completed, after their KV is written."""
         orders = self._orders
         if orders.seals:
-            _finish_writes(self._kv_caches)
-            self.worker_side.seal(orders)
+            self.worker_side.seal(orders, kv_written(next(iter(self._kv_caches.values())).device))
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """Return the request ids of ended transfers."""
@@ -327,12 +328,3 @@ def _log_as_vllm_does() -> None:
         ours = logging.getLogger(name)
         ours.handlers, ours.propagate = theirs.handlers, False
         ours.setLevel(theirs.level)
-
-
-def _finish_writes(kv_caches: dict[str, Any]) -> None:
-    """Return once the step's KV is in memory: on a device the forward pass has only been submitted."""
-    cache = next(iter(kv_caches.values()))
-    if cache.device.type == "cuda":
-        import torch
-
-        torch.cuda.current_stream(cache.device).synchronize()

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from connectors.vllm.engine import LAYERS_APART, LAYOUTS, attention_specs, block_size, holds_latents
+from connectors.vllm.sealing import KVWritten
 from core.digest import BlockDigester, TensorDigester
 from core.errors import ConfigError
 from core.kv.pool_region import BlockCopier, KVPoolRegion
@@ -72,6 +73,17 @@ def pool_of(
         new_copier=None if is_on_host else partial(_new_copier, storage, num_blocks * layout.num_planes),
         bind_thread=None if is_on_host else _use_device(storage.device),
     )
+
+
+def kv_written(device: Any) -> KVWritten | None:
+    """Return the moment in which the KV of the step that was just submitted is in memory; None: on a CPU it is by now."""
+    if device.type == "cpu":
+        return None
+    import torch
+
+    written: torch.cuda.Event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    written.record(torch.cuda.current_stream(device))
+    return written
 
 
 def _check_memory(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[int, int]:

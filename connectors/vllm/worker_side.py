@@ -31,7 +31,7 @@ from connectors.vllm.head_ranges import head_sources, leased_peers
 from connectors.vllm.identity import ModelIdentity
 from connectors.vllm.load_parts import LoadParts
 from connectors.vllm.orders import LoadOrder, QuarantineNews, RankAddress, RankReports, RemoteHandoff, StepOrders
-from connectors.vllm.sealing import Sealer
+from connectors.vllm.sealing import KVWritten, Sealer, SealingThread
 from core.kv.pool_region import KVPoolRegion
 
 
@@ -103,6 +103,8 @@ class WorkerSide:
             name_load=lambda request_id: {"request_id": request_id},
         )
         self._agent = AgentThread(P2PDriver(settings, host, create))
+        bind = pool.bind_thread
+        self._sealing = None if bind is None else SealingThread(self._sealer, bind, self._on_failure)  # of a pool on a device
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 
@@ -114,12 +116,16 @@ class WorkerSide:
             ConnectorUnavailable: no transport works here.
         """
         self._agent.start(self.pool)
+        if self._sealing is not None:
+            self._sealing.start()
         driver = self._agent.driver
         identity = self._identity
         return RankAddress(driver.control_address, identity.incarnation, model, identity.layout, driver.transports)
 
     def stop(self) -> None:
         """End the agent: peers lose this rank, reads in progress end. Idempotent."""
+        if self._sealing is not None:
+            self._sealing.stop()
         self._agent.stop()
 
     # ---- a step, in this order ---------------------------------------------------------------------------------------
@@ -154,12 +160,19 @@ class WorkerSide:
         if not step.is_empty():
             self._agent.driver.post(step)
 
-    def seal(self, orders: StepOrders) -> None:
-        """Seal the prompts that the step has completed. Their KV must have been written."""
+    def seal(self, orders: StepOrders, written: KVWritten | None = None) -> None:
+        """Seal the prompts that the step has completed: now, or on a device as soon as their KV is ``written``."""
         for order in orders.seals:
-            self._sealer.seal(order)
+            self._sealer.begin(order)
             with self._lock:
                 self._sending[order.transfer_id] = order.request_id
+        if self._sealing is None:
+            for order in orders.seals:
+                self._sealer.seal(order)
+        elif orders.seals:
+            assert written is not None, "a step on a device has only been submitted"
+            self._sealing.seal(orders.seals, written)
+        for order in orders.seals:
             grant = LeaseGrant(_lease_name(order.transfer_id, self._role.rank), order.transfer_id, len(order.blocks))
             self._agent.driver.post(grant)
 

@@ -219,6 +219,10 @@ class EngineProcess:
         """Post the reads that are kept."""
         _late_reads().made[-1].let_go()
 
+    def delay_seals(self, seconds: float) -> None:
+        """Seal so long after a step (``tests.vllm.late_seals``)."""
+        _late_seals().delay_s = seconds
+
     def usage(self) -> dict:
         """Return what is held: blocks in use, requests, and what the connector holds."""
         pool = self.core.scheduler.kv_cache_manager.block_pool
@@ -248,6 +252,12 @@ def _late_reads():
     from tests.vllm import late_reads  # it imports our packages, which an engine with the wheel alone does not have
 
     return late_reads
+
+
+def _late_seals():
+    from tests.vllm import late_seals
+
+    return late_seals
 
 
 def _rank_and_side() -> tuple:
@@ -317,8 +327,9 @@ def main() -> None:
         out.write(json.dumps(value) + "\n")
         out.flush()
 
-    if "LATE_READS" in os.environ:
-        _late_reads().install()
+    for variable, module in (("LATE_READS", _late_reads), ("LATE_SEALS", _late_seals)):
+        if variable in os.environ:
+            module().install()
     process = EngineProcess(json.loads(sys.argv[1]), answer)
     answer("ready")
     process.serve()

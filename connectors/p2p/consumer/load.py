@@ -52,7 +52,8 @@ class Load:
     ``seal_read`` reads the seals of the units ``sealing``, or waits to be begun after ``open_reads``. ``digests`` are those of
     the arrived blocks of the producer, if digests are verified. ``asked_since`` is the time since which progress of the load
     depends on the peer, ``last_ended_at`` the end of the last block read, ``seals_ended_at`` the end of the seal read.
-    ``wants_room``: one of its reads had no room in the staging area.
+    ``wants_room``: one of its reads had no room in the staging area. ``looks_again_at`` is finite after it has found blocks
+    without a seal, for the first time at ``unsealed_since``: nothing is read before that time.
     """
 
     def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
@@ -71,6 +72,8 @@ class Load:
         self._check: SealCheck | None = None
         self.wants_room = False
         self.has_read_again = False
+        self.unsealed_since = math.inf
+        self.looks_again_at = math.inf
         self.digests: dict[int, int] = {}
         self.num_rows = len(request.local_rows)
         self._units_per_read = 1  # until the peer is known
@@ -87,6 +90,11 @@ class Load:
     def is_waiting(self) -> bool:
         """True if there are units whose read has not been posted."""
         return bool(self._waiting)
+
+    @property
+    def may_read(self) -> bool:
+        """False while it waits for room, or before it looks again for seals."""
+        return not self.wants_room and self.looks_again_at == math.inf
 
     @property
     def is_untouched(self) -> bool:
@@ -195,8 +203,13 @@ class Load:
     def read_again(self, indices: Sequence[int]) -> None:
         """Queue units whose bytes did not match their seals, for their one retry."""
         self.has_read_again = True
-        self._arrived.difference_update(indices)
-        self._queue(indices)
+        self._queue_again(indices)
+
+    def look_again(self, indices: Sequence[int], now: float, at: float) -> None:
+        """Queue units without seals, to be read again at this time."""
+        self.unsealed_since = min(self.unsealed_since, now)
+        self.looks_again_at = at
+        self._queue_again(indices)
 
     # ---- the end -----------------------------------------------------------------------------------------------------
 
@@ -245,6 +258,10 @@ class Load:
                 group_id = unit.expected[0].group_id
                 missing[group_id] = missing.get(group_id, 0) + unit.num_tokens
         return max(0, self.request.num_tokens - max(missing.values(), default=0))
+
+    def _queue_again(self, indices: Sequence[int]) -> None:
+        self._arrived.difference_update(indices)
+        self._queue(indices)
 
     def _queue(self, indices: Sequence[int]) -> None:
         for first in range(0, len(indices), self._units_per_read):

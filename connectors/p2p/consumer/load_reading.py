@@ -5,6 +5,7 @@ Loads, peers, deadlines and the end of a load belong to ``connectors.p2p.consume
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from connectors.p2p.transport.interface import PeerId
 from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import ErrorInfo
+
+LOOK_AGAIN_S = 0.005  # after blocks without a seal were found
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,13 +75,18 @@ class LoadReader:
             if transfer_id not in self._leases:
                 error = LeaseExpired(f"{load.producer.address} no longer holds the handoff {transfer_id}")
                 load.invalidate_waiting(ErrorInfo.of(error))
-            elif not load.wants_room and self._leases.may_start_read(transfer_id, now):
+            elif load.may_read and self._leases.may_start_read(transfer_id, now):
                 rows = load.next_slice()
                 self._emit(self._post_read(self._reads.open_blocks(load, rows), load, rows))
             else:
                 return
         if not load.is_waiting:
             self._read_seals(load, now)
+
+    def look_again(self, load: Load, now: float) -> None:
+        """Go on with a load that has waited for seals."""
+        load.looks_again_at = math.inf
+        self.post_reads(load, now)
 
     def _post_read(self, read_id: int, load: Load, rows: RowSlice) -> PostRead:
         peer = self._peers.get(load.producer)
@@ -159,7 +167,10 @@ class LoadReader:
             self._exits.end(load, None, now)
 
     def _on_seals_read(self, load: Load, peer: Peer, read: ReadEnded, now: float) -> None:
-        """Decide about the units; those whose bytes do not match their seal are read once more."""
+        """Decide about the units; those whose bytes do not match their seal are read once more.
+
+        The owner may seal a handoff some time after it has granted the lease: units without seals are read again for a while.
+        """
         check = load.seal_check(peer.seal_terms)
         rows = load.end_sealing()
         if read.error is not None:
@@ -172,15 +183,18 @@ class LoadReader:
         load.digests.update(zip(rows.remote_rows, read.digests, strict=False))
         verdict = check.verdict(read.seals, load.digests)
         load.verify(load.arrived_of(verdict.good))
-        for index in load.arrived_of(verdict.stale):
-            load.invalidate([index], verdict.stale[index])
+        unsealed = load.arrived_of(verdict.unsealed)
+        if unsealed and now < min(load.unsealed_since, now) + self._settings.unsealed_patience_s:
+            load.look_again(unsealed, now, now + LOOK_AGAIN_S)
         corrupt = load.arrived_of(verdict.corrupt)
         if corrupt and not load.has_read_again:
             self.num_blocks_read_again += len(corrupt)
             load.read_again(corrupt)
+        problems = verdict.stale | verdict.unsealed | verdict.corrupt
+        for index in load.arrived_of(problems):
+            load.invalidate([index], problems[index])
+        if load.is_waiting:
             load.phase = LoadPhase.READING
             self.post_reads(load, now)
-            return
-        for index in corrupt:
-            load.invalidate([index], verdict.corrupt[index])
-        self._exits.end(load, None, now)
+        else:
+            self._exits.end(load, None, now)

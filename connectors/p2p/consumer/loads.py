@@ -60,6 +60,10 @@ class Loads:
         """Return the loads whose deadline has come."""
         return [load for load in self._loads.values() if load.deadline <= now]
 
-    def next_deadline(self) -> float:
-        """Return the earliest deadline, infinity if there is none."""
-        return min((load.deadline for load in self._loads.values()), default=math.inf)
+    def looking_again(self, now: float) -> list[Load]:
+        """Return the loads that go on now, after they had found blocks without a seal."""
+        return [load for load in self._loads.values() if load.looks_again_at <= now]
+
+    def next_timer(self) -> float:
+        """Return the earliest deadline or next look, infinity if there is none."""
+        return min((min(load.deadline, load.looks_again_at) for load in self._loads.values()), default=math.inf)

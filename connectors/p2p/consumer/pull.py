@@ -235,6 +235,8 @@ class PullProtocol:
         for load in self.loads.overdue(now):
             if load in self.loads:
                 self._on_deadline(load, now)
+        for load in self.loads.looking_again(now):
+            self._reader.look_again(load, now)
         for peer_id in self._quarantine.overdue(now):
             self._fence(peer_id, now)
         for peer_id in self._stalls.due(now):
@@ -248,7 +250,7 @@ class PullProtocol:
         """Return when ``on_timer`` has something to do, or None."""
         earliest = min(
             self.peers.next_timeout(),
-            self.loads.next_deadline(),
+            self.loads.next_timer(),
             self._quarantine.next_fence(),
             self._stalls.next_timer(),
             self.peers.health.next_timer(),

@@ -18,9 +18,13 @@ from core.wire.messages import ErrorInfo
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Units of a load by their indices. ``corrupt`` ones may be read once more; ``stale`` ones would stay stale."""
+    """Units of a load by their indices. ``corrupt`` ones may be read once more; ``stale`` ones would stay stale.
+
+    ``unsealed`` ones have blocks without a seal: theirs was broken, or is about to be written.
+    """
 
     good: list[int] = field(default_factory=list)
+    unsealed: dict[int, ErrorInfo] = field(default_factory=dict)
     stale: dict[int, ErrorInfo] = field(default_factory=dict)
     corrupt: dict[int, ErrorInfo] = field(default_factory=dict)
 
@@ -32,6 +36,10 @@ class SealTerms:
     incarnation: int
     layout_version: int
     wants_digests: bool
+
+
+class _Unsealed(StaleBlock):
+    """A block has no seal."""
 
 
 class SealCheck:
@@ -61,11 +69,15 @@ class SealCheck:
             end = start + SEAL_BYTES * len(unit.remote_rows)
             problem = self._find_problem(unit, seals[start:end], digests)
             start = end
-            if problem is None:
-                verdict.good.append(index)
-            else:
-                found = verdict.corrupt if isinstance(problem, CorruptBlock) else verdict.stale
-                found[index] = ErrorInfo.of(problem)
+            match problem:
+                case None:
+                    verdict.good.append(index)
+                case CorruptBlock():
+                    verdict.corrupt[index] = ErrorInfo.of(problem)
+                case _Unsealed():
+                    verdict.unsealed[index] = ErrorInfo.of(problem)
+                case _:
+                    verdict.stale[index] = ErrorInfo.of(problem)
         return verdict
 
     def _find_problem(self, unit: ReadUnit, seals: bytes, digests: Mapping[int, int]) -> StaleBlock | CorruptBlock | None:
@@ -75,7 +87,8 @@ class SealCheck:
         for remote_row, seal, expected in zip(unit.remote_rows, rows, unit.expected, strict=True):
             mismatch = find_mismatch(seal, expected, self._terms.incarnation, self._terms.layout_version)
             if mismatch is not None:
-                return StaleBlock(f"the owner's block {remote_row}: {mismatch}")
+                kind = _Unsealed if decode_seal(seal) is None else StaleBlock
+                return kind(f"the owner's block {remote_row}: {mismatch}")
             if self._terms.wants_digests and corrupt is None:
                 corrupt = _find_corruption(remote_row, seal, digests[remote_row])
         return corrupt

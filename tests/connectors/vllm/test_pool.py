@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from connectors.p2p.transport.interface import RowRegion
-from connectors.vllm.pool import block_layout, pool_of
+from connectors.vllm.pool import block_layout, kv_written, pool_of
 from core.errors import ConfigError
 from core.kv.block_form import plane_rows
 
@@ -113,3 +113,20 @@ def test_a_layout_that_does_not_match_the_tensors_is_refused():
     for named, real in ((APART, IN_BLOCK), (IN_BLOCK, APART)):
         with pytest.raises(ConfigError, match="are not 5 equal blocks"):
             block_layout(caches(real), config(named), "auto", [])
+
+
+def test_the_kv_of_a_step_on_a_cpu_is_written_when_it_returns():
+    assert kv_written(torch.device("cpu")) is None
+
+
+@pytest.mark.gpu
+def test_the_kv_of_a_step_on_a_gpu_is_written_when_its_event_has_come():
+    device = torch.device("cuda")
+    factor, cache = torch.rand(4096, 4096, device=device), torch.zeros(4096, dtype=torch.int64, device=device)
+    for _ in range(200):
+        factor = torch.nn.functional.normalize(factor @ factor)
+    cache.fill_(7)
+    written = kv_written(device)
+    written.synchronize()
+    with torch.cuda.stream(torch.cuda.Stream(device)):
+        assert cache.sum().item() == 7 * 4096

@@ -1,7 +1,9 @@
 """One rank: seals, leases and reports, with real sockets and the tcp transport between two ranks of this process."""
 
 import mmap
+import threading
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -16,6 +18,7 @@ from connectors.vllm.settings import PluginSettings
 from connectors.vllm.worker_side import RankRole, WorkerSide
 from core.clock import SystemClock
 from core.digest import BlockDigester
+from core.errors import ConnectorUnavailable
 from core.ids import RandomIds, new_incarnation
 from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import BROKEN, ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
@@ -42,9 +45,13 @@ def pool_of(fill, incarnation):
 class Rank:
     """A rank and its memory."""
 
-    def __init__(self, name, fill, *, can_name_blocks=True, **settings):
+    def __init__(
+        self, name, fill, *, can_name_blocks=True, transports=("tcp",), is_on_device=False, unsealed_patience_s=0.0, **settings
+    ):
         self.incarnation = new_incarnation(RandomIds())
         self.pool = pool_of(fill, self.incarnation)
+        if is_on_device:
+            self.pool = replace(self.pool, bind_thread=lambda: None)
         identity = WorkerIdentity(
             engine_id=name,
             incarnation=self.incarnation,
@@ -53,9 +60,10 @@ class Rank:
             host_id=host_id(),
         )
         driver = DriverSettings(
-            transfer=PluginSettings(transports=("tcp",), **settings).transfer,
+            transfer=PluginSettings(transports=transports, **settings).transfer,
             control_address="tcp://127.0.0.1:0",
             advertise_host="127.0.0.1",
+            unsealed_patience_s=unsealed_patience_s,
             clock=SystemClock(),
             ids=RandomIds(),
         )
@@ -136,6 +144,72 @@ def test_a_load_brings_the_sealed_blocks_and_its_release_breaks_the_seals(ranks)
     assert owner.side.num_held_blocks() == 0
 
 
+class Step:
+    """A step that a device is still computing."""
+
+    def __init__(self):
+        self._is_done = threading.Event()
+        self.error = None
+
+    def end(self, error=None):
+        self.error = error
+        self._is_done.set()
+
+    def synchronize(self):
+        assert self._is_done.wait(20)
+        if self.error is not None:
+            raise self.error
+
+
+def test_a_prompt_is_sealed_once_the_device_has_written_it(ranks, eventually):
+    owner = ranks("p", 10, is_on_device=True)
+    steps, orders = [Step(), Step()], [seal_order("a", [3, 4]), seal_order("b", [3, 4, 5])]
+    for step, order in zip(steps, orders, strict=True):
+        owner.side.seal(StepOrders(seals=[order]), step)
+    assert owner.generation(3) == BROKEN
+    owner.step(cancelled=["kv-a"])
+    steps[0].end()
+    steps[1].end()
+    eventually(lambda: [owner.generation(block_id) for block_id in (3, 4, 5)] == [1, 2, 3])
+    owner.step(cancelled=["kv-b"])
+    assert [owner.generation(block_id) for block_id in (3, 4, 5)] == [BROKEN] * 3
+
+
+def test_what_has_ended_before_the_device_is_done_is_never_sealed(ranks, eventually):
+    owner = ranks("p", 10, is_on_device=True)
+    cancelled, last = Step(), Step()
+    owner.side.seal(StepOrders(seals=[seal_order("a", [3])]), cancelled)
+    owner.side.seal(StepOrders(seals=[seal_order("b", [4], 9)]), last)
+    owner.step(cancelled=["kv-a"])
+    cancelled.end()
+    last.end()
+    eventually(lambda: owner.generation(4) == 9)
+    assert owner.generation(3) == BROKEN
+
+
+def test_a_reader_that_is_faster_than_the_device_waits_for_the_seals(ranks, eventually):
+    owner, reader, step = ranks("p", 10, is_on_device=True), ranks("d", 100, unsealed_patience_s=20.0), Step()
+    order = seal_order("a", [3, 4])
+    owner.side.seal(StepOrders(seals=[order]), step)
+    load = load_order(order, owner, [7, 8])
+    reader.step(holds=[load.handoff], loads=[load])
+    eventually(lambda: reader.content(7) == 13)
+    owner.pool.buffer[3 * SIZE : 5 * SIZE] = bytes([77]) * (2 * SIZE)  # the step goes on writing
+    step.end()
+    report = reader.wait_for("load")
+    assert (report.failed_recving, report.invalid_block_ids) == (set(), set())
+    assert [reader.content(block_id) for block_id in (7, 8)] == [77, 77]
+
+
+def test_a_device_that_fails_ends_the_engine(ranks):
+    owner, step = ranks("p", 10, is_on_device=True), Step()
+    owner.side.seal(StepOrders(seals=[seal_order("a", [3])]), step)
+    step.end(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    owner.side.stop()
+    with pytest.raises(RuntimeError, match="has died"):
+        owner.step()
+
+
 def test_a_lease_that_ends_before_it_is_published_is_reported_afterwards(ranks):
     owner = ranks("p", 10, lease_s=0.05)
     order = seal_order("a", [3, 4])
@@ -196,6 +270,13 @@ def test_a_lost_peer_fails_the_load(ranks):
     assert reader.side.take_counts().failures == {"peer_lost": 1}
 
 
+def test_shm_is_refused_with_the_reason_and_the_next_transport_is_used(ranks, caplog):
+    with pytest.raises(ConnectorUnavailable, match="the KV pool does not lie in an anonymous memory file"):
+        ranks("p", 10, transports=("shm",))
+    assert list(ranks("p", 10, transports=("shm", "tcp")).address.transports) == ["tcp"]
+    assert "memory file" in caplog.text
+
+
 def test_the_engine_does_not_go_on_without_its_agent(ranks):
     rank = ranks("p", 10)
     rank.side._on_failure(ValueError("a bug"))
@@ -207,8 +288,9 @@ def test_a_shared_block_stays_sealed_until_its_last_handoff_ends():
     pool = pool_of(0, 5)
     sealer = Sealer(pool.seals)
     one, two = seal_order("a", [3, 4]), seal_order("b", [3, 4, 5])
-    sealer.seal(one)
-    sealer.seal(two)
+    for order in (one, two):
+        sealer.begin(order)
+        sealer.seal(order)
     sealer.end("kv-a")
     sealer.end("kv-a")
     assert [pool.seals.sealed_generation(block_id) for block_id in (3, 4, 5)] == [1, 2, 3]

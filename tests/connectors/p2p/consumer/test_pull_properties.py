@@ -40,9 +40,10 @@ class HostileWorld(RuleBasedStateMachine):
         self.num_started = 0
         self.ended_reads: list[int] = []
 
-    @initialize(num_rows=st.lists(st.integers(1, 9), max_size=3))
-    def begin_well(self, num_rows: list[int]) -> None:
+    @initialize(num_rows=st.lists(st.integers(1, 9), max_size=3), patience_s=st.sampled_from([0.0, 0.05]))
+    def begin_well(self, num_rows: list[int], patience_s: float) -> None:
         """Most histories begin with loads that are being read; else hardly one would come so far."""
+        self.pull = HostileWorld.make_pull(kv_verify="digest", max_quarantined_blocks=6, unsealed_patience_s=patience_s)
         for number in num_rows:
             self.start(number, "t0", ADDRESSES[0], 1, None)
         self.go_well(ADDRESSES[0], 1)
@@ -222,7 +223,9 @@ class ReusedBlocks(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pull = ReusedBlocks.make_pull(lease_renew_interval_s=2.0, transfer_deadline_s=60.0, lease_margin_s=0.5)
+        self.pull = ReusedBlocks.make_pull(
+            unsealed_patience_s=0.02, lease_renew_interval_s=2.0, transfer_deadline_s=60.0, lease_margin_s=0.5
+        )
         self.table = LeaseTable(LeaseTerms(grant_s=3.0, renew_s=2.0, max_s=9.0))
         self.to_owner: deque[LeaseRenew] = deque()
         self.to_reader: deque[LeaseState] = deque()

@@ -11,6 +11,7 @@ from connectors.p2p.consumer.verification import SealCheck, SealTerms
 from connectors.reports import ALL_BLOCKS
 from core.errors import PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import ExpectedSeal, layout_fingerprint
+from tests.connectors.p2p.conftest import expected_seal, seal_row
 
 EXPECTED = ExpectedSeal(generation=3, group_id=0, block_hash=b"h" * 16, num_tokens=32)
 
@@ -49,8 +50,10 @@ def test_each_field_of_the_seal_counts_and_is_reported_with_both_values(check, m
 
 
 @pytest.mark.parametrize("seal", [bytes(64), b"\xff" * 64])
-def test_row_that_is_no_seal_is_stale(check, seal):
-    assert check(seal).stale[0].code == "stale"
+def test_row_that_is_no_seal_is_told_from_another_seal(check, seal):
+    verdict = check(seal)
+    assert verdict.unsealed[0].code == "stale"
+    assert not verdict.stale
 
 
 def test_seal_of_another_incarnation_is_stale(check, make_seal):
@@ -94,6 +97,66 @@ def test_load_whose_blocks_are_all_stale_fails_as_a_whole(pull):
     ended = pull.ended["r"]
     assert (ended.error.code, ended.invalid_block_ids) == ("stale", ALL_BLOCKS)
     assert (ended.usage.verified_blocks, ended.usage.transferred_tokens) == (0, 0)
+
+
+@pytest.fixture
+def patient(make_pull):
+    """A load of four blocks from a producer that grants leases before it seals."""
+    pull = make_pull(unsealed_patience_s=0.05)
+    pull.start_reading(num_rows=4)
+    return pull
+
+
+def test_blocks_without_a_seal_are_read_again_until_they_have_theirs(patient):
+    pull = patient
+    pull.end_read(pull.end_data_reads(), seals={501: bytes(64), 502: bytes(64)})
+    assert not pull.open_reads, "it waits a moment"
+    pull.tick(0.01)
+    assert [pull.open_reads[read_id].remote_rows for read_id in pull.data_reads()] == [(501, 502)]
+    pull.end_read(pull.end_data_reads(), seals={502: bytes(64)})
+    pull.tick(0.01)
+    pull.end_read(pull.end_data_reads())
+    assert pull.ended["r"].error is None
+    assert pull.usable_rows("r") == {0, 1, 2, 3}
+    assert pull.ended["r"].usage.transferred_bytes == 7 * 1024
+
+
+def test_blocks_that_stay_without_a_seal_are_stale_in_the_end(patient):
+    pull, num_looks = patient, 0
+    while "r" not in pull.ended:
+        pull.end_read(pull.end_data_reads(), seals={501: bytes(64)})
+        num_looks += 1
+        pull.tick(0.01)
+    assert (pull.ended["r"].error.code, pull.ended["r"].invalid_block_ids) == ("stale", (1,))
+    assert num_looks == 6
+    assert pull.usable_rows("r") == {0, 2, 3}
+
+
+def test_another_seal_is_stale_at_once_however_patient_the_reader_is(patient):
+    other = seal_row(dataclasses.replace(expected_seal(501), generation=9))
+    patient.end_read(patient.end_data_reads(), seals={501: other})
+    assert patient.ended["r"].invalid_block_ids == (1,)
+
+
+@pytest.mark.parametrize("how", ["peer lost", "deadline", "abort", "lease over"])
+def test_load_that_waits_for_seals_ends_as_any_other(patient, how):
+    pull = patient
+    pull.end_read(pull.end_data_reads(), seals={501: bytes(64)})
+    match how:
+        case "peer lost":
+            pull.disconnect()
+        case "deadline":
+            pull.clock.advance(30.0)
+            pull.tick()
+        case "abort":
+            pull.abort("r")
+        case "lease over":
+            pull.grant(0)
+    assert "r" in pull.ended
+    assert not pull.open_reads
+    assert not pull.quarantined
+    if how != "abort":
+        assert pull.usable_rows("r") == {0, 2, 3}
 
 
 def test_seals_that_came_too_early_fail_the_load_and_the_blocks_wait_for_their_reads(pull):
