@@ -147,19 +147,7 @@ class P2PDriver:
 
         self._transport_set = await asyncio.to_thread(open_all)  # loading a transport's library can take seconds
         self._transport_set.skipped |= unverifiable
-        offers = self._transport_set.offers
-        responder = HandshakeResponder(self._host.identity, pool.num_blocks, offers, pool.seals.has_digests)
-        agent = P2PAgent(
-            self._host.identity,
-            self.transports,
-            agent_settings(
-                self._settings.transfer,
-                pool.num_blocks,
-                is_on_device=pool.buffer is None,
-                unsealed_patience_s=self._settings.unsealed_patience_s,
-            ),
-            responder if is_producer else None,
-        )
+        agent = self._new_agent(pool, self._transport_set)
         executor = TransferExecutor(
             self._transport_set.transports,
             pool.seals,
@@ -261,6 +249,17 @@ class P2PDriver:
         self._server = ControlServer(zmq, self._machines[Handshake].handle, self._host.fail, self._settings.keys)
         host, port = split_tcp(self._server.start(self._settings.control_address))
         self.control_address = join_tcp(advertised_host(host, self._settings.advertise_host), port)
+
+    def _new_agent(self, pool: KVPoolRegion, opened: TransportSet) -> P2PAgent:
+        assert pool.seals is not None
+        responder = HandshakeResponder(self._host.identity, pool.num_blocks, opened.offers, pool.seals.has_digests)
+        settings = agent_settings(
+            self._settings.transfer,
+            pool.num_blocks,
+            is_on_device=pool.buffer is None,
+            unsealed_patience_s=self._settings.unsealed_patience_s,
+        )
+        return P2PAgent(self._host.identity, self.transports, settings, responder if self._host.is_producer else None)
 
     def _unverifiable(self, pool: KVPoolRegion) -> dict[str, str]:
         """Return the transports over which this worker cannot verify blocks as ``kv_verify`` demands, and why."""
