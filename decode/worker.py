@@ -7,7 +7,8 @@ from typing import Literal
 from connectors.registry import connector_factory, ec_connector_factory
 from core.config import KVFerryConfig
 from core.worker.builder import assemble
-from core.worker.process import Announce, run_worker
+from core.worker.engine_worker import run_worker
+from core.worker.parts import Announce
 from decode.role import DecodeHandler
 
 

@@ -20,7 +20,8 @@ from core.log import event
 from core.model.hub import resolve_model
 from core.model.image_encoder import load_image_encoder
 from core.worker.builder import Assembled, BuiltEncoder
-from core.worker.process import Announce, run_worker
+from core.worker.engine_worker import run_worker
+from core.worker.parts import Announce
 from encode.engine import EncodeEngine
 from encode.metrics import EncodeMetrics
 from encode.role import EncodeHandler

@@ -5,7 +5,8 @@ from __future__ import annotations
 from connectors.registry import connector_factory, ec_connector_factory
 from core.config import KVFerryConfig
 from core.worker.builder import assemble
-from core.worker.process import Announce, run_worker
+from core.worker.engine_worker import run_worker
+from core.worker.parts import Announce
 from prefill.role import PrefillHandler
 
 

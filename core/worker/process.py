@@ -1,7 +1,7 @@
-"""The worker process around an engine: I/O thread, engine thread, operations port, start-up and shutdown order.
+"""The worker process around an engine: I/O thread, operations port, start-up and shutdown order.
 
-Carries out the actions of ``core.worker.state``. Knows nothing of roles and connectors: the role's ``worker.py`` passes a
-function that builds them. Runs in the event loop of the process's main thread; the engine's thread reaches it by
+Carries out the actions of ``core.worker.state``. Knows nothing of roles, of connectors, and of how an engine is built: a
+``WorkerSource`` brings them. Runs in the event loop of the process's main thread; the engine's thread reaches it by
 ``call_soon_threadsafe`` only.
 """
 
@@ -9,34 +9,23 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any
 
-from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
-from core.clock import SystemClock
-from core.config import KVFerryConfig
-from core.connector import Connector, WorkerContext
-from core.ec_connector import ECConnector
-from core.engine.build import apply_cpu_threads, device_of
-from core.engine.step_watch import FirstSteps
-from core.engine.thread import EngineThread
+from core.connector import WorkerContext
 from core.errors import EngineDead, ProtocolError
-from core.gc_freeze import freeze_loaded_objects
-from core.ids import RandomIds, new_incarnation
 from core.log import event
 from core.machine_driver import ActionHandler, ByType, EventHandler, LoopTimers, MachineDriver, TimerDue
-from core.metrics import WorkerMetrics
 from core.process_signals import handled_signals
 from core.rate_limit import LimitedLog
 from core.release import package_version
 from core.request import EngineCoreOutput
-from core.tracing import open_tracer
 from core.wire.codec import WIRE_VERSION, decode_router_frame, encode_tokens, encode_worker_message
-from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed, Role
+from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed
 from core.worker.actions import (
     Action,
     ExpectTransfer,
@@ -48,12 +37,10 @@ from core.worker.actions import (
     SubmitAbort,
     SubmitAdd,
 )
-from core.worker.builder import Assembled, load_in_thread
 from core.worker.ops_http import OpsResponse, OpsServer
-from core.worker.registration import admission_limits, registration
+from core.worker.parts import Announce, EngineEvents, WorkerParts, WorkerSource
 from core.worker.router_sockets import RouterSockets
 from core.worker.state import WorkerState
-from core.worker.stats import WorkerStats
 from core.worker.traces import WorkerTraces
 
 logger = logging.getLogger(__name__)
@@ -61,19 +48,17 @@ logger = logging.getLogger(__name__)
 ENGINE_STOP_TIMEOUT_S = 10.0
 LINGER_S = 1.0  # for the last replies and the goodbye
 
-Announce = Callable[[Mapping[str, str]], None]
-
 
 class _LeaveSignal:
     """Leave in good order, or at once if the worker is leaving already."""
 
 
 class WorkerProcess:
-    """One worker process. ``assemble`` loads the model and takes seconds; it runs on a thread of its own."""
+    """One worker process, whose engine comes from ``source``."""
 
-    def __init__(self, context: WorkerContext, assemble: Callable[[], Assembled]) -> None:
+    def __init__(self, context: WorkerContext, source: WorkerSource) -> None:
         self._context = context
-        self._assemble = assemble
+        self._source = source
         self._clock = context.clock
         self._limited_log = LimitedLog(logger, context.clock.now)
         self._ops = OpsServer(
@@ -88,9 +73,8 @@ class WorkerProcess:
         )
         self._ops_address = ""
         self._sockets = RouterSockets(context.config.worker.router_addresses, self, keys=context.keys)
-        self._connector: Connector | None = None
-        self._ec_connector: ECConnector | None = None
-        self._engine: EngineThread | None = None
+        self._parts: WorkerParts | None = None
+        self._is_opening = False
         self._state: WorkerState | None = None
         self._traces = WorkerTraces(context.tracer, context.engine_id)
         self._driver: MachineDriver[None] | None = None
@@ -124,63 +108,39 @@ class WorkerProcess:
     async def _start(self, loop: asyncio.AbstractEventLoop) -> bool:
         """Load, then connect; returns False if a signal asked the worker to leave in the meantime.
 
-        In that case the load goes on in its thread until ``exit_process`` ends it.
+        In that case a load on a thread goes on until ``exit_process`` ends it.
         """
         assert self._exit_code is not None
-        assembling = asyncio.wrap_future(load_in_thread(self._assemble))
-        pending: list[asyncio.Future[Any]] = [assembling, self._exit_code]
+        loading = asyncio.ensure_future(self._source.load())
+        pending: list[asyncio.Future[Any]] = [loading, self._exit_code]
         await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         if self._exit_code.done():
-            assembling.cancel()
+            loading.cancel()
             return False
-        assembled = assembling.result()
-        self._engine = EngineThread(
-            assembled.built.engine,
+        loading.result()
+        events = EngineEvents(
             on_outputs=lambda outputs: self._from_engine(loop, self._on_outputs, outputs),
             on_death=lambda error: self._from_engine(loop, self._on_engine_death, error),
-            prepare=lambda: self._log_threads(apply_cpu_threads(self._context.config.worker)),
-            clock=self._clock,
-            first_steps=FirstSteps(
-                bound_s=self._context.config.worker.stuck_step_s,
-                compiles_shapes=device_of(self._context.config.model).type != "cpu",
-                known=assembled.built.known_step,
-            ),
+            state=lambda: self._state,
         )
-        self._connector, self._ec_connector = assembled.connector, assembled.ec_connector
-        for connector in (self._connector, self._ec_connector):
-            if connector is not None:
-                connector.worker.set_wakeup(self._engine.wake)
-                await connector.start()
-        if assembled.built.image_decode_thread is not None:
-            assembled.built.image_decode_thread.start(self._engine.wake)
-        self._state = self._make_state(assembled, WorkerStats(assembled, self._engine, lambda: self._state))
-        self._driver = self._make_driver(self._state, self._engine)
-        self._engine.start()
+        self._is_opening = True
+        parts = self._parts = await self._source.open(events)
+        self._state = WorkerState(parts.register(self._ops_address), parts.handler, parts.limits, parts.load, parts.metrics)
+        self._driver = self._make_driver(self._state, parts)
+        parts.engine.start()
         self._sockets.start()
         return True
-
-    def _make_state(self, assembled: Assembled, stats: WorkerStats) -> WorkerState:
-        metrics = WorkerMetrics(self._context.metrics, stats.readings())
-        stats.count_fallbacks(self._context.metrics)
-        return WorkerState(
-            registration(self._context, assembled, self._ops_address),
-            assembled.handler,
-            admission_limits(self._context, assembled),
-            stats.load,
-            metrics,
-        )
 
     async def _shut_down(self) -> None:
         """Engine first, so that no step uses what the connector takes down; sockets late, so that the last replies leave."""
         if self._driver is not None:
             self._driver.cancel_timer()
-        if self._engine is not None:
-            has_ended = await asyncio.to_thread(self._engine.stop, ENGINE_STOP_TIMEOUT_S)
+        if self._parts is not None:
+            has_ended = await asyncio.to_thread(self._parts.engine.stop, ENGINE_STOP_TIMEOUT_S)
             if not has_ended:
                 logger.error(event("engine_stuck", timeout_s=ENGINE_STOP_TIMEOUT_S))
-        for connector in (self._connector, self._ec_connector):
-            if connector is not None:
-                await connector.stop()
+        if self._is_opening:
+            await self._source.close()
         await self._sockets.close(LINGER_S)
         await self._ops.stop()
         logger.info(event("stopped", engine_id=self._context.engine_id))
@@ -241,8 +201,9 @@ class WorkerProcess:
 
     # ---- carrying actions out ------------------------------------------------------------------------------------------
 
-    def _make_driver(self, state: WorkerState, engine: EngineThread) -> MachineDriver[None]:
+    def _make_driver(self, state: WorkerState, parts: WorkerParts) -> MachineDriver[None]:
         """Route events to the state, and its actions to engine, connectors and sockets."""
+        engine, connector, ec_connector = parts.engine, parts.connector, parts.ec_connector
         events: ByType[EventHandler] = ByType(
             {
                 list: state.on_outputs,
@@ -259,7 +220,6 @@ class WorkerProcess:
                 object: lambda action: None,  # of a connector that this worker lacks
             }
         )
-        connector, ec_connector = self._connector, self._ec_connector
         if connector is not None:
             actions[ExpectTransfer] = lambda action: connector.expect(action.handoff)
             actions[ReleaseTransfers] = lambda action: connector.release(action.transfer_ids)
@@ -331,17 +291,17 @@ class WorkerProcess:
         return OpsResponse.of_json(status, {"status": reason or "ready"})
 
     def _why_not_alive(self) -> str | None:
-        if self._engine is None:
+        if self._parts is None:
             return None  # still loading
-        if not self._engine.is_alive():
+        if not self._parts.engine.is_alive():
             return "engine dead"
-        progress = self._engine.reading()
+        progress = self._parts.engine.reading()
         if progress.is_restart_due:
             return f"engine stuck: no progress for {progress.stalled_s:.0f} s, bound {progress.restart_bound_s:.0f} s"
         return None
 
     def _why_not_ready(self) -> str | None:
-        if self._state is None or self._engine is None:
+        if self._state is None:
             return "loading"
         reason = self._why_not_alive()
         if reason is not None:
@@ -364,41 +324,3 @@ class WorkerProcess:
         if not self._state.is_draining:
             self._perform(self._state.start_drain(self._clock.now()))
         return OpsResponse.of_json(HTTPStatus.ACCEPTED, {"status": "draining", "requests": self._state.num_requests})
-
-    def _log_threads(self, num_threads: int) -> None:
-        cores = ",".join(map(str, sorted(os.sched_getaffinity(0))))
-        logger.info(event("engine_thread", torch_threads=num_threads, cores=cores))
-
-
-def run_worker(config: KVFerryConfig, role: Role, assemble: Callable[[WorkerContext], Assembled], announce: Announce) -> int:
-    """Run a worker process with the system's clock and randomness until it leaves; returns its exit code.
-
-    ``assemble`` loads the model and puts the parts together.
-
-    Raises:
-        KVFerryError: it cannot start.
-    """
-    ids = RandomIds()
-    clock = SystemClock()
-    tracer = open_tracer(config.tracing, role, config.worker.engine_id, clock)
-    context = WorkerContext(
-        config=config,
-        role=role,
-        engine_id=config.worker.engine_id,
-        incarnation=new_incarnation(ids),
-        clock=clock,
-        ids=ids,
-        metrics=CollectorRegistry(),
-        tracer=tracer,
-    )
-
-    def load() -> Assembled:
-        assembled = assemble(context)
-        freeze_loaded_objects()
-        return assembled
-
-    try:
-        return asyncio.run(WorkerProcess(context, load).run(announce))
-    finally:
-        if tracer is not None:
-            tracer.close()

@@ -8,7 +8,7 @@ import pytest
 from core.config import load_config
 from core.errors import ConfigError
 from core.gc_freeze import freeze_loaded_objects, without_collections
-from core.worker.process import run_worker
+from core.worker.engine_worker import run_worker
 
 
 class Node:
@@ -45,7 +45,7 @@ def test_worker_is_frozen_when_it_is_loaded_and_before_it_serves(monkeypatch):
         journal.append("frozen")
         raise ConfigError("enough")
 
-    monkeypatch.setattr("core.worker.process.freeze_loaded_objects", freeze)
+    monkeypatch.setattr("core.worker.engine_worker.freeze_loaded_objects", freeze)
     with pytest.raises(ConfigError, match="enough"):
         run_worker(
             load_config(overrides={"worker.ops_port": 0}),

@@ -41,6 +41,7 @@ from core.wire.messages import (
 )
 from core.wire.sampling import SamplingParams
 from core.worker.builder import Assembled
+from core.worker.engine_worker import EngineWorker
 from core.worker.process import WorkerProcess
 from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
@@ -200,7 +201,8 @@ def make_worker(router, journal):
             image_decode_thread=SimpleNamespace(start=lambda wakeup: journal.append("images started"), num_bytes=5),
         )
         handler = DecodeHandler(EngineFacts(max_model_len=64, eos_token_ids=frozenset()))
-        return WorkerProcess(context, assemble or (lambda: Assembled(built, RecordingConnector(journal), handler)))
+        assemble = assemble or (lambda: Assembled(built, RecordingConnector(journal), handler))
+        return WorkerProcess(context, EngineWorker(context, assemble))
 
     return make
 
