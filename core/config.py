@@ -281,6 +281,16 @@ class EncodeSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_batch_images: Positive = 4  # computed in one step; what comes meanwhile waits for the next
 
 
+class AgentSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The agent beside a vLLM server. How many choices it takes is ``scheduler.max_num_seqs``, the rest section ``worker``."""
+
+    engine: str = "http://127.0.0.1:8000"  # of `vllm serve --enable-scale-out`
+    api_key_file: str = ""  # holds the server's API key; empty = $VLLM_API_KEY
+    start_timeout_s: Seconds = 1800.0  # until the server is ready: it loads its model
+    watch_interval_s: Seconds = 1.0  # between two looks at its health and load
+    patience_s: Seconds = 10.0  # without an answer to such a look; then the agent ends, and waits for the server again
+
+
 class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """``kvferry serve``: a whole cluster on this machine."""
 
@@ -336,6 +346,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kvstore: KVStoreSection = msgspec.field(default_factory=KVStoreSection)  # its defaults are from the
     router: RouterSection = msgspec.field(default_factory=RouterSection)  # environment, as these are
     encode: EncodeSection = EncodeSection()
+    agent: AgentSection = AgentSection()
     local: LocalSection = LocalSection()
     security: SecuritySection = SecuritySection()
     log: LogSection = LogSection()

@@ -219,6 +219,34 @@ def decode(
 
 
 @app.command()
+def agent(
+    role: options.AgentRole,
+    engine: options.Engine = None,
+    model: options.Model = None,
+    served_model_name: options.ServedName = None,
+    engine_id: options.EngineId = None,
+    router: options.Routers = None,
+    ops_port: options.OpsPort = None,
+    config: options.ConfigFile = None,
+    assignments: options.Assignments = None,
+    log_level: options.LogLevel = None,
+    ready_fd: options.ReadyFd = None,
+    parent_pid: options.ParentPid = None,
+) -> None:
+    """Run the agent of one vLLM server: it makes the server a worker of the cluster."""
+    from kvferry.roles import run_agent
+
+    flags = {
+        **_worker_flags(model, engine_id, router, None),
+        "agent.engine": engine,
+        "model.served_name": served_model_name,
+        "worker.ops_port": ops_port,
+        "log.level": log_level,
+    }
+    raise typer.Exit(run_agent(role, options.read_config(config, assignments, flags), ready_fd, parent_pid))
+
+
+@app.command()
 def kvstore(
     address: options.StoreAddress = None,
     memory_bytes: options.StoreMemory = None,

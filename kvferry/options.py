@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -91,6 +91,10 @@ ApiKey = Annotated[
     ),
 ]
 WorkerAddress = Annotated[str | None, typer.Option("--worker-address", help="Where workers connect, tcp://host:port.")]
+AgentRole = Annotated[
+    Literal["prefill", "decode", "aggregated"], typer.Option("--role", help="What the server does for the cluster.")
+]
+Engine = Annotated[str | None, typer.Option("--engine", metavar="URL", help="The vLLM server, on this machine.")]
 EngineId = Annotated[str | None, typer.Option("--engine-id", help="Stable name of the instance; default role, host and pid.")]
 Routers = Annotated[list[str] | None, typer.Option("--router", help="A router's worker address; repeatable.")]
 Transports = Annotated[

@@ -22,6 +22,7 @@ from core.wire.sockets import is_loopback, split_tcp
 from kvferry.child import SupervisorPipe, die_with_parent
 
 ProcessRole = Literal["router", "encode", "prefill", "decode", "aggregated", "kvstore"]
+AgentRole = Literal["prefill", "decode", "aggregated"]
 
 
 def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, parent_pid: int | None) -> int:
@@ -38,6 +39,30 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
         elif role != "kvstore":
             _check(role, config)
         return _run(role, config, pipe)
+    except KVFerryError as error:
+        pipe.fail(error.message)
+        raise
+    except Exception as bug:
+        pipe.fail(f"{type(bug).__name__}: {bug}")
+        raise
+
+
+def run_agent(role: AgentRole, config: KVFerryConfig, ready_fd: int | None, parent_pid: int | None) -> int:
+    """Run the agent of a vLLM server until a signal or an operator ends it; returns its exit code.
+
+    Raises:
+        KVFerryError: it cannot start.
+    """
+    pipe = SupervisorPipe(ready_fd)
+    try:
+        if parent_pid is not None:
+            die_with_parent(parent_pid)
+        config = _named(role, config)
+        configure_logging(config.log.level, config.worker.engine_id, is_json=config.log.format == "json")
+        with without_collections():
+            from agent.worker import run
+
+        return run(config, role, pipe.announce)
     except KVFerryError as error:
         pipe.fail(error.message)
         raise

@@ -16,7 +16,7 @@ import yaml
 from core.release import package_version
 
 ROOT = Path(__file__).parent.parent
-PACKAGES = ("core", "router", "encode", "prefill", "decode", "connectors", "kvstore", "kvferry")
+PACKAGES = ("core", "router", "encode", "prefill", "decode", "agent", "connectors", "kvstore", "kvferry")
 
 
 def unpacked_wheel(folder, **environment):
@@ -113,7 +113,7 @@ def test_wheel_is_built_without_a_compiler(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "module", ["core.sched.scheduler", "core.kv.manager", "core.wire.codec", "core.request", "router.http.app"]
+    "module", ["core.sched.scheduler", "core.kv.manager", "core.wire.codec", "core.request", "router.http.app", "agent.worker"]
 )
 def test_control_plane_starts_without_torch(module):
     program = f"import sys, {module}; sys.exit('torch' in sys.modules)"

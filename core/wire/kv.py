@@ -73,6 +73,7 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     ``num_tokens`` prompt tokens are covered, the partial last block included. ``transfer_id`` names the handoff and its
     lease. ``lease_ms`` is a duration from the moment the message was made; clocks are never compared across processes.
+    ``engine_params`` is the same in the words of an engine that is not ours, and then ``groups`` is empty.
     """
 
     transfer_id: Name
@@ -84,6 +85,7 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     groups: tuple[GroupBlocks, ...]
     num_tokens: Count
     lease_ms: WholeMilliseconds
+    engine_params: bytes = b""
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaults=True):

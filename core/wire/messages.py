@@ -112,6 +112,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     version: Text = ""  # of the package it runs, for display
     start_ms: WholeMilliseconds = 0  # from the start of its process to here; 0 = not reported
     is_supervised: bool = False  # a supervisor restarts it when it ends
+    leaves_first_token: bool = False  # a prefill worker that samples none: the decode worker does
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -167,7 +168,10 @@ class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_defaults=True):
-    """The prompt is computed: every choice's first token, and the place of the KV. No handoff if every choice has ended."""
+    """The prompt is computed: every choice's first token, and the place of the KV. No handoff if every choice has ended.
+
+    A worker that ``leaves_first_token`` sends no choices.
+    """
 
     request_id: Name
     choices: tuple[PrefillChoice, ...]

@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = "kvferry_vllm"
 PLUGIN = "connectors.vllm"
 INNER = f"{PACKAGE}._kvferry"
-OURS = ("core", "router", "encode", "prefill", "decode", "connectors", "kvstore", "kvferry")
+OURS = ("core", "router", "encode", "prefill", "decode", "agent", "connectors", "kvstore", "kvferry")
 C_SOURCE = "core/_multilinear.c"
 VERSION_MODULE = "core.release"
 

@@ -308,8 +308,8 @@ class Dispatcher:
         return SendToWorker(request.current, new_generate(request, now))
 
     def _continue(self, request: RequestState, now: float) -> list[DispatchAction]:
-        """Continue a request without a worker from its current output, or let it wait."""
-        return self._send_to_decode(request, now) if request.num_output_tokens else self._restart(request, now)
+        """Continue a request without a worker from its current output or handoff, or let it wait."""
+        return self._send_to_decode(request, now) if request.has_begun else self._restart(request, now)
 
     def _restart(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Start a request again from its beginning, before its first token."""

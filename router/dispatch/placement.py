@@ -53,7 +53,7 @@ class Placement:
     def can_move(self, request: RequestState, now: float) -> bool:
         """Return True if another worker could take over the request now."""
         try:
-            if request.num_output_tokens:
+            if request.has_begun:
                 choose_successor(self._membership.workers, request.model_fingerprint, self._demand(request, now))
             else:
                 self.route(request, now)

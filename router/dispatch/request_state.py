@@ -146,6 +146,11 @@ class RequestState:
         return {self.attempt.prefill, self.attempt.decode, *(self.encoding.waiting if self.encoding else ())}
 
     @property
+    def has_begun(self) -> bool:
+        """True if its prompt is computed: it has a token, or a handoff from a worker that leaves the first one to others."""
+        return self.num_output_tokens > 0 or self.handoff is not None
+
+    @property
     def is_degraded(self) -> bool:
         """True if a decode worker began it alone because no prefill worker was available."""
         return self.fallback_reason == NO_PREFILL

@@ -58,8 +58,8 @@ def is_worth_a_retry(error: ErrorInfo) -> bool:
 
 
 def is_free(request: RequestState, error: ErrorInfo) -> bool:
-    """Return True if the error is a refusal after the first token: the request waits for room, and its budget stays."""
-    return is_refusal(error) and bool(request.num_output_tokens)
+    """Return True if the error is a refusal of a request that has begun: it waits for room, and its budget stays."""
+    return is_refusal(error) and request.has_begun
 
 
 def is_blameless(error: ErrorInfo) -> bool:
@@ -85,6 +85,6 @@ def is_premature(request: RequestState, error: ErrorInfo, now: float) -> bool:
 
 def kind_of(request: RequestState) -> RetryKind:
     """Return the kind of a retry in the request's current state."""
-    if not request.num_output_tokens:
+    if not request.has_begun:
         return "prefill"
     return "replay" if request.has_decoded else "handoff"

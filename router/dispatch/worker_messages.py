@@ -76,7 +76,8 @@ def name_image(submission: Submission, error: ErrorInfo, media_index: int | None
 
 def find_prefill_done_problem(message: PrefillDone, sender: GenerationWorker, request: RequestState) -> str | None:
     """Return why the message cannot be an answer to this request; None if it can."""
-    if sorted(choice.index for choice in message.choices) != list(range(request.submission.n)):
+    is_left = sender.facts.leaves_first_token and not message.choices
+    if sorted(choice.index for choice in message.choices) != list(range(request.submission.n)) and not is_left:
         return "first tokens do not cover every choice once"
     if any(choice.finish_reason in ("abort", "error") for choice in message.choices):
         return "it ended a choice by itself"
@@ -91,10 +92,13 @@ def find_prefill_done_problem(message: PrefillDone, sender: GenerationWorker, re
 
 
 def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) -> Update:
-    """Record the first tokens and return the update for the client."""
+    """Record the first tokens, if there are any, and return the update for the client."""
     measured = request.measurements
-    measured.first_token_at = now
-    measured.first_token = first_token_timing(now - measured.arrival, message.queue_ms, message.prefill_ms, measured.encode_s)
+    if message.choices:
+        measured.first_token_at = now
+        measured.first_token = first_token_timing(
+            now - measured.arrival, message.queue_ms, message.prefill_ms, measured.encode_s
+        )
     request.has_report = True
     request.free_retries.clear()
     updates = []

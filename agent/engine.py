@@ -1,0 +1,229 @@
+"""A vLLM server as the engine of a worker: one HTTP request per choice, and a watch over the server's health and progress.
+
+Runs in the event loop of the process. The connection of a request that ends is closed, and so the server ends it too.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import msgspec
+
+from agent.progress import ServerProgress
+from agent.vllm_protocol import Answer, generate_body, prompt_token_logprobs, token_logprobs
+from agent.vllm_server import ServerLoad, VllmServer
+from core.clock import Clock
+from core.engine.step_watch import StepReading
+from core.errors import EngineDead, KVFerryError
+from core.ids import IdSource, new_hex_id
+from core.log import event
+from core.request import EngineCoreOutput, NewRequest, PrefillStats
+from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.messages import ErrorInfo, FinishReason
+from core.worker.parts import EngineEvents
+
+logger = logging.getLogger(__name__)
+
+HANDOFF_LEASE_MS = 30_000  # of vLLM's side, if its answer does not say
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AgentIdentity:
+    """What this agent writes into handoffs."""
+
+    engine_id: str
+    incarnation: int
+    model_fingerprint: bytes
+    layout: KVLayoutInfo
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WatchTerms:
+    """How the server is watched; seconds. It is dead after ``patience_s`` without an answer that says it is healthy."""
+
+    interval_s: float
+    patience_s: float
+
+
+class VllmEngine:
+    """The requests that the server has of this agent. See ``core.worker.parts.EnginePort``."""
+
+    def __init__(
+        self, server: VllmServer, identity: AgentIdentity, events: EngineEvents, terms: WatchTerms, clock: Clock, ids: IdSource
+    ) -> None:
+        self._server = server
+        self._identity = identity
+        self._events = events
+        self._terms = terms
+        self._clock = clock
+        self._ids = ids
+        self._loop = asyncio.get_running_loop()
+        self._requests: dict[str, asyncio.Task[None]] = {}
+        self._watch: asyncio.Task[None] | None = None
+        self._progress = ServerProgress(clock.now())
+        self._is_dead = False
+        self.load = ServerLoad()
+
+    @property
+    def num_requests(self) -> int:
+        """How many choices the server has of this agent."""
+        return len(self._requests)
+
+    # ---- the port ----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        """Begin to watch the server."""
+        self._watch = self._loop.create_task(self._watch_server())
+
+    def stop(self, timeout_s: float) -> bool:
+        """End all requests at the server. Any thread but the event loop's."""
+        ended = asyncio.run_coroutine_threadsafe(self._end_all(), self._loop)
+        try:
+            ended.result(timeout_s)
+        except TimeoutError:
+            return False
+        return True
+
+    def is_alive(self) -> bool:
+        """Return False once the server is lost."""
+        return not self._is_dead
+
+    def reading(self) -> StepReading:
+        """Return whether the server makes progress with the requests of this agent."""
+        return self._progress.reading(self._clock.now(), has_work=bool(self._requests))
+
+    def submit_add(self, requests: Sequence[NewRequest]) -> None:
+        """Send requests to the server.
+
+        Raises:
+            EngineDead: it is lost.
+        """
+        if self._is_dead:
+            raise EngineDead(f"the vLLM server {self._server.url} is lost")
+        for request in requests:
+            if not self._requests:
+                self._progress.begin(self._clock.now())
+            task = self._loop.create_task(self._serve(request))
+            self._requests[request.request_id] = task
+            task.add_done_callback(partial(self._forget, request.request_id))
+
+    def submit_abort(self, request_ids: Sequence[str]) -> None:
+        """End requests at the server; those that have ended are ignored."""
+        for request_id in request_ids:
+            task = self._requests.pop(request_id, None)
+            if task is not None:
+                task.cancel()
+
+    # ---- one request -------------------------------------------------------------------------------------------------
+
+    async def _serve(self, request: NewRequest) -> None:
+        try:
+            is_first, has_ended = True, False
+            async with self._server.generate(generate_body(request)) as answers:
+                async for answer in answers:
+                    self._progress.note(self._clock.now())
+                    output = self._output(request, answer, is_first=is_first)
+                    is_first = False
+                    if output is None:
+                        continue
+                    has_ended = output.finish_reason is not None
+                    self._events.on_outputs([output])
+                    if has_ended:
+                        return
+            if not has_ended:
+                raise EngineDead(f"the vLLM server {self._server.url} ended an answer in its middle")
+        except KVFerryError as error:
+            self._fail(request.request_id, ErrorInfo.of(error))
+        except Exception as bug:  # the boundary of a request: its router gets an answer
+            logger.exception(event("agent_bug", request_id=request.request_id))
+            self._fail(request.request_id, ErrorInfo(code="internal_error", message=f"the agent failed: {bug!r}"))
+
+    def _output(self, request: NewRequest, answer: Answer, *, is_first: bool) -> EngineCoreOutput | None:
+        """Return an answer as the output of a step; None if it says nothing new."""
+        if not answer.choices:
+            return None
+        (choice,) = answer.choices
+        output = EngineCoreOutput(
+            request.request_id,
+            list(choice.token_ids or ()),
+            finish_reason=_finish_reason(choice.finish_reason),
+            stop_reason=choice.stop_reason if isinstance(choice.stop_reason, int) else None,
+            logprobs=token_logprobs(choice, request.sampling.logprobs or 0),
+        )
+        if request.needs_handoff:
+            output.kv_handoff = self._handoff(request, answer)
+            output.prompt_logprobs = prompt_token_logprobs(answer, request)
+        if is_first:
+            num_cached = answer.num_cached_tokens or 0
+            output.prefill_stats = PrefillStats(
+                len(request.prompt_token_ids), num_local_cached_tokens=num_cached, num_external_cached_tokens=0
+            )
+        return output
+
+    def _handoff(self, request: NewRequest, answer: Answer) -> KVHandoff | None:
+        if not answer.kv_transfer_params:
+            return None
+        identity = self._identity
+        return KVHandoff(
+            transfer_id=new_hex_id(self._ids, "vllm-"),
+            engine_id=identity.engine_id,
+            incarnation=identity.incarnation,
+            control_address="",
+            model_fingerprint=identity.model_fingerprint,
+            layout=identity.layout,
+            groups=(),
+            num_tokens=len(request.prompt_token_ids),
+            lease_ms=HANDOFF_LEASE_MS,
+            engine_params=msgspec.json.encode(answer.kv_transfer_params),
+        )
+
+    def _fail(self, request_id: str, error: ErrorInfo) -> None:
+        self._events.on_outputs([EngineCoreOutput(request_id, [], finish_reason="error", error=error)])
+
+    def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
+        if self._requests.get(request_id) is task:
+            del self._requests[request_id]
+
+    # ---- the server --------------------------------------------------------------------------------------------------
+
+    async def _watch_server(self) -> None:
+        """Ask for health and load again and again; report the death of the server."""
+        last_answer = self._clock.now()
+        while True:
+            await asyncio.sleep(self._terms.interval_s)
+            try:
+                if await self._server.is_healthy(self._terms.patience_s):
+                    self.load = await self._server.load(self._terms.patience_s)
+                    last_answer = self._clock.now()
+                    self._progress.note_steps(self.load.num_steps, last_answer)
+            except EngineDead:
+                pass  # counts as no answer
+            if self._clock.now() - last_answer > self._terms.patience_s:
+                self._die(EngineDead(f"the vLLM server {self._server.url} has not answered for {self._terms.patience_s:g} s"))
+                return
+
+    def _die(self, error: EngineDead) -> None:
+        self._is_dead = True
+        for task in self._requests.values():
+            task.cancel()
+        self._events.on_death(error)
+
+    async def _end_all(self) -> None:
+        tasks = [*self._requests.values(), *([self._watch] if self._watch is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _finish_reason(reason: str | None) -> FinishReason | None:
+    match reason:
+        case None | "stop" | "length":
+            return reason
+        case "abort":
+            return "abort"
+        case _:
+            return "stop"  # a reason of its own, such as repetition: the text is over

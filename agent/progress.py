@@ -1,0 +1,53 @@
+"""Whether a vLLM server makes progress: the age of its last sign of work.
+
+A sign is a token of a request of ours, or a step that the server has counted. Times are arguments.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from core.engine.step_watch import StepReading
+
+_MEMORY_S = 60.0
+_LEAST_GAP_S = 1.0  # a server is asked about its steps so often only
+
+
+class ServerProgress:
+    """The time of the last sign, and the longest gap between two signs of the last minute."""
+
+    def __init__(self, now: float) -> None:
+        self._last = now
+        self._num_steps = 0
+        self._gaps: deque[tuple[float, float]] = deque()  # (time, seconds), each longer than those after it
+
+    def begin(self, now: float) -> None:
+        """Note that there is work, after a time without any."""
+        self._last = now
+
+    def note(self, now: float) -> None:
+        """Note a sign of work."""
+        gap = now - self._last
+        self._last = now
+        while self._gaps and self._gaps[-1][1] <= gap:
+            self._gaps.pop()
+        self._gaps.append((now, gap))
+
+    def note_steps(self, num_steps: int, now: float) -> None:
+        """Note how many steps the server has made so far; more than before is a sign."""
+        if num_steps != self._num_steps:
+            self._num_steps = num_steps
+            self.note(now)
+
+    def reading(self, now: float, *, has_work: bool) -> StepReading:
+        """Return the progress at this moment."""
+        while self._gaps and self._gaps[0][0] < now - _MEMORY_S:
+            self._gaps.popleft()
+        slowest_s = max(_LEAST_GAP_S, self._gaps[0][1] if self._gaps else 0.0)
+        stalled_s = now - self._last if has_work else 0.0
+        return StepReading(
+            stalled_s=stalled_s,
+            since_progress_s=stalled_s,
+            slowest_step_s=slowest_s,
+            restart_bound_s=float("inf"),  # a new agent would not help
+        )

@@ -1,0 +1,234 @@
+"""A vLLM server over HTTP: is it ready, what does it serve, how loaded is it, and generate.
+
+Owns the connections. Errors come out as those of ``core.errors``.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any, TypeVar
+
+import httpx
+import msgspec
+
+from agent.vllm_protocol import ABORT, GENERATE, Answer, decode_answer
+from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, Overloaded
+
+CONNECT_TIMEOUT_S = 5.0
+FACTS_TIMEOUT_S = 10.0
+T = TypeVar("T")
+
+_EVENT = "data: "
+_END = "[DONE]"
+_SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="([^"]*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class ServerFacts:
+    """What a server says of itself. ``num_blocks`` and ``block_size`` are those of its KV cache, 1 if it does not say."""
+
+    version: str
+    model: str
+    max_model_len: int
+    num_blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True, slots=True)
+class ServerLoad:
+    """The server's load. ``num_steps`` counts the steps of its engine, as far as it counts them."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    kv_cache_usage: float = 0.0
+    num_held_blocks: int = 0
+    num_steps: int = 0
+
+
+class _Model(msgspec.Struct):
+    id: str
+    max_model_len: int | None = None
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Version(msgspec.Struct):
+    version: str
+
+
+class VllmServer:
+    """The server at ``url``. One event loop."""
+
+    def __init__(self, url: str, api_key: str = "") -> None:
+        self.url = url.rstrip("/")
+        self._client = httpx.AsyncClient(
+            base_url=self.url,
+            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+        )
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._client.aclose()
+
+    # ---- the server itself -------------------------------------------------------------------------------------------
+
+    async def is_healthy(self, timeout_s: float) -> bool:
+        """Return True if it answers, and its engine is alive."""
+        try:
+            answer = await self._client.get("/health", timeout=timeout_s)
+        except httpx.HTTPError:
+            return False
+        return answer.status_code == HTTPStatus.OK
+
+    async def facts(self) -> ServerFacts:
+        """Ask a healthy server what it serves, and whether it takes token ids.
+
+        Raises:
+            ConfigError: it refuses what the agent needs; the message names the flag.
+            EngineDead: it does not answer.
+        """
+        await self._check_token_routes()
+        models = await self._ask("/v1/models", _Models)
+        version = await self._ask("/version", _Version)
+        if not models.data or not models.data[0].max_model_len:
+            raise ConfigError(f"agent.engine = {self.url}: it names no model with a max_model_len")
+        cache = _labels(await self._metrics(), "vllm:cache_config_info")
+        return ServerFacts(
+            version=version.version,
+            model=models.data[0].id,
+            max_model_len=models.data[0].max_model_len,
+            num_blocks=_number(cache.get("num_gpu_blocks"), 1),
+            block_size=_number(cache.get("block_size"), 1),
+        )
+
+    async def load(self, timeout_s: float) -> ServerLoad:
+        """Return the load of all engines of the server.
+
+        Raises:
+            EngineDead: it does not answer in time.
+        """
+        text = await self._metrics(timeout_s)
+        sums: dict[str, float] = {}
+        most: dict[str, float] = {}
+        for name, _, value in _SAMPLE.findall(text):
+            sums[name] = sums.get(name, 0.0) + float(value)
+            most[name] = max(most.get(name, 0.0), float(value))
+        return ServerLoad(
+            num_running=int(sums.get("vllm:num_requests_running", 0)),
+            num_waiting=int(sums.get("vllm:num_requests_waiting", 0)),
+            kv_cache_usage=min(1.0, most.get("vllm:kv_cache_usage_perc", 0.0)),
+            num_held_blocks=int(sums.get("vllm:kvferry_held_blocks", 0)),
+            num_steps=int(sums.get("vllm:iteration_tokens_total_count", 0)),
+        )
+
+    async def _check_token_routes(self) -> None:
+        answer = await self._post(ABORT, {"request_ids": []})
+        if answer.status_code in (HTTPStatus.FORBIDDEN, HTTPStatus.NOT_FOUND):
+            raise ConfigError(
+                f"agent.engine = {self.url}: it does not take token ids: start vllm serve with --enable-scale-out",
+                param="agent.engine",
+            )
+        if answer.status_code == HTTPStatus.UNAUTHORIZED:
+            raise ConfigError(
+                f"agent.engine = {self.url}: it wants an API key: set agent.api_key or agent.api_key_file",
+                param="agent.api_key_file",
+            )
+
+    async def _ask(self, path: str, kind: type[T]) -> T:
+        try:
+            answer = await self._client.get(path, timeout=FACTS_TIMEOUT_S)
+            return msgspec.json.decode(answer.raise_for_status().content, type=kind)
+        except (httpx.HTTPError, msgspec.MsgspecError) as error:
+            raise EngineDead(f"{self.url}{path}: {error!r}") from None
+
+    async def _metrics(self, timeout_s: float = FACTS_TIMEOUT_S) -> str:
+        try:
+            return (await self._client.get("/metrics", timeout=timeout_s)).raise_for_status().text
+        except httpx.HTTPError as error:
+            raise EngineDead(f"{self.url}/metrics: {error!r}") from None
+
+    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+        try:
+            return await self._client.post(path, json=body, timeout=FACTS_TIMEOUT_S)
+        except httpx.HTTPError as error:
+            raise EngineDead(f"{self.url}{path}: {error!r}") from None
+
+    # ---- requests ----------------------------------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def generate(self, body: dict[str, Any]) -> AsyncIterator[AsyncIterator[Answer]]:
+        """Send a request; yield its answers: one, or the parts of a stream. Leaving the context aborts it.
+
+        Raises:
+            KVFerryError: the server refuses it, or is lost.
+        """
+        try:
+            async with self._client.stream("POST", GENERATE, content=msgspec.json.encode(body), headers=_JSON) as response:
+                if response.status_code != HTTPStatus.OK:
+                    raise _refusal(response.status_code, await response.aread())
+                yield self._answers(response)
+        except httpx.HTTPError as error:
+            raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
+
+    async def _answers(self, response: httpx.Response) -> AsyncIterator[Answer]:
+        if not response.headers.get("content-type", "").startswith("text/event-stream"):
+            yield _checked(await response.aread())
+            return
+        async for line in response.aiter_lines():
+            if line.startswith(_EVENT) and line != _EVENT + _END:
+                yield _checked(line[len(_EVENT) :])
+
+
+_JSON = {"Content-Type": "application/json"}
+
+
+def _checked(body: bytes | str) -> Answer:
+    """Return an answer that is no error."""
+    try:
+        answer = decode_answer(body)
+    except msgspec.MsgspecError as error:
+        raise EngineDead(f"the server's answer cannot be understood: {error}") from None
+    if answer.error is not None:
+        raise _error(answer.error.code, answer.error.message)
+    return answer
+
+
+def _refusal(status: int, body: bytes) -> KVFerryError:
+    try:
+        error = decode_answer(body).error
+    except msgspec.MsgspecError:
+        error = None
+    return _error(status, error.message if error is not None else body[:200].decode(errors="replace"))
+
+
+def _error(code: int | str | None, message: str) -> KVFerryError:
+    match _number(code, HTTPStatus.INTERNAL_SERVER_ERROR):
+        case HTTPStatus.TOO_MANY_REQUESTS:
+            return Overloaded(f"vLLM: {message}")
+        case HTTPStatus.BAD_REQUEST | HTTPStatus.NOT_FOUND | HTTPStatus.UNPROCESSABLE_ENTITY:
+            return InvalidRequest(f"vLLM: {message}")
+        case _:
+            return EngineDead(f"vLLM: {message}")
+
+
+def _labels(metrics: str, name: str) -> dict[str, str]:
+    for found, labels, _ in _SAMPLE.findall(metrics):
+        if found == name:
+            return dict(_LABEL.findall(labels))
+    return {}
+
+
+def _number(value: object, default: int) -> int:
+    try:
+        return int(str(value))
+    except ValueError:
+        return default

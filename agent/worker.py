@@ -1,0 +1,210 @@
+"""The agent's process: a worker whose engine is a vLLM server, from its start to its end."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Literal
+
+from prometheus_client import CollectorRegistry
+
+from agent.engine import HANDOFF_LEASE_MS, AgentIdentity, VllmEngine, WatchTerms
+from agent.prefill_handler import VllmPrefillHandler
+from agent.vllm_server import ServerFacts, VllmServer
+from core.clock import SystemClock
+from core.config import AgentSection, KVFerryConfig
+from core.connector import WorkerContext
+from core.errors import ConfigError, EngineDead
+from core.ids import RandomIds, new_incarnation
+from core.log import event
+from core.metrics import Metric, WorkerMetrics
+from core.release import package_version
+from core.tracing import open_tracer
+from core.wire.kv import KVLayoutInfo
+from core.wire.messages import Register
+from core.worker.actions import AdmissionLimits, EngineLoad
+from core.worker.parts import Announce, EngineEvents, WorkerParts, WorkerSource
+from core.worker.process import WorkerProcess
+from core.worker.role import EngineFacts, RoleHandler
+from decode.role import DecodeHandler
+
+logger = logging.getLogger(__name__)
+
+AgentRole = Literal["prefill", "decode", "aggregated"]
+
+CONNECTOR = "vllm"  # an engine's own; only agents read from agents
+START_POLL_S = 0.25
+
+_DRAINING = Metric("draining", "gauge", "1 while the worker takes no new requests.")
+_ROUTERS = Metric("registered_routers", "gauge", "Routers that have this worker in their membership.")
+_STALLED = Metric("engine_stalled_seconds", "gauge", "Time since the engine's last progress while it has work; 0 without work.")
+_RUNNING = Metric("num_requests_running", "gauge", "Choices that the vLLM server has of this agent.")
+
+
+def run(config: KVFerryConfig, role: AgentRole, announce: Announce) -> int:
+    """Run an agent until it leaves; returns its exit code, 1 after the server was lost.
+
+    Raises:
+        KVFerryError: it cannot start.
+    """
+    ids, clock = RandomIds(), SystemClock()
+    tracer = open_tracer(config.tracing, role, config.worker.engine_id, clock)
+    context = WorkerContext(
+        config=config,
+        role=role,
+        engine_id=config.worker.engine_id,
+        incarnation=new_incarnation(ids),
+        clock=clock,
+        ids=ids,
+        metrics=CollectorRegistry(),
+        tracer=tracer,
+    )
+    try:
+        return asyncio.run(WorkerProcess(context, VllmWorker(context)).run(announce))
+    finally:
+        if tracer is not None:
+            tracer.close()
+
+
+class VllmWorker(WorkerSource):
+    """The server of the settings."""
+
+    def __init__(self, context: WorkerContext) -> None:
+        self._context = context
+        self._server: VllmServer | None = None
+        self._facts: ServerFacts | None = None
+
+    async def load(self) -> None:
+        """Wait until the server is ready, then ask what it serves.
+
+        Raises:
+            ConfigError: it refuses what the agent needs.
+            EngineDead: it is not ready in time.
+        """
+        section, clock = self._context.config.agent, self._context.clock
+        server = self._server = VllmServer(section.engine, read_api_key(section))
+        end = clock.now() + section.start_timeout_s
+        while not await server.is_healthy(START_POLL_S * 8):
+            if clock.now() > end:
+                raise EngineDead(f"agent.engine = {section.engine}: not ready after {section.start_timeout_s:g} s")
+            await asyncio.sleep(START_POLL_S)
+        self._facts = await server.facts()
+        logger.info(event("vllm_ready", url=section.engine, version=self._facts.version, model=self._facts.model))
+
+    async def open(self, events: EngineEvents) -> WorkerParts:
+        """See ``WorkerSource``."""
+        context, facts, server = self._context, self._facts, self._server
+        assert facts is not None, "it is loaded first"
+        assert server is not None, "it is loaded first"
+        config = context.config
+        identity = _identity(context, facts)
+        terms = WatchTerms(interval_s=config.agent.watch_interval_s, patience_s=config.agent.patience_s)
+        engine = VllmEngine(server, identity, events, terms, context.clock, context.ids)
+        return WorkerParts(
+            engine=engine,
+            handler=_handler(context.role, facts),
+            register=lambda ops_address: _registration(context, identity, facts, ops_address),
+            limits=AdmissionLimits(
+                max_num_seqs=config.scheduler.max_num_seqs,
+                max_waiting_requests=config.worker.max_waiting_requests,
+                drain_timeout_s=config.worker.drain_timeout_s,
+            ),
+            load=lambda: _load(engine),
+            metrics=WorkerMetrics(context.metrics, _readings(engine, events)),
+        )
+
+    async def close(self) -> None:
+        """Close the connections to the server."""
+        if self._server is not None:
+            await self._server.close()
+
+
+def read_api_key(section: AgentSection) -> str:
+    """Return the server's API key, empty without one.
+
+    Raises:
+        ConfigError: its file cannot be read.
+    """
+    if not section.api_key_file:
+        return os.environ.get("VLLM_API_KEY", "")
+    try:
+        return Path(section.api_key_file).read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"agent.api_key_file = {section.api_key_file}: {error}", param="agent.api_key_file") from None
+
+
+def _handler(role: str, facts: ServerFacts) -> RoleHandler:
+    engine = EngineFacts(max_model_len=facts.max_model_len, eos_token_ids=frozenset())  # the server knows the ends of texts
+    return VllmPrefillHandler(engine) if role == "prefill" else DecodeHandler(engine)
+
+
+def _identity(context: WorkerContext, facts: ServerFacts) -> AgentIdentity:
+    """Return the identity of the server's KV, as far as it can be known: the engines compare the rest at each handoff.
+
+    The layout holds the version, so that a router pairs no two versions, and says so with both.
+    """
+    model = context.config.model.served_name or context.config.model.name
+    minor = ".".join(facts.version.split(".")[:2])
+    return AgentIdentity(
+        engine_id=context.engine_id,
+        incarnation=context.incarnation,
+        model_fingerprint=hashlib.blake2b(f"vllm:{model}".encode(), digest_size=16).digest(),
+        layout=KVLayoutInfo(
+            dtype=f"vllm {minor}", order="vllm", block_size=16, num_layers=1, num_kv_heads=1, head_dim=1, block_bytes=1
+        ),
+    )
+
+
+def _registration(context: WorkerContext, identity: AgentIdentity, facts: ServerFacts, ops_address: str) -> Register:
+    config = context.config
+    return Register(
+        engine_id=context.engine_id,
+        incarnation=context.incarnation,
+        role=context.role,
+        model=config.model.served_name or config.model.name,
+        model_fingerprint=identity.model_fingerprint,
+        layout=identity.layout,
+        max_model_len=facts.max_model_len,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        num_blocks=max(1, facts.num_blocks * facts.block_size // identity.layout.block_size),
+        max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
+        connector=CONNECTOR,
+        ops_address=ops_address,
+        pid=os.getpid(),
+        version=package_version(),
+        is_supervised=config.worker.is_supervised,
+        leaves_first_token=context.role == "prefill",
+    )
+
+
+def _load(engine: VllmEngine) -> EngineLoad:
+    load = engine.load
+    return EngineLoad(
+        num_running=max(load.num_running, engine.num_requests - load.num_waiting),
+        num_waiting=load.num_waiting,
+        kv_cache_usage=load.kv_cache_usage,
+        num_leased_blocks=load.num_held_blocks,
+        longest_lease_s=HANDOFF_LEASE_MS / 1e3 if load.num_held_blocks else 0.0,
+        progress=engine.reading(),
+    )
+
+
+def _readings(engine: VllmEngine, events: EngineEvents) -> dict[Metric, Callable[[], float]]:
+    def is_draining() -> float:
+        state = events.state()
+        return float(state is not None and state.is_draining)
+
+    def num_routers() -> float:
+        state = events.state()
+        return float(state.num_registered_routers if state is not None else 0)
+
+    return {
+        _DRAINING: is_draining,
+        _ROUTERS: num_routers,
+        _STALLED: lambda: engine.reading().stalled_s,
+        _RUNNING: lambda: float(engine.num_requests),
+    }
