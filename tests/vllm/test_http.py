@@ -1,30 +1,21 @@
 """Two ``vllm serve`` with the plug-in from its wheel, driven as llm-d's side-car does: P first, then D with P's answer."""
 
 import contextlib
-import json
-import os
 import random
 import time
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
-from kvferry.cluster_plan import free_ports
-from tests.support.plugin_wheel import build_wheel, unpack_wheel
 from tests.support.streaming_client import Stream
-from tests.support.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tiny_tokenizer
+from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.vllm_server import MODEL, VllmServer
-from tests.vllm.conftest import OURS, settings
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 
-CPU_LAYOUT = Path(__file__).parent / "cpu_layout"
-LEASE_S = 6.0
 WAIT_S = 60.0  # for what must come; a machine may be busy
-NUM_BLOCKS = 100
 COUNTED = ("loads", "verified_blocks", "failures", "refusals")
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 
@@ -115,52 +106,15 @@ def wait_until(holds) -> None:
 
 
 @pytest.fixture(scope="module")
-def serving(tmp_path_factory):
-    """Yield a router to P and D, which serve."""
-    folder = tmp_path_factory.mktemp("http")
-    model = write_tiny_llama(folder / "model")
-    write_tiny_tokenizer(model)
-    unpacked = unpack_wheel(build_wheel(folder / "built"), folder / "unpacked")
-    environment = {"PYTHONPATH": os.pathsep.join([str(unpacked), str(CPU_LAYOUT)])}
-    ports = free_ports(4)
-    made = []
-    for name, port, control_port in zip("pd", ports[:2], ports[2:], strict=True):
-        transfer = {
-            "kv_connector": OURS,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings("tcp", lease_s=LEASE_S, port=control_port),
-        }
-        arguments = [
-            *(
-                "--dtype",
-                "float32",
-                "--enforce-eager",
-                "--disable-uvicorn-access-log",
-                "--max-model-len",
-                "1024",
-                "--block-size",
-                "32",
-            ),
-            *("--num-gpu-blocks-override", str(NUM_BLOCKS), "--kv-transfer-config", json.dumps(transfer)),
-        ]
-        made.append(VllmServer(folder / f"{name}.log", model, port, arguments, environment))
-    try:
-        for server in made:
-            server.start()
-        for server in made:
-            server.wait()
-        yield Router(*made)
-    finally:
-        for server in made:
-            server.kill()
+def lasting_router(servers):
+    return Router(*servers)  # its prompts are new, each time
 
 
 @pytest.fixture
-def router(serving):
-    """Yield the router; afterwards neither server holds a block."""
-    yield serving
-    for server in (serving.p, serving.d):
+def router(lasting_router):
+    """Yield a router to P and D; afterwards neither server holds a block."""
+    yield lasting_router
+    for server in (lasting_router.p, lasting_router.d):
         wait_until(lambda server=server: usage(server) == server.metric("vllm:kvferry_held_blocks") == 0)
 
 
@@ -224,6 +178,7 @@ def test_a_rejected_request_frees_blocks_before_an_older_one_that_is_never_read(
     wait_until(lambda: usage(router.p) == 0)  # the lease of the other one
 
 
+@pytest.mark.full
 def test_p_killed_and_started_again_at_the_same_ports(router):
     body = router.body(COMPLETIONS, router.words())
     params = router.hand_off(body)
