@@ -196,3 +196,28 @@ def test_an_agent_that_is_drained_finishes_what_runs(cluster):
     cluster.routed.wait_for_agent("d0")
     with cluster.loading(1):
         cluster.tokens(cluster.body(cluster.words()))
+
+
+def test_a_request_goes_on_when_p_freezes(cluster):
+    body = cluster.body(cluster.words())
+    cluster.p.freeze()
+    try:
+        with cluster.loading(0):
+            assert cluster.tokens(body) == cluster.tokens_alone(body)
+        assert cluster.routed.wait_for_end("p0") == 1, "its server does not answer"
+    finally:
+        cluster.p.thaw()
+    cluster.routed.start_agent("p0")
+    cluster.routed.wait_for_agent("p0")
+    with cluster.loading(1):
+        cluster.tokens(cluster.body(cluster.words()))
+
+
+def test_an_engine_that_serves_alone(cluster, served_model, tmp_path):
+    roles = {"alone": (cluster.d, "aggregated")}
+    with RoutedServers(tmp_path, served_model, roles) as routed, cluster.loading(0):
+        alone = Cluster(routed, cluster.p, cluster.d)
+        body = alone.body(cluster.words(), n=2, temperature=0.9, seed=3)
+        assert alone.tokens(body) == alone.tokens_alone(body)
+        stream = Stream(routed.base_url, alone.body(cluster.words(), stream=True)).result()
+        assert (stream.is_done, len(stream.token_ids)) == (True, 16)
