@@ -82,6 +82,8 @@ def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None
             addresses.append(("worker.control_address", split_tcp(config.worker.control_address)))
     for setting, (host, port) in addresses:
         _check_bindable(setting, host, port)
+    if role == "router":
+        return  # it needs the tokenizer alone: its workers may be engines that know other models
     known = peek_config(config.model.name, Path(config.model.cache_dir))
     if known is not None:
         check_model(parse_arch(known), workers)

@@ -12,9 +12,11 @@ from pathlib import Path
 
 import pytest
 
+from core.config import load_config
 from core.errors import ConfigError
 from core.log import configure_logging
 from kvferry import cli
+from kvferry.preflight import check_process
 from kvferry.processes import ProcessKeeper
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -109,3 +111,13 @@ def test_library_that_is_not_installed_is_named_with_its_command(hidden, assignm
     )
     with pytest.raises(ConfigError, match=hint):
         preflight.check_connectors(load_config(assignments=assignments))
+
+
+def test_a_router_serves_models_that_only_its_workers_know(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "mixtral"}')
+    config = load_config(
+        assignments=[f"model.name={tmp_path}", "router.port=0", "router.worker_address=tcp://127.0.0.1:0", "worker.ops_port=0"]
+    )
+    check_process("router", config)
+    with pytest.raises(ConfigError, match="model_type 'mixtral' is not supported"):
+        check_process("decode", config)
