@@ -55,6 +55,7 @@ BENCHMARKS = (
     Benchmark("handoff"),
     Benchmark("plugin_digest"),
     Benchmark("vllm_plugin"),
+    Benchmark("vllm_router"),
     Benchmark("tiers"),
     Benchmark("tiers_connector"),
     Benchmark("encoder"),

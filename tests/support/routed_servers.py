@@ -39,6 +39,11 @@ class RoutedServers:
         self._ops_ports = dict(zip(roles, ops_ports, strict=True))
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
+    @property
+    def pids(self) -> list[int]:
+        """Of the router and the agents that run."""
+        return [process.pid for process in self._processes.values()]
+
     def start(self) -> Self:
         """Start all; return when the router has a route."""
         self._spawn("router", "--port", str(self._port), "--worker-address", self._worker_address)

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import os
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -14,10 +12,9 @@ from typing import Any
 
 import pytest
 
-from kvferry.cluster_plan import free_ports
-from tests.support.plugin_wheel import build_wheel, unpack_wheel
-from tests.support.tiny_models import VOCAB_SIZE, write_tiny_llama, write_tiny_tokenizer
+from tests.support.tiny_models import VOCAB_SIZE, write_tiny_llama
 from tests.support.vllm_engine import REMOTE_DECODE, EngineFailed, VllmEngine, vllm_python
+from tests.support.vllm_pair import vllm_pair, write_served_model
 from tests.support.vllm_server import VllmServer
 
 LEASE_S, DEADLINE_S = 2.0, 3.0
@@ -200,44 +197,16 @@ def pair(request) -> Iterator[Pair]:
 
 
 HTTP_LEASE_S = 6.0
-_CPU_LAYOUT = Path(__file__).parent / "cpu_layout"
-_SERVE = (
-    *("--dtype", "float32", "--enforce-eager", "--disable-uvicorn-access-log", "--max-model-len", "1024"),
-    *("--block-size", "32", "--num-gpu-blocks-override", "100", "--enable-scale-out", "--enable-prompt-tokens-details"),
-)
 
 
 @pytest.fixture(scope="session")
 def served_model(tmp_path_factory) -> Path:
     """Return the folder of a tiny model with a tokenizer."""
-    model = write_tiny_llama(tmp_path_factory.mktemp("served"))
-    write_tiny_tokenizer(model)
-    return model
+    return write_served_model(tmp_path_factory.mktemp("served"))
 
 
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory, served_model) -> Iterator[tuple[VllmServer, VllmServer]]:
     """Yield two ``vllm serve`` with the plug-in from its wheel, P and D, which serve."""
-    folder = tmp_path_factory.mktemp("http")
-    unpacked = unpack_wheel(build_wheel(folder / "built"), folder / "unpacked")
-    environment = {"PYTHONPATH": os.pathsep.join([str(unpacked), str(_CPU_LAYOUT)])}
-    ports = free_ports(4)
-    made = []
-    for name, port, control_port in zip("pd", ports[:2], ports[2:], strict=True):
-        transfer = {
-            "kv_connector": OURS,
-            "kv_role": "kv_both",
-            "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": settings("tcp", lease_s=HTTP_LEASE_S, port=control_port),
-        }
-        arguments = [*_SERVE, "--kv-transfer-config", json.dumps(transfer)]
-        made.append(VllmServer(folder / f"{name}.log", served_model, port, arguments, environment))
-    try:
-        for server in made:
-            server.start()
-        for server in made:
-            server.wait()
-        yield made[0], made[1]
-    finally:
-        for server in made:
-            server.kill()
+    with vllm_pair(tmp_path_factory.mktemp("http"), served_model, settings("tcp", lease_s=HTTP_LEASE_S)) as pair:
+        yield pair

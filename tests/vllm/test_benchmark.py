@@ -1,4 +1,4 @@
-"""The benchmark of the plug-in runs, and writes its goals."""
+"""The benchmarks with vLLM run, and write what they have measured."""
 
 import json
 import subprocess
@@ -9,16 +9,26 @@ import pytest
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.slow]
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks/vllm_plugin.py"
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(script, folder):
+    path = folder / "figures.json"
+    subprocess.run([sys.executable, str(BENCHMARKS / script), "--quick", "--json", str(path)], check=True, timeout=280)
+    return json.loads(path.read_text())
 
 
 def test_both_connectors_are_measured_side_by_side(tmp_path):
-    path = tmp_path / "figures.json"
-    subprocess.run([sys.executable, str(SCRIPT), "--quick", "--json", str(path)], check=True, timeout=280)
-    figures = json.loads(path.read_text())
+    figures = run("vllm_plugin.py", tmp_path)
     assert [goal["name"].partition(",")[0] for goal in figures["goals"]] == [
         "handoff of 256 tokens",
         "CPU of an idle pair without requests",
         "CPU of an idle pair with one lease held",
     ]
     assert len(figures["seconds"]) == 3
+
+
+def test_our_router_is_measured_beside_a_proxy(tmp_path):
+    ways = run("vllm_router.py", tmp_path)["ways"]
+    assert set(ways) == {"our router and agents", "proxy, two plain calls"}
+    assert all(len(way["cpu_s"]["16"]) == 3 for way in ways.values())
