@@ -1,6 +1,6 @@
 """The kind of router that is common today: two plain HTTP calls, P's answer passed to D. For ``vllm_router.py``.
 
-    python benchmarks/two_calls_proxy.py PORT P_URL D_URL
+    python -c "import two_calls_proxy; two_calls_proxy.main()" PORT P_URL D_URL
 
 It does what llm-d's side-car does for a completion, and nothing else: no membership, no retry, no check.
 """
@@ -54,6 +54,7 @@ def application(p_url: str, d_url: str) -> Litestar:
     return Litestar([ready, completions], openapi_config=None, logging_config=None)
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Serve on the port and between the servers that the arguments name."""
     port, p_url, d_url = sys.argv[1:]
     uvicorn.run(application(p_url, d_url), host="127.0.0.1", port=int(port), log_level="warning", access_log=False)

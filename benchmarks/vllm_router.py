@@ -65,8 +65,8 @@ class Way:
 def proxy(p_url: str, d_url: str, wait_for: Callable[[str], None]) -> Iterator[tuple[str, int]]:
     """Yield the address and the process of the proxy."""
     (port,) = free_ports(1)
-    command = [sys.executable, str(Path(__file__).with_name("two_calls_proxy.py")), str(port), p_url, d_url]
-    process = subprocess.Popen(command)
+    program = "import two_calls_proxy; two_calls_proxy.main()"
+    process = subprocess.Popen([sys.executable, "-c", program, str(port), p_url, d_url], cwd=Path(__file__).parent)
     try:
         wait_for(f"http://127.0.0.1:{port}/ready")
         yield f"http://127.0.0.1:{port}", process.pid
