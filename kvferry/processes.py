@@ -45,13 +45,14 @@ class ChildSpec:
     """The start options: ``command``, to which the two options of ``kvferry.child`` are added.
 
     ``read_input`` returns the child's standard input, made again for every start; at most a pipe's 64 KiB.
-    ``log_file`` None = this process's stderr.
+    ``log_file`` None = this process's stderr. ``environment`` is added to this process's.
     """
 
     name: str
     command: Sequence[str]
     log_file: Path | None
     read_input: Callable[[], str] = str
+    environment: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -243,6 +244,7 @@ class ProcessKeeper:
                     stdin=stack.enter_context(_pipe_of(spec.read_input())),
                     stdout=log if log is not None else _STDERR_FD,  # the output of libraries is not output of this command
                     stderr=log,
+                    env=os.environ | spec.environment,
                     pass_fds=(write_fd,),
                     start_new_session=True,  # a Ctrl-C of the terminal reaches the supervisor only
                 )
