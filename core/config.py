@@ -299,7 +299,10 @@ class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     num_encode: NonNegative = 0  # without any, prefill workers compute the embeddings of images
     aggregated: bool = False
     kvstore: bool = False  # a store of its own for the cluster, which connector "store" uses
-    ready_timeout_s: Seconds = 120.0
+    engine: Literal["kvferry", "vllm"] = "kvferry"  # of the workers; vllm: a `vllm serve` for each, and its agent
+    vllm_command: str = "vllm"  # of an environment of its own, such as /opt/vllm/bin/vllm; words as in a shell
+    vllm_arguments: str = ""  # more arguments of `vllm serve`; words as in a shell
+    ready_timeout_s: Seconds = 120.0  # with engine vllm agent.start_timeout_s, if that is longer
     restart_backoff_s: Seconds = 0.5
     restart_backoff_max_s: Seconds = 30.0
     health_interval_s: Seconds = 2.0  # between two checks of a process's /health

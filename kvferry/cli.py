@@ -57,6 +57,9 @@ def serve(
     aggregated: Annotated[
         bool | None, typer.Option("--aggregated", help="Workers that do both, as many as the larger of the two.")
     ] = None,
+    engine: options.EngineKind = None,
+    vllm_command: options.VllmCommand = None,
+    vllm_arguments: options.VllmArguments = None,
     host: options.Host = None,
     port: options.HttpPort = None,
     api_key: options.ApiKey = None,
@@ -79,6 +82,9 @@ def serve(
         "local.num_decode": decode,
         "local.num_encode": encode,
         "local.aggregated": aggregated,
+        "local.engine": engine,
+        "local.vllm_command": vllm_command,
+        "local.vllm_arguments": vllm_arguments,
         "router.host": host,
         "router.port": port,
         "router.api_key": api_key,

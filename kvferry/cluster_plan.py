@@ -16,6 +16,7 @@ from core.errors import ConfigError
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key
 from core.wire.messages import Role
+from kvferry.machine import why_not_bindable
 
 CHOSEN_SETTINGS = (
     "engine_id",
@@ -76,6 +77,19 @@ def free_ports(count: int) -> list[int]:
                 stack.enter_context(socket.socket()).bind(("127.0.0.1", port))
                 ports.append(port)
     return ports
+
+
+def free_port_ranges(count: int, length: int) -> list[range]:
+    """Return ranges of successive ports that are free, as ``free_ports`` does."""
+    starts = _PORTS[: len(_PORTS) - length : length]
+    found: list[range] = []
+    for start in random.SystemRandom().sample(starts, len(starts)):
+        if len(found) == count:
+            break
+        ports = range(start, start + length)
+        if all(why_not_bindable("127.0.0.1", port) is None for port in ports):
+            found.append(ports)
+    return found
 
 
 def check_worker_settings(worker: WorkerSection) -> None:

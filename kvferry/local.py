@@ -42,6 +42,7 @@ from kvferry.health import HealthLimits, HealthWatch, WatchedProcess
 from kvferry.http_get import get
 from kvferry.preflight import check_cluster, reserved_bytes
 from kvferry.processes import Backoff, Child, ChildSpec, ProcessKeeper
+from kvferry.vllm_plan import VllmServers
 
 ROUTER = "router"
 STORE = "kvstore"
@@ -92,6 +93,7 @@ class ProcessOptions:
 class LocalCluster:
     """A router, ``local.num_prefill`` prefill and ``local.num_decode`` decode workers, or aggregated workers, as processes.
 
+    With ``local.engine`` "vllm" each worker is an agent with a ``vllm serve`` of its own, a process that is named after it.
     With ``local.num_encode`` also encode workers, read by EC connector "p2p" if ``ec_connector.name`` names none. With
     ``local.kvstore`` also a store, at which ``kvstore.address`` of the workers points.
     Without a ``config``, the defaults with any free port. Workers' names and addresses are chosen here, and a ``config`` that
@@ -122,7 +124,9 @@ class LocalCluster:
         self._control_ports: dict[str, int] = {}
         self._roles = worker_roles(self._config)
         self._services = (ROUTER, STORE) if self._config.local.kvstore else (ROUTER,)
-        self._backoffs = {name: self._new_backoff() for name in (*self._services, *self._roles)}
+        self._vllm = VllmServers(self._config, self._roles) if self._config.local.engine == "vllm" else None
+        self._servers = self._vllm.names if self._vllm is not None else ()
+        self._backoffs = {name: self._new_backoff() for name in self._names}
         self._keeper: ProcessKeeper | None = None
         self._health: HealthWatch[Child] | None = None
         self._ends: dict[str, list[str]] = {}  # name → reasons of ends that were not ordered
@@ -140,7 +144,11 @@ class LocalCluster:
         Raises:
             ConfigError: a setting is wrong, or the model cannot be found.
         """
-        if not self._is_prepared:
+        if self._is_prepared:
+            return
+        if self._vllm is not None:
+            self._vllm.prepare(self._options.environment)
+        else:
             check_cluster(self._config, self._worker_configs())
         self._is_prepared = True
 
@@ -153,7 +161,7 @@ class LocalCluster:
                 if it is kept, stands in the message; the reason is the last line.
         """
         self.prepare()
-        deadline = time.monotonic() + self._config.local.ready_timeout_s
+        deadline = time.monotonic() + self._ready_timeout_s
         if self._log_dir is not None:
             self._log_dir.mkdir(parents=True, exist_ok=True)
         elif not self._inherit_logs:
@@ -166,7 +174,7 @@ class LocalCluster:
             if self._options.keep_control_ports:
                 names = [name for name, role in self._roles.items() if role == "prefill"]
                 self._control_ports = dict(zip(names, free_ports(len(names)), strict=True))
-            for name in self._roles:
+            for name in (*self._servers, *self._roles):
                 self._keeper.start(self._spec(name))
             self._wait_until_ready(deadline, is_cancelled)
         except _Cancelled:
@@ -193,6 +201,7 @@ class LocalCluster:
         try:
             keeper.end([ROUTER], grace_s if router_grace_s is None else router_grace_s)
             keeper.end(list(self._roles), grace_s)
+            keeper.end(list(self._servers), grace_s)
             keeper.end(list(self._services[1:]), grace_s)
         finally:
             keeper.close()
@@ -225,14 +234,14 @@ class LocalCluster:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The live processes by name, the router as ``router`` and the store as ``kvstore``."""
-        children = {name: self._live(name) for name in (*self._services, *self._roles)}
+        """The live processes by name, the router as ``router``, the store as ``kvstore``, vLLM's by their workers' names."""
+        children = {name: self._live(name) for name in self._names}
         return {name: child.pid for name, child in children.items() if child is not None}
 
     @property
     def reserved_bytes(self) -> dict[str, int]:
         """The memory that all processes together take in addition to the model, by purpose."""
-        return reserved_bytes(self._config, self._worker_configs())
+        return reserved_bytes(self._config, self._worker_configs()) if self._vllm is None else {}
 
     @property
     def ends(self) -> dict[str, list[str]]:
@@ -257,7 +266,7 @@ class LocalCluster:
         return path.read_text(errors="replace") if path is not None and path.exists() else ""
 
     def metrics(self, name: str) -> str:
-        """Return the metrics of a worker, of the router or of the store, in Prometheus's text format.
+        """Return the metrics of a worker, of its vLLM server, of the router or of the store, in Prometheus's text format.
 
         Raises:
             KeyError: it is not running (any more, or yet).
@@ -292,10 +301,21 @@ class LocalCluster:
         Raises:
             StartFailed: not within ``timeout_s`` (default ``local.ready_timeout_s``), or a process ended that is not restarted.
         """
-        timeout = self._config.local.ready_timeout_s if timeout_s is None else timeout_s
+        timeout = self._ready_timeout_s if timeout_s is None else timeout_s
         self._wait_until_ready(time.monotonic() + timeout)
 
     # ---- inside ------------------------------------------------------------------------------------------------------
+
+    @property
+    def _names(self) -> tuple[str, ...]:
+        return (*self._services, *self._servers, *self._roles)
+
+    @property
+    def _ready_timeout_s(self) -> float:
+        config = self._config
+        if self._vllm is None:
+            return config.local.ready_timeout_s
+        return max(config.local.ready_timeout_s, config.agent.start_timeout_s)
 
     def _running(self) -> ProcessKeeper:
         if self._keeper is None:
@@ -344,11 +364,15 @@ class LocalCluster:
 
     def _spec(self, name: str) -> ChildSpec:
         """Return the start options of a process; settings go through standard input, so that no key is in a file."""
-        role = [name] if name in self._services else _ROLE_ARGUMENTS[self._roles[name]]
-        command = [sys.executable, "-P", "-m", "kvferry", *role, "--config", str(STDIN)]
-        if self._options.environment:
-            command = ["env", *(f"{key}={value}" for key, value in self._options.environment.items()), *command]
-        return ChildSpec(name, command, self._log_file(name), lambda: dump_config(self._config_of(name)))
+        variables, role = self._options.environment, self._roles.get(name)
+        if self._vllm is not None and name in self._servers:
+            return self._vllm.server_spec(name, variables, self._log_file(name))
+        if self._vllm is not None and role is not None:
+            words, variables = ["agent", "--role", role], {**self._vllm.agent_variables, **variables}
+        else:
+            words = [name] if role is None else [*_ROLE_ARGUMENTS[role]]
+        command = [sys.executable, "-P", "-m", "kvferry", *words, "--config", str(STDIN)]
+        return ChildSpec(name, command, self._log_file(name), lambda: dump_config(self._config_of(name)), variables)
 
     def _config_of(self, name: str) -> KVFerryConfig:
         return self._config if name in self._services else self._worker_config(name)
@@ -370,7 +394,8 @@ class LocalCluster:
         role = self._roles[name]
         cache = self._options.caches.get(role, self._config.cache)
         scheduler = self._options.schedulers.get(role, self._config.scheduler)
-        return msgspec.structs.replace(self._config, worker=worker, cache=cache, scheduler=scheduler)
+        config = msgspec.structs.replace(self._config, worker=worker, cache=cache, scheduler=scheduler)
+        return config if self._vllm is None else self._vllm.agent_config(name, config)
 
     def _log_file(self, name: str) -> Path | None:
         folder = self._log_dir or self._temporary_logs
@@ -385,7 +410,7 @@ class LocalCluster:
         return self._backoffs[child.spec.name].next_delay_s(lived_s)
 
     def _wait_until_ready(self, deadline: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
-        waiting = [*self._services, *self._roles]
+        waiting = list(self._names)
         while waiting and not is_cancelled():
             waiting = [name for name in waiting if not self._is_ready(name)]
             if waiting and time.monotonic() > deadline:
@@ -402,7 +427,8 @@ class LocalCluster:
         if not child.addresses.done() or child.addresses.exception() is not None:
             return False
         try:
-            return get(f"{_ops_address(child)}/ready", _PROBE_TIMEOUT_S)[0] == http.client.OK
+            path = "health" if name in self._servers else "ready"
+            return get(f"{_ops_address(child)}/{path}", _PROBE_TIMEOUT_S)[0] == http.client.OK
         except OSError:
             return False
 
@@ -423,7 +449,7 @@ class LocalCluster:
             timeout_s=local.health_timeout_s,
             max_failures=local.health_max_failures,
             max_silence_s=local.health_max_silence_s,
-            max_start_s=local.ready_timeout_s,
+            max_start_s=self._ready_timeout_s,
         )
 
         def watched(name: str) -> WatchedProcess[Child]:
@@ -434,8 +460,7 @@ class LocalCluster:
                 replace=keeper.replace,
             )
 
-        names = (*self._services, *self._roles)
-        watch = HealthWatch([watched(name) for name in names], limits, SystemClock(), self.pids.values())
+        watch = HealthWatch([watched(name) for name in self._names], limits, SystemClock(), self.pids.values())
         watch.start()
         return watch
 
@@ -443,7 +468,7 @@ class LocalCluster:
         """Return the health URL of a process; of a worker that loads its model, the URL that shows whether it has started."""
         if not child.addresses.done() or child.addresses.exception() is not None:
             return ""
-        path = "health" if has_started or child.spec.name in self._services else "started"
+        path = "started" if child.spec.name in self._roles and not has_started else "health"
         return f"{_ops_address(child)}/{path}"
 
 

@@ -7,7 +7,7 @@ import ctypes
 import os
 import socket
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -50,6 +50,15 @@ def why_no_cuda() -> str | None:
     if driver.cuInit(0) != 0 or driver.cuDeviceGetCount(ctypes.byref(count)) != 0 or count.value == 0:
         return "the NVIDIA driver shows no device"
     return None
+
+
+def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Path("/dev")) -> list[str]:
+    """Return NVIDIA's GPUs as ``$CUDA_VISIBLE_DEVICES`` names them: those that it lists, else all of this machine."""
+    named = environment.get("CUDA_VISIBLE_DEVICES")
+    if named is not None:
+        return [name.strip() for name in named.split(",") if name.strip()]
+    found = [path.name.removeprefix("nvidia") for path in devices.glob("nvidia[0-9]*")]
+    return [str(number) for number in range(len(found))]
 
 
 def why_not_bindable(host: str, port: int) -> str | None:

@@ -94,6 +94,24 @@ WorkerAddress = Annotated[str | None, typer.Option("--worker-address", help="Whe
 AgentRole = Annotated[
     Literal["prefill", "decode", "aggregated"], typer.Option("--role", help="What the server does for the cluster.")
 ]
+EngineKind = Annotated[
+    str | None,
+    typer.Option("--engine", help="Engine of the workers: kvferry, or vllm.", show_default=_DEFAULTS.local.engine),
+]
+VllmCommand = Annotated[
+    str | None,
+    typer.Option(
+        "--vllm-command",
+        help="vLLM's command, from an environment of its own, such as /opt/vllm/bin/vllm.",
+        show_default=_DEFAULTS.local.vllm_command,
+    ),
+]
+VllmArguments = Annotated[
+    str | None,
+    typer.Option(
+        "--vllm-arguments", metavar="TEXT", help="More arguments of each vllm serve, in one text.", show_default="none"
+    ),
+]
 Engine = Annotated[str | None, typer.Option("--engine", metavar="URL", help="The vLLM server, on this machine.")]
 EngineId = Annotated[str | None, typer.Option("--engine-id", help="Stable name of the instance; default role, host and pid.")]
 Routers = Annotated[list[str] | None, typer.Option("--router", help="A router's worker address; repeatable.")]

@@ -108,6 +108,11 @@ def check_connectors(config: KVFerryConfig) -> None:
             "kvstore.redis_url: the redis library is not installed: pip install 'kvferry[redis]', or leave it out",
             param="kvstore.redis_url",
         )
+    check_tracing(config)
+
+
+def check_tracing(config: KVFerryConfig) -> None:
+    """Check for the library that sends traces, if they are wanted."""
     if config.tracing.endpoint and not has_otlp_exporter():
         raise ConfigError(
             "tracing.endpoint: OpenTelemetry is not installed: pip install 'kvferry[otel]', or leave it out",
