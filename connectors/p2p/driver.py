@@ -316,9 +316,9 @@ class P2PDriver:
         self._host.report(ended)
 
     def _note_failed_load(self, ended: LoadEnded) -> None:
-        """Log the peer and request of a failed load, one line per load and none for an aborted one.
+        """Log the peer and request of a failed load, at most one line per peer and reason in an interval.
 
-        A peer of another version fails every load, so its lines are limited to one per interval.
+        A peer that is lost, of another version or of another layout fails every load. Aborted loads write no line.
         """
         if ended.error is None or ended.usage is None:
             return
@@ -326,17 +326,17 @@ class P2PDriver:
             name = "other_wire_version"
             self._limited_log.warning(name, key=ended.peer, peer=ended.peer, message=ended.error.message)
             return
-        _log.warning(
-            event(
-                f"{self._metrics.kind}_load_failed",
-                **self._host.name_load(ended.request_id),
-                peer=ended.peer,
-                transport=ended.usage.transport or "-",
-                reason=fallback_reason(ended.error.code),
-                message=ended.error.message,
-                verified_blocks=ended.usage.verified_blocks,
-                quarantined_blocks=len(ended.quarantined_block_ids),
-            )
+        reason = fallback_reason(ended.error.code)
+        self._limited_log.warning(
+            f"{self._metrics.kind}_load_failed",
+            key=(ended.peer, reason),
+            **self._host.name_load(ended.request_id),
+            peer=ended.peer,
+            transport=ended.usage.transport or "-",
+            reason=reason,
+            message=ended.error.message,
+            verified_blocks=ended.usage.verified_blocks,
+            quarantined_blocks=len(ended.quarantined_block_ids),
         )
 
     def _note_fence(self, fenced: PeerFenced) -> None:

@@ -140,6 +140,17 @@ async def test_loads_that_go_well_or_are_aborted_say_nothing(reader):
     assert reader.lines("kv_load_failed") == []
 
 
+async def test_loads_that_fail_alike_are_one_line_per_peer_and_reason(reader):
+    peers, errors = ("tcp://127.0.0.1:1", "tcp://127.0.0.1:2"), (LeaseExpired("too late"), CorruptBlock("another digest"))
+    for number in range(100):
+        for peer in peers:
+            for error in errors:
+                usage, info = TransferUsage(transport="tcp"), ErrorInfo.of(error)
+                reader.told(LoadEnded(f"r{number}/0", usage, info, ALL_BLOCKS, peer=peer))
+    found = [(line["peer"], line["reason"]) for line in reader.lines("kv_load_failed")]
+    assert found == [(peer, reason) for peer in peers for reason in ("stale", "digest")]
+
+
 @pytest.mark.parametrize("number", [1, 2, 12])
 async def test_failed_load_has_the_id_of_the_routers_log_in_every_attempt(reader, number):
     request_id = new_hex_id(RandomIds())
