@@ -25,11 +25,12 @@ _SIZES: dict[str, Any] = {
 }
 
 
-def write_tiny_llama(folder: Path) -> Path:
+def write_tiny_llama(folder: Path, num_kv_heads: int = 2) -> Path:
     """Write a Llama: full attention in all layers."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    return _write(LlamaForCausalLM(LlamaConfig(**_SIZES, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)), folder)
+    sizes = _SIZES | {"num_key_value_heads": num_kv_heads}
+    return _write(LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=False, bos_token_id=1, eos_token_id=2)), folder)
 
 
 def write_tiny_gemma(folder: Path, window: int, *, has_full_layers: bool = True) -> Path:
