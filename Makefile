@@ -1,5 +1,6 @@
 # kvferry: everything a fresh machine needs (Python 3.11 or 3.12, gcc, make).
 #   make demo    install, fetch the small model, answer one prompt through a verified cluster of real processes
+#   make demo-vllm   the same with two vLLM engines, of vLLM's CPU build, from an environment of their own
 #   make test    the whole suite, as CI runs it
 #   make test-vllm   the plug-in for vLLM, with real vLLM engines on CPU, from an environment of their own
 #   make test-full   the same with every fault on every transport and ten times the simulated runs; up to an hour
@@ -30,10 +31,18 @@ LMCACHE_STAMP := $(LMCACHE)/.installed-$(firstword $(shell cksum < .ci/lmcache.t
 VLLM := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/vllm-0.32.0
 VLLM_STAMP := $(VLLM)/.installed-$(firstword $(shell cksum < .ci/vllm.txt))-$(PYTHON_USED)
 
-.PHONY: demo test test-vllm test-full sim chaos check lint bench wheel-vllm chart install install-test install-lmcache install-vllm check-tools clean
+.PHONY: demo demo-vllm test test-vllm test-full sim chaos check lint bench wheel-vllm chart install install-test install-lmcache install-vllm check-tools clean
 
 demo: install
 	$(BIN)/kvferry demo
+
+# The plug-in goes into a folder of its own: the tests have vLLM's environment without it.
+demo-vllm: install-test install-vllm
+	rm -rf build/vllm-plugin
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --target build/vllm-plugin \
+		$$($(BIN)/python -P packages/kvferry_vllm/build.py build/vllm-wheel)
+	PYTHONPATH=$(CURDIR)/build/vllm-plugin VLLM_NO_USAGE_STATS=1 $(BIN)/kvferry demo --engine vllm \
+		--vllm-command $(VLLM)/bin/vllm --vllm-arguments "--enforce-eager --block-size 32 --max-model-len 2048"
 
 test: install-test install-lmcache install-vllm check-tools
 	$(BIN)/python -m pytest -n 2 --durations=25

@@ -286,6 +286,9 @@ def demo(
     prompt: Annotated[str, typer.Option(help="What to ask the model.")] = "Why is the sky blue? Answer in two sentences.",
     max_tokens: Annotated[int, typer.Option(help="Length of the answer.", min=2)] = 48,
     model: options.Model = None,
+    engine: options.EngineKind = None,
+    vllm_command: options.VllmCommand = None,
+    vllm_arguments: options.VllmArguments = None,
     transport: options.Transports = None,
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
@@ -293,7 +296,14 @@ def demo(
     """Start a router, a prefill and a decode worker, ask one question, and show what happened on the way."""
     from kvferry.demo import run_demo
 
-    flags = {"model.name": model, "connector.transports": transport or None, "router.port": 0}
+    flags = {
+        "model.name": model,
+        "local.engine": engine,
+        "local.vllm_command": vllm_command,
+        "local.vllm_arguments": vllm_arguments,
+        "connector.transports": transport or None,
+        "router.port": 0,
+    }
     raise typer.Exit(run_demo(options.read_config(config, assignments, flags), prompt, max_tokens))
 
 

@@ -21,7 +21,9 @@ from rich.table import Table
 from core.config import KVFerryConfig
 from core.errors import KVFerryError
 from core.log import configure_logging
+from kvferry.demo_vllm import EngineReading, held_blocks, is_settled, read_engine, why_not_verified
 from kvferry.local import LocalCluster
+from kvferry.vllm_plan import server_name
 
 BLOCK_GAUGES = (
     "kvferry_kv_leaked_blocks",
@@ -73,12 +75,15 @@ def run_demo(config: KVFerryConfig, prompt: str, max_tokens: int) -> int:
     cache = msgspec.structs.replace(config.cache, memory_bytes=min(config.cache.memory_bytes, _DEMO_POOL_BYTES))
     config = msgspec.structs.replace(config, cache=cache)
     started_at = time.monotonic()
-    with console.status(f"starting a router, a prefill and a decode worker with {config.model.name} ..."):
+    workers = "a prefill and a decode worker" if config.local.engine == "kvferry" else "two vLLM servers and their agents"
+    with console.status(f"starting a router, {workers} with {config.model.name} ..."):
         cluster = LocalCluster(config).start()
     try:
         console.print(f"{_names(cluster)} are ready at {cluster.base_url} after {time.monotonic() - started_at:.1f} s\n")
         console.print(f"[bold]{prompt}[/bold]")
         answer = _ask(cluster.base_url, config, prompt, max_tokens, console)
+        if config.local.engine == "vllm":
+            return _report_vllm(console, answer, _settled_servers(cluster))
         blocks = _settled_blocks(cluster)
     finally:
         cluster.stop()
@@ -195,6 +200,45 @@ def _sections(answer: Answer, transfer: dict[str, Any], block_size: int) -> Iter
             ("client: mean inter-token latency", _ms(answer.mean_gap_ms)),
         ],
     )
+
+
+def _settled_servers(cluster: LocalCluster) -> dict[str, EngineReading]:
+    """Return the readings of the vLLM servers by worker, after they hold nothing or a timeout."""
+    deadline = time.monotonic() + _SETTLE_TIMEOUT_S
+    while True:
+        names = [worker.engine_id for worker in cluster.workers]
+        readings = {name: read_engine(cluster.metrics(server_name(name))) for name in names}
+        if time.monotonic() > deadline or is_settled(readings):
+            return readings
+        time.sleep(_SETTLE_POLL_S)
+
+
+def _report_vllm(console: Console, answer: Answer, readings: dict[str, EngineReading]) -> int:
+    """Show the account of a handoff between vLLM servers and return the exit code."""
+    decode = readings["decode-0"]
+    failure = why_not_verified(decode)
+    if failure:
+        console.print(f"FAILED: {failure}")
+        return 1
+    handoff = [
+        ("prompt", f"{answer.usage['prompt_tokens']} tokens"),
+        ("bytes", f"{decode.num_bytes:,}"),
+        ("verified blocks", str(decode.num_verified_blocks)),
+    ]
+    times = [
+        ("transfer", _ms(decode.transfer_s * 1e3)),
+        ("verification", _ms(decode.verify_s * 1e3)),
+        ("client: first token (prefill, handoff, first decode step)", _ms(answer.ttft_ms)),
+        ("client: mean inter-token latency", _ms(answer.mean_gap_ms)),
+    ]
+    _show(console, "handoff of the KV cache between two vLLM engines", handoff)
+    _show(console, "time", times)
+    held = held_blocks(readings)
+    if held:
+        console.print(f"FAILED: blocks are still held: {held}")
+        return 1
+    console.print("no block is held on either engine")
+    return 0
 
 
 def _ms(value: float) -> str:

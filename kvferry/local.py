@@ -49,6 +49,7 @@ STORE = "kvstore"
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
 _LOG_TAIL_LINES = 15
+_VLLM_LOG_TAIL_LINES = 80  # of a vllm serve, which writes the tracebacks of all its processes after the cause
 _EXIT_CONFIG = 2  # of ``kvferry``: wrong usage or configuration
 _ROLE_ARGUMENTS: Mapping[Role, Sequence[str]] = {
     "encode": ("encode",),
@@ -434,7 +435,8 @@ class LocalCluster:
 
     def _failed(self, name: str, what: str = "") -> KVFerryError:
         """Return the error for a process that has ended or, if ``what`` says so, does not get ready; the reason comes last."""
-        tail = "\n".join(self.log(name).splitlines()[-_LOG_TAIL_LINES:])
+        num_lines = _VLLM_LOG_TAIL_LINES if name in self._servers else _LOG_TAIL_LINES
+        tail = "\n".join(self.log(name).splitlines()[-num_lines:])
         ends = self._ends.get(name)
         if not what:
             what = f"did not start: it {ends[-1]}" if ends else "was ended before it was ready"

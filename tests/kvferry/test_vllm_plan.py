@@ -192,6 +192,15 @@ def test_variables_of_the_options_come_before_those_of_the_cluster(install):
     assert cluster._spec("router").environment == {"VLLM_CPU_KVCACHE_SPACE": "7"}
 
 
+def test_a_server_that_does_not_start_shows_enough_of_its_log_for_the_cause(tmp_path):
+    config = load_config(assignments=["local.engine=vllm"])
+    cluster = LocalCluster(config, log_dir=tmp_path)
+    for name in ("prefill-0-vllm", "prefill-0"):
+        (tmp_path / f"{name}.log").write_text("\n".join(["the cause", *["a line of a traceback"] * 60]))
+    assert "the cause" in cluster._failed("prefill-0-vllm", "did not start").message
+    assert "the cause" not in cluster._failed("prefill-0", "did not start").message
+
+
 # ---- what is refused -------------------------------------------------------------------------------------------------------
 
 
