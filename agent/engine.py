@@ -154,9 +154,9 @@ class VllmEngine:
             stop_reason=choice.stop_reason if isinstance(choice.stop_reason, int) else None,
             logprobs=token_logprobs(choice, request.sampling.logprobs or 0),
         )
+        output.prompt_logprobs = prompt_token_logprobs(answer, request)
         if request.needs_handoff:
             output.kv_handoff = self._handoff(request, answer)
-            output.prompt_logprobs = prompt_token_logprobs(answer, request)
         if is_first:
             num_cached = answer.num_cached_tokens or 0
             output.prefill_stats = PrefillStats(

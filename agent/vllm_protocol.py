@@ -100,7 +100,7 @@ class Answer(msgspec.Struct):
 _decoder = msgspec.json.Decoder(Answer, strict=False)  # keys of prompt_logprobs are token ids as strings
 
 
-def decode_answer(body: bytes | str) -> Answer:
+def decode_answer(body: bytes) -> Answer:
     """Return an answer.
 
     Raises:
@@ -120,14 +120,15 @@ def generate_body(request: NewRequest) -> dict[str, Any]:
         params = REMOTE_DECODE
     elif request.kv_handoff is not None:
         params = msgspec.json.decode(request.kv_handoff.engine_params)
-    is_stream = not request.needs_handoff
+    is_stream = not request.needs_handoff and request.sampling.prompt_logprobs is None  # which a stream has no field for
     body: dict[str, Any] = {
         "request_id": request.request_id,
         "token_ids": [*request.prompt_token_ids, *request.output_token_ids],
         "sampling_params": _sampling(request, num_before),
         "stream": is_stream,
-        "priority": request.priority,
     }
+    if request.priority:  # refused by a server that has no priorities
+        body["priority"] = request.priority
     if is_stream:
         body["stream_options"] = {"include_usage": True}
     if request.cache_salt:

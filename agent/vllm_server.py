@@ -22,8 +22,8 @@ CONNECT_TIMEOUT_S = 5.0
 FACTS_TIMEOUT_S = 10.0
 T = TypeVar("T")
 
-_EVENT = "data: "
-_END = "[DONE]"
+MAX_EVENT_BYTES = 16 << 20
+_EVENT, _EVENT_END, _LAST_EVENT = b"data: ", b"\n\n", b"data: [DONE]"
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
@@ -73,6 +73,7 @@ class VllmServer:
             headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            trust_env=False,  # the server is on this machine: no proxy
         )
 
     async def close(self) -> None:
@@ -183,15 +184,20 @@ class VllmServer:
         if not response.headers.get("content-type", "").startswith("text/event-stream"):
             yield _checked(await response.aread())
             return
-        async for line in response.aiter_lines():
-            if line.startswith(_EVENT) and line != _EVENT + _END:
-                yield _checked(line[len(_EVENT) :])
+        rest = b""
+        async for piece in response.aiter_bytes():
+            *events, rest = (rest + piece).split(_EVENT_END)
+            for event in events:
+                if event.startswith(_EVENT) and event != _LAST_EVENT:
+                    yield _checked(event[len(_EVENT) :])
+            if len(rest) > MAX_EVENT_BYTES:
+                raise EngineDead(f"the server {self.url} sends an event of more than {MAX_EVENT_BYTES} bytes")
 
 
 _JSON = {"Content-Type": "application/json"}
 
 
-def _checked(body: bytes | str) -> Answer:
+def _checked(body: bytes) -> Answer:
     """Return an answer that is no error."""
     try:
         answer = decode_answer(body)

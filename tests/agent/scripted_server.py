@@ -1,0 +1,99 @@
+"""A vLLM server as far as an agent sees it, in the event loop of the test: what it answers is the test's."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+
+END = "data: [DONE]\n\n"
+
+
+class ScriptedServer:
+    """``answers`` are those to the next requests: (status, JSON), or a list of events, of which None never ends."""
+
+    def __init__(self):
+        self.bodies = []  # of requests to generate
+        self.headers = []
+        self.answers = []
+        self.token_routes = 200
+        self.is_healthy = True
+        self.thawed = asyncio.Event()  # cleared: it answers nothing
+        self.thawed.set()
+        self.num_open = 0
+        self.num_steps = 0
+        self._server = None
+
+    async def __aenter__(self):
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
+        return self
+
+    async def __aexit__(self, *_):
+        self._server.close()
+
+    @property
+    def url(self):
+        host, port = self._server.sockets[0].getsockname()
+        return f"http://{host}:{port}"
+
+    async def _serve(self, reader, writer):
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while line := await reader.readline():
+                _, path, _ = line.decode().split()
+                headers = {}
+                while (header := (await reader.readline()).decode().strip()) != "":
+                    name, _, value = header.partition(":")
+                    headers[name.lower()] = value.strip()
+                body = await reader.readexactly(int(headers.get("content-length", 0)))
+                self.headers.append(headers)
+                await self.thawed.wait()
+                await self._answer(path, json.loads(body) if body else {}, reader, writer)
+        writer.close()
+
+    async def _answer(self, path, body, reader, writer):
+        match path:
+            case "/health":
+                self._whole(writer, 200 if self.is_healthy else 503, {})
+            case "/version":
+                self._whole(writer, 200, {"version": "0.32.0"})
+            case "/v1/models":
+                self._whole(writer, 200, {"data": [{"id": "m", "max_model_len": 512}]})
+            case "/metrics":
+                text = (
+                    'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
+                    'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
+                    'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kvferry_held_blocks{engine="0"} 7.0\n'
+                    f'vllm:iteration_tokens_total_count{{engine="0"}} {self.num_steps}\n'
+                )
+                self._head(writer, 200, "text/plain", len(text))
+                writer.write(text.encode())
+            case "/inference/v1/abort_requests":
+                self._whole(writer, self.token_routes, {})
+            case "/inference/v1/generate":
+                self.bodies.append(body)
+                await self._generate(self.answers.pop(0), reader, writer)
+
+    async def _generate(self, answer, reader, writer):
+        if isinstance(answer, tuple):
+            self._whole(writer, *answer)
+            return
+        self.num_open += 1
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\nconnection: close\r\n\r\n")
+        try:
+            for event in answer:
+                if event is None:
+                    await reader.read()  # until the agent leaves
+                    return
+                writer.write(event.encode() if isinstance(event, str) else f"data: {json.dumps(event)}\n\n".encode())
+                await writer.drain()
+        finally:
+            self.num_open -= 1
+            writer.close()
+
+    def _whole(self, writer, status, content):
+        body = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+        self._head(writer, status, "application/json", len(body))
+        writer.write(body)
+
+    def _head(self, writer, status, kind, size):
+        writer.write(f"HTTP/1.1 {status} X\r\ncontent-type: {kind}\r\ncontent-length: {size}\r\n\r\n".encode())

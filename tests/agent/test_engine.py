@@ -1,0 +1,221 @@
+"""A vLLM server as an engine: its facts, requests, answers, failures and death, with a scripted server."""
+
+import asyncio
+
+import pytest
+
+from agent.engine import AgentIdentity, VllmEngine, WatchTerms
+from agent.vllm_server import VllmServer
+from core.clock import SystemClock
+from core.errors import ConfigError, EngineDead
+from core.ids import RandomIds
+from core.request import NewRequest
+from core.wire.kv import KVLayoutInfo
+from core.wire.sampling import SamplingParams
+from core.worker.parts import EngineEvents
+from tests.agent.scripted_server import END, ScriptedServer
+
+WAIT_S = 20.0
+LAYOUT = KVLayoutInfo(dtype="x", order="y", block_size=16, num_layers=1, num_kv_heads=1, head_dim=1, block_bytes=1)
+
+
+class Running:
+    """An engine over a scripted server, and what it has told."""
+
+    def __init__(self, server, patience_s):
+        self.server = server
+        self.outputs, self.deaths = [], []
+        self.http = VllmServer(server.url)
+        identity = AgentIdentity(engine_id="p0", incarnation=5, model_fingerprint=b"m", layout=LAYOUT)
+        events = EngineEvents(self.outputs.extend, self.deaths.append, lambda: None)
+        terms = WatchTerms(interval_s=0.02, patience_s=patience_s)
+        self.engine = VllmEngine(self.http, identity, events, terms, SystemClock(), RandomIds())
+
+    async def run(self, request, answer):
+        """Serve one request; return its outputs."""
+        self.outputs.clear()
+        self.server.answers.append(answer)
+        self.engine.submit_add([request])
+        await self.until(lambda: self.outputs and self.outputs[-1].finish_reason)
+        return list(self.outputs)
+
+    async def until(self, holds):
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                if holds():
+                    return
+                await asyncio.sleep(0.005)
+
+
+@pytest.fixture
+async def server():
+    async with ScriptedServer() as made:
+        yield made
+
+
+@pytest.fixture
+async def running(server):
+    made = Running(server, patience_s=30.0)
+    yield made
+    await asyncio.to_thread(made.engine.stop, WAIT_S)
+    await made.http.close()
+
+
+def new_request(name="r/0", **fields):
+    return NewRequest(**{"request_id": name, "prompt_token_ids": (5, 6), "sampling": SamplingParams(max_tokens=4)} | fields)
+
+
+def tokens(*token_ids, finish_reason=None, **fields):
+    return {"choices": [{"index": 0, "token_ids": list(token_ids), "finish_reason": finish_reason} | fields]}
+
+
+# ---- the server ----------------------------------------------------------------------------------------------------------
+
+
+async def test_what_the_server_says_of_itself(server, running):
+    facts = await running.http.facts()
+    assert (facts.version, facts.model, facts.max_model_len) == ("0.32.0", "m", 512)
+    assert (facts.num_blocks, facts.block_size) == (100, 32)
+    load = await running.http.load(5.0)
+    assert (load.num_running, load.num_waiting, load.kv_cache_usage, load.num_held_blocks) == (2, 1, 0.5, 7)
+
+
+@pytest.mark.parametrize(("status", "said"), [(403, "--enable-scale-out"), (404, "--enable-scale-out"), (401, "api_key_file")])
+async def test_a_server_that_refuses_token_ids_is_refused_with_the_fix(server, running, status, said):
+    server.token_routes = status
+    with pytest.raises(ConfigError, match=said):
+        await running.http.facts()
+
+
+async def test_the_api_key_is_sent(server):
+    http = VllmServer(server.url, "secret")
+    await http.facts()
+    await http.close()
+    assert server.headers[-1]["authorization"] == "Bearer secret"
+
+
+async def test_no_proxy_is_asked(server, monkeypatch):
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    http = VllmServer(server.url)
+    assert await http.is_healthy(5.0)
+    await http.close()
+
+
+# ---- requests ------------------------------------------------------------------------------------------------------------
+
+
+async def test_a_stream_becomes_the_outputs_of_steps(running):
+    outputs = await running.run(new_request(), [tokens(7), tokens(8, 9, finish_reason="length"), {"choices": []}, END])
+    assert [output.new_token_ids for output in outputs] == [[7], [8, 9]]
+    assert [output.finish_reason for output in outputs] == [None, "length"]
+    assert outputs[0].prefill_stats.num_prompt_tokens == 2
+    assert outputs[1].prefill_stats is None
+
+
+async def test_events_may_be_cut_anywhere(running):
+    whole = 'data: {"choices": [{"index": 0, "token_ids": [7], "finish_reason": "stop", "stop_reason": 7}]}\n\n'
+    (output,) = await running.run(new_request(), [whole[:20], whole[20:70], whole[70:]])
+    assert (output.new_token_ids, output.finish_reason, output.stop_reason) == ([7], "stop", 7)
+
+
+async def test_a_prompt_for_another_engine_returns_what_the_server_says_of_its_blocks(running):
+    params = {"do_remote_prefill": True, "kvferry": "abc"}
+    answer = tokens(9, finish_reason="length") | {"kv_transfer_params": params}
+    (output,) = await running.run(new_request(needs_handoff=True), (200, answer))
+    (body,) = running.server.bodies
+    assert (body["stream"], body["sampling_params"]["max_tokens"]) == (False, 1)
+    assert body["kv_transfer_params"]["do_remote_decode"] is True
+    assert (output.kv_handoff.engine_id, output.kv_handoff.num_tokens) == ("p0", 2)
+    await running.run(new_request("d/0", kv_handoff=output.kv_handoff), [tokens(1, finish_reason="length"), END])
+    assert running.server.bodies[-1]["kv_transfer_params"] == params
+
+
+async def test_output_so_far_becomes_prompt_and_choices_have_seeds_of_their_own(running):
+    sampling = SamplingParams(max_tokens=10, min_tokens=3, seed=40, temperature=0.5)
+    for choice, before in ((0, ()), (1, ()), (0, (7, 8))):
+        request = new_request(f"r/{choice}", sampling=sampling, choice_index=choice, output_token_ids=before, priority=choice)
+        await running.run(request, [tokens(1, finish_reason="length"), END])
+    bodies = running.server.bodies
+    assert [body["sampling_params"]["seed"] for body in bodies][:2] == [40, 41]
+    assert bodies[2]["sampling_params"]["seed"] not in (40, 41)
+    assert bodies[2]["token_ids"] == [5, 6, 7, 8]
+    assert [bodies[2]["sampling_params"][name] for name in ("max_tokens", "min_tokens")] == [8, 1]
+    assert ["priority" in body for body in bodies] == [False, True, False]
+
+
+async def test_logprobs_are_the_sampled_token_and_then_the_likeliest(running):
+    def candidate(token_id, rank):
+        return {"token_id": token_id, "logprob": -rank / 10, "rank": rank}
+
+    content = candidate(9, 5) | {"top_logprobs": [candidate(9, 5), candidate(1, 1), candidate(2, 2)]}
+    chunk = tokens(9, finish_reason="length", logprobs={"content": [content]})
+    (output,) = await running.run(new_request(sampling=SamplingParams(logprobs=2)), [chunk, END])
+    assert running.server.bodies[0]["sampling_params"]["logprobs"] == 3
+    assert (output.logprobs[0].token_ids, output.logprobs[0].rank) == ((9, 1, 2), 5)
+
+
+async def test_logprobs_of_the_prompt_come_with_a_whole_answer(running):
+    rows = [None, {"6": {"logprob": -1.5, "rank": 3}, "1": {"logprob": -0.1, "rank": 1}}]
+    answer = tokens(7, 8, finish_reason="length") | {"prompt_logprobs": rows}
+    (output,) = await running.run(new_request(sampling=SamplingParams(prompt_logprobs=1)), (200, answer))
+    assert running.server.bodies[0]["stream"] is False
+    first, second = output.prompt_logprobs
+    assert (first, second.token_ids, second.rank) == (None, (6, 1), 3)
+    assert output.new_token_ids == [7, 8]
+
+
+# ---- failures ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("answer", "code"),
+    [
+        ((400, {"error": {"message": "too long", "code": 400}}), "invalid_request"),
+        ((429, {"error": {"message": "full", "code": 429}}), "overloaded"),
+        ((500, {"error": {"message": "oh", "code": 500}}), "engine_dead"),
+        ((502, "bad gateway"), "engine_dead"),
+        ((200, "no json"), "engine_dead"),
+        ([tokens(1), {"error": {"message": "load failed", "code": 500}}], "engine_dead"),
+        ([tokens(1), "data: {\n\n"], "engine_dead"),
+        ([tokens(1)], "engine_dead"),
+        ([tokens(1), END], "engine_dead"),
+    ],
+    ids=["400", "429", "500", "no error body", "no answer", "in a stream", "garbage", "cut", "no end"],
+)
+async def test_each_failure_ends_the_request_with_one_error(running, answer, code):
+    outputs = await running.run(new_request(), answer)
+    assert [output.error.code for output in outputs if output.error] == [code]
+    assert outputs[-1].error is not None
+    await running.until(lambda: running.engine.num_requests == 0)
+    assert running.engine.is_alive()
+
+
+async def test_an_aborted_request_ends_at_the_server_too(running):
+    running.server.answers.append([tokens(1), None])
+    running.engine.submit_add([new_request()])
+    await running.until(lambda: running.outputs)
+    running.engine.submit_abort(["r/0", "unknown/0"])
+    await running.until(lambda: not running.server.num_open)
+    assert running.engine.num_requests == 0
+    assert len(running.outputs) == 1
+
+
+@pytest.mark.parametrize("how", ["frozen", "unhealthy"])
+async def test_a_lost_server_is_reported_once_and_takes_no_more_requests(server, how):
+    running = Running(server, patience_s=0.1)
+    running.engine.start()
+    await running.until(lambda: running.engine.load.num_held_blocks == 7)
+    server.answers.append([tokens(1), None])
+    running.engine.submit_add([new_request()])
+    await running.until(lambda: running.outputs)
+    server.is_healthy = how != "unhealthy"
+    if how == "frozen":
+        server.thawed.clear()
+    await running.until(lambda: running.deaths)
+    assert not running.engine.is_alive()
+    with pytest.raises(EngineDead):
+        running.engine.submit_add([new_request("s/0")])
+    await asyncio.sleep(0.1)
+    assert len(running.deaths) == 1
+    server.thawed.set()
+    await running.http.close()

@@ -1,0 +1,23 @@
+"""Whether a vLLM server makes progress."""
+
+from agent.progress import ServerProgress
+
+
+def test_a_server_with_work_and_without_signs_is_stalled_until_the_next_one():
+    progress = ServerProgress(0.0)
+    progress.begin(10.0)
+    assert progress.reading(14.0, has_work=True).stalled_s == 4.0
+    assert progress.reading(14.0, has_work=False).stalled_s == 0.0
+    progress.note_steps(5, 14.0)
+    assert progress.reading(14.0, has_work=True).stalled_s == 0.0
+    progress.note_steps(5, 16.0)
+    assert progress.reading(16.0, has_work=True).stalled_s == 2.0, "no new step"
+
+
+def test_the_longest_gap_of_the_last_minute_counts():
+    progress = ServerProgress(0.0)
+    progress.note(8.0)
+    progress.note(9.0)
+    assert progress.reading(10.0, has_work=True).slowest_step_s == 8.0
+    assert progress.reading(68.5, has_work=True).slowest_step_s == 1.0
+    assert not progress.reading(1000.0, has_work=True).is_restart_due
