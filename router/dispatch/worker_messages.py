@@ -99,7 +99,7 @@ def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) 
         measured.first_token = first_token_timing(
             now - measured.arrival, message.queue_ms, message.prefill_ms, measured.encode_s
         )
-    request.has_report = True
+    is_repeated, request.has_report = request.has_report, True  # the request began again without a token
     request.free_retries.clear()
     updates = []
     for choice in message.choices:
@@ -117,7 +117,7 @@ def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) 
         measured.first_token,
         model_fingerprint=request.model_fingerprint,
     )
-    return Update(choices=updates, prompt=report, handoff=_report(request))
+    return Update(choices=updates, prompt=None if is_repeated else report, handoff=_report(request))
 
 
 # ---- Tokens --------------------------------------------------------------------------------------------------------
