@@ -19,7 +19,7 @@ from core.wire.kv import ControlMessage
 from core.wire.messages import RouterMessage, Tokens, WorkerMessage
 from core.wire.version import check_version
 
-WIRE_VERSION = 1  # of all three planes; 0 is no version (core.wire.version)
+WIRE_VERSION = 2  # of all three planes; 0 is no version (core.wire.version)
 
 KIND_WORKER = 1
 KIND_TOKENS = 2

@@ -6,7 +6,7 @@ The router has validated every range (``router.openai.sampling``); workers trust
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -20,6 +20,21 @@ Penalty = Annotated[float, Meta(ge=-2, le=2)]
 Factor = Annotated[float, Meta(ge=0.01, le=100)]  # a factor of 0 would make all seen tokens equal, or infinite
 Bias = Annotated[float, Meta(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=100)]  # per token; a frame must be able to hold them
+
+GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]
+GrammarText = Annotated[str, Meta(max_length=128 << 10)]  # ``core.grammar.limits`` has a closer limit for each kind
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The form that the whole output must have; hashable, the key of compiled grammars.
+
+    ``value`` by ``kind``: ``json_schema`` a schema as JSON text; ``regex`` a pattern that the whole output matches; ``choice``
+    a JSON list of strings; ``grammar`` Lark or GBNF; ``structural_tag`` vLLM's object as JSON text, which leaves the text
+    outside its tags free; ``json_object`` nothing.
+    """
+
+    kind: GrammarKind
+    value: GrammarText = ""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -46,6 +61,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     ignore_eos: bool = False
     logprobs: NumLogprobs | None = None  # top-N per sampled token in addition to the sampled one; None = none at all
     prompt_logprobs: NumLogprobs | None = None  # the same for prompt tokens
+    structured_output: StructuredOutput | None = None  # None = free text
 
 
 def check_tokens_left(params: SamplingParams, stop_token_ids: frozenset[int], vocab_size: int) -> None:

@@ -159,7 +159,7 @@ async def test_frames_of_another_version_are_refused_once_and_logged_once(server
 async def test_a_refusal_is_never_answered(server, connect):
     socket = connect(server.start(ANY))
     for _ in range(20):
-        await socket.send(encode_refusal(2, WIRE_VERSION))
+        await socket.send(encode_refusal(WIRE_VERSION + 1, WIRE_VERSION))
     assert await ask(socket, encode_control_message(QUESTION)) == ANSWER
     assert server.num_bad_frames == 20
 

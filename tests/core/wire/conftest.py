@@ -45,7 +45,7 @@ from core.wire.messages import (
     TransferUsage,
     Usage,
 )
-from core.wire.sampling import SamplingParams
+from core.wire.sampling import SamplingParams, StructuredOutput
 
 LAYOUT = KVLayoutInfo(
     dtype="float32", order="HND", block_size=64, num_layers=2, num_kv_heads=3, head_dim=4, block_bytes=12288, num_groups=2
@@ -78,6 +78,7 @@ SAMPLING = SamplingParams(
     ignore_eos=True,
     logprobs=2,
     prompt_logprobs=1,
+    structured_output=StructuredOutput(kind="regex", value="a+"),
 )
 LOGPROBS = TokenLogprobs((5, 6), (-0.5, -1.5), 1)
 ERROR = ErrorInfo(code="digest", message="bad", http_status=502, retryable=True, param="prompt")

@@ -73,7 +73,7 @@ def test_defaults_take_no_bytes():
 
 
 @pytest.mark.parametrize("decode", list(DECODERS.values()))
-@pytest.mark.parametrize("frame", [b"", b"\x01", b"\x01\x01", b"\x01\x02", b"\x01\x03", b"\x01\x04"])
+@pytest.mark.parametrize("frame", [b"", b"\x02", b"\x02\x01", b"\x02\x02", b"\x02\x03", b"\x02\x04"])
 def test_refuses_frames_without_a_message(decode, frame):
     with pytest.raises(ProtocolError):
         decode(frame)
@@ -82,8 +82,8 @@ def test_refuses_frames_without_a_message(decode, frame):
 @pytest.mark.parametrize(("plane", "name"), GOLDEN_CASES)
 def test_refuses_another_wire_version(plane, name):
     frame = bytes.fromhex(golden_frames()[plane][name])
-    with pytest.raises(ProtocolError, match="version 2"):
-        DECODERS[plane](b"\x02" + frame[1:])
+    with pytest.raises(ProtocolError, match="version 3"):
+        DECODERS[plane](b"\x03" + frame[1:])
 
 
 @pytest.mark.parametrize("plane", ["worker", "router", "control"])
@@ -99,7 +99,7 @@ def test_refuses_frames_of_other_planes(plane):
 @pytest.mark.parametrize("plane", ["worker", "router", "control"])
 def test_refuses_an_unknown_kind(plane):
     with pytest.raises(ProtocolError, match="kind 200"):
-        DECODERS[plane](b"\x01\xc8\x80")
+        DECODERS[plane](b"\x02\xc8\x80")
 
 
 @pytest.mark.parametrize("plane", ["worker", "router", "control"])
@@ -188,13 +188,13 @@ def test_refuses_block_lists_that_do_not_fit_together(changes):
 
 def test_refuses_nesting_without_end():
     with pytest.raises(ProtocolError):
-        codec.decode_worker_frame(b"\x01\x01\x81\xa1x" + b"\x91" * 100_000 + b"\x01")
+        codec.decode_worker_frame(b"\x02\x01\x81\xa1x" + b"\x91" * 100_000 + b"\x01")
 
 
 @pytest.mark.parametrize("header", [b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"])
 def test_refuses_lengths_that_the_frame_cannot_hold(header):
     with pytest.raises(ProtocolError):
-        codec.decode_worker_frame(b"\x01\x02" + header)
+        codec.decode_worker_frame(b"\x02\x02" + header)
 
 
 def _only_protocol_errors(frame: bytes) -> None:

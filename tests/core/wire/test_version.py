@@ -78,5 +78,5 @@ def test_tries_double_up_to_the_longest_pause_and_start_over_once_accepted():
     assert backoff.next_delay_s() == FIRST_RETRY_S
 
 
-def test_the_messages_of_the_first_version_begin_with_its_number():
-    assert codec.encode_worker_message(Goodbye(engine_id="w", incarnation=1))[0] == codec.WIRE_VERSION == 1
+def test_messages_begin_with_the_wire_version():
+    assert codec.encode_worker_message(Goodbye(engine_id="w", incarnation=1))[0] == codec.WIRE_VERSION == 2

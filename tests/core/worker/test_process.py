@@ -326,7 +326,7 @@ async def test_metrics_tell_what_was_served(running, router):
 
 async def test_malformed_frame_is_answered_and_does_no_harm(running, router):
     await router.expect(Heartbeat)
-    await router.send(b"\x01\x03garbage")
+    await router.send(b"\x02\x03garbage")
     assert (await router.expect(Rejected)).error.code == "protocol_error"
     await router.send(generate("r", max_tokens=1))
     assert isinstance((await router.expect(list))[0], Tokens)

@@ -39,12 +39,12 @@ async def refusal(worker, code: str) -> Refused:
     "frames",
     [
         (b"",),
-        (b"\x01",),
-        (b"\x01\x63\x80",),
-        (b"\x01\x01\xc1",),
-        (b"\x01\x02\xdd\xff\xff\xff\xff",),
+        (b"\x02",),
+        (b"\x02\x63\x80",),
+        (b"\x02\x01\xc1",),
+        (b"\x02\x02\xdd\xff\xff\xff\xff",),
         (b"two", b"frames"),
-        (b"\x01\x01\x80", b""),
+        (b"\x02\x01\x80", b""),
     ],
 )
 async def test_garbage_of_an_unregistered_worker_is_refused_and_the_router_serves_on(served, frames):
@@ -61,7 +61,7 @@ async def test_garbage_of_a_member_moves_its_requests_at_once_and_it_may_come_ba
     await under_test.add("decode")
     call = asyncio.create_task(complete(under_test))
     await prefill.generated()
-    await prefill.send_raw(b"\x01garbage")
+    await prefill.send_raw(b"\x02garbage")
     assert (await call).status_code == 200
     await refusal(prefill, "protocol_error")
     await refusal(prefill, "not_registered")  # the answer to its next heartbeat
@@ -85,7 +85,7 @@ async def test_frames_of_another_version_are_refused_once_and_logged_once(served
 async def test_an_unregistered_worker_cannot_fill_the_log(served, caplog):
     unregistered = await served.unregistered()
     for number in range(500):
-        await unregistered.send_raw(b"\x01\x01" + bytes((number % 256,)) * 9)
+        await unregistered.send_raw(b"\x02\x01" + bytes((number % 256,)) * 9)
     await served.until(lambda: served.metric("kvferry_rejected_frames_total") == 500)
     assert (
         sum(record.name == "router.dispatch.worker_gateway" and record.levelname == "WARNING" for record in caplog.records) == 1
