@@ -93,6 +93,7 @@ class NewRequest:
     mm_features: Sequence[MMFeature] = ()  # in the order of the prompt, not overlapping
     media: Sequence[bytes] = ()  # raw files by ``MMFeature.media_index``; missing or empty for files that are not here
     ec_sources: Sequence[ECSource] = ()  # where embeddings of these items can be read
+    engine_request: bytes = b""  # for an engine with an API of its own, as in ``Generate``
 
 
 class Request:

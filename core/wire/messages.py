@@ -16,6 +16,7 @@ from core.tracing import TraceContext
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVVerify
 from core.wire.limits import (
     MAX_NUM_FEATURES,
+    AnyHttpStatus,
     ChoiceIndex,
     Count,
     Fraction,
@@ -113,6 +114,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     start_ms: WholeMilliseconds = 0  # from the start of its process to here; 0 = not reported
     is_supervised: bool = False  # a supervisor restarts it when it ends
     leaves_first_token: bool = False  # a prefill worker that samples none: the decode worker does
+    takes_calls: bool = False  # it passes ``EngineCall`` on to the API of its engine
+    splits_output: bool = False  # that engine separates reasoning from the text of every chat
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -248,6 +251,17 @@ class EncodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="efail", omit_
     media_index: MediaIndex | None = None
 
 
+class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply", omit_defaults=True):
+    """A part of what the engine's API answers to an ``EngineCall``: status and type in the first part, then bytes in order."""
+
+    request_id: Name
+    position: Count  # of this part, from 0
+    body: bytes
+    status: AnyHttpStatus = 200
+    content_type: Text = ""
+    is_last: bool = False
+
+
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rej", omit_defaults=True):
     """Answer to a frame that the worker cannot decode or may not accept."""
 
@@ -300,6 +314,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     mm_features: MMFeatures = ()  # in the order of the prompt, not overlapping
     media: MediaFiles = ()
     ec_sources: ECSources = ()  # of items whose embeddings an encode worker holds
+    engine_request: bytes = b""  # JSON that the engine's own API has made of the client's body; only if it ``takes_calls``
 
 
 class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -319,6 +334,19 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="enc", omit_d
     mm_features: MMFeatures
     media: MediaFiles
     priority: int = 0
+    deadline_ms: WholeMilliseconds = 0
+    trace: TraceContext | None = None  # as that of ``Generate``
+
+
+class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_defaults=True):
+    """Post a JSON body to the API of the worker's engine. An ``Abort`` ends it. Only for workers that ``takes_calls``.
+
+    ``deadline_ms`` is a duration from sending; 0 = none.
+    """
+
+    request_id: Name
+    path: Name
+    body: bytes
     deadline_ms: WholeMilliseconds = 0
     trace: TraceContext | None = None  # as that of ``Generate``
 
@@ -350,6 +378,15 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain", omit_default
 
 # A frame of the request plane holds one of these, or a list of ``Tokens`` (see ``core.wire.codec``).
 WorkerMessage = (
-    Register | RegisterEncoder | Heartbeat | Goodbye | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | Rejected
+    Register
+    | RegisterEncoder
+    | Heartbeat
+    | Goodbye
+    | PrefillDone
+    | RequestFailed
+    | EncodeDone
+    | EncodeFailed
+    | EngineReply
+    | Rejected
 )
-RouterMessage = Registered | Refused | Generate | EncodeRequest | Abort | Release | Renew | Drain
+RouterMessage = Registered | Refused | Generate | EncodeRequest | EngineCall | Abort | Release | Renew | Drain

@@ -12,7 +12,7 @@ from core.engine.step_watch import StepReading
 from core.request import NewRequest
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
-from core.wire.messages import Tokens, WorkerMessage
+from core.wire.messages import EngineCall, Tokens, WorkerMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,15 @@ class SubmitAdd:
 
 
 @dataclass(frozen=True, slots=True)
+class SubmitCall:
+    """Post to the engine's API. Its replies come as ``EngineReply``, or one ``RequestFailed``."""
+
+    call: EngineCall
+
+
+@dataclass(frozen=True, slots=True)
 class SubmitAbort:
-    """Stop requests of the engine."""
+    """Stop requests of the engine, or calls of its API."""
 
     engine_request_ids: list[str]
 
@@ -72,7 +79,9 @@ class Stop:
     exit_code: int
 
 
-Action = Send | SubmitAdd | SubmitAbort | ExpectTransfer | ReleaseTransfers | ReleaseEmbeddings | RenewTransfers | Stop
+Action = (
+    Send | SubmitAdd | SubmitCall | SubmitAbort | ExpectTransfer | ReleaseTransfers | ReleaseEmbeddings | RenewTransfers | Stop
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from core.ec_connector import ECConnector
 from core.engine.step_watch import StepReading
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, NewRequest
-from core.wire.messages import Register, RegisterEncoder
+from core.wire.messages import EngineCall, EngineReply, Register, RegisterEncoder, RequestFailed
 from core.worker.actions import AdmissionLimits, EngineLoad
 from core.worker.role import RoleHandler
 from core.worker.state import WorkerState
@@ -40,7 +40,14 @@ class EnginePort(Protocol):
         """Begin requests; raises EngineDead."""
 
     def submit_abort(self, request_ids: Sequence[str]) -> None:
-        """End requests; raises EngineDead."""
+        """End requests and calls; raises EngineDead."""
+
+
+class EngineApi(Protocol):
+    """The API of an engine that has one of its own."""
+
+    def submit_call(self, call: EngineCall) -> None:
+        """Begin a call; raises EngineDead. ``EnginePort.submit_abort`` ends it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +55,7 @@ class EngineEvents:
     """What an engine tells the worker process, on any thread. ``state`` returns the process's state, None at the start."""
 
     on_outputs: Callable[[list[EngineCoreOutput]], None]
+    on_call_reply: Callable[[EngineReply | RequestFailed], None]
     on_death: Callable[[BaseException], None]
     state: Callable[[], WorkerState | None]
 
@@ -62,6 +70,7 @@ class WorkerParts:
     limits: AdmissionLimits
     load: Callable[[], EngineLoad]
     metrics: WorkerMetrics
+    api: EngineApi | None = None
     connector: Connector | None = None
     ec_connector: ECConnector | None = None
 

@@ -25,7 +25,7 @@ from core.rate_limit import LimitedLog
 from core.release import package_version
 from core.request import EngineCoreOutput
 from core.wire.codec import WIRE_VERSION, decode_router_frame, encode_tokens, encode_worker_message
-from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed
+from core.wire.messages import EncodeDone, EncodeFailed, EngineReply, PrefillDone, RequestFailed
 from core.worker.actions import (
     Action,
     ExpectTransfer,
@@ -36,6 +36,7 @@ from core.worker.actions import (
     Stop,
     SubmitAbort,
     SubmitAdd,
+    SubmitCall,
 )
 from core.worker.ops_http import OpsResponse, OpsServer
 from core.worker.parts import Announce, EngineEvents, WorkerParts, WorkerSource
@@ -120,6 +121,7 @@ class WorkerProcess:
         loading.result()
         events = EngineEvents(
             on_outputs=lambda outputs: self._from_engine(loop, self._on_outputs, outputs),
+            on_call_reply=lambda reply: self._from_engine(loop, self._on_call_reply, reply),
             on_death=lambda error: self._from_engine(loop, self._on_engine_death, error),
             state=lambda: self._state,
         )
@@ -195,6 +197,10 @@ class WorkerProcess:
         if self._driver is not None:
             self._driver.handle(outputs)
 
+    def _on_call_reply(self, reply: EngineReply | RequestFailed) -> None:
+        if self._driver is not None:
+            self._driver.handle(reply)
+
     def _on_engine_death(self, error: BaseException) -> None:
         if self._state is not None:
             self._perform(self._state.on_engine_death(error))
@@ -207,6 +213,8 @@ class WorkerProcess:
         events: ByType[EventHandler] = ByType(
             {
                 list: state.on_outputs,
+                EngineReply: state.on_call_reply,
+                RequestFailed: state.on_call_reply,
                 TimerDue: lambda event, now: state.on_timer(now),
                 _LeaveSignal: lambda event, now: state.start_drain(now, 0.0) if state.is_draining else state.start_drain(now),
             }
@@ -220,6 +228,8 @@ class WorkerProcess:
                 object: lambda action: None,  # of a connector that this worker lacks
             }
         )
+        if (api := parts.api) is not None:
+            actions[SubmitCall] = lambda action: self._submit(api.submit_call, action.call)
         if connector is not None:
             actions[ExpectTransfer] = lambda action: connector.expect(action.handoff)
             actions[ReleaseTransfers] = lambda action: connector.release(action.transfer_ids)
@@ -261,7 +271,7 @@ class WorkerProcess:
             self._perform(self._state.on_unsendable(action.link, ids, error))
             return
         if not self._sockets.send(action.link, frame) and isinstance(
-            message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed
+            message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply
         ):
             self._limited_log.warning("undeliverable", key=action.link, router=action.link, message=type(message).__name__)
 

@@ -115,6 +115,7 @@ def request_of_choice(message: Generate, index: int, sampling: SamplingParams, f
         mm_features=message.mm_features,
         media=message.media,
         ec_sources=message.ec_sources,
+        engine_request=message.engine_request,
     )
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 from core.errors import (
     DeadlineExceeded,
@@ -26,13 +25,15 @@ from core.errors import (
 from core.log import event
 from core.metrics import WorkerMetrics
 from core.rate_limit import LOG_INTERVAL_S, RateLimit, limited_event
-from core.request import EngineCoreOutput, NewRequest
+from core.request import EngineCoreOutput
 from core.wire import messages
 from core.wire.messages import (
     Abort,
     EncodeDone,
     EncodeFailed,
     EncodeRequest,
+    EngineCall,
+    EngineReply,
     ErrorInfo,
     Generate,
     Goodbye,
@@ -60,28 +61,17 @@ from core.worker.actions import (
     Stop,
     SubmitAbort,
     SubmitAdd,
+    SubmitCall,
 )
-from core.worker.deadlines import Deadlines
 from core.worker.drain import Drain
 from core.worker.heartbeats import Heartbeats
 from core.worker.role import Reply, RoleHandler, RoleOutput, split_choice_id
 from core.worker.router_membership import MembershipDuty, RouterMembership
+from core.worker.served import Served, ServedRequests, num_choices
 
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.1
-
-
-@dataclass(slots=True)
-class _Served:
-    """One request of a router, from its message to the last reply."""
-
-    link: str
-    arrival_time: float
-    num_prompt_tokens: int
-    num_choices: int  # that have not ended
-    num_output_tokens: int = 0
-    first_token_s: float | None = None
 
 
 class WorkerState:
@@ -103,9 +93,7 @@ class WorkerState:
         self._heartbeats = Heartbeats(registration)
         self._drain = Drain()
         self._links: dict[str, RouterMembership] = {}
-        self._served: dict[str, _Served] = {}
-        self._deadlines = Deadlines()
-        self._num_choices = 0
+        self._served = ServedRequests()
         self._exit_code: int | None = None
         self._router_lines = RateLimit(LOG_INTERVAL_S)  # for what a router can cause as often as it likes
 
@@ -134,8 +122,8 @@ class WorkerState:
     def next_timer(self, now: float) -> float | None:
         """Return when ``on_timer`` has something to do at the latest; None = only after another event."""
         times = [link.next_timer() for link in self._links.values()]
-        if self._deadlines.next_time is not None:
-            times.append(self._deadlines.next_time)
+        if self._served.next_deadline is not None:
+            times.append(self._served.next_deadline)
         drain_timer = self._drain.next_timer(now, DRAIN_POLL_S)
         if drain_timer is not None:
             times.append(drain_timer)
@@ -180,7 +168,7 @@ class WorkerState:
             return []
         membership.on_heard(now)
         match message:
-            case Generate() | EncodeRequest():
+            case Generate() | EncodeRequest() | EngineCall():
                 return self._on_request(link, message, now)
             case Abort():
                 return self._on_abort(link, message, now)
@@ -206,7 +194,7 @@ class WorkerState:
             logger.info(event("registered", router=link, router_id=message.router_id))
         if is_another and was_registered:
             return self._abort_requests_of(link)
-        return self._give_up_requests_of(link) if is_another and self._requests_of(link) else []
+        return self._give_up_requests_of(link) if is_another and self._served.of_link(link) else []
 
     def _on_refused(self, link: str, membership: RouterMembership, message: Refused, now: float) -> list[Action]:
         """All requests of this router came before its refusal, also those that came late, after it had seemed lost."""
@@ -220,39 +208,37 @@ class WorkerState:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    def _on_request(self, link: str, message: Generate | EncodeRequest, now: float) -> list[Action]:
+    def _on_request(self, link: str, message: Generate | EncodeRequest | EngineCall, now: float) -> list[Action]:
         try:
-            requests = self._admit(message, now)
+            actions = self._admit(message, now)
         except RequestError as error:
             return [self._refuse(link, message.request_id, error)]
         except Exception:  # the request boundary: a bug of ours ends this request, with an answer, and nothing else
             logger.exception(event("worker_bug", request_id=message.request_id))
             bug = KVFerryError("the worker failed on this request; its log says how")
             return [*self._drop(message.request_id, bug.code), self._refuse(link, message.request_id, bug)]
-        self._served[message.request_id] = _Served(
-            link=link,
-            arrival_time=now,
-            num_prompt_tokens=len(message.prompt_token_ids) if isinstance(message, Generate) else 0,
-            num_choices=_num_choices(message),
-        )
-        self._num_choices += _num_choices(message)
-        if message.deadline_ms:
-            self._deadlines.add(message.request_id, now + message.deadline_ms / 1e3)
-        handoff = message.kv_handoff if isinstance(message, Generate) else None
-        expected: list[Action] = [] if handoff is None else [ExpectTransfer(handoff)]
-        return [SubmitAdd(requests), *expected]  # the engine's thread wakes up while the connector is informed
+        self._served.begin(link, message, now)
+        return actions
 
-    def _admit(self, message: Generate | EncodeRequest, now: float) -> list[NewRequest]:
-        """Return the engine requests of a message, or raise the RequestError that refuses it."""
+    def _admit(self, message: Generate | EncodeRequest | EngineCall, now: float) -> list[Action]:
+        """Return what starts a request, or raise the RequestError that refuses it."""
         if message.request_id in self._served:
             raise InvalidRequest(f"request id {message.request_id!r} is in use", param="request_id")
         if self.is_draining:
             raise NoWorker(f"worker {self._registration.engine_id} is draining")
-        if self._num_choices + _num_choices(message) > self._limits.max_num_seqs + self._limits.max_waiting_requests:
-            raise Overloaded(f"worker {self._registration.engine_id} holds {self._num_choices} choices already")
-        return (
-            self._handler.on_generate(message, now) if isinstance(message, Generate) else self._handler.on_encode(message, now)
-        )
+        if self._served.num_choices + num_choices(message) > self._limits.max_num_seqs + self._limits.max_waiting_requests:
+            raise Overloaded(f"worker {self._registration.engine_id} holds {self._served.num_choices} choices already")
+        match message:
+            case EngineCall():
+                if isinstance(self._registration, RegisterEncoder) or not self._registration.takes_calls:
+                    raise InvalidRequest("this worker's engine has no API to call")
+                return [SubmitCall(message)]
+            case EncodeRequest():
+                return [SubmitAdd(self._handler.on_encode(message, now))]
+            case Generate():
+                start = SubmitAdd(self._handler.on_generate(message, now))
+                # The engine's thread wakes up while the connector is informed.
+                return [start] if message.kv_handoff is None else [start, ExpectTransfer(message.kv_handoff)]
 
     def _refuse(self, link: str, request_id: str, error: KVFerryError) -> Send:
         self._metrics.count_failed(error.code)
@@ -275,54 +261,42 @@ class WorkerState:
     def _abort_choice(self, request_id: str, index: int, now: float) -> list[Action]:
         """End one choice: the router has found a stop string in its text. The other choices continue."""
         result = self._handler.on_abort_choice(request_id, index)
-        self._free_choices(self._served[request_id], len(result.abort_ids))
+        if (served := self._served.get(request_id)) is not None:
+            self._served.free_choices(served, len(result.abort_ids))
         for ended in result.ended:
             self._finish(ended, now)
         return self._follow(result)
 
     def _drop(self, request_id: str, outcome: str) -> list[Action]:
         """Stop a request and free its resources. The caller sends the reply, if there is one."""
-        actions = self._follow(self._handler.on_abort(request_id))
-        served = self._forget(request_id)
+        served = self._served.forget(request_id)
+        is_call = served is not None and served.is_call
+        actions: list[Action] = [SubmitAbort([request_id])] if is_call else self._follow(self._handler.on_abort(request_id))
         if served is not None:
             logger.info(event("finished", request_id=request_id, outcome=outcome, output_tokens=served.num_output_tokens))
         return actions
 
     def _fail(self, request_id: str, error: KVFerryError) -> list[Action]:
         """Stop a request and tell its router why."""
-        link = self._served[request_id].link
+        served = self._served.get(request_id)
+        assert served is not None, "its caller has found it"
         self._metrics.count_failed(error.code)
-        failed = Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
+        failed = Send(served.link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
         return [*self._drop(request_id, error.code), failed]
 
     def _abort_requests_of(self, link: str) -> list[Action]:
         """Abort the requests of a router that is gone, and whose clients are gone with it."""
-        orphans = self._requests_of(link)
+        orphans = self._served.of_link(link)
         if orphans:
             logger.warning(event("router_lost", router=link, aborted_requests=len(orphans)))
         return [action for request_id in orphans for action in self._drop(request_id, "aborted:router_lost")]
 
     def _give_up_requests_of(self, link: str) -> list[Action]:
         """Fail the requests of a silent router. If it is still alive, it must learn that this worker has dropped them."""
-        orphans = self._requests_of(link)
+        orphans = self._served.of_link(link)
         logger.warning(event("router_silent", router=link, failed_requests=len(orphans)))
         error = RouterSilent(f"worker {self._registration.engine_id} heard nothing from the router for too long")
         return [action for request_id in orphans for action in self._fail(request_id, error)]
-
-    def _requests_of(self, link: str) -> list[str]:
-        return [request_id for request_id, served in self._served.items() if served.link == link]
-
-    def _forget(self, request_id: str) -> _Served | None:
-        served = self._served.pop(request_id, None)
-        if served is not None:
-            self._num_choices -= served.num_choices
-            self._deadlines.remove(request_id)
-        return served
-
-    def _free_choices(self, served: _Served, num_choices: int) -> None:
-        """Free the places of ended choices for other choices, before their request ends."""
-        served.num_choices -= num_choices
-        self._num_choices -= num_choices
 
     def on_unsendable(self, link: str, request_ids: Iterable[str], error: ProtocolError) -> list[Action]:
         """A reply exceeds what a frame may hold: stop these requests and say so instead."""
@@ -355,13 +329,24 @@ class WorkerState:
             self._finish(request_id, now)
         return actions + self._follow(result) + self._leave_if_done(now)
 
+    def on_call_reply(self, reply: EngineReply | RequestFailed, now: float) -> list[Action]:
+        """Pass on what the engine's API says to a call; replies to calls that have ended are dropped."""
+        served = self._served.get(reply.request_id)
+        if served is None:
+            return []
+        if isinstance(reply, RequestFailed):
+            self._note(served, reply, now)
+        if isinstance(reply, RequestFailed) or reply.is_last:
+            self._finish(reply.request_id, now)
+        return [Send(served.link, reply), *self._leave_if_done(now)]
+
     def on_engine_death(self, error: BaseException) -> list[Action]:
         """The engine thread has ended: answer every request, and end the process."""
         if self.is_stopped:
             return []
         logger.error(event("engine_dead", error=repr(error)))
         dead = EngineDead(f"the engine of worker {self._registration.engine_id} died: {error!r}")
-        actions = [action for request_id in list(self._served) for action in self._fail(request_id, dead)]
+        actions = [action for request_id in self._served for action in self._fail(request_id, dead)]
         return actions + self._stop(1)
 
     def _count(self, outputs: Sequence[EngineCoreOutput]) -> None:
@@ -376,7 +361,7 @@ class WorkerState:
             if output.finish_reason is not None and output.error is None:
                 self._metrics.count_finished(output.finish_reason)
 
-    def _note(self, served: _Served, reply: Reply, now: float) -> None:
+    def _note(self, served: Served, reply: Reply, now: float) -> None:
         if isinstance(reply, RequestFailed | EncodeFailed):
             self._metrics.count_failed(reply.error.code)
             self._log_failure(reply.request_id, reply.error)
@@ -384,7 +369,7 @@ class WorkerState:
         if isinstance(reply, EncodeDone):
             return
         if isinstance(reply, Tokens) and reply.finish_reason is not None:
-            self._free_choices(served, 1)
+            self._served.free_choices(served, 1)
         served.num_output_tokens += len(reply.choices) if isinstance(reply, PrefillDone) else len(reply.token_ids)
         if served.first_token_s is None and served.num_output_tokens:
             served.first_token_s = now - served.arrival_time
@@ -394,7 +379,7 @@ class WorkerState:
         logger.warning(event("request_failed", request_id=request_id, code=error.code, message=error.message))
 
     def _finish(self, request_id: str, now: float) -> None:
-        served = self._forget(request_id)
+        served = self._served.forget(request_id)
         if served is None:
             return
         seconds = now - served.arrival_time
@@ -441,7 +426,7 @@ class WorkerState:
 
     def _expire(self, now: float) -> list[Action]:
         actions: list[Action] = []
-        while (request_id := self._deadlines.pop_due(now)) is not None:
+        while (request_id := self._served.pop_due(now)) is not None:
             actions += self._fail(request_id, DeadlineExceeded("the request's time budget is used up"))
         return actions
 
@@ -477,7 +462,7 @@ class WorkerState:
         actions: list[Action] = []
         if self._drain.is_out_of_time(now):
             gone = NoWorker(f"worker {self._registration.engine_id} shuts down")
-            actions = [action for request_id in list(self._served) for action in self._fail(request_id, gone)]
+            actions = [action for request_id in self._served for action in self._fail(request_id, gone)]
         load = self._load()
         if not self._drain.is_over(now, self.num_requests, load.num_leased_blocks, load.longest_lease_s):
             return actions
@@ -488,10 +473,3 @@ class WorkerState:
     def _stop(self, exit_code: int) -> list[Action]:
         self._exit_code = exit_code
         return [Stop(exit_code)]
-
-
-def _num_choices(message: Generate | EncodeRequest) -> int:
-    """Return the places that a message takes: choices, or images."""
-    if isinstance(message, EncodeRequest):
-        return len(message.mm_features)
-    return len(message.choices) or message.n

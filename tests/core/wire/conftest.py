@@ -26,6 +26,8 @@ from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
     EncodeRequest,
+    EngineCall,
+    EngineReply,
     ErrorInfo,
     Generate,
     Goodbye,
@@ -159,6 +161,9 @@ WORKER_MESSAGES = {
     "request_failed": RequestFailed(request_id="r1", error=ERROR),
     "encode_done": EncodeDone(request_id="r1", ec_sources=(SOURCE,), num_cached=1, queue_ms=1.5, encode_ms=2.5),
     "encode_failed": EncodeFailed(request_id="r1", error=ERROR, media_index=1),
+    "engine_reply": EngineReply(
+        request_id="r1", position=2, body=b"part", status=404, content_type="application/json", is_last=True
+    ),
     "rejected": Rejected(error=ERROR),
 }
 TOKENS = {
@@ -195,10 +200,12 @@ ROUTER_MESSAGES = {
         mm_features=(FEATURE,),
         media=(b"", b"file"),
         ec_sources=(SOURCE,),
+        engine_request=b"{}",
     ),
     "encode_request": EncodeRequest(
         request_id="r1", mm_features=(FEATURE,), media=(b"", b"file"), priority=-1, deadline_ms=1000, trace=TRACE
     ),
+    "engine_call": EngineCall(request_id="r1", path="/v1/messages", body=b"{}", deadline_ms=1000, trace=TRACE),
     "abort": Abort(request_ids=("r1",), reason="timeout"),
     "release": Release(transfer_ids=("t1",)),
     "renew": Renew(transfer_ids=("t1",)),

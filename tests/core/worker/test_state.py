@@ -1,5 +1,6 @@
 """The worker's protocol with its routers: membership, admission, deadlines, aborts, death, leaving."""
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
@@ -12,6 +13,8 @@ from core.wire.messages import (
     Abort,
     ChoiceStart,
     Drain,
+    EngineCall,
+    EngineReply,
     ErrorInfo,
     Generate,
     Goodbye,
@@ -36,6 +39,7 @@ from core.worker.actions import (
     Stop,
     SubmitAbort,
     SubmitAdd,
+    SubmitCall,
 )
 from core.worker.role import EngineFacts
 from core.worker.router_membership import REGISTER_INTERVAL_S
@@ -61,13 +65,13 @@ REGISTERED = Registered(router_id="R1", heartbeat_interval_ms=1000, heartbeat_ti
 class Harness:
     """A worker's state with one or more routers, and what it counted."""
 
-    def __init__(self, num_leased_blocks=0, longest_lease_s=0.0):
+    def __init__(self, num_leased_blocks=0, longest_lease_s=0.0, takes_calls=False):
         self.registry = CollectorRegistry()
         self.num_leased_blocks = num_leased_blocks
         self.longest_lease_s = longest_lease_s
         self.progress = StepReading()
         self.state = WorkerState(
-            REGISTRATION,
+            msgspec.structs.replace(REGISTRATION, takes_calls=takes_calls),
             DecodeHandler(EngineFacts(max_model_len=64, eos_token_ids=frozenset({2}))),
             AdmissionLimits(max_num_seqs=2, max_waiting_requests=1, drain_timeout_s=10.0),
             lambda: EngineLoad(
@@ -311,6 +315,69 @@ def test_failed_request_is_answered_with_the_engines_error(worker):
     assert worker.count("request_success_total", finished_reason="error") == 0
 
 
+@pytest.fixture
+def api():
+    harness = Harness(takes_calls=True)
+    harness.join("a", "b")
+    return harness
+
+
+def call(harness, request_id="c", link="a", **fields):
+    return harness.state.on_router_message(link, EngineCall(request_id=request_id, path="/x", body=b"{}", **fields), 0.0)
+
+
+def part(position, **fields):
+    return EngineReply(request_id="c", position=position, body=b"p", **fields)
+
+
+def test_a_call_is_passed_to_the_engines_api_and_its_parts_to_the_router(api):
+    (submitted,) = call(api)
+    assert isinstance(submitted, SubmitCall)
+    assert submitted.call.path == "/x"
+    assert api.state.on_call_reply(part(0), 1.0) == [Send("a", part(0))]
+    assert api.state.num_requests == 1
+    assert api.state.on_call_reply(part(1, is_last=True), 2.0) == [Send("a", part(1, is_last=True))]
+    assert api.state.num_requests == 0
+    assert api.state.on_call_reply(part(2), 3.0) == []
+
+
+def test_a_failed_call_ends_with_its_error(api):
+    call(api)
+    failed = RequestFailed(request_id="c", error=ErrorInfo(code="engine_dead", message="gone"))
+    assert api.state.on_call_reply(failed, 1.0) == [Send("a", failed)]
+    assert api.state.num_requests == 0
+    assert api.count("request_failure_total", code="engine_dead") == 1
+
+
+def test_a_worker_without_an_api_refuses_calls(worker):
+    (reply,) = sent(call(worker))
+    assert reply.error.code == "invalid_request"
+    assert worker.state.num_requests == 0
+
+
+@pytest.mark.parametrize("end", ["abort", "router lost", "deadline"])
+def test_a_call_ends_at_the_engine_with_its_abort_its_router_or_its_deadline(api, end):
+    call(api, deadline_ms=500)
+    match end:
+        case "abort":
+            actions = api.state.on_router_message("a", Abort(request_ids=("c",)), 0.1)
+        case "router lost":
+            actions = api.state.disconnect("a")
+        case "deadline":
+            actions = api.state.on_timer(0.5)
+    assert SubmitAbort(["c"]) in actions
+    assert api.state.num_requests == 0
+
+
+def test_calls_take_places_and_keep_a_draining_worker(api):
+    for name in "cde":
+        assert isinstance(call(api, name)[0], SubmitCall)
+    assert sent(call(api, "f"))[0].error.code == "overloaded"
+    assert Stop(0) not in api.state.start_drain(1.0)
+    api.state.on_router_message("a", Abort(request_ids=("d", "e")), 1.1)
+    assert api.state.on_call_reply(part(0, is_last=True), 1.2)[-1] == Stop(0)
+
+
 def test_id_in_use_is_refused_without_touching_the_first(worker):
     worker.generate("r", "a")
     (reply,) = sent(worker.generate("r", "b"), "b")
@@ -439,9 +506,9 @@ def test_deadlines_of_ended_requests_are_not_kept(worker):
     for number in range(100):
         worker.generate(f"r{number}", "a", deadline_ms=30_000)
         worker.state.on_router_message("a", Abort(request_ids=(f"r{number}",)), 0.0)
-        assert len(worker.state._deadlines) <= 2
+        assert len(worker.state._served._deadlines) <= 2
     worker.state.disconnect("a")
-    assert len(worker.state._deadlines) == 0
+    assert len(worker.state._served._deadlines) == 0
 
 
 def test_handoff_is_expected_when_its_request_is_on_the_way_to_the_engine(worker, handoff):
