@@ -13,7 +13,9 @@ from functools import partial
 
 import msgspec
 
+from agent.calls import ServerCalls
 from agent.progress import ServerProgress
+from agent.regeneration import KnownTokens, is_regenerated
 from agent.vllm_protocol import Answer, generate_body, prompt_token_logprobs, token_logprobs
 from agent.vllm_server import ServerLoad, VllmServer
 from core.clock import Clock
@@ -23,7 +25,7 @@ from core.ids import IdSource, new_hex_id
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest, PrefillStats
 from core.wire.kv import KVHandoff, KVLayoutInfo
-from core.wire.messages import ErrorInfo, FinishReason
+from core.wire.messages import EngineCall, ErrorInfo, FinishReason
 from core.worker.parts import EngineEvents
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,7 @@ class VllmEngine:
         self._watch: asyncio.Task[None] | None = None
         self._progress = ServerProgress(clock.now())
         self._is_dead = False
+        self._calls = ServerCalls(server, events.on_call_reply)
         self.load = ServerLoad()
 
     @property
@@ -117,16 +120,29 @@ class VllmEngine:
             task = self._requests.pop(request_id, None)
             if task is not None:
                 task.cancel()
+            else:
+                self._calls.abort(request_id)
+
+    def submit_call(self, call: EngineCall) -> None:
+        """Send a call of the API to the server.
+
+        Raises:
+            EngineDead: it is lost.
+        """
+        if self._is_dead:
+            raise EngineDead(f"the vLLM server {self._server.url} is lost")
+        self._calls.submit(call)
 
     # ---- one request -------------------------------------------------------------------------------------------------
 
     async def _serve(self, request: NewRequest) -> None:
         try:
-            is_first, has_ended = True, False
-            async with self._server.generate(generate_body(request)) as answers:
+            is_first, has_ended, is_again = True, False, is_regenerated(request)
+            known = KnownTokens(request.output_token_ids if is_again else ())
+            async with self._server.generate(generate_body(request, is_regenerated=is_again)) as answers:
                 async for answer in answers:
                     self._progress.note(self._clock.now())
-                    output = self._output(request, answer, is_first=is_first)
+                    output = self._output(request, answer, known, is_first=is_first)
                     is_first = False
                     if output is None:
                         continue
@@ -142,11 +158,12 @@ class VllmEngine:
             logger.exception(event("agent_bug", request_id=request.request_id))
             self._fail(request.request_id, ErrorInfo(code="internal_error", message=f"the agent failed: {bug!r}"))
 
-    def _output(self, request: NewRequest, answer: Answer, *, is_first: bool) -> EngineCoreOutput | None:
+    def _output(self, request: NewRequest, answer: Answer, known: KnownTokens, *, is_first: bool) -> EngineCoreOutput | None:
         """Return an answer as the output of a step; None if it says nothing new."""
         if not answer.choices:
             return None
         (choice,) = answer.choices
+        choice = known.strip(choice)
         output = EngineCoreOutput(
             request.request_id,
             list(choice.token_ids or ()),
@@ -210,10 +227,11 @@ class VllmEngine:
         self._is_dead = True
         for task in self._requests.values():
             task.cancel()
+        self._calls.cancel_all()
         self._events.on_death(error)
 
     async def _end_all(self) -> None:
-        tasks = [*self._requests.values(), *([self._watch] if self._watch is not None else [])]
+        tasks = [*self._requests.values(), *self._calls.cancel_all(), *([self._watch] if self._watch is not None else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

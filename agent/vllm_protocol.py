@@ -15,6 +15,7 @@ from core.request import NewRequest
 from core.wire.messages import TokenLogprobs
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
+RENDER = "/v1/chat/completions/render"
 REMOTE_DECODE = {  # of a prompt whose KV another engine will load: what llm-d's side-car sends
     "do_remote_decode": True,
     "do_remote_prefill": False,
@@ -109,12 +110,12 @@ def decode_answer(body: bytes) -> Answer:
     return _decoder.decode(body)
 
 
-def generate_body(request: NewRequest) -> dict[str, Any]:
-    """Return the request of one choice. Output that other engines have generated becomes part of the prompt.
+def generate_body(request: NewRequest, *, is_regenerated: bool = False) -> dict[str, Any]:
+    """Return the request of one choice. Output that other engines have generated becomes part of the prompt, or comes again.
 
     So penalties, ``min_tokens`` and random numbers of a request that continues are as if its output had been in the prompt.
     """
-    num_before = len(request.output_token_ids)
+    before = () if is_regenerated else request.output_token_ids
     params: dict[str, Any] | None = None
     if request.needs_handoff:
         params = REMOTE_DECODE
@@ -123,8 +124,8 @@ def generate_body(request: NewRequest) -> dict[str, Any]:
     is_stream = not request.needs_handoff and request.sampling.prompt_logprobs is None  # which a stream has no field for
     body: dict[str, Any] = {
         "request_id": request.request_id,
-        "token_ids": [*request.prompt_token_ids, *request.output_token_ids],
-        "sampling_params": _sampling(request, num_before),
+        "token_ids": [*request.prompt_token_ids, *before],
+        "sampling_params": _sampling(request, len(before)),
         "stream": is_stream,
     }
     if request.priority:  # refused by a server that has no priorities
@@ -135,7 +136,53 @@ def generate_body(request: NewRequest) -> dict[str, Any]:
         body["cache_salt"] = request.cache_salt
     if params is not None:
         body["kv_transfer_params"] = params
-    return body
+    return _with_rendered(body, request) if request.engine_request else body
+
+
+class Rendered(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """What a render route of the server has made of a client's body, without the prompt: see ``Generate.engine_request``.
+
+    ``model`` is set for an adapter (LoRA). ``features`` are the media with their places in the prompt.
+    """
+
+    sampling_params: dict[str, Any] = {}
+    features: dict[str, Any] | None = None
+    model: str | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+
+    @property
+    def has_grammar(self) -> bool:
+        """True if the output follows a grammar, which a server can only begin at the first token."""
+        return self.sampling_params.get("structured_outputs") is not None
+
+
+_OF_PREFILL = ("structured_outputs", "logprobs", "thinking_token_budget")  # of the output, which the decode engine samples
+
+
+def rendered(request: NewRequest) -> Rendered | None:
+    """Return what was rendered for a request; None if the router made its prompt."""
+    return msgspec.json.decode(request.engine_request, type=Rendered) if request.engine_request else None
+
+
+def _with_rendered(body: dict[str, Any], request: NewRequest) -> dict[str, Any]:
+    """Add what was rendered. What the router has decided, such as limits and seeds, goes before what the server rendered."""
+    extra = msgspec.json.decode(request.engine_request, type=Rendered)
+    ours = body["sampling_params"]
+    theirs = dict(extra.sampling_params)
+    for name in _OF_PREFILL if request.needs_handoff else ():
+        theirs.pop(name, None)
+    stops = sorted({*ours["stop_token_ids"], *theirs.get("stop_token_ids", ())})
+    merged = {**theirs, **ours, "stop_token_ids": stops, "stop": [], "n": 1}
+    found = {**body, "sampling_params": merged}
+    if extra.features is not None:
+        found["features"] = extra.features
+    if extra.model is not None:
+        found["model"] = extra.model
+    if not request.needs_handoff:
+        found["reasoning_ended"] = extra.reasoning_ended
+        found["reasoning_parser_kwargs"] = extra.reasoning_parser_kwargs
+    return found
 
 
 def _sampling(request: NewRequest, num_before: int) -> dict[str, Any]:

@@ -15,11 +15,12 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from agent.vllm_protocol import ABORT, GENERATE, Answer, decode_answer
+from agent.vllm_protocol import ABORT, GENERATE, RENDER, Answer, decode_answer
 from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, Overloaded
 
 CONNECT_TIMEOUT_S = 5.0
 FACTS_TIMEOUT_S = 10.0
+RENDER_TIMEOUT_S = 60.0
 T = TypeVar("T")
 
 MAX_EVENT_BYTES = 16 << 20
@@ -37,6 +38,7 @@ class ServerFacts:
     max_model_len: int
     num_blocks: int
     block_size: int
+    splits_output: bool  # it separates reasoning from the text of every chat
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +111,7 @@ class VllmServer:
             max_model_len=models.data[0].max_model_len,
             num_blocks=_number(cache.get("num_gpu_blocks"), 1),
             block_size=_number(cache.get("block_size"), 1),
+            splits_output=await self._splits_output(),
         )
 
     async def load(self, timeout_s: float) -> ServerLoad:
@@ -144,6 +147,19 @@ class VllmServer:
                 param="agent.api_key_file",
             )
 
+    async def _splits_output(self) -> bool:
+        """Return whether the server has a parser of reasoning: then it renders a chat with that parser's settings.
+
+        The chat wants JSON, so that the server loads what it needs for grammars now: that may stop it for seconds.
+        """
+        chat = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+        answer = await self._post(RENDER, chat | {"response_format": {"type": "json_object"}}, RENDER_TIMEOUT_S)
+        if answer.status_code != HTTPStatus.OK:  # as of a model without a tokenizer
+            answer = await self._post(RENDER, chat)
+        if answer.status_code != HTTPStatus.OK:  # or without a chat template
+            return False
+        return bool(msgspec.json.decode(answer.content, type=dict[str, Any]).get("reasoning_parser_kwargs"))
+
     async def _ask(self, path: str, kind: type[T]) -> T:
         try:
             answer = await self._client.get(path, timeout=FACTS_TIMEOUT_S)
@@ -157,9 +173,9 @@ class VllmServer:
         except httpx.HTTPError as error:
             raise EngineDead(f"{self.url}/metrics: {error!r}") from None
 
-    async def _post(self, path: str, body: dict[str, Any]) -> httpx.Response:
+    async def _post(self, path: str, body: dict[str, Any], timeout_s: float = FACTS_TIMEOUT_S) -> httpx.Response:
         try:
-            return await self._client.post(path, json=body, timeout=FACTS_TIMEOUT_S)
+            return await self._client.post(path, json=body, timeout=timeout_s)
         except httpx.HTTPError as error:
             raise EngineDead(f"{self.url}{path}: {error!r}") from None
 
@@ -177,6 +193,19 @@ class VllmServer:
                 if response.status_code != HTTPStatus.OK:
                     raise _refusal(response.status_code, await response.aread())
                 yield self._answers(response)
+        except httpx.HTTPError as error:
+            raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
+
+    @asynccontextmanager
+    async def post(self, path: str, body: bytes) -> AsyncIterator[httpx.Response]:
+        """Post JSON to a route of the server; yield its answer, of any status, before its body is read.
+
+        Raises:
+            EngineDead: the server is lost.
+        """
+        try:
+            async with self._client.stream("POST", path, content=body, headers=_JSON) as response:
+                yield response
         except httpx.HTTPError as error:
             raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
 

@@ -115,6 +115,7 @@ class VllmWorker(WorkerSource):
             ),
             load=lambda: _load(engine),
             metrics=WorkerMetrics(context.metrics, _readings(engine, events)),
+            api=engine,
         )
 
     async def close(self) -> None:
@@ -178,6 +179,8 @@ def _registration(context: WorkerContext, identity: AgentIdentity, facts: Server
         version=package_version(),
         is_supervised=config.worker.is_supervised,
         leaves_first_token=context.role == "prefill",
+        takes_calls=True,
+        splits_output=facts.splits_output,
     )
 
 

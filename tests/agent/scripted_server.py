@@ -16,6 +16,8 @@ class ScriptedServer:
         self.bodies = []  # of requests to generate
         self.headers = []
         self.answers = []
+        self.calls = []  # (path, body) of calls of the API
+        self.called = {}  # by path: (status, JSON), or a list of events
         self.token_routes = 200
         self.is_healthy = True
         self.thawed = asyncio.Event()  # cleared: it answers nothing
@@ -29,6 +31,10 @@ class ScriptedServer:
         return self
 
     async def __aexit__(self, *_):
+        self.stop()
+
+    def stop(self):
+        """Take no more connections."""
         self._server.close()
 
     @property
@@ -72,6 +78,9 @@ class ScriptedServer:
             case "/inference/v1/generate":
                 self.bodies.append(body)
                 await self._generate(self.answers.pop(0), reader, writer)
+            case _:
+                self.calls.append((path, body))
+                await self._generate(self.called.get(path, (404, {})), reader, writer)
 
     async def _generate(self, answer, reader, writer):
         if isinstance(answer, tuple):

@@ -4,70 +4,11 @@ import asyncio
 
 import pytest
 
-from agent.engine import AgentIdentity, VllmEngine, WatchTerms
 from agent.vllm_server import VllmServer
-from core.clock import SystemClock
 from core.errors import ConfigError, EngineDead
-from core.ids import RandomIds
-from core.request import NewRequest
-from core.wire.kv import KVLayoutInfo
 from core.wire.sampling import SamplingParams
-from core.worker.parts import EngineEvents
-from tests.agent.scripted_server import END, ScriptedServer
-
-WAIT_S = 20.0
-LAYOUT = KVLayoutInfo(dtype="x", order="y", block_size=16, num_layers=1, num_kv_heads=1, head_dim=1, block_bytes=1)
-
-
-class Running:
-    """An engine over a scripted server, and what it has told."""
-
-    def __init__(self, server, patience_s):
-        self.server = server
-        self.outputs, self.deaths = [], []
-        self.http = VllmServer(server.url)
-        identity = AgentIdentity(engine_id="p0", incarnation=5, model_fingerprint=b"m", layout=LAYOUT)
-        events = EngineEvents(self.outputs.extend, self.deaths.append, lambda: None)
-        terms = WatchTerms(interval_s=0.02, patience_s=patience_s)
-        self.engine = VllmEngine(self.http, identity, events, terms, SystemClock(), RandomIds())
-
-    async def run(self, request, answer):
-        """Serve one request; return its outputs."""
-        self.outputs.clear()
-        self.server.answers.append(answer)
-        self.engine.submit_add([request])
-        await self.until(lambda: self.outputs and self.outputs[-1].finish_reason)
-        return list(self.outputs)
-
-    async def until(self, holds):
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                if holds():
-                    return
-                await asyncio.sleep(0.005)
-
-
-@pytest.fixture
-async def server():
-    async with ScriptedServer() as made:
-        yield made
-
-
-@pytest.fixture
-async def running(server):
-    made = Running(server, patience_s=30.0)
-    yield made
-    await asyncio.to_thread(made.engine.stop, WAIT_S)
-    await made.http.close()
-
-
-def new_request(name="r/0", **fields):
-    return NewRequest(**{"request_id": name, "prompt_token_ids": (5, 6), "sampling": SamplingParams(max_tokens=4)} | fields)
-
-
-def tokens(*token_ids, finish_reason=None, **fields):
-    return {"choices": [{"index": 0, "token_ids": list(token_ids), "finish_reason": finish_reason} | fields]}
-
+from tests.agent.running_engine import Running, new_request, tokens
+from tests.agent.scripted_server import END
 
 # ---- the server ----------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,61 @@
+"""Calls of the server's API: what comes back, how they end, and which are refused."""
+
+import pytest
+
+from core.wire.messages import EngineCall, RequestFailed
+
+CHAT = "/v1/chat/completions"
+
+
+def call(path=CHAT, name="c"):
+    return EngineCall(request_id=name, path=path, body=b'{"a": 1}')
+
+
+async def ended(running):
+    await running.until(
+        lambda: running.replies and (isinstance(running.replies[-1], RequestFailed) or running.replies[-1].is_last)
+    )
+    return running.replies
+
+
+@pytest.mark.parametrize("status", [200, 400])
+async def test_an_answer_comes_in_one_part_whatever_its_status(running, status):
+    running.server.called[CHAT] = (status, {"b": 2})
+    running.engine.submit_call(call())
+    (reply,) = await ended(running)
+    assert (reply.request_id, reply.status, reply.body, reply.position) == ("c", status, b'{"b": 2}', 0)
+    assert running.server.calls == [(CHAT, {"a": 1})]
+
+
+async def test_a_stream_comes_in_parts_with_numbers(running):
+    running.server.called[CHAT] = [{"n": 1}, {"n": 2}]
+    running.engine.submit_call(call())
+    replies = await ended(running)
+    assert [reply.position for reply in replies] == list(range(len(replies)))
+    assert b"".join(reply.body for reply in replies) == b'data: {"n": 1}\n\ndata: {"n": 2}\n\n'
+    assert [reply.is_last for reply in replies] == [False] * (len(replies) - 1) + [True]
+    assert replies[0].content_type == "text/event-stream"
+
+
+@pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/v1/chat/completions/../../pause", "/sleep"])
+async def test_other_routes_are_not_called(running, path):
+    running.engine.submit_call(call(path))
+    (failed,) = await ended(running)
+    assert failed.error.code == "invalid_request"
+    assert running.server.calls == []
+
+
+async def test_an_aborted_call_ends_at_the_server_too(running):
+    running.server.called[CHAT] = [{"n": 1}, None]
+    running.engine.submit_call(call())
+    await running.until(lambda: running.replies)
+    running.engine.submit_abort(["c"])
+    await running.until(lambda: not running.server.num_open)
+    assert len(running.replies) == 1
+
+
+async def test_a_lost_server_fails_the_call(running):
+    running.server.stop()
+    running.engine.submit_call(call())
+    (failed,) = await ended(running)
+    assert failed.error.code == "engine_dead"
