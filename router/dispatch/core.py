@@ -14,6 +14,8 @@ from core.errors import KVFerryError, NoWorker, ProtocolError, VersionMismatch
 from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
+    EngineCall,
+    EngineReply,
     ErrorInfo,
     Goodbye,
     Heartbeat,
@@ -29,6 +31,7 @@ from core.wire.messages import (
 )
 from core.wire.version import VersionRefuser
 from router.dispatch.dispatcher import Dispatcher
+from router.dispatch.engine_calls import Answered, EngineCalls
 from router.dispatch.members import EncodeWorker, GenerationWorker
 from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled
 from router.dispatch.policy import Demand, max_model_len, why_not_ready
@@ -84,8 +87,9 @@ class RefuseVersion:
     frame: bytes
 
 
-Action = Transmit | RefuseVersion | Deliver | EncodeEnded | Retried | Ended | Joined | Left | Stalled | Resumed
-_RequestMessage = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | list[Tokens]
+Action = Transmit | RefuseVersion | Deliver | Answered | EncodeEnded | Retried | Ended | Joined | Left | Stalled | Resumed
+_Step = DispatchAction | Answered
+_RequestMessage = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply | list[Tokens]
 
 
 class RouterCore:
@@ -94,6 +98,7 @@ class RouterCore:
     def __init__(self, model: str, router_id: str, limits: RouterLimits) -> None:
         self.membership = Membership(model, router_id, limits.heartbeat_interval_s, limits.heartbeat_timeout_s)
         self.wait_estimates = WaitEstimates()
+        self.calls = EngineCalls(self.membership)
         self._refuser = VersionRefuser()
         self._request_timeout_s = limits.request_timeout_s
         self.dispatcher = Dispatcher(
@@ -198,12 +203,22 @@ class RouterCore:
         return self._resolve(self.dispatcher.fail(request_id, error, now), now)
 
     def fail_attempt(self, wire_id: str, error: KVFerryError, now: float) -> list[Action]:
-        """End a request whose message cannot be sent to any worker."""
+        """End a request or a call whose message cannot be sent to any worker."""
+        if wire_id in self.calls:
+            return self._resolve(self.calls.fail(wire_id, ErrorInfo.of(error)), now)
         return self._resolve(self.dispatcher.fail_attempt(wire_id, error, now), now)
 
     def finish_choice(self, request_id: str, index: int, now: float) -> list[Action]:
         """End a choice at a stop string."""
         return self._resolve(self.dispatcher.finish_choice(request_id, index, now), now)
+
+    def begin_call(self, call: EngineCall, worker: GenerationWorker, now: float) -> list[Action]:
+        """Send a call to a worker's engine."""
+        return self._resolve(self.calls.begin(call, worker, now), now)
+
+    def abort_call(self, request_id: str, now: float) -> list[Action]:
+        """End a call; does nothing after its end."""
+        return self._resolve(self.calls.abort(request_id, "client"), now)
 
     def on_timer(self, now: float) -> list[Action]:
         """Handle what is due: silent workers, deadlines, renewals. Call it several times per heartbeat."""
@@ -211,16 +226,22 @@ class RouterCore:
         if self.membership.pauses.lateness_s:
             self.dispatcher.on_pause(self.membership.pauses.lateness_s, now)
             self.wait_estimates.on_pause(self.membership.pauses.lateness_s, now)
-        return self._after(changes, now) + self._resolve(self.dispatcher.on_timer(now), now)
+        due = [*self.dispatcher.on_timer(now), *self.calls.on_timer(now)]
+        return self._after(changes, now) + self._resolve(due, now)
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def _on_worker_message(self, sender: GenerationWorker, message: _RequestMessage, now: float) -> list[DispatchAction]:
+    def _on_worker_message(self, sender: GenerationWorker, message: _RequestMessage, now: float) -> Sequence[_Step]:
         match message:
             case PrefillDone():
                 sender.progress.on_answer(now)
                 self.wait_estimates.on_first_token(message.request_id, now)
                 return self.dispatcher.on_prefill_done(sender, message, now)
+            case EngineReply():
+                return self.calls.on_reply(sender.key, message)
+            case RequestFailed() if message.request_id in self.calls:
+                sender.note_failure(message.error)
+                return self.calls.on_failed(sender.key, message)
             case RequestFailed():
                 self.wait_estimates.drop(message.request_id, now)
                 return self.dispatcher.on_request_failed(sender, message, now)
@@ -256,13 +277,13 @@ class RouterCore:
             result.append(action)
             if isinstance(action, Left):
                 self.wait_estimates.forget(action.worker.key)
-                result += self._resolve(self.dispatcher.on_left(action, now), now)
+                result += self._resolve([*self.dispatcher.on_left(action, now), *self.calls.on_left(action.worker.key)], now)
         for action in actions:
             if isinstance(action, Joined):
                 result += self._resolve(self.dispatcher.on_joined(action.worker, now), now)
         return result
 
-    def _resolve(self, actions: Sequence[DispatchAction], now: float) -> list[Action]:
+    def _resolve(self, actions: Sequence[_Step], now: float) -> list[Action]:
         """Replace worker keys by their connections, and drop messages to workers that have left."""
         result: list[Action] = []
         for action in actions:

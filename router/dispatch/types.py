@@ -33,6 +33,7 @@ class Submission:
     media: tuple[bytes, ...] = ()
     media_places: tuple[str, ...] = ()
     model_fingerprint: bytes = b""  # empty without images
+    engine_request: bytes = b""  # as that of ``Generate``
 
     @property
     def num_tokens(self) -> int:

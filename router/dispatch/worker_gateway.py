@@ -21,14 +21,16 @@ from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
 from core.wire.curve import ClusterKeys
-from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage
+from core.wire.messages import EncodeRequest, EngineCall, ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit
+from router.dispatch.engine_api import EngineApi
+from router.dispatch.engine_calls import Answered
 from router.dispatch.frame_reader import FrameReader
+from router.dispatch.gauges import add_gauges
 from router.dispatch.membership import Joined, Left, Resumed, Stalled
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
-from router.dispatch.progress import Standing
 from router.dispatch.request_state import Deliver, EncodeEnded, Ended, RequestPhase, RequestState, Retried
 from router.dispatch.traces import RequestTraces
 from router.dispatch.types import Submission, Update
@@ -40,7 +42,6 @@ logger = logging.getLogger(__name__)
 _PROMPTS_PER_TURN = 8  # prompts of one HTTP request that are started without a pause
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 RECONNECT_S = 0.25  # a worker that only lost its connection has reconnected by then
-_ROLES = ("encode", "prefill", "decode", "aggregated")
 
 
 class Generation:
@@ -100,6 +101,7 @@ class WorkerGateway:
     ) -> None:
         limits = RouterLimits.of(config)
         self.core = RouterCore(model, router_id, limits)
+        self.engine_api = EngineApi(self.core, clock, self._perform)
         self.worker_address = config.worker_address
         self._keys = keys
         self._clock = clock
@@ -119,7 +121,7 @@ class WorkerGateway:
         self._is_idle.set()
         self._has_changed = asyncio.Event()  # something that the core knows
         self._death: asyncio.Future[BaseException] | None = None
-        self._add_gauges()
+        add_gauges(metrics, self.core, clock)
 
     def trace_with(self, tracer: Tracer) -> None:
         """Record spans of all requests from now on."""
@@ -151,6 +153,7 @@ class WorkerGateway:
 
     async def stop(self) -> None:
         """Fail the remaining requests, send their aborts, and close the socket. Idempotent."""
+        self.engine_api.close()
         for request_id in list(self._listeners):
             self._give_up(request_id, NoWorker("the router shuts down: try again"))
         tasks, self._tasks = self._tasks, []
@@ -240,8 +243,9 @@ class WorkerGateway:
             await self._has_changed.wait()
 
     async def wait_idle(self) -> None:
-        """Wait until no request is in flight."""
+        """Wait until no request and no call is in flight."""
         await self._is_idle.wait()
+        await self.engine_api.wait_idle()
 
     def abort(self, request_id: str, reason: str) -> None:
         """End a request; unknown ids are ignored."""
@@ -346,6 +350,8 @@ class WorkerGateway:
                     self._on_retried(action)
                 case Ended():
                     self._on_ended(action.request, action.now)
+                case Answered():
+                    self.engine_api.put(action)
                 case Joined() | Left() | Stalled() | Resumed():
                     self._worker_log.note(action)
                     self._peer_log.unpaired(unpaired(self.core.membership.workers))
@@ -356,7 +362,7 @@ class WorkerGateway:
         try:
             frame = codec.encode_router_message(self._traced(action))
         except ProtocolError as error:
-            assert isinstance(action.message, Generate), "only prompts can be too large for a frame"
+            assert isinstance(action.message, Generate | EngineCall), "only prompts can be too large for a frame"
             return self.core.fail_attempt(action.message.request_id, error, self._clock.now())
         return self._send(action.peer, frame)
 
@@ -449,43 +455,6 @@ class WorkerGateway:
                 **({"message": request.error.message} if request.error else {}),
             )
         )
-
-    # ---- gauges ------------------------------------------------------------------------------------------------------
-
-    def _add_gauges(self) -> None:
-        dispatcher, membership = self.core.dispatcher, self.core.membership
-
-        def count_role(role: str) -> Callable[[], float]:
-            return lambda: sum(member.role == role for member in membership.members)
-
-        self._metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(dispatcher))
-        self._metrics.watch_each(
-            "num_requests_by_phase",
-            "Requests by the leg they are on.",
-            "phase",
-            {phase.value: lambda phase=phase: dispatcher.count(phase) for phase in RequestPhase},  # type: ignore[misc]
-        )
-        self._metrics.watch("num_requests_waiting", "Requests that wait for a worker.", lambda: dispatcher.num_waiting)
-        self._metrics.watch(
-            "foreseen_prompt_wait_seconds",
-            "How long a new prompt would wait where it is begun with first.",
-            lambda: self.core.wait_estimates.shortest_wait_s(membership.workers, self._clock.now()),
-        )
-        self._metrics.watch(
-            "workers_unpaired",
-            "Prefill and decode workers that none of the other role fits.",
-            lambda: len(unpaired(membership.workers)),
-        )
-        self._metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
-        self._metrics.watch(
-            "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in membership.members)
-        )
-        self._metrics.watch(
-            "workers_stalled",
-            "Workers whose engines make no progress.",
-            lambda: sum(member.progress.standing is Standing.STALLED for member in membership.members),
-        )
-        self._metrics.watch("ready", "1 if a request can be served now.", lambda: self.core.not_ready_reason is None)
 
 
 def _recomputed(request: RequestState) -> dict[str, object]:

@@ -53,6 +53,7 @@ def _message(request: RequestState, now: float) -> Generate:
         mm_features=wanted.mm_features,
         media=wanted.media,
         ec_sources=tuple(request.ec_sources.values()),
+        engine_request=wanted.engine_request,
     )
 
 

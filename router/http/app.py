@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,7 +16,13 @@ from litestar import Litestar, MediaType, Request, Response, get, post
 from litestar.config.cors import CORSConfig
 from litestar.connection import ASGIConnection
 from litestar.dto import MsgspecDTO
-from litestar.exceptions import HTTPException, InternalServerException, NotAuthorizedException, ValidationException
+from litestar.exceptions import (
+    HTTPException,
+    InternalServerException,
+    NotAuthorizedException,
+    NotFoundException,
+    ValidationException,
+)
 from litestar.handlers import BaseRouteHandler
 from litestar.openapi import OpenAPIConfig, ResponseSpec
 from litestar.openapi.plugins import JsonRenderPlugin
@@ -41,6 +47,7 @@ from router.http.uploads import UploadLimit, hold_of
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.responses import ChatCompletion, Completion
 from router.openai.sampling import parse_body
+from router.rendered.bodies import CHAT, COMPLETIONS, MESSAGES, EngineBody
 
 if TYPE_CHECKING:
     from litestar._openapi.schema_generation import SchemaCreator
@@ -50,6 +57,7 @@ logger = logging.getLogger(__name__)
 _HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 _GONE = "client disconnected prematurely"  # the text is the only difference to Litestar's other exceptions
 _OPEN = "is_open"  # handler option: served without the API key
+_FOR_ENGINE = "for_engine"  # handler option: reads bodies that the engines of the workers serve
 
 
 class StrictBody(MsgspecDTO[msgspec.Struct]):
@@ -69,10 +77,13 @@ class StrictBody(MsgspecDTO[msgspec.Struct]):
         schema: Reference | Schema = schema_creator.for_field_definition(field_definition)
         return schema
 
-    def decode_bytes(self, value: bytes) -> msgspec.Struct:
-        """Return the decoded body."""
-        kind: type[msgspec.Struct] = self.asgi_connection.route_handler.parsed_data_field.annotation
-        return parse_body(value, kind)
+    def decode_bytes(self, value: bytes) -> msgspec.Struct | EngineBody:
+        """Return the decoded body, or one for the engines."""
+        handler = self.asgi_connection.route_handler
+        for_engine: Callable[[bytes], EngineBody | None] | None = handler.opt.get(_FOR_ENGINE)
+        found = for_engine(value) if for_engine is not None else None
+        kind: type[msgspec.Struct] = handler.parsed_data_field.annotation
+        return parse_body(value, kind) if found is None else found
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,17 +158,44 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
         for status, text in ((400, "Wrong body"), (404, "Unknown model"), (429, "Too busy"), (503, "No worker can serve it"))
     }
 
-    @post("/v1/completions", dto=StrictBody, responses={200: ResponseSpec(Completion), **refusals}, status_code=200)
+    def for_engine(path: str) -> dict[str, Any]:
+        return {_FOR_ENGINE: lambda body: endpoints.engine_body(path, body)}
+
+    async def by_engine(body: EngineBody, request: Request[Any, Any, Any]) -> ASGIApp:
+        named = body.fields.get("request_id")
+        return await endpoints.serve_by_engine(body, _caller(request, named if isinstance(named, str) else None))
+
+    @post(
+        COMPLETIONS,
+        dto=StrictBody,
+        responses={200: ResponseSpec(Completion), **refusals},
+        status_code=200,
+        opt=for_engine(COMPLETIONS),
+    )
     async def completions(data: Annotated[CompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Complete a prompt."""
+        if isinstance(data, EngineBody):
+            return await by_engine(data, request)
         return await endpoints.complete(data, _caller(request, data.request_id))
 
-    @post("/v1/chat/completions", dto=StrictBody, responses={200: ResponseSpec(ChatCompletion), **refusals}, status_code=200)
+    @post(
+        CHAT, dto=StrictBody, responses={200: ResponseSpec(ChatCompletion), **refusals}, status_code=200, opt=for_engine(CHAT)
+    )
     async def chat_completions(data: Annotated[ChatCompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer a conversation."""
+        if isinstance(data, EngineBody):
+            return await by_engine(data, request)
         return await endpoints.chat(data, _caller(request, data.request_id))
 
-    return [completions, chat_completions]
+    @post(MESSAGES, status_code=200, include_in_schema=False)
+    async def messages(request: Request[Any, Any, Any]) -> ASGIApp:
+        """Answer a conversation in Anthropic's form, by the engine."""
+        body = endpoints.engine_body(MESSAGES, await request.body())
+        if body is None:
+            raise NotFoundException(f"{MESSAGES} is served by vLLM engines only, as a JSON object")
+        return await by_engine(body, request)
+
+    return [completions, chat_completions, messages]
 
 
 def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:

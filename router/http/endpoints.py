@@ -6,6 +6,7 @@ Owns the order of the steps and the ids of requests.
 from __future__ import annotations
 
 import time
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,10 @@ from core.wire.sampling import SamplingParams
 from router.dispatch.policy import choose_weights
 from router.dispatch.types import Submission
 from router.dispatch.worker_gateway import WorkerGateway
+from router.http.body_checks import check_num_values
+from router.http.errors import RequestFailure
+from router.http.passed_on import PassedOn
+from router.http.split_answer import SplitAnswer
 from router.http.streaming import EventStream, HttpAnswer
 from router.images.reader import Hold, RequestImageReader
 from router.metrics import RouterMetrics
@@ -42,6 +47,10 @@ from router.openai.sampling import (
 )
 from router.openai.served_model import ServedModel
 from router.openai.text_pool import TextPool
+from router.rendered.bodies import EngineBody, engine_body
+from router.rendered.legs import TwoLegs
+from router.rendered.renderer import EngineRefusal, EngineRenderer
+from router.rendered.splitting import OutputSplitter
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
@@ -96,6 +105,8 @@ class Endpoints:
         self._texts = TokenTexts(model.tokenizer)
         self._ids = ids
         self._max_prompt_tokens = config.max_prompt_tokens
+        self._request_timeout_s = config.request_timeout_s
+        self._renderer = EngineRenderer(gateway.engine_api, ids)
         self.created = int(time.time())
 
     # ---- generation --------------------------------------------------------------------------------------------------
@@ -112,6 +123,40 @@ class Endpoints:
         prompt = await self._reader.read_chat(request, limits, caller.hold)
         return await self._generate(request, options, [prompt], limits, caller)
 
+    def engine_body(self, path: str, body: bytes) -> EngineBody | None:
+        """Return a body as one for the workers' engines; None if this router serves it, or if engines have no API.
+
+        Raises:
+            InvalidRequest: it has too many values.
+        """
+        if not self.gateway.engine_api.is_there:
+            return None
+        check_num_values(body)
+        return engine_body(path, body, self.model, splits_output=self.gateway.engine_api.splits_output)
+
+    async def serve_by_engine(self, body: EngineBody, caller: Caller) -> ASGIApp:
+        """Serve a body that only an engine can render, or read. Raises the error that refuses or ends the request."""
+        try:
+            if body.is_whole:
+                return await self._pass_on(body)
+            request = body.of_router()
+            options, limits = await self._check(request)
+            rendered = await self._renderer.render(body, request.timeout_s or self._request_timeout_s)
+        except EngineRefusal as refusal:
+            raise RequestFailure(refusal.info) from None
+        prompts = [
+            Prompt(found.token_ids, "", model_fingerprint=rendered.model_fingerprint, engine_request=found.engine_request)
+            for found in rendered.prompts
+        ]
+        return await self._generate(request, options, prompts, limits, caller, body if body.is_split else None)
+
+    async def _pass_on(self, body: EngineBody) -> ASGIApp:
+        await self.gateway.wait_for_route()
+        legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, self._request_timeout_s)
+        async with AsyncExitStack() as stack:
+            answer = await legs.open(body, stack)
+            return PassedOn(answer, stack.pop_all(), self.metrics)
+
     async def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
         self.check_model(request.model)
         check_supported(request)
@@ -127,7 +172,9 @@ class Endpoints:
         prompts: list[Prompt],
         limits: ModelLimits,
         caller: Caller,
+        split: EngineBody | None = None,
     ) -> ASGIApp:
+        """Generate; the engine splits the answer to ``split``."""
         shared = shared_params(request, limits, len(prompts))
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
         submissions = [self._submission(request, prompt, shared, limits) for prompt in prompts]
@@ -141,7 +188,11 @@ class Endpoints:
         shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
         # Last, because a failure after this would have to abort workers.
         generation = await self.gateway.open(caller.client_id, submissions, caller.trace)
-        answer = HttpAnswer(generation, output, shaper, caller.receive, self._pool)
+        if split is not None and isinstance(shaper, ChatShaper):
+            splitter = self._splitter(split, prompts[0], request)
+            answer: HttpAnswer = SplitAnswer(generation, output, shaper, caller.receive, self._pool, splitter)
+        else:
+            answer = HttpAnswer(generation, output, shaper, caller.receive, self._pool)
         try:
             if options.is_stream:
                 return EventStream(answer, await answer.first(), options, self.metrics)
@@ -151,6 +202,15 @@ class Endpoints:
             raise
         answer.close()
         return response
+
+    def _splitter(self, body: EngineBody, prompt: Prompt, request: CompletionRequest | ChatCompletionRequest) -> OutputSplitter:
+        return OutputSplitter(
+            self._renderer,
+            body,
+            prompt.token_ids,
+            prompt.model_fingerprint,
+            request.timeout_s or self._request_timeout_s,
+        )
 
     def _submission(
         self,
@@ -171,6 +231,7 @@ class Endpoints:
             media=prompt.media,
             media_places=prompt.media_places,
             model_fingerprint=prompt.model_fingerprint,
+            engine_request=prompt.engine_request,
             timeout_s=request.timeout_s,
         )
 

@@ -45,7 +45,8 @@ _RESERVED_ARGUMENTS = frozenset({"self", "messages", "add_generation_prompt", "c
 class Prompt:
     """A prompt as tokens and as text, the client's own text if it sent one; and its images with their identifiers.
 
-    The image identifiers are valid for the weights of ``model_fingerprint``, which is empty without images.
+    The image identifiers are valid for the weights of ``model_fingerprint``, which is empty without images. If an engine has
+    rendered it, there is no text, and the fingerprint is the engine's.
     """
 
     token_ids: tuple[int, ...]
@@ -54,6 +55,7 @@ class Prompt:
     media: tuple[bytes, ...] = ()
     media_places: tuple[str, ...] = ()
     model_fingerprint: bytes = b""
+    engine_request: bytes = b""  # as that of ``Generate``
 
 
 @dataclass(frozen=True, slots=True)

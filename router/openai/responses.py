@@ -225,7 +225,8 @@ class Shaper:
         names = [f"fp_{report.model_fingerprint.hex()[:12]}" for report in reports if report.model_fingerprint]
         return "+".join(dict.fromkeys(names)) or None
 
-    def _merged(self) -> list[Delta]:
+    def merged(self) -> list[Delta]:
+        """Return the gathered output of each choice."""
         return [self._gathered[index].merged(index) for index in sorted(self._gathered)]
 
     def _is_worth_a_chunk(self, delta: Delta) -> bool:
@@ -262,7 +263,7 @@ class CompletionShaper(Shaper):
 
     def whole(self) -> Completion:
         """Return the answer."""
-        return self._body([self._choice(delta, is_whole=True) for delta in self._merged()], self.usage())
+        return self._body([self._choice(delta, is_whole=True) for delta in self.merged()], self.usage())
 
     def chunks(self, deltas: Sequence[Delta]) -> list[Completion]:
         """Return the events for new deltas."""
@@ -328,7 +329,7 @@ class ChatShaper(Shaper):
                     stop_reason=delta.stop_reason,
                     token_ids=self._token_ids(delta),
                 )
-                for delta in self._merged()
+                for delta in self.merged()
             ],
             usage=self.usage(),
             prompt_token_ids=self._prompt_token_ids(state),
@@ -350,6 +351,10 @@ class ChatShaper(Shaper):
     def usage_chunk(self) -> ChatChunk:
         """Return the last event of a stream that reports usage."""
         return self._body([], self.usage())
+
+    def empty_chunk(self) -> ChatChunk:
+        """Return an event without choices."""
+        return self._body([], self._chunk_usage())
 
     def _role_chunk(self, index: int, *, is_first: bool) -> ChatChunk:
         chunk = self._body([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], self._chunk_usage())

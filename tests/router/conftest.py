@@ -27,6 +27,9 @@ from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
     EncodeRequest,
+    EngineCall,
+    EngineReply,
+    ErrorInfo,
     Generate,
     Goodbye,
     Heartbeat,
@@ -114,6 +117,7 @@ class Script:
     tokens_per_frame: int = 1
     lease_ms: int = 30_000
     cost: TransferUsage | None = None
+    calls: dict[str, Any] = field(default_factory=dict)  # of its engine's API: path -> function of the body to (status, parts)
 
 
 class FakeWorker:
@@ -226,6 +230,8 @@ class FakeWorker:
                 self.aborted |= set(message.request_ids)
             if isinstance(message, Generate | EncodeRequest) and not self.script.is_silent:
                 self._spawn(self._answer(message))
+            if isinstance(message, EngineCall) and not self.script.is_silent:
+                self._spawn(self._answer_call(message))
 
     async def _heartbeats(self) -> None:
         while True:
@@ -247,6 +253,31 @@ class FakeWorker:
             await self._prefill(message)
         else:
             await self._decode(message)
+
+    async def _answer_call(self, call: EngineCall) -> None:
+        """Answer with the script's parts; an ErrorInfo among them fails the call, None leaves it open."""
+        answer = self.script.calls[call.path](json.loads(call.body))
+        if isinstance(answer, ErrorInfo):
+            await self.send(RequestFailed(request_id=call.request_id, error=answer))
+            return
+        status, *parts = answer
+        for position, part in enumerate(parts):
+            if part is None:
+                return
+            if isinstance(part, ErrorInfo):
+                await self.send(RequestFailed(request_id=call.request_id, error=part))
+                return
+            is_text = isinstance(part, str)
+            await self.send(
+                EngineReply(
+                    request_id=call.request_id,
+                    position=position,
+                    status=status,
+                    content_type="text/event-stream" if is_text else "application/json",
+                    body=part.encode() if is_text else json.dumps(part).encode(),
+                    is_last=position == len(parts) - 1,
+                )
+            )
 
     def planned(self, message: Generate) -> tuple[list[int], str]:
         token_ids = [*self._tokenizer.encode(self.script.text, add_special_tokens=False), EOS]

@@ -95,6 +95,37 @@ def write_tiny_tokenizer(folder: Path) -> None:
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
 
 
+def write_tiny_text_tokenizer(folder: Path) -> None:
+    """Write a tokenizer of bytes beside a model, with a chat template that shows tools in the Hermes form."""
+    from tokenizers import Tokenizer, decoders, pre_tokenizers
+    from tokenizers.models import BPE
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = ["<unk>", "<|im_start|>", "<|im_end|>"]
+    vocabulary = {name: token for token, name in enumerate([*special, *alphabet])}
+    vocabulary |= {f"<t{token}>": token for token in range(len(vocabulary), VOCAB_SIZE)}
+    tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token=special[0]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
+    tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
+    tokenizer.add_special_tokens(special)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "unk_token": special[0],
+        "eos_token": special[2],
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "chat_template": _TEMPLATE_WITH_TOOLS,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+_TEMPLATE_WITH_TOOLS = (
+    "{% if tools %}<|im_start|>system\n{% for tool in tools %}{{ tool | tojson }}\n{% endfor %}<|im_end|>\n{% endif %}"
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] or '' }}"
+    "{% for call in message['tool_calls'] or [] %}<tool_call>{{ call['function'] | tojson }}</tool_call>{% endfor %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
 def _write(model: Any, folder: Path, embedding_scale: float = 1.0) -> Path:
     import torch
 

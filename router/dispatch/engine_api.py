@@ -1,0 +1,138 @@
+"""Calls of engines' own APIs for the HTTP side: an answer as a status and a stream of bytes.
+
+Owns the parts of answers that no reader has taken yet. All methods belong to the gateway's event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+
+from core.clock import Clock
+from core.errors import NoWorker
+from core.wire.messages import EngineCall, EngineReply, ErrorInfo
+from router.dispatch.core import Action, RouterCore
+from router.dispatch.engine_calls import Answered
+from router.dispatch.members import GenerationWorker, WorkerKey
+
+
+class CallFailed(Exception):
+    """A call that its worker did not answer, or not to its end."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+class EngineAnswer:
+    """What an engine answers to a call: status and type, then the body in parts as they come."""
+
+    def __init__(self) -> None:
+        self._parts: asyncio.Queue[EngineReply | ErrorInfo] = asyncio.Queue()
+        self._first: EngineReply | None = None
+        self.status = 0
+        self.content_type = ""
+
+    def put(self, reply: EngineReply | ErrorInfo) -> None:
+        """Add a part."""
+        self._parts.put_nowait(reply)
+
+    async def open(self) -> None:
+        """Wait for the first part. Raises CallFailed."""
+        self._first = await self._next()
+        self.status, self.content_type = self._first.status, self._first.content_type
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yield the body. Raises CallFailed."""
+        part = self._first
+        while part is not None:
+            if part.body:
+                yield part.body
+            part = None if part.is_last else await self._next()
+
+    async def whole(self) -> bytes:
+        """Return the body. Raises CallFailed."""
+        return b"".join([piece async for piece in self.pieces()])
+
+    async def _next(self) -> EngineReply:
+        part = await self._parts.get()
+        if isinstance(part, ErrorInfo):
+            raise CallFailed(part)
+        return part
+
+
+class EngineApi:
+    """Calls of the engines of a router's workers. ``perform`` carries out what the core answers."""
+
+    def __init__(self, core: RouterCore, clock: Clock, perform: Callable[[Sequence[Action]], None]) -> None:
+        self._core = core
+        self._clock = clock
+        self._perform = perform
+        self._answers: dict[str, EngineAnswer] = {}
+        self._is_idle = asyncio.Event()
+        self._is_idle.set()
+
+    async def wait_idle(self) -> None:
+        """Wait until no call is open."""
+        await self._is_idle.wait()
+
+    @property
+    def is_there(self) -> bool:
+        """True if there are workers, and the engines of all have an API."""
+        workers = list(self._core.membership.workers)
+        return bool(workers) and all(worker.facts.takes_calls for worker in workers)
+
+    @property
+    def splits_output(self) -> bool:
+        """True if an engine separates reasoning from the text of every chat."""
+        return any(worker.facts.splits_output for worker in self._core.membership.workers)
+
+    def choose(self, avoid: frozenset[WorkerKey] = frozenset(), model_fingerprint: bytes = b"") -> GenerationWorker:
+        """Return the least loaded worker with an API, one of ``avoid`` only as the last resort.
+
+        Raises:
+            NoWorker: there is none.
+        """
+        workers = [
+            worker
+            for worker in self._core.membership.workers
+            if worker.facts.takes_calls and not worker.is_closed and model_fingerprint in (b"", worker.facts.model_fingerprint)
+        ]
+        if not workers:
+            raise NoWorker("no worker whose engine has an API takes requests")
+        return min(workers, key=lambda worker: (worker.key in avoid, worker.load, worker.last_picked))
+
+    @asynccontextmanager
+    async def call(
+        self, request_id: str, worker: GenerationWorker, path: str, body: bytes, timeout_s: float
+    ) -> AsyncIterator[EngineAnswer]:
+        """Post a JSON body to a worker's engine; yield its answer after the first part. Leaving the context ends the call.
+
+        Raises:
+            CallFailed: the worker was lost, or does not answer in time.
+        """
+        answer = self._answers[request_id] = EngineAnswer()
+        self._is_idle.clear()
+        call = EngineCall(request_id=request_id, path=path, body=body, deadline_ms=max(1, round(timeout_s * 1e3)))
+        try:
+            self._perform(self._core.begin_call(call, worker, self._clock.now()))
+            await answer.open()
+            yield answer
+        finally:
+            del self._answers[request_id]
+            if not self._answers:
+                self._is_idle.set()
+            self._perform(self._core.abort_call(request_id, self._clock.now()))
+
+    def put(self, answered: Answered) -> None:
+        """Pass a part on to its reader."""
+        answer = self._answers.get(answered.request_id)
+        if answer is not None:
+            answer.put(answered.reply)
+
+    def close(self) -> None:
+        """Fail all calls: the router ends."""
+        gone = ErrorInfo.of(NoWorker("the router shuts down: try again"))
+        for answer in self._answers.values():
+            answer.put(gone)

@@ -1,0 +1,103 @@
+"""The calls of engines' own APIs: which worker has each, and how it ends. A synchronous state machine without I/O.
+
+A call is not a request: it is sent once, and its caller decides what a failure means. ``router.dispatch.engine_api`` has the
+parts of the answers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from core.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
+from core.wire.messages import Abort, EngineCall, EngineReply, ErrorInfo, RequestFailed
+from router.dispatch.members import GenerationWorker, WorkerKey
+from router.dispatch.membership import Membership
+from router.dispatch.request_state import SendToWorker
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """A part of the answer to a call, or its failure, which is the last."""
+
+    request_id: str
+    reply: EngineReply | ErrorInfo
+
+
+@dataclass(slots=True)
+class _Open:
+    worker: WorkerKey
+    deadline: float
+    position: int = 0  # of the next part
+
+
+class EngineCalls:
+    """The open calls. Each counts as one choice in its worker's ``num_inflight``. Times are seconds of the router's clock."""
+
+    def __init__(self, membership: Membership) -> None:
+        self._membership = membership
+        self._open: dict[str, _Open] = {}
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def __contains__(self, request_id: str) -> bool:
+        return request_id in self._open
+
+    def begin(self, call: EngineCall, worker: GenerationWorker, now: float) -> Sequence[SendToWorker]:
+        """Send a call, which has a deadline, to a worker."""
+        self._open[call.request_id] = _Open(worker.key, now + call.deadline_ms / 1e3)
+        worker.num_inflight += 1
+        return [SendToWorker(worker.key, call)]
+
+    def on_reply(self, sender: WorkerKey, reply: EngineReply) -> list[SendToWorker | Answered]:
+        """Pass on a part. Parts of ended calls and of other workers are ignored; a lost part fails the call."""
+        found = self._open.get(reply.request_id)
+        if found is None or found.worker != sender:
+            return []
+        if reply.position != found.position:
+            lost = ProtocolError(f"part {found.position} of an answer of {sender.engine_id} was lost on the way")
+            return [*self.abort(reply.request_id, lost.code), Answered(reply.request_id, ErrorInfo.of(lost))]
+        found.position += 1
+        if reply.is_last:
+            self._close(reply.request_id)
+        return [Answered(reply.request_id, reply)]
+
+    def on_failed(self, sender: WorkerKey, failed: RequestFailed) -> list[SendToWorker | Answered]:
+        """End a call that its worker has failed."""
+        found = self._open.get(failed.request_id)
+        return self.fail(failed.request_id, failed.error) if found is not None and found.worker == sender else []
+
+    def on_left(self, worker: WorkerKey) -> list[SendToWorker | Answered]:
+        """Fail the calls of a lost worker."""
+        lost = ErrorInfo.of(PeerUnreachable(f"worker {worker.engine_id} was lost"))
+        names = [name for name, found in self._open.items() if found.worker == worker]
+        return [action for name in names for action in self.fail(name, lost)]
+
+    def on_timer(self, now: float) -> list[SendToWorker | Answered]:
+        """End calls at their deadline."""
+        late = [name for name, found in self._open.items() if now >= found.deadline]
+        actions: list[SendToWorker | Answered] = []
+        for name in late:
+            error = ErrorInfo.of(DeadlineExceeded("the engine did not answer in the time of the request"))
+            actions += [*self.abort(name, error.code), Answered(name, error)]
+        return actions
+
+    def fail(self, request_id: str, error: ErrorInfo) -> list[SendToWorker | Answered]:
+        """End a call with an error."""
+        self._close(request_id)
+        return [Answered(request_id, error)]
+
+    def abort(self, request_id: str, reason: str) -> list[SendToWorker]:
+        """End a call that its caller has given up; unknown ids are ignored."""
+        found = self._open.get(request_id)
+        if found is None:
+            return []
+        self._close(request_id)
+        return [SendToWorker(found.worker, Abort(request_ids=(request_id,), reason=reason))]
+
+    def _close(self, request_id: str) -> None:
+        found = self._open.pop(request_id)
+        worker = self._membership.get(found.worker)
+        if worker is not None:
+            worker.num_inflight -= 1

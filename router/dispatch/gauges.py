@@ -1,0 +1,51 @@
+"""The router's gauges of workers and requests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from core.clock import Clock
+from router.dispatch.core import RouterCore
+from router.dispatch.policy import unpaired
+from router.dispatch.progress import Standing
+from router.dispatch.request_state import RequestPhase
+from router.metrics import RouterMetrics
+
+_ROLES = ("encode", "prefill", "decode", "aggregated")
+
+
+def add_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
+    """Have the metrics read them at every scrape."""
+    dispatcher, membership = core.dispatcher, core.membership
+
+    def count_role(role: str) -> Callable[[], float]:
+        return lambda: sum(member.role == role for member in membership.members)
+
+    metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(dispatcher))
+    metrics.watch_each(
+        "num_requests_by_phase",
+        "Requests by the leg they are on.",
+        "phase",
+        {phase.value: lambda phase=phase: dispatcher.count(phase) for phase in RequestPhase},  # type: ignore[misc]
+    )
+    metrics.watch("num_requests_waiting", "Requests that wait for a worker.", lambda: dispatcher.num_waiting)
+    metrics.watch(
+        "foreseen_prompt_wait_seconds",
+        "How long a new prompt would wait where it is begun with first.",
+        lambda: core.wait_estimates.shortest_wait_s(membership.workers, clock.now()),
+    )
+    metrics.watch(
+        "workers_unpaired",
+        "Prefill and decode workers that none of the other role fits.",
+        lambda: len(unpaired(membership.workers)),
+    )
+    metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
+    metrics.watch(
+        "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in membership.members)
+    )
+    metrics.watch(
+        "workers_stalled",
+        "Workers whose engines make no progress.",
+        lambda: sum(member.progress.standing is Standing.STALLED for member in membership.members),
+    )
+    metrics.watch("ready", "1 if a request can be served now.", lambda: core.not_ready_reason is None)

@@ -1,0 +1,59 @@
+"""An engine's answer as the router's own: status, type and bytes, as they come."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+
+from litestar.types import Receive, Scope, Send
+
+from core.wire.messages import ErrorInfo
+from router.dispatch.engine_api import CallFailed, EngineAnswer
+from router.http import sse
+from router.http.errors import error_body
+from router.metrics import RouterMetrics
+
+
+class PassedOn:
+    """ASGI application that sends an answer; it ends the call when the client has left."""
+
+    def __init__(self, answer: EngineAnswer, stack: AsyncExitStack, metrics: RouterMetrics) -> None:
+        self._answer = answer
+        self._stack = stack
+        self._metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send the answer to its end, or to its failure."""
+        async with self._stack:
+            sending = asyncio.create_task(self._send_all(send))
+            leaving = asyncio.create_task(_wait_for_leave(receive))
+            try:
+                await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
+                if sending.done():
+                    sending.result()
+            finally:
+                for task in (sending, leaving):
+                    task.cancel()
+                await asyncio.gather(sending, leaving, return_exceptions=True)
+
+    async def _send_all(self, send: Send) -> None:
+        answer = self._answer
+        headers = [(b"content-type", answer.content_type.encode()), (b"cache-control", b"no-cache")]
+        await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+        rest = b""
+        try:
+            async for piece in answer.pieces():
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except CallFailed as failed:
+            rest = self._failed(failed.info)
+        await send({"type": "http.response.body", "body": rest, "more_body": False})
+
+    def _failed(self, info: ErrorInfo) -> bytes:
+        """Return the error as an event; the stream ends without ``[DONE]``, so that it does not look complete."""
+        self._metrics.count_failed(info.code)
+        return sse.event(error_body(info)) if self._answer.content_type.startswith("text/event-stream") else b""
+
+
+async def _wait_for_leave(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass

@@ -1,0 +1,62 @@
+"""An answer to a chat whose text, reasoning and tool calls an engine's API separates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from litestar.response.base import ASGIResponse
+from litestar.types import Receive
+
+from router.dispatch.worker_gateway import Generation
+from router.http import sse
+from router.http.errors import RequestFailure
+from router.http.streaming import HttpAnswer
+from router.openai.postprocess import RequestOutput
+from router.openai.responses import ChatShaper
+from router.openai.text_pool import TextPool
+from router.rendered.renderer import EngineRefusal
+from router.rendered.splitting import OutputSplitter
+
+_encoder = msgspec.json.Encoder()
+
+
+class SplitAnswer(HttpAnswer):
+    """As ``HttpAnswer``; ids, counts and usage are the router's, the choices are the engine's."""
+
+    def __init__(
+        self,
+        generation: Generation,
+        output: RequestOutput,
+        shaper: ChatShaper,
+        receive: Receive,
+        pool: TextPool,
+        splitter: OutputSplitter,
+    ) -> None:
+        super().__init__(generation, output, shaper, receive, pool)
+        self._chat_shaper = shaper
+        self._splitter = splitter
+
+    async def whole(self) -> ASGIResponse:
+        """Wait for the whole output, have it split, and return the response. Raises as ``HttpAnswer.whole``."""
+        while not self.is_finished:
+            self._chat_shaper.gather(await self._deltas())
+        try:
+            choices = await self._splitter.whole(self._chat_shaper.merged())
+        except EngineRefusal as refusal:
+            raise RequestFailure(refusal.info) from None
+        whole: dict[str, Any] = msgspec.to_builtins(self._chat_shaper.whole())
+        return ASGIResponse(body=_encoder.encode(whole | {"choices": choices}), media_type="application/json")
+
+    async def next(self) -> bytes:
+        """Wait for updates and return their events, possibly none. Raises as ``HttpAnswer.next``."""
+        events = []
+        for delta in await self._deltas():
+            try:
+                choices = await self._splitter.part(delta)
+            except EngineRefusal as refusal:
+                raise RequestFailure(refusal.info) from None
+            if choices:
+                chunk: dict[str, Any] = msgspec.to_builtins(self._chat_shaper.empty_chunk())
+                events.append(sse.event(chunk | {"choices": choices}))
+        return b"".join(events)

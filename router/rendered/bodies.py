@@ -1,0 +1,124 @@
+"""Which bodies an engine must render, what the router reads of them, and which have to go to the engine as they are. Pure.
+
+| a body with                                                      | goes                                                     |
+|------------------------------------------------------------------|----------------------------------------------------------|
+| fields that the router serves                                    | as token ids; it is not seen here                        |
+| tools, a form of the output, media, an adapter's name            | as token ids that the engine has rendered                |
+| what neither the router nor an engine's token routes know        | whole, once for the prompt and once for the answer       |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from router.openai.requests import NEUTRAL, ChatCompletionRequest, CompletionRequest
+from router.openai.sampling import parse_body
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+
+# Of the router alone; an engine's API refuses or misreads them.
+_OF_ROUTER = ("timeout_s", "session_id", "request_id", "kv_transfer_params")
+# Served by an engine's API and rendered by it. The values in ``NEUTRAL`` mean "not used".
+_RENDERED = (
+    *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format", "structured_outputs"),
+    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words", "documents", "chat_template"),
+    *("reasoning_effort", "include_reasoning", "thinking_token_budget", "mm_processor_kwargs", "media_io_kwargs"),
+    "modalities",
+)
+# Served by an engine's API only as a whole.
+_WHOLE = ("use_beam_search", "vllm_xargs", "return_tokens_as_token_ids", "spaces_between_special_tokens", "logprob_token_ids")
+# What splitting an answer into text and tool calls cannot respect.
+_NOT_WITH_SPLITTING = ("stop", "prompt_logprobs", "echo", "return_token_ids", "include_stop_str_in_output")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineBody:
+    """A client's body for an engine. ``adapter`` is the model that it names, empty for the served one.
+
+    ``is_split``: the engine separates tool calls and reasoning from the text of the answer. ``is_whole``: not to be rendered.
+    """
+
+    path: str
+    fields: dict[str, Any]
+    adapter: str
+    is_split: bool
+    is_whole: bool
+
+    @property
+    def is_stream(self) -> bool:
+        """True if the client wants events."""
+        return self.fields.get("stream") is True
+
+    def for_engine(self, **changes: object) -> dict[str, Any]:
+        """Return the body that an engine's API gets; a change of None removes a field."""
+        found = {name: value for name, value in self.fields.items() if name not in _OF_ROUTER and name != "model"} | changes
+        if self.adapter:
+            found["model"] = self.adapter
+        return {name: value for name, value in found.items() if value is not None}
+
+    def of_router(self) -> ChatCompletionRequest | CompletionRequest:
+        """Return the part that the router serves, without the prompt.
+
+        Raises:
+            InvalidRequest: names the field that is wrong.
+        """
+        hidden = {"model", "messages", "prompt", *_RENDERED}
+        own: dict[str, Any] = {name: value for name, value in self.fields.items() if name not in hidden}
+        if self.path == CHAT:
+            return parse_body(msgspec.json.encode(own | {"messages": []}), ChatCompletionRequest)
+        return parse_body(msgspec.json.encode(own | {"prompt": ""}), CompletionRequest)
+
+    @property
+    def num_prompts(self) -> int:
+        """How many prompts it has, as far as they can be counted before they are rendered."""
+        prompt = self.fields.get("prompt")
+        return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
+
+
+def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> EngineBody | None:
+    """Return the body for an engine; None if the router serves it. ``splits_output``: of all answers to chats."""
+    try:
+        fields = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None  # the router's own reading says what is wrong
+    if not isinstance(fields, dict):
+        return None
+    named = fields.get("model")
+    adapter = named if isinstance(named, str) and named != model else ""
+    is_chat = path == CHAT
+    has_tools = _is_used(fields, "tools") and fields.get("tool_choice") != "none"
+    is_split = is_chat and (splits_output or has_tools)
+    is_whole = path == MESSAGES or any(_is_used(fields, name) for name in _WHOLE)
+    is_whole = is_whole or (is_split and any(_is_used(fields, name) for name in _NOT_WITH_SPLITTING))
+    is_rendered = is_split or bool(adapter) or any(_is_used(fields, name) for name in _RENDERED)
+    is_rendered = is_rendered or (is_chat and _has_parts(fields.get("messages")))
+    if not is_rendered and not is_whole:
+        return None
+    return EngineBody(path=path, fields=fields, adapter=adapter, is_split=is_split, is_whole=is_whole)
+
+
+def _is_used(fields: Mapping[str, Any], name: str) -> bool:
+    value = fields.get(name)
+    if name in ("stop", "echo", "return_token_ids", "include_stop_str_in_output"):
+        return bool(value)
+    return value is not None and value not in NEUTRAL.get(name, ())
+
+
+def _has_parts(messages: object) -> bool:
+    """Return True if a message has tool calls, or parts that are no text."""
+    found = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
+    return any(
+        message.get("role") == "tool"
+        or message.get("tool_calls")
+        or any(isinstance(part, dict) and part.get("type") not in ("text", "refusal") for part in _parts(message))
+        for message in found
+    )
+
+
+def _parts(message: Mapping[str, Any]) -> list[object]:
+    content = message.get("content")
+    return content if isinstance(content, list) else []

@@ -1,0 +1,138 @@
+"""Has an engine render bodies, and split finished output into text, reasoning and tool calls.
+
+Both are done by any engine of the cluster, again by another one if one fails: they change nothing there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+
+from core.errors import NoWorker
+from core.ids import IdSource, new_hex_id
+from core.wire.messages import ErrorInfo
+from router.dispatch.engine_api import CallFailed, EngineApi
+from router.dispatch.members import WorkerKey
+from router.rendered.bodies import EngineBody
+
+MAX_TRIES = 3
+_NOT_RETRIED = frozenset({"deadline_exceeded", "invalid_request", "cancelled"})
+
+
+class EngineRefusal(Exception):
+    """What an engine has against a request, as an error for the client."""
+
+    def __init__(self, info: ErrorInfo) -> None:
+        super().__init__(info.message)
+        self.info = info
+
+
+class _Rendered(msgspec.Struct):
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    features: dict[str, Any] | None = None
+    reasoning_ended: bool | None = None
+    reasoning_parser_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedPrompt:
+    """A prompt, and what the engine needs beside it: see ``Generate.engine_request``."""
+
+    token_ids: tuple[int, ...]
+    engine_request: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class RenderedBody:
+    """The prompts of a body. Only workers of ``model_fingerprint`` serve them."""
+
+    prompts: list[RenderedPrompt]
+    model_fingerprint: bytes
+
+
+class EngineRenderer:
+    """Calls the engines' routes for one request after another."""
+
+    def __init__(self, api: EngineApi, ids: IdSource) -> None:
+        self._api = api
+        self._ids = ids
+
+    async def render(self, body: EngineBody, timeout_s: float) -> RenderedBody:
+        """Return the prompts of a body.
+
+        Raises:
+            EngineRefusal: the engine refuses it, or no engine could render it.
+        """
+        answer, model_fingerprint = await self._ask(f"{body.path}/render", body.for_engine(stream=False), timeout_s)
+        found = msgspec.json.decode(answer, type=_Rendered | list[_Rendered])
+        prompts = [_prompt(item, body.adapter) for item in (found if isinstance(found, list) else [found])]
+        return RenderedBody(prompts, model_fingerprint)
+
+    async def derender(self, body: Mapping[str, Any], timeout_s: float, model_fingerprint: bytes) -> dict[str, Any]:
+        """Return what an engine makes of output tokens.
+
+        Raises:
+            EngineRefusal: no engine could read them.
+        """
+        answer, _ = await self._ask("/v1/chat/completions/derender", body, timeout_s, model_fingerprint)
+        found: dict[str, Any] = msgspec.json.decode(answer)
+        return found
+
+    async def _ask(
+        self, path: str, body: Mapping[str, Any], timeout_s: float, model_fingerprint: bytes = b""
+    ) -> tuple[bytes, bytes]:
+        """Return the answer of an engine, and its worker's model fingerprint."""
+        avoid: set[WorkerKey] = set()
+        encoded = msgspec.json.encode(body)
+        last = ErrorInfo.of(NoWorker("no engine answers"))
+        for _ in range(MAX_TRIES):
+            try:
+                worker = self._api.choose(frozenset(avoid), model_fingerprint)
+                async with self._api.call(new_hex_id(self._ids, "call-"), worker, path, encoded, timeout_s) as answer:
+                    content = await answer.whole()
+            except NoWorker as error:
+                raise EngineRefusal(ErrorInfo.of(error)) from None
+            except CallFailed as failed:
+                last = failed.info
+                if last.code in _NOT_RETRIED:
+                    break
+            else:
+                if answer.status == HTTPStatus.OK:
+                    return content, worker.facts.model_fingerprint
+                last = refusal(answer.status, content)
+                if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                    break
+            avoid.add(worker.key)
+        raise EngineRefusal(last)
+
+
+def refusal(status: int, content: bytes) -> ErrorInfo:
+    """Return an engine's error as ours."""
+    try:
+        error = msgspec.json.decode(content)["error"]
+        message, param = str(error["message"]), error.get("param")
+    except (msgspec.DecodeError, TypeError, KeyError):
+        message, param = content[:200].decode(errors="replace"), None
+    code = {400: "invalid_request", 404: "model_not_found", 429: "overloaded"}.get(status, "engine_error")
+    return ErrorInfo(
+        code=code,
+        message=f"vLLM: {message}",
+        http_status=status if status >= HTTPStatus.BAD_REQUEST else HTTPStatus.BAD_GATEWAY,
+        param=param if isinstance(param, str) else None,
+    )
+
+
+def _prompt(found: _Rendered, adapter: str) -> RenderedPrompt:
+    rest = {
+        "sampling_params": {name: value for name, value in found.sampling_params.items() if name != "stop"},
+        "features": found.features,
+        "model": adapter or None,
+        "reasoning_ended": found.reasoning_ended,
+        "reasoning_parser_kwargs": found.reasoning_parser_kwargs,
+    }
+    return RenderedPrompt(tuple(found.token_ids), msgspec.json.encode(rest))

@@ -1,0 +1,114 @@
+"""Output tokens of a chat as an engine's API splits them: text, reasoning, tool calls; whole, or part by part of a stream.
+
+The engine keeps nothing between two parts: what it must know comes back with each answer, and goes out with the next part. A
+part is asked for when the one before has been answered, so a stream of many tokens takes few calls.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from core.wire.messages import TokenLogprobs
+from router.openai.postprocess import Delta
+from router.rendered.bodies import EngineBody
+from router.rendered.renderer import EngineRenderer
+
+
+@dataclass(slots=True)
+class OutputSplitter:
+    """The answers of one request. ``timeout_s`` is that of one call."""
+
+    renderer: EngineRenderer
+    body: EngineBody
+    prompt_token_ids: Sequence[int]
+    model_fingerprint: bytes
+    timeout_s: float
+    _states: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each choice of a stream
+    _chat_request: dict[str, Any] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._chat_request = self.body.for_engine()
+
+    async def whole(self, choices: Sequence[Delta]) -> list[dict[str, Any]]:
+        """Return the choices of a whole answer. Raises EngineRefusal."""
+        readable = [choice for choice in map(self._choice, choices) if choice["token_ids"]]
+        split: dict[int, dict[str, Any]] = {}
+        if readable:
+            output = {"request_id": "output", "choices": readable, "prompt_token_ids": list(self.prompt_token_ids)}
+            found = await self._ask({"generate_response": output})
+            split = {choice["index"]: choice for choice in found["choices"]}
+        return [self._finished(split.get(choice.index) or _empty(choice), choice.finish_reason) for choice in choices]
+
+    async def part(self, delta: Delta) -> list[dict[str, Any]]:
+        """Return the choices of the next event of a stream, at most one. Raises EngineRefusal."""
+        chunk = {"request_id": "output", "choices": [self._choice(delta)]}
+        state = self._states.get(delta.index)
+        found = await self._ask({"stream": True, "generate_chunk": chunk, "stream_state": state})
+        self._states[delta.index] = found["stream_state"]
+        split: list[dict[str, Any]] = found["chunk"]["choices"]
+        for choice in split:
+            if choice.get("finish_reason") == "tool_calls" and (delta.finish_reason != "stop" or self._is_named):
+                choice["finish_reason"] = delta.finish_reason
+        return [choice for choice in split if _says_something(choice)]
+
+    async def _ask(self, output: dict[str, Any]) -> dict[str, Any]:
+        request = {
+            **output,
+            "chat_request": self._chat_request,
+            "prompt_tokens": len(self.prompt_token_ids),
+            "prompt_token_ids": list(self.prompt_token_ids),
+        }
+        return await self.renderer.derender(request, self.timeout_s, self.model_fingerprint)
+
+    @property
+    def _tool_choice(self) -> object:
+        return self.body.fields.get("tool_choice") or "auto"
+
+    @property
+    def _is_named(self) -> bool:
+        """True if the client has named the tool to call; then the end of the call is an ordinary one."""
+        return isinstance(self._tool_choice, dict)
+
+    def _finished(self, choice: dict[str, Any], reason: str | None) -> dict[str, Any]:
+        """Set the reason of an end by tool calls as the engine's chat route does: not for a tool that the client has named."""
+        calls = choice["message"].get("tool_calls")
+        is_end = bool(calls) if self._tool_choice == "auto" else self._tool_choice == "required" and reason == "stop"
+        if is_end:
+            choice["finish_reason"] = "tool_calls"
+        if calls and self.body.fields.get("parallel_tool_calls") is False:
+            choice["message"]["tool_calls"] = calls[:1]
+        return choice
+
+    def _choice(self, delta: Delta) -> dict[str, Any]:
+        """Return new tokens as an engine writes them, without the token that ends the text, which a parser would show."""
+        is_end = delta.finish_reason == "stop" and delta.stop_reason is None
+        found: dict[str, Any] = {
+            "index": delta.index,
+            "token_ids": delta.token_ids[:-1] if is_end else delta.token_ids,
+            "finish_reason": delta.finish_reason,
+            "stop_reason": delta.stop_reason,
+        }
+        if delta.logprobs:
+            found["logprobs"] = {"content": [_content(entry) for entry in delta.logprobs]}
+        return found
+
+
+def _empty(delta: Delta) -> dict[str, Any]:
+    """Return a choice without text."""
+    message = {"role": "assistant", "content": ""}
+    return {"index": delta.index, "message": message, "finish_reason": delta.finish_reason, "stop_reason": delta.stop_reason}
+
+
+def _content(entry: TokenLogprobs) -> dict[str, Any]:
+    """Return a token's log-probability with its candidates, the sampled token first, as an engine writes them."""
+    own = {"token_id": entry.token_ids[0], "logprob": entry.logprobs[0], "rank": entry.rank}
+    pairs = zip(entry.token_ids[1:], entry.logprobs[1:], strict=True)
+    top = [{"token_id": token, "logprob": logprob, "rank": rank} for rank, (token, logprob) in enumerate(pairs, 1)]
+    others = [candidate for candidate in top if candidate["token_id"] != own["token_id"]]
+    return {**own, "top_logprobs": [own, *others] if top else []}
+
+
+def _says_something(choice: dict[str, Any]) -> bool:
+    return choice.get("finish_reason") is not None or any(value not in (None, "", []) for value in choice["delta"].values())

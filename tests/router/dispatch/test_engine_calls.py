@@ -1,0 +1,86 @@
+"""Calls of engines' APIs: one worker each, parts in order, one end whatever happens."""
+
+import pytest
+
+from core.errors import ProtocolError
+from core.wire.messages import Abort, EngineCall, EngineReply, ErrorInfo, Generate, Goodbye, RequestFailed
+from router.dispatch.core import Transmit
+from router.dispatch.engine_calls import Answered
+from tests.router.dispatch.requests.conftest import Bench
+
+CALL = EngineCall(request_id="c", path="/x", body=b"{}", deadline_ms=2000)
+
+
+@pytest.fixture
+def bench():
+    made = Bench()
+    made.join("a0", takes_calls=True)
+    made.join("a1", takes_calls=True)
+    return made
+
+
+@pytest.fixture
+def worker(bench):
+    return next(worker for worker in bench.core.membership.workers if worker.key.engine_id == "a0")
+
+
+@pytest.fixture
+def begun(bench, worker):
+    actions = bench.core.begin_call(CALL, worker, 0.0)
+    assert actions == [Transmit(b"a0", CALL)]
+    return bench.core
+
+
+def part(position, **fields):
+    return EngineReply(request_id="c", position=position, body=b"p", **fields)
+
+
+def test_parts_arrive_in_order_and_the_last_one_ends_the_call(begun, worker):
+    assert worker.num_inflight == 1
+    assert begun.on_message(b"a0", part(0), 0.1) == [Answered("c", part(0))]
+    assert begun.on_message(b"a0", part(1, is_last=True), 0.2) == [Answered("c", part(1, is_last=True))]
+    assert (len(begun.calls), worker.num_inflight) == (0, 0)
+    assert begun.on_message(b"a0", part(2), 0.3) == []
+
+
+def test_a_part_of_another_worker_is_ignored(begun):
+    assert begun.on_message(b"a1", part(0), 0.1) == []
+    assert begun.on_message(b"a1", RequestFailed(request_id="c", error=ErrorInfo(code="x", message="")), 0.1) == []
+    assert len(begun.calls) == 1
+
+
+def test_a_lost_part_fails_the_call_and_ends_it_at_the_worker(begun):
+    abort, answered = begun.on_message(b"a0", part(1), 0.1)
+    assert abort == Transmit(b"a0", Abort(request_ids=("c",), reason=ProtocolError.code))
+    assert answered.reply.code == ProtocolError.code
+    assert len(begun.calls) == 0
+
+
+@pytest.mark.parametrize("how", ["failed", "left", "late"])
+def test_a_call_fails_once_with_the_reason(begun, worker, how):
+    match how:
+        case "failed":
+            failed = RequestFailed(request_id="c", error=ErrorInfo(code="engine_dead", message="gone"))
+            actions = begun.on_message(b"a0", failed, 0.1)
+        case "left":
+            actions = begun.on_message(b"a0", Goodbye(engine_id="a0", incarnation=1), 0.1)
+        case "late":
+            actions = begun.on_timer(2.0)
+    errors = [action.reply.code for action in actions if isinstance(action, Answered)]
+    assert errors == [{"failed": "engine_dead", "left": "peer_lost", "late": "deadline_exceeded"}[how]]
+    assert len(begun.calls) == 0
+    is_aborted = any(isinstance(action, Transmit) and isinstance(action.message, Abort) for action in actions)
+    assert is_aborted == (how == "late")
+
+
+def test_a_call_that_its_caller_gives_up_ends_at_the_worker(begun, worker):
+    assert begun.abort_call("c", 0.1) == [Transmit(b"a0", Abort(request_ids=("c",), reason="client"))]
+    assert begun.abort_call("c", 0.2) == []
+    assert worker.num_inflight == 0
+
+
+def test_what_the_engine_has_rendered_goes_with_every_leg_of_a_request(bench):
+    submission = bench.submission("r", engine_request=b"{}")
+    bench.do(bench.core.submit(submission, 0.0))
+    generates = [message for _, message in bench.sent if isinstance(message, Generate)]
+    assert [message.engine_request for message in generates] == [b"{}"]

@@ -1,0 +1,196 @@
+"""Requests that only the workers' engines can render or read: what the router asks of them, and what the client gets."""
+
+import asyncio
+import json
+
+import pytest
+
+from core.wire.messages import EngineCall, ErrorInfo, Generate
+
+CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+RENDER, SPLIT = f"{CHAT}/render", f"{CHAT}/derender"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+GONE = ErrorInfo(code="engine_dead", message="gone", http_status=503, retryable=True)
+PARAMS = {"do_remote_prefill": True, "kvferry": "x"}
+
+
+def rendered(body):
+    return 200, {"token_ids": [5, 6, 7], "sampling_params": {"structured_outputs": {"regex": "h.*"}, "n": 3, "stop": ["no"]}}
+
+
+def split(body):
+    """Return all text as the arguments of one call, part by part."""
+    if not body.get("stream"):
+        found = body["generate_response"]["choices"]
+        message = {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{}"}}],
+        }
+        return 200, {"choices": [{"index": each["index"], "message": message, "finish_reason": "stop"} for each in found]}
+    (choice,) = body["generate_chunk"]["choices"]
+    state = body["stream_state"] or {"seen": []}
+    state = {"seen": state["seen"] + choice["token_ids"]}
+    delta = {"tool_calls": [{"index": 0, "function": {"arguments": str(len(state["seen"]))}}]}
+    chunk = {"choices": [{"index": choice["index"], "delta": delta, "finish_reason": choice["finish_reason"]}]}
+    return 200, {"chunk": chunk, "stream_state": state}
+
+
+@pytest.fixture
+async def engines(start_router):
+    """A router with a prefill and a decode worker whose engines have an API."""
+    under_test = await start_router(has_http=False)
+    calls = {RENDER: rendered, SPLIT: split, f"{COMPLETIONS}/render": lambda body: (200, [rendered(body)[1]] * 2)}
+    for role in ("prefill", "decode"):
+        await under_test.add(role, takes_calls=True, script=under_test.script(calls=dict(calls)))
+    return under_test
+
+
+def chat(**fields):
+    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20} | fields
+
+
+def calls_of(under_test, path):
+    messages = [message for worker in under_test.workers for message in worker.messages(EngineCall)]
+    return [json.loads(message.body) for message in messages if message.path == path]
+
+
+async def ask(under_test, body, path=CHAT, status=200):
+    async with under_test.client() as client:
+        answer = await client.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    return answer.json() if "json" in answer.headers["content-type"] else answer.text
+
+
+async def test_a_rendered_prompt_is_served_as_token_ids_by_both_workers(engines):
+    answer = await ask(engines, chat(response_format={"type": "json_object"}, model=None))
+    assert answer["choices"][0]["message"]["content"] == "hello world"
+    assert answer["usage"]["prompt_tokens"] == 3
+    (body,) = calls_of(engines, RENDER)
+    assert (body["response_format"], body["stream"]) == ({"type": "json_object"}, False)
+    for worker in engines.workers:
+        (message,) = worker.messages(Generate)
+        assert message.prompt_token_ids == (5, 6, 7)
+        assert json.loads(message.engine_request)["sampling_params"] == {"structured_outputs": {"regex": "h.*"}, "n": 3}
+
+
+async def test_an_adapter_is_named_to_the_engine_and_in_the_request(engines):
+    await ask(engines, chat(model="adapter"))
+    (body,) = calls_of(engines, RENDER)
+    assert body["model"] == "adapter"
+    (message,) = engines.workers[0].messages(Generate)
+    assert json.loads(message.engine_request)["model"] == "adapter"
+
+
+async def test_tool_calls_are_split_by_the_engine_and_the_router_counts(engines):
+    answer = await ask(engines, chat(tools=TOOLS, n=2))
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"tool_calls"}
+    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+    assert answer["usage"]["completion_tokens"] == 2 * (len(engines.tokenizer.encode("hello world")) + 1)
+    (body,) = calls_of(engines, SPLIT)
+    first = body["generate_response"]["choices"][0]
+    assert first["token_ids"] == list(engines.tokenizer.encode("hello world"))  # without the end of the text
+    assert (body["prompt_token_ids"], body["chat_request"]["tools"]) == ([5, 6, 7], TOOLS)
+
+
+async def test_a_stream_of_tool_calls_carries_the_engines_state_from_part_to_part(engines, sse_events):
+    text = await ask(engines, chat(tools=TOOLS, stream=True, stream_options={"include_usage": True}))
+    *chunks, usage, end = sse_events(text)
+    counts = [int(chunk["choices"][0]["delta"]["tool_calls"][0]["function"]["arguments"]) for chunk in chunks]
+    assert counts == sorted(set(counts))
+    assert counts[-1] == len(engines.tokenizer.encode("hello world"))
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+    assert (usage["usage"]["prompt_tokens"], usage["choices"], end) == (3, [], "[DONE]")
+
+
+async def test_a_list_of_prompts_is_rendered_at_once(engines):
+    body = {"prompt": ["a", "b"], "structured_outputs": {"regex": "h.*"}, "max_tokens": 20}
+    answer = await ask(engines, body, COMPLETIONS)
+    assert [choice["text"] for choice in answer["choices"]] == ["hello world", "hello world"]
+
+
+@pytest.mark.parametrize("status", [400, 404])
+async def test_what_the_engine_refuses_the_client_hears(engines, status):
+    refusal = {"error": {"message": "no such type", "param": "response_format"}}
+    for worker in engines.workers:
+        worker.script.calls[RENDER] = lambda body: (status, refusal)
+    answer = await ask(engines, chat(response_format={"type": "json_object"}), status=status)
+    assert (answer["error"]["message"], answer["error"]["param"]) == ("vLLM: no such type", "response_format")
+    assert len(calls_of(engines, RENDER)) == 1
+
+
+@pytest.mark.parametrize("failure", [GONE, (500, {})])
+async def test_another_engine_renders_if_one_fails(engines, failure):
+    engines.workers[0].script.calls[RENDER] = lambda body: failure
+    engines.workers[0].script.calls[SPLIT] = lambda body: failure
+    for _ in range(2):
+        await ask(engines, chat(tools=TOOLS))
+
+
+async def test_no_engine_is_one_error(engines):
+    for worker in engines.workers:
+        worker.script.calls[RENDER] = lambda body: GONE
+    answer = await ask(engines, chat(tools=TOOLS), status=503)
+    assert answer["error"]["code"] == "no_worker"  # one after the other has said that it is dead
+
+
+async def test_workers_without_an_api_leave_everything_to_the_router(served):
+    answer = await ask(served, {"model": "x", "max_tokens": 5}, MESSAGES, status=404)
+    assert "vLLM engines" in answer["error"]["message"]
+    assert calls_of(served, RENDER) == []
+
+
+# ---- whole bodies --------------------------------------------------------------------------------------------------------
+
+
+def whole(engines, prefill, decode):
+    engines.workers[0].script.calls[CHAT] = prefill
+    engines.workers[1].script.calls[CHAT] = decode
+
+
+async def test_a_whole_body_goes_to_both_engines_with_the_place_of_the_blocks(engines):
+    whole(engines, lambda body: (200, {"kv_transfer_params": PARAMS}), lambda body: (200, {"id": "theirs"}))
+    assert await ask(engines, chat(use_beam_search=True, n=2)) == {"id": "theirs"}
+    prompt, answer = calls_of(engines, CHAT)
+    assert (prompt["max_tokens"], prompt["stream"], prompt["kv_transfer_params"]["do_remote_decode"]) == (1, False, True)
+    assert "n" not in prompt
+    assert (answer["max_tokens"], answer["n"], answer["kv_transfer_params"]) == (20, 2, PARAMS)
+
+
+async def test_a_whole_stream_is_passed_on_as_it_comes(engines):
+    whole(engines, lambda body: (200, {"kv_transfer_params": PARAMS}), lambda body: (200, "data: 1\n\n", "data: 2\n\n"))
+    assert await ask(engines, chat(use_beam_search=True, stream=True)) == "data: 1\n\ndata: 2\n\n"
+
+
+async def test_without_a_prefill_engine_the_decode_engine_computes_all(engines):
+    whole(engines, lambda body: GONE, lambda body: (200, {"got": body.get("kv_transfer_params")}))
+    assert await ask(engines, chat(use_beam_search=True)) == {"got": None}
+
+
+async def test_another_decode_engine_is_tried_before_the_first_byte(engines):
+    whole(engines, lambda body: (200, {"kv_transfer_params": PARAMS}), lambda body: GONE)
+    second = await engines.add("decode", takes_calls=True, script=engines.script(calls={CHAT: lambda body: (200, {"ok": 1})}))
+    for _ in range(3):
+        assert await ask(engines, chat(use_beam_search=True)) == {"ok": 1}
+    assert second.messages(EngineCall)
+
+
+async def test_a_stream_that_breaks_ends_with_an_error_and_no_end_mark(engines):
+    whole(engines, lambda body: (200, {}), lambda body: (200, "data: 1\n\n", GONE))
+    text = await ask(engines, chat(use_beam_search=True, stream=True))
+    first, failure, rest = text.split("\n\n")
+    assert (first, rest) == ("data: 1", "")
+    assert json.loads(failure[6:])["error"]["code"] == "engine_dead"
+
+
+async def test_a_client_that_leaves_ends_the_call(start_router):
+    served = await start_router()
+    calls = {CHAT: lambda body: (200, "data: 1\n\n", None)}
+    worker = await served.add("aggregated", takes_calls=True, script=served.script(calls=calls))
+    async with served.client() as client, asyncio.timeout(20):
+        async with client.stream("POST", CHAT, json=chat(use_beam_search=True, stream=True)) as answer:
+            assert await anext(answer.aiter_bytes()) == b"data: 1\n\n"
+        (call,) = worker.messages(EngineCall)
+        await worker.aborts(call.request_id)
+    await served.until(lambda: not served.router.gateway.core.calls)

@@ -1,0 +1,93 @@
+"""Which bodies go to the engines, as what, and what is left of them for the router and for the engine."""
+
+import json
+
+import pytest
+
+from core.errors import InvalidRequest
+from router.rendered.bodies import CHAT, COMPLETIONS, MESSAGES, engine_body
+
+TOOLS = [{"type": "function", "function": {"name": "f"}}]
+SCHEMA = {"type": "json_object"}
+
+
+def read(path=CHAT, splits_output=False, **fields):
+    whole = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} if path == CHAT else {"model": "m", "prompt": "hi"}
+    return engine_body(path, json.dumps(whole | fields).encode(), "m", splits_output=splits_output)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"temperature": 0.5, "stop": ["x"], "logprobs": True},
+        {"tools": []},
+        {"tools": None, "response_format": {"type": "text"}},
+        {"tool_choice": "auto"},
+        {"unknown": 1},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]},
+    ],
+)
+def test_what_the_router_serves_is_not_for_an_engine(fields):
+    assert read(**fields) is None
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"7", b'"x"', b"\xff"])
+def test_a_body_that_is_no_object_is_left_to_the_routers_own_reading(body):
+    assert engine_body(CHAT, body, "m", splits_output=True) is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_split"),
+    [
+        ({"tools": TOOLS}, True),
+        ({"tools": TOOLS, "tool_choice": "none"}, False),
+        ({"response_format": SCHEMA}, False),
+        ({"structured_outputs": {"regex": "a"}}, False),
+        ({"model": "adapter"}, False),
+        ({"reasoning_effort": "low"}, False),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, False),
+        ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, False),
+        ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, False),
+    ],
+)
+def test_what_only_an_engine_serves_is_rendered(fields, is_split):
+    body = read(**fields)
+    assert (body.is_whole, body.is_split) == (False, is_split)
+
+
+def test_every_chat_is_split_where_engines_separate_reasoning():
+    assert read(splits_output=True).is_split
+    assert read(COMPLETIONS, splits_output=True) is None
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"use_beam_search": True},
+        {"tools": TOOLS, "stop": "x"},
+        {"tools": TOOLS, "prompt_logprobs": 0},
+        {"tools": TOOLS, "return_token_ids": True},
+    ],
+)
+def test_what_cannot_be_rendered_goes_whole(fields):
+    assert read(**fields).is_whole
+
+
+def test_anthropics_form_goes_whole():
+    assert engine_body(MESSAGES, b'{"messages": []}', "m", splits_output=False).is_whole
+
+
+def test_the_router_reads_its_own_fields_strictly():
+    request = read(tools=TOOLS, n=2, seed=4, stream=True, model="adapter").of_router()
+    assert (request.n, request.seed, request.stream, request.tools, request.model) == (2, 4, True, None, None)
+    with pytest.raises(InvalidRequest, match="max_tokns"):
+        read(tools=TOOLS, max_tokns=5).of_router()
+    with pytest.raises(InvalidRequest, match="temperature"):
+        read(tools=TOOLS, temperature="hot").of_router()
+
+
+def test_the_engine_gets_neither_the_routers_fields_nor_its_name_for_the_model():
+    body = read(tools=TOOLS, timeout_s=3, session_id="s", request_id="r", kv_transfer_params={})
+    assert body.for_engine(stream=False, tools=None) == {"messages": [{"role": "user", "content": "hi"}], "stream": False}
+    assert read(tools=TOOLS, model="adapter").for_engine()["model"] == "adapter"
