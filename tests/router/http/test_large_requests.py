@@ -352,7 +352,7 @@ def test_long_logprobs_of_a_prompt_are_the_same_json_in_pieces(tiny_tokenizer, n
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("fields", "is_on_loop"), [({}, True), ({"echo": True, "logprobs": 0}, False)])
 async def test_logprobs_of_prompts_are_written_off_the_loop(served, monkeypatch, is_stream, fields, is_on_loop):
-    name = "chunks" if is_stream else "_merged"
+    name = "chunks" if is_stream else "merged"
     calls, original = [], getattr(CompletionShaper, name)
 
     def spy(self, *arguments):
