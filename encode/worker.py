@@ -17,6 +17,7 @@ from core.engine.build import apply_cpu_threads, device_of, dtype_of
 from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.errors import ConfigError
 from core.log import event
+from core.model.arch import parse_arch
 from core.model.hub import resolve_model
 from core.model.image_encoder import load_image_encoder
 from core.worker.builder import Assembled, BuiltEncoder
@@ -49,7 +50,7 @@ def put_together(context: WorkerContext) -> Assembled:
     apply_cpu_threads(config.worker)
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     device = device_of(config.model)
-    encoder = load_image_encoder(files, dtype_of(config.model, device), device)
+    encoder = load_image_encoder(files, dtype_of(config.model, parse_arch(files.config), device), device)
     if encoder is None:
         raise ConfigError(f"model.name = {config.model.name}: it reads text only, an encode worker has nothing to do")
     if make_connector is None:

@@ -62,8 +62,9 @@ def report_memory(config: KVFerryConfig, context: int | None = None) -> MemoryRe
 
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     device = device_of(config.model)
-    dtype = dtype_of(config.model, device)
-    sizing = size_kv_cache(resolve_scheduling(config, device), parse_arch(files.config), dtype.itemsize)
+    arch = parse_arch(files.config)
+    dtype = dtype_of(config.model, arch, device)
+    sizing = size_kv_cache(resolve_scheduling(config, device), arch, dtype.itemsize)
     return _report(files.name, str(dtype).removeprefix("torch."), sizing, context or sizing.max_model_len)
 
 

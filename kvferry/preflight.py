@@ -21,6 +21,7 @@ from core.engine.kv_sizing import size_kv_cache
 from core.errors import ConfigError
 from core.memory_file import huge_page_stock
 from core.model.arch import ModelArch, parse_arch
+from core.model.dtype_name import resolve_dtype_name
 from core.model.hub import peek_config, resolve_model
 from core.model.vision_arch import parse_vision_arch
 from core.wire.key_rotation import keys_of
@@ -266,8 +267,8 @@ def check_model(arch: ModelArch, workers: Workers) -> None:
         if is_gpu and not config.cache.num_blocks:
             _check_length(config, arch)  # the pool gets the rest of the GPU's memory
             continue
-        is_float32 = config.model.dtype == "float32" or (config.model.dtype == "auto" and not is_gpu)
-        size_kv_cache(config, arch, _FLOAT32_BYTES if is_float32 else _HALF_BYTES)
+        dtype = resolve_dtype_name(config.model.dtype, arch.dtype, "cuda" if is_gpu else "cpu")
+        size_kv_cache(config, arch, _FLOAT32_BYTES if dtype == "float32" else _HALF_BYTES)
 
 
 def _check_length(config: KVFerryConfig, arch: ModelArch) -> None:

@@ -46,6 +46,7 @@ from core.kv.spec import KVCacheConfig
 from core.log import event
 from core.model.arch import ModelArch, model_fingerprint, parse_arch
 from core.model.decoder import Decoder, attention_spec
+from core.model.dtype_name import resolve_dtype_name
 from core.model.hub import ModelFiles, resolve_model
 from core.model.image_encoder import ImageEncoder, load_image_encoder
 from core.model.loader import load_decoder
@@ -164,7 +165,7 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     arch = parse_arch(files.config)
     device = device_of(config.model)
-    dtype = dtype_of(config.model, device)
+    dtype = dtype_of(config.model, arch, device)
     config = resolve_scheduling(config, device)
     backend, config = _choose_attention(config, arch, dtype, device)
     is_measured = device.type == "cuda" and not config.cache.num_blocks
@@ -279,12 +280,10 @@ def device_of(section: ModelSection) -> torch.device:
     return torch.device(name)
 
 
-def dtype_of(section: ModelSection, device: torch.device) -> torch.dtype:
+def dtype_of(section: ModelSection, arch: ModelArch, device: torch.device) -> torch.dtype:
     """Return the element type of weights, keys and values."""
-    if section.dtype == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-    return dtypes[section.dtype]
+    return dtypes[resolve_dtype_name(section.dtype, arch.dtype, device.type)]
 
 
 def resolve_scheduling(config: KVFerryConfig, device: torch.device) -> KVFerryConfig:

@@ -51,6 +51,11 @@ class Checkpoint:
         self._device = device
         self._unused = set(sources)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of every tensor that is read."""
+        return self._dtype
+
     def __contains__(self, name: str) -> bool:
         return name in self._sources
 

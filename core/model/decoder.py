@@ -15,7 +15,7 @@ from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionPlan, AttentionSpec
 from core.model.arch import ModelArch
-from core.model.layers import RMSNorm, RotaryEmbedding, gelu_and_mul, query_factors, silu_and_mul
+from core.model.layers import RMSNorm, RotaryEmbedding, gelu_and_mul, query_factors, residual_dtype, silu_and_mul
 from core.model.linear import Linear
 from core.model.rope import Rope
 
@@ -81,6 +81,7 @@ class Decoder:
         self._rotaries = [RotaryEmbedding(arch.head_dim, rope, dtype, device) for rope in ropes]
         # rounded to the weights' dtype, as the model was trained
         self._embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
+        self._residual_dtype = residual_dtype(weights.embedding)
         self._gate = gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else silu_and_mul
 
     @property
@@ -108,14 +109,14 @@ class Decoder:
                 then computes these rows only, which saves most of one layer in a prefill step. May be empty.
             embedded: tokens that are parts of images.
         """
-        hidden = F.embedding(input_ids, self._weights.embedding)
+        hidden = F.embedding(input_ids, self._weights.embedding).to(self._residual_dtype)
         if self._embedding_scale != 1.0:
             hidden.mul_(self._embedding_scale)
         if embedded is not None:
-            hidden[embedded.rows] = embedded.values
+            hidden[embedded.rows] = embedded.values.to(hidden.dtype)
         angles = [rotary.angles(positions) for rotary in self._rotaries]
         temperature = self.arch.temperature
-        factors = query_factors(temperature, positions, hidden.dtype) if temperature is not None else None
+        factors = query_factors(temperature, positions, self._weights.embedding.dtype) if temperature is not None else None
         last_place = self._places[-1]
         for layer, place in zip(self._weights.layers, self._places, strict=True):
             query, key_value = self._query_key_value(layer, layer.input_norm(hidden), place.rope, angles)

@@ -16,7 +16,7 @@ from torch import Tensor
 from core.model.arch import VISION_WEIGHTS, ModelArch
 from core.model.checkpoint import Checkpoint, open_checkpoint
 from core.model.decoder import Decoder, DecoderWeights, LayerWeights
-from core.model.layers import RMSNorm
+from core.model.layers import RMSNorm, residual_dtype
 from core.model.linear import Linear, make_linear
 
 
@@ -86,11 +86,11 @@ def _layer_weights(tensors: Checkpoint, arch: ModelArch, number: int) -> LayerWe
         qkv=_qkv(tensors, arch, attention),
         qk_norm=_qk_norm(tensors, arch, number, attention),
         output=tensors.linear([f"{attention}.o_proj"], [hidden], query_size, arch.attention_output_bias),
-        attended_norm=_norm(tensors, arch, f"{prefix}.post_attention_layernorm") if has_post_norms else None,
+        attended_norm=_post_norm(tensors, arch, f"{prefix}.post_attention_layernorm") if has_post_norms else None,
         mlp_norm=_norm(tensors, arch, f"{prefix}.{names.mlp_norm}"),
         gate_up=tensors.linear(gate_up_names, [inner, inner], hidden, arch.mlp_bias),
         down=tensors.linear([f"{mlp}.down_proj"], [hidden], inner, arch.mlp_bias),
-        mlp_output_norm=_norm(tensors, arch, f"{prefix}.post_feedforward_layernorm") if has_post_norms else None,
+        mlp_output_norm=_post_norm(tensors, arch, f"{prefix}.post_feedforward_layernorm") if has_post_norms else None,
     )
 
 
@@ -99,7 +99,14 @@ def _names(arch: ModelArch) -> _Names:
 
 
 def _norm(tensors: Checkpoint, arch: ModelArch, name: str) -> RMSNorm:
-    return RMSNorm(_norm_weight(tensors, arch, name, arch.hidden_size), arch.rms_norm_eps)
+    """Return a norm whose result is the input of linears."""
+    return RMSNorm(_norm_weight(tensors, arch, name, arch.hidden_size), arch.rms_norm_eps, tensors.dtype)
+
+
+def _post_norm(tensors: Checkpoint, arch: ModelArch, name: str) -> RMSNorm:
+    """Return a norm whose result is added to the residual sum."""
+    weight = _norm_weight(tensors, arch, name, arch.hidden_size)
+    return RMSNorm(weight, arch.rms_norm_eps, residual_dtype(weight.to(tensors.dtype)))
 
 
 def _norm_weight(tensors: Checkpoint, arch: ModelArch, name: str, size: int) -> Tensor:

@@ -24,7 +24,8 @@ def put_together(monkeypatch):
     """Assemble a worker whose model files and weights are played."""
     layout = EmbeddingsLayout(hidden_size=2, dtype="float32")
     encoder = SimpleNamespace(layout=layout, model_fingerprint=b"weights", prepared_bytes=lambda num_embeds: num_embeds)
-    monkeypatch.setattr(worker, "resolve_model", lambda name, folder: SimpleNamespace(name=name))
+    monkeypatch.setattr(worker, "resolve_model", lambda name, folder: SimpleNamespace(name=name, config={}))
+    monkeypatch.setattr(worker, "parse_arch", lambda config: SimpleNamespace(dtype="float32"))
     monkeypatch.setattr(worker, "apply_cpu_threads", lambda section: 1)
     monkeypatch.setattr(worker, "device_of", lambda section: torch.device("cpu"))
 

@@ -96,3 +96,9 @@ def test_norm_whose_weight_leaves_one_out_rounds_as_transformers_does_in_bf16():
     hidden = torch.randn(9, 64, generator=generator).bfloat16()
     norm = RMSNorm(theirs.weight.data.float() + 1.0, 1e-6)
     assert torch.equal(norm(hidden), theirs(hidden))
+
+
+def test_norm_of_float32_gives_its_own_dtype_rounded_once():
+    hidden, weight = torch.randn(5, 64), torch.randn(64).bfloat16()
+    exact = RMSNorm(weight.float(), 1e-6)(hidden)
+    assert torch.equal(RMSNorm(weight, 1e-6, torch.bfloat16)(hidden), exact.bfloat16())

@@ -21,15 +21,42 @@ def test_agrees_with_torch_at_every_batch_size(num_rows, has_bias):
     torch.testing.assert_close(result, F.linear(x, weight, bias), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("num_rows", [0, 1, 4, 5, 17, 300])
+def test_bfloat16_results_are_exact_sums_rounded_once(num_rows):
+    weight, x = torch.randn(96, 640).bfloat16(), torch.randn(num_rows, 640).bfloat16()
+    result = make_linear(weight)(x)
+    assert result.dtype is torch.bfloat16
+    exact = F.linear(x.double(), weight.double())
+    # Half a unit in the last of 8 places, and the rounding of fp32 sums.
+    assert ((result.double() - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
+
+
+@needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("shape", [(96, 64), (200, 1536)])
+def test_result_of_a_row_does_not_depend_on_the_other_rows(dtype, shape):
+    if not linear.can_pack(torch.zeros(shape, dtype=dtype)):
+        pytest.skip("the CPU has no instructions for it")
+    layer, x = make_linear(torch.randn(shape).to(dtype)), torch.randn(600, shape[1]).to(dtype)
+    together = layer(x)
+    for first, end in ((0, 1), (7, 9), (3, 20), (11, 44), (100, 356)):
+        assert torch.equal(layer(x[first:end]), together[first:end])
+
+
 def test_accepts_rows_with_a_stride():
     weight, wide = torch.randn(32, 64), torch.randn(9, 200)
     torch.testing.assert_close(make_linear(weight)(wide[:, 7:71]), F.linear(wide[:, 7:71], weight), atol=1e-4, rtol=1e-4)
 
 
 @needs_packing
-def test_packs_float32_and_leaves_other_dtypes_to_torch():
+@pytest.mark.parametrize("has_instructions", [False, True])
+def test_packs_float32_and_where_the_cpu_has_instructions_bfloat16(monkeypatch, has_instructions):
+    monkeypatch.setattr(linear, "has_bfloat16_instructions", lambda: has_instructions)
+    assert linear.can_pack(torch.randn(8, 8))
+    assert linear.can_pack(torch.randn(8, 8).bfloat16()) is has_instructions
+    assert not linear.can_pack(torch.randn(8, 8).half())
     assert isinstance(make_linear(torch.randn(8, 8)), PackedLinear)
-    assert isinstance(make_linear(torch.randn(8, 8).bfloat16()), DenseLinear)
+    assert isinstance(make_linear(torch.randn(8, 8).half()), DenseLinear)
 
 
 @needs_packing
@@ -42,15 +69,19 @@ def test_packed_weight_is_a_copy():
 
 
 @needs_packing
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("wrong_rows", [1, 5])
-def test_falls_back_where_packed_results_differ(monkeypatch, wrong_rows, caplog):
+def test_falls_back_where_packed_results_differ(monkeypatch, wrong_rows, caplog, dtype):
+    monkeypatch.setattr(linear, "has_bfloat16_instructions", lambda: True)
+    error = 1e-2 if dtype is torch.float32 else 0.2
     correct = PackedLinear.__call__
 
     def slightly_wrong(self, x):
-        return correct(self, x) + (1e-2 if x.shape[0] == wrong_rows else 0.0)
+        return correct(self, x) + (error if x.shape[0] == wrong_rows else 0.0)
 
     monkeypatch.setattr(PackedLinear, "__call__", slightly_wrong)
-    weight, x = torch.randn(8 + wrong_rows, 8), torch.randn(wrong_rows, 8)  # a shape that nothing else has
+    # a shape that nothing else has
+    weight, x = torch.randn(8 + wrong_rows, 8).to(dtype), torch.randn(wrong_rows, 8).to(dtype)
     layer = make_linear(weight)
     assert isinstance(layer, DenseLinear)
     torch.testing.assert_close(layer(x), F.linear(x, weight))
