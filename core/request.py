@@ -9,6 +9,7 @@ from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
+from typing import TYPE_CHECKING
 
 from core.kv.hashing import BlockHasher, ExtraKey
 from core.wire.kv import KVHandoff
@@ -16,18 +17,22 @@ from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs, TransferUsage
 from core.wire.sampling import SamplingParams
 
+if TYPE_CHECKING:
+    from core.grammar.compiled import CompiledGrammar
+
 
 class RequestStatus(IntEnum):
     """The state of a request. The order matters: everything after ``PREEMPTED`` is finished."""
 
     WAITING = 0
-    WAITING_FOR_REMOTE_KVS = 1
-    RUNNING = 2
-    PREEMPTED = 3
-    FINISHED_STOPPED = 4
-    FINISHED_LENGTH_CAPPED = 5
-    FINISHED_ABORTED = 6
-    FINISHED_ERROR = 7
+    WAITING_FOR_GRAMMAR = 1
+    WAITING_FOR_REMOTE_KVS = 2
+    RUNNING = 3
+    PREEMPTED = 4
+    FINISHED_STOPPED = 5
+    FINISHED_LENGTH_CAPPED = 6
+    FINISHED_ABORTED = 7
+    FINISHED_ERROR = 8
 
     @property
     def is_finished(self) -> bool:
@@ -117,6 +122,7 @@ class Request:
         "ec_sources",
         "extra_keys",
         "first_scheduled_time",
+        "grammar",
         "has_failed_embedding",
         "has_failed_load",
         "kv_handoff",
@@ -146,6 +152,7 @@ class Request:
     def __init__(self, new: NewRequest, hasher: BlockHasher | None) -> None:
         self.request_id = new.request_id
         self.sampling = new.sampling
+        self.grammar: CompiledGrammar | None = None  # of its structured output, once it is compiled
         self.choice_index = new.choice_index
         self.priority = new.priority
         self.arrival_time = new.arrival_time
@@ -253,6 +260,7 @@ class NewRequestData:
     block_ids: tuple[list[int], ...]
     num_computed_tokens: int
     stop_token_ids: frozenset[int] = frozenset()  # masked by the sampler below ``min_tokens``
+    grammar: CompiledGrammar | None = None  # of its structured output
     mm_features: tuple[MMFeature, ...] = ()
     media: tuple[bytes, ...] = ()  # by ``MMFeature.media_index``; missing or empty for files that are not here
 

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -38,6 +39,8 @@ from core.engine.runner import ModelRunner
 from core.engine.step_watch import StepSize
 from core.engine.trial_steps import run_largest_step, run_usual_step, run_widest_decode
 from core.errors import ConfigError
+from core.grammar.child import Setup
+from core.grammar.compiler import GrammarCompiler
 from core.kv.grouping import group_layers
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
@@ -50,6 +53,7 @@ from core.model.dtype_name import resolve_dtype_name
 from core.model.hub import ModelFiles, resolve_model
 from core.model.image_encoder import ImageEncoder, load_image_encoder
 from core.model.loader import load_decoder
+from core.model.tokenizer import Tokenizer
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.wire.kv import KVLayoutInfo
@@ -72,6 +76,7 @@ class BuiltEngine:
     image_decode_thread: ImageDecodeThread | None = None  # of a model that sees images; not started
     connector: Connector | None = None  # not started
     ec_connector: ECConnector | None = None  # not started
+    grammars: GrammarCompiler | None = None  # wakes nothing yet
 
     @property
     def layout(self) -> KVLayoutInfo:
@@ -100,7 +105,8 @@ def build_engine(
 
     ``incarnation`` names this life of the worker in the seals of its blocks; with ``has_readers``, peers that read the blocks,
     the seals hold digests where the configuration calls for them. The pool is registered with the connector; the connector's
-    own ``start`` is the worker's task, and so are ``KVConnectorWorker.set_wakeup`` and ``ImageDecodeThread.start``.
+    own ``start`` is the worker's task, and so are ``KVConnectorWorker.set_wakeup``, ``GrammarCompiler.set_wakeup`` and
+    ``ImageDecodeThread.start``.
 
     Raises:
         ConfigError: a setting, a model file or the memory does not fit.
@@ -128,7 +134,9 @@ def build_engine(
             encoder=encoder_inputs,
         )
         events = _kv_event_publisher(config)
-        engine = EngineCore(scheduler, runner, BlockHasher(fingerprint, HASH_BLOCK_SIZE), arch.vocab_size, events)
+        grammars = GrammarCompiler(partial(_vocabulary, files, arch.vocab_size))
+        hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
+        engine = EngineCore(scheduler, runner, hasher, arch.vocab_size, events, grammars=grammars)
         on_failure.pop_all()
     _log_ready(files, pool, scheduler.max_model_len)
     return BuiltEngine(
@@ -143,7 +151,13 @@ def build_engine(
         image_decode_thread=encoder.image_decode_thread if encoder is not None else None,
         connector=connector,
         ec_connector=ec_connector,
+        grammars=grammars,
     )
+
+
+def _vocabulary(files: ModelFiles, vocab_size: int) -> Setup:
+    """Return what grammars must know of the model; reads the tokenizer."""
+    return Setup(Tokenizer(files).backend.to_str(), vocab_size, tuple(files.eos_token_ids))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,12 +13,14 @@ from typing import Protocol
 
 from core.engine.kv_events import KVEventPublisher
 from core.engine.step_watch import StepSize
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, KVFerryError
+from core.grammar.compiler import GrammarCompiler
 from core.kv.hashing import BlockHasher
 from core.request import EngineCoreOutput, ModelRunnerOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.sched.scheduler import Scheduler
 from core.sched.stats import EngineStats
-from core.wire.sampling import check_tokens_left
+from core.wire.messages import ErrorInfo
+from core.wire.sampling import IGNORES_END, check_tokens_left
 
 
 class Engine(Protocol):
@@ -84,7 +86,8 @@ class ScheduledStep:
 class EngineCore:
     """Everything between a new request and its tokens. One thread only.
 
-    ``kv_events`` gets the changes of the prefix cache after each step, and is closed with the engine.
+    ``kv_events`` gets the changes of the prefix cache after each step; ``grammars`` compiles those of structured outputs,
+    which are refused without it. Both are closed with the engine.
     Raises: ValueError if ``hasher`` hashes blocks of another size than the KV cache looks up.
     """
 
@@ -95,6 +98,8 @@ class EngineCore:
         hasher: BlockHasher,
         vocab_size: int,
         kv_events: KVEventPublisher | None = None,
+        *,
+        grammars: GrammarCompiler | None = None,
     ) -> None:
         hash_block_size = scheduler.kv_cache_manager.hash_block_size
         if hasher.hash_block_size != hash_block_size:
@@ -104,6 +109,8 @@ class EngineCore:
         self._hasher = hasher
         self._vocab_size = vocab_size
         self._kv_events = kv_events
+        self._grammars = grammars
+        self._grammar_failures: list[EngineCoreOutput] = []
         self._in_flight: deque[tuple[ScheduledStep, Callable[[], ModelRunnerOutput]]] = deque()
         self._is_stalled = False
         self._is_woken = False
@@ -120,7 +127,9 @@ class EngineCore:
         self._check_token_ids(new)
         _check_can_sample(new, self._vocab_size)
         self.scheduler.check_length(len(new.prompt_token_ids) + len(new.output_token_ids))  # before so many are hashed
-        self.scheduler.add_request(Request(new, self._hasher))
+        request = Request(new, self._hasher)
+        self._find_grammar(request)
+        self.scheduler.add_request(request)
         self._is_stalled = False
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
@@ -143,6 +152,8 @@ class EngineCore:
         ``launch_step`` and ``finish_launched_steps`` follow, with nothing else in between.
         """
         self._is_woken = self._is_stalled = False
+        if self._grammars is not None:
+            self._take_grammars(self._grammars)
         awaits_blocks = self._awaits_blocks()
         step = ScheduledStep(self.scheduler.schedule(), awaits_blocks)
         self._step_size = _size_of(step.output)
@@ -161,7 +172,7 @@ class EngineCore:
         """Process the launched steps that need no wait; return the outputs of requests with new tokens or an end."""
         is_alone = len(self._in_flight) == 1
         num_kept = 1 if self.keeps_newest_step() else 0
-        outputs: list[EngineCoreOutput] = []
+        outputs, self._grammar_failures = self._grammar_failures, []
         sizes: list[StepSize] = []
         while len(self._in_flight) > num_kept:
             oldest, result = self._in_flight.popleft()
@@ -197,6 +208,8 @@ class EngineCore:
         False while every request waits for a connector and the last step changed nothing, and without requests: only a new one,
         an abort or ``wake`` can change that, so the caller should block instead of stepping.
         """
+        if self._grammars is not None and self._grammars.has_compiled():
+            return True
         if self._in_flight or self._is_woken or self.runner.failure is not None or self.scheduler.has_pending_push_work():
             return True
         return self.scheduler.has_requests() and not self._is_stalled
@@ -226,6 +239,28 @@ class EngineCore:
         self.runner.shutdown()
         if self._kv_events is not None:
             self._kv_events.close()
+        if self._grammars is not None:
+            self._grammars.close()
+
+    def _find_grammar(self, request: Request) -> None:
+        """Give a request its compiled grammar, or have it compiled: the request then waits in the scheduler."""
+        output = request.sampling.structured_output
+        if output is None:
+            return
+        if self._grammars is None:
+            raise InvalidRequest("structured output is not available on this worker", param="structured_outputs")
+        if request.sampling.ignore_eos:
+            raise InvalidRequest(IGNORES_END, param="ignore_eos")
+        request.grammar = self._grammars.get(output)
+        if request.grammar is None:
+            self._grammars.request(output)
+
+    def _take_grammars(self, grammars: GrammarCompiler) -> None:
+        for done in grammars.take_compiled():
+            if isinstance(done.result, KVFerryError):
+                self._grammar_failures += self.scheduler.fail_grammar(done.output, ErrorInfo.of(done.result))
+            else:
+                self.scheduler.take_grammar(done.output, done.result)
 
     def _awaits_blocks(self) -> bool:
         connector = self.scheduler.connector

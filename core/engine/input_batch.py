@@ -127,7 +127,7 @@ class InputBatch:
         for table, block_ids in zip(self.block_tables, new.block_ids, strict=True):
             table.put(row, block_ids)
         prompt, output = new.token_ids[: new.num_prompt_tokens], new.token_ids[new.num_prompt_tokens :]
-        edits = build_edits(new.sampling, new.stop_token_ids, prompt, output)
+        edits = build_edits(new.sampling, new.stop_token_ids, prompt, output, new.grammar)
         self.sampling.put(row, new.sampling, new.choice_index, len(output), edits)
 
     def remove(self, request_id: str) -> None:

@@ -43,7 +43,7 @@ class SampledTokens:
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
     failures: dict[int, KVFerryError] = field(default_factory=dict)
-    refusals: dict[int, InvalidRequest] = field(default_factory=dict)
+    refusals: dict[int, KVFerryError] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,22 +72,24 @@ class LaunchedSamples:
     """Tokens that the device is choosing. ``on_device`` int64 ``[num_rows]`` may be used at once by later launches.
 
     The other tensors are being copied to the host. highest: ``[num_rows]``, the largest logits; edited: the rows with edits,
-    and their largest logits after the edits.
+    their largest logits after the edits, and the error of their grammar.
     """
 
     on_device: Tensor
     token_ids: Tensor
     highest: Tensor
-    edited: list[tuple[int, Tensor]]
+    edited: list[tuple[int, Tensor, KVFerryError | None]]
     logprobs: LaunchedLogprobs | None
 
     def finish(self) -> SampledTokens:
         """Return the tokens; the caller has waited for the device."""
-        failures, refusals = _rows_without_numbers(self.highest), {}
-        for slot, highest in self.edited:
+        failures = _rows_without_numbers(self.highest)
+        refusals: dict[int, KVFerryError] = {}
+        for slot, highest, grammar_error in self.edited:
             if slot not in failures and not bool(highest.isfinite()):
-                refusals[slot] = InvalidRequest(
-                    "allowed_token_ids, stop_token_ids, logit_bias and min_tokens leave no token to choose", param="min_tokens"
+                refusals[slot] = grammar_error or InvalidRequest(
+                    "allowed_token_ids, stop_token_ids, logit_bias, min_tokens and the grammar leave no token to choose",
+                    param="min_tokens",
                 )
         token_ids: list[int] = self.token_ids.tolist()
         if self.logprobs is None:
@@ -122,7 +124,7 @@ def launch_sampling(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.in
         edits = rows.edits[index[slot]]
         if edits is not None:
             edits.apply(logits[slot], int(rows.num_output_tokens[index[slot]]))
-            edited.append((slot, download(logits[slot].amax())))
+            edited.append((slot, download(logits[slot].amax()), edits.failure))
     token_ids = _choose(logits, rows, index)
     logprobs = None
     if raw is not None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,7 +17,11 @@ import torch
 from torch import Tensor
 
 from core.attention.torch_kernels import upload
+from core.errors import KVFerryError
 from core.wire.sampling import SamplingParams
+
+if TYPE_CHECKING:
+    from core.grammar.compiled import CompiledGrammar, GrammarMatcher
 
 _PERSON = b"kvferry-sample"
 _UINT64 = (1 << 64) - 1
@@ -76,12 +81,20 @@ class TokenHistory:
 class LogitsEdits:
     """Everything that changes one request's logits before a token is chosen.
 
-    Applied in vLLM's order: allowed tokens, stop tokens below ``min_tokens``, bias, penalties.
+    Applied in vLLM's order: allowed tokens, stop tokens below ``min_tokens``, bias, penalties; last the grammar, of which
+    ``matcher`` is the request's place.
     """
 
-    __slots__ = ("_allowed", "_bias_ids", "_bias_values", "_history", "_params", "_stop_ids")
+    __slots__ = ("_allowed", "_bias_ids", "_bias_values", "_history", "_matcher", "_params", "_stop_ids")
 
-    def __init__(self, params: SamplingParams, stop_token_ids: Iterable[int], history: TokenHistory | None) -> None:
+    def __init__(
+        self,
+        params: SamplingParams,
+        stop_token_ids: Iterable[int],
+        history: TokenHistory | None,
+        matcher: GrammarMatcher | None = None,
+    ) -> None:
+        self._matcher = matcher
         self._params = params
         self._history = history
         self._allowed = np.array(params.allowed_token_ids, dtype=np.int64) if params.allowed_token_ids else None
@@ -93,6 +106,13 @@ class LogitsEdits:
         """Count one output token."""
         if self._history is not None:
             self._history.append(token_id)
+        if self._matcher is not None:
+            self._matcher.accept((token_id,))
+
+    @property
+    def failure(self) -> KVFerryError | None:
+        """Why no token can follow, where the grammar is the reason."""
+        return self._matcher.error if self._matcher is not None else None
 
     def apply(self, logits: Tensor, num_output_tokens: int) -> None:
         """Change ``logits`` ``[vocab_size]`` (float32) in place."""
@@ -102,12 +122,24 @@ class LogitsEdits:
             kept = logits[allowed]
             logits.fill_(-torch.inf)
             logits[allowed] = kept
-        if num_output_tokens < self._params.min_tokens and self._stop_ids.size:
+        must_go_on = num_output_tokens < self._params.min_tokens and self._stop_ids.size > 0
+        if must_go_on and self._matcher is None:
             logits[upload(self._stop_ids, device)] = -torch.inf
         if self._bias_ids.size:
             logits[upload(self._bias_ids, device)] += upload(self._bias_values, device)
         if self._history is not None and self._history.token_ids.size:
             self._penalize(logits, self._history)
+        if self._matcher is not None:
+            keep_allowed(logits, self._allowed_by_grammar(self._matcher, must_go_on))
+
+    def _allowed_by_grammar(self, matcher: GrammarMatcher, must_go_on: bool) -> npt.NDArray[np.bool_] | None:
+        """Return the tokens that the grammar allows, ``[vocab_size]``; below ``min_tokens`` stop tokens only without others."""
+        allowed = matcher.allowed()
+        if allowed is None or not must_go_on:
+            return allowed
+        others = allowed.copy()
+        others[self._stop_ids] = False
+        return others if others.any() else allowed
 
     def _penalize(self, logits: Tensor, history: TokenHistory) -> None:
         """Repetition over prompt and output (arXiv 1909.05858), frequency and presence over the output (OpenAI)."""
@@ -123,19 +155,39 @@ class LogitsEdits:
         logits[token_ids] = seen
 
 
+def keep_allowed(logits: Tensor, allowed: npt.NDArray[np.bool_] | None) -> None:
+    """Set to -inf, in place, the logits of tokens that are not allowed; all of them for None.
+
+    In JSON nearly all tokens are allowed (within a string) or nearly none, so the ids of the fewer ones are listed: a third of
+    the time of a masked fill.
+    """
+    if allowed is None:
+        logits.fill_(-torch.inf)
+        return
+    if 2 * np.count_nonzero(allowed) > allowed.size:
+        logits[upload(np.flatnonzero(~allowed), logits.device)] = -torch.inf
+        return
+    ids = upload(np.flatnonzero(allowed), logits.device)
+    kept = logits[ids]
+    logits.fill_(-torch.inf)
+    logits[ids] = kept
+
+
 def build_edits(
     params: SamplingParams,
     stop_token_ids: Iterable[int],
     prompt_token_ids: Iterable[int],
-    output_token_ids: Iterable[int],
+    output_token_ids: Sequence[int],
+    grammar: CompiledGrammar | None = None,
 ) -> LogitsEdits | None:
     """Return the request's edits, None (the common case) where no parameter changes any logit."""
     repetition = params.repetition_penalty != 1.0
     penalized = repetition or params.presence_penalty != 0.0 or params.frequency_penalty != 0.0
-    if not (penalized or params.allowed_token_ids or params.min_tokens or params.logit_bias):
+    if not (penalized or params.allowed_token_ids or params.min_tokens or params.logit_bias or grammar is not None):
         return None
     history = TokenHistory(prompt_token_ids if repetition else (), output_token_ids) if penalized else None
-    return LogitsEdits(params, stop_token_ids, history)
+    matcher = grammar.start(output_token_ids) if grammar is not None else None
+    return LogitsEdits(params, stop_token_ids, history, matcher)
 
 
 class SamplingRows:

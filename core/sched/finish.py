@@ -28,6 +28,7 @@ def finish_requests(state: SchedulerState, request_ids: Iterable[str] | None, st
     state.kv_holding_waiting.remove_requests(waiting)
     for request in ended:
         request_id = request.request_id
+        state.grammar_waiting.pop(request_id, None)
         if request.status is RequestStatus.WAITING_FOR_REMOTE_KVS:
             if request_id not in state.finished_recving_kv_req_ids:
                 state.awaiting_recving.add(request_id)

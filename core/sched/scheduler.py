@@ -19,6 +19,7 @@ Each rule has a module of its own in this package. Names and behaviour follow vL
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Sequence, Set
+from typing import TYPE_CHECKING
 
 from core.clock import Clock
 from core.config import SchedulerSection
@@ -44,6 +45,10 @@ from core.sched.sealing import seal_computed_blocks
 from core.sched.state import SchedulerState, Step
 from core.sched.stats import EngineStats, make_stats
 from core.wire.messages import ErrorInfo, LoadFailurePolicy
+from core.wire.sampling import StructuredOutput
+
+if TYPE_CHECKING:
+    from core.grammar.compiled import CompiledGrammar
 
 
 class Scheduler:
@@ -203,7 +208,26 @@ class Scheduler:
         if state.connector is not None:
             state.connector.on_new_request(request)
         state.requests[request.request_id] = request
-        state.waiting.add_request(request)
+        if request.sampling.structured_output is not None and request.grammar is None:
+            request.status = RequestStatus.WAITING_FOR_GRAMMAR
+            state.grammar_waiting[request.request_id] = request
+        else:
+            state.waiting.add_request(request)
+
+    def take_grammar(self, output: StructuredOutput, grammar: CompiledGrammar) -> None:
+        """Let the requests that wait for this grammar be admitted, in the order of their arrival."""
+        waiting = self.state.grammar_waiting
+        for request in [request for request in waiting.values() if request.sampling.structured_output == output]:
+            del waiting[request.request_id]
+            request.grammar = grammar
+            request.status = RequestStatus.WAITING
+            self.state.waiting.add_request(request)
+
+    def fail_grammar(self, output: StructuredOutput, error: ErrorInfo) -> list[EngineCoreOutput]:
+        """End the requests that wait for this grammar, which cannot be had; return their last outputs."""
+        found = self.state.grammar_waiting.values()
+        failed = {request.request_id: error for request in found if request.sampling.structured_output == output}
+        return fail_requests(self.state, failed)
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse a request of ``num_tokens`` known tokens, prompt and output, that can never run here.
@@ -255,7 +279,7 @@ class Scheduler:
     def has_unfinished_requests(self) -> bool:
         """True if a request waits, loads or runs."""
         state = self.state
-        return bool(state.running or state.waiting or state.kv_holding_waiting)
+        return bool(state.running or state.waiting or state.kv_holding_waiting or state.grammar_waiting)
 
     def has_finished_requests(self) -> bool:
         """True if ends are not flushed to the runner yet, or blocks of no living request wait for a transfer."""

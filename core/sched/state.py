@@ -5,6 +5,7 @@ Holds; decides nothing. Written by the modules of ``core.sched``, on the engine 
 | place                | status                           | blocks                                 |
 |----------------------|----------------------------------|----------------------------------------|
 | `waiting`            | WAITING, PREEMPTED               | none                                   |
+| `grammar_waiting`    | WAITING_FOR_GRAMMAR              | none                                   |
 | `kv_holding_waiting` | WAITING_FOR_REMOTE_KVS; once its | yes: loading, or loaded and waiting to |
 |                      | load is seen WAITING, PREEMPTED  | run                                    |
 | `running`            | RUNNING                          | yes                                    |
@@ -74,6 +75,7 @@ class SchedulerState:
         self.running: list[Request] = []
         self.waiting: RequestQueue = create_request_queue(config.policy)
         self.kv_holding_waiting: RequestQueue = create_request_queue(config.policy)
+        self.grammar_waiting: dict[str, Request] = {}
         self.inflight_prefills: dict[str, Request] = {}
 
         self.finished_req_ids: set[str] = set()  # flushed into every SchedulerOutput
@@ -156,6 +158,7 @@ class Step:
                 block_ids=block_ids,
                 num_computed_tokens=request.num_computed_tokens,
                 stop_token_ids=request.stop_token_ids,
+                grammar=request.grammar,
                 mm_features=request.mm_features,
                 media=request.media,
             )

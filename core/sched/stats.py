@@ -82,7 +82,7 @@ def make_stats(state: SchedulerState) -> EngineStats:
     encoder = state.encoder.counts
     return EngineStats(
         num_running=len(state.running),
-        num_waiting=len(state.waiting) + len(state.kv_holding_waiting) - len(loading),
+        num_waiting=len(state.waiting) + len(state.kv_holding_waiting) - len(loading) + len(state.grammar_waiting),
         num_loading=len(loading),
         kv_cache_usage=state.kv_cache_manager.usage,
         num_loading_blocks=_count_blocks(state, loading),

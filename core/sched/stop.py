@@ -11,10 +11,12 @@ from core.request import Request, RequestStatus
 def check_stop(request: Request, token_id: int, max_model_len: int) -> bool:
     """Set the finished status if ``token_id``, just appended, ends the request; return whether it does.
 
-    A stop token before ``min_tokens`` does not count (the sampler masks it, too). ``stop_reason`` names a stop token that the
-    client asked for; it stays None at an end-of-sequence token, as in vLLM.
+    A stop token before ``min_tokens`` does not count (the sampler masks it, too), but one does that a grammar has left as the
+    only token. ``stop_reason`` names a stop token that the client asked for; it stays None at an end-of-sequence token, as in
+    vLLM.
     """
-    if token_id in request.stop_token_ids and request.num_output_tokens >= request.sampling.min_tokens:
+    counts = request.grammar is not None or request.num_output_tokens >= request.sampling.min_tokens
+    if counts and token_id in request.stop_token_ids:
         request.status = RequestStatus.FINISHED_STOPPED
         request.stop_reason = token_id if token_id in request.sampling.stop_token_ids else None
         return True

@@ -64,6 +64,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     structured_output: StructuredOutput | None = None  # None = free text
 
 
+IGNORES_END = "ignore_eos excludes structured output, which ends where its grammar does: leave one of them out"
+
+
 def check_tokens_left(params: SamplingParams, stop_token_ids: frozenset[int], vocab_size: int) -> None:
     """Refuse a request if every allowed token ends the text while ``min_tokens`` forbids the end.
 

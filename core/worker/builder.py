@@ -30,6 +30,7 @@ class BuiltEncoder:
     max_num_images: int  # the limit, waiting ones included
     image_decode_thread: ImageDecodeThread  # not started
     known_step: None = None  # its first step is judged like any first step
+    grammars: None = None  # it puts out no text
 
     @property
     def num_blocks(self) -> int:

@@ -57,6 +57,8 @@ class EngineWorker(WorkerSource):
             await connector.start()
         if assembled.built.image_decode_thread is not None:
             assembled.built.image_decode_thread.start(engine.wake)
+        if assembled.built.grammars is not None:
+            assembled.built.grammars.set_wakeup(engine.wake)
         stats = WorkerStats(assembled, engine, events.state)
         metrics = WorkerMetrics(context.metrics, stats.readings())
         stats.count_fallbacks(context.metrics)

@@ -1,0 +1,139 @@
+"""Finds out whether a grammar can be compiled, in a process that is killed at the deadline.
+
+Owns that process: started at the first check, again after it was killed. Blocks; one thread at a time. Answers are kept, so a
+grammar that comes again costs nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import subprocess
+import sys
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+
+import msgspec
+
+from core.errors import InvalidRequest, KVFerryError
+from core.grammar.child import Check, Checked, Setup, read_frame, write_frame
+from core.grammar.limits import check_limits
+from core.log import event
+from core.wire.sampling import StructuredOutput
+
+logger = logging.getLogger(__name__)
+
+CHECK_TIMEOUT_S = 5.0  # of one grammar
+_START_TIMEOUT_S = 60.0  # of the process, its libraries and its vocabulary, on a busy machine
+_MAX_KEPT_BYTES = 4 << 20  # of the texts of grammars whose answers are kept
+
+
+class GrammarChecker:
+    """One process that compiles grammars on trial. ``setup`` is asked for the vocabulary when the process starts."""
+
+    def __init__(self, setup: Callable[[], Setup], timeout_s: float = CHECK_TIMEOUT_S) -> None:
+        self._setup = setup
+        self._timeout_s = timeout_s
+        self._process: subprocess.Popen[bytes] | None = None
+        self._answers: OrderedDict[StructuredOutput, str] = OrderedDict()
+        self._kept_bytes = 0
+        self._is_closed = False
+
+    @property
+    def pid(self) -> int | None:
+        """The process, None while there is none."""
+        return self._process.pid if self._process is not None else None
+
+    def check(self, output: StructuredOutput) -> None:
+        """Compile a grammar on trial.
+
+        Raises:
+            InvalidRequest: it is malformed, unsupported, or takes more than ``timeout_s`` or the memory allowed.
+            KVFerryError: the process does not start.
+        """
+        check_limits(output)
+        known = self._answers.get(output)
+        if known is None:
+            known = self._ask(output)
+            self._keep(output, known)
+        if known:
+            raise InvalidRequest(known)
+
+    def close(self) -> None:
+        """End the process. Idempotent."""
+        self._is_closed = True
+        self._kill()
+
+    def _ask(self, output: StructuredOutput) -> str:
+        started = time.monotonic()
+        answer = self._try(output)
+        if answer is None and time.monotonic() - started < self._timeout_s:  # it may have died of something else
+            answer = self._try(output)
+        if answer is not None:
+            return answer.error
+        logger.warning(event("grammar_check_killed", kind=output.kind, bytes=len(output.value), timeout_s=self._timeout_s))
+        return f"{output.kind} is too complex: it could not be compiled within {self._timeout_s:g} s and the memory allowed"
+
+    def _try(self, output: StructuredOutput) -> Checked | None:
+        """Return the answer of the process; None if it had to be killed, or has died."""
+        process = self._process
+        if process is None or process.poll() is not None:
+            process = self._start()
+        try:
+            answer = self._exchange(process, Check(output, self._timeout_s), self._timeout_s + 1.0)
+        except OSError:  # it ended before it had read the question
+            answer = None
+        if answer is None:
+            self._kill()
+        return answer
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        self._kill()
+        if self._is_closed:
+            raise KVFerryError("the process that checks grammars has been stopped")
+        command = [sys.executable, "-P", "-m", "core.grammar.child"]
+        process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        assert process.stdin is not None
+        try:
+            write_frame(process.stdin, self._setup())
+            trial = Check(StructuredOutput(kind="json_object"), _START_TIMEOUT_S)
+            answer = self._exchange(process, trial, _START_TIMEOUT_S)
+        except OSError:
+            answer = None
+        if answer is None:
+            self._kill()
+            raise KVFerryError("the process that checks grammars does not start")
+        return process
+
+    def _exchange(self, process: subprocess.Popen[bytes], question: Check, timeout_s: float) -> Checked | None:
+        """Return the answer; None if the process ended or did not answer in time."""
+        assert process.stdin is not None
+        assert process.stdout is not None
+        write_frame(process.stdin, question)
+        deadline = time.monotonic() + timeout_s
+        while (left := deadline - time.monotonic()) > 0:
+            readable, _, _ = select.select([process.stdout], [], [], left)
+            if readable:  # an answer is written at once
+                frame = read_frame(process.stdout)
+                return msgspec.msgpack.decode(frame, type=Checked) if frame is not None else None
+        return None
+
+    def _kill(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):  # what is in its buffer cannot be written any more
+                    pipe.close()
+
+    def _keep(self, output: StructuredOutput, answer: str) -> None:
+        self._answers[output] = answer
+        self._kept_bytes += len(output.value) + len(answer)
+        while self._kept_bytes > _MAX_KEPT_BYTES:
+            old, answer = self._answers.popitem(last=False)
+            self._kept_bytes -= len(old.value) + len(answer)

@@ -1,0 +1,104 @@
+"""The process in which a grammar is compiled first, so that one that takes too long or too much memory can be killed.
+
+Reads length-prefixed msgpack from its standard input, ``Setup`` and then ``Check`` messages, and answers each ``Check`` with a
+``Checked``. Ends at the end of its input. Its own alarm ends it at the deadline of a check even if its parent is gone.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import sys
+from contextlib import suppress
+from typing import IO
+
+import msgspec
+
+from core.errors import InvalidRequest
+from core.grammar.compiled import CompiledGrammar, Vocabulary
+from core.wire.sampling import StructuredOutput
+
+MEMORY_BYTES = 2 << 30  # of address space beyond what it has at its start
+_NICENESS = 5  # the engine goes first
+_LENGTH_BYTES = 4
+
+
+class Setup(msgspec.Struct, frozen=True, tag=True):
+    """The vocabulary: ``tokenizer.json``, the number of logits, the end-of-text tokens."""
+
+    tokenizer_json: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+class Check(msgspec.Struct, frozen=True, tag=True):
+    """Compile this within ``timeout_s``, and find its first tokens."""
+
+    output: StructuredOutput
+    timeout_s: float
+
+
+class Checked(msgspec.Struct, frozen=True):
+    """``error`` is empty if the grammar can be used, else what the client is to change."""
+
+    error: str = ""
+
+
+def read_frame(stream: IO[bytes]) -> bytes | None:
+    """Return the next frame; None at the end of the stream."""
+    head = stream.read(_LENGTH_BYTES)
+    if len(head) < _LENGTH_BYTES:
+        return None
+    length = int.from_bytes(head, "little")
+    body = stream.read(length)
+    return body if len(body) == length else None
+
+
+def write_frame(stream: IO[bytes], message: msgspec.Struct) -> None:
+    """Write one frame."""
+    body = msgspec.msgpack.encode(message)
+    stream.write(len(body).to_bytes(_LENGTH_BYTES, "little") + body)
+    stream.flush()
+
+
+def main() -> None:
+    """Serve checks until the input ends."""
+    os.nice(_NICENESS)
+    requests, answers = sys.stdin.buffer, sys.stdout.buffer
+    decoder = msgspec.msgpack.Decoder(Setup | Check)
+    vocabulary: Vocabulary | None = None
+    unusable = ""
+    while (frame := read_frame(requests)) is not None:
+        message = decoder.decode(frame)
+        if isinstance(message, Setup):
+            try:
+                vocabulary = Vocabulary(message.tokenizer_json, message.vocab_size, message.eos_token_ids)
+            except InvalidRequest as error:
+                unusable = error.message
+            _limit_memory()
+            continue
+        signal.setitimer(signal.ITIMER_REAL, message.timeout_s)
+        write_frame(answers, Checked(unusable or _check(message.output, vocabulary)))
+        signal.setitimer(signal.ITIMER_REAL, 0)
+
+
+def _check(output: StructuredOutput, vocabulary: Vocabulary | None) -> str:
+    assert vocabulary is not None, "the vocabulary comes first"
+    try:
+        matcher = CompiledGrammar(output, vocabulary).start()
+    except InvalidRequest as error:
+        return error.message
+    matcher.allowed()
+    return f"{output.kind} is not supported: {matcher.error.message}" if matcher.error is not None else ""
+
+
+def _limit_memory() -> None:
+    with open("/proc/self/statm") as file:
+        used = int(file.read().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+
+
+if __name__ == "__main__":
+    with suppress(BrokenPipeError):  # the parent is gone
+        main()

@@ -1,0 +1,125 @@
+"""Compiled grammars, and one request's place in one: which tokens may come next.
+
+Owns what is asked of the grammar library (llguidance). A grammar is shared by all requests that have it; a ``GrammarMatcher``
+belongs to one request and is a pure function of the grammar and the tokens so far, so any worker rebuilds it from them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+
+from core.errors import InvalidRequest, KVFerryError
+from core.grammar.translation import to_grammar
+from core.wire.sampling import StructuredOutput
+
+MAX_LEXER_STATES = 50_000  # of one grammar, about 1 kB each
+_BASE_BYTES = 96 << 10  # of a small grammar, measured
+_BYTES_PER_BYTE = 32  # of the translated grammar, measured: 23
+_BYTES_PER_MASK = 1 << 10  # lexer states that a mask adds, measured: 0.25 kB
+_MAX_REASON_CHARACTERS = 500
+
+
+class Vocabulary:
+    """The tokens of a model, as the grammar library knows them.
+
+    ``tokenizer_json`` is the text of ``tokenizer.json``, ``vocab_size`` the number of the model's logits. ``eos_token_ids`` all
+    end a complete output.
+
+    Raises: InvalidRequest if the model has no end of text, or a tokenizer that the library cannot read.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        if not eos_token_ids:
+            raise InvalidRequest("structured output is not available: the model has no end-of-text token")
+        try:
+            self.tokenizer = LLTokenizer(tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids))
+        except ValueError as error:
+            raise InvalidRequest(f"structured output is not available with this model's tokenizer: {_reason(error)}") from None
+        added = json.loads(tokenizer_json).get("added_tokens") or ()
+        self.special_tokens = frozenset(token["content"] for token in added if token.get("special"))
+        self.vocab_size = vocab_size
+        self.eos_token_ids = frozenset(eos_token_ids)
+
+
+class CompiledGrammar:
+    """One grammar, compiled for one vocabulary. One thread at a time.
+
+    Raises: InvalidRequest if it is malformed, too large, or uses what is not supported; the message names it.
+    """
+
+    def __init__(self, output: StructuredOutput, vocabulary: Vocabulary) -> None:
+        text = to_grammar(output, vocabulary.special_tokens)
+        limits = LLParserLimits(max_lexer_states=MAX_LEXER_STATES, verbose_errors=False)
+        self._start = LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
+        if self._start.is_error():
+            raise InvalidRequest(f"{output.kind} is not supported as it is: {_reason(self._start.get_error())}")
+        self._vocab_size = vocabulary.vocab_size
+        self._eos_token_ids = vocabulary.eos_token_ids
+        self._text_bytes = len(text)
+        self.num_masks = 0
+        self.is_broken = False  # a request has exceeded a limit, and the states that all requests share may be full
+
+    @property
+    def num_bytes(self) -> int:
+        """The memory it takes, estimated."""
+        states = min(self.num_masks * _BYTES_PER_MASK, MAX_LEXER_STATES << 10)
+        return _BASE_BYTES + _BYTES_PER_BYTE * self._text_bytes + states
+
+    def ends_with(self, token_id: int) -> bool:
+        """True for an end-of-text token: nothing follows it."""
+        return token_id in self._eos_token_ids
+
+    def start(self, output_token_ids: Sequence[int] = ()) -> GrammarMatcher:
+        """Return the place of a request that has put out these tokens."""
+        matcher = GrammarMatcher(self, self._start.deep_copy(), self._vocab_size)
+        matcher.accept(output_token_ids)
+        return matcher
+
+
+class GrammarMatcher:
+    """One request's place in a grammar. ``error`` says why nothing can follow; it is None at a regular end."""
+
+    __slots__ = ("_grammar", "_has_ended", "_matcher", "_vocab_size", "error")
+
+    def __init__(self, grammar: CompiledGrammar, matcher: LLMatcher, vocab_size: int) -> None:
+        self._grammar = grammar
+        self._matcher = matcher
+        self._vocab_size = vocab_size
+        self._has_ended = False
+        self.error: KVFerryError | None = None
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        """Go on by these tokens. One that the grammar does not allow is an error that stays."""
+        if self.error is not None or self._has_ended or not token_ids:
+            return
+        if not self._matcher.consume_tokens(list(token_ids)):
+            self._fail("a token of the output does not follow the grammar")
+        self._has_ended = self._grammar.ends_with(token_ids[-1])
+
+    def allowed(self) -> npt.NDArray[np.bool_] | None:
+        """Return which tokens may come next, ``[vocab_size]``; end-of-text tokens are among them once the output is complete.
+
+        None if none may: the output has ended, or see ``error``.
+        """
+        if self.error is not None or self._has_ended:
+            return None
+        self._grammar.num_masks += 1
+        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            self._grammar.is_broken = True
+            self._fail("the grammar is too complex to go on")
+            return None
+        return np.unpackbits(words, bitorder="little", count=self._vocab_size).view(np.bool_)
+
+    def _fail(self, what: str) -> None:
+        self.error = KVFerryError(f"structured output: {what}: {_reason(self._matcher.get_error())}")
+
+
+def _reason(error: object) -> str:
+    """Return the library's reason as one line."""
+    return " ".join(str(error).split())[:_MAX_REASON_CHARACTERS]

@@ -1,0 +1,142 @@
+"""Compiles grammars beside the engine, and keeps them.
+
+Owns the thread that compiles, the grammars that are kept, and their bound in bytes. A grammar is compiled on trial in a
+process that can be killed (``core.grammar.checker``), and only then on the thread, where nothing could stop it. The engine's
+thread asks and collects; it never waits.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from core.errors import KVFerryError, Overloaded
+from core.grammar.checker import GrammarChecker
+from core.grammar.child import Setup
+from core.grammar.compiled import CompiledGrammar, Vocabulary
+from core.wire.sampling import StructuredOutput
+
+CACHE_BYTES = 256 << 20  # of the grammars that are kept, estimated; requests hold theirs beyond that
+MAX_PENDING = 32  # grammars that wait for the thread
+
+THREAD_NAME = "kvferry-grammar"
+
+
+@dataclass(frozen=True, slots=True)
+class Compiled:
+    """The end of one compilation: a grammar, or why there is none."""
+
+    output: StructuredOutput
+    result: CompiledGrammar | KVFerryError
+
+
+class GrammarCompiler:
+    """Grammars of one worker. ``setup`` reads the vocabulary when the first one is needed, on the thread.
+
+    ``get``, ``request`` and ``take_compiled`` are for the engine's thread.
+    """
+
+    def __init__(self, setup: Callable[[], Setup], cache_bytes: int = CACHE_BYTES) -> None:
+        self._setup = setup
+        self._cache_bytes = cache_bytes
+        self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
+        self._pending: set[StructuredOutput] = set()
+        self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
+        self._compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
+        self._wakeup: Callable[[], None] = lambda: None
+        self._vocabulary: Vocabulary | None = None
+        self._checker: GrammarChecker | None = None
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def set_wakeup(self, wakeup: Callable[[], None]) -> None:
+        """Set what is called, from the thread, after each compilation."""
+        self._wakeup = wakeup
+
+    @property
+    def num_bytes(self) -> int:
+        """What is kept, estimated."""
+        return sum(grammar.num_bytes for grammar in self._kept.values())
+
+    def get(self, output: StructuredOutput) -> CompiledGrammar | None:
+        """Return a grammar that is compiled already."""
+        found = self._kept.get(output)
+        if found is None:
+            return None
+        if found.is_broken:  # its shared states are full: the next request begins with none
+            del self._kept[output]
+            return None
+        self._kept.move_to_end(output)
+        return found
+
+    def request(self, output: StructuredOutput) -> None:
+        """Have a grammar compiled; ``take_compiled`` returns it, once however often it was requested meanwhile.
+
+        Raises:
+            Overloaded: too many wait.
+        """
+        if output in self._pending:
+            return
+        if len(self._pending) >= MAX_PENDING:
+            raise Overloaded(f"{MAX_PENDING} grammars wait to be compiled")
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
+            self._thread.start()
+        self._pending.add(output)
+        self._jobs.put(output)
+
+    def take_compiled(self) -> list[Compiled]:
+        """Return what has been compiled since the last call, and keep it."""
+        found: list[Compiled] = []
+        while self._pending:
+            try:
+                done = self._compiled.get_nowait()
+            except queue.Empty:
+                break
+            self._pending.discard(done.output)
+            found.append(done)
+            if isinstance(done.result, CompiledGrammar):
+                self._kept[done.output] = done.result
+        if found:
+            self._evict()
+        return found
+
+    def has_compiled(self) -> bool:
+        """True if ``take_compiled`` would return something."""
+        return bool(self._pending) and not self._compiled.empty()
+
+    def close(self) -> None:
+        """End the process and, after its present grammar, the thread. Idempotent."""
+        self._is_closed = True
+        self._jobs.put(None)
+        checker = self._checker
+        if checker is not None:
+            checker.close()
+
+    def _evict(self) -> None:
+        total = self.num_bytes
+        while total > self._cache_bytes and len(self._kept) > 1:
+            _, oldest = self._kept.popitem(last=False)
+            total -= oldest.num_bytes
+
+    def _run(self) -> None:
+        while (output := self._jobs.get()) is not None and not self._is_closed:
+            try:
+                result: CompiledGrammar | KVFerryError = self._compile(output)
+            except KVFerryError as error:
+                result = error
+            except Exception as error:  # the boundary of a request: it must get an answer
+                result = KVFerryError(f"the grammar could not be compiled: {error!r}")
+            self._compiled.put(Compiled(output, result))
+            self._wakeup()
+
+    def _compile(self, output: StructuredOutput) -> CompiledGrammar:
+        if self._checker is None or self._vocabulary is None:
+            setup = self._setup()
+            self._vocabulary = Vocabulary(setup.tokenizer_json, setup.vocab_size, setup.eos_token_ids)
+            self._checker = GrammarChecker(lambda: setup)
+        self._checker.check(output)
+        return CompiledGrammar(output, self._vocabulary)

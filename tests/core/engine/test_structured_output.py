@@ -1,0 +1,184 @@
+"""Outputs follow their grammar on one engine: in a batch, after preemption, from tokens of another worker, and to the end."""
+
+from __future__ import annotations
+
+import json
+import time
+
+import jsonschema
+import pytest
+
+from core.engine.core import EngineCore
+from core.errors import InvalidRequest
+from core.model.hub import resolve_model
+from core.model.tokenizer import Tokenizer
+from core.request import NewRequest, RequestStatus
+from core.wire.sampling import SamplingParams, StructuredOutput
+from tests.support.json_model import EOS_TOKEN_IDS, write_json_model
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 12},
+        "age": {"type": "integer", "minimum": 0, "maximum": 150},
+        "tags": {"type": "array", "items": {"enum": ["a", "b", "c"]}, "maxItems": 4},
+        "open": {"type": "boolean"},
+    },
+    "required": ["name", "age", "tags", "open"],
+    "additionalProperties": False,
+}
+FORM = StructuredOutput(kind="json_schema", value=json.dumps(SCHEMA))
+
+
+@pytest.fixture(scope="session")
+def json_model(tmp_path_factory):
+    return write_json_model(tmp_path_factory.mktemp("json-model"))
+
+
+@pytest.fixture
+def build(build_tiny, json_model):
+    return lambda **settings: build_tiny(model__name=str(json_model), **settings)
+
+
+@pytest.fixture
+def tokenizer(json_model, tmp_path):
+    return Tokenizer(resolve_model(str(json_model), tmp_path))
+
+
+def request(name, form=FORM, output=(), prompt=range(10, 30), **sampling):
+    params = SamplingParams(**{"max_tokens": 200, "seed": 1, "structured_output": form, **sampling})
+    stops = frozenset(EOS_TOKEN_IDS) | frozenset(params.stop_token_ids)
+    return NewRequest(
+        request_id=name, prompt_token_ids=list(prompt), output_token_ids=output, sampling=params, stop_token_ids=stops
+    )
+
+
+def run(engine: EngineCore, requests, after_step=lambda engine: None, timeout_s=60.0):
+    """Run requests to their ends; return their outputs' tokens and last outputs, by id."""
+    for new in requests:
+        engine.add_request(new)
+    tokens, ends, deadline = {}, {}, time.monotonic() + timeout_s
+    while len(ends) < len(requests):
+        assert time.monotonic() < deadline
+        for output in engine.step():
+            tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
+            if output.finish_reason is not None:
+                ends[output.request_id] = output
+        after_step(engine)
+    return tokens, ends
+
+
+def text_of(tokenizer, token_ids):
+    return tokenizer.decode([token for token in token_ids if token not in EOS_TOKEN_IDS])
+
+
+def check(tokenizer, token_ids):
+    jsonschema.validate(json.loads(text_of(tokenizer, token_ids)), SCHEMA)
+
+
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_every_seeded_output_of_a_random_model_is_valid(build, tokenizer, mode):
+    engine = build(scheduler__async_scheduling=mode, scheduler__max_num_seqs=8).engine
+    tokens, ends = run(engine, [request(f"r{seed}", seed=seed) for seed in range(20)])
+    assert {end.finish_reason for end in ends.values()} == {"stop"}
+    for token_ids in tokens.values():
+        check(tokenizer, token_ids)
+    assert len({tuple(token_ids) for token_ids in tokens.values()}) > 10
+
+
+def test_free_text_beside_it_is_what_it_is_alone(build):
+    free = [request(f"f{seed}", None, seed=seed, max_tokens=30) for seed in range(3)]
+    alone, _ = run(build().engine, free)
+    together, _ = run(build().engine, [*free, request("bound")])
+    assert {name: together[name] for name in alone} == alone
+
+
+def test_a_worker_goes_on_from_the_tokens_of_another(build, tokenizer):
+    whole, _ = run(build().engine, [request("a")])
+    for count in (1, 7, len(whole["a"]) - 1):
+        rest, _ = run(build().engine, [request("a", output=whole["a"][:count])])
+        assert whole["a"][:count] + rest["a"] == whole["a"]
+
+
+def test_tokens_of_another_worker_that_do_not_follow_are_an_error(build):
+    _, ends = run(build().engine, [request("a", output=[30, 31])])
+    assert ends["a"].finish_reason == "error"
+    assert "does not follow the grammar" in ends["a"].error.message
+
+
+def test_preemption_changes_nothing(build, tokenizer):
+    requests = [request(f"r{seed}", seed=seed) for seed in range(6)]
+    calm, _ = run(build().engine, requests)
+    engine = build(cache__num_blocks=12).engine
+    tight, _ = run(engine, requests)
+    assert engine.stats.num_preemptions > 0
+    assert tight == calm
+
+
+def test_a_minimum_above_what_the_grammar_allows_ends_with_it(build, tokenizer):
+    form = StructuredOutput(kind="choice", value='["yes", "no"]')
+    tokens, ends = run(build().engine, [request("a", form, min_tokens=50)])
+    assert text_of(tokenizer, tokens["a"]) in ("yes", "no")
+    assert ends["a"].finish_reason == "stop"
+
+
+def test_a_minimum_makes_an_output_longer_where_the_grammar_allows_it(build, tokenizer):
+    form = StructuredOutput(kind="regex", value="[a-z]*")
+    tokens, _ = run(build().engine, [request("a", form, min_tokens=40, logit_bias={2: 100.0})])
+    assert len(tokens["a"]) == 41
+    assert text_of(tokenizer, tokens["a"]).isalpha()
+
+
+def test_greedy_outputs_with_penalties_and_logprobs_are_valid(build, tokenizer):
+    tokens, ends = run(build().engine, [request("a", temperature=0.0, repetition_penalty=1.3, logprobs=3)])
+    check(tokenizer, tokens["a"])
+    assert ends["a"].finish_reason == "stop"
+
+
+def test_allowed_tokens_that_the_grammar_excludes_end_in_an_error(build, tokenizer):
+    letter = tokenizer.encode("x")
+    _, ends = run(build().engine, [request("a", allowed_token_ids=tuple(letter))])
+    assert ends["a"].finish_reason == "error"
+    assert "leave no token to choose" in ends["a"].error.message
+
+
+def test_an_unsupported_schema_ends_in_an_error_and_the_others_go_on(build, tokenizer):
+    bad = StructuredOutput(kind="json_schema", value='{"uniqueItems": true}')
+    tokens, ends = run(build().engine, [request("bad", bad), request("good")])
+    assert "uniqueItems" in ends["bad"].error.message
+    assert ends["bad"].error.http_status == 400
+    check(tokenizer, tokens["good"])
+
+
+def test_a_request_without_its_grammar_holds_nothing_up(build):
+    engine = build().engine
+    engine.add_request(request("bound"))
+    assert engine.scheduler.requests["bound"].status is RequestStatus.WAITING_FOR_GRAMMAR
+    engine.add_request(request("free", None, max_tokens=1))
+    outputs = engine.step()  # the grammar takes a process to start
+    assert [output.request_id for output in outputs] == ["free"]
+    for _ in range(2):
+        engine.step()
+    assert not engine.has_work()  # it sleeps until the grammar is there
+    assert engine.stats.num_waiting == 1
+
+
+def test_a_waiting_request_can_be_aborted(build):
+    engine = build().engine
+    engine.add_request(request("bound"))
+    assert engine.abort_requests(["bound"]) == ["bound"]
+    engine.step()
+    assert not engine.has_requests()
+
+
+def test_a_grammar_that_is_known_starts_at_once(build):
+    engine = build().engine
+    run(engine, [request("first")])
+    engine.add_request(request("second"))
+    assert engine.scheduler.requests["second"].status is RequestStatus.WAITING
+    assert engine.step()
+
+
+def test_ignore_eos_is_refused(build):
+    with pytest.raises(InvalidRequest, match="ignore_eos"):
+        build().engine.add_request(request("a", ignore_eos=True))

@@ -1,0 +1,146 @@
+from __future__ import annotations
+
+import json
+import os
+import threading
+
+import pytest
+
+from core.errors import InvalidRequest, KVFerryError, Overloaded
+from core.grammar import compiler as compiler_module
+from core.grammar.checker import GrammarChecker
+from core.grammar.compiled import CompiledGrammar
+from core.grammar.compiler import GrammarCompiler
+from core.wire.sampling import StructuredOutput
+
+# Each pattern is small; their intersection has 2**20 states.
+EXPLODES = StructuredOutput(
+    kind="json_schema",
+    value=json.dumps({"allOf": [{"type": "string", "pattern": f".*{chr(97 + number)}.*"} for number in range(20)]}),
+)
+
+
+def regex(pattern):
+    return StructuredOutput(kind="regex", value=pattern)
+
+
+@pytest.fixture
+def checker(setup):
+    checker = GrammarChecker(lambda: setup, timeout_s=1.0)
+    yield checker
+    checker.close()
+
+
+@pytest.fixture
+def compiler(setup):
+    compiler = GrammarCompiler(lambda: setup)
+    yield compiler
+    compiler.close()
+
+
+def compiled(compiler, *outputs):
+    """Request grammars and return their ends, by form."""
+    done = threading.Semaphore(0)
+    compiler.set_wakeup(done.release)
+    for output in outputs:
+        compiler.request(output)
+    found = []
+    while len(found) < len(outputs):
+        assert done.acquire(timeout=60)
+        found += compiler.take_compiled()
+    return {one.output: one.result for one in found}
+
+
+def is_gone(pid):
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    return False
+
+
+def test_a_grammar_that_takes_too_long_is_refused_and_its_process_killed(checker):
+    checker.check(regex("ab"))
+    pid = checker.pid
+    with pytest.raises(InvalidRequest, match="too complex"):
+        checker.check(EXPLODES)
+    assert is_gone(pid)
+    checker.check(regex("abc"))
+    assert checker.pid != pid
+
+
+def test_a_grammar_that_comes_again_costs_nothing(checker):
+    with pytest.raises(InvalidRequest, match="too complex"):
+        checker.check(EXPLODES)
+    assert checker.pid is None
+    with pytest.raises(InvalidRequest, match="too complex"):
+        checker.check(EXPLODES)
+    assert checker.pid is None  # it did not start again
+
+
+def test_a_process_that_died_is_replaced(checker):
+    checker.check(regex("ab"))
+    os.kill(checker.pid, 9)
+    checker.check(regex("ac"))
+
+
+def test_closing_ends_the_process(checker):
+    checker.check(regex("ab"))
+    pid = checker.pid
+    checker.close()
+    assert is_gone(pid)
+    with pytest.raises(KVFerryError, match="stopped"):
+        checker.check(regex("ad"))
+
+
+def test_compiles_each_grammar_once_and_keeps_it(compiler):
+    assert compiler.get(regex("ab")) is None
+    compiler.request(regex("ab"))
+    found = compiled(compiler, regex("ab"))
+    assert isinstance(found[regex("ab")], CompiledGrammar)
+    assert compiler.get(regex("ab")) is found[regex("ab")]
+    assert compiler.take_compiled() == []
+
+
+def test_reports_why_a_grammar_cannot_be_had(compiler):
+    found = compiled(compiler, regex("(?=a)"), regex("a"))
+    assert isinstance(found[regex("(?=a)")], InvalidRequest)
+    assert compiler.get(regex("(?=a)")) is None
+    assert isinstance(found[regex("a")], CompiledGrammar)
+
+
+def test_a_setup_that_fails_ends_in_an_error():
+    def setup():
+        raise OSError("no such tokenizer")
+
+    compiler = GrammarCompiler(setup)
+    error = compiled(compiler, regex("a"))[regex("a")]
+    compiler.close()
+    assert "no such tokenizer" in error.message
+
+
+def test_evicts_the_least_recently_used_grammar_beyond_its_bytes(setup):
+    compiler = GrammarCompiler(lambda: setup, cache_bytes=3 * 100_000)
+    for pattern in ("a", "b"):
+        compiled(compiler, regex(pattern))
+    assert compiler.get(regex("a")) is not None
+    compiled(compiler, regex("c"))
+    compiler.close()
+    assert compiler.get(regex("b")) is None
+    assert compiler.get(regex("a")) is not None
+    assert compiler.num_bytes <= 3 * 100_000
+
+
+def test_a_grammar_whose_states_are_full_is_compiled_again(compiler):
+    grammar = compiled(compiler, regex("a"))[regex("a")]
+    grammar.is_broken = True
+    assert compiler.get(regex("a")) is None
+
+
+def test_too_many_waiting_grammars_are_refused(compiler, monkeypatch):
+    monkeypatch.setattr(compiler_module, "MAX_PENDING", 2)
+    compiler.request(regex("a"))
+    compiler.request(regex("b"))
+    compiler.request(regex("b"))
+    with pytest.raises(Overloaded):
+        compiler.request(regex("c"))
