@@ -24,8 +24,10 @@ class ReplayDiverged(RequestError):
 
 def is_regenerated(request: NewRequest) -> bool:
     """Return True if output so far is generated again."""
-    found = rendered(request) if request.output_token_ids else None
-    return found is not None and found.has_grammar
+    if not request.output_token_ids:
+        return False
+    found = rendered(request)
+    return request.sampling.structured_output is not None or (found is not None and found.has_grammar)
 
 
 class KnownTokens:

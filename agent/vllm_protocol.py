@@ -13,6 +13,7 @@ import msgspec
 
 from core.request import NewRequest
 from core.wire.messages import TokenLogprobs
+from core.wire.sampling import StructuredOutput
 
 GENERATE, ABORT = "/inference/v1/generate", "/inference/v1/abort_requests"
 RENDER = "/v1/chat/completions/render"
@@ -209,7 +210,22 @@ def _sampling(request: NewRequest, num_before: int) -> dict[str, Any]:
         found["logit_bias"] = wanted.logit_bias
     if wanted.allowed_token_ids:
         found["allowed_token_ids"] = wanted.allowed_token_ids
+    if wanted.structured_output is not None and not request.needs_handoff:  # the decode engine samples
+        found["structured_outputs"] = _structured_outputs(wanted.structured_output)
     return found
+
+
+def _structured_outputs(output: StructuredOutput) -> dict[str, Any]:
+    """Return the form of the output as vLLM spells it."""
+    match output.kind:
+        case "json_object":
+            return {"json_object": True}
+        case "json_schema":
+            return {"json": output.value}
+        case "choice":
+            return {"choice": msgspec.json.decode(output.value)}
+        case kind:
+            return {kind: output.value}
 
 
 def token_logprobs(choice: Choice, num_top: int) -> list[TokenLogprobs] | None:

@@ -46,6 +46,7 @@ from router.openai.sampling import (
     shared_params,
 )
 from router.openai.served_model import ServedModel
+from router.openai.structured import GrammarGate, field_of_form
 from router.openai.text_pool import TextPool
 from router.rendered.bodies import EngineBody, engine_body
 from router.rendered.legs import TwoLegs
@@ -103,6 +104,7 @@ class Endpoints:
         self._pool = TextPool(model.tokenizer, config.text_threads)
         self._reader = PromptReader(model.tokenizer, self._pool, image_support)
         self._texts = TokenTexts(model.tokenizer)
+        self._grammars = GrammarGate(model.tokenizer)
         self._ids = ids
         self._max_prompt_tokens = config.max_prompt_tokens
         self._request_timeout_s = config.request_timeout_s
@@ -177,6 +179,7 @@ class Endpoints:
         """Generate; the engine splits the answer to ``split``."""
         shared = shared_params(request, limits, len(prompts))
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
+        await self._grammars.check(shared.structured_output, field_of_form(request))
         submissions = [self._submission(request, prompt, shared, limits) for prompt in prompts]
         output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
         is_chat = isinstance(request, ChatCompletionRequest)
@@ -304,8 +307,9 @@ class Endpoints:
         return [self._tokenizer.token(token_id) or "" for token_id in token_ids]
 
     def close(self) -> None:
-        """Cancel work that waits for a thread."""
+        """Cancel work that waits for a thread, and end the process that checks grammars."""
         self._pool.close()
+        self._grammars.close()
 
     def models(self) -> list[dict[str, Any]]:
         """Return the model card in a list."""

@@ -105,6 +105,15 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     ignore_eos: bool | None = None
     allowed_token_ids: list[int] | None = None
     prompt_logprobs: int | None = None
+    # the form of the output, see router.openai.structured
+    response_format: Any = None
+    structured_outputs: Any = None
+    guided_json: Any = None
+    guided_regex: Any = None
+    guided_choice: Any = None
+    guided_grammar: Any = None
+    guided_json_object: Any = None
+    guided_decoding_backend: str | None = None
     # prompt, scheduling and output beyond OpenAI's
     priority: int | None = None  # workers with scheduler.policy=priority serve smaller values first; others ignore it
     cache_salt: str | None = None
@@ -121,10 +130,9 @@ class CommonRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     bad_words: Any = None
     length_penalty: Any = None
     use_beam_search: Any = None
-    response_format: Any = None
-    structured_outputs: Any = None
     spaces_between_special_tokens: Any = None
     return_tokens_as_token_ids: Any = None
+    guided_whitespace_pattern: Any = None
     service_tier: Any = None
     vllm_xargs: Any = None
 
@@ -195,10 +203,9 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "bad_words": ([],),
     "length_penalty": (1, 1.0),
     "use_beam_search": (False,),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
+    "guided_whitespace_pattern": (),
     "service_tier": ("auto", "default"),
     "vllm_xargs": ({},),
     "suffix": ("",),

@@ -18,6 +18,7 @@ from core.wire.sampling import SamplingParams, check_tokens_left
 from router.http.body_checks import check_num_values
 from router.openai.requests import NEUTRAL, ChatCompletionRequest, CommonRequest, CompletionRequest
 from router.openai.served_model import NEUTRAL_SAMPLING, SamplingDefaults
+from router.openai.structured import structured_output
 
 COMPLETION_MAX_TOKENS = 16  # OpenAI's default for the completions endpoint
 MAX_LOGPROBS = 20
@@ -185,6 +186,7 @@ def shared_params(
         ignore_eos=bool(request.ignore_eos),
         logprobs=options.logprobs,
         prompt_logprobs=prompt_logprobs,
+        structured_output=structured_output(request),
     )
     ends = options.stop_token_ids if params.ignore_eos else options.stop_token_ids | limits.eos_token_ids
     check_tokens_left(params, ends, limits.vocab_size)

@@ -22,13 +22,14 @@ CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/me
 
 # Of the router alone; an engine's API refuses or misreads them.
 _OF_ROUTER = ("timeout_s", "session_id", "request_id", "kv_transfer_params")
-# Served by an engine's API and rendered by it. The values in ``NEUTRAL`` mean "not used".
+# Served by an engine's API and rendered by it. The values in ``_NOT_USED`` mean "not used".
 _RENDERED = (
     *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words", "documents", "chat_template"),
     *("reasoning_effort", "include_reasoning", "thinking_token_budget", "mm_processor_kwargs", "media_io_kwargs"),
     "modalities",
 )
+_NOT_USED = NEUTRAL | {"response_format": ({"type": "text"},)}
 # Served by an engine's API only as a whole.
 _WHOLE = ("use_beam_search", "vllm_xargs", "return_tokens_as_token_ids", "spaces_between_special_tokens", "logprob_token_ids")
 # What splitting an answer into text and tool calls cannot respect.
@@ -105,7 +106,7 @@ def _is_used(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
     if name in ("stop", "echo", "return_token_ids", "include_stop_str_in_output"):
         return bool(value)
-    return value is not None and value not in NEUTRAL.get(name, ())
+    return value is not None and value not in _NOT_USED.get(name, ())
 
 
 def _has_parts(messages: object) -> bool:

@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from agent.regeneration import KnownTokens, ReplayDiverged
+from agent.regeneration import KnownTokens, ReplayDiverged, is_regenerated
 from agent.vllm_protocol import Choice, Content, Logprobs, generate_body
 from core.wire.kv import KVHandoff
-from core.wire.sampling import SamplingParams
+from core.wire.sampling import SamplingParams, StructuredOutput
 from tests.agent.running_engine import LAYOUT, new_request, tokens
 from tests.agent.scripted_server import END
 
@@ -41,6 +41,24 @@ async def test_an_answer_under_a_grammar_is_generated_again_and_only_new_tokens_
     (body,) = running.server.bodies
     assert (body["token_ids"], body["sampling_params"]["max_tokens"], body["sampling_params"]["seed"]) == ([5, 6], 9, 5)
     assert [output.new_token_ids for output in outputs] == [[], [9], [3]]
+
+
+@pytest.mark.parametrize(
+    ("form", "spelled"),
+    [
+        (StructuredOutput(kind="json_object"), {"json_object": True}),
+        (StructuredOutput(kind="json_schema", value="{}"), {"json": "{}"}),
+        (StructuredOutput(kind="choice", value='["a","b"]'), {"choice": ["a", "b"]}),
+        (StructuredOutput(kind="regex", value="a+"), {"regex": "a+"}),
+    ],
+    ids=lambda form: form.kind if isinstance(form, StructuredOutput) else "",
+)
+def test_a_form_of_the_output_reaches_the_engine_that_samples(form, spelled):
+    sampling = SamplingParams(structured_output=form)
+    assert generate_body(new_request(sampling=sampling))["sampling_params"]["structured_outputs"] == spelled
+    prefill = generate_body(new_request(sampling=sampling, needs_handoff=True))
+    assert "structured_outputs" not in prefill["sampling_params"]
+    assert is_regenerated(new_request(sampling=sampling, output_token_ids=(7,)))
 
 
 @pytest.mark.parametrize("events", [[tokens(7, 1)], [tokens(7, finish_reason="stop")]])

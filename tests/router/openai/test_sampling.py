@@ -114,8 +114,7 @@ def test_fields_that_clients_send_for_themselves_are_ignored():
     [
         ("suffix", "end"),
         ("best_of", 3),
-        ("response_format", {"type": "json_object"}),
-        ("structured_outputs", {"regex": "a"}),
+        ("guided_whitespace_pattern", " "),
         ("bad_words", ["x"]),
         ("length_penalty", 0.5),
         ("use_beam_search", True),
@@ -134,7 +133,6 @@ def test_unsupported_fields_of_completions_are_refused_by_name(field, value):
         ("tool_choice", "required"),
         ("tool_choice", {"type": "function"}),
         ("functions", [{}]),
-        ("response_format", {"type": "json_schema", "json_schema": {}}),
         ("modalities", ["audio"]),
         ("reasoning_effort", "high"),
         ("chat_template", "{{ messages }}"),

@@ -1,0 +1,171 @@
+"""The form of an output, from the fields of an OpenAI body: ``response_format``, vLLM's ``structured_outputs``, ``guided_*``.
+
+Owns the meaning of these fields and the check whether their grammar can be compiled, in a process of the router's own that is
+killed at its deadline. Torch-free.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import msgspec
+
+from core.errors import InvalidRequest, RequestError
+from core.grammar.checker import GrammarChecker
+from core.grammar.child import Setup
+from core.grammar.limits import check_limits
+from core.model.tokenizer import Tokenizer
+from core.wire.sampling import IGNORES_END, GrammarKind, StructuredOutput
+from router.openai.requests import CommonRequest
+
+# vLLM's name of each form, as a key of ``structured_outputs`` and after ``guided_``.
+_KINDS: dict[str, GrammarKind] = {
+    "json": "json_schema",
+    "regex": "regex",
+    "choice": "choice",
+    "grammar": "grammar",
+    "structural_tag": "structural_tag",
+    "json_object": "json_object",
+}
+_GUIDED = ("json", "regex", "choice", "grammar", "json_object")  # the older spelling
+# Options of vLLM's that change no meaning here, or only if they have another value.
+_NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
+    "disable_fallback": (None, True, False),
+    "disable_any_whitespace": (None, False),
+    "disable_additional_properties": (None, False),
+    "whitespace_pattern": (None,),
+}
+
+
+def structured_output(request: CommonRequest) -> StructuredOutput | None:
+    """Return the form that the output must have, None for free text.
+
+    Raises:
+        InvalidRequest: it is malformed, exceeds a limit, or is given twice; names the field.
+    """
+    forms = [(field, form) for field, form in _forms(request) if form is not None]
+    if not forms:
+        return None
+    (field, form), *others = forms
+    if others:
+        raise InvalidRequest(f"{field} and {others[0][0]} both give the form of the output: leave one out", param=field)
+    if request.ignore_eos:
+        raise InvalidRequest(IGNORES_END, param="ignore_eos")
+    try:
+        check_limits(form)
+    except InvalidRequest as error:
+        error.param = field
+        raise
+    return form
+
+
+def field_of_form(request: CommonRequest) -> str | None:
+    """Return the field that gives the form of the output."""
+    return next((field for field, form in _forms(request) if form is not None), None)
+
+
+def _forms(request: CommonRequest) -> list[tuple[str, StructuredOutput | None]]:
+    guided = [(f"guided_{name}", _form(name, getattr(request, f"guided_{name}"), f"guided_{name}")) for name in _GUIDED]
+    return [
+        ("response_format", _from_response_format(request.response_format)),
+        ("structured_outputs", _from_structured_outputs(request.structured_outputs)),
+        *guided,
+    ]
+
+
+def _from_response_format(value: object) -> StructuredOutput | None:
+    if value is None:
+        return None
+    field = "response_format"
+    if not isinstance(value, dict):
+        raise InvalidRequest("response_format must be an object", param=field)
+    match value.get("type"):
+        case "text":
+            return None
+        case "json_object":
+            return StructuredOutput(kind="json_object")
+        case "json_schema":
+            described = value.get("json_schema")
+            schema = described.get("schema") if isinstance(described, dict) else None
+            if not isinstance(schema, dict | bool):
+                raise InvalidRequest("response_format.json_schema.schema must be a JSON schema", param=field)
+            return StructuredOutput(kind="json_schema", value=_text(schema))
+        case "structural_tag":
+            return StructuredOutput(kind="structural_tag", value=_text(value))
+        case other:
+            allowed = "text, json_object, json_schema, structural_tag"
+            raise InvalidRequest(f"response_format.type must be one of {allowed}, got {other!r}", param=field)
+
+
+def _from_structured_outputs(value: object) -> StructuredOutput | None:
+    if value is None:
+        return None
+    field = "structured_outputs"
+    if not isinstance(value, dict):
+        raise InvalidRequest("structured_outputs must be an object", param=field)
+    given: dict[str, Any] = {}
+    for name, one in value.items():
+        if name in _NEUTRAL_OPTIONS:
+            if one not in _NEUTRAL_OPTIONS[name]:
+                raise InvalidRequest(f"structured_outputs.{name} is not supported: leave it out", param=field)
+        elif name not in _KINDS:
+            raise InvalidRequest(f"structured_outputs has no field {name!r}", param=field)
+        elif one is not None and one is not False:
+            given[name] = one
+    if len(given) != 1:
+        raise InvalidRequest(f"structured_outputs needs exactly one of {', '.join(_KINDS)}", param=field)
+    ((name, one),) = given.items()
+    return _form(name, one, f"structured_outputs.{name}")
+
+
+def _form(name: str, value: object, field: str) -> StructuredOutput | None:
+    """Return the form by its name of vLLM's."""
+    if value is None or (name == "json_object" and value is False):
+        return None
+    kind = _KINDS[name]
+    if kind == "json_object":
+        if value is not True:
+            raise InvalidRequest(f"{field} must be true or false", param=field)
+        return StructuredOutput(kind=kind)
+    if kind in ("regex", "grammar"):
+        if not isinstance(value, str):
+            raise InvalidRequest(f"{field} must be a string", param=field)
+        return StructuredOutput(kind=kind, value=value)
+    is_text = isinstance(value, str) and kind != "choice"
+    return StructuredOutput(kind=kind, value=value if is_text else _text(value))  # type: ignore[arg-type]
+
+
+def _text(value: object) -> str:
+    return msgspec.json.encode(value).decode()
+
+
+class GrammarGate:
+    """Refuses grammars that no worker could compile. Its process is started by the first one."""
+
+    def __init__(self, tokenizer: Tokenizer) -> None:
+        def setup() -> Setup:
+            return Setup(tokenizer.backend.to_str(), tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
+
+        self._checker = GrammarChecker(setup)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-grammar")
+
+    async def check(self, output: StructuredOutput | None, field: str | None) -> None:
+        """Compile a grammar on trial; answers are kept.
+
+        Raises:
+            InvalidRequest: it is malformed, not supported, or too complex; names the field and the part.
+        """
+        if output is None:
+            return
+        try:
+            await asyncio.get_running_loop().run_in_executor(self._thread, self._checker.check, output)
+        except RequestError as error:
+            error.param = field
+            raise
+
+    def close(self) -> None:
+        """End the process and the thread."""
+        self._checker.close()
+        self._thread.shutdown(wait=False, cancel_futures=True)

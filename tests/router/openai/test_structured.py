@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from core.errors import InvalidRequest
+from core.model.hub import resolve_model
+from core.model.tokenizer import Tokenizer
+from core.wire.sampling import StructuredOutput
+from router.openai.requests import ChatCompletionRequest, CompletionRequest
+from router.openai.sampling import ModelLimits, check_supported, parse_body, shared_params
+from router.openai.structured import GrammarGate, field_of_form, structured_output
+from tests.support.json_model import write_json_model
+
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+TAG = {"type": "structural_tag", "structures": [{"begin": "<f>", "schema": {}, "end": "</f>"}], "triggers": ["<f>"]}
+
+
+def completion(**fields):
+    return parse_body(json.dumps({"prompt": "p", **fields}).encode(), CompletionRequest)
+
+
+def of_schema(schema):
+    return StructuredOutput(kind="json_schema", value=json.dumps(schema, separators=(",", ":")))
+
+
+@pytest.mark.parametrize(
+    ("fields", "form"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": None, "guided_json": None, "structured_outputs": None, "guided_json_object": False}, None),
+        ({"response_format": {"type": "json_object"}}, StructuredOutput(kind="json_object")),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "n", "schema": SCHEMA, "strict": True}}},
+            of_schema(SCHEMA),
+        ),
+        ({"response_format": TAG}, StructuredOutput(kind="structural_tag", value=json.dumps(TAG, separators=(",", ":")))),
+        ({"structured_outputs": {"json": SCHEMA, "regex": None}}, of_schema(SCHEMA)),
+        ({"structured_outputs": {"json": json.dumps(SCHEMA, separators=(",", ":"))}}, of_schema(SCHEMA)),
+        ({"structured_outputs": {"regex": "a+", "disable_fallback": True}}, StructuredOutput(kind="regex", value="a+")),
+        ({"structured_outputs": {"choice": ["a", "b"]}}, StructuredOutput(kind="choice", value='["a","b"]')),
+        ({"structured_outputs": {"json_object": True}}, StructuredOutput(kind="json_object")),
+        ({"guided_json": SCHEMA}, of_schema(SCHEMA)),
+        ({"guided_regex": "a", "guided_decoding_backend": "xgrammar"}, StructuredOutput(kind="regex", value="a")),
+        ({"guided_choice": ["a"]}, StructuredOutput(kind="choice", value='["a"]')),
+        ({"guided_grammar": 'start: "a"'}, StructuredOutput(kind="grammar", value='start: "a"')),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_reads_each_spelling(fields, form):
+    request = completion(**fields)
+    check_supported(request)
+    assert structured_output(request) == form
+    assert shared_params(request, ModelLimits(max_model_len=100, vocab_size=50)).structured_output == form
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "message"),
+    [
+        ({"response_format": "json"}, "response_format", "must be an object"),
+        ({"response_format": {"type": "xml"}}, "response_format", "got 'xml'"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "must be a JSON schema"),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
+            "response_format",
+            "must be a JSON schema",
+        ),
+        ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", "exactly one"),
+        ({"structured_outputs": {"xml": "a"}}, "structured_outputs", "no field 'xml'"),
+        ({"structured_outputs": {"json": SCHEMA, "whitespace_pattern": " "}}, "structured_outputs", "whitespace_pattern"),
+        ({"structured_outputs": {"regex": 3}}, "structured_outputs.regex", "must be a string"),
+        ({"guided_choice": "a"}, "guided_choice", "list of strings"),
+        ({"guided_regex": "a{1,99999}"}, "guided_regex", "99999 times"),
+        ({"guided_regex": "a", "response_format": {"type": "json_object"}}, "response_format", "guided_regex both"),
+        ({"guided_regex": "a", "ignore_eos": True}, "ignore_eos", "excludes structured output"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_refusals_name_the_field(fields, param, message):
+    with pytest.raises(InvalidRequest, match=message) as refused:
+        structured_output(completion(**fields))
+    assert refused.value.param == param
+
+
+def test_chats_have_the_same_fields():
+    body = {"messages": [{"role": "user", "content": "x"}], "response_format": {"type": "json_object"}}
+    request = parse_body(json.dumps(body).encode(), ChatCompletionRequest)
+    assert structured_output(request) == StructuredOutput(kind="json_object")
+    assert field_of_form(request) == "response_format"
+
+
+async def test_the_gate_refuses_what_cannot_be_compiled_and_names_it(tmp_path):
+    gate = GrammarGate(Tokenizer(resolve_model(str(write_json_model(tmp_path)), tmp_path)))
+    try:
+        await gate.check(None, None)
+        await gate.check(of_schema(SCHEMA), "guided_json")
+        with pytest.raises(InvalidRequest, match="uniqueItems") as refused:
+            await gate.check(of_schema({"uniqueItems": True}), "guided_json")
+        assert refused.value.param == "guided_json"
+    finally:
+        gate.close()
