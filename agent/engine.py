@@ -6,6 +6,7 @@ Runs in the event loop of the process. The connection of a request that ends is 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from agent.calls import ServerCalls
 from agent.progress import ServerProgress
 from agent.regeneration import KnownTokens, is_regenerated
 from agent.vllm_protocol import Answer, generate_body, prompt_token_logprobs, token_logprobs
-from agent.vllm_server import ServerLoad, VllmServer
+from agent.vllm_server import Health, ServerLoad, VllmServer
 from core.clock import Clock
 from core.engine.step_watch import StepReading
 from core.errors import EngineDead, KVFerryError
@@ -31,6 +32,9 @@ from core.worker.parts import EngineEvents
 logger = logging.getLogger(__name__)
 
 HANDOFF_LEASE_MS = 30_000  # of vLLM's side, if its answer does not say
+NUM_LOOKS = 2  # at a server that seems to be gone
+LOOK_INTERVAL_S = 0.1
+LOOK_TIMEOUT_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,10 +49,14 @@ class AgentIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WatchTerms:
-    """How the server is watched; seconds. It is dead after ``patience_s`` without an answer that says it is healthy."""
+    """How the server is watched; seconds. It is lost after ``patience_s`` without an answer that says it is healthy.
+
+    If it is gone, it is lost at once. A load of blocks takes up to ``load_timeout_s``.
+    """
 
     interval_s: float
     patience_s: float
+    load_timeout_s: float
 
 
 class VllmEngine:
@@ -66,7 +74,7 @@ class VllmEngine:
         self._loop = asyncio.get_running_loop()
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
-        self._progress = ServerProgress(clock.now())
+        self._progress = ServerProgress(clock.now(), terms.load_timeout_s)
         self._is_dead = False
         self._calls = ServerCalls(server, events.on_call_reply)
         self.load = ServerLoad()
@@ -152,6 +160,9 @@ class VllmEngine:
                         return
             if not has_ended:
                 raise EngineDead(f"the vLLM server {self._server.url} ended an answer in its middle")
+        except EngineDead as error:
+            if not await self._is_lost():  # else its death answers all requests
+                self._fail(request.request_id, ErrorInfo.of(error))
         except KVFerryError as error:
             self._fail(request.request_id, ErrorInfo.of(error))
         except Exception as bug:  # the boundary of a request: its router gets an answer
@@ -163,6 +174,8 @@ class VllmEngine:
         if not answer.choices:
             return None
         (choice,) = answer.choices
+        if choice.finish_reason == "abort":  # by a pause of the server: this agent aborts by leaving
+            raise EngineDead(f"the vLLM server {self._server.url} has aborted the request")
         choice = known.strip(choice)
         output = EngineCoreOutput(
             request.request_id,
@@ -212,19 +225,33 @@ class VllmEngine:
         last_answer = self._clock.now()
         while True:
             await asyncio.sleep(self._terms.interval_s)
-            try:
-                if await self._server.is_healthy(self._terms.patience_s):
+            health = await self._server.health(self._terms.patience_s)
+            if health is Health.GONE and await self._is_lost():
+                return
+            with contextlib.suppress(EngineDead):  # counts as no answer
+                if health is Health.HEALTHY:
                     self.load = await self._server.load(self._terms.patience_s)
                     last_answer = self._clock.now()
-                    self._progress.note_steps(self.load.num_steps, last_answer)
-            except EngineDead:
-                pass  # counts as no answer
+                    self._progress.note_load(self.load, len(self._requests), last_answer)
             if self._clock.now() - last_answer > self._terms.patience_s:
-                self._die(EngineDead(f"the vLLM server {self._server.url} has not answered for {self._terms.patience_s:g} s"))
+                self._die(f"has not answered for {self._terms.patience_s:g} s")
                 return
 
-    def _die(self, error: EngineDead) -> None:
+    async def _is_lost(self) -> bool:
+        """Return whether the server is gone, by two looks, and report its death if so."""
+        for _ in range(NUM_LOOKS):
+            if not self._is_dead and await self._server.health(LOOK_TIMEOUT_S) is not Health.GONE:
+                return False
+            await asyncio.sleep(LOOK_INTERVAL_S)
+        self._die("is gone: nothing listens at its port, or its engine is dead")
+        return True
+
+    def _die(self, why: str) -> None:
+        """Report the server's death, once."""
+        if self._is_dead:
+            return
         self._is_dead = True
+        error = EngineDead(f"the vLLM server {self._server.url} {why}")
         for task in self._requests.values():
             task.cancel()
         self._calls.cancel_all()
@@ -241,7 +268,5 @@ def _finish_reason(reason: str | None) -> FinishReason | None:
     match reason:
         case None | "stop" | "length":
             return reason
-        case "abort":
-            return "abort"
         case _:
             return "stop"  # a reason of its own, such as repetition: the text is over

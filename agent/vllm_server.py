@@ -9,6 +9,7 @@ import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from enum import Enum
 from http import HTTPStatus
 from typing import Any, TypeVar
 
@@ -20,6 +21,7 @@ from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, O
 
 CONNECT_TIMEOUT_S = 5.0
 FACTS_TIMEOUT_S = 10.0
+WARM_UP_TOKENS = 64
 RENDER_TIMEOUT_S = 60.0
 T = TypeVar("T")
 
@@ -41,12 +43,24 @@ class ServerFacts:
     splits_output: bool  # it separates reasoning from the text of every chat
 
 
+class Health(Enum):
+    """What a look at a server has shown. ``GONE``: nothing listens at its port, or it says that its engine is dead."""
+
+    HEALTHY = "healthy"
+    SILENT = "silent"
+    GONE = "gone"
+
+
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """The server's load. ``num_steps`` counts the steps of its engine, as far as it counts them."""
+    """The server's load. ``num_steps`` counts the steps of its engine, as far as it counts them.
+
+    ``num_loading`` of the waiting requests wait for blocks of a handoff.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
+    num_loading: int = 0
     kv_cache_usage: float = 0.0
     num_held_blocks: int = 0
     num_steps: int = 0
@@ -84,13 +98,32 @@ class VllmServer:
 
     # ---- the server itself -------------------------------------------------------------------------------------------
 
-    async def is_healthy(self, timeout_s: float) -> bool:
-        """Return True if it answers, and its engine is alive."""
+    async def health(self, timeout_s: float) -> Health:
+        """Look whether it answers, and its engine is alive."""
         try:
             answer = await self._client.get("/health", timeout=timeout_s)
+        except httpx.ConnectError:
+            return Health.GONE
         except httpx.HTTPError:
-            return False
-        return answer.status_code == HTTPStatus.OK
+            return Health.SILENT
+        match answer.status_code:
+            case HTTPStatus.OK:
+                return Health.HEALTHY
+            case HTTPStatus.SERVICE_UNAVAILABLE:
+                return Health.GONE
+        return Health.SILENT
+
+    async def warm_up(self, max_model_len: int) -> None:
+        """Let it compute a small prompt and a token: its first steps compile, and take seconds.
+
+        Raises:
+            KVFerryError: it refuses that, or is lost.
+        """
+        sampling = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        num_tokens = max(1, min(WARM_UP_TOKENS, max_model_len - 2))
+        async with self.generate({"token_ids": [1] * num_tokens, "sampling_params": sampling, "stream": False}) as answers:
+            async for _ in answers:
+                pass
 
     async def facts(self) -> ServerFacts:
         """Ask a healthy server what it serves, and whether it takes token ids.
@@ -129,6 +162,7 @@ class VllmServer:
         return ServerLoad(
             num_running=int(sums.get("vllm:num_requests_running", 0)),
             num_waiting=int(sums.get("vllm:num_requests_waiting", 0)),
+            num_loading=int(sums.get("vllm:num_requests_kv_fetch_by_stage", 0)),
             kv_cache_usage=min(1.0, most.get("vllm:kv_cache_usage_perc", 0.0)),
             num_held_blocks=int(sums.get("vllm:kvferry_held_blocks", 0)),
             num_steps=int(sums.get("vllm:iteration_tokens_total_count", 0)),

@@ -14,11 +14,11 @@ from prometheus_client import CollectorRegistry
 
 from agent.engine import HANDOFF_LEASE_MS, AgentIdentity, VllmEngine, WatchTerms
 from agent.prefill_handler import VllmPrefillHandler
-from agent.vllm_server import ServerFacts, VllmServer
+from agent.vllm_server import Health, ServerFacts, VllmServer
 from core.clock import SystemClock
 from core.config import AgentSection, KVFerryConfig
 from core.connector import WorkerContext
-from core.errors import ConfigError, EngineDead
+from core.errors import ConfigError, EngineDead, RequestError
 from core.ids import RandomIds, new_incarnation
 from core.log import event
 from core.metrics import Metric, WorkerMetrics
@@ -88,11 +88,12 @@ class VllmWorker(WorkerSource):
         section, clock = self._context.config.agent, self._context.clock
         server = self._server = VllmServer(section.engine, read_api_key(section))
         end = clock.now() + section.start_timeout_s
-        while not await server.is_healthy(START_POLL_S * 8):
+        while await server.health(START_POLL_S * 8) is not Health.HEALTHY:
             if clock.now() > end:
                 raise EngineDead(f"agent.engine = {section.engine}: not ready after {section.start_timeout_s:g} s")
             await asyncio.sleep(START_POLL_S)
         self._facts = await server.facts()
+        await self._warm_up(server, self._facts, end - clock.now())
         logger.info(event("vllm_ready", url=section.engine, version=self._facts.version, model=self._facts.model))
 
     async def open(self, events: EngineEvents) -> WorkerParts:
@@ -102,7 +103,11 @@ class VllmWorker(WorkerSource):
         assert server is not None, "it is loaded first"
         config = context.config
         identity = _identity(context, facts)
-        terms = WatchTerms(interval_s=config.agent.watch_interval_s, patience_s=config.agent.patience_s)
+        terms = WatchTerms(
+            interval_s=config.agent.watch_interval_s,
+            patience_s=config.agent.patience_s,
+            load_timeout_s=config.connector.transfer_deadline_s,
+        )
         engine = VllmEngine(server, identity, events, terms, context.clock, context.ids)
         return WorkerParts(
             engine=engine,
@@ -117,6 +122,16 @@ class VllmWorker(WorkerSource):
             metrics=WorkerMetrics(context.metrics, _readings(engine, events)),
             api=engine,
         )
+
+    async def _warm_up(self, server: VllmServer, facts: ServerFacts, timeout_s: float) -> None:
+        """Let the server make its first steps before it has requests: routers would take their time for a stall."""
+        try:
+            async with asyncio.timeout(max(1.0, timeout_s)):
+                await server.warm_up(facts.max_model_len)
+        except TimeoutError:
+            raise EngineDead(f"agent.engine = {server.url}: no answer to a first small request") from None
+        except RequestError as error:  # it serves other requests than ours
+            logger.warning(event("not_warmed_up", error=str(error)))
 
     async def close(self) -> None:
         """Close the connections to the server."""

@@ -288,7 +288,7 @@ class AgentSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     api_key_file: str = ""  # holds the server's API key; empty = $VLLM_API_KEY
     start_timeout_s: Seconds = 1800.0  # until the server is ready: it loads its model
     watch_interval_s: Seconds = 1.0  # between two looks at its health and load
-    patience_s: Seconds = 10.0  # without an answer to such a look; then the agent ends, and waits for the server again
+    patience_s: Seconds = 10.0  # without an answer to such a look; then the agent ends; at once if the server is gone
 
 
 class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

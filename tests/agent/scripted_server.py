@@ -20,11 +20,13 @@ class ScriptedServer:
         self.called = {}  # by path: (status, JSON), or a list of events
         self.token_routes = 200
         self.is_healthy = True
+        self.num_looks = 0  # at its health
         self.thawed = asyncio.Event()  # cleared: it answers nothing
         self.thawed.set()
         self.num_open = 0
         self.num_steps = 0
         self._server = None
+        self._writers = []
 
     async def __aenter__(self):
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", 0)
@@ -34,8 +36,10 @@ class ScriptedServer:
         self.stop()
 
     def stop(self):
-        """Take no more connections."""
+        """Take no more connections, and close those that there are."""
         self._server.close()
+        for writer in self._writers:
+            writer.close()
 
     @property
     def url(self):
@@ -43,6 +47,7 @@ class ScriptedServer:
         return f"http://{host}:{port}"
 
     async def _serve(self, reader, writer):
+        self._writers.append(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while line := await reader.readline():
                 _, path, _ = line.decode().split()
@@ -59,6 +64,7 @@ class ScriptedServer:
     async def _answer(self, path, body, reader, writer):
         match path:
             case "/health":
+                self.num_looks += 1
                 self._whole(writer, 200 if self.is_healthy else 503, {})
             case "/version":
                 self._whole(writer, 200, {"version": "0.32.0"})
@@ -68,6 +74,7 @@ class ScriptedServer:
                 text = (
                     'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
                     'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
+                    'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="in_progress"} 1.0\n'
                     'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kvferry_held_blocks{engine="0"} 7.0\n'
                     f'vllm:iteration_tokens_total_count{{engine="0"}} {self.num_steps}\n'
                 )

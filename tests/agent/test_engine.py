@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from agent.vllm_server import VllmServer
+from agent.vllm_server import Health, VllmServer
 from core.errors import ConfigError, EngineDead
 from core.wire.sampling import SamplingParams
 from tests.agent.running_engine import Running, new_request, tokens
@@ -38,7 +38,7 @@ async def test_the_api_key_is_sent(server):
 async def test_no_proxy_is_asked(server, monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     http = VllmServer(server.url)
-    assert await http.is_healthy(5.0)
+    assert await http.health(5.0) is Health.HEALTHY
     await http.close()
 
 

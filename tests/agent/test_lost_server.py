@@ -1,0 +1,83 @@
+"""A server that is gone, or that ends answers by itself: what the agent tells of it, and how soon."""
+
+import asyncio
+
+import pytest
+
+from agent.vllm_server import Health, VllmServer
+from core.errors import EngineDead
+from tests.agent.running_engine import new_request, tokens
+
+
+async def begin(running, server, answer):
+    """Send a request, and return once the agent has seen a token of its answer."""
+    running.engine.start()
+    server.answers.append(answer)
+    running.engine.submit_add([new_request()])
+    await running.until(lambda: running.outputs)
+
+
+async def leave(server, how):
+    """Let the server be gone, long before the agent's patience of 30 s."""
+    if how == "dead engine":
+        server.is_healthy = False
+    else:
+        server.stop()
+
+
+@pytest.mark.parametrize("how", ["dead engine", "no server"])
+async def test_a_server_that_is_gone_is_lost_at_once(server, running, how):
+    await begin(running, server, [tokens(1), None])
+    await leave(server, how)
+    await running.until(lambda: running.deaths)
+    assert not running.engine.is_alive()
+    with pytest.raises(EngineDead):
+        running.engine.submit_add([new_request("s/0")])
+
+
+@pytest.mark.parametrize("how", ["dead engine", "no server"])
+async def test_a_request_that_finds_the_server_gone_is_answered_by_its_death(server, running, how):
+    await leave(server, how)
+    server.answers.append((500, {"error": {"message": "EngineCore is dead", "code": 500}}))
+    running.engine.submit_add([new_request()])  # nothing watches the server
+    await running.until(lambda: running.deaths)
+    await asyncio.sleep(0.3)
+    assert (len(running.deaths), running.outputs) == (1, [])
+
+
+async def test_one_bad_look_does_not_end_the_server(server, running):
+    server.is_healthy = False
+    assert await running.http.health(5.0) is Health.GONE
+    server.answers.append([tokens(1)])
+    running.engine.submit_add([new_request()])
+    await running.until(lambda: server.num_looks == 2)
+    server.is_healthy = True
+    await running.until(lambda: running.outputs and running.outputs[-1].error)
+    assert (running.deaths, running.engine.is_alive()) == ([], True)
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1])
+async def test_an_answer_that_the_server_aborts_is_a_failure_and_no_short_answer(running, num_tokens):
+    parts = [tokens(7)] * num_tokens + [tokens(finish_reason="abort")]
+    outputs = await running.run(new_request(), parts)
+    assert [output.new_token_ids for output in outputs] == [[7]] * num_tokens + [[]]
+    assert (outputs[-1].finish_reason, outputs[-1].error.code) == ("error", "engine_dead")
+
+
+async def test_a_prompt_that_the_server_aborts_is_a_failure(running):
+    outputs = await running.run(new_request(needs_handoff=True), (200, tokens(finish_reason="abort")))
+    assert (outputs[-1].error.code, outputs[-1].kv_handoff) == ("engine_dead", None)
+
+
+async def test_the_warm_up_is_a_small_request_of_two_steps(server):
+    http = VllmServer(server.url)
+    server.answers.append((200, tokens(1, 2, finish_reason="length")))
+    await http.warm_up(40)
+    await http.close()
+    (body,) = server.bodies
+    assert (len(body["token_ids"]), body["sampling_params"]["max_tokens"], body["stream"]) == (38, 2, False)
+
+
+async def test_loads_of_blocks_are_a_part_of_the_load(server, running):
+    load = await running.http.load(5.0)
+    assert (load.num_waiting, load.num_loading) == (1, 1)
