@@ -59,6 +59,8 @@ class EngineBody:
         found = {name: value for name, value in self.fields.items() if name not in _OF_ROUTER and name != "model"} | changes
         if self.adapter:
             found["model"] = self.adapter
+        elif self.path == MESSAGES:  # where it is required
+            found["model"] = self.fields.get("model")
         return {name: value for name, value in found.items() if value is not None}
 
     def of_router(self) -> ChatCompletionRequest | CompletionRequest:

@@ -77,37 +77,23 @@ def write_tiny_lora(folder: Path, seed: int) -> Path:
 
 
 def write_tiny_tokenizer(folder: Path) -> None:
-    """Write a tokenizer beside a model: the words ``t3``, ``t4`` … are the tokens 3, 4 …, and a chat is its messages' words."""
-    from tokenizers import Tokenizer
-    from tokenizers.models import WordLevel
-    from tokenizers.pre_tokenizers import WhitespaceSplit
+    """Write a tokenizer of bytes beside a model; the words ``t300``, ``t301`` … are tokens of their own.
 
-    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
-    names = [*special.values(), *(f"t{token}" for token in range(len(special), VOCAB_SIZE))]
-    tokenizer = Tokenizer(WordLevel({name: token for token, name in enumerate(names)}, unk_token=names[0]))
-    tokenizer.pre_tokenizer = WhitespaceSplit()  # type: ignore[assignment]
-    tokenizer.save(str(folder / "tokenizer.json"))
-    settings = {
-        **special,
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "chat_template": "{% for message in messages %}{{ message['content'] }} {% endfor %}",
-    }
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
-
-
-def write_tiny_text_tokenizer(folder: Path) -> None:
-    """Write a tokenizer of bytes beside a model, with a chat template that shows tools in the Hermes form."""
+    The chat template shows tools in the Hermes form.
+    """
     from tokenizers import Tokenizer, decoders, pre_tokenizers
     from tokenizers.models import BPE
 
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     special = ["<unk>", "<|im_start|>", "<|im_end|>"]
     vocabulary = {name: token for token, name in enumerate([*special, *alphabet])}
-    vocabulary |= {f"<t{token}>": token for token in range(len(vocabulary), VOCAB_SIZE)}
+    words = {f"t{token}": token for token in range(len(vocabulary), VOCAB_SIZE)}
+    vocabulary |= words
     tokenizer = Tokenizer(BPE(vocab=vocabulary, merges=[], unk_token=special[0]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)  # type: ignore[assignment]
     tokenizer.decoder = decoders.ByteLevel()  # type: ignore[assignment]
     tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(list(words))
     tokenizer.save(str(folder / "tokenizer.json"))
     settings = {
         "unk_token": special[0],

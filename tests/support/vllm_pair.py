@@ -18,6 +18,7 @@ _CPU_LAYOUT = Path(__file__).parents[1] / "vllm/cpu_layout"
 _SERVE = (
     *("--dtype", "float32", "--enforce-eager", "--disable-uvicorn-access-log", "--max-model-len", "1024"),
     *("--block-size", "32", "--num-gpu-blocks-override", "100", "--enable-scale-out", "--enable-prompt-tokens-details"),
+    *("--enable-auto-tool-choice", "--tool-call-parser", "hermes"),
 )
 
 

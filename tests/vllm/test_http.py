@@ -39,11 +39,11 @@ class Router:
 
     def words(self, num_tokens: int = 300) -> list[int]:
         """Return a new prompt."""
-        return [self._random.randrange(5, VOCAB_SIZE) for _ in range(num_tokens)]
+        return [self._random.randrange(300, VOCAB_SIZE) for _ in range(num_tokens)]
 
     def body(self, path: str, prompt: list[int], **fields) -> dict:
         """Return a client's request."""
-        text = " ".join(f"t{token}" for token in prompt)
+        text = "".join(f"t{token}" for token in prompt)
         asked = {"messages": [{"role": "user", "content": text}]} if path == CHAT else {"prompt": prompt}
         rest = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return {"model": MODEL} | asked | rest | fields

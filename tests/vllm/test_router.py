@@ -3,7 +3,6 @@
 import contextlib
 import random
 import time
-from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
 import httpx
@@ -29,14 +28,14 @@ class Cluster:
 
     def words(self, num_tokens=300):
         """Return a new prompt."""
-        return [self._random.randrange(5, VOCAB_SIZE) for _ in range(num_tokens)]
+        return [self._random.randrange(300, VOCAB_SIZE) for _ in range(num_tokens)]
 
     def body(self, prompt, **fields):
         rest = {"max_tokens": 16, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
         return {"model": MODEL, "prompt": prompt} | rest | fields
 
     def chat_body(self, **fields):
-        text = " ".join(f"t{token}" for token in self.words(60))
+        text = "".join(f"t{token}" for token in self.words(60))
         rest = {"max_tokens": 8, "temperature": 0, "ignore_eos": True}
         return {"model": MODEL, "messages": [{"role": "user", "content": text}]} | rest | fields
 
@@ -60,16 +59,20 @@ class Cluster:
         return [choice["token_ids"] for choice in self.alone(COMPLETIONS, body)["choices"]]
 
     @contextlib.contextmanager
-    def loading(self, count):
-        """Check that D loads so many handoffs, and that none fails."""
-        names = ("loads", "failures", "refusals")
+    def loading(self, count, at_least=None):
+        """Check that D loads so many handoffs, and that none fails.
+
+        A choice that comes after another one of its prompt has loaded may find the blocks in D: then ``at_least`` is less.
+        """
+        least = count if at_least is None else at_least
 
         def counts():
-            return Counter({name: int(self.d.metric(f"vllm:kvferry_{name}_total")) for name in names})
+            return [int(self.d.metric(f"vllm:kvferry_{name}_total")) for name in ("loads", "failures", "refusals")]
 
-        expected = counts() + Counter(loads=count)
+        loads, *problems = counts()
+        allowed = [[loads + number, *problems] for number in range(least, count + 1)]
         yield
-        wait_until(lambda: counts() == expected)
+        wait_until(lambda: counts() in allowed)
 
 
 def wait_until(holds):
@@ -133,7 +136,7 @@ def test_a_streamed_answer_is_that_of_vllm_alone(cluster):
 )
 def test_sampling_is_that_of_vllm_alone(cluster, fields):
     body = cluster.body(cluster.words(100), **fields)
-    with cluster.loading(fields.get("n", 1)):
+    with cluster.loading(fields.get("n", 1), at_least=1):
         tokens = cluster.tokens(body)
     assert tokens == cluster.tokens_alone(body)
 
@@ -145,9 +148,11 @@ def test_a_chat_with_logprobs_is_that_of_vllm_alone(cluster):
         assert our["message"]["content"] == their["message"]["content"]
         for one, other in zip(our["logprobs"]["content"], their["logprobs"]["content"], strict=True):
             assert one["logprob"] == pytest.approx(other["logprob"], abs=1e-3)
-            best, others = ([top["token"] for top in each["top_logprobs"]] for each in (one, other))
-            others.remove(one["token"])  # vLLM puts the sampled token first and drops the last one
-            assert [token for token in best if token != one["token"]][: len(others)] == others
+            # A part of a character has no text of its own in vLLM's form.
+            best, others = ([top["token"].replace("\ufffd", "") for top in each["top_logprobs"]] for each in (one, other))
+            sampled = one["token"].replace("\ufffd", "")
+            others.remove(sampled)  # vLLM puts the sampled token first and drops the last one
+            assert [token for token in best if token != sampled][: len(others)] == others
 
 
 def test_eight_requests_at_once(cluster):

@@ -91,3 +91,4 @@ def test_the_engine_gets_neither_the_routers_fields_nor_its_name_for_the_model()
     body = read(tools=TOOLS, timeout_s=3, session_id="s", request_id="r", kv_transfer_params={})
     assert body.for_engine(stream=False, tools=None) == {"messages": [{"role": "user", "content": "hi"}], "stream": False}
     assert read(tools=TOOLS, model="adapter").for_engine()["model"] == "adapter"
+    assert engine_body(MESSAGES, b'{"model": "m"}', "m", splits_output=False).for_engine() == {"model": "m"}
