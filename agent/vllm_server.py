@@ -28,6 +28,7 @@ T = TypeVar("T")
 MAX_EVENT_BYTES = 16 << 20
 _EVENT, _EVENT_END, _LAST_EVENT = b"data: ", b"\n\n", b"data: [DONE]"
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
+_LOADS, _IN_PROGRESS = "vllm:num_requests_kv_fetch_by_stage", 'stage="in_progress"'
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -55,7 +56,7 @@ class Health(Enum):
 class ServerLoad:
     """The server's load. ``num_steps`` counts the steps of its engine, as far as it counts them.
 
-    ``num_loading`` of the waiting requests wait for blocks of a handoff.
+    The blocks of ``num_loading`` of the waiting requests are on their way.
     """
 
     num_running: int = 0
@@ -156,13 +157,16 @@ class VllmServer:
         text = await self._metrics(timeout_s)
         sums: dict[str, float] = {}
         most: dict[str, float] = {}
-        for name, _, value in _SAMPLE.findall(text):
+        num_loading = 0.0
+        for name, labels, value in _SAMPLE.findall(text):
+            if name == _LOADS and _IN_PROGRESS in labels:
+                num_loading += float(value)
             sums[name] = sums.get(name, 0.0) + float(value)
             most[name] = max(most.get(name, 0.0), float(value))
         return ServerLoad(
             num_running=int(sums.get("vllm:num_requests_running", 0)),
             num_waiting=int(sums.get("vllm:num_requests_waiting", 0)),
-            num_loading=int(sums.get("vllm:num_requests_kv_fetch_by_stage", 0)),
+            num_loading=int(num_loading),
             kv_cache_usage=min(1.0, most.get("vllm:kv_cache_usage_perc", 0.0)),
             num_held_blocks=int(sums.get("vllm:kvferry_held_blocks", 0)),
             num_steps=int(sums.get("vllm:iteration_tokens_total_count", 0)),

@@ -74,6 +74,7 @@ class ScriptedServer:
                 text = (
                     'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
                     'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
+                    'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="waiting_to_start"} 4.0\n'
                     'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="in_progress"} 1.0\n'
                     'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kvferry_held_blocks{engine="0"} 7.0\n'
                     f'vllm:iteration_tokens_total_count{{engine="0"}} {self.num_steps}\n'

@@ -78,6 +78,6 @@ async def test_the_warm_up_is_a_small_request_of_two_steps(server):
     assert (len(body["token_ids"]), body["sampling_params"]["max_tokens"], body["stream"]) == (38, 2, False)
 
 
-async def test_loads_of_blocks_are_a_part_of_the_load(server, running):
+async def test_loads_that_have_begun_are_counted_and_no_others(server, running):
     load = await running.http.load(5.0)
     assert (load.num_waiting, load.num_loading) == (1, 1)
