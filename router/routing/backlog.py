@@ -1,0 +1,77 @@
+"""The prompts that one worker has and has not computed yet, and how long a new one would wait for them.
+
+Owns the router's picture of one worker's queue. It is corrected by every completion: what a prompt took longer or shorter than
+predicted ends with it. Callers pass the time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class QueuedPrompt:
+    """One prompt at a worker: how many tokens it has to compute, for how long, and when it is due (router time, ms)."""
+
+    num_new_tokens: int
+    predicted_ms: float
+    due_ms: float
+
+
+@dataclass(slots=True)
+class Backlog:
+    """The uncomputed prompts at one worker. The worker computes one at a time, the one that is due first.
+
+    ``reported_ms`` is the work of other routers there, as the worker reported it at ``reported_at_ms``.
+    """
+
+    prompts: dict[str, QueuedPrompt] = field(default_factory=dict)
+    num_new_tokens: int = 0
+    reported_ms: float = 0.0
+    reported_at_ms: float = 0.0
+    _running: str | None = None
+    _since_ms: float = 0.0
+
+    def add(self, request_id: str, prompt: QueuedPrompt, now_ms: float) -> None:
+        """Record a prompt that was sent to the worker; a known id is replaced."""
+        self.remove(request_id, now_ms)
+        self.prompts[request_id] = prompt
+        self.num_new_tokens += prompt.num_new_tokens
+        if self._running is None:
+            self._running, self._since_ms = request_id, now_ms
+
+    def remove(self, request_id: str, now_ms: float) -> QueuedPrompt | None:
+        """Record that a prompt has been computed or has left otherwise; return it, or None if it is unknown."""
+        prompt = self.prompts.pop(request_id, None)
+        if prompt is None:
+            return None
+        self.num_new_tokens -= prompt.num_new_tokens
+        if request_id == self._running or now_ms - self._since_ms > self._predicted_ms_of_running():
+            self._running = min(self.prompts, key=lambda name: self.prompts[name].due_ms, default=None)
+            self._since_ms = now_ms
+        return prompt
+
+    def report(self, others_ms: float, now_ms: float) -> None:
+        """Record how much work, in ms, the worker has for other routers."""
+        self.reported_ms, self.reported_at_ms = max(0.0, others_ms), now_ms
+
+    def place_of(self, due_ms: float, now_ms: float) -> tuple[float, int]:
+        """Return how many ms a prompt due then would wait, and how many queued prompts it would overtake."""
+        wait_ms = max(0.0, self.reported_ms - (now_ms - self.reported_at_ms)) if self.reported_ms else 0.0
+        num_delayed = 0
+        for name, prompt in self.prompts.items():
+            if name == self._running:
+                wait_ms += max(0.0, prompt.predicted_ms - (now_ms - self._since_ms))
+            elif prompt.due_ms <= due_ms:
+                wait_ms += prompt.predicted_ms
+            else:
+                num_delayed += 1
+        return wait_ms, num_delayed
+
+    def work_ms(self, now_ms: float) -> float:
+        """Return the predicted time until all its prompts are computed."""
+        return self.place_of(float("inf"), now_ms)[0]
+
+    def _predicted_ms_of_running(self) -> float:
+        running = self.prompts.get(self._running) if self._running is not None else None
+        return running.predicted_ms if running is not None else float("inf")

@@ -1,0 +1,75 @@
+"""The router's picture of one worker's queue."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from router.routing.backlog import Backlog, QueuedPrompt
+
+
+def prompt(predicted_ms, due_ms, num_new_tokens=10):
+    return QueuedPrompt(num_new_tokens, predicted_ms, due_ms)
+
+
+def test_a_prompt_waits_for_the_running_one_and_those_due_earlier():
+    backlog = Backlog()
+    backlog.add("running", prompt(100, due_ms=400), 0)
+    backlog.add("early", prompt(50, due_ms=200), 0)
+    backlog.add("late", prompt(70, due_ms=900), 0)
+    assert backlog.place_of(500, now_ms=0) == (150, 1)
+
+
+def test_the_running_prompt_counts_for_what_is_left_of_it():
+    backlog = Backlog()
+    backlog.add("running", prompt(100, 0), 0)
+    assert backlog.work_ms(30) == 70
+    assert backlog.work_ms(500) == 0
+
+
+def test_a_completion_corrects_the_wait():
+    backlog = Backlog()
+    backlog.add("a", prompt(100, 0), 0)
+    backlog.add("b", prompt(40, 1), 0)
+    assert backlog.work_ms(300) == 40
+    backlog.remove("a", 300)
+    assert backlog.work_ms(310) == 30
+
+
+def test_the_prompt_due_first_runs_next():
+    backlog = Backlog()
+    backlog.add("a", prompt(100, 0), 0)
+    backlog.add("long", prompt(1000, 4000), 1)
+    backlog.add("short", prompt(10, 40), 2)
+    backlog.remove("a", 100)
+    assert backlog.place_of(0, 105) == (5, 1)
+
+
+def test_reported_work_of_other_routers_passes_with_time():
+    backlog = Backlog()
+    backlog.report(200, now_ms=1000)
+    assert backlog.work_ms(1050) == 150
+    assert backlog.work_ms(9000) == 0
+
+
+def test_unknown_prompts_are_ignored():
+    assert Backlog().remove("never", 5) is None
+
+
+events = st.lists(st.tuples(st.sampled_from("abcdef"), st.booleans(), st.integers(0, 500), st.integers(0, 2000)), max_size=40)
+
+
+@given(events)
+def test_tokens_and_wait_are_those_of_the_prompts_left(history):
+    backlog, left = Backlog(), {}
+    for now, (name, is_added, predicted, due) in enumerate(history):
+        if is_added:
+            left[name] = prompt(predicted, due, num_new_tokens=predicted)
+            backlog.add(name, left[name], now)
+        else:
+            assert backlog.remove(name, now) == left.pop(name, None)
+        assert backlog.num_new_tokens == sum(item.num_new_tokens for item in left.values())
+        assert 0 <= backlog.work_ms(now) <= sum(item.predicted_ms for item in left.values())
+    for name in left:
+        backlog.remove(name, len(history))
+    assert backlog.work_ms(10**6) == 0
