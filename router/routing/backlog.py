@@ -22,21 +22,24 @@ class QueuedPrompt:
 class Backlog:
     """The uncomputed prompts at one worker. The worker computes one at a time, the one that is due first.
 
-    ``reported_ms`` is the work of other routers there, as the worker reported it at ``reported_at_ms``.
+    If other routers use the worker too, it reports all its work. The report is more complete than this router's own count, but
+    older: the time since then and the prompts placed since then correct it.
     """
 
     prompts: dict[str, QueuedPrompt] = field(default_factory=dict)
     num_new_tokens: int = 0
-    reported_ms: float = 0.0
-    reported_at_ms: float = 0.0
     _running: str | None = None
     _since_ms: float = 0.0
+    _reported_ms: float = 0.0  # at _reported_at_ms; 0 = no report, or an idle worker
+    _reported_at_ms: float = 0.0
+    _unreported: set[str] = field(default_factory=set)  # placed since the report
 
     def add(self, request_id: str, prompt: QueuedPrompt, now_ms: float) -> None:
         """Record a prompt that was sent to the worker; a known id is replaced."""
         self.remove(request_id, now_ms)
         self.prompts[request_id] = prompt
         self.num_new_tokens += prompt.num_new_tokens
+        self._unreported.add(request_id)
         if self._running is None:
             self._running, self._since_ms = request_id, now_ms
 
@@ -46,18 +49,20 @@ class Backlog:
         if prompt is None:
             return None
         self.num_new_tokens -= prompt.num_new_tokens
+        self._unreported.discard(request_id)
         if request_id == self._running or now_ms - self._since_ms > self._predicted_ms_of_running():
             self._running = min(self.prompts, key=lambda name: self.prompts[name].due_ms, default=None)
             self._since_ms = now_ms
         return prompt
 
-    def report(self, others_ms: float, now_ms: float) -> None:
-        """Record how much work, in ms, the worker has for other routers."""
-        self.reported_ms, self.reported_at_ms = max(0.0, others_ms), now_ms
+    def report(self, work_ms: float, now_ms: float) -> None:
+        """Record how much work the worker has, in ms, of this and other routers."""
+        self._reported_ms, self._reported_at_ms = max(0.0, work_ms), now_ms
+        self._unreported.clear()
 
     def place_of(self, due_ms: float, now_ms: float) -> tuple[float, int]:
         """Return how many ms a prompt due then would wait, and how many queued prompts it would overtake."""
-        wait_ms = max(0.0, self.reported_ms - (now_ms - self.reported_at_ms)) if self.reported_ms else 0.0
+        wait_ms = unreported_ms = 0.0
         num_delayed = 0
         for name, prompt in self.prompts.items():
             if name == self._running:
@@ -66,7 +71,11 @@ class Backlog:
                 wait_ms += prompt.predicted_ms
             else:
                 num_delayed += 1
-        return wait_ms, num_delayed
+                continue
+            if name in self._unreported:
+                unreported_ms += prompt.predicted_ms
+        reported_ms = max(0.0, self._reported_ms - (now_ms - self._reported_at_ms))
+        return max(wait_ms, reported_ms + unreported_ms) if reported_ms else wait_ms, num_delayed
 
     def work_ms(self, now_ms: float) -> float:
         """Return the predicted time until all its prompts are computed."""

@@ -2,12 +2,13 @@
 
 The score of a worker, in ms, lowest is best:
 
-    score = wait + own + reuse_weight * own + own * num_delayed
+    score = wait + own * (1 + reuse_weight + num_delayed + PREFERENCE * preference)
 
 ``wait`` is the time until the worker begins the prompt, ``own`` the time to compute it there: their sum is the predicted time
 to the first token. The rest is the externality. A prompt that misses the cache takes capacity from all later prompts, whatever
 worker they get, so its own time counts ``reuse_weight`` times more. If the worker serves short prompts first, the prompt also
-delays the ``num_delayed`` queued ones that it overtakes, each by its own time.
+delays the ``num_delayed`` queued ones that it overtakes, each by its own time. The last term differs between routers: two
+routers that see the same two idle workers would otherwise both send their next prompt to the first one.
 
 The time of a prefill has a part for each step, a part for each token (linear layers), and a part for each pair of a new token
 and one that it attends to. With ``hit`` cached tokens and ``new`` others there are ``new * (hit + new / 2)`` pairs.
@@ -18,6 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 REUSE_WEIGHT = 2.0  # flat between 1 and 4: see docs/routing.md
+PREFERENCE = 0.2  # of the own time: how much a router's preference among similar workers counts
 PATIENCE = 4.0  # an overtaken prompt waits at most about this multiple of its own time more than in order of arrival
 
 
@@ -34,9 +36,19 @@ class PrefillTime:
         return self.base_ms + num_new * (self.token_ms + self.pair_ms * (num_hit + num_new / 2))
 
 
-def score(wait_ms: float, own_ms: float, num_delayed: int, reuse_weight: float = REUSE_WEIGHT) -> float:
+def score(
+    wait_ms: float, own_ms: float, num_delayed: int, preference: float = 0.0, reuse_weight: float = REUSE_WEIGHT
+) -> float:
     """Return the cost of a placement, in ms: its predicted time to the first token and its externality."""
-    return wait_ms + own_ms * (1.0 + reuse_weight + num_delayed)
+    return wait_ms + own_ms * (1.0 + reuse_weight + num_delayed + PREFERENCE * preference)
+
+
+def preference_of(worker_rank: int, router_rank: int, num_routers: int) -> float:
+    """Return this router's dislike of a worker: 0 for its share of the workers, 1 for the others'.
+
+    Ranks are places in an order that all routers know, from 0. A single router likes all workers.
+    """
+    return 0.0 if worker_rank % num_routers == router_rank else 1.0
 
 
 def patience_ms(own_ms: float, patience: float = PATIENCE) -> float:

@@ -45,11 +45,26 @@ def test_the_prompt_due_first_runs_next():
     assert backlog.place_of(0, 105) == (5, 1)
 
 
-def test_reported_work_of_other_routers_passes_with_time():
+def test_reported_work_passes_with_time():
     backlog = Backlog()
     backlog.report(200, now_ms=1000)
     assert backlog.work_ms(1050) == 150
     assert backlog.work_ms(9000) == 0
+
+
+def test_a_report_counts_own_prompts_once():
+    backlog = Backlog()
+    backlog.add("before", prompt(100, 0), 0)
+    backlog.report(300, now_ms=0)
+    backlog.add("after", prompt(50, 1), 10)
+    assert backlog.work_ms(10) == 340
+
+
+def test_an_idle_report_leaves_the_own_count():
+    backlog = Backlog()
+    backlog.report(0, now_ms=0)
+    backlog.add("a", prompt(100, 0), 5)
+    assert backlog.work_ms(15) == 90
 
 
 def test_unknown_prompts_are_ignored():

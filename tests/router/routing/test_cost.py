@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.cost import PrefillTime, patience_ms, score
+from router.routing.cost import PREFERENCE, PrefillTime, patience_ms, preference_of, score
 
 TIME = PrefillTime(12, 0.05337, 2.30e-6)
 tokens = st.integers(0, 200_000)
@@ -31,7 +31,7 @@ def test_computing_in_two_parts_costs_one_more_base(first, second):
 
 @given(st.floats(0, 1e6), st.floats(0, 1e6), st.integers(0, 50), st.floats(0, 10))
 def test_score_is_at_least_the_time_to_the_first_token(wait, own, delayed, weight):
-    assert score(wait, own, delayed, weight) >= wait + own
+    assert score(wait, own, delayed, reuse_weight=weight) >= wait + own
 
 
 def test_a_miss_costs_more_than_the_wait_it_avoids():
@@ -39,8 +39,17 @@ def test_a_miss_costs_more_than_the_wait_it_avoids():
 
 
 def test_overtaking_costs_the_own_time_of_each_overtaken_prompt():
-    assert score(0, 100, 3, 0) - score(0, 100, 1, 0) == 200
+    assert score(0, 100, 3) - score(0, 100, 1) == 200
 
 
 def test_longer_prompts_are_due_later():
     assert patience_ms(100) < patience_ms(200)
+
+
+@given(st.integers(1, 5), st.integers(0, 30))
+def test_each_worker_is_preferred_by_one_router(num_routers, worker):
+    assert [preference_of(worker, rank, num_routers) for rank in range(num_routers)].count(0.0) == 1
+
+
+def test_a_preference_counts_less_than_the_own_time():
+    assert 0 < score(0, 100, 0, preference=1.0) - score(0, 100, 0) == pytest.approx(PREFERENCE * 100)
