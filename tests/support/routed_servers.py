@@ -9,15 +9,23 @@ import urllib.error
 import urllib.request
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from core.errors import StartFailed
 from kvferry.cluster_plan import free_ports
-from tests.support.vllm_server import MODEL, VllmServer
+from tests.support.vllm_server import MODEL
 
 _ROOT = Path(__file__).parents[2]
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 20.0
+
+
+class HasUrl(Protocol):
+    """A server, or a relay to one."""
+
+    @property
+    def base_url(self) -> str:
+        """Of the API."""
 
 
 class RoutedServers:
@@ -26,7 +34,7 @@ class RoutedServers:
     The servers are not its own.
     """
 
-    def __init__(self, folder: Path, model: Path, roles: Mapping[str, tuple[VllmServer, str]], *settings: str) -> None:
+    def __init__(self, folder: Path, model: Path, roles: Mapping[str, tuple[HasUrl, str]], *settings: str) -> None:
         self._folder = folder
         self._roles = roles
         self._options = ["--model", str(model), "--served-model-name", MODEL]
@@ -46,13 +54,30 @@ class RoutedServers:
 
     def start(self) -> Self:
         """Start all; return when the router has a route."""
-        self._spawn("router", "--port", str(self._port), "--worker-address", self._worker_address)
-        for name in self._roles:
-            self.start_agent(name)
+        self.start_missing()
         for name in self._roles:
             self.wait_for_agent(name)
         self.wait_for(f"{self.base_url}/ready")
         return self
+
+    def start_missing(self) -> None:
+        """Start the router and agents that do not run."""
+        for name in ("router", *self._roles):
+            process = self._processes.get(name)
+            if process is None or process.poll() is not None:
+                self.start_router() if name == "router" else self.start_agent(name)
+
+    def start_router(self) -> None:
+        """Start the router, at the addresses that it had before."""
+        self._spawn("router", "--port", str(self._port), "--worker-address", self._worker_address)
+
+    def ops_url(self, name: str) -> str:
+        """Return the address of the operations port of an agent, or of the router."""
+        return self.base_url if name == "router" else f"http://127.0.0.1:{self._ops_ports[name]}"
+
+    def pid(self, name: str) -> int:
+        """Of a process that runs."""
+        return self._processes[name].pid
 
     def start_agent(self, name: str) -> None:
         """Start an agent."""

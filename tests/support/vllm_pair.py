@@ -32,25 +32,39 @@ def write_served_model(folder: Path) -> Path:
 @contextlib.contextmanager
 def vllm_pair(folder: Path, model: Path, settings: Mapping[str, Any]) -> Iterator[tuple[VllmServer, VllmServer]]:
     """Yield P and D, which serve. ``settings`` are the plug-in's, by their full names."""
+    with vllm_servers(folder, model, {"p": settings, "d": settings}) as made:
+        yield made["p"], made["d"]
+
+
+@contextlib.contextmanager
+def vllm_servers(
+    folder: Path, model: Path, settings: Mapping[str, Mapping[str, Any]], connector: Path | None = None, **variables: str
+) -> Iterator[dict[str, VllmServer]]:
+    """Yield servers by name, which serve; ``settings`` are the plug-in's, by their full names.
+
+    ``connector`` is the file of another connector, a variant of ours; ``variables`` are added to the environment.
+    """
     unpacked = unpack_wheel(build_wheel(folder / "built"), folder / "unpacked")
-    environment = {"PYTHONPATH": os.pathsep.join([str(unpacked), str(_CPU_LAYOUT)])}
-    ports = free_ports(4)
-    made = []
-    for name, port, control_port in zip("pd", ports[:2], ports[2:], strict=True):
-        transfer = {
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, (unpacked, _CPU_LAYOUT, *([connector.parent] if connector else []))))}
+    ports = free_ports(2 * len(settings))
+    made = {}
+    for (name, extra), port, control_port in zip(settings.items(), ports[::2], ports[1::2], strict=True):
+        config: dict[str, Any] = {
             "kv_connector": "KvferryConnector",
             "kv_role": "kv_both",
             "kv_load_failure_policy": "recompute",
-            "kv_connector_extra_config": {**settings, "kvferry.port": control_port},
+            "kv_connector_extra_config": {"kvferry.port": control_port, **extra},
         }
-        arguments = [*_SERVE, "--kv-transfer-config", json.dumps(transfer)]
-        made.append(VllmServer(folder / f"{name}.log", model, port, arguments, environment))
+        if connector is not None:
+            config["kv_connector_module_path"] = connector.stem
+        arguments = [*_SERVE, "--kv-transfer-config", json.dumps(config)]
+        made[name] = VllmServer(folder / f"{name}.log", model, port, arguments, environment | variables)
     try:
-        for server in made:
+        for server in made.values():
             server.start()
-        for server in made:
+        for server in made.values():
             server.wait()
-        yield made[0], made[1]
+        yield made
     finally:
-        for server in made:
+        for server in made.values():
             server.kill()

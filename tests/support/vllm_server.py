@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.errors import StartFailed
@@ -73,7 +74,7 @@ class VllmServer:
             StartFailed: it ended, or did not serve in time.
         """
         deadline = time.monotonic() + START_TIMEOUT_S
-        while not self._is_healthy():
+        while not self.is_healthy():
             if self._running.poll() is not None or time.monotonic() > deadline:
                 raise StartFailed(f"vllm serve did not start; the end of its log:\n{self.log()[-4000:]}")
             time.sleep(_POLL_S)
@@ -94,6 +95,17 @@ class VllmServer:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
+
+    @property
+    def pids(self) -> list[int]:
+        """Of all its processes."""
+        return [self._running.pid, *(child.pid for child in psutil.Process(self._running.pid).children(recursive=True))]
+
+    def process(self, title: str) -> psutil.Process:
+        """Return the child process with this in its title: ``EngineCore``, ``Worker``."""
+        children = psutil.Process(self._running.pid).children(recursive=True)
+        (found,) = [child for child in children if any(title in word for word in child.cmdline())]
+        return found
 
     def log(self) -> str:
         """Return what the processes have written."""
@@ -121,7 +133,8 @@ class VllmServer:
         assert self._process is not None, "it has been started"
         return self._process
 
-    def _is_healthy(self) -> bool:
+    def is_healthy(self) -> bool:
+        """Return whether it answers, and its engine is alive."""
         try:
             with urllib.request.urlopen(f"{self.base_url}/health", timeout=5) as response:
                 return bool(response.status == 200)

@@ -16,6 +16,7 @@ from tests.support.tiny_models import VOCAB_SIZE, write_tiny_llama
 from tests.support.vllm_engine import REMOTE_DECODE, EngineFailed, VllmEngine, vllm_python
 from tests.support.vllm_pair import vllm_pair, write_served_model
 from tests.support.vllm_server import VllmServer
+from tests.vllm.relayed_cluster import RelayedCluster, relayed_cluster
 
 LEASE_S, DEADLINE_S = 2.0, 3.0
 WAIT_S = 30.0
@@ -210,3 +211,19 @@ def servers(tmp_path_factory, served_model) -> Iterator[tuple[VllmServer, VllmSe
     """Yield two ``vllm serve`` with the plug-in from its wheel, P and D, which serve."""
     with vllm_pair(tmp_path_factory.mktemp("http"), served_model, settings("tcp", lease_s=HTTP_LEASE_S)) as pair:
         yield pair
+
+
+@pytest.fixture(scope="session")
+def lasting_fault_cluster(tmp_path_factory, served_model) -> Iterator[RelayedCluster]:
+    """Yield two prefill and two decode servers with their router, and relays before the plug-in of ``p0``."""
+    with relayed_cluster(tmp_path_factory.mktemp("four"), served_model, settings("tcp", lease_s=HTTP_LEASE_S)) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def faulty(lasting_fault_cluster, request) -> Iterator[RelayedCluster]:
+    """Yield these servers; afterwards they are whole and hold nothing."""
+    lasting_fault_cluster.name, lasting_fault_cluster.measured = request.node.name, request.node.user_properties
+    yield lasting_fault_cluster
+    lasting_fault_cluster.make_whole()
+    lasting_fault_cluster.assert_whole()
