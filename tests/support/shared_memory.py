@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
 import time
+from collections.abc import Iterable
+from pathlib import Path
 
 _TIMEOUT_S = 30.0
 _POLL_S = 0.02
+_MAPPED = re.compile(r" /dev/shm/(\S+)$", re.MULTILINE)  # without those that are deleted
 
 
 def files() -> set[str]:
@@ -22,3 +27,18 @@ def left_since(before: set[str]) -> set[str]:
         time.sleep(_POLL_S)
         left &= files()
     return left
+
+
+def mapped_by(pids: Iterable[int]) -> set[str]:
+    """Return the names of what processes have mapped; those that have ended have nothing."""
+    found: set[str] = set()
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            found.update(_MAPPED.findall(Path(f"/proc/{pid}/maps").read_text()))
+    return found
+
+
+def remove(names: Iterable[str]) -> None:
+    """Remove what processes that were killed have left."""
+    for name in names:
+        Path("/dev/shm", name).unlink(missing_ok=True)

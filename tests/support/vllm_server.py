@@ -22,6 +22,7 @@ import psutil
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.errors import StartFailed
+from tests.support import shared_memory
 from tests.support.vllm_engine import CPU_ENVIRONMENT, vllm_python
 
 MODEL = "tiny"  # its name in requests
@@ -48,6 +49,7 @@ class VllmServer:
         ]
         self._environment = os.environ | CPU_ENVIRONMENT | (environment or {})
         self._process: subprocess.Popen[bytes] | None = None
+        self._shared_memory: set[str] = set()  # names in /dev/shm
 
     @property
     def base_url(self) -> str:
@@ -78,6 +80,7 @@ class VllmServer:
             if self._running.poll() is not None or time.monotonic() > deadline:
                 raise StartFailed(f"vllm serve did not start; the end of its log:\n{self.log()[-4000:]}")
             time.sleep(_POLL_S)
+        self._note_shared_memory()
         return self
 
     def freeze(self) -> None:
@@ -89,12 +92,20 @@ class VllmServer:
         os.killpg(self._running.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End all processes at once. Idempotent."""
+        """End all processes at once, and remove the shared memory that they leave. Idempotent."""
+        if self._process is None:
+            return
+        self._note_shared_memory()
         process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        shared_memory.remove(self._shared_memory)
+        self._shared_memory = set()
+
+    def _note_shared_memory(self) -> None:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            self._shared_memory |= shared_memory.mapped_by(self.pids)
 
     @property
     def pids(self) -> list[int]:

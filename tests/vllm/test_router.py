@@ -203,6 +203,7 @@ def test_an_agent_that_is_drained_finishes_what_runs(cluster):
         cluster.tokens(cluster.body(cluster.words()))
 
 
+@pytest.mark.full  # test_router_faults.py freezes engine cores; tests/agent freezes a server until its agent ends
 def test_a_request_goes_on_when_p_freezes(cluster):
     body = cluster.body(cluster.words())
     cluster.p.freeze()
