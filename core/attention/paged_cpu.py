@@ -1,15 +1,16 @@
-"""The CPU backend: decode rows through the row kernel, prefill chunks by gather and tiles, in any mixture.
+"""The CPU backend: decode rows through a kernel without copies, prefill chunks by gather and tiles, in any mixture.
 
 Owns: the split of a batch between the two kernels. Does not know: how either of them works.
 
-The rule: a sequence with one query goes to ``DecodeRows`` if the pool is fp32, everything else to ``GatherKernel``. The row
-kernel was the fastest of all candidates at every batch size (1 to 16) and context (256 to 4096) that was measured, so the
-rule needs no thresholds. bf16 pools decode by gather + SDPA: ``sampled_addmm`` has no bf16 on the CPU.
+The rule: a sequence with one query goes to ``CompiledDecode`` if it was built and takes the heads, else to ``DecodeRows`` if
+the pool is fp32 (``sampled_addmm`` has no bf16 on the CPU), everything else to ``GatherKernel``. In this order they were the
+fastest at every batch size (1 to 16) and context (256 to 4096) that was measured, so the rule needs no thresholds.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from core.attention.base import (
     PagedKVCache,
     split_sequences,
 )
+from core.attention.compiled_decode import CompiledDecode, CompiledDecodeIndex, can_compile_decode
 from core.attention.decode_rows import DecodeIndex, DecodeRows
 from core.attention.gathered import GatherIndex, GatherKernel
 
@@ -32,7 +34,7 @@ from core.attention.gathered import GatherIndex, GatherKernel
 class MaskedStep:
     """One step under one mask. ``decode_rows``: int64, the query rows of the decode sequences, or None if all rows are."""
 
-    decode: DecodeIndex | None
+    decode: CompiledDecodeIndex | DecodeIndex | None
     decode_rows: Tensor | None
     gathers: list[GatherIndex]
 
@@ -51,11 +53,12 @@ class PagedCpuBackend(AttentionBackend):
     name = "paged_cpu"
     preferred_layout = KVLayout.HND
     device_types = frozenset({"cpu"})
+    may_be_compiled: ClassVar[bool] = True  # False: decode by torch's operators even where the C kernel was built
 
     def __init__(self, cache: PagedKVCache) -> None:
         super().__init__(cache)
         self._gather = GatherKernel(cache)
-        self._decode = DecodeRows(cache) if cache.dtype is torch.float32 else None
+        self._decode = _decode_kernel(cache, self.may_be_compiled)
 
     def plan(self, batch: AttentionBatch) -> PagedCpuPlan:
         """See ``AttentionBackend.plan``."""
@@ -77,9 +80,14 @@ class PagedCpuBackend(AttentionBackend):
             self._gather.attend(layer, query[index.rows], spec.scale, index, output[index.rows])
         return output
 
-    def _attend_decode(self, layer: int, query: Tensor, scale: float, index: DecodeIndex) -> Tensor:
+    def _attend_decode(self, layer: int, query: Tensor, scale: float, index: CompiledDecodeIndex | DecodeIndex) -> Tensor:
+        exact = query.to(self.cache.dtype)
+        if isinstance(self._decode, CompiledDecode):
+            assert isinstance(index, CompiledDecodeIndex)
+            return self._decode.attend(layer, exact, index).to(query.dtype)
         assert self._decode is not None
-        return self._decode.attend(layer, query.to(self.cache.dtype), scale, index).to(query.dtype)
+        assert isinstance(index, DecodeIndex)
+        return self._decode.attend(layer, exact, scale, index).to(query.dtype)
 
     def _masked_step(self, sequences: list[BatchedSequence], spec: AttentionSpec) -> MaskedStep:
         decoding = [s for s in sequences if s.num_queries == 1] if self._decode is not None else []
@@ -87,3 +95,9 @@ class PagedCpuBackend(AttentionBackend):
         decode = self._decode.index(decoding, spec) if self._decode is not None and decoding else None
         rows = torch.tensor([s.query_start for s in decoding]) if gathered and decoding else None
         return MaskedStep(decode, rows, [self._gather.index(s, spec) for s in gathered])
+
+
+def _decode_kernel(cache: PagedKVCache, may_be_compiled: bool) -> CompiledDecode | DecodeRows | None:
+    if may_be_compiled and can_compile_decode(cache):
+        return CompiledDecode(cache)
+    return DecodeRows(cache) if cache.dtype is torch.float32 else None

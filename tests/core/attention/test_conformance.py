@@ -20,6 +20,10 @@ from core.attention.varlen import VarlenBackend
 from tests.support.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
 
 
+class UncompiledCpuBackend(PagedCpuBackend):
+    may_be_compiled = False
+
+
 class StandInVarlenBackend(VarlenBackend):
     kernel = documented_varlen_attn
 
@@ -33,6 +37,8 @@ BACKENDS = [
     pytest.param(SdpaBackend, KVLayout.NHD, id="sdpa-NHD"),
     pytest.param(PagedCpuBackend, KVLayout.HND, id="paged_cpu-HND"),
     pytest.param(PagedCpuBackend, KVLayout.NHD, id="paged_cpu-NHD"),
+    pytest.param(UncompiledCpuBackend, KVLayout.HND, id="paged_cpu-uncompiled-HND"),
+    pytest.param(UncompiledCpuBackend, KVLayout.NHD, id="paged_cpu-uncompiled-NHD"),
     pytest.param(StandInVarlenBackend, KVLayout.NHD, id="varlen-NHD"),
     pytest.param(StandInPagesBackend, KVLayout.NHD, id="pages-NHD"),
     pytest.param(BatchedSdpaBackend, KVLayout.NHD, id="gather-NHD"),
