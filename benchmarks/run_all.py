@@ -61,6 +61,8 @@ BENCHMARKS = (
     Benchmark("encoder"),
     Benchmark("photographs"),
     Benchmark("through_router"),
+    Benchmark("structured"),
+    Benchmark("schema_corpus"),
     Benchmark("first_minutes"),
     Benchmark("cluster"),
     Benchmark("router_attack"),
