@@ -40,6 +40,7 @@ CHART_OWNED = {
     "KVStoreSection": {"address", "bind_address", "ops_host", "ops_port", "disk_path", "redis_url", "redis_password"},
     "ECConnectorSection": {"kvstore_address"},
     "LMCacheSection": {"server_address", "http_address"},
+    "AgentSection": {"engine", "api_key_file"},
 }
 CHART_OWNED_SECTIONS = {"local", "security"}
 
@@ -126,6 +127,31 @@ def role(*kinds: str, **more: Schema) -> Schema:
         pdb=closed(enabled=FLAG, maxUnavailable={"type": ["integer", "string"]}),
         autoscaling=autoscaling(),
         **more,
+    )
+
+
+def vllm_role(*kinds: str) -> Schema:
+    """Return a role that vLLM engines may have."""
+    return role(*kinds, vllm=closed(tensorParallelSize=POSITIVE, arguments={"type": "array", "items": TEXT}, nodes=POSITIVE))
+
+
+def vllm() -> Schema:
+    """Return the values of vLLM engines."""
+    return closed(
+        image=image(),
+        plugin=image(),
+        port=PORT,
+        arguments={"type": "array", "items": TEXT},
+        settings=ANYTHING,
+        tmpSize=SIZE,
+        agent=closed(
+            enabled=FLAG,
+            resources=closed(
+                requests={"type": "object", "additionalProperties": QUANTITY},
+                limits={"type": "object", "additionalProperties": QUANTITY},
+            ),
+        ),
+        proxy=closed(image=image()),
     )
 
 
@@ -309,9 +335,11 @@ def build() -> Schema:
             ),
             router=role(*kinds, service=service, endpointDelaySeconds=COUNT),
             encode=role(*kinds),
-            prefill=role(*kinds),
-            decode=role(*kinds),
-            aggregated=role(*kinds),
+            prefill=vllm_role(*kinds),
+            decode=vllm_role(*kinds),
+            aggregated=vllm_role(*kinds),
+            engine=one_of("kvferry", "vllm"),
+            vllm=vllm(),
             **stores(),
             **hardware(),
             **trust(),

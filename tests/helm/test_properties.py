@@ -12,7 +12,17 @@ from core.config import load_config
 pytestmark = pytest.mark.slow
 
 WORKLOADS = ("Deployment", "StatefulSet")
-PRESETS = ("cpu-minimal", "gpu-single-node", "gpu-rdma", "lmcache-server", "external-redis", "store-sidecar", "ha", "vision")
+PRESETS = (
+    "cpu-minimal",
+    "gpu-single-node",
+    "gpu-rdma",
+    "lmcache-server",
+    "external-redis",
+    "store-sidecar",
+    "ha",
+    "vision",
+    "vllm-1p1d",
+)
 
 
 def pods(helm, preset):

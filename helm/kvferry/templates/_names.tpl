@@ -159,7 +159,12 @@ known: change security.revision by hand there. */}}
 {{/* How long a Deployment waits for a new pod: as long as its startup probe allows, and a minute to be placed. */}}
 {{- define "kvferry.startSeconds" -}}
 {{- $probe := dig "probes" "startup" dict (index .root.Values .role) -}}
-{{- add (mul (dig "periodSeconds" 5 $probe) (dig "failureThreshold" 180 $probe)) (dig "initialDelaySeconds" 0 $probe) 60 -}}
+{{- add (mul (dig "periodSeconds" 5 $probe) (dig "failureThreshold" (include "kvferry.startTries" . | int) $probe)) (dig "initialDelaySeconds" 0 $probe) 60 -}}
+{{- end -}}
+
+{{/* How often the startup probe asks by default: vLLM compiles, and may load a model of many gigabytes. */}}
+{{- define "kvferry.startTries" -}}
+{{- ternary 360 180 (eq (include "kvferry.isVllm" .) "true") -}}
 {{- end -}}
 
 {{/* The port of an http or https address. */}}
@@ -172,4 +177,18 @@ known: change security.revision by hand there. */}}
 {{- define "kvferry.usesNixl" -}}
 {{- $config := include "kvferry.config" . | fromYaml -}}
 {{- if has "nixl" $config.connector.transports -}}true{{- end -}}
+{{- end -}}
+
+{{/* The ports by which decode pods read from prefill pods, as a list of a NetworkPolicy. Sockets of vLLM's ranks have free ports. */}}
+{{- define "kvferry.dataPorts" -}}
+{{- $ports := .root.Values.ports -}}
+{{- if include "kvferry.isVllm" . -}}
+- {protocol: TCP, port: 1024, endPort: 65535}
+{{- else -}}
+- {protocol: TCP, port: {{ $ports.control }}}
+- {protocol: TCP, port: {{ $ports.data }}}
+{{- if eq (include "kvferry.usesNixl" .) "true" }}
+- {protocol: TCP, port: {{ $ports.ucx.first }}, endPort: {{ $ports.ucx.last }}}
+{{- end }}
+{{- end -}}
 {{- end -}}

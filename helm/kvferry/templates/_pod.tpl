@@ -41,7 +41,11 @@ spec:
     {{- . | nindent 4 }}
   {{- end }}
   containers:
+    {{- if and (include "kvferry.isVllm" .) (or .headless (not (include "kvferry.hasAgent" .))) }}
+    - {{- include "kvferry.vllmMain" . | nindent 6 }}
+    {{- else }}
     - {{- include "kvferry.mainContainer" . | nindent 6 }}
+    {{- end }}
   volumes:
     {{- include "kvferry.volumes" . | nindent 4 }}
 {{- end -}}
@@ -135,7 +139,11 @@ lifecycle:
 securityContext:
   {{- include "kvferry.containerSecurity" . | nindent 2 }}
 resources:
+  {{- if include "kvferry.hasAgent" . }}
+  {{- toYaml $root.Values.vllm.agent.resources | nindent 2 }}
+  {{- else }}
   {{- include "kvferry.resources" (dict "root" $root "values" $values "isRdma" $isRdma) | nindent 2 }}
+  {{- end }}
 volumeMounts:
   {{- include "kvferry.mounts" . | nindent 2 }}
 {{- end -}}
@@ -143,11 +151,14 @@ volumeMounts:
 {{- define "kvferry.args" -}}
 {{- $command := list .role -}}
 {{- if eq .role "aggregated" -}}{{- $command = list "decode" "--aggregated" -}}{{- end -}}
+{{- if include "kvferry.hasAgent" . -}}
+{{- $command = list "agent" "--role" .role "--engine" (printf "http://127.0.0.1:%s" (include "kvferry.vllmPort" .)) -}}
+{{- end -}}
 {{- $command = concat $command (list "--config" "/etc/kvferry/config.yaml") -}}
 {{- if has .role (list "encode" "prefill" "decode" "aggregated") -}}
 {{- $command = concat $command (list "--engine-id" "$(POD_NAME)") -}}
 {{- end -}}
-{{- if has .role (list "encode" "prefill") -}}
+{{- if and (has .role (list "encode" "prefill")) (not (include "kvferry.isVllm" .)) -}}
 {{- $command = concat $command (list "--advertise-host" "$(POD_IP)") -}}
 {{- end -}}
 {{- if eq .role "kvstore" -}}
@@ -208,7 +219,7 @@ volumeMounts:
 - {name: store, containerPort: {{ $ports.store }}}
 - {name: ops, containerPort: {{ $ports.ops }}}
 {{- else }}
-{{- if has .role (list "encode" "prefill") }}
+{{- if and (has .role (list "encode" "prefill")) (not (include "kvferry.isVllm" .)) }}
 - {name: control, containerPort: {{ $ports.control }}}
 - {name: data, containerPort: {{ $ports.data }}}
 {{- end }}
@@ -221,7 +232,7 @@ volumeMounts:
 {{- $given := default dict (index .root.Values .role).probes -}}
 {{- $started := ternary "/started" "/health" (has .role (list "encode" "prefill" "decode" "aggregated")) -}}
 {{- $defaults := dict
-      "startup" (dict "path" $started "periodSeconds" 5 "failureThreshold" 180)
+      "startup" (dict "path" $started "periodSeconds" 5 "failureThreshold" (include "kvferry.startTries" . | int))
       "readiness" (dict "path" "/ready" "periodSeconds" 2 "failureThreshold" 2)
       "liveness" (dict "path" "/health" "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) -}}
 {{- range $name := list "startup" "readiness" "liveness" }}
@@ -271,7 +282,11 @@ volumeMounts:
 - name: config
   configMap: {name: {{ include "kvferry.roleName" . }}}
 - name: tmp
-  emptyDir: {sizeLimit: 1Gi}
+  emptyDir: {sizeLimit: {{ ternary $values.vllm.tmpSize "1Gi" (eq (include "kvferry.isVllm" .) "true") }}}
+{{- if include "kvferry.hasPlugin" . }}
+- name: plugin
+  emptyDir: {sizeLimit: 64Mi}
+{{- end }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.shmSize" . }}}
 {{- if ne .role "kvstore" }}
@@ -309,7 +324,7 @@ volumeMounts:
 {{- $root := .root -}}
 {{- $values := $root.Values -}}
 {{- $config := include "kvferry.config" . | fromYaml -}}
-{{- $isWorker := has .role (include "kvferry.workers" $root | fromJsonArray) -}}
+{{- $isWorker := and (has .role (include "kvferry.workers" $root | fromJsonArray)) (not (include "kvferry.isVllm" .)) -}}
 {{- if and (or $isWorker (eq .role "router")) $values.modelCache.fetch (not $values.modelCache.readOnly) }}
 - name: fetch-model
   image: {{ include "kvferry.image" (dict "image" $values.image "default" $root.Chart.AppVersion) }}
@@ -335,4 +350,7 @@ volumeMounts:
     {{- include "kvferry.mounts" . | nindent 4 }}
 {{- end }}
 {{- include "kvferry.sidecars" . }}
+{{- if include "kvferry.isVllm" . }}
+{{- include "kvferry.vllmInitContainers" . }}
+{{- end }}
 {{- end -}}

@@ -1,7 +1,8 @@
 {{/* What a JSON schema cannot say: values that do not go together. Every message says what to change. */}}
 {{- define "kvferry.validate" -}}
 {{- $workers := include "kvferry.kvWorkers" . | fromJsonArray -}}
-{{- if not .Values.router.enabled -}}
+{{- include "kvferry.validateEngine" . -}}
+{{- if not (or .Values.router.enabled (eq .Values.engine "vllm")) -}}
 {{- fail "router.enabled: workers need a router to register with; leave it on" -}}
 {{- end -}}
 {{- if ne .Values.prefill.enabled .Values.decode.enabled -}}
@@ -141,10 +142,10 @@
 {{- $checked := dict "role" .role "values" $values "config" $config "root" .root -}}
 {{- include "kvferry.validateWorkload" $checked -}}
 {{- include "kvferry.validateSettings" $checked -}}
-{{- if has .role (list "encode" "prefill" "decode" "aggregated") -}}
+{{- if and (has .role (list "encode" "prefill" "decode" "aggregated")) (not (include "kvferry.isVllm" .)) -}}
 {{- include "kvferry.validateDevices" $checked -}}
 {{- end -}}
-{{- if has .role (list "prefill" "decode" "aggregated") -}}
+{{- if and (has .role (list "prefill" "decode" "aggregated")) (not (include "kvferry.isVllm" .)) -}}
 {{- include "kvferry.validateMemory" $checked -}}
 {{- end -}}
 {{- if and .root.Values.rdma.enabled (ne (include "kvferry.usesNixl" .) "true") (has .role (list "prefill" "decode")) -}}

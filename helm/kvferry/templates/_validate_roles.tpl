@@ -6,7 +6,7 @@
 {{- $common := dict -}}
 {{- range $role := concat (include "kvferry.kvWorkers" . | fromJsonArray) (ternary (list "encode") list .Values.encode.enabled) (list "router") -}}
 {{- $config := include "kvferry.config" (dict "root" $ "role" $role) | fromYaml -}}
-{{- $found := dict "model.name" $config.model.name -}}
+{{- $found := dict "model.name" $config.model.name "model.served_name" (default $config.model.name $config.model.served_name) -}}
 {{- if has $role (list "prefill" "decode") -}}
 {{- $_ := set $found "model.dtype" (dig "model" "dtype" "auto" $config) -}}
 {{- $_ := set $found "connector.name" (dig "connector" "name" "p2p" $config) -}}

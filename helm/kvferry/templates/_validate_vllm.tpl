@@ -1,0 +1,78 @@
+{{/* Checks of engine vllm, and of values that belong to the other engine. Included by _validate.tpl. */}}
+
+{{- define "kvferry.validateEngine" -}}
+{{- if eq .Values.engine "vllm" -}}
+{{- include "kvferry.validateVllm" . -}}
+{{- else -}}
+{{- if .Values.vllm.settings -}}
+{{- fail "vllm.settings: they are of the plug-in for vLLM; set engine to vllm, or remove them" -}}
+{{- end -}}
+{{- range $role := list "prefill" "decode" "aggregated" -}}
+{{- if (index $.Values $role).vllm -}}
+{{- fail (printf "%s.vllm: it is for vLLM engines; set engine to vllm, or remove it" $role) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.validateVllm" -}}
+{{- $vllm := .Values.vllm -}}
+{{- if ne .Values.router.enabled $vllm.agent.enabled -}}
+{{- fail "vllm.agent.enabled and router.enabled: our router reaches vLLM engines by agents; set both, or neither where llm-d routes" -}}
+{{- end -}}
+{{- if and (not $vllm.agent.enabled) .Values.decode.enabled (not $vllm.proxy.image.tag) (not $vllm.proxy.image.digest) -}}
+{{- fail "vllm.proxy.image.tag: give the version or the digest of llm-d's routing side-car, which decode pods need without our agent" -}}
+{{- end -}}
+{{- if and (not $vllm.agent.enabled) .Values.ingress.enabled -}}
+{{- fail "ingress.enabled: without our router there is nothing to lead to; llm-d's gateway is the way in" -}}
+{{- end -}}
+{{- if and (not $vllm.agent.enabled) (or .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled .Values.monitoring.prometheusRule.enabled) -}}
+{{- fail "monitoring: without our agent and router there are only vLLM's own metrics, at the pods' port http; turn it off" -}}
+{{- end -}}
+{{- range $name, $image := dict "vllm.image" $vllm.image "vllm.proxy.image" $vllm.proxy.image "vllm.plugin" $vllm.plugin -}}
+{{- if eq $image.tag "latest" -}}
+{{- fail (printf "%s.tag: \"latest\" names another image every day; give a version or a digest" $name) -}}
+{{- end -}}
+{{- end -}}
+{{- if .Values.encode.enabled -}}
+{{- fail "encode.enabled: vLLM engines compute embeddings of images themselves; turn it off" -}}
+{{- end -}}
+{{- if .Values.kvstore.enabled -}}
+{{- fail "kvstore.enabled: vLLM engines do not use our store; turn it off" -}}
+{{- end -}}
+{{- if ne .Values.lmcache.mode "none" -}}
+{{- fail "lmcache.mode: vLLM has a connector of its own for LMCache, which this chart does not set; leave it at none" -}}
+{{- end -}}
+{{- range $role := include "kvferry.kvWorkers" . | fromJsonArray -}}
+{{- include "kvferry.validateVllmRole" (dict "root" $ "role" $role) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "kvferry.validateVllmRole" -}}
+{{- $values := index .root.Values .role -}}
+{{- $own := default dict $values.vllm -}}
+{{- $connector := (include "kvferry.config" . | fromYaml).connector -}}
+{{- if ne (default "p2p" $connector.name) "p2p" -}}
+{{- fail (printf "%s.config.connector.name = %s: vLLM engines hand KV over by p2p, the plug-in's; leave it at p2p" .role $connector.name) -}}
+{{- end -}}
+{{- $gpus := mul (dig "gpu" "count" 0 $values | int) (include "kvferry.nodes" . | int) | int -}}
+{{- $size := dig "tensorParallelSize" 1 $own | int -}}
+{{- $arguments := concat .root.Values.vllm.arguments (default list $own.arguments) -}}
+{{- $isParallel := contains "parallel" (join " " $arguments) -}}
+{{- if and $gpus (gt $size $gpus) -}}
+{{- fail (printf "%s.vllm.tensorParallelSize = %d, but its pods have %d GPUs (%s.gpu.count times %s.vllm.nodes): lower the first or raise one of the others" .role $size $gpus .role .role) -}}
+{{- end -}}
+{{- if and (gt $gpus $size) (not $isParallel) -}}
+{{- fail (printf "%s.gpu.count: the engine has %d GPUs, but %s.vllm.tensorParallelSize = %d uses fewer, the others would idle; make them equal" .role $gpus .role $size) -}}
+{{- end -}}
+{{- if and (gt (include "kvferry.nodes" . | int) 1) (ne (dig "autoscaling" "type" "none" $values) "none") -}}
+{{- fail (printf "%s.autoscaling: it scales Deployments, and an engine of several nodes is a LeaderWorkerSet; remove it" .role) -}}
+{{- end -}}
+{{- $chosen := list "--host" "--port" "--api-key" "--served-model-name" "--kv-transfer-config" "--tensor-parallel-size" "-tp" "--nnodes" "--node-rank" "--master-addr" "--headless" -}}
+{{- range $argument := $arguments -}}
+{{- $flag := first (splitList "=" (toString $argument)) -}}
+{{- if has $flag $chosen -}}
+{{- fail (printf "vllm.arguments or %s.vllm.arguments: %s is the chart's business; remove it%s" $.role $flag (ternary " and set vllm.tensorParallelSize of the role" "" (has $flag (list "--tensor-parallel-size" "-tp")))) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}

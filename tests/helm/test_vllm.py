@@ -1,0 +1,196 @@
+"""Engine vllm in the chart: what runs in a pod, in which order it starts and leaves, who reaches it, and what is refused."""
+
+import json
+
+import pytest
+
+from core.config import load_config
+
+pytestmark = pytest.mark.slow
+
+OURS, LLMD = "vllm-1p1d", "vllm-llm-d"
+AGGREGATED = ("prefill.enabled=false", "decode.enabled=false", "aggregated.enabled=true")
+NODES = ("prefill.vllm.nodes=2", "prefill.vllm.tensorParallelSize=4")
+
+
+def pod(find, preset, role, *sets):
+    return find(preset, "Deployment", role, *sets)["spec"]["template"]["spec"]
+
+
+def by_name(containers):
+    return {container["name"]: container for container in containers}
+
+
+def option(command, flag):
+    return command[command.index(flag) + 1]
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_vllm_is_up_before_the_agent_and_gone_after_it(find, role):
+    spec = pod(find, OURS, role)
+    (agent,) = spec["containers"]
+    vllm = by_name(spec["initContainers"])["vllm"]
+    assert vllm["restartPolicy"] == "Always", "a native sidecar"
+    assert agent["args"][:5] == ["agent", "--role", role, "--engine", f"http://127.0.0.1:{option(vllm['command'], '--port')}"]
+    drain = agent["lifecycle"]["preStop"]["exec"]["command"]
+    assert drain[:2] == ["kvferry", "drain"]
+    assert int(drain[-1]) <= spec["terminationGracePeriodSeconds"]
+
+
+def test_vllm_has_the_gpus_the_model_and_the_plugin_and_the_agent_has_none(find):
+    spec = pod(find, OURS, "prefill")
+    containers = by_name(spec["initContainers"])
+    vllm, agent = containers["vllm"], spec["containers"][0]
+    assert vllm["resources"]["limits"]["nvidia.com/gpu"] == 2
+    assert option(vllm["command"], "--tensor-parallel-size") == "2"
+    assert "nvidia.com/gpu" not in agent["resources"]["limits"]
+    (plugin,) = (mount for mount in vllm["volumeMounts"] if mount["name"] == "plugin")
+    environment = {entry["name"]: entry.get("value") for entry in vllm["env"]}
+    assert environment["PYTHONPATH"] == plugin["mountPath"] == containers["plugin"]["command"][-1]
+    assert "fetch-model" not in containers, "vLLM fetches its model itself"
+
+
+def test_nothing_outside_the_pod_reaches_the_api_of_an_engine(find):
+    command = by_name(pod(find, OURS, "decode")["initContainers"])["vllm"]["command"]
+    assert option(command, "--host") == "127.0.0.1"
+    policy = find(OURS, "NetworkPolicy", "decode")["spec"]["ingress"]
+    assert [[port["port"] for port in rule["ports"]] for rule in policy] == [[9400]], "only metrics"
+
+
+def test_the_plugin_has_the_settings_of_the_connector(find):
+    sets = ("config.connector.lease_s=40", "vllm.settings.peers={10.0.0.0/8}", "config.connector.kv_load_failure_policy=fail")
+    command = by_name(pod(find, OURS, "decode", *sets)["initContainers"])["vllm"]["command"]
+    transfer = json.loads(option(command, "--kv-transfer-config"))
+    assert (transfer["kv_connector"], transfer["kv_role"]) == ("KvferryConnector", "kv_both")
+    assert transfer["kv_load_failure_policy"] == "fail"
+    assert transfer["kv_connector_extra_config"] == {
+        "kvferry.host": "$(POD_IP)",
+        "kvferry.port": 5571,
+        "kvferry.transports": ["nixl", "tcp"],
+        "kvferry.lease_s": 40,
+        "kvferry.peers": ["10.0.0.0/8"],
+    }
+
+
+def test_engines_that_serve_alone_need_no_plugin(find):
+    sets = (*AGGREGATED, "aggregated.vllm.tensorParallelSize=1", "aggregated.gpu.count=1")
+    spec = pod(find, OURS, "aggregated", *sets)
+    assert set(by_name(spec["initContainers"])) == {"vllm"}
+    assert "--kv-transfer-config" not in by_name(spec["initContainers"])["vllm"]["command"]
+    assert "--enable-scale-out" in by_name(spec["initContainers"])["vllm"]["command"]
+
+
+def test_the_agents_settings_are_settings(find, tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text(find(OURS, "ConfigMap", "prefill")["data"]["config.yaml"])
+    config = load_config(path)
+    assert config.model.name == "Qwen/Qwen3-8B"
+    assert config.scheduler.max_num_seqs == 256
+
+
+# ---- several nodes ---------------------------------------------------------------------------------------------------
+
+
+def test_an_engine_of_several_nodes_has_one_agent(helm, check_kubernetes):
+    (found,) = (item for item in helm.manifests(OURS, *NODES) if item["kind"] == "LeaderWorkerSet")
+    group = found["spec"]["leaderWorkerTemplate"]
+    leader, worker = group["leaderTemplate"]["spec"], group["workerTemplate"]["spec"]
+    assert (group["size"], leader["containers"][0]["args"][0]) == (2, "agent")
+    assert "vllm" not in by_name(worker["initContainers"])
+    commands = [by_name(leader["initContainers"])["vllm"]["command"], worker["containers"][0]["command"]]
+    for command in commands:
+        assert option(command, "--nnodes") == "2"
+        assert option(command, "--node-rank") == "$(LWS_WORKER_INDEX)"
+        assert option(command, "--tensor-parallel-size") == "4"
+    assert ["--headless" in command for command in commands] == [False, True]
+    assert "lifecycle" not in worker["containers"][0]
+    for template in (group["leaderTemplate"], group["workerTemplate"]):
+        check_kubernetes({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}, "1.33")
+
+
+def test_nodes_of_one_engine_reach_each_other(find):
+    policy = find(OURS, "NetworkPolicy", "prefill", *NODES)["spec"]
+    own = [rule for rule in policy["ingress"] if "ports" not in rule]
+    assert own[0]["from"][0]["podSelector"]["matchExpressions"][0]["values"] == ["prefill"]
+    assert any("ports" not in rule for rule in policy["egress"])
+
+
+# ---- llm-d -----------------------------------------------------------------------------------------------------------
+
+
+def test_with_llm_d_nothing_of_ours_runs_but_the_plugin(helm, find):
+    kinds = {item["kind"] for item in helm.manifests(LLMD)}
+    assert "Service" not in kinds
+    images = {
+        container["image"]
+        for role in ("prefill", "decode")
+        for part in ("initContainers", "containers")
+        for container in pod(find, LLMD, role)[part]
+    }
+    assert {image.partition(":")[0] for image in images} == {
+        "vllm/vllm-openai",
+        "kvferry/kvferry-vllm",
+        "ghcr.io/llm-d/llm-d-routing-sidecar",
+    }
+
+
+def test_llm_d_finds_both_roles_at_one_port_and_the_proxy_hides_a_decode_engine(find):
+    prefill, decode = pod(find, LLMD, "prefill"), pod(find, LLMD, "decode")
+    assert option(prefill["containers"][0]["command"], "--host") == "0.0.0.0"
+    assert option(decode["containers"][0]["command"], "--host") == "127.0.0.1"
+    assert prefill["containers"][0]["ports"][0] == {"name": "http", "containerPort": 8000}
+    assert by_name(decode["initContainers"])["proxy"]["ports"] == [{"name": "http", "containerPort": 8000}]
+    labels = find(LLMD, "Deployment", "decode")["spec"]["template"]["metadata"]["labels"]
+    assert labels["llm-d.ai/role"] == "decode"
+
+
+def test_a_pod_without_agent_waits_for_readers_before_it_leaves(find):
+    (vllm,) = pod(find, LLMD, "prefill")["containers"]
+    script = vllm["lifecycle"]["preStop"]["exec"]["command"][-1]
+    compile(script, "preStop", "exec")
+    assert "vllm:(?:kvferry_held_blocks|num_requests_running" in script
+
+
+# ---- refusals --------------------------------------------------------------------------------------------------------
+
+VLLM = ("engine=vllm", "prefill.gpu.count=1", "decode.gpu.count=1")
+SCALED = tuple(
+    f"prefill.autoscaling.{part}" for part in ("type=hpa", "min=1", "max=2", "metrics.kvferry_num_requests_waiting=4")
+)
+CASES = {
+    "more ranks than GPUs": ((*VLLM, "prefill.vllm.tensorParallelSize=2"), "tensorParallelSize = 2, but its pods have 1 GPUs"),
+    "GPUs that idle": ((*VLLM, "decode.gpu.count=2"), "decode.gpu.count: the engine has 2 GPUs, but"),
+    "plug-in settings without vLLM": (("vllm.settings.lease_s=3",), "vllm.settings: they are of the plug-in for vLLM"),
+    "a role's vLLM without vLLM": (("prefill.vllm.tensorParallelSize=2",), "prefill.vllm: it is for vLLM engines"),
+    "another model": ((*VLLM, "decode.config.model.name=gemma3-270m"), 'decode.config.model.name = "gemma3-270m", but prefill'),
+    "another name": ((*VLLM, "decode.config.model.served_name=x"), 'decode.config.model.served_name = "x", but prefill'),
+    "shared memory": ((*VLLM, "config.connector.transports={shm}"), "shm works between processes of one pod only"),
+    "another connector": ((*VLLM, "config.connector.name=offload"), "vLLM engines hand KV over by p2p"),
+    "our store": ((*VLLM, "kvstore.enabled=true"), "kvstore.enabled: vLLM engines do not use our store"),
+    "LMCache": ((*VLLM, "lmcache.mode=external", "lmcache.host=x"), "lmcache.mode: vLLM has a connector of its own"),
+    "encode workers": ((*VLLM, "encode.enabled=true"), "encode.enabled: vLLM engines compute embeddings"),
+    "a flag of the chart": ((*VLLM, "vllm.arguments={--port=9}"), "--port is the chart's business"),
+    "ranks as a flag": (
+        (*VLLM, "prefill.vllm.arguments={--tensor-parallel-size=2}"),
+        "set vllm.tensorParallelSize of the role",
+    ),
+    "agents without a router": ((*VLLM, "router.enabled=false"), "our router reaches vLLM engines by agents"),
+    "a router without agents": ((*VLLM, "vllm.agent.enabled=false"), "our router reaches vLLM engines by agents"),
+    "no version of the proxy": ((*VLLM, "vllm.agent.enabled=false", "router.enabled=false"), "vllm.proxy.image.tag: give"),
+    "a moving tag": ((*VLLM, "vllm.image.tag=latest"), 'vllm.image.tag: "latest" names another image every day'),
+    "scaled nodes": (
+        (*VLLM, "prefill.vllm.nodes=2", "prefill.vllm.tensorParallelSize=2", *SCALED),
+        "an engine of several nodes is a LeaderWorkerSet",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_cannot_work_is_refused_with_the_fix(helm, case):
+    sets, said = CASES[case]
+    assert said in helm.refusal(*sets)
+
+
+def test_the_least_values_are_accepted(helm):
+    with pytest.raises(AssertionError, match="was accepted"):
+        helm.refusal(*VLLM, "security.clusterKey.generate=true")
