@@ -18,15 +18,15 @@ from contextlib import suppress
 import msgspec
 
 from core.errors import InvalidRequest, KVFerryError
-from core.grammar.child import Check, Checked, Setup, read_frame, write_frame
+from core.grammar.child import WALL_FACTOR, Check, Checked, Setup, read_frame, write_frame
 from core.grammar.limits import check_limits
 from core.log import event
 from core.wire.sampling import StructuredOutput
 
 logger = logging.getLogger(__name__)
 
-CHECK_TIMEOUT_S = 5.0  # of one grammar
-_START_TIMEOUT_S = 60.0  # of the process, its libraries and its vocabulary, on a busy machine
+CHECK_TIMEOUT_S = 5.0  # of CPU time, for one grammar; by the clock ``WALL_FACTOR`` times as long
+_START_TIMEOUT_S = 30.0  # of CPU time: of the process, its libraries and its vocabulary
 _MAX_KEPT_BYTES = 4 << 20  # of the texts of grammars whose answers are kept
 
 
@@ -82,7 +82,7 @@ class GrammarChecker:
         if process is None or process.poll() is not None:
             process = self._start()
         try:
-            answer = self._exchange(process, Check(output, self._timeout_s), self._timeout_s + 1.0)
+            answer = self._exchange(process, Check(output, self._timeout_s), WALL_FACTOR * self._timeout_s + 1.0)
         except OSError:  # it ended before it had read the question
             answer = None
         if answer is None:
@@ -99,7 +99,7 @@ class GrammarChecker:
         try:
             write_frame(process.stdin, self._setup())
             trial = Check(StructuredOutput(kind="json_object"), _START_TIMEOUT_S)
-            answer = self._exchange(process, trial, _START_TIMEOUT_S)
+            answer = self._exchange(process, trial, WALL_FACTOR * _START_TIMEOUT_S)
         except OSError:
             answer = None
         if answer is None:
