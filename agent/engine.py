@@ -51,12 +51,11 @@ class AgentIdentity:
 class WatchTerms:
     """How the server is watched; seconds. It is lost after ``patience_s`` without an answer that says it is healthy.
 
-    If it is gone, it is lost at once. A load of blocks takes up to ``load_timeout_s``.
+    If it is gone, it is lost at once.
     """
 
     interval_s: float
     patience_s: float
-    load_timeout_s: float
 
 
 class VllmEngine:
@@ -74,7 +73,8 @@ class VllmEngine:
         self._loop = asyncio.get_running_loop()
         self._requests: dict[str, asyncio.Task[None]] = {}
         self._watch: asyncio.Task[None] | None = None
-        self._progress = ServerProgress(clock.now(), terms.load_timeout_s)
+        self._probe: asyncio.Task[None] | None = None
+        self._progress = ServerProgress(clock.now())
         self._is_dead = False
         self._calls = ServerCalls(server, events.on_call_reply)
         self.load = ServerLoad()
@@ -232,10 +232,21 @@ class VllmEngine:
                 if health is Health.HEALTHY:
                     self.load = await self._server.load(self._terms.patience_s)
                     last_answer = self._clock.now()
-                    self._progress.note_load(self.load, len(self._requests), last_answer)
+                    self._progress.note_steps(self.load.num_steps, last_answer)
+                    self._probe_if_it_only_loads()
             if self._clock.now() - last_answer > self._terms.patience_s:
                 self._die(f"has not answered for {self._terms.patience_s:g} s")
                 return
+
+    def _probe_if_it_only_loads(self) -> None:
+        """Let the server make a step of its own: it makes none while all of our requests wait for blocks of handoffs."""
+        if 0 < len(self._requests) <= self.load.num_loading and (self._probe is None or self._probe.done()):
+            self._probe = self._loop.create_task(self._make_a_step())
+
+    async def _make_a_step(self) -> None:
+        with contextlib.suppress(KVFerryError):
+            await self._server.compute(num_prompt_tokens=1, num_tokens=1)
+            self._progress.begin(self._clock.now())
 
     async def _is_lost(self) -> bool:
         """Return whether the server is gone, by two looks, and report its death if so."""
@@ -258,7 +269,8 @@ class VllmEngine:
         self._events.on_death(error)
 
     async def _end_all(self) -> None:
-        tasks = [*self._requests.values(), *self._calls.cancel_all(), *([self._watch] if self._watch is not None else [])]
+        own = [task for task in (self._watch, self._probe) if task is not None]
+        tasks = [*self._requests.values(), *self._calls.cancel_all(), *own]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

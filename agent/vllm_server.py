@@ -21,7 +21,6 @@ from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, O
 
 CONNECT_TIMEOUT_S = 5.0
 FACTS_TIMEOUT_S = 10.0
-WARM_UP_TOKENS = 64
 RENDER_TIMEOUT_S = 60.0
 T = TypeVar("T")
 
@@ -114,15 +113,15 @@ class VllmServer:
                 return Health.GONE
         return Health.SILENT
 
-    async def warm_up(self, max_model_len: int) -> None:
-        """Let it compute a small prompt and a token: its first steps compile, and take seconds.
+    async def compute(self, *, num_prompt_tokens: int, num_tokens: int) -> None:
+        """Let it compute a prompt and tokens of no meaning, and wait for them.
 
         Raises:
             KVFerryError: it refuses that, or is lost.
         """
-        sampling = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
-        num_tokens = max(1, min(WARM_UP_TOKENS, max_model_len - 2))
-        async with self.generate({"token_ids": [1] * num_tokens, "sampling_params": sampling, "stream": False}) as answers:
+        sampling = {"max_tokens": num_tokens, "temperature": 0.0, "ignore_eos": True, "detokenize": False}
+        body = {"token_ids": [1] * num_prompt_tokens, "sampling_params": sampling, "stream": False}
+        async with self.generate(body) as answers:
             async for _ in answers:
                 pass
 

@@ -38,6 +38,7 @@ AgentRole = Literal["prefill", "decode", "aggregated"]
 
 CONNECTOR = "vllm"  # an engine's own; only agents read from agents
 START_POLL_S = 0.25
+WARM_UP_TOKENS = 64
 
 _DRAINING = Metric("draining", "gauge", "1 while the worker takes no new requests.")
 _ROUTERS = Metric("registered_routers", "gauge", "Routers that have this worker in their membership.")
@@ -103,11 +104,7 @@ class VllmWorker(WorkerSource):
         assert server is not None, "it is loaded first"
         config = context.config
         identity = _identity(context, facts)
-        terms = WatchTerms(
-            interval_s=config.agent.watch_interval_s,
-            patience_s=config.agent.patience_s,
-            load_timeout_s=config.connector.transfer_deadline_s,
-        )
+        terms = WatchTerms(interval_s=config.agent.watch_interval_s, patience_s=config.agent.patience_s)
         engine = VllmEngine(server, identity, events, terms, context.clock, context.ids)
         return WorkerParts(
             engine=engine,
@@ -127,7 +124,8 @@ class VllmWorker(WorkerSource):
         """Let the server make its first steps before it has requests: routers would take their time for a stall."""
         try:
             async with asyncio.timeout(max(1.0, timeout_s)):
-                await server.warm_up(facts.max_model_len)
+                num_prompt_tokens = max(1, min(WARM_UP_TOKENS, facts.max_model_len - 2))
+                await server.compute(num_prompt_tokens=num_prompt_tokens, num_tokens=2)
         except TimeoutError:
             raise EngineDead(f"agent.engine = {server.url}: no answer to a first small request") from None
         except RequestError as error:  # it serves other requests than ours

@@ -24,7 +24,7 @@ class Running:
         self.http = VllmServer(server.url)
         identity = AgentIdentity(engine_id="p0", incarnation=5, model_fingerprint=b"m", layout=LAYOUT)
         events = EngineEvents(self.outputs.extend, self.replies.append, self.deaths.append, lambda: None)
-        terms = WatchTerms(interval_s=0.02, patience_s=patience_s, load_timeout_s=30.0)
+        terms = WatchTerms(interval_s=0.02, patience_s=patience_s)
         self.engine = VllmEngine(self.http, identity, events, terms, SystemClock(), RandomIds())
 
     async def run(self, request, answer):

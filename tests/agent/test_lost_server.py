@@ -69,13 +69,34 @@ async def test_a_prompt_that_the_server_aborts_is_a_failure(running):
     assert (outputs[-1].error.code, outputs[-1].kv_handoff) == ("engine_dead", None)
 
 
-async def test_the_warm_up_is_a_small_request_of_two_steps(server):
+async def test_a_computation_of_no_meaning(server):
     http = VllmServer(server.url)
     server.answers.append((200, tokens(1, 2, finish_reason="length")))
-    await http.warm_up(40)
+    await http.compute(num_prompt_tokens=38, num_tokens=2)
     await http.close()
     (body,) = server.bodies
     assert (len(body["token_ids"]), body["sampling_params"]["max_tokens"], body["stream"]) == (38, 2, False)
+
+
+async def test_a_server_that_only_loads_blocks_is_asked_for_a_step_of_its_own(server, running):
+    server.answers += [[None], (200, tokens(1, finish_reason="length")), [None]]  # the second step does not come
+    running.engine.submit_add([new_request()])  # the server says that it loads blocks of one request
+    await running.until(lambda: server.bodies)
+    running.engine.start()
+    await running.until(lambda: len(server.bodies) == 3)
+    assert [len(body["token_ids"]) for body in server.bodies] == [2, 1, 1]
+    looks = server.num_looks
+    await running.until(lambda: server.num_looks > looks + 3)
+    assert len(server.bodies) == 3, "one such step at a time"
+    assert running.engine.num_requests == 1
+
+
+async def test_a_server_that_also_computes_is_not_asked_for_steps(server, running):
+    server.answers += [[None], [None]]
+    running.engine.submit_add([new_request("a/0"), new_request("b/0")])
+    running.engine.start()
+    await running.until(lambda: server.num_looks > 3)
+    assert len(server.bodies) == 2
 
 
 async def test_loads_that_have_begun_are_counted_and_no_others(server, running):

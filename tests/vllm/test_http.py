@@ -179,7 +179,6 @@ def test_a_rejected_request_frees_blocks_before_an_older_one_that_is_never_read(
 
 
 @pytest.mark.full
-@pytest.mark.full  # test_router.py loses P and gets it back, too
 def test_p_killed_and_started_again_at_the_same_ports(router):
     body = router.body(COMPLETIONS, router.words())
     params = router.hand_off(body)
