@@ -269,6 +269,9 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     text_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # tokenize long texts and fill in long conversations
     max_retries: NonNegative = 2  # per request: how many workers may fail it; refusals, pauses and stalls do not count
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
+    # How the worker that computes a prompt is chosen: by the predicted time to the first token, prefixes in its cache counted,
+    # or by its number of requests.
+    routing: Literal["predicted", "least_loaded"] = "predicted"
     worker_wait_s: Seconds = 10.0  # how long an accepted request waits for a worker that no supervisor is known to restart
     api_key: str = msgspec.field(default_factory=default_api_key)  # clients send it as a bearer token; several: by commas
     cors_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the API, such as https://chat.example; * = all

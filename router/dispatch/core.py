@@ -51,6 +51,7 @@ class RouterLimits:
     max_retries: int = 2  # per request
     worker_wait_s: float = 10.0  # how long a started request waits for a worker that can continue it
     encode_timeout_s: float = 20.0  # how long a request waits for the embeddings of its images
+    routing: str = "predicted"  # how routes are chosen: by predicted time, or by load
 
     @classmethod
     def of(cls, config: RouterSection) -> RouterLimits:
@@ -63,6 +64,7 @@ class RouterLimits:
             max_retries=config.max_retries,
             worker_wait_s=config.worker_wait_s,
             encode_timeout_s=config.images.encode_timeout_s,
+            routing=config.routing,
         )
 
     @property
@@ -109,6 +111,8 @@ class RouterCore:
             worker_wait_s=limits.worker_wait_s,
             encode_timeout_s=limits.encode_timeout_s,
         )
+        self.route_costs = self.dispatcher.route_costs
+        self.route_costs.is_enabled = limits.routing == "predicted"
 
     @property
     def max_model_len(self) -> int:
@@ -236,6 +240,7 @@ class RouterCore:
             case PrefillDone():
                 sender.progress.on_answer(now)
                 self.wait_estimates.on_first_token(message.request_id, now)
+                self.route_costs.on_prefill_done(message, now)
                 return self.dispatcher.on_prefill_done(sender, message, now)
             case EngineReply():
                 return self.calls.on_reply(sender.key, message)
@@ -244,11 +249,13 @@ class RouterCore:
                 return self.calls.on_failed(sender.key, message)
             case RequestFailed():
                 self.wait_estimates.drop(message.request_id, now)
+                self.route_costs.drop(message.request_id, now)
                 return self.dispatcher.on_request_failed(sender, message, now)
             case list():
                 sender.progress.on_answer(now)
                 for item in message:
                     self.wait_estimates.on_first_token(item.request_id, now)
+                    self.route_costs.drop(item.request_id, now)
                 return self.dispatcher.on_tokens(sender, message, now)
             case _:
                 return []  # only encode workers answer encode requests
@@ -277,6 +284,7 @@ class RouterCore:
             result.append(action)
             if isinstance(action, Left):
                 self.wait_estimates.forget(action.worker.key)
+                self.route_costs.forget(action.worker.key)
                 result += self._resolve([*self.dispatcher.on_left(action, now), *self.calls.on_left(action.worker.key)], now)
         for action in actions:
             if isinstance(action, Joined):
@@ -293,6 +301,8 @@ class RouterCore:
             worker = self.membership.member(action.worker)
             if worker is not None:
                 self.wait_estimates.on_sent(action.worker, action.message, now)
+                if isinstance(worker, GenerationWorker):
+                    self.route_costs.on_sent(worker, action.message, now)
                 result.append(Transmit(worker.peer, action.message))
         return result
 

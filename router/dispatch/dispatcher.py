@@ -58,6 +58,7 @@ from router.dispatch.request_state import (
     open_request,
 )
 from router.dispatch.restarts import Restarts
+from router.dispatch.route_costs import RouteCosts
 from router.dispatch.types import Submission, Update
 from router.dispatch.waiting import Waiting
 from router.dispatch.worker_messages import (
@@ -98,7 +99,8 @@ class Dispatcher:
         self._waiting = Waiting(self.restarts)
         self._pairs = PairHealth()
         self._handoffs = Handoffs(membership)
-        self._placement = Placement(membership, self._inflight, self._pairs)
+        self.route_costs = RouteCosts()
+        self._placement = Placement(membership, self._inflight, self._pairs, self.route_costs)
 
     def __len__(self) -> int:
         return len(self.requests)

@@ -1,6 +1,7 @@
 """Counts of what this router has in flight at each worker; heartbeats report the same load later.
 
-Owns ``Member.num_inflight``: choices at prefill, decode and aggregated workers, images at encode workers.
+Owns ``Member.num_inflight``: choices at prefill, decode and aggregated workers, images at encode workers; and
+``Member.num_inflight_tokens``, the most tokens of these choices.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class InflightCounts:
         self._num_picks += 1
         worker.last_picked = self._num_picks
         worker.num_inflight += count
+        worker.num_inflight_tokens += count * request.submission.num_tokens
         request.inflight[worker.key] = InflightCount(worker, count)
 
     def shrink(self, request: RequestState, key: WorkerKey | None, count: int) -> None:
@@ -28,6 +30,7 @@ class InflightCounts:
         held = request.inflight.get(key) if key is not None else None
         if held is not None and count < held.count:
             held.worker.num_inflight -= held.count - count
+            held.worker.num_inflight_tokens -= (held.count - count) * request.submission.num_tokens
             request.inflight[held.worker.key] = InflightCount(held.worker, count)
 
     def free(self, request: RequestState, key: WorkerKey) -> None:
@@ -35,6 +38,7 @@ class InflightCounts:
         held = request.inflight.pop(key, None)
         if held is not None:
             held.worker.num_inflight -= held.count
+            held.worker.num_inflight_tokens -= held.count * request.submission.num_tokens
 
     def free_all(self, request: RequestState) -> None:
         """Remove all counts of a request."""

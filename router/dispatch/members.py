@@ -29,7 +29,8 @@ class WorkerKey(NamedTuple):
 class Member(ABC):
     """A live process of the cluster as the router sees it.
 
-    ``num_inflight`` counts choices or images of this router's own requests. ``is_refusing`` is set by a refusal for lack of
+    ``num_inflight`` counts choices or images of this router's own requests, ``num_inflight_tokens`` the most tokens of these
+    choices. ``is_refusing`` is set by a refusal for lack of
     room, and ``closed_because`` by a failure that says why the process takes no requests; the next heartbeat clears both.
     ``cut_peer`` is a connection that was found lost after a pause of the router itself: the process may be alive, and may
     return on another connection. ``awaits_readers_since`` is the router time of the first of its latest heartbeats that all
@@ -48,6 +49,7 @@ class Member(ABC):
     kv_cache_usage: float = 0.0
     num_leased_blocks: int = 0
     num_inflight: int = 0
+    num_inflight_tokens: int = 0
     last_picked: int = 0
     progress: WorkerProgress = field(default_factory=WorkerProgress)
     cut_peer: bytes | None = None
@@ -171,6 +173,11 @@ class GenerationWorker(Member):
     def load(self) -> float:
         """Choices per slot."""
         return self.num_held / self.num_slots
+
+    @property
+    def kv_load(self) -> float:
+        """The tokens that this router's requests may come to hold there, per token of KV cache."""
+        return self.num_inflight_tokens / max(1, self.facts.num_blocks * self.facts.layout.block_size)
 
     def may_hold(self, num_choices: int) -> bool:
         """Return True if this many choices would fit in an idle worker."""

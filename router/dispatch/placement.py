@@ -14,19 +14,25 @@ from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor
 from router.dispatch.request_state import RequestState
+from router.dispatch.route_costs import RouteCosts, salt_of
 
 
 class Placement:
-    """Chooses workers for one request at a time. ``pairs`` knows whose handoffs failed recently."""
+    """Chooses workers for one request at a time. ``pairs`` knows whose handoffs failed recently, ``costs`` predicts times."""
 
-    def __init__(self, membership: Membership, inflight: InflightCounts, pairs: PairHealth) -> None:
+    def __init__(self, membership: Membership, inflight: InflightCounts, pairs: PairHealth, costs: RouteCosts) -> None:
         self._membership = membership
+        self._costs = costs
         self._inflight = inflight
         self._pairs = pairs
 
     def route(self, request: RequestState, now: float) -> Route:
         """Return the workers that serve the request from its beginning. Raises the errors of ``choose_route``."""
-        return choose_route(self._membership.workers, self._demand(request, now))
+        workers, wanted = self._membership.workers, request.submission
+        salt = salt_of(wanted.cache_salt, wanted.mm_features)
+        offers = self._costs.offers(workers, wanted.prompt_token_ids, salt, now)
+        costs = {key: offer.score for key, offer in offers.items()}
+        return choose_route(workers, replace(self._demand(request, now), costs=costs))
 
     def decode(self, request: RequestState, now: float) -> GenerationWorker:
         """Return the decode worker reserved at submission, else one that can load the handoff, else one that recomputes.

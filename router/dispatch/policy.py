@@ -1,12 +1,15 @@
-"""Which workers serve a request: the least loaded ones that fit together. Pure functions without I/O.
+"""Which workers serve a request: the cheapest ones that fit together. Pure functions without I/O.
+
+What it costs to compute the prompt comes with the ``Demand``. Without costs, and among equal ones, the least loaded worker is
+chosen; the decode worker always is.
 
 Knows the workers (``router.dispatch.members``) and a request's ``Demand``, and no other state of requests.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Container, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 from core.errors import (
     ConnectorUnavailable,
@@ -28,7 +31,8 @@ class Demand:
 
     Workers in ``avoid`` have failed it before, and ``bad_pairs`` of prefill and decode worker had failing handoffs recently;
     both are chosen only as a last resort. With a ``model_fingerprint``, only workers with these weights are chosen, because the
-    identifiers of the request's images are valid only for them.
+    identifiers of the request's images are valid only for them. ``costs`` are those of the prompt at each worker, in ms;
+    empty = choose by load.
     """
 
     num_tokens: int
@@ -37,6 +41,11 @@ class Demand:
     avoid: frozenset[WorkerKey] = frozenset()
     model_fingerprint: bytes = b""  # empty = any
     bad_pairs: frozenset[tuple[WorkerKey, WorkerKey]] = frozenset()
+    costs: Mapping[WorkerKey, float] = field(default_factory=dict)
+
+    def order(self, worker: GenerationWorker) -> tuple[float, float, int]:
+        """Return the key of the order in which workers are chosen to compute the prompt, the best first."""
+        return self.costs.get(worker.key, 0.0), *_least_loaded(worker)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,10 +143,12 @@ def starters(workers: Iterable[GenerationWorker], demand: Demand) -> list[Genera
 
 
 def choose_route(workers: Iterable[GenerationWorker], demand: Demand) -> Route:
-    """Return the route that holds the request, has room for it, and is the least loaded.
+    """Return the route that holds the request, has room for it, and is the cheapest.
 
-    The least loaded prefill worker with a partner is combined with its least loaded partner; the load of a pair is that of its
-    more loaded worker. Prefill workers whose leases leave no room for the prompt come after the others, since readers may take
+    The cheapest prefill worker with a partner is combined with its least loaded partner. The cost of a pair is that of its
+    prefill worker, and the load that of its more loaded worker; the load decides between equal costs.
+
+    Prefill workers whose leases leave no room for the prompt come after the others, since readers may take
     long. Among equals the worker picked least recently is chosen, and a pair before an aggregated worker. Pairs with failing
     handoffs come after all others. A decode worker alone comes last, if it can read from no open prefill worker.
 
@@ -155,15 +166,15 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand) -> Route:
         for candidates in _in_order_of_preference(fitting, demand):
             found = [
                 route
-                for route in (_best_pair(candidates, demand, bad_pairs), _best_aggregated(candidates))
+                for route in (_best_pair(candidates, demand, bad_pairs), _best_aggregated(candidates, demand))
                 if route is not None
             ]
             if found:
-                return min(found, key=lambda route: route.load)
+                return min(found, key=lambda route: (demand.costs.get(route.workers[0].key, 0.0), route.load))
     for candidates in _in_order_of_preference(alone, demand):
         if candidates:
-            return Route(None, min(candidates, key=_least_loaded))
-    if _best_pair(fitting, demand) or _best_aggregated(fitting) or alone:
+            return Route(None, min(candidates, key=demand.order))
+    if _best_pair(fitting, demand) or _best_aggregated(fitting, demand) or alone:
         _check_num_choices(fitting, demand)
         raise Overloaded("every worker that could serve the request is full: try again later")
     limit = max_model_len(members)
@@ -274,7 +285,7 @@ def _none_of(role: Role, members: Iterable[GenerationWorker]) -> str:
 
 
 def _least_loaded(worker: GenerationWorker) -> tuple[float, int]:
-    return worker.load, worker.last_picked
+    return max(worker.load, worker.kv_load), worker.last_picked
 
 
 def _with_weights(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
@@ -308,8 +319,8 @@ def _least_loaded_of(workers: list[GenerationWorker], demand: Demand) -> Generat
 def _best_pair(
     workers: list[GenerationWorker], demand: Demand, bad_pairs: Container[tuple[WorkerKey, WorkerKey]] = ()
 ) -> Route | None:
-    def order(prefill: GenerationWorker) -> tuple[bool, tuple[float, int]]:
-        return not prefill.has_unleased_blocks(demand.num_prompt_tokens), _least_loaded(prefill)
+    def order(prefill: GenerationWorker) -> tuple[bool, tuple[float, float, int]]:
+        return not prefill.has_unleased_blocks(demand.num_prompt_tokens), demand.order(prefill)
 
     decodes = sorted((worker for worker in workers if worker.role == "decode"), key=_least_loaded)
     for prefill in sorted((worker for worker in workers if worker.role == "prefill"), key=order):
@@ -320,6 +331,6 @@ def _best_pair(
     return None
 
 
-def _best_aggregated(workers: list[GenerationWorker]) -> Route | None:
+def _best_aggregated(workers: list[GenerationWorker], demand: Demand) -> Route | None:
     found = [worker for worker in workers if worker.role == "aggregated"]
-    return Route(None, min(found, key=_least_loaded)) if found else None
+    return Route(None, min(found, key=demand.order)) if found else None

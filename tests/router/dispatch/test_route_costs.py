@@ -1,0 +1,129 @@
+"""The cost of each worker for a prompt, from the router's own messages."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from core.wire.messages import Abort, Generate, PrefillDone
+from core.wire.sampling import SamplingParams
+from router.dispatch.policy import Demand, choose_route
+from router.dispatch.route_costs import RouteCosts, salt_of
+from tests.router.dispatch.test_policy import member
+
+PROMPT = tuple(range(2000))
+
+
+def send(costs, worker, request_id, prompt=PROMPT, now=0.0):
+    sampling = SamplingParams(max_tokens=5)
+    costs.on_sent(worker, Generate(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, handoff=True), now)
+
+
+def done(costs, request_id, now, prefill_ms=100.0, num_cached_tokens=0):
+    message = PrefillDone(request_id=request_id, choices=(), prefill_ms=prefill_ms, num_cached_tokens=num_cached_tokens)
+    costs.on_prefill_done(message, now)
+
+
+@pytest.fixture
+def workers():
+    roomy = {"num_blocks": 1000}
+    return [replace_facts(member("prefill", "p0"), **roomy), replace_facts(member("prefill", "p1"), **roomy)]
+
+
+def replace_facts(worker, **facts):
+    import msgspec
+
+    return replace(worker, facts=msgspec.structs.replace(worker.facts, **facts))
+
+
+def offers(costs, workers, prompt=PROMPT, salt=b"", now=0.0):
+    return {key.engine_id: offer for key, offer in costs.offers(workers, prompt, salt, now).items()}
+
+
+def test_a_worker_with_the_prefix_is_cheapest(workers):
+    costs = RouteCosts()
+    send(costs, workers[1], "a")
+    done(costs, "a", now=1.0)
+    found = offers(costs, workers, now=1.0)
+    assert found["p1"].hit_tokens > found["p0"].hit_tokens == 0
+    assert found["p1"].score < found["p0"].score
+
+
+def test_a_burst_of_equal_prompts_meets_itself(workers):
+    costs = RouteCosts()
+    send(costs, workers[0], "a")
+    assert offers(costs, workers)["p0"].hit_tokens > 0
+
+
+def test_queued_prompts_are_waited_for(workers):
+    costs = RouteCosts()
+    send(costs, workers[0], "a", prompt=tuple(range(5000, 9000)))
+    found = offers(costs, workers)
+    assert found["p0"].wait_ms > found["p1"].wait_ms == 0
+
+
+@pytest.mark.parametrize("end", ["abort", "drop", "done"])
+def test_a_prompt_that_has_ended_is_not_waited_for(workers, end):
+    costs = RouteCosts()
+    send(costs, workers[0], "a")
+    match end:
+        case "abort":
+            costs.on_sent(workers[0], Abort(request_ids=("a",), reason="test"), 0.1)
+        case "drop":
+            costs.drop("a", 0.1)
+        case "done":
+            done(costs, "a", 0.1)
+    assert offers(costs, workers, now=0.1)["p0"].wait_ms == 0
+
+
+def test_the_prefill_time_is_learned_from_completions(workers):
+    costs = RouteCosts()
+    for number in range(60):
+        prompt = tuple(range(number * 10_000, number * 10_000 + 500 + 37 * number))
+        send(costs, workers[0], str(number), prompt, now=float(number))
+        done(costs, str(number), number + 0.5, prefill_ms=20 + 2.0 * len(prompt))
+    assert costs.prefill_time(workers[1]).ms(1000, 0) == pytest.approx(2020, rel=0.05)
+
+
+def test_a_worker_that_left_is_forgotten(workers):
+    costs = RouteCosts()
+    send(costs, workers[0], "a")
+    costs.forget(workers[0].key)
+    assert offers(costs, workers)["p0"].hit_tokens == 0
+    done(costs, "a", 1.0)
+
+
+def test_hits_that_do_not_come_true_lose_their_credit(workers):
+    costs = RouteCosts()
+    for number in range(8):
+        send(costs, workers[0], str(number), now=float(number))
+        done(costs, str(number), number + 0.5, num_cached_tokens=0)
+    assert offers(costs, workers, now=9.0)["p0"].hit_tokens == 0
+    assert costs.accuracies()[workers[0].key].is_wrong
+
+
+def test_a_salt_separates_equal_prompts(workers):
+    costs = RouteCosts()
+    send(costs, workers[0], "a")
+    assert offers(costs, workers, salt=salt_of("tenant", ()))["p0"].hit_tokens == 0
+
+
+def test_routing_by_load_offers_nothing(workers):
+    costs = RouteCosts()
+    costs.is_enabled = False
+    send(costs, workers[0], "a")
+    assert costs.offers(workers, PROMPT, b"", 0.0) == {}
+
+
+def test_the_cheapest_pair_is_chosen_before_the_least_loaded(workers):
+    decode = member("decode", "d0")
+    busy = replace(workers[0], num_running=3)
+    route = choose_route([busy, workers[1], decode], Demand(num_tokens=10, costs={busy.key: 5.0, workers[1].key: 9.0}))
+    assert route.prefill is busy
+
+
+def test_the_decode_worker_that_holds_fewer_tokens_is_chosen(workers):
+    full = replace(member("decode", "d0"), num_inflight_tokens=900)
+    route = choose_route([workers[0], full, member("decode", "d1")], Demand(num_tokens=10))
+    assert route.decode.key.engine_id == "d1"
