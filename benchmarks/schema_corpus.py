@@ -165,7 +165,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
         rows.append(row(f"JSONSchemaBench {COMMIT}, all", bench))
         figures["bench"] = {"supported": bench.supported, "refused": dict(bench.refused), "unclear": bench.unclear}
         notes.append(f"Goal: {GOAL:.0%} of JSONSchemaBench supported, no refusal without a reason.")
-        notes += [f"{count:5d}  {reason}" for reason, count in bench.refused.most_common(12)]
+        notes += [f"refused {count} times: {reason}" for reason, count in bench.refused.most_common(12)]
     judge.checker.close()
     columns = ["corpus", "schemas", "supported", "share", "refused", "without reason", "compile, 99 %"]
     return Outcome([Table(columns, rows)], notes, figures)

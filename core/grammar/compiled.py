@@ -121,5 +121,5 @@ class GrammarMatcher:
 
 
 def _reason(error: object) -> str:
-    """Return the library's reason as one line."""
-    return " ".join(str(error).split())[:_MAX_REASON_CHARACTERS]
+    """Return the library's reason as one line, without its advice to approximate ``oneOf``, which would not enforce it."""
+    return " ".join(str(error).partition(" Enable 'coerce_one_of'")[0].split())[:_MAX_REASON_CHARACTERS]

@@ -69,6 +69,23 @@ def test_fifty_seeded_outputs_follow_their_schema(complete):
     assert len({answer["choices"][0]["text"] for answer in answers}) > 40
 
 
+@pytest.mark.full
+@pytest.mark.timeout(1800)
+def test_two_thousand_seeded_outputs_follow_their_schema_though_workers_are_killed(complete, served):
+    ended = []
+
+    def ask(seed):
+        answer = complete(response_format=FORMAT, seed=seed)["choices"][0]
+        ended.append(seed)
+        if len(ended) % 500 == 0:
+            served.cluster.kill(f"decode-{len(ended) // 500 % 2}")
+        return answer
+
+    with ThreadPoolExecutor(16) as pool:
+        for choice in pool.map(ask, range(2000)):
+            check(choice)
+
+
 def test_outputs_follow_their_schema_though_decode_workers_are_killed(complete, served, eventually):
     form = {"structured_outputs": {"json": LONG}}
     calm = [complete(seed=seed, **form)["choices"][0]["text"] for seed in range(2)]

@@ -92,6 +92,12 @@ def test_names_what_it_does_not_support(vocabulary, schema, name):
         CompiledGrammar(form("json_schema", schema), vocabulary)
 
 
+def test_a_refusal_does_not_advise_an_option_that_is_not_there(vocabulary):
+    with pytest.raises(InvalidRequest) as refused:
+        CompiledGrammar(form("json_schema", {"oneOf": [{"type": "integer"}, {"type": "number"}]}), vocabulary)
+    assert "coerce_one_of" not in refused.value.message
+
+
 @pytest.mark.parametrize("value", ["start: (", "start: other", 'root ::= ("a"'])
 def test_refuses_malformed_grammars(vocabulary, value):
     with pytest.raises(InvalidRequest):
