@@ -147,7 +147,7 @@ class VllmEngine:
         try:
             is_first, has_ended, is_again = True, False, is_regenerated(request)
             known = KnownTokens(request.output_token_ids if is_again else ())
-            async with self._server.generate(generate_body(request, is_regenerated=is_again)) as answers:
+            async with self._server.generate(generate_body(request, is_regenerated=is_again), request.trace) as answers:
                 async for answer in answers:
                     self._progress.note(self._clock.now())
                     output = self._output(request, answer, known, is_first=is_first)

@@ -18,6 +18,7 @@ import msgspec
 
 from agent.vllm_protocol import ABORT, GENERATE, RENDER, Answer, decode_answer
 from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, Overloaded
+from core.tracing import TraceContext
 
 CONNECT_TIMEOUT_S = 5.0
 FACTS_TIMEOUT_S = 10.0
@@ -41,6 +42,8 @@ class ServerFacts:
     num_blocks: int
     block_size: int
     splits_output: bool  # it separates reasoning from the text of every chat
+    has_prefix_cache: bool
+    has_plugin: bool  # it hands its KV over by our connector
 
 
 class Health(Enum):
@@ -137,7 +140,8 @@ class VllmServer:
         version = await self._ask("/version", _Version)
         if not models.data or not models.data[0].max_model_len:
             raise ConfigError(f"agent.engine = {self.url}: it names no model with a max_model_len")
-        cache = _labels(await self._metrics(), "vllm:cache_config_info")
+        metrics = await self._metrics()
+        cache = _labels(metrics, "vllm:cache_config_info")
         return ServerFacts(
             version=version.version,
             model=models.data[0].id,
@@ -145,6 +149,8 @@ class VllmServer:
             num_blocks=_number(cache.get("num_gpu_blocks"), 1),
             block_size=_number(cache.get("block_size"), 1),
             splits_output=await self._splits_output(),
+            has_prefix_cache=cache.get("enable_prefix_caching", "True") == "True",
+            has_plugin="\nvllm:kvferry_" in metrics,
         )
 
     async def load(self, timeout_s: float) -> ServerLoad:
@@ -219,14 +225,17 @@ class VllmServer:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def generate(self, body: dict[str, Any]) -> AsyncIterator[AsyncIterator[Answer]]:
+    async def generate(self, body: dict[str, Any], trace: TraceContext | None = None) -> AsyncIterator[AsyncIterator[Answer]]:
         """Send a request; yield its answers: one, or the parts of a stream. Leaving the context aborts it.
+
+        A server with ``--otlp-traces-endpoint`` records its spans as children of ``trace``.
 
         Raises:
             KVFerryError: the server refuses it, or is lost.
         """
         try:
-            async with self._client.stream("POST", GENERATE, content=msgspec.json.encode(body), headers=_JSON) as response:
+            headers = _JSON if trace is None else _JSON | trace.headers
+            async with self._client.stream("POST", GENERATE, content=msgspec.json.encode(body), headers=headers) as response:
                 if response.status_code != HTTPStatus.OK:
                     raise _refusal(response.status_code, await response.aread())
                 yield self._answers(response)

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import logging
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -14,6 +13,7 @@ from prometheus_client import CollectorRegistry
 
 from agent.engine import HANDOFF_LEASE_MS, AgentIdentity, VllmEngine, WatchTerms
 from agent.prefill_handler import VllmPrefillHandler
+from agent.readings import readings
 from agent.vllm_server import Health, ServerFacts, VllmServer
 from core.clock import SystemClock
 from core.config import AgentSection, KVFerryConfig
@@ -21,7 +21,7 @@ from core.connector import WorkerContext
 from core.errors import ConfigError, EngineDead, RequestError
 from core.ids import RandomIds, new_incarnation
 from core.log import event
-from core.metrics import Metric, WorkerMetrics
+from core.metrics import WorkerMetrics
 from core.release import package_version
 from core.tracing import open_tracer
 from core.wire.kv import KVLayoutInfo
@@ -39,11 +39,6 @@ AgentRole = Literal["prefill", "decode", "aggregated"]
 CONNECTOR = "vllm"  # an engine's own; only agents read from agents
 START_POLL_S = 0.25
 WARM_UP_TOKENS = 64
-
-_DRAINING = Metric("draining", "gauge", "1 while the worker takes no new requests.")
-_ROUTERS = Metric("registered_routers", "gauge", "Routers that have this worker in their membership.")
-_STALLED = Metric("engine_stalled_seconds", "gauge", "Time since the engine's last progress while it has work; 0 without work.")
-_RUNNING = Metric("num_requests_running", "gauge", "Choices that the vLLM server has of this agent.")
 
 
 def run(config: KVFerryConfig, role: AgentRole, announce: Announce) -> int:
@@ -116,7 +111,7 @@ class VllmWorker(WorkerSource):
                 drain_timeout_s=config.worker.drain_timeout_s,
             ),
             load=lambda: _load(engine),
-            metrics=WorkerMetrics(context.metrics, _readings(engine, events)),
+            metrics=WorkerMetrics(context.metrics, readings(engine, facts.num_blocks, events.state)),
             api=engine,
         )
 
@@ -189,7 +184,7 @@ def _registration(context: WorkerContext, identity: AgentIdentity, facts: Server
         connector=CONNECTOR,
         ops_address=ops_address,
         pid=os.getpid(),
-        version=package_version(),
+        version=f"{package_version()}, vLLM {facts.version}",
         is_supervised=config.worker.is_supervised,
         leaves_first_token=context.role == "prefill",
         takes_calls=True,
@@ -207,20 +202,3 @@ def _load(engine: VllmEngine) -> EngineLoad:
         longest_lease_s=HANDOFF_LEASE_MS / 1e3 if load.num_held_blocks else 0.0,
         progress=engine.reading(),
     )
-
-
-def _readings(engine: VllmEngine, events: EngineEvents) -> dict[Metric, Callable[[], float]]:
-    def is_draining() -> float:
-        state = events.state()
-        return float(state is not None and state.is_draining)
-
-    def num_routers() -> float:
-        state = events.state()
-        return float(state.num_registered_routers if state is not None else 0)
-
-    return {
-        _DRAINING: is_draining,
-        _ROUTERS: num_routers,
-        _STALLED: lambda: engine.reading().stalled_s,
-        _RUNNING: lambda: float(engine.num_requests),
-    }

@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from core.kv.hashing import BlockHasher, ExtraKey
+from core.tracing import TraceContext
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs, TransferUsage
@@ -99,6 +100,7 @@ class NewRequest:
     media: Sequence[bytes] = ()  # raw files by ``MMFeature.media_index``; missing or empty for files that are not here
     ec_sources: Sequence[ECSource] = ()  # where embeddings of these items can be read
     engine_request: bytes = b""  # for an engine with an API of its own, as in ``Generate``
+    trace: TraceContext | None = None  # of the router's leg, for an engine that records spans of its own
 
 
 class Request:

@@ -54,6 +54,12 @@ class TraceContext(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         """32 hexadecimal digits."""
         return self.traceparent[3:35]
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers that pass it on by HTTP."""
+        state = {"tracestate": self.tracestate} if self.tracestate else {}
+        return {"traceparent": self.traceparent, **state}
+
 
 def parse_trace_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
     """Parse the trace context of a client's headers; None if there is none, or an invalid one: then a trace begins here."""

@@ -5,7 +5,7 @@ Owns the command and how findings are shown. Exit code 0: nothing stands in the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -26,13 +26,16 @@ doctor = typer.Typer(invoke_without_command=True, add_completion=False, pretty_e
 def examine(
     context: typer.Context,
     url: Annotated[str, typer.Option("--url", help="A router, http://host:port, to compare clocks with.")] = "",
+    engines: Annotated[
+        list[str] | None, typer.Option("--engine", help="A vLLM server, http://host:port, to look at; repeatable.")
+    ] = None,
     config: options.ConfigFile = None,
     assignments: options.Assignments = None,
 ) -> None:
     """Look for what stands in the way of running here with these settings: libraries, memory, ports, peers, keys."""
     if context.invoked_subcommand is not None:
         return
-    findings = list(findings_of(options.read_config(config, assignments, {}), url))
+    findings = list(findings_of(options.read_config(config, assignments, {}), url, engines or ()))
     for finding in findings:
         print(f"{_MARKS[finding.verdict]}  {finding.subject}: {finding.text}")
         if finding.verdict != "ok" and finding.fix:
@@ -43,10 +46,13 @@ def examine(
 doctor.command()(memory)
 
 
-def findings_of(config: KVFerryConfig, url: str = "") -> Iterator[Finding]:
-    """Return what all checks find, in a fixed order."""
-    from kvferry import doctor_checks  # when asked: every process of a cluster imports the command line
+def findings_of(config: KVFerryConfig, url: str = "", engines: Sequence[str] = ()) -> Iterator[Finding]:
+    """Return what all checks find, in a fixed order; with ``engines`` only what these vLLM servers show."""
+    from kvferry import doctor_checks, doctor_vllm  # when asked: every process of a cluster imports the command line
 
+    if engines:
+        yield from doctor_vllm.check_engines(engines, config)
+        return
     for check in doctor_checks.CHECKS:
         yield from check(config)
     if url:

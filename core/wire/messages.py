@@ -348,7 +348,6 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_def
     path: Name
     body: bytes
     deadline_ms: WholeMilliseconds = 0
-    trace: TraceContext | None = None  # as that of ``Generate``
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_defaults=True):

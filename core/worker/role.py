@@ -116,6 +116,7 @@ def request_of_choice(message: Generate, index: int, sampling: SamplingParams, f
         media=message.media,
         ec_sources=message.ec_sources,
         engine_request=message.engine_request,
+        trace=message.trace,
     )
 
 

@@ -19,6 +19,8 @@ class ScriptedServer:
         self.calls = []  # (path, body) of calls of the API
         self.called = {}  # by path: (status, JSON), or a list of events
         self.token_routes = 200
+        self.version = "0.32.0"
+        self.has_plugin = True
         self.is_healthy = True
         self.num_looks = 0  # at its health
         self.thawed = asyncio.Event()  # cleared: it answers nothing
@@ -67,7 +69,7 @@ class ScriptedServer:
                 self.num_looks += 1
                 self._whole(writer, 200 if self.is_healthy else 503, {})
             case "/version":
-                self._whole(writer, 200, {"version": "0.32.0"})
+                self._whole(writer, 200, {"version": self.version})
             case "/v1/models":
                 self._whole(writer, 200, {"data": [{"id": "m", "max_model_len": 512}]})
             case "/metrics":
@@ -79,6 +81,8 @@ class ScriptedServer:
                     'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kvferry_held_blocks{engine="0"} 7.0\n'
                     f'vllm:iteration_tokens_total_count{{engine="0"}} {self.num_steps}\n'
                 )
+                if not self.has_plugin:
+                    text = text.replace("kvferry", "other")
                 self._head(writer, 200, "text/plain", len(text))
                 writer.write(text.encode())
             case "/inference/v1/abort_requests":

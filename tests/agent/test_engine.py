@@ -4,8 +4,10 @@ import asyncio
 
 import pytest
 
-from agent.vllm_server import Health, VllmServer
+from agent.readings import readings
+from agent.vllm_server import Health, ServerLoad, VllmServer
 from core.errors import ConfigError, EngineDead
+from core.tracing import TraceContext
 from core.wire.sampling import SamplingParams
 from tests.agent.running_engine import Running, new_request, tokens
 from tests.agent.scripted_server import END
@@ -51,6 +53,15 @@ async def test_a_stream_becomes_the_outputs_of_steps(running):
     assert [output.finish_reason for output in outputs] == [None, "length"]
     assert outputs[0].prefill_stats.num_prompt_tokens == 2
     assert outputs[1].prefill_stats is None
+
+
+async def test_the_servers_spans_are_children_of_the_routers_leg(running):
+    trace = TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="a=1")
+    await running.run(new_request(trace=trace), [tokens(7, finish_reason="length"), END])
+    headers = running.server.headers[-1]
+    assert (headers["traceparent"], headers["tracestate"]) == (trace.traceparent, "a=1")
+    await running.run(new_request("s/0"), [tokens(7, finish_reason="length"), END])
+    assert "traceparent" not in running.server.headers[-1]
 
 
 async def test_events_may_be_cut_anywhere(running):
@@ -159,4 +170,18 @@ async def test_a_lost_server_is_reported_once_and_takes_no_more_requests(server,
     await asyncio.sleep(0.1)
     assert len(running.deaths) == 1
     server.thawed.set()
+    await running.http.close()
+
+
+async def test_gauges_have_the_servers_values_and_tell_a_leak(server):
+    running = Running(server, patience_s=30.0)
+    running.engine.start()
+    await running.until(lambda: running.engine.load.num_held_blocks == 7)
+    found = {metric.name: read for metric, read in readings(running.engine, 100, lambda: None).items()}
+    values = {name: read() for name, read in found.items()}
+    assert (values["num_requests_running"], values["kv_cache_usage_perc"], values["kv_leased_blocks"]) == (2, 0.5, 7)
+    assert values["kv_leaked_blocks"] == 0
+    running.engine.load = ServerLoad(kv_cache_usage=0.04)
+    assert found["kv_leaked_blocks"]() == 4
+    await asyncio.to_thread(running.engine.stop, 20)
     await running.http.close()

@@ -205,7 +205,7 @@ ROUTER_MESSAGES = {
     "encode_request": EncodeRequest(
         request_id="r1", mm_features=(FEATURE,), media=(b"", b"file"), priority=-1, deadline_ms=1000, trace=TRACE
     ),
-    "engine_call": EngineCall(request_id="r1", path="/v1/messages", body=b"{}", deadline_ms=1000, trace=TRACE),
+    "engine_call": EngineCall(request_id="r1", path="/v1/messages", body=b"{}", deadline_ms=1000),
     "abort": Abort(request_ids=("r1",), reason="timeout"),
     "release": Release(transfer_ids=("t1",)),
     "renew": Renew(transfer_ids=("t1",)),
