@@ -21,6 +21,10 @@ PROMPTS = [list(range(3, 40)), [7] * 16, list(range(100, 195))]
 NUM_TOKENS = 12
 DEADLINE_S = 60.0
 BF16_MARGIN = 0.25  # between logits, of weights and products in bfloat16
+# On a CPU, to float32 with the same rounded weights: of 4,800 differences of the gap between two best logits the largest is
+# 0.304, the median 0.024.
+CPU_BF16_MARGIN = 0.35
+TRANSPORTS = ["tcp", "shm", "nixl"]
 
 
 class Worker:
@@ -112,6 +116,43 @@ async def test_decode_worker_goes_on_where_the_prefill_worker_stopped(build_tiny
         oracle.assert_greedy(prompt, text)
 
 
+@pytest.mark.parametrize("transport", TRANSPORTS)
+async def test_handoff_in_bfloat16_changes_no_token(build_tiny, greedy_for, oracle, make_oracle, run_engine, transport):
+    if transport == "nixl" and installed_module() is None:
+        pytest.skip("NIXL is not installed")
+    settings = {"model__device": "cpu", "model__dtype": "bfloat16"}
+    prefill, decode = (Worker(role, build_tiny, transport, **settings) for role in ("prefill", "decode"))
+    assert prefill.built.layout.dtype == "bfloat16"
+    texts = await make_handoff(prefill, decode, greedy_for)
+    assert_handoff_succeeded(decode, transport)
+    for n, prompt in enumerate(PROMPTS):
+        (usage,) = [output.transfer_usage for output in decode.last[f"d{n}"] if output.transfer_usage is not None]
+        assert usage.transferred_bytes == -(-len(prompt) // 16) * prefill.built.layout.block_bytes
+    # Not within a margin: one worker computes the same bits, whatever the batch.
+    requests = [
+        NewRequest(request_id=f"a{n}", prompt_token_ids=prompt, sampling=greedy_for(NUM_TOKENS))
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    alone = run_engine(build_tiny(**settings).engine, requests)
+    assert texts == [alone[request.request_id].token_ids for request in requests]
+    rounded = make_oracle(copy.deepcopy(oracle.model).to(torch.bfloat16).float(), CPU_BF16_MARGIN)
+    for prompt, text in zip(PROMPTS, texts, strict=True):
+        rounded.assert_greedy(prompt, text)
+
+
+@pytest.mark.parametrize(("first", "second"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+async def test_handoff_to_another_dtype_is_refused_with_both_values(build_tiny, greedy_for, caplog, first, second):
+    prefill = Worker("prefill", build_tiny, "tcp", model__device="cpu", model__dtype=first)
+    policy = {"connector__kv_load_failure_policy": "recompute"}
+    decode = Worker("decode", build_tiny, "tcp", model__device="cpu", model__dtype=second, **policy)
+    await make_handoff(prefill, decode, greedy_for)
+    for n in range(len(PROMPTS)):
+        (usage,) = [output.transfer_usage for output in decode.last[f"d{n}"] if output.transfer_usage is not None]
+        assert usage.transferred_tokens == 0
+        assert usage.fallback_reason == "layout"
+    assert f"dtype {first} at the peer, {second} at decode-0" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
 async def test_handoff_between_two_gpus(build_tiny, greedy_for, oracle, make_oracle, transport):
@@ -156,6 +197,20 @@ async def test_handoff_between_gpus_to_larger_blocks(build_tiny, greedy_for, ora
     rounded = make_oracle(copy.deepcopy(oracle.model).to(torch.bfloat16).float(), BF16_MARGIN)
     for prompt, text in zip(PROMPTS, texts, strict=True):
         rounded.assert_greedy(prompt, text)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_seals_hold_the_digests_of_the_bytes_of_their_blocks(build_tiny, greedy_for, run_engine, dtype):
+    settings = {"model__device": "cpu", "model__dtype": dtype, "connector__transports": ["tcp"]}
+    built = build_tiny(has_readers=True, **settings)
+    run_engine(built.engine, [NewRequest(request_id="a", prompt_token_ids=PROMPTS[2], sampling=greedy_for(30))])
+    sealed = {block_id: seal for block_id in range(built.num_blocks) if (seal := decode_seal(built.pool.seals.row(block_id)))}
+    assert len(sealed) >= 5
+    digester = built.pool.region.new_digester()
+    assert [seal.digest for seal in sealed.values()] == digester(list(sealed))
+    changed = next(iter(sealed))
+    built.pool.cache.pool[changed].view(torch.uint8).view(-1)[17] ^= 1
+    assert digester([changed]) != [sealed[changed].digest]
 
 
 @pytest.mark.gpu
