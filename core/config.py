@@ -104,7 +104,7 @@ class SchedulerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
 
     max_num_batched_tokens: Positive = 256  # per step; keeps a CPU step, and with it an abort, well under a second
     max_num_seqs: NumSeqs = 64
-    policy: Literal["fcfs", "priority"] = "fcfs"
+    policy: Literal["fcfs", "priority"] = "fcfs"  # priority: among equals, short prompts before long ones, within limits
     long_prefill_token_threshold: NonNegative = 0  # largest chunk of one prompt while others are live; 0 = off
     async_scheduling: Literal["auto", "on", "off"] = "auto"  # schedule a step while the one before runs; auto: on CUDA only
     encoder_cache_embeds: Positive = 32768  # embeddings of images that a worker keeps, of its model's hidden size each

@@ -91,6 +91,7 @@ class NewRequest:
     stop_token_ids: frozenset[int] = frozenset()
     priority: int = 0
     arrival_time: float = 0.0
+    patience_s: float = 0.0  # by priority, it is served as if it had arrived so much later
     cache_salt: str = ""
     needs_handoff: bool = False  # prefill worker: keep the blocks for a reader and describe them
     kv_handoff: KVHandoff | None = None  # decode worker: the place of the prompt's KV
@@ -141,6 +142,7 @@ class Request:
         "num_preemptions",
         "num_prompt_tokens",
         "num_tokens",
+        "patience_s",
         "prefill_stats",
         "priority",
         "request_id",
@@ -158,6 +160,7 @@ class Request:
         self.choice_index = new.choice_index
         self.priority = new.priority
         self.arrival_time = new.arrival_time
+        self.patience_s = new.patience_s
         self.cache_salt = new.cache_salt
         self.stop_token_ids = new.stop_token_ids
         self.max_tokens = new.sampling.max_tokens

@@ -19,7 +19,7 @@ PriorityKey = tuple[int, float, str]
 
 def priority_key(request: Request) -> PriorityKey:
     """Return the key of the order of requests: the smallest is served first and preempted last."""
-    return request.priority, request.arrival_time, request.request_id
+    return request.priority, request.arrival_time + request.patience_s, request.request_id
 
 
 class RequestQueue(ABC):
@@ -88,7 +88,7 @@ class FCFSRequestQueue(RequestQueue):
 
 
 class PriorityRequestQueue(RequestQueue):
-    """Smallest (priority, arrival time, request id) first. There is no front to prepend to: the key alone decides."""
+    """Smallest (priority, arrival time plus patience, request id) first. Prepending only inserts: the key alone decides."""
 
     def __init__(self) -> None:
         self._heap: list[tuple[PriorityKey, Request]] = []

@@ -114,6 +114,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     start_ms: WholeMilliseconds = 0  # from the start of its process to here; 0 = not reported
     is_supervised: bool = False  # a supervisor restarts it when it ends
     leaves_first_token: bool = False  # a prefill worker that samples none: the decode worker does
+    has_patience: bool = False  # it serves by priority, and heeds the patience of prompts
     takes_calls: bool = False  # it passes ``EngineCall`` on to the API of its engine
     splits_output: bool = False  # that engine separates reasoning from the text of every chat
 
@@ -296,7 +297,8 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     ``kv_handoff`` is set and ``choices`` holds the output of each live choice so far; prompt and output stay apart because
     penalties, limits, usage and random position depend on it. To a worker that continues a request of a lost worker:
     ``choices`` only, and it computes everything. To an aggregated worker that begins one: none of them.
-    ``deadline_ms`` is a duration from sending; 0 = none.
+    ``deadline_ms`` is a duration from sending; 0 = none. A worker that serves by priority computes a prompt as if it had
+    arrived ``patience_ms`` later.
     """
 
     request_id: Name
@@ -307,6 +309,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     kv_handoff: KVHandoff | None = None
     choices: tuple[ChoiceStart, ...] = ()
     priority: int = 0
+    patience_ms: WholeMilliseconds = 0
     cache_salt: str = ""
     deadline_ms: WholeMilliseconds = 0
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the worker's own

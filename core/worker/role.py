@@ -108,6 +108,7 @@ def request_of_choice(message: Generate, index: int, sampling: SamplingParams, f
         stop_token_ids=_stop_token_ids(message, facts),
         priority=message.priority,
         arrival_time=now,
+        patience_s=message.patience_ms / 1e3,
         cache_salt=message.cache_salt,
         kv_handoff=message.kv_handoff,
         kv_load_failure_policy=message.kv_load_failure_policy,

@@ -32,7 +32,10 @@ class Placement:
         salt = salt_of(wanted.cache_salt, wanted.mm_features)
         offers = self._costs.offers(workers, wanted.prompt_token_ids, salt, now)
         costs = {key: offer.score for key, offer in offers.items()}
-        return choose_route(workers, replace(self._demand(request, now), costs=costs))
+        route = choose_route(workers, replace(self._demand(request, now), costs=costs))
+        offer = offers.get(route.workers[0].key)
+        request.patience_ms = offer.patience_ms if offer is not None else 0.0
+        return route
 
     def decode(self, request: RequestState, now: float) -> GenerationWorker:
         """Return the decode worker reserved at submission, else one that can load the handoff, else one that recomputes.

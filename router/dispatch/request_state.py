@@ -105,6 +105,7 @@ class RequestState:
     attempt: Attempt = field(default_factory=Attempt)
     phase: RequestPhase = RequestPhase.PREFILL
     model_fingerprint: bytes = b""
+    patience_ms: float = 0.0  # how long shorter prompts that come later may be computed first
     encoding: Encoding | None = None  # None before its encode leg
     ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: where embeddings can be loaded
     has_report: bool = False  # the client has got the report of its prompt

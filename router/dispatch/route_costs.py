@@ -18,14 +18,20 @@ from router.routing.cost import PrefillTime, patience_ms, score
 from router.routing.fit import PrefillFit
 from router.routing.placed import PlacedPrefixes, PrefixIndex
 
+_LONGEST_PATIENCE_MS = 60_000.0
+
 _Pool = tuple[bytes, str]  # model fingerprint and role
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What one worker would cost: predicted hit in tokens, wait and own time in ms, and the score that decides."""
+    """What one worker would cost: predicted hit in tokens, wait and own time in ms, and the score that decides.
+
+    ``patience_ms`` is how long shorter prompts that come later may be computed first; 0 if it serves in order of arrival.
+    """
 
     hit_tokens: int
+    patience_ms: float
     wait_ms: float
     own_ms: float
     score: float
@@ -93,8 +99,9 @@ class RouteCosts:
         time = self._fit(known.pool).time
         hit = known.accuracy.credit(min(claimed, max(0, num_tokens - 1)))
         own_ms = time.ms(num_tokens - hit, hit)
-        wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience_ms(own_ms, 0.0), now * 1e3)
-        return Offer(hit, wait_ms, own_ms, score(wait_ms, own_ms, num_delayed))
+        patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
+        wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3)
+        return Offer(hit, patience, wait_ms, own_ms, score(wait_ms, own_ms, num_delayed))
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -105,7 +112,7 @@ class RouteCosts:
                 keys = self._keys(message.prompt_token_ids, salt_of(message.cache_salt, message.mm_features))
                 num_tokens, claimed = len(message.prompt_token_ids), self._index.hits(keys).get(worker.key, 0)
                 offer = self._offer(worker, num_tokens, claimed, now)
-                prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, now * 1e3)
+                prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, now * 1e3 + offer.patience_ms)
                 self._worker(worker).backlog.add(message.request_id, prompt, now * 1e3)
                 self._placed[message.request_id] = _Placed(worker.key, num_tokens, claimed)
                 self._index.on_placed(worker.key, keys, worker.facts.num_blocks * worker.facts.layout.block_size)

@@ -25,7 +25,8 @@ class TokensLost(ProtocolError):
 
 def new_generate(request: RequestState, now: float) -> Generate:
     """Return the message that starts a request on a prefill worker, or on a worker that serves it alone."""
-    return msgspec.structs.replace(_message(request, now), handoff=request.phase is RequestPhase.PREFILL)
+    is_prefill = request.phase is RequestPhase.PREFILL
+    return msgspec.structs.replace(_message(request, now), handoff=is_prefill, patience_ms=round(request.patience_ms))
 
 
 def resuming_generate(request: RequestState, now: float) -> Generate:

@@ -9,13 +9,14 @@ from core.wire.sampling import SamplingParams
 
 @pytest.fixture
 def make_request():
-    def make(request_id: str, priority: int = 0, arrival_time: float = 1.0) -> Request:
+    def make(request_id: str, priority: int = 0, arrival_time: float = 1.0, patience_s: float = 0.0) -> Request:
         new = NewRequest(
             request_id=request_id,
             prompt_token_ids=[1],
             sampling=SamplingParams(),
             priority=priority,
             arrival_time=arrival_time,
+            patience_s=patience_s,
         )
         return Request(new, None)
 
@@ -75,6 +76,22 @@ def test_empty_queue_has_nothing_to_pop(policy):
     queue = create_request_queue(policy)
     with pytest.raises(IndexError):
         queue.pop_request()
+
+
+def test_a_patient_request_is_overtaken_within_its_patience(make_request):
+    queue = create_request_queue("priority")
+    queue.add_request(make_request("p", arrival_time=1.0, patience_s=2.0))
+    queue.add_request(make_request("s", arrival_time=2.0))
+    queue.add_request(make_request("l", arrival_time=4.0))
+    queue.add_request(make_request("u", priority=-1, arrival_time=9.0, patience_s=9.0))
+    assert drain(queue) == "uspl"
+
+
+def test_patience_counts_nothing_in_order_of_arrival(make_request):
+    queue = create_request_queue("fcfs")
+    queue.add_request(make_request("p", patience_s=100.0))
+    queue.add_request(make_request("s"))
+    assert drain(queue) == "ps"
 
 
 def test_priority_then_arrival_then_id_decide(make_request):

@@ -127,3 +127,21 @@ def test_the_decode_worker_that_holds_fewer_tokens_is_chosen(workers):
     full = replace(member("decode", "d0"), num_inflight_tokens=900)
     route = choose_route([workers[0], full, member("decode", "d1")], Demand(num_tokens=10))
     assert route.decode.key.engine_id == "d1"
+
+
+def test_patient_workers_compute_short_prompts_first(workers):
+    patient = [replace_facts(worker, has_patience=True) for worker in workers]
+    costs = RouteCosts()
+    send(costs, patient[0], "running", prompt=tuple(range(3000)))
+    send(costs, patient[0], "long", prompt=tuple(range(100_000, 150_000)))
+    short = tuple(range(60_000, 60_100))
+    found = offers(costs, patient, prompt=short)["p0"]
+    assert 0 < found.patience_ms < offers(costs, patient, prompt=tuple(range(10_000)))["p0"].patience_ms
+    assert found.score > found.wait_ms + 3 * found.own_ms  # the long one waits for it
+    costs.drop("long", 0.0)
+    assert offers(costs, patient, prompt=short)["p0"].wait_ms == found.wait_ms
+
+
+def test_workers_in_order_of_arrival_get_no_patience(workers):
+    costs = RouteCosts()
+    assert offers(costs, workers)["p0"].patience_ms == 0
