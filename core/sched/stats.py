@@ -33,7 +33,7 @@ class EngineStats:
     """
 
     num_running: int = _gauge("num_requests_running", "Requests in the running batch.")
-    num_waiting: int = _gauge("num_requests_waiting", "Requests that wait for admission.")
+    num_waiting: int = _gauge("num_requests_waiting", "Requests that wait for admission, or for their grammar.")
     num_loading: int = _gauge("num_requests_loading", "Requests whose KV cache is being loaded (WAITING_FOR_REMOTE_KVS).")
     kv_cache_usage: float = _gauge(
         "kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1; cached blocks that may be evicted do not count."
