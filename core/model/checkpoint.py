@@ -60,14 +60,21 @@ class Checkpoint:
         return name in self._sources
 
     def take(self, name: str, *shape: int) -> Tensor:
-        """Read one tensor in the target dtype, on the target device."""
+        """Read one tensor in the target dtype, on the target device, into memory of its own.
+
+        A view of the file would keep all of the file mapped, and what was read of it resident.
+        """
+        return self._stored(name, shape).to(device=self._device, dtype=self._dtype, copy=True)
+
+    def _stored(self, name: str, shape: tuple[int, ...]) -> Tensor:
+        """Return a tensor as it is stored: a view of the file, in the file's dtype."""
         if name not in self._sources:
             raise ConfigError(f"the weights lack {name}", param="model")
         tensor: Tensor = self._sources[name].get_tensor(name)
         if tuple(tensor.shape) != shape:
             raise ConfigError(f"{name} has shape {tuple(tensor.shape)}, the config says {shape}", param="model")
         self._unused.discard(name)
-        return tensor.to(device=self._device, dtype=self._dtype)
+        return tensor
 
     def constant(self, value: float, *shape: int) -> Tensor:
         """Return a tensor of one value, for a weight that the checkpoint does not have."""
@@ -78,12 +85,16 @@ class Checkpoint:
     ) -> Linear:
         """Read one or several projections of the same input and fuse them into one layer, its rows in ``order``."""
         parts = list(zip(names, rows, strict=True))
-        weight = torch.cat([self.take(f"{name}.weight", size, columns) for name, size in parts])
-        bias = torch.cat([self.take(f"{name}.bias", size) for name, size in parts]) if has_bias else None
+        weight = self._fused([self._stored(f"{name}.weight", (size, columns)) for name, size in parts])
+        bias = self._fused([self._stored(f"{name}.bias", (size,)) for name, size in parts]) if has_bias else None
         if order is not None:
             order = order.to(self._device)
             weight, bias = weight[order], None if bias is None else bias[order]
         return make_linear(weight, bias)
+
+    def _fused(self, parts: Sequence[Tensor]) -> Tensor:
+        """Return the rows of all parts as one tensor with memory of its own."""
+        return torch.cat([part.to(device=self._device, dtype=self._dtype) for part in parts])
 
     def ignore(self, name: str) -> None:
         """Mark a tensor that is present but not needed as used."""

@@ -20,6 +20,7 @@ from core.ec_connector import ECConnector
 from core.engine.build import apply_cpu_threads, device_of
 from core.engine.step_watch import FirstSteps
 from core.engine.thread import EngineThread
+from core.freed_memory import return_freed_memory
 from core.gc_freeze import freeze_loaded_objects
 from core.ids import RandomIds, new_incarnation
 from core.log import event
@@ -129,6 +130,7 @@ def run_worker(config: KVFerryConfig, role: Role, assemble: Callable[[WorkerCont
     def load() -> Assembled:
         assembled = assemble(context)
         freeze_loaded_objects()
+        return_freed_memory()
         return assembled
 
     try:

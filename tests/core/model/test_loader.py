@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
@@ -66,3 +67,12 @@ def test_names_a_file_that_is_no_safetensors(tiny_model):
     model.weight_files[0].write_bytes(b"no tensors here")
     with pytest.raises(ConfigError, match=r"model\.safetensors cannot be read"):
         model.load()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_weight_keeps_the_file_mapped(tiny_model, dtype):
+    model = tiny_model("llama")
+    decoder = load_decoder(model.arch, model.weight_files, dtype=dtype)
+    (path,) = model.weight_files
+    assert str(path) not in Path("/proc/self/maps").read_text()
+    assert decoder.device.type == "cpu"
