@@ -3,8 +3,10 @@
 | a body with                                                      | goes                                                     |
 |------------------------------------------------------------------|----------------------------------------------------------|
 | fields that the router serves                                    | as token ids; it is not seen here                        |
-| tools, a form of the output, media, an adapter's name            | as token ids that the engine has rendered                |
+| tools, a form of the output, an adapter's name                   | as token ids that the engine has rendered                |
 | what neither the router nor an engine's token routes know        | whole, once for the prompt and once for the answer       |
+
+Media go whole: vLLM 0.32 renders them without the mask of their embeddings, and an engine that gets them back so may die.
 """
 
 from __future__ import annotations
@@ -98,7 +100,9 @@ def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> E
     is_whole = path == MESSAGES or any(_is_used(fields, name) for name in _WHOLE)
     is_whole = is_whole or (is_split and any(_is_used(fields, name) for name in _NOT_WITH_SPLITTING))
     is_rendered = is_split or bool(adapter) or any(_is_used(fields, name) for name in _RENDERED)
-    is_rendered = is_rendered or (is_chat and _has_parts(fields.get("messages")))
+    if is_chat:
+        is_rendered = is_rendered or _has_tool_messages(fields.get("messages"))
+        is_whole = is_whole or _has_media(fields.get("messages"))
     if not is_rendered and not is_whole:
         return None
     return EngineBody(path=path, fields=fields, adapter=adapter, is_split=is_split, is_whole=is_whole)
@@ -111,17 +115,15 @@ def _is_used(fields: Mapping[str, Any], name: str) -> bool:
     return value is not None and value not in _NOT_USED.get(name, ())
 
 
-def _has_parts(messages: object) -> bool:
-    """Return True if a message has tool calls, or parts that are no text."""
-    found = [message for message in messages if isinstance(message, dict)] if isinstance(messages, list) else []
-    return any(
-        message.get("role") == "tool"
-        or message.get("tool_calls")
-        or any(isinstance(part, dict) and part.get("type") not in ("text", "refusal") for part in _parts(message))
-        for message in found
-    )
+def _has_tool_messages(messages: object) -> bool:
+    return any(message.get("role") == "tool" or message.get("tool_calls") for message in _objects(messages))
 
 
-def _parts(message: Mapping[str, Any]) -> list[object]:
-    content = message.get("content")
-    return content if isinstance(content, list) else []
+def _has_media(messages: object) -> bool:
+    """Return True if a message has parts that are no text."""
+    parts = (part for message in _objects(messages) for part in _objects(message.get("content")))
+    return any(part.get("type") not in ("text", "refusal") for part in parts)
+
+
+def _objects(value: object) -> list[dict[str, Any]]:
+    return [item for item in value if isinstance(item, dict)] if isinstance(value, list) else []

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,19 +30,26 @@ def write_served_model(folder: Path) -> Path:
 
 
 @contextlib.contextmanager
-def vllm_pair(folder: Path, model: Path, settings: Mapping[str, Any]) -> Iterator[tuple[VllmServer, VllmServer]]:
-    """Yield P and D, which serve. ``settings`` are the plug-in's, by their full names."""
-    with vllm_servers(folder, model, {"p": settings, "d": settings}) as made:
+def vllm_pair(
+    folder: Path, model: Path, settings: Mapping[str, Any], arguments: Sequence[str] = ()
+) -> Iterator[tuple[VllmServer, VllmServer]]:
+    """Yield P and D, which serve. ``settings`` are the plug-in's, by their full names; ``arguments`` are more ones."""
+    with vllm_servers(folder, model, {"p": settings, "d": settings}, arguments=arguments) as made:
         yield made["p"], made["d"]
 
 
 @contextlib.contextmanager
 def vllm_servers(
-    folder: Path, model: Path, settings: Mapping[str, Mapping[str, Any]], connector: Path | None = None, **variables: str
+    folder: Path,
+    model: Path,
+    settings: Mapping[str, Mapping[str, Any]],
+    connector: Path | None = None,
+    arguments: Sequence[str] = (),
+    **variables: str,
 ) -> Iterator[dict[str, VllmServer]]:
     """Yield servers by name, which serve; ``settings`` are the plug-in's, by their full names.
 
-    ``connector`` is the file of another connector, a variant of ours; ``variables`` are added to the environment.
+    ``connector`` is the file of another connector, a variant of ours; ``arguments`` and ``variables`` are added to the others.
     """
     unpacked = unpack_wheel(build_wheel(folder / "built"), folder / "unpacked")
     environment = {"PYTHONPATH": os.pathsep.join(map(str, (unpacked, _CPU_LAYOUT, *([connector.parent] if connector else []))))}
@@ -57,8 +64,8 @@ def vllm_servers(
         }
         if connector is not None:
             config["kv_connector_module_path"] = connector.stem
-        arguments = [*_SERVE, "--kv-transfer-config", json.dumps(config)]
-        made[name] = VllmServer(folder / f"{name}.log", model, port, arguments, environment | variables)
+        all_arguments = [*_SERVE, *arguments, "--kv-transfer-config", json.dumps(config)]
+        made[name] = VllmServer(folder / f"{name}.log", model, port, all_arguments, environment | variables)
     try:
         for server in made.values():
             server.start()

@@ -46,7 +46,6 @@ def test_a_body_that_is_no_object_is_left_to_the_routers_own_reading(body):
         ({"structured_outputs": {"regex": "a"}}, False),
         ({"model": "adapter"}, False),
         ({"reasoning_effort": "low"}, False),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]}, False),
         ({"messages": [{"role": "tool", "content": "x", "tool_call_id": "1"}]}, False),
         ({"messages": [{"role": "assistant", "content": None, "tool_calls": [{}]}]}, False),
     ],
@@ -65,6 +64,7 @@ def test_every_chat_is_split_where_engines_separate_reasoning():
     "fields",
     [
         {"use_beam_search": True},
+        {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         {"tools": TOOLS, "stop": "x"},
         {"tools": TOOLS, "prompt_logprobs": 0},
         {"tools": TOOLS, "return_token_ids": True},
