@@ -195,6 +195,10 @@ class FaultCluster:
             assert time.monotonic() < end, held
             time.sleep(0.05)
 
+    def has_work(self, *names: str) -> bool:
+        """Return whether one of these agents has requests at its server: only then it measures the time without progress."""
+        return any(self.agent_metric(name, "kvferry_engine_stalled_seconds") for name in names)
+
     def agent_metric(self, name: str, metric: str) -> float:
         """Return a metric of an agent, or of the router."""
         return metric_at(self.routed.ops_url(name), metric)

@@ -13,7 +13,6 @@ pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.full]
 
 GENERATE = "/inference/v1/generate"
 ROUTER_FREEZE_S = 8.0  # longer than the heartbeat timeout of its workers
-RUNNING = "kvferry_num_requests_running"
 EITHER = pytest.mark.parametrize("name", ["p0", "d0"])
 
 
@@ -145,10 +144,6 @@ def test_the_only_engine_of_a_role_is_frozen_for_a_while(faulty, name):
 # ---- clients that leave --------------------------------------------------------------------------------------------------
 
 
-def num_running(faulty, *names):
-    return sum(faulty.agent_metric(name, RUNNING) for name in names)
-
-
 def test_client_leaves_while_its_request_waits_for_a_worker(faulty):
     stream = faulty.stream(max_tokens=900)
     wait_until(lambda: stream.token_ids)
@@ -163,9 +158,9 @@ def test_client_leaves_while_its_request_waits_for_a_worker(faulty):
 def test_client_leaves_while_its_request_is_computed(faulty, names):
     with faulty.frozen(*(faulty.core(name).pid for name in names)):
         stream = faulty.stream(max_tokens=40)
-        wait_until(lambda: num_running(faulty, *names))
+        wait_until(lambda: faulty.has_work(*names))
         stream.leave()
-        wait_until(lambda: not num_running(faulty, *names))
+        wait_until(lambda: not faulty.has_work(*names))
 
 
 def test_client_leaves_while_blocks_are_read(faulty):
@@ -174,12 +169,12 @@ def test_client_leaves_while_blocks_are_read(faulty):
         loading = "vllm:num_requests_kv_fetch_by_stage"
         wait_until(lambda: sum(faulty.servers[name].metric(loading, stage="in_progress") for name in ("d0", "d1")))
         stream.leave()
-        wait_until(lambda: not num_running(faulty, "d0", "d1"))
+        wait_until(lambda: not faulty.has_work("d0", "d1"))
 
 
 def test_client_leaves_in_the_midst_of_its_answer(faulty):
     stream = faulty.stream(max_tokens=900)
     wait_until(lambda: stream.token_ids)
     stream.leave()
-    wait_until(lambda: not num_running(faulty, "d0", "d1"))
+    wait_until(lambda: not faulty.has_work("d0", "d1"))
     faulty.assert_no_wrong_token(stream)
