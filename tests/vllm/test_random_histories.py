@@ -11,7 +11,7 @@ from tests.vllm.conftest import settings
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 LEASE_S = 0.5
-NUM_SEEDS, NUM_SEEDS_IN_FULL = 20, 200
+NUM_SEEDS, NUM_SEEDS_IN_FULL = 10, 200
 NUM_EVENTS = 14
 
 

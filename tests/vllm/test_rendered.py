@@ -85,13 +85,13 @@ def comparable(answer):
     "fields",
     [
         {"response_format": SCHEMA},
-        {"response_format": SCHEMA, "logprobs": True, "top_logprobs": 2},
+        pytest.param({"response_format": SCHEMA, "logprobs": True, "top_logprobs": 2}, marks=pytest.mark.full),
         {"response_format": SCHEMA, "n": 2, "temperature": 1, "seed": 5},
         {"structured_outputs": {"regex": "[ab]{3}x"}},
-        {"structured_outputs": {"choice": ["red", "green"]}},
-        {"tools": TOOLS},
+        pytest.param({"structured_outputs": {"choice": ["red", "green"]}}, marks=pytest.mark.full),
+        pytest.param({"tools": TOOLS}, marks=pytest.mark.full),
         {"tools": TOOLS, "tool_choice": "required"},
-        {"tools": TOOLS, "tool_choice": "required", "max_tokens": 20},
+        pytest.param({"tools": TOOLS, "tool_choice": "required", "max_tokens": 20}, marks=pytest.mark.full),
         {"tools": TOOLS, "tool_choice": NAMED, "logprobs": True, "top_logprobs": 1},
     ],
     ids="-".join,
@@ -123,9 +123,9 @@ def test_calls_and_results_of_tools_in_the_history(both, new_words):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"response_format": SCHEMA},
+        pytest.param({"response_format": SCHEMA}, marks=pytest.mark.full),
         {"tools": TOOLS, "tool_choice": "required"},
-        {"tools": TOOLS, "tool_choice": NAMED},
+        pytest.param({"tools": TOOLS, "tool_choice": NAMED}, marks=pytest.mark.full),
         {"tools": TOOLS, "tool_choice": "required", "stop": ["never"]},
     ],
     ids="-".join,
@@ -164,7 +164,10 @@ def test_completions_under_a_grammar(both, new_words):
 
 @pytest.mark.parametrize(
     ("body", "path"),
-    [({"use_beam_search": True, "n": 2}, CHAT), ({"model": MODEL, "max_tokens": 10, "temperature": 0}, MESSAGES)],
+    [
+        pytest.param({"use_beam_search": True, "n": 2}, CHAT, marks=pytest.mark.full),
+        ({"model": MODEL, "max_tokens": 10, "temperature": 0}, MESSAGES),
+    ],
 )
 def test_what_cannot_be_rendered_goes_in_two_legs(both, loads, new_words, body, path):
     before = loads()
