@@ -192,6 +192,7 @@ def make_worker(router, journal):
         config = load_config(assignments=[address, "worker.drain_timeout_s=5", "worker.pin_cpus=false", *settings])
         context = replace(worker_context("decode", engine_id="w0", incarnation=7), config=config)
         built = SimpleNamespace(
+            grammars=None,
             engine=ScriptedEngine(journal, gate),
             model_fingerprint=b"f",
             layout=LAYOUT,
