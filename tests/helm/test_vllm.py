@@ -170,6 +170,13 @@ CASES = {
     "LMCache": ((*VLLM, "lmcache.mode=external", "lmcache.host=x"), "lmcache.mode: vLLM has a connector of its own"),
     "encode workers": ((*VLLM, "encode.enabled=true"), "encode.enabled: vLLM engines compute embeddings"),
     "a flag of the chart": ((*VLLM, "vllm.arguments={--port=9}"), "--port is the chart's business"),
+    "GPUs that idle beside another flag": (
+        (*VLLM, "decode.gpu.count=2", "decode.vllm.arguments={--max-parallel-loading-workers=2}"),
+        "decode.gpu.count: the engine has 2 GPUs, but",
+    ),
+    "a transport past the connector's": ((*VLLM, "vllm.settings.transports={shm}"), "vllm.settings.transports: the chart sets"),
+    "another port of the plug-in": ((*VLLM, "vllm.settings.port=1"), "vllm.settings.port: the chart sets it"),
+    "a flag with underscores": ((*VLLM, "vllm.arguments={--kv_transfer_config=x}"), "--kv-transfer-config is the chart's"),
     "ranks as a flag": (
         (*VLLM, "prefill.vllm.arguments={--tensor-parallel-size=2}"),
         "set vllm.tensorParallelSize of the role",

@@ -34,6 +34,12 @@
 {{- fail (printf "%s.tag: \"latest\" names another image every day; give a version or a digest" $name) -}}
 {{- end -}}
 {{- end -}}
+{{- $ours := list "host" "port" "transports" "insecure" "kv_verify" "transfer_deadline_s" "transfer_stall_s" "transport_retry_s" "transport_retry_max_s" "handshake_timeout_s" "lease_s" "lease_renew_interval_s" "lease_max_s" "max_quarantined_blocks" -}}
+{{- range $name, $_ := $vllm.settings -}}
+{{- if has $name $ours -}}
+{{- fail (printf "vllm.settings.%s: the chart sets it, from config.connector, ports.control or security.insecure; set it there" $name) -}}
+{{- end -}}
+{{- end -}}
 {{- if .Values.encode.enabled -}}
 {{- fail "encode.enabled: vLLM engines compute embeddings of images themselves; turn it off" -}}
 {{- end -}}
@@ -58,7 +64,7 @@
 {{- $gpus := mul (dig "gpu" "count" 0 $values | int) (include "kvferry.nodes" . | int) | int -}}
 {{- $size := dig "tensorParallelSize" 1 $own | int -}}
 {{- $arguments := concat .root.Values.vllm.arguments (default list $own.arguments) -}}
-{{- $isParallel := contains "parallel" (join " " $arguments) -}}
+{{- $isParallel := regexMatch "--(data|pipeline)[-_]parallel[-_]size" (join " " $arguments) -}}
 {{- if and $gpus (gt $size $gpus) -}}
 {{- fail (printf "%s.vllm.tensorParallelSize = %d, but its pods have %d GPUs (%s.gpu.count times %s.vllm.nodes): lower the first or raise one of the others" .role $size $gpus .role .role) -}}
 {{- end -}}
@@ -70,7 +76,7 @@
 {{- end -}}
 {{- $chosen := list "--host" "--port" "--api-key" "--served-model-name" "--kv-transfer-config" "--tensor-parallel-size" "-tp" "--nnodes" "--node-rank" "--master-addr" "--headless" -}}
 {{- range $argument := $arguments -}}
-{{- $flag := first (splitList "=" (toString $argument)) -}}
+{{- $flag := first (splitList "=" (first (splitList " " (toString $argument)))) | replace "_" "-" -}}
 {{- if has $flag $chosen -}}
 {{- fail (printf "vllm.arguments or %s.vllm.arguments: %s is the chart's business; remove it%s" $.role $flag (ternary " and set vllm.tensorParallelSize of the role" "" (has $flag (list "--tensor-parallel-size" "-tp")))) -}}
 {{- end -}}
