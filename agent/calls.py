@@ -10,8 +10,10 @@ import logging
 from collections.abc import Callable
 from functools import partial
 
+import httpx
+
 from agent.vllm_server import VllmServer
-from core.errors import InvalidRequest, KVFerryError
+from core.errors import EngineDead, InvalidRequest, KVFerryError
 from core.log import event
 from core.wire.messages import EngineCall, EngineReply, ErrorInfo, RequestFailed
 
@@ -28,6 +30,7 @@ CALL_PATHS = frozenset(
     }
 )
 EVENT_STREAM = "text/event-stream"
+MAX_ANSWER_BYTES = 32 << 20  # of an answer that is no stream; a frame to the router takes twice as much
 
 
 class ServerCalls:
@@ -78,7 +81,7 @@ class ServerCalls:
             content_type = response.headers.get("content-type", "")
             part = partial(EngineReply, request_id=call.request_id, status=response.status_code, content_type=content_type)
             if not content_type.startswith(EVENT_STREAM):
-                self._on_reply(part(position=0, body=await response.aread(), is_last=True))
+                self._on_reply(part(position=0, body=await _whole(response), is_last=True))
                 return
             position = 0
             async for piece in response.aiter_raw():
@@ -92,3 +95,13 @@ class ServerCalls:
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
+
+
+async def _whole(response: httpx.Response) -> bytes:
+    """Return a body. Raises EngineDead for one of more than ``MAX_ANSWER_BYTES``."""
+    body = bytearray()
+    async for piece in response.aiter_raw():
+        body += piece
+        if len(body) > MAX_ANSWER_BYTES:
+            raise EngineDead(f"the server's answer has more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(body)

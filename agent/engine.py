@@ -88,7 +88,7 @@ class VllmEngine:
 
     def start(self) -> None:
         """Begin to watch the server."""
-        self._watch = self._loop.create_task(self._watch_server())
+        self._watch = self._loop.create_task(self._watch_to_the_end())
 
     def stop(self, timeout_s: float) -> bool:
         """End all requests at the server. Any thread but the event loop's."""
@@ -219,6 +219,13 @@ class VllmEngine:
             del self._requests[request_id]
 
     # ---- the server --------------------------------------------------------------------------------------------------
+
+    async def _watch_to_the_end(self) -> None:
+        try:
+            await self._watch_server()
+        except Exception as bug:  # else requests would wait for a server that nothing watches
+            logger.exception(event("agent_bug"))
+            self._die(f"cannot be watched: {bug!r}")
 
     async def _watch_server(self) -> None:
         """Ask for health and load again and again; report the death of the server."""

@@ -82,6 +82,9 @@ class _Version(msgspec.Struct):
     version: str
 
 
+_PLAIN = {"Accept-Encoding": "identity"}  # parts of answers are passed on as they come
+
+
 class VllmServer:
     """The server at ``url``. One event loop."""
 
@@ -89,7 +92,7 @@ class VllmServer:
         self.url = url.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self.url,
-            headers={"Authorization": f"Bearer {api_key}"} if api_key else {},
+            headers=_PLAIN | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
             timeout=httpx.Timeout(None, connect=CONNECT_TIMEOUT_S),
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             trust_env=False,  # the server is on this machine: no proxy

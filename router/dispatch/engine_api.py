@@ -88,6 +88,10 @@ class EngineApi:
         """True if an engine separates reasoning from the text of every chat."""
         return any(worker.facts.splits_output for worker in self._core.membership.workers)
 
+    def now(self) -> float:
+        """Return the time by the router's clock, in seconds."""
+        return self._clock.now()
+
     def choose(self, avoid: frozenset[WorkerKey] = frozenset(), model_fingerprint: bytes = b"") -> GenerationWorker:
         """Return the least loaded worker with an API, one of ``avoid`` only as the last resort.
 

@@ -13,6 +13,8 @@ from router.http import sse
 from router.http.errors import error_body
 from router.metrics import RouterMetrics
 
+_EVENT_END = b"\n\n"
+
 
 class PassedOn:
     """ASGI application that sends an answer; it ends the call when the client has left."""
@@ -43,15 +45,27 @@ class PassedOn:
         rest = b""
         try:
             async for piece in answer.pieces():
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+                whole, rest = _split(rest + piece) if self._is_stream else (piece, b"")
+                if whole:
+                    await send({"type": "http.response.body", "body": whole, "more_body": True})
         except CallFailed as failed:
-            rest = self._failed(failed.info)
+            rest = self._failed(failed.info)  # instead of what has come of the next event
         await send({"type": "http.response.body", "body": rest, "more_body": False})
 
     def _failed(self, info: ErrorInfo) -> bytes:
         """Return the error as an event; the stream ends without ``[DONE]``, so that it does not look complete."""
         self._metrics.count_failed(info.code)
-        return sse.event(error_body(info)) if self._answer.content_type.startswith("text/event-stream") else b""
+        return sse.event(error_body(info)) if self._is_stream else b""
+
+    @property
+    def _is_stream(self) -> bool:
+        return self._answer.content_type.startswith("text/event-stream")
+
+
+def _split(data: bytes) -> tuple[bytes, bytes]:
+    """Return the whole events, and the beginning of the next one."""
+    end = data.rfind(_EVENT_END)
+    return (data[: end + len(_EVENT_END)], data[end + len(_EVENT_END) :]) if end >= 0 else (b"", data)
 
 
 async def _wait_for_leave(receive: Receive) -> None:

@@ -31,7 +31,13 @@ _RENDERED = (
     *("reasoning_effort", "include_reasoning", "thinking_token_budget", "mm_processor_kwargs", "media_io_kwargs"),
     "modalities",
 )
-_NOT_USED = NEUTRAL | {"response_format": ({"type": "text"},)}
+_NOT_USED = NEUTRAL | {
+    "response_format": ({"type": "text"},),
+    "tools": ([],),
+    "tool_choice": ("none", "auto"),
+    "reasoning_effort": ("none",),
+    "include_reasoning": (True, False),
+}
 # Served by an engine's API only as a whole.
 _WHOLE = ("use_beam_search", "vllm_xargs", "return_tokens_as_token_ids", "spaces_between_special_tokens", "logprob_token_ids")
 # What splitting an answer into text and tool calls cannot respect.

@@ -23,7 +23,7 @@ from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import Demand, choose_route
 from router.rendered.bodies import EngineBody
-from router.rendered.renderer import EngineRefusal
+from router.rendered.renderer import NOT_RETRIED, REFUSES_AGENT, EngineRefusal, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class _PrefillAnswer(msgspec.Struct):
 
 @dataclass(slots=True)
 class TwoLegs:
-    """Serves bodies as a whole. ``timeout_s`` is that of each leg."""
+    """Serves bodies as a whole. ``timeout_s`` is that of both legs with all their tries."""
 
     api: EngineApi
     core: RouterCore
@@ -61,6 +61,7 @@ class TwoLegs:
         """
         avoid: set[WorkerKey] = set()
         last: ErrorInfo | None = None
+        deadline = self.api.now() + self.timeout_s
         for _ in range(MAX_TRIES):
             try:
                 route = choose_route(self.core.membership.workers, Demand(num_tokens=1, avoid=frozenset(avoid)))
@@ -68,30 +69,34 @@ class TwoLegs:
                 if last is None:
                     raise
                 break
-            params = await self._prefill(body, route.prefill, avoid) if route.prefill is not None else None
+            params = await self._prefill(body, route.prefill, avoid, deadline) if route.prefill is not None else None
             fields = body.for_engine(**({"kv_transfer_params": params} if params else {}))
             try:
-                call = self._call(route.decode, body, fields)
+                call = self._call(route.decode, body, fields, deadline)
                 answer = await stack.enter_async_context(call)
             except CallFailed as failed:
                 last = failed.info
+                if last.code in NOT_RETRIED:
+                    break
                 avoid.add(route.decode.key)
                 continue
-            if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
+            if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR and answer.status not in REFUSES_AGENT:
                 logger.info(event("passed_on", path=body.path, status=answer.status, decode=route.decode.key.engine_id))
                 return answer
-            last = ErrorInfo(code="engine_error", message=f"the engine answered {answer.status}", http_status=502)
+            last = refusal(answer.status, b"")
             avoid.add(route.decode.key)
             await stack.aclose()
         assert last is not None, "a try has ended"
         raise EngineRefusal(last)
 
-    async def _prefill(self, body: EngineBody, worker: GenerationWorker, avoid: set[WorkerKey]) -> dict[str, Any] | None:
+    async def _prefill(
+        self, body: EngineBody, worker: GenerationWorker, avoid: set[WorkerKey], deadline: float
+    ) -> dict[str, Any] | None:
         """Have the prompt computed; return where its KV is, None if it has to be computed again."""
         changes: dict[str, object] = {"max_completion_tokens": None, "min_tokens": None, "stream_options": None, "n": None}
         fields = body.for_engine(**changes, stream=False, max_tokens=1, kv_transfer_params=_REMOTE_DECODE)
         try:
-            async with self._call(worker, body, fields) as answer:
+            async with self._call(worker, body, fields, deadline) as answer:
                 content = await answer.whole()
         except CallFailed as failed:
             logger.warning(event("prefill_leg_failed", path=body.path, code=failed.info.code, message=failed.info.message))
@@ -99,10 +104,14 @@ class TwoLegs:
             return None
         if answer.status != HTTPStatus.OK:  # a wrong body is refused by the decode engine, with the reason
             return None
-        return msgspec.json.decode(content, type=_PrefillAnswer).kv_transfer_params
+        try:
+            return msgspec.json.decode(content, type=_PrefillAnswer).kv_transfer_params
+        except msgspec.MsgspecError as error:
+            logger.warning(event("prefill_leg_failed", path=body.path, code="engine_error", message=str(error)))
+            return None
 
     def _call(
-        self, worker: GenerationWorker, body: EngineBody, fields: dict[str, Any]
+        self, worker: GenerationWorker, body: EngineBody, fields: dict[str, Any], deadline: float
     ) -> AbstractAsyncContextManager[EngineAnswer]:
-        encoded = msgspec.json.encode(fields)
-        return self.api.call(new_hex_id(self.ids, "call-"), worker, body.path, encoded, self.timeout_s)
+        encoded, left_s = msgspec.json.encode(fields), max(0.0, deadline - self.api.now())
+        return self.api.call(new_hex_id(self.ids, "call-"), worker, body.path, encoded, left_s)

@@ -5,10 +5,10 @@ Both are done by any engine of the cluster, again by another one if one fails: t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -20,7 +20,10 @@ from router.dispatch.members import WorkerKey
 from router.rendered.bodies import EngineBody
 
 MAX_TRIES = 3
-_NOT_RETRIED = frozenset({"deadline_exceeded", "invalid_request", "cancelled"})
+NOT_RETRIED = frozenset({"deadline_exceeded", "invalid_request", "cancelled"})
+REFUSES_AGENT = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})  # not the client, whose key the router has checked
+
+T = TypeVar("T")
 
 
 class EngineRefusal(Exception):
@@ -29,6 +32,19 @@ class EngineRefusal(Exception):
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
         self.info = info
+
+
+class SplitOutput(msgspec.Struct):
+    """The choices of a whole answer as an engine splits them."""
+
+    choices: list[dict[str, Any]]
+
+
+class SplitPart(msgspec.Struct):
+    """The choices of the next event, and what the engine must be told with the part after it."""
+
+    chunk: SplitOutput
+    stream_state: dict[str, Any] | None
 
 
 class _Rendered(msgspec.Struct):
@@ -68,24 +84,29 @@ class EngineRenderer:
         Raises:
             EngineRefusal: the engine refuses it, or no engine could render it.
         """
-        answer, model_fingerprint = await self._ask(f"{body.path}/render", body.for_engine(stream=False), timeout_s)
-        found = msgspec.json.decode(answer, type=_Rendered | list[_Rendered])
-        prompts = [_prompt(item, body.adapter) for item in (found if isinstance(found, list) else [found])]
+        fields = body.for_engine(stream=False, stream_options=None)
+        found, model_fingerprint = await self._ask(f"{body.path}/render", fields, timeout_s, _read_rendered)
+        prompts = [_prompt(item, body.adapter) for item in found]
         return RenderedBody(prompts, model_fingerprint)
 
-    async def derender(self, body: Mapping[str, Any], timeout_s: float, model_fingerprint: bytes) -> dict[str, Any]:
-        """Return what an engine makes of output tokens.
+    async def derender(self, body: Mapping[str, Any], timeout_s: float, model_fingerprint: bytes, kind: type[T]) -> T:
+        """Return what an engine makes of output tokens, a ``SplitOutput`` or, of a stream, a ``SplitPart``.
 
         Raises:
             EngineRefusal: no engine could read them.
         """
-        answer, _ = await self._ask("/v1/chat/completions/derender", body, timeout_s, model_fingerprint)
-        found: dict[str, Any] = msgspec.json.decode(answer)
-        return found
+        read = msgspec.json.Decoder(kind).decode
+        answer, _ = await self._ask("/v1/chat/completions/derender", body, timeout_s, read, model_fingerprint)
+        return answer
 
     async def _ask(
-        self, path: str, body: Mapping[str, Any], timeout_s: float, model_fingerprint: bytes = b""
-    ) -> tuple[bytes, bytes]:
+        self,
+        path: str,
+        body: Mapping[str, Any],
+        timeout_s: float,
+        read: Callable[[bytes], T],
+        model_fingerprint: bytes = b"",
+    ) -> tuple[T, bytes]:
         """Return the answer of an engine, and its worker's model fingerprint."""
         avoid: set[WorkerKey] = set()
         encoded = msgspec.json.encode(body)
@@ -99,20 +120,26 @@ class EngineRenderer:
                 raise EngineRefusal(ErrorInfo.of(error)) from None
             except CallFailed as failed:
                 last = failed.info
-                if last.code in _NOT_RETRIED:
+                if last.code in NOT_RETRIED:
                     break
             else:
                 if answer.status == HTTPStatus.OK:
-                    return content, worker.facts.model_fingerprint
-                last = refusal(answer.status, content)
-                if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                    break
+                    try:
+                        return read(content), worker.facts.model_fingerprint
+                    except msgspec.MsgspecError as error:
+                        last = _engine_error(f"its answer to {path} cannot be read: {error}")
+                else:
+                    last = refusal(answer.status, content)
+                    if last.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
+                        break
             avoid.add(worker.key)
         raise EngineRefusal(last)
 
 
 def refusal(status: int, content: bytes) -> ErrorInfo:
     """Return an engine's error as ours."""
+    if status in REFUSES_AGENT:
+        return _engine_error(f"it refuses its agent with HTTP {status}: set agent.api_key_file to the server's key")
     try:
         error = msgspec.json.decode(content)["error"]
         message, param = str(error["message"]), error.get("param")
@@ -125,6 +152,19 @@ def refusal(status: int, content: bytes) -> ErrorInfo:
         http_status=status if status >= HTTPStatus.BAD_REQUEST else HTTPStatus.BAD_GATEWAY,
         param=param if isinstance(param, str) else None,
     )
+
+
+def _engine_error(what: str) -> ErrorInfo:
+    return ErrorInfo(code="engine_error", message=f"vLLM: {what}", http_status=HTTPStatus.BAD_GATEWAY)
+
+
+def _read_rendered(content: bytes) -> list[_Rendered]:
+    """Return the prompts of a rendered body; a body with one prompt may be rendered without a list."""
+    found = msgspec.json.decode(content, type=_Rendered | list[_Rendered])
+    prompts = found if isinstance(found, list) else [found]
+    if not prompts:
+        raise msgspec.ValidationError("there is no prompt in it")
+    return prompts
 
 
 def _prompt(found: _Rendered, adapter: str) -> RenderedPrompt:

@@ -8,12 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
-from core.wire.messages import TokenLogprobs
+from core.wire.messages import ErrorInfo, TokenLogprobs
 from router.openai.postprocess import Delta
 from router.rendered.bodies import EngineBody
-from router.rendered.renderer import EngineRenderer
+from router.rendered.renderer import EngineRefusal, EngineRenderer, SplitOutput, SplitPart
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -25,7 +27,7 @@ class OutputSplitter:
     prompt_token_ids: Sequence[int]
     model_fingerprint: bytes
     timeout_s: float
-    _states: dict[int, dict[str, Any]] = field(default_factory=dict)  # of each choice of a stream
+    _states: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # of each choice of a stream
     _chat_request: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -37,30 +39,30 @@ class OutputSplitter:
         split: dict[int, dict[str, Any]] = {}
         if readable:
             output = {"request_id": "output", "choices": readable, "prompt_token_ids": list(self.prompt_token_ids)}
-            found = await self._ask({"generate_response": output})
-            split = {choice["index"]: choice for choice in found["choices"]}
+            found = await self._ask({"generate_response": output}, SplitOutput)
+            split = {choice["index"]: choice for choice in _checked(found.choices, "message")}
         return [self._finished(split.get(choice.index) or _empty(choice), choice.finish_reason) for choice in choices]
 
     async def part(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the choices of the next event of a stream, at most one. Raises EngineRefusal."""
         chunk = {"request_id": "output", "choices": [self._choice(delta)]}
         state = self._states.get(delta.index)
-        found = await self._ask({"stream": True, "generate_chunk": chunk, "stream_state": state})
-        self._states[delta.index] = found["stream_state"]
-        split: list[dict[str, Any]] = found["chunk"]["choices"]
+        found = await self._ask({"stream": True, "generate_chunk": chunk, "stream_state": state}, SplitPart)
+        self._states[delta.index] = found.stream_state
+        split = _checked(found.chunk.choices, "delta")
         for choice in split:
             if choice.get("finish_reason") == "tool_calls" and (delta.finish_reason != "stop" or self._is_named):
                 choice["finish_reason"] = delta.finish_reason
         return [choice for choice in split if _says_something(choice)]
 
-    async def _ask(self, output: dict[str, Any]) -> dict[str, Any]:
+    async def _ask(self, output: dict[str, Any], kind: type[T]) -> T:
         request = {
             **output,
             "chat_request": self._chat_request,
             "prompt_tokens": len(self.prompt_token_ids),
             "prompt_token_ids": list(self.prompt_token_ids),
         }
-        return await self.renderer.derender(request, self.timeout_s, self.model_fingerprint)
+        return await self.renderer.derender(request, self.timeout_s, self.model_fingerprint, kind)
 
     @property
     def _tool_choice(self) -> object:
@@ -93,6 +95,15 @@ class OutputSplitter:
         if delta.logprobs:
             found["logprobs"] = {"content": [_content(entry) for entry in delta.logprobs]}
         return found
+
+
+def _checked(choices: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+    """Return choices that have a number and what they say. Raises EngineRefusal for others."""
+    for choice in choices:
+        if not isinstance(choice.get("index"), int) or not isinstance(choice.get(part), dict):
+            message = f"vLLM: a choice of its answer has no index or no {part}"
+            raise EngineRefusal(ErrorInfo(code="engine_error", message=message, http_status=502))
+    return choices
 
 
 def _empty(delta: Delta) -> dict[str, Any]:

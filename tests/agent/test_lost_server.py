@@ -102,3 +102,15 @@ async def test_a_server_that_also_computes_is_not_asked_for_steps(server, runnin
 async def test_loads_that_have_begun_are_counted_and_no_others(server, running):
     load = await running.http.load(5.0)
     assert (load.num_waiting, load.num_loading) == (1, 1)
+
+
+async def test_a_bug_of_the_watch_ends_the_agent(running, monkeypatch):
+    """Else its requests would wait for a server that nothing watches."""
+
+    async def fails(timeout_s):
+        raise ValueError("1e")
+
+    monkeypatch.setattr(running.http, "load", fails)
+    running.engine.start()
+    await running.until(lambda: running.deaths)
+    assert "cannot be watched: ValueError('1e')" in str(running.deaths[0])

@@ -27,6 +27,7 @@ from tests.support.vllm_engine import CPU_ENVIRONMENT, vllm_python
 
 MODEL = "tiny"  # its name in requests
 START_TIMEOUT_S = 600.0  # mostly imports; a minute on a machine that does nothing else
+TRACKERS_TIMEOUT_S = 5.0  # of what a killed process has left
 REQUEST_TIMEOUT_S = 120.0
 
 _POLL_S = 0.1
@@ -97,6 +98,8 @@ class VllmServer:
             return
         self._note_shared_memory()
         process, self._process = self._process, None
+        trackers = _kill_all_but_trackers(process.pid)
+        psutil.wait_procs(trackers, TRACKERS_TIMEOUT_S)
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
@@ -157,3 +160,17 @@ class VllmServer:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+def _kill_all_but_trackers(pid: int) -> list[psutil.Process]:
+    """Kill a process and its children; return Python's resource trackers, which now remove the semaphores and end."""
+    trackers = []
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        for process in [*parent.children(recursive=True), parent]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if any("resource_tracker" in word for word in process.cmdline()):
+                    trackers.append(process)
+                else:
+                    process.kill()
+    return trackers

@@ -102,6 +102,8 @@ async def test_a_stream_of_tool_calls_carries_the_engines_state_from_part_to_par
     assert counts[-1] == len(engines.tokenizer.encode("hello world"))
     assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
     assert (usage["usage"]["prompt_tokens"], usage["choices"], end) == (3, [], "[DONE]")
+    (body,) = calls_of(engines, RENDER)
+    assert "stream_options" not in body, "an engine refuses them without stream"
 
 
 async def test_a_list_of_prompts_is_rendered_at_once(engines):
@@ -120,12 +122,28 @@ async def test_what_the_engine_refuses_the_client_hears(engines, status):
     assert len(calls_of(engines, RENDER)) == 1
 
 
-@pytest.mark.parametrize("failure", [GONE, (500, {})])
+@pytest.mark.parametrize("failure", [GONE, (500, {}), (401, {}), (403, {}), (200, {"token_ids": "?"})])
 async def test_another_engine_renders_if_one_fails(engines, failure):
     engines.workers[0].script.calls[RENDER] = lambda body: failure
     engines.workers[0].script.calls[SPLIT] = lambda body: failure
     for _ in range(2):
         await ask(engines, chat(tools=TOOLS))
+
+
+@pytest.mark.parametrize(("path", "answer"), [(RENDER, []), (SPLIT, {}), (SPLIT, {"choices": [{"index": 0}]})])
+async def test_an_answer_that_cannot_be_read_is_an_error_of_the_engine(engines, path, answer):
+    for worker in engines.workers:
+        worker.script.calls[path] = lambda body: (200, answer)
+    error = (await ask(engines, chat(tools=TOOLS), status=502))["error"]
+    assert error["code"] == "engine_error"
+
+
+async def test_an_agents_wrong_key_is_no_fault_of_the_client(engines):
+    for worker in engines.workers:
+        worker.script.calls[RENDER] = worker.script.calls[CHAT] = lambda body: (401, {"error": {"message": "Unauthorized"}})
+    for fields in ({"tools": TOOLS}, {"use_beam_search": True}):
+        error = (await ask(engines, chat(**fields), status=502))["error"]
+        assert "agent.api_key_file" in error["message"]
 
 
 async def test_no_engine_is_one_error(engines):
@@ -194,3 +212,12 @@ async def test_a_client_that_leaves_ends_the_call(start_router):
         (call,) = worker.messages(EngineCall)
         await worker.aborts(call.request_id)
     await served.until(lambda: not served.router.gateway.core.calls)
+
+
+async def test_both_legs_have_one_deadline_and_no_second_try_after_it(start_router):
+    served = await start_router(has_http=False, request_timeout_s=1.0)
+    for role in ("prefill", "decode", "decode"):
+        await served.add(role, takes_calls=True, script=served.script(calls={CHAT: lambda body: (200, None)}))
+    error = (await ask(served, chat(use_beam_search=True), status=504))["error"]
+    assert error["code"] == "deadline_exceeded"
+    assert [call["max_tokens"] for call in calls_of(served, CHAT)] in ([1], [1, 20])
