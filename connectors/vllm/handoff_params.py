@@ -62,7 +62,7 @@ class EngineHandoff(msgspec.Struct, frozen=True, kw_only=True):
     on one rank.
     """
 
-    version: Annotated[int, msgspec.Meta(ge=1, le=2**16)] = _VERSION
+    version: int = _VERSION
     transfer_id: Name
     engine_id: Name
     model: ModelIdentity
@@ -79,6 +79,13 @@ class EngineHandoff(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(rank.peer for rank in self.ranks)
 
 
+class _Versioned(msgspec.Struct):
+    """What a handoff of any version says first. Other versions may have other fields."""
+
+    version: int
+
+
+_version_decoder = msgspec.msgpack.Decoder(_Versioned)
 _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(EngineHandoff)
 
@@ -111,12 +118,15 @@ def decode_handoff(params: Mapping[str, Any]) -> EngineHandoff | None:
     if not isinstance(value, str) or len(value) > MAX_VALUE_CHARS:
         raise InvalidRequest(f"kv_transfer_params.{VALUE_KEY} is not a text of at most {MAX_VALUE_CHARS} characters")
     try:
-        handoff = _decoder.decode(base64.b64decode(value, validate=True))
+        data = base64.b64decode(value, validate=True)
+        version = _version_decoder.decode(data).version
+        if version == _VERSION:
+            return _decoder.decode(data)
     except (binascii.Error, ValueError, msgspec.DecodeError, RecursionError) as error:
         raise InvalidRequest(f"kv_transfer_params.{VALUE_KEY} cannot be decoded: {error}") from None
-    if handoff.version != _VERSION:
-        raise InvalidRequest(f"kv_transfer_params.{VALUE_KEY} is of version {handoff.version}, this is version {_VERSION}")
-    return handoff
+    raise InvalidRequest(
+        f"kv_transfer_params.{VALUE_KEY} is of version {version}, this plug-in reads version {_VERSION}: run one version"
+    )
 
 
 def wants_handoff(params: object) -> bool:

@@ -21,7 +21,7 @@ PACKAGE = "kvferry_vllm"
 PLUGIN = "connectors.vllm"
 INNER = f"{PACKAGE}._kvferry"
 OURS = ("core", "router", "encode", "prefill", "decode", "agent", "connectors", "kvstore", "kvferry")
-C_SOURCE = "core/_multilinear.c"
+C_SOURCES = ("core/_multilinear.c", "core/_hash_chain.c")
 VERSION_MODULE = "core.release"
 
 
@@ -112,7 +112,8 @@ def write_tree(folder: Path) -> None:
         target.write_text(rewritten(path.read_text()))
     inner = folder.joinpath(*INNER.split("."))
     (inner / "__init__.py").write_text('"""The transport agent of kvferry, as this plug-in was built with it."""\n')
-    shutil.copy(ROOT / C_SOURCE, inner / C_SOURCE)
+    for source in C_SOURCES:
+        shutil.copy(ROOT / source, inner / source)
     (folder / PACKAGE / "py.typed").touch()
     for name in ("pyproject.toml", "README.md"):
         shutil.copy(Path(__file__).parent / name, folder)

@@ -105,6 +105,16 @@ def test_digests_are_equal_with_and_without_a_compiler(unpacked, tmp_path):
     assert fast == digest
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_wheel_holds_the_compiled_hash_chain(unpacked):
+    program = (
+        "from kvferry_vllm._kvferry.core.hash_chain import compiled_library\n"
+        "from kvferry_vllm._kvferry.core.kv.hashing import BlockHasher\n"
+        "print(compiled_library() is not None, BlockHasher(b'key').hash_request_blocks(bytes(256))[-1].hex())\n"
+    )
+    assert run_on(unpacked, program).split() == ["True", "71bafceb5bc21cef43c1616582f16fc5"]
+
+
 def test_it_holds_nothing_that_the_plugin_does_not_use(builder):
     modules = builder.closure(builder.plugin_modules())
     assert not [name for name in modules if name.startswith(("core.engine", "core.sched", "core.config", "router", "kvstore"))]

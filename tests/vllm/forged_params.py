@@ -37,6 +37,13 @@ def with_block(params: dict[str, Any], position: int, block_id: int, generation:
     return params | {VALUE_KEY: base64.b64encode(msgspec.msgpack.encode(value)).decode()}
 
 
+def of_version(params: dict[str, Any], version: int) -> dict[str, Any]:
+    """Return what a plug-in of another version would have made: its fields have other names."""
+    value = msgspec.msgpack.decode(base64.b64decode(params[VALUE_KEY]))
+    renamed = {f"{name}_of_{version}": each for name, each in value.items()} | {"version": version}
+    return params | {VALUE_KEY: base64.b64encode(msgspec.msgpack.encode(renamed)).decode()}
+
+
 def control_address(params: dict[str, Any], rank: int) -> tuple[str, int]:
     """Return host and port at which a rank of P is reached."""
     return split_tcp(opened(params).ranks[rank].control_address)

@@ -12,7 +12,7 @@ from connectors.vllm.handoff_params import Rank
 from core.errors import fallback_reason
 from tests.support.vllm_engine import REMOTE_DECODE, VllmEngine
 from tests.vllm.conftest import settings
-from tests.vllm.forged_params import changed, opened, with_block, with_blocks_of
+from tests.vllm.forged_params import changed, of_version, opened, with_block, with_blocks_of
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -167,3 +167,8 @@ def test_reference_with_one_block_of_another_prompt(pair, position):
     assert pair.num_computed(prompt, forged) == len(prompt) - 32 * position
     assert pair.counts()["verified"] - verified == 9
     assert noted(pair) - before == {fallback_reason("stale"): 1}
+
+
+def test_handoff_of_another_version_of_the_plugin(pair):
+    prompt = pair.prompt()
+    assert_refused(pair, prompt, of_version(pair.hand_off(prompt), 2), {"rejected"})

@@ -280,6 +280,16 @@ def test_a_value_that_is_none_of_ours_is_refused(consumer, value):
     assert take(consumer).is_empty()
 
 
+def test_a_handoff_of_another_version_of_the_plugin_is_refused_with_both(consumer, caplog):
+    """Its other fields may be others."""
+    params = handoff_of()
+    params["kvferry"] = base64.b64encode(msgspec.msgpack.encode({"version": 2, "ranks": "elsewhere"})).decode()
+    request = arrive(consumer, params)
+    assert "of version 2, this plug-in reads version 1: run one version" in caplog.text
+    assert consumer.num_loadable_tokens(request, 0) == 0
+    assert take(consumer).is_empty()
+
+
 @pytest.mark.parametrize("params", ["", 0, [], "do_remote_prefill", ["do_remote_prefill"], 1.5])
 def test_parameters_that_are_no_dictionary_are_ignored(consumer, params):
     producer = Producer(engine(), BlockHasher(MODEL.fingerprint), SeededIds(1), (None,))
