@@ -1,11 +1,12 @@
 """Writes the hashed list of an image's Python packages, from which its build installs and nothing else.
 
-    python3.11 docker/lock.py cpu|cuda [--index-url URL] [PIP OPTION ...] > docker/requirements-VARIANT.lock
+    python3.11 docker/lock.py cpu|cuda|agent [--index-url URL] [PIP OPTION ...] > docker/requirements-VARIANT.lock
 
 Owns which packages an image has: torch, what pyproject.toml names with the extras of the variant, and what these need, at the
-versions of constraints.txt. pip resolves and downloads; nothing is installed. Run it with the Python and on the platform of the
-image (3.11, Linux x86_64): a hash is that of one wheel. For ``cpu`` pip must find torch's build for CPUs, whose version ends in
-``+cpu`` (``--extra-index-url https://download.pytorch.org/whl/cpu``).
+versions of constraints.txt. ``agent`` is for routers and agents over vLLM engines: it has no torch, nor what reads weights. pip
+resolves and downloads; nothing is installed. Run it with the Python and on the platform of the image (3.11, Linux x86_64): a
+hash is that of one wheel. For ``cpu`` pip must find torch's build for CPUs, whose version ends in ``+cpu``
+(``--extra-index-url https://download.pytorch.org/whl/cpu``).
 """
 
 from __future__ import annotations
@@ -20,8 +21,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-VARIANTS = {"cpu": "nixl", "cuda": "nixl-cu13"}  # the extra with the NIXL for torch's CUDA
-EXTRAS = ("redis", "otel", "vision")
+EXTRAS = {  # with the NIXL for torch's CUDA
+    "cpu": ("nixl", "redis", "otel", "vision"),
+    "cuda": ("nixl-cu13", "redis", "otel", "vision"),
+    "agent": ("otel", "vision"),
+}
+OF_ENGINES = {"torch", "safetensors", "gguf"}  # needed only by a process that computes
 
 
 def wanted(variant: str) -> list[str]:
@@ -29,9 +34,15 @@ def wanted(variant: str) -> list[str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     pins = (ROOT / "constraints.txt").read_text()
-    exact = [found[0] for name in ("torch", "setuptools") if (found := re.search(rf"^{name}==\S+$", pins, re.MULTILINE))]
-    found = [*project["dependencies"], *extras[VARIANTS[variant]], *(one for extra in EXTRAS for one in extras[extra])]
-    return [*exact, *(requirement for requirement in found if not requirement.startswith("torch"))]
+    left_out = OF_ENGINES if variant == "agent" else set()
+    names = [name for name in ("torch", "setuptools") if name not in left_out]
+    exact = [found[0] for name in names if (found := re.search(rf"^{name}==\S+$", pins, re.MULTILINE))]
+    found = [*project["dependencies"], *(one for extra in EXTRAS[variant] for one in extras[extra])]
+    return [*exact, *(requirement for requirement in found if _name(requirement) not in {"torch", *left_out})]
+
+
+def _name(requirement: str) -> str:
+    return re.match(r"[\w.-]+", requirement)[0]
 
 
 def resolve(variant: str, options: list[str]) -> dict[str, Any]:
@@ -66,6 +77,6 @@ def render(report: dict[str, Any]) -> str:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) < 2 or sys.argv[1] not in VARIANTS:
-        sys.exit("usage: lock.py cpu|cuda [PIP OPTION ...]")
+    if len(sys.argv) < 2 or sys.argv[1] not in EXTRAS:
+        sys.exit("usage: lock.py cpu|cuda|agent [PIP OPTION ...]")
     sys.stdout.write(render(resolve(sys.argv[1], sys.argv[2:])))

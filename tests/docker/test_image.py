@@ -70,10 +70,10 @@ def test_ports_of_the_chart_are_exposed(instructions):
     assert set(map(int, exposed.split())) == {port for port in ports.values() if isinstance(port, int)}
 
 
-def run_step(instructions, step, source, prefix):
+def run_step(instructions, step, source, prefix, variant="cpu"):
     """Run the RUN instruction of a step as it stands, but for where it installs."""
     (command,) = (value for value in values(instructions, "RUN") if f"install.sh {step}" in value)
-    environment = {"PATH": os.environ["PATH"], "HOME": str(source.parent), "VARIANT": "cpu", "TORCH_INDEX": ""}
+    environment = {"PATH": os.environ["PATH"], "HOME": str(source.parent), "VARIANT": variant, "TORCH_INDEX": ""}
     for name in ("PIP_CONFIG_FILE", "PIP_INDEX_URL", "PIP_FIND_LINKS"):
         if name in os.environ:
             environment[name] = os.environ[name]
@@ -117,7 +117,7 @@ def locked(variant):
     return {line[1]: (line[2], line[3]) for line in lines}
 
 
-@pytest.mark.parametrize("variant", ["cpu", "cuda"])
+@pytest.mark.parametrize("variant", ["cpu", "cuda", "agent"])
 def test_lock_pins_what_ci_tests(variant):
     pins = dict(re.findall(r"^([\w.-]+)==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE))
     pins = {re.sub(r"[-_.]+", "-", name).lower(): version for name, version in pins.items()}
@@ -126,7 +126,9 @@ def test_lock_pins_what_ci_tests(variant):
     assert not differing, f"write it again: python3.11 docker/lock.py {variant}"
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     names = {re.match(r"[\w.-]+", requirement)[0].lower() for requirement in project["dependencies"]}
-    assert names <= packages.keys() | {"uvicorn[standard]"}
+    computing = {"torch", "safetensors", "gguf"} if variant == "agent" else set()
+    assert names - computing <= packages.keys() | {"uvicorn[standard]"}
+    assert not computing & packages.keys()
 
 
 def test_variants_differ_in_what_belongs_to_cuda_only():
@@ -229,3 +231,29 @@ def test_all_steps_run_in_a_clean_environment(instructions, source, tmp_path):
     program = f"import {modules}; print(torch.__version__)"
     done = subprocess.run([prefix / "bin" / "python", "-c", program], capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.slow
+def test_agent_without_torch_runs_router_and_agent_and_refuses_to_compute(instructions, source, tmp_path):
+    """The environment holds what the lock lists, by links to the packages of this one, and nothing else."""
+    prefix = tmp_path / "prefix"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True, timeout=60)
+    site = next((prefix / "lib").glob("python*/site-packages"))
+    for name in ("kvferry", *filter(has_package, locked("agent"))):  # of kvferry its entry points
+        for top in {file.parts[0] for file in importlib.metadata.files(name) or ()}:
+            is_wanted = top.endswith(".dist-info") or (name != "kvferry" and top not in ("..", "__pycache__"))
+            if is_wanted and not (site / top).exists():
+                (site / top).symlink_to(Path(importlib.metadata.distribution(name).locate_file(top)))
+    for package in ("core", "router", "agent", "connectors", "kvferry", "prefill", "decode", "encode", "kvstore"):
+        (site / package).symlink_to(source / package)
+
+    def run(*arguments):
+        command = [prefix / "bin" / "python", "-P", "-m", "kvferry", *arguments]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    refused = run("prefill", "--model", str(tmp_path), "--ops-port", "0")
+    assert (refused.returncode, "has no torch" in refused.stderr) == (2, True), refused.stderr
+    modules = "router.main, agent.worker, agent.engine, kvferry.doctor, kvferry.operate"
+    probe = f"import {modules}, importlib.util as util; print(util.find_spec('torch'))"
+    done = subprocess.run([prefix / "bin/python", "-P", "-c", probe], capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout.strip() == "None", done.stderr
