@@ -34,9 +34,10 @@ CHART_OWNED = {
         "workers_on_host",
         "host_slot",
         "kv_events_address",
+        "kv_events_replay_address",
         "is_supervised",
     },
-    "RouterSection": {"host", "port", "worker_address", "ops_host", "ops_port", "api_key"},
+    "RouterSection": {"host", "port", "worker_address", "ops_host", "ops_port", "api_key", "tls_cert", "tls_key"},
     "KVStoreSection": {"address", "bind_address", "ops_host", "ops_port", "disk_path", "redis_url", "redis_password"},
     "ECConnectorSection": {"kvstore_address"},
     "LMCacheSection": {"server_address", "http_address"},
@@ -132,7 +133,9 @@ def role(*kinds: str, **more: Schema) -> Schema:
 
 def vllm_role(*kinds: str) -> Schema:
     """Return a role that vLLM engines may have."""
-    return role(*kinds, vllm=closed(tensorParallelSize=POSITIVE, arguments={"type": "array", "items": TEXT}, nodes=POSITIVE))
+    arguments: Schema = {"type": "array", "items": TEXT}
+    own = closed(tensorParallelSize=POSITIVE, dataParallelSize=POSITIVE, arguments=arguments, nodes=POSITIVE)
+    return role(*kinds, vllm=own)
 
 
 def vllm() -> Schema:
@@ -239,6 +242,7 @@ def trust() -> dict[str, Schema]:
             revision={"type": ["string", "integer"]},
             insecure=FLAG,
             apiKeys=closed(existingSecret=TEXT, key=TEXT),
+            tls=closed(existingSecret=TEXT),
         ),
         "serviceAccount": closed(create=FLAG, name=TEXT, annotations=TEXTS),
         "networkPolicy": closed(

@@ -152,3 +152,16 @@ def test_models_are_fetched_over_both_families(find):
     (rule,) = (rule for rule in egress if rule["ports"][0]["port"] == 443)
     assert [peer["ipBlock"]["cidr"] for peer in rule["to"]] == ["0.0.0.0/0", "::/0"]
     assert "fc00::/7" in rule["to"][1]["ipBlock"]["except"]
+
+
+def test_routers_speak_tls_with_the_certificate_of_a_secret(find, helm):
+    sets = ("security.tls.existingSecret=kvferry-tls",)
+    pod = find("cpu-minimal", "Deployment", "router", *sets)["spec"]["template"]["spec"]
+    assert {"name": "tls", "secret": {"secretName": "kvferry-tls", "defaultMode": 0o440}} in pod["volumes"]
+    (container,) = pod["containers"]
+    assert {"name": "tls", "mountPath": "/etc/kvferry-tls", "readOnly": True} in container["volumeMounts"]
+    assert all(container[probe]["httpGet"]["port"] == "ops" for probe in ("readinessProbe", "livenessProbe"))
+    rendered = helm.template("cpu-minimal", sets=sets)
+    assert rendered.count("tls_cert: /etc/kvferry-tls/tls.crt") == 1
+    assert rendered.count("https://kvferry-router") == 1
+    assert "kvferry-tls" not in str(find("cpu-minimal", "Deployment", "prefill", *sets))

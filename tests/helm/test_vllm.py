@@ -1,13 +1,17 @@
 """Engine vllm in the chart: what runs in a pod, in which order it starts and leaves, who reaches it, and what is refused."""
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
+from connectors.vllm.settings import PluginSettings
 from core.config import load_config
 
 pytestmark = pytest.mark.slow
 
+CHART = Path(__file__).parents[2] / "helm/kvferry"
 OURS, LLMD = "vllm-1p1d", "vllm-llm-d"
 AGGREGATED = ("prefill.enabled=false", "decode.enabled=false", "aggregated.enabled=true")
 NODES = ("prefill.vllm.nodes=2", "prefill.vllm.tensorParallelSize=4")
@@ -70,6 +74,19 @@ def test_the_plugin_has_the_settings_of_the_connector(find):
         "kvferry.lease_s": 40,
         "kvferry.peers": ["10.0.0.0/8"],
     }
+
+
+def test_every_setting_of_the_plugin_is_known_to_the_chart():
+    template = (CHART / "templates/_validate_vllm.tpl").read_text()
+    lists = re.findall(r'\(?list ((?:"[a-z_]+" ?)+)', template)
+    known = {name for found in lists for name in re.findall(r'"([a-z_]+)"', found)}
+    assert set(PluginSettings.__struct_fields__) <= known
+
+
+def test_replicas_of_an_engine_in_one_pod_share_its_gpus(find):
+    sets = ("prefill.vllm.tensorParallelSize=1", "prefill.vllm.dataParallelSize=2")
+    command = by_name(pod(find, OURS, "prefill", *sets)["initContainers"])["vllm"]["command"]
+    assert (option(command, "--tensor-parallel-size"), option(command, "--data-parallel-size")) == ("1", "2")
 
 
 def test_engines_that_serve_alone_need_no_plugin(find):
@@ -159,6 +176,17 @@ SCALED = tuple(
 )
 CASES = {
     "more ranks than GPUs": ((*VLLM, "prefill.vllm.tensorParallelSize=2"), "tensorParallelSize = 2, but its pods have 1 GPUs"),
+    "ranks without a GPU": (("engine=vllm", "prefill.vllm.tensorParallelSize=2"), "but its pods have no GPU: set prefill.gpu"),
+    "replicas over the GPUs": (
+        (*VLLM, "prefill.vllm.dataParallelSize=2"),
+        "prefill.vllm.tensorParallelSize times dataParallelSize = 2, but its pods have 1 GPUs",
+    ),
+    "replicas as a flag": ((*VLLM, "vllm.arguments={-dp=2}"), "-dp is the chart's business; remove it and set vllm.dataPar"),
+    "a setting that the plug-in has not": ((*VLLM, "vllm.settings.peer=x"), "vllm.settings.peer: the plug-in has no such"),
+    "replicas of several nodes": (
+        (*VLLM, "prefill.vllm.nodes=2", "prefill.vllm.dataParallelSize=2"),
+        "prefill.vllm.dataParallelSize: an engine of several nodes is one",
+    ),
     "GPUs that idle": ((*VLLM, "decode.gpu.count=2"), "decode.gpu.count: the engine has 2 GPUs, but"),
     "plug-in settings without vLLM": (("vllm.settings.lease_s=3",), "vllm.settings: they are of the plug-in for vLLM"),
     "a role's vLLM without vLLM": (("prefill.vllm.tensorParallelSize=2",), "prefill.vllm: it is for vLLM engines"),

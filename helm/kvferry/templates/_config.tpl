@@ -23,6 +23,9 @@
         "is_supervised" true)
       "security" (dict "insecure" $root.Values.security.insecure) -}}
 {{- $config = mergeOverwrite $config $chart -}}
+{{- if and (eq .role "router") $root.Values.security.tls.existingSecret -}}
+{{- $config = mergeOverwrite $config (dict "router" (dict "tls_cert" "/etc/kvferry-tls/tls.crt" "tls_key" "/etc/kvferry-tls/tls.key")) -}}
+{{- end -}}
 {{- $loopback := ternary "[::1]" "127.0.0.1" (eq $root.Values.network.ipFamily "IPv6") -}}
 {{- $isSidecar := eq $root.Values.kvstore.mode "sidecar" -}}
 {{- if eq .role "kvstore" -}}

@@ -122,6 +122,9 @@ known: change security.revision by hand there. */}}
 {{- if and (eq .role "router") $security.apiKeys.existingSecret -}}
 {{- $names = append $names $security.apiKeys.existingSecret -}}
 {{- end -}}
+{{- if and (eq .role "router") $security.tls.existingSecret -}}
+{{- $names = append $names $security.tls.existingSecret -}}
+{{- end -}}
 {{- if and (or (eq .role "kvstore") (include "kvferry.hasStore" .)) .root.Values.kvstore.redis.existingSecret -}}
 {{- $names = append $names .root.Values.kvstore.redis.existingSecret -}}
 {{- end -}}

@@ -271,6 +271,9 @@ volumeMounts:
 {{- else if .root.Values.kvstore.disk.size }}
 - {name: store, mountPath: /var/lib/kvferry}
 {{- end }}
+{{- if and (eq .role "router") .root.Values.security.tls.existingSecret }}
+- {name: tls, mountPath: /etc/kvferry-tls, readOnly: true}
+{{- end }}
 {{- with (index .root.Values .role).extraVolumeMounts }}
 {{ toYaml . }}
 {{- end }}
@@ -286,6 +289,10 @@ volumeMounts:
 {{- if include "kvferry.hasPlugin" . }}
 - name: plugin
   emptyDir: {sizeLimit: 64Mi}
+{{- end }}
+{{- if and (eq .role "router") $values.security.tls.existingSecret }}
+- name: tls
+  secret: {secretName: {{ $values.security.tls.existingSecret }}, defaultMode: 0440}
 {{- end }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.shmSize" . }}}

@@ -39,6 +39,9 @@
 {{- if has $name $ours -}}
 {{- fail (printf "vllm.settings.%s: the chart sets it, from config.connector, ports.control or security.insecure; set it there" $name) -}}
 {{- end -}}
+{{- if not (has $name (list "cluster_key_file" "model" "peers")) -}}
+{{- fail (printf "vllm.settings.%s: the plug-in has no such setting; there are cluster_key_file, model and peers" $name) -}}
+{{- end -}}
 {{- end -}}
 {{- if .Values.encode.enabled -}}
 {{- fail "encode.enabled: vLLM engines compute embeddings of images themselves; turn it off" -}}
@@ -62,23 +65,34 @@
 {{- fail (printf "%s.config.connector.name = %s: vLLM engines hand KV over by p2p, the plug-in's; leave it at p2p" .role $connector.name) -}}
 {{- end -}}
 {{- $gpus := mul (dig "gpu" "count" 0 $values | int) (include "kvferry.nodes" . | int) | int -}}
-{{- $size := dig "tensorParallelSize" 1 $own | int -}}
+{{- $ranks := dig "tensorParallelSize" 1 $own | int -}}
+{{- $size := mul $ranks (dig "dataParallelSize" 1 $own | int) | int -}}
+{{- $named := ternary (printf "%s.vllm.tensorParallelSize times dataParallelSize" .role) (printf "%s.vllm.tensorParallelSize" .role) (hasKey $own "dataParallelSize") -}}
+{{- $image := .root.Values.vllm.image -}}
+{{- if and (gt (include "kvferry.nodes" . | int) 1) (gt (dig "dataParallelSize" 1 $own | int) 1) -}}
+{{- fail (printf "%s.vllm.dataParallelSize: an engine of several nodes is one; set %s.replicas for more of them" .role .role) -}}
+{{- end -}}
 {{- $arguments := concat .root.Values.vllm.arguments (default list $own.arguments) -}}
-{{- $isParallel := regexMatch "--(data|pipeline)[-_]parallel[-_]size" (join " " $arguments) -}}
+{{- $isParallel := regexMatch "--pipeline[-_]parallel[-_]size" (join " " $arguments) -}}
+{{- if and (not $gpus) (gt $size 1) (not (contains "cpu" (printf "%s:%s" $image.repository $image.tag))) -}}
+{{- fail (printf "%s = %d, but its pods have no GPU: set %s.gpu.count, or name vLLM's image for CPUs" $named $size .role) -}}
+{{- end -}}
 {{- if and $gpus (gt $size $gpus) -}}
-{{- fail (printf "%s.vllm.tensorParallelSize = %d, but its pods have %d GPUs (%s.gpu.count times %s.vllm.nodes): lower the first or raise one of the others" .role $size $gpus .role .role) -}}
+{{- fail (printf "%s = %d, but its pods have %d GPUs (%s.gpu.count times %s.vllm.nodes): lower the first or raise one of the others" $named $size $gpus .role .role) -}}
 {{- end -}}
 {{- if and (gt $gpus $size) (not $isParallel) -}}
-{{- fail (printf "%s.gpu.count: the engine has %d GPUs, but %s.vllm.tensorParallelSize = %d uses fewer, the others would idle; make them equal" .role $gpus .role $size) -}}
+{{- fail (printf "%s.gpu.count: the engine has %d GPUs, but %s = %d uses fewer, the others would idle; make them equal" .role $gpus $named $size) -}}
 {{- end -}}
 {{- if and (gt (include "kvferry.nodes" . | int) 1) (ne (dig "autoscaling" "type" "none" $values) "none") -}}
 {{- fail (printf "%s.autoscaling: it scales Deployments, and an engine of several nodes is a LeaderWorkerSet; remove it" .role) -}}
 {{- end -}}
-{{- $chosen := list "--host" "--port" "--api-key" "--served-model-name" "--kv-transfer-config" "--tensor-parallel-size" "-tp" "--nnodes" "--node-rank" "--master-addr" "--headless" -}}
+{{- $chosen := list "--host" "--port" "--api-key" "--served-model-name" "--kv-transfer-config" "--tensor-parallel-size" "-tp" "--data-parallel-size" "-dp" "--nnodes" "--node-rank" "--master-addr" "--headless" -}}
+{{- $tp := " and set vllm.tensorParallelSize of the role" -}}
+{{- $dp := " and set vllm.dataParallelSize of the role" -}}
 {{- range $argument := $arguments -}}
 {{- $flag := first (splitList "=" (first (splitList " " (toString $argument)))) | replace "_" "-" -}}
 {{- if has $flag $chosen -}}
-{{- fail (printf "vllm.arguments or %s.vllm.arguments: %s is the chart's business; remove it%s" $.role $flag (ternary " and set vllm.tensorParallelSize of the role" "" (has $flag (list "--tensor-parallel-size" "-tp")))) -}}
+{{- fail (printf "vllm.arguments or %s.vllm.arguments: %s is the chart's business; remove it%s" $.role $flag (get (dict "--tensor-parallel-size" $tp "-tp" $tp "--data-parallel-size" $dp "-dp" $dp) $flag)) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

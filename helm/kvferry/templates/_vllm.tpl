@@ -60,6 +60,7 @@ vLLM is the main container itself, behind llm-d's proxy on decode pods.
 {{- $host := ternary "127.0.0.1" "0.0.0.0" (or .root.Values.vllm.agent.enabled (eq (include "kvferry.hasProxy" .) "true")) -}}
 {{- $command = concat $command (list "--host" $host "--port" (include "kvferry.vllmPort" .)) -}}
 {{- $command = concat $command (list "--tensor-parallel-size" (dig "tensorParallelSize" 1 $own | toString)) -}}
+{{- with $own.dataParallelSize -}}{{- $command = concat $command (list "--data-parallel-size" (toString .)) -}}{{- end -}}
 {{- if .root.Values.vllm.agent.enabled -}}
 {{- $command = concat $command (list "--enable-scale-out" "--enable-prompt-tokens-details" "--disable-uvicorn-access-log") -}}
 {{- end -}}
