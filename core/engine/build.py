@@ -22,7 +22,15 @@ import torch
 from core.attention.base import AttentionBackend
 from core.attention.select import AttentionProblem, choose_attention
 from core.clock import Clock
-from core.config import ConnectorSection, KVFerryConfig, ModelSection, SchedulerSection, WorkerSection
+from core.config import (
+    CPU_STEP_TOKENS,
+    CUDA_STEP_TOKENS,
+    ConnectorSection,
+    KVFerryConfig,
+    ModelSection,
+    SchedulerSection,
+    WorkerSection,
+)
 from core.connector import Connector, KVConnectorWorker
 from core.constants import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE
 from core.ec_connector import ECConnector
@@ -30,7 +38,7 @@ from core.engine.core import EngineCore
 from core.engine.cuda.cuda_graphs import CudaRecorder, batch_sizes
 from core.engine.cuda.device_memory import measure, pool_bytes
 from core.engine.input_batch import InputBatch
-from core.engine.kv_events import KVEventPublisher
+from core.engine.kv_events import KVEventPublisher, event_group
 from core.engine.kv_pool import KVPool, PoolOptions, allocate_kv_pool
 from core.engine.kv_sizing import KVCacheSizing, layer_specs, size_kv_cache
 from core.engine.media.encoder_runner import EncoderRunner
@@ -45,7 +53,7 @@ from core.kv.grouping import group_layers
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.kv.seals import SealTable
-from core.kv.spec import KVCacheConfig
+from core.kv.spec import KVCacheConfig, KVCacheGroup
 from core.log import event
 from core.model.arch import ModelArch, model_fingerprint, parse_arch
 from core.model.decoder import Decoder, attention_spec
@@ -133,7 +141,7 @@ def build_engine(
             config.connector.kv_load_failure_policy,
             encoder=encoder_inputs,
         )
-        events = _kv_event_publisher(config)
+        events = _kv_event_publisher(config, model.sizing.config.groups)
         grammars = GrammarCompiler(partial(_vocabulary, files, arch.vocab_size))
         hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
         engine = EngineCore(scheduler, runner, hasher, arch.vocab_size, events, grammars=grammars)
@@ -301,14 +309,17 @@ def dtype_of(section: ModelSection, arch: ModelArch, device: torch.device) -> to
 
 
 def resolve_scheduling(config: KVFerryConfig, device: torch.device) -> KVFerryConfig:
-    """Decide whether steps are scheduled ahead, where the configuration leaves it open.
+    """Decide how large steps are and whether they are scheduled ahead, where the configuration leaves it open.
 
-    On the CPU there is nothing to win: host and device are one.
+    On the CPU steps ahead win nothing: host and device are one.
     """
-    if config.scheduler.async_scheduling != "auto":
-        return config
-    found: Literal["on", "off"] = "on" if device.type == "cuda" else "off"
-    return msgspec.structs.replace(config, scheduler=msgspec.structs.replace(config.scheduler, async_scheduling=found))
+    section, is_cuda = config.scheduler, device.type == "cuda"
+    ahead: Literal["auto", "on", "off"] = section.async_scheduling
+    if ahead == "auto":
+        ahead = "on" if is_cuda else "off"
+    num_tokens = section.max_num_batched_tokens or (CUDA_STEP_TOKENS if is_cuda else CPU_STEP_TOKENS)
+    section = msgspec.structs.replace(section, async_scheduling=ahead, max_num_batched_tokens=num_tokens)
+    return msgspec.structs.replace(config, scheduler=section)
 
 
 def _choose_attention(
@@ -342,12 +353,17 @@ def _kv_cache_manager(config: KVFerryConfig, sizing: KVCacheSizing, seals: SealT
     )
 
 
-def _kv_event_publisher(config: KVFerryConfig) -> KVEventPublisher | None:
+def _kv_event_publisher(config: KVFerryConfig, groups: tuple[KVCacheGroup, ...]) -> KVEventPublisher | None:
     """Open the socket of the KV events, if configured. Opened last, so that no failure can leave it open."""
     if not config.cache.kv_events:
         return None
     topic = f"kv@{config.worker.engine_id}@{config.model.served_name or config.model.name}"
-    return KVEventPublisher(config.worker.kv_events_address, topic)
+    return KVEventPublisher(
+        config.worker.kv_events_address,
+        topic,
+        groups=[event_group(group.spec) for group in groups],
+        replay_address=config.worker.kv_events_replay_address,
+    )
 
 
 def _log_ready(files: ModelFiles, pool: KVPool, max_model_len: int) -> None:

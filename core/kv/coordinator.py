@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 
 from core.kv.block import KVCacheBlock
+from core.kv.hashing import ExtraKey
 from core.kv.pool import BlockPool
 from core.kv.seals import SealTable
 from core.kv.single_type import get_manager_for_kv_cache_spec
@@ -110,11 +111,19 @@ class KVCacheCoordinator(ABC):
             manager.remove_skipped_blocks(request_id, num_processed_tokens)
 
     def cache_blocks(
-        self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int, token_ids: Sequence[int] = ()
+        self,
+        request_id: str,
+        block_hashes: Sequence[bytes],
+        num_tokens: int,
+        token_ids: Sequence[int] = (),
+        extra_keys: Sequence[ExtraKey] = (),
     ) -> None:
-        """Make the full blocks of the first ``num_tokens`` tokens hits, in every group. ``token_ids`` go into the event."""
+        """Make the full blocks of the first ``num_tokens`` tokens hits, in every group.
+
+        ``token_ids`` and ``extra_keys`` are the request's; they go into the event.
+        """
         for manager in self.managers:
-            manager.cache_blocks(request_id, block_hashes, num_tokens, token_ids)
+            manager.cache_blocks(request_id, block_hashes, num_tokens, token_ids, extra_keys)
 
     def seal_blocks(self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int) -> None:
         """Seal the full blocks of the first ``num_tokens`` tokens, in every group."""
@@ -180,7 +189,12 @@ class KVCacheCoordinatorNoPrefixCache(KVCacheCoordinator):
         return self.no_blocks, 0
 
     def cache_blocks(
-        self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int, token_ids: Sequence[int] = ()
+        self,
+        request_id: str,
+        block_hashes: Sequence[bytes],
+        num_tokens: int,
+        token_ids: Sequence[int] = (),
+        extra_keys: Sequence[ExtraKey] = (),
     ) -> None:
         """Do nothing: no block is ever hashed."""
 

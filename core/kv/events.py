@@ -9,12 +9,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from core.kv.hashing import ExtraKey
+
 
 @dataclass(slots=True, frozen=True)
 class BlockStored:
     """Consecutive full blocks became hits; ``parent_hash`` precedes the first one (None at the start of a sequence).
 
-    ``token_ids`` are the tokens of all these blocks, empty if the caller did not pass them.
+    ``token_ids`` are the tokens of all these blocks, empty if the caller did not pass them. ``extra_keys`` has one entry for
+    each block: what entered its hash besides tokens and parent (``core.kv.hashing.block_extra_keys``); empty = nothing in any.
     """
 
     block_hashes: tuple[bytes, ...]
@@ -22,6 +25,7 @@ class BlockStored:
     block_size: int
     group_id: int
     token_ids: tuple[int, ...] = ()
+    extra_keys: tuple[tuple[ExtraKey, ...], ...] = ()
 
 
 @dataclass(slots=True, frozen=True)

@@ -26,6 +26,7 @@ from collections.abc import Sequence
 from typing import TypeAlias
 
 from core.constants import HASH_BLOCK_SIZE
+from core.hash_chain import CompiledChain, compiled_library
 
 BLOCK_HASH_BYTES = 16
 ROOT_HASH = bytes(BLOCK_HASH_BYTES)
@@ -40,6 +41,7 @@ _DOMAIN_TAIL = b"kvferry tail v1"
 _DOMAIN_MEDIA = b"kvferry media v1"
 _U32 = struct.Struct("<I")
 _NO_EXTRA = _U32.pack(0)
+_MIN_COMPILED_BLOCKS = 3  # for fewer, calling the compiled chain takes longer than hashlib
 
 
 def block_extra_keys(request_keys: Sequence[ExtraKey], start: int, end: int) -> tuple[ExtraKey, ...]:
@@ -140,6 +142,7 @@ class BlockHasher:
         # Copying a keyed state is cheaper than keying a new one for each block.
         self._full = hashlib.blake2b(digest_size=BLOCK_HASH_BYTES, key=model_fingerprint, person=_DOMAIN_FULL)
         self._tail = hashlib.blake2b(digest_size=BLOCK_HASH_BYTES, key=model_fingerprint, person=_DOMAIN_TAIL)
+        self._compiled = CompiledChain(model_fingerprint, _DOMAIN_FULL) if compiled_library() is not None else None
 
     def hash_request_blocks(self, token_ids: TokenIds, extra_keys: Sequence[ExtraKey] = ()) -> list[bytes]:
         """Return the chain of ``token_ids``: one 16-byte value per full hash block; a partial tail gives none."""
@@ -159,6 +162,9 @@ class BlockHasher:
             return
         parent = block_hashes[-1] if first else ROOT_HASH
         tokens = _token_bytes(token_ids, first * size, end * size)
+        if self._compiled is not None and not extra_keys and end - first >= _MIN_COMPILED_BLOCKS:
+            block_hashes += self._compiled.hashes(parent, tokens, size * _TOKEN_BYTES)
+            return
         extra = _NO_EXTRA
         copy, append, step = self._full.copy, block_hashes.append, size * _TOKEN_BYTES
         for index in range(end - first):

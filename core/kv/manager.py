@@ -13,6 +13,7 @@ from typing import Protocol
 
 from core.kv.coordinator import BlocksPerGroup, get_kv_cache_coordinator
 from core.kv.events import KVCacheEvent
+from core.kv.hashing import ExtraKey
 from core.kv.seals import SealTable
 from core.kv.spec import KVCacheConfig, KVCacheSizes, ceil_div
 from core.kv.stats import PrefixCacheStats
@@ -44,6 +45,10 @@ class KVCacheRequest(Protocol):
     @property
     def all_token_ids(self) -> Sequence[int]:
         """Prompt and output tokens, for events."""
+
+    @property
+    def extra_keys(self) -> Sequence[ExtraKey]:
+        """What enters the hash chain besides tokens, for events."""
 
     @property
     def block_hashes(self) -> Sequence[bytes]:
@@ -188,13 +193,17 @@ class KVCacheManager:
             coordinator.rewrite_sealed(request_id, num_computed)  # a loaded last token is computed again, in a sealed block
         if not delay_cache_blocks:
             num_known = min(num_computed + num_new_tokens, request.num_tokens)
-            coordinator.cache_blocks(request_id, request.block_hashes, num_known, request.all_token_ids)
+            coordinator.cache_blocks(
+                request.request_id, request.block_hashes, num_known, request.all_token_ids, request.extra_keys
+            )
         return KVCacheBlocks(new_blocks)
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Make the full blocks of the first ``num_computed_tokens`` tokens hits. Nothing, with caching off."""
         coordinator = self.coordinator
-        coordinator.cache_blocks(request.request_id, request.block_hashes, num_computed_tokens, request.all_token_ids)
+        coordinator.cache_blocks(
+            request.request_id, request.block_hashes, num_computed_tokens, request.all_token_ids, request.extra_keys
+        )
 
     def seal_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
         """Seal the full blocks of the first ``num_computed_tokens`` tokens: their KV is in the pool, complete and good.

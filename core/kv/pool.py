@@ -15,6 +15,7 @@ from itertools import groupby
 
 from core.kv.block import NULL_BLOCK_ID, KVCacheBlock
 from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from core.kv.hashing import ExtraKey, block_extra_keys
 from core.kv.seals import ExpectedSeal, SealTable
 
 _SENTINEL_ID = -1
@@ -266,6 +267,7 @@ class BlockPool:
         group_id: int,
         token_ids: Sequence[int] = (),
         *,
+        extra_keys: Sequence[ExtraKey] = (),
         block_mask: Sequence[bool] | None = None,
     ) -> None:
         """Make the full blocks ``blocks[num_cached:]`` of a block table hits, null blocks and those masked out excepted.
@@ -276,8 +278,8 @@ class BlockPool:
             chain   | 0 1 2 3 | 4 5 6 7 |      hash_block_size 16
             blocks  |    0    |    1    |      block_size 64, k = 4: block i <- chain[(i + 1) * k - 1]
 
-        ``token_ids`` are the request's, from its first one on, for the event. ``block_mask`` has an entry for each of these
-        blocks.
+        ``token_ids``, from the first one on, and ``extra_keys`` are the request's, for the event. ``block_mask`` has an entry
+        for each of these blocks.
         """
         k = block_size // self.hash_block_size
         stored: list[int] = []
@@ -295,10 +297,16 @@ class BlockPool:
             block.block_hash = block_hash
             block.group_id = group_id
         if self._enable_kv_cache_events:
-            self._note_stored(stored, block_hashes, block_size, group_id, token_ids)
+            self._note_stored(stored, block_hashes, block_size, group_id, token_ids, extra_keys)
 
     def _note_stored(
-        self, indices: Sequence[int], block_hashes: Sequence[bytes], block_size: int, group_id: int, token_ids: Sequence[int]
+        self,
+        indices: Sequence[int],
+        block_hashes: Sequence[bytes],
+        block_size: int,
+        group_id: int,
+        token_ids: Sequence[int],
+        extra_keys: Sequence[ExtraKey],
     ) -> None:
         """Add one event for each run of blocks that follow one another: an event names one parent."""
         k = block_size // self.hash_block_size
@@ -308,7 +316,8 @@ class BlockPool:
             hashes = tuple(block_hashes[(index + 1) * k - 1] for index in run_indices)
             parent = block_hashes[start * k - 1] if start else None
             tokens = tuple(token_ids[start * block_size : end * block_size])
-            self._events.append(BlockStored(hashes, parent, block_size, group_id, tokens))
+            extra = tuple(block_extra_keys(extra_keys, index * block_size, (index + 1) * block_size) for index in run_indices)
+            self._events.append(BlockStored(hashes, parent, block_size, group_id, tokens, extra if any(extra) else ()))
 
     def seal_full_blocks(
         self, blocks: Sequence[KVCacheBlock], block_hashes: Sequence[bytes], num_sealed: int, block_size: int, group_id: int

@@ -17,6 +17,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Container, Sequence
 
 from core.kv.block import KVCacheBlock
+from core.kv.hashing import ExtraKey
 from core.kv.pool import BlockPool
 from core.kv.spec import (
     ChunkedLocalAttentionSpec,
@@ -134,7 +135,12 @@ class SingleTypeKVCacheManager(ABC):
         return new_blocks
 
     def cache_blocks(
-        self, request_id: str, block_hashes: Sequence[bytes], num_tokens: int, token_ids: Sequence[int] = ()
+        self,
+        request_id: str,
+        block_hashes: Sequence[bytes],
+        num_tokens: int,
+        token_ids: Sequence[int] = (),
+        extra_keys: Sequence[ExtraKey] = (),
     ) -> None:
         """Make the full blocks of the first ``num_tokens`` tokens hits, unless they are hits already."""
         num_full = num_tokens // self.block_size
@@ -146,7 +152,14 @@ class SingleTypeKVCacheManager(ABC):
         first = min(max(num_cached, self.num_lacking_blocks(request_id)), num_full)
         mask = self.reachable_block_mask(first, num_full)
         self.block_pool.cache_full_blocks(
-            blocks, block_hashes, first, self.block_size, self.group_id, token_ids, block_mask=mask
+            blocks,
+            block_hashes,
+            first,
+            self.block_size,
+            self.group_id,
+            token_ids,
+            extra_keys=extra_keys,
+            block_mask=mask,
         )
         self.num_cached_block[request_id] = num_full
 

@@ -9,7 +9,7 @@ import torch
 
 from core.clock import SystemClock
 from core.config import WorkerSection, load_config
-from core.engine.build import apply_cpu_threads, build_engine
+from core.engine.build import apply_cpu_threads, build_engine, resolve_scheduling
 from core.engine.core import EngineCore
 from core.errors import ConfigError, ConnectorUnavailable
 from core.kv.hashing import BlockHasher
@@ -181,3 +181,11 @@ def test_pinning_can_be_off_and_leaves_other_threads_alone():
     assert settings_after(WorkerSection(workers_on_host=8, pin_cpus=False))[2] == cores
     settings_after(WorkerSection(workers_on_host=8))
     assert os.sched_getaffinity(0) == cores
+
+
+@pytest.mark.parametrize(
+    ("num_tokens", "device", "expected"), [(0, "cpu", 256), (0, "cuda", 8192), (512, "cpu", 512), (512, "cuda", 512)]
+)
+def test_largest_step_depends_on_the_device_unless_it_is_set(num_tokens, device, expected):
+    config = load_config(overrides={"scheduler.max_num_batched_tokens": num_tokens})
+    assert resolve_scheduling(config, torch.device(device)).scheduler.step_tokens == expected

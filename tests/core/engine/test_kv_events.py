@@ -1,24 +1,29 @@
 """A real subscriber follows the prefix cache of a real engine; and the exact shape of what it gets."""
 
 import itertools
+import json
 import logging
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
 import zmq
 
 from core.config import load_config
-from core.engine.kv_events import KVEventPublisher
+from core.engine.kv_events import MAX_REPLAYED_BATCHES, EventGroup, KVEventPublisher, event_group
 from core.errors import ConfigError
 from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from core.kv.hashing import BlockHasher
+from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, SlidingWindowSpec
 from core.request import NewRequest, Request
-from core.wire.kv_events import BlockRemovedMessage, BlockStoredMessage, KVEventBatch
+from core.wire.kv_events import END_OF_REPLAY, BlockRemovedMessage, BlockStoredMessage, KVEventBatch
 from core.wire.sampling import SamplingParams
 
 ANY = "tcp://127.0.0.1:0"
 WAIT_MS = 20_000
+GROUPS = (EventGroup("full_attention"), EventGroup("sliding_window", 512))
+GOLDEN = Path(__file__).parents[1] / "wire" / "golden_kv_events.json"  # made by tests/support/vllm_kv_events.py
 A, B, C = bytes(16), bytes(15) + b"b", bytes(15) + b"c"
 
 
@@ -55,33 +60,112 @@ def subscriber():
 
 @pytest.fixture
 def publisher():
-    publisher = KVEventPublisher(ANY, "kv@w0@tiny", wall_clock=lambda: 12.5)
+    publisher = KVEventPublisher(ANY, "kv@w0@tiny", wall_clock=lambda: 12.5, groups=GROUPS)
     yield publisher
     publisher.close()
 
 
-def test_events_have_the_field_s_shape_and_numbers_without_gaps(publisher, subscriber):
+ALL = tuple(range(48))
+IMAGE = bytes.fromhex("ab" * 16)
+EXTRA_KEYS = (
+    (("lora", "french"), ("mm", IMAGE, 4), ("cache_salt", "tenant")),
+    (("lora", "french"), ("mm", IMAGE, -12)),
+    (("lora", "french"),),
+)
+EVENTS = {  # those of tests/support/vllm_kv_events.py, as our pool tells them
+    "stored": [BlockStored((A, B), None, 16, 0, ALL[:32])],
+    "window": [BlockStored((C,), B, 16, 1, (70000,) * 16)],
+    "extra_keys": [BlockStored((A, B, C), None, 16, 0, ALL, EXTRA_KEYS)],
+    "removed": [BlockRemoved((A,), 1), AllBlocksCleared()],
+}
+
+
+@pytest.mark.parametrize("name", EVENTS)
+def test_published_bytes_are_those_of_vllm_s_own_structs(name, publisher, subscriber):
     subscriber.join(publisher.address, lambda: publisher.publish([AllBlocksCleared()]))
-    publisher.publish([BlockStored((A, B), None, 16, 0, tuple(range(32))), BlockStored((C,), B, 16, 1)])
-    publisher.publish([])
-    publisher.publish([BlockRemoved((A,), 1), AllBlocksCleared()])
-    topic, number, payload = subscriber.receive()
-    assert (topic, number) == (b"kv@w0@tiny", subscriber.last_number + 1)
-    common = {"type": "BlockStored", "block_size": 16, "lora_id": None, "medium": None, "lora_name": None}
-    assert msgspec.msgpack.decode(payload) == {
-        "ts": 12.5,
-        "events": [
-            common | {"block_hashes": [A, B], "parent_block_hash": None, "token_ids": list(range(32)), "group_idx": 0},
-            common | {"block_hashes": [C], "parent_block_hash": B, "token_ids": [], "group_idx": 1},
-        ],
-        "data_parallel_rank": None,
-    }
-    _, number, payload = subscriber.receive()
-    assert number == subscriber.last_number + 2
-    assert msgspec.msgpack.decode(payload)["events"] == [
-        {"type": "BlockRemoved", "block_hashes": [A], "medium": None, "group_idx": 1},
-        {"type": "AllBlocksCleared"},
+    publisher.publish(EVENTS[name])
+    _, _, payload = subscriber.receive()
+    assert payload.hex() == json.loads(GOLDEN.read_text())[name]
+
+
+def test_batches_are_numbered_without_gaps(publisher, subscriber):
+    subscriber.join(publisher.address, lambda: publisher.publish([AllBlocksCleared()]))
+    for events in ([AllBlocksCleared()], [], [AllBlocksCleared()]):
+        publisher.publish(events)
+    assert [subscriber.receive()[:2] for _ in range(2)] == [
+        (b"kv@w0@tiny", subscriber.last_number + 1),
+        (b"kv@w0@tiny", subscriber.last_number + 2),
     ]
+
+
+class Replayer:
+    """A REQ-like client of the replay socket, as vLLM's subscribers are."""
+
+    def __init__(self, context, address):
+        self.socket = context.socket(zmq.DEALER)
+        self.socket.linger = 0
+        self.socket.connect(address)
+
+    def ask(self, first):
+        self.socket.send_multipart([b"", first.to_bytes(8, "big")])
+        batches = []
+        while True:
+            assert self.socket.poll(WAIT_MS), "the replay has no end"
+            empty, topic, number, payload = self.socket.recv_multipart()
+            assert empty == b""
+            if number == END_OF_REPLAY:
+                assert (topic, payload) == (b"", b"")
+                return batches
+            batches.append((topic, int.from_bytes(number, "big"), payload))
+
+
+@pytest.fixture
+def replaying():
+    publisher = KVEventPublisher(ANY, "kv@w0@tiny", wall_clock=lambda: 12.5, groups=GROUPS, replay_address=ANY)
+    context = zmq.Context()
+    yield publisher, Replayer(context, publisher.replay_address)
+    context.destroy(linger=0)
+    publisher.close()
+
+
+def test_lost_batches_are_replayed_from_the_number_asked_for(replaying):
+    publisher, replayer = replaying
+    for events in EVENTS.values():
+        publisher.publish(events)
+    golden = [bytes.fromhex(payload) for payload in json.loads(GOLDEN.read_text()).values()]
+    assert replayer.ask(0) == [(b"kv@w0@tiny", number, payload) for number, payload in enumerate(golden)]
+    assert replayer.ask(2) == [(b"kv@w0@tiny", number, golden[number]) for number in (2, 3)]
+    assert replayer.ask(4) == []
+
+
+def test_malformed_replay_request_has_no_answer_and_does_no_harm(replaying):
+    publisher, replayer = replaying
+    publisher.publish([AllBlocksCleared()])
+    for frames in ([b""], [b"", b"short"], [b"x", bytes(8)], [b"", bytes(8), b""]):
+        replayer.socket.send_multipart(frames)
+    assert len(replayer.ask(0)) == 1
+    assert not replayer.socket.poll(0)
+
+
+def test_only_the_newest_batches_are_kept_for_a_replay(replaying):
+    publisher, replayer = replaying
+    for _ in range(MAX_REPLAYED_BATCHES + 3):
+        publisher.publish([AllBlocksCleared()])
+    numbers = [number for _, number, _ in replayer.ask(0)]
+    assert numbers == list(range(3, MAX_REPLAYED_BATCHES + 3))
+
+
+def test_taken_replay_address_is_a_configuration_error(publisher):
+    with pytest.raises(ConfigError, match="cannot bind") as refused:
+        KVEventPublisher(ANY, "kv@w1@tiny", replay_address=publisher.address)
+    assert refused.value.param == "worker.kv_events_replay_address"
+
+
+def test_groups_are_described_by_attention_type_and_window():
+    sizes = {"block_size": 16, "num_kv_heads": 1, "head_dim": 8, "dtype_bytes": 4}
+    assert event_group(FullAttentionSpec(**sizes)) == EventGroup("full_attention")
+    assert event_group(SlidingWindowSpec(**sizes, sliding_window=512)) == EventGroup("sliding_window", 512)
+    assert event_group(ChunkedLocalAttentionSpec(**sizes, attention_chunk_size=64)) == EventGroup("chunked_local_attention")
 
 
 def test_nobody_listens_and_nobody_waits(publisher):
@@ -142,6 +226,7 @@ def test_subscriber_hears_of_every_hit_and_every_eviction(build_tiny, subscriber
     )
     assert (topic, number) == (b"kv@w0@tiny", subscriber.last_number + 1)
     assert [token for event in stored for token in event.token_ids] == prompt[:32]
+    assert {event.kv_cache_spec_kind for event in stored} == {"full_attention"}
     hits = [block_hash for event in stored for block_hash in event.block_hashes]
     assert hits == [bytes(block_hash) for block_hash in request.block_hashes]
 

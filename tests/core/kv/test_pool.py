@@ -272,6 +272,15 @@ def test_stored_event_names_the_new_blocks_and_the_one_before(pool):
     assert pool.take_events() == []
 
 
+def test_stored_event_says_what_else_entered_the_hashes(pool):
+    blocks = pool.get_new_blocks(3)
+    chain = [hash_of(index) for index in range(3)]
+    keys = (("mm", b"i" * 16, 20, 4), ("cache_salt", "tenant"))
+    pool.cache_full_blocks(blocks, chain, 0, 16, 0, range(48), extra_keys=keys)
+    (event,) = pool.take_events()
+    assert event.extra_keys == ((("cache_salt", "tenant"),), (("mm", b"i" * 16, 4),), ())
+
+
 def test_removed_event_comes_with_the_last_copy(pool):
     first, second = pool.get_new_blocks(2)
     cache(pool, [first])
