@@ -1,0 +1,80 @@
+"""The compiled chain of block hashes: the same values as hashlib's, for any key, block size and start."""
+
+import shutil
+import subprocess
+from array import array
+from importlib.machinery import ModuleSpec
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.hash_chain import compiled_library
+from core.kv.hashing import BlockHasher
+
+needs_compiler = pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=300).map(lambda tokens: array("i", tokens))
+
+
+@pytest.fixture
+def hashlib_only(monkeypatch):
+    """Make hashers as where there is no compiler."""
+
+    def make(*arguments):
+        with monkeypatch.context() as patch:
+            patch.setattr("core.kv.hashing.compiled_library", lambda: None)
+            return BlockHasher(*arguments)
+
+    return make
+
+
+@needs_compiler
+def test_where_there_is_a_compiler_the_chain_is_compiled():
+    assert compiled_library() is not None, "core/_hash_chain.c was not built: make install, or pip install --editable ."
+
+
+@pytest.mark.skipif(compiled_library() is None, reason="core/_hash_chain.c was not built")
+@given(key=st.binary(min_size=1, max_size=64), block_size=st.integers(1, 100), tokens=token_lists, data=st.data())
+@settings(max_examples=300, deadline=None)
+def test_compiled_chain_is_that_of_hashlib_for_any_key_and_block_size(key, block_size, tokens, data):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("core.kv.hashing._MIN_COMPILED_BLOCKS", 1)
+        patch.setattr("core.kv.hashing.compiled_library", lambda: None)
+        expected = BlockHasher(key, block_size).hash_request_blocks(tokens)
+        patch.undo()
+        patch.setattr("core.kv.hashing._MIN_COMPILED_BLOCKS", 1)
+        known = expected[: data.draw(st.integers(0, len(expected)))]
+        BlockHasher(key, block_size).extend(known, tokens)
+    assert known == expected
+
+
+@pytest.mark.parametrize("keys", [(), (("cache_salt", "tenant"),), (("mm", b"image", 20, 30),)])
+def test_hashes_are_the_same_without_a_compiler(hashlib_only, keys):
+    tokens = array("i", range(200))
+    assert BlockHasher(b"model").hash_request_blocks(tokens, keys) == hashlib_only(b"model").hash_request_blocks(tokens, keys)
+
+
+@pytest.fixture
+def built(monkeypatch):
+    """Return what is loaded if a given file stands in for the library that was built."""
+
+    def build(path):
+        spec = ModuleSpec("core._hash_chain", None, origin=str(path))
+        monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: spec)
+        return compiled_library.__wrapped__()
+
+    return build
+
+
+def test_a_library_that_cannot_be_loaded_is_none(built, tmp_path):
+    (tmp_path / "broken.so").write_bytes(b"no library")
+    assert built(tmp_path / "broken.so") is None
+    assert built(tmp_path / "missing.so") is None
+
+
+@needs_compiler
+@pytest.mark.parametrize("source", ["void kvferry_hash_chain() {}", "void another() {}"])
+def test_a_library_that_computes_something_else_is_none(built, tmp_path, source):
+    (tmp_path / "other.c").write_text(source)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True)
+    assert built(tmp_path / "other.so") is None
