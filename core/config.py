@@ -8,21 +8,22 @@ value is refused in one place, with its path and what is allowed.
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import msgspec
 
+from core.config_checks import check_address, check_both_or_neither, check_order
 from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_sizes
 from core.constants import HASH_BLOCK_SIZE
 from core.errors import ConfigError
 
 MULTI_CONNECTOR = "multi"  # the connector that stands for several
 P2P_TRANSPORTS = ("shm", "nixl", "tcp")  # what connector "p2p" can be told to use
+CPU_STEP_TOKENS = 256  # keeps a step, and with it an abort, well under a second
+CUDA_STEP_TOKENS = 8192
 
-_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")  # host: name, IPv4, [IPv6] or *
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
@@ -82,7 +83,8 @@ class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     generation_config: Literal["auto", "none"] = "auto"  # auto: sampling defaults of the model's generation_config.json
     max_model_len: NonNegative = 0  # tokens; 0 = what the model allows, at most what the pool holds
     cache_dir: str = msgspec.field(default_factory=default_cache_dir)
-    attention: Literal["auto", "paged_cpu", "varlen", "pages", "gather", "sdpa"] = "auto"  # auto: the first to pass its probe
+    # auto: the first to pass its probe
+    attention: Literal["auto", "paged_cpu", "varlen", "triton", "pages", "gather", "sdpa"] = "auto"
     cuda_graphs: bool = True  # record decode steps on CUDA, 100 and more at start
 
 
@@ -102,13 +104,18 @@ class CacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 class SchedulerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Continuous batching."""
 
-    max_num_batched_tokens: Positive = 256  # per step; keeps a CPU step, and with it an abort, well under a second
+    max_num_batched_tokens: NonNegative = 0  # per step; 0 = 256 on a CPU, 8192 on CUDA
     max_num_seqs: NumSeqs = 64
     policy: Literal["fcfs", "priority"] = "fcfs"  # priority: among equals, short prompts before long ones, within limits
     long_prefill_token_threshold: NonNegative = 0  # largest chunk of one prompt while others are live; 0 = off
     async_scheduling: Literal["auto", "on", "off"] = "auto"  # schedule a step while the one before runs; auto: on CUDA only
     encoder_cache_embeds: Positive = 32768  # embeddings of images that a worker keeps, of its model's hidden size each
     max_num_encoder_embeds: Positive = 1024  # computed per step, or the model's largest image if that has more
+
+    @property
+    def step_tokens(self) -> int:
+        """The most tokens of a step: ``max_num_batched_tokens``, or what a CPU has by default."""
+        return self.max_num_batched_tokens or CPU_STEP_TOKENS
 
 
 class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -129,6 +136,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     drain_timeout_s: Seconds = 30.0
     max_waiting_requests: Positive = 1024  # more are refused with 429
     kv_events_address: str = "tcp://127.0.0.1:0"  # ZeroMQ PUB of cache.kv_events; port 0 = any, the log says which
+    kv_events_replay_address: str = ""  # ZeroMQ ROUTER that repeats the last batches; empty = none
     stuck_step_s: Seconds = 120.0  # bound of the first step of a size, see docs/operations.md; then /health fails
     is_supervised: bool = False  # a supervisor restarts the worker when it ends; `kvferry serve` and the chart set it
 
@@ -267,6 +275,8 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_requests_per_key: NonNegative = 0  # open at once with one API key; more are refused with 429; 0 = no such limit
     max_prompt_tokens: NonNegative = 0  # longer prompts are refused with 400; 0 = what the model allows
     text_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # tokenize long texts and fill in long conversations
+    tool_format: str = "auto"  # of tool calls in a model's output, a name of kvferry.tool_formats; auto: by its chat template
+    tools_in_prompt: Literal["template", "hermes"] = "template"  # hermes: in messages, if the template reads no tools
     max_retries: NonNegative = 2  # per request: how many workers may fail it; refusals, pauses and stalls do not count
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
     # How the worker that computes a prompt is chosen: by the predicted time to the first token, prefixes in its cache counted,
@@ -275,6 +285,8 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     worker_wait_s: Seconds = 10.0  # how long an accepted request waits for a worker that no supervisor is known to restart
     api_key: str = msgspec.field(default_factory=default_api_key)  # clients send it as a bearer token; several: by commas
     cors_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the API, such as https://chat.example; * = all
+    tls_cert: str = ""  # file of the certificate and those up to its root; clients then use https; empty = http
+    tls_key: str = ""  # file of its key, without a password
     images: ImagesSection = ImagesSection()
 
 
@@ -370,9 +382,9 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "cache.kv_events = true: there are no events without cache.enable_prefix_caching", param="cache.kv_events"
             )
         connector, router, worker = self.connector, self.router, self.worker
-        _check_order("connector", connector, "lease_renew_interval_s < lease_s", "lease_s <= lease_max_s")
-        _check_order("connector", connector, "transport_retry_s <= transport_retry_max_s")
-        _check_order("router", router, "heartbeat_interval_s < heartbeat_timeout_s", "max_body_bytes <= max_upload_bytes")
+        check_order("connector", connector, "lease_renew_interval_s < lease_s", "lease_s <= lease_max_s")
+        check_order("connector", connector, "transport_retry_s <= transport_retry_max_s")
+        check_order("router", router, "heartbeat_interval_s < heartbeat_timeout_s", "max_body_bytes <= max_upload_bytes")
         _check_connectors(connector)
         _check_transports("connector.transports", connector.transports, is_p2p="p2p" in connector.names)
         _check_ec_connector(self)
@@ -382,29 +394,19 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "scheduler.async_scheduling = on: connector lmcache judges each step before it schedules the next one",
                 param="scheduler.async_scheduling",
             )
-        _check_address("router.worker_address", router.worker_address, lowest_port=0)
-        _check_address("worker.control_address", worker.control_address, lowest_port=0)
-        _check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)
-        _check_address("kvstore.bind_address", self.kvstore.bind_address, lowest_port=0)
+        check_both_or_neither("router", router, "tls_cert", "tls_key")
+        check_address("router.worker_address", router.worker_address, lowest_port=0)
+        check_address("worker.control_address", worker.control_address, lowest_port=0)
+        check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)
+        replay_address = worker.kv_events_replay_address or worker.kv_events_address
+        check_address("worker.kv_events_replay_address", replay_address, lowest_port=0)
+        check_address("kvstore.bind_address", self.kvstore.bind_address, lowest_port=0)
         if self.kvstore.address:
-            _check_address("kvstore.address", self.kvstore.address, lowest_port=1)
-        _check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")
+            check_address("kvstore.address", self.kvstore.address, lowest_port=1)
+        check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")
         for address in worker.router_addresses:
-            _check_address("worker.router_addresses", address, lowest_port=1)
-        _check_order("worker", worker, "host_slot < workers_on_host")
-
-
-def _check_order(path: str, section: Section, *rules: str) -> None:
-    """Refuse settings of a section that break a rule such as ``lease_s <= lease_max_s``; both are named by their paths."""
-    for low, relation, high in map(str.split, rules):
-        low_value, high_value = getattr(section, low), getattr(section, high)
-        if low_value < high_value or (relation == "<=" and low_value == high_value):
-            continue
-        raise ConfigError(
-            f"{path}.{low} = {low_value:g} must be {'below' if relation == '<' else 'at most'} {path}.{high} = {high_value:g}: "
-            f"lower the first or raise the second",
-            param=f"{path}.{low}",
-        )
+            check_address("worker.router_addresses", address, lowest_port=1)
+        check_order("worker", worker, "host_slot < workers_on_host")
 
 
 def _check_connectors(connector: ConnectorSection) -> None:
@@ -433,7 +435,7 @@ def _check_ec_connector(config: KVFerryConfig) -> None:
     ec_connector, kvstore = config.ec_connector, config.kvstore
     _check_transports("ec_connector.transports", ec_connector.transports, is_p2p=ec_connector.name == "p2p")
     if ec_connector.kvstore_address:
-        _check_address("ec_connector.kvstore_address", ec_connector.kvstore_address, lowest_port=1)
+        check_address("ec_connector.kvstore_address", ec_connector.kvstore_address, lowest_port=1)
     elif ec_connector.name == "shared" and not (kvstore.address or config.local.kvstore):
         raise ConfigError(
             "ec_connector.name = shared needs a store that workers share: set kvstore.address, or ec_connector.kvstore_address",
@@ -449,17 +451,10 @@ def _check_ec_connector(config: KVFerryConfig) -> None:
 
 def _check_lmcache(lmcache: LMCacheSection) -> None:
     """Refuse addresses at which no LMCache server can be."""
-    _check_address("connector.lmcache.server_address", lmcache.server_address, lowest_port=1)
+    check_address("connector.lmcache.server_address", lmcache.server_address, lowest_port=1)
     if not lmcache.http_address.startswith("http://"):
         path = "connector.lmcache.http_address"
         raise ConfigError(f"{path} = {lmcache.http_address!r}: expected http://host:port", param=path)
-
-
-def _check_address(path: str, address: str, lowest_port: int) -> None:
-    """Refuse what ZeroMQ could neither bind nor connect to."""
-    found = _ADDRESS.fullmatch(address)
-    if found is None or not lowest_port <= int(found["port"]) <= 65535:
-        raise ConfigError(f"{path} = {address!r}: expected tcp://host:port with port {lowest_port} to 65535", param=path)
 
 
 def load_config(

@@ -46,7 +46,7 @@ def size_kv_cache(config: KVFerryConfig, arch: ModelArch, dtype_bytes: int) -> K
 def max_in_flight_tokens(section: SchedulerSection) -> int:
     """Return how many tokens can be scheduled and not yet processed, over all concurrent steps."""
     num_steps = 2 if section.async_scheduling == "on" else 1  # scheduled before the output of the first is processed
-    return section.max_num_batched_tokens * num_steps
+    return section.step_tokens * num_steps
 
 
 def kv_cache_config(arch: ModelArch, section: CacheSection, dtype_bytes: int) -> KVCacheConfig:

@@ -31,7 +31,7 @@ def run_largest_step(
     """Compute as many tokens as a step may have, and sample as many rows."""
     device = decoder.device
     attention = _over_one_block(backend, config, dtype, device)
-    num_tokens, longest = section.max_num_batched_tokens, decoder.arch.max_position_embeddings
+    num_tokens, longest = section.step_tokens, decoder.arch.max_position_embeddings
     ends = np.minimum(np.arange(longest, num_tokens + longest, longest), num_tokens)
     starts = np.concatenate(([0], ends[:-1]))
     positions = np.arange(num_tokens) - np.repeat(starts, ends - starts)
@@ -56,7 +56,7 @@ def run_usual_step(
     decoder: Decoder, backend: type[AttentionBackend], config: KVCacheConfig, section: SchedulerSection, dtype: torch.dtype
 ) -> StepSize:
     """Compute one short prompt, and return the size of that step."""
-    size = StepSize(min(_USUAL_TOKENS, section.max_num_batched_tokens, decoder.arch.max_position_embeddings), num_requests=1)
+    size = StepSize(min(_USUAL_TOKENS, section.step_tokens, decoder.arch.max_position_embeddings), num_requests=1)
     small = msgspec.structs.replace(section, max_num_batched_tokens=size.num_tokens, max_num_seqs=1)
     run_largest_step(decoder, backend, config, small, dtype)
     return size
@@ -69,7 +69,7 @@ def run_widest_decode(
     """Compute one token for as many sequences as there may be, each as long as it may be."""
     device, size = decoder.device, config.groups[0].spec.block_size
     attention = _over_one_block(backend, config, dtype, device)
-    num_seqs = min(section.max_num_seqs, section.max_num_batched_tokens)
+    num_seqs = min(section.max_num_seqs, section.step_tokens)
     width = min(-(-decoder.arch.max_position_embeddings // size), max(1, _DECODE_BLOCKS // num_seqs))
     seq_len = min(decoder.arch.max_position_embeddings, width * size)
     batch = AttentionBatch(

@@ -88,7 +88,7 @@ class Scheduler:
         state = self.state
         if state.recompute_ownership:
             reassign_orphans(state)
-        step = Step(token_budget=state.config.max_num_batched_tokens)
+        step = Step(token_budget=state.config.step_tokens)
         state.encoder.begin_step()
         schedule_running(state, step)
         if not step.lacks_blocks:
@@ -100,7 +100,7 @@ class Scheduler:
     def _complete_output(self, step: Step) -> None:
         """Add the totals, the requests that ended since the last step, and last the connectors' messages."""
         state, output = self.state, step.output
-        output.total_num_scheduled_tokens = state.config.max_num_batched_tokens - step.token_budget
+        output.total_num_scheduled_tokens = state.config.step_tokens - step.token_budget
         output.finished_req_ids, state.finished_req_ids = state.finished_req_ids, set()
         if state.connector is not None:
             output.kv_connector_metadata = state.connector.build_connector_meta(output)

@@ -1,0 +1,44 @@
+"""Rules for settings that any section may have: an order of numbers, settings that go together, addresses.
+
+Owns the rules and their messages; ``core.config`` says which settings they hold for. Every refusal is a ``ConfigError`` that
+names the setting.
+"""
+
+from __future__ import annotations
+
+import re
+
+from core.errors import ConfigError
+
+_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")  # host: name, IPv4, [IPv6] or *
+
+
+def check_order(path: str, section: object, *rules: str) -> None:
+    """Refuse settings of a section that break a rule such as ``lease_s <= lease_max_s``; both are named by their paths."""
+    for low, relation, high in map(str.split, rules):
+        low_value, high_value = getattr(section, low), getattr(section, high)
+        if low_value < high_value or (relation == "<=" and low_value == high_value):
+            continue
+        raise ConfigError(
+            f"{path}.{low} = {low_value:g} must be {'below' if relation == '<' else 'at most'} {path}.{high} = {high_value:g}: "
+            f"lower the first or raise the second",
+            param=f"{path}.{low}",
+        )
+
+
+def check_both_or_neither(path: str, section: object, first: str, second: str) -> None:
+    """Refuse one of two text settings without the other."""
+    values = {first: getattr(section, first), second: getattr(section, second)}
+    missing = [name for name, value in values.items() if not value]
+    if len(missing) == 1:
+        given = second if missing == [first] else first
+        raise ConfigError(
+            f"{path}.{given} is set and {path}.{missing[0]} is not: set both, or neither", param=f"{path}.{missing[0]}"
+        )
+
+
+def check_address(path: str, address: str, lowest_port: int) -> None:
+    """Refuse what ZeroMQ could neither bind nor connect to."""
+    found = _ADDRESS.fullmatch(address)
+    if found is None or not lowest_port <= int(found["port"]) <= 65535:
+        raise ConfigError(f"{path} = {address!r}: expected tcp://host:port with port {lowest_port} to 65535", param=path)
