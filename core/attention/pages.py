@@ -15,7 +15,8 @@ the kernel takes a bounded number of pages; a sequence is in one call, so one of
 
 Prefill chunks gather their keys and values, which takes little time compared with attention, and run as one causal batch.
 
-Not run on a GPU so far: the tests drive this file on the CPU with a stand-in that follows the documentation of ``varlen_attn``.
+The tests drive this file on the CPU with a stand-in that follows the documentation of ``varlen_attn``, and with the kernel on a
+GPU; docs/gpu.md says when that was.
 """
 
 from __future__ import annotations
@@ -98,7 +99,7 @@ class PagesBackend(AttentionBackend):
     name = "pages"
     preferred_layout = KVLayout.NHD
     device_types = frozenset({"cuda"})
-    max_graph_blocks = MAX_PARTS  # beyond that, launches cost little of the time
+    max_graph_blocks: ClassVar[int | None] = MAX_PARTS  # beyond that, launches cost little of the time
     kernel: ClassVar[Callable[..., tuple[Tensor, Tensor]]] = _varlen_attn
 
     def __init__(self, cache: PagedKVCache) -> None:

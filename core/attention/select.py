@@ -27,6 +27,7 @@ from core.attention.base import (
 )
 from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
+from core.attention.paged_triton import TritonBackend
 from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.varlen import VarlenBackend
@@ -56,6 +57,7 @@ class AttentionProblem:
 CANDIDATES: tuple[type[AttentionBackend], ...] = (
     PagedCpuBackend,
     VarlenBackend,
+    TritonBackend,
     PagesBackend,
     BatchedSdpaBackend,
     SdpaBackend,

@@ -9,6 +9,7 @@ import torch
 from core.attention import pages
 from core.attention.base import AttentionBatch, AttentionSpec, KVLayout, PagedKVCache
 from core.attention.batched import BatchedSdpaBackend
+from core.attention.paged_triton import TritonBackend
 from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.select import AttentionProblem, choose_attention, probe
@@ -30,7 +31,7 @@ def problem(dtype: torch.dtype, block_size: int, shape: tuple[int, int, int]) ->
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("backend", [VarlenBackend, PagesBackend, BatchedSdpaBackend, SdpaBackend])
+@pytest.mark.parametrize("backend", [VarlenBackend, TritonBackend, PagesBackend, BatchedSdpaBackend, SdpaBackend])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("block_size", [16, 64, 256])
 def test_a_backend_agrees_with_the_reference(backend, dtype, block_size):
@@ -45,7 +46,7 @@ def test_a_backend_agrees_with_the_reference(backend, dtype, block_size):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_device_gets_a_backend_whose_steps_can_be_recorded():
     choice = choose_attention(problem(torch.bfloat16, 64, SHAPES[1]))
-    assert choice.backend in (VarlenBackend, PagesBackend), choice.backend.name
+    assert choice.backend in (VarlenBackend, TritonBackend), choice.backend.name
 
 
 def assert_many_pages_are_attended(device, dtype, num_seqs, num_pages):

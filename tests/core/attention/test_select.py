@@ -125,7 +125,9 @@ def test_named_backend_is_never_replaced():
     assert select_backend(problem(), "sdpa") is SdpaBackend
     with pytest.raises(ConfigError, match="paged_cpu: NotImplementedError: no kernel image"):
         select_backend(problem(), "paged_cpu", candidates=(Refusing, SdpaBackend))
-    with pytest.raises(ConfigError, match="no attention backend 'flash'; known: auto, paged_cpu, varlen, pages, gather, sdpa"):
+    with pytest.raises(
+        ConfigError, match="no attention backend 'flash'; known: auto, paged_cpu, varlen, triton, pages, gather, sdpa"
+    ):
         select_backend(problem(), "flash")
 
 

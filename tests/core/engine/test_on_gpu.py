@@ -15,7 +15,7 @@ MARGIN = {"bfloat16": 0.25, "float16": 0.05}  # of logits with a spread of sever
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", list(MARGIN))
-@pytest.mark.parametrize("attention", ["auto", "pages", "gather", "sdpa"])
+@pytest.mark.parametrize("attention", ["auto", "triton", "pages", "gather", "sdpa"])
 def test_greedy_tokens_on_a_gpu_are_the_models(build_tiny, run_engine, make_oracle, tiny_llama, dtype, attention):
     settings = {"model__device": "cuda", "model__dtype": dtype, "model__attention": attention, "cache__num_blocks": 200}
     built = build_tiny(scheduler__max_num_batched_tokens=40, **settings)
