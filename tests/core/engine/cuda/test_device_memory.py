@@ -22,11 +22,11 @@ def memory(**changes):
 
 
 def test_the_pool_takes_what_weights_and_a_step_leave_of_the_workers_share():
-    assert pool_bytes(memory(), 0.5) == 40 * GIB - (768 << 20) - 16 * GIB - 2 * GIB - (256 << 20)
+    assert pool_bytes(memory(), 0.5) == 40 * GIB - (768 << 20) - 16 * GIB - 2 * GIB - (512 << 20)
 
 
 def test_graphs_reserve_the_widest_decode_step_beside_unrecorded_steps():
-    graphs = GIB + (256 << 20)
+    graphs = GIB + (512 << 20)
     without = pool_bytes(memory(decode=GIB), 0.5, has_graphs=False)
     assert pool_bytes(memory(decode=GIB), 0.5) == without - graphs
 
@@ -38,7 +38,7 @@ def test_two_workers_of_half_a_device_do_not_take_each_others_memory():
 
 
 def test_memory_that_others_hold_is_not_counted_on():
-    assert pool_bytes(memory(free=10 * GIB), 0.9) == 10 * GIB - 2 * GIB - (256 << 20)
+    assert pool_bytes(memory(free=10 * GIB), 0.9) == 10 * GIB - 2 * GIB - (512 << 20)
 
 
 def test_a_share_that_holds_no_pool_is_refused_with_the_figures():
@@ -82,7 +82,7 @@ def test_measuring_counts_weights_and_the_peak_of_a_step():
     weights = torch.zeros(64 << 20, dtype=torch.uint8, device=device)
 
     def take(num_bytes):
-        return lambda: torch.zeros(num_bytes, dtype=torch.uint8, device=device).sum()
+        return lambda: torch.zeros(num_bytes // 4, dtype=torch.float32, device=device).sum()  # of integers: 64 bits each
 
     found = measure(device, take(128 << 20), take(32 << 20))
     assert found.weights >= weights.numel()
