@@ -1,0 +1,1 @@
+"""Which blocks the workers hold, from their own reports."""
