@@ -14,6 +14,7 @@ from typer.exceptions import TyperException
 
 from core.errors import ConfigError, KVFerryError
 from kvferry import __version__, options
+from kvferry.advise.command import advise
 from kvferry.bench.command import bench
 from kvferry.doctor import doctor
 from kvferry.operate import drain, keygen, probe
@@ -309,6 +310,7 @@ def demo(
 
 app.command()(bench)
 app.command()(sim)
+app.command()(advise)
 app.command()(keygen)
 app.command()(drain)
 app.command()(probe)

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from http import HTTPStatus
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -17,13 +18,18 @@ from core.config import default_api_key
 from core.errors import KVFerryError
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key
+from kvferry.http_get import get
 
 if TYPE_CHECKING:
     import httpx
 
+    from kvferry.demo_vllm import EngineReading
+
 POLL_INTERVAL_S = 0.2
 _SAY_INTERVAL_S = 5.0  # between two lines of a probe that waits for the same condition
 _REQUEST_TIMEOUT_S = 60.0
+_COUNT_TIMEOUT_S = 5.0  # until a server's metrics show a request that has ended
+_NO_REPORT = "no prefill worker took part, or the workers are vLLM engines, whose metrics say it: name them with --engine"
 _PROMPT = "A ferry is a boat that carries people and cars. It leaves the harbour in the morning, and in the evening it"
 
 
@@ -56,14 +62,23 @@ def probe(
         typer.Option("--expect-handoff", help="Fail unless a prefill worker computed the prompt and its KV was verified."),
     ] = False,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for a good answer.", min=0.0)] = 60.0,
+    engine: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--engine", metavar="URL", help="A vLLM server of the cluster, once or more: its metrics must count the handoff."
+        ),
+    ] = None,
+    any_certificate: Annotated[
+        bool, typer.Option("--any-certificate", help="Accept an https certificate of another host, or a self-signed one.")
+    ] = False,
 ) -> None:
     """Send one request through a router and say how it was served; $KVFERRY_API_KEY is its API key."""
     import httpx
 
     key = default_api_key().partition(",")[0]
     headers = {"Authorization": f"Bearer {key}"} if key else {}
-    with httpx.Client(base_url=url, timeout=_REQUEST_TIMEOUT_S, headers=headers) as client:
-        print(probe_cluster(client, timeout, expect_handoff))
+    with httpx.Client(base_url=url, timeout=_REQUEST_TIMEOUT_S, headers=headers, verify=not any_certificate) as client:
+        print(probe_cluster(client, timeout, expect_handoff, engines=engine or ()))
 
 
 def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -105,10 +120,32 @@ def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
     return True
 
 
+def read_server(url: str) -> EngineReading:
+    """Return what the metrics of a vLLM server say.
+
+    Raises:
+        OSError: it does not answer.
+    """
+    from kvferry.demo_vllm import read_engine
+
+    status, text = get(f"{url.rstrip('/')}/metrics", _REQUEST_TIMEOUT_S)
+    if status != HTTPStatus.OK:
+        raise ConnectionError(f"{url}/metrics is answered with HTTP {status}")
+    return read_engine(text)
+
+
 def probe_cluster(
-    client: httpx.Client, timeout_s: float, expect_handoff: bool, sleep: Callable[[float], None] = time.sleep
+    client: httpx.Client,
+    timeout_s: float,
+    expect_handoff: bool,
+    sleep: Callable[[float], None] = time.sleep,
+    *,
+    engines: Sequence[str] = (),
+    read: Callable[[str], EngineReading] = read_server,
 ) -> str:
     """Return one line about the handling of a request; prints progress while it waits for a cluster that is not ready.
+
+    With ``engines``, addresses of vLLM servers, their metrics say how it was handled: answers of these say nothing of handoffs.
 
     Raises:
         ProbeFailed: no valid answer within the time, or the request was not served as expected.
@@ -119,8 +156,10 @@ def probe_cluster(
     said, said_at = "", 0.0
     while True:
         try:
+            if engines:
+                return _probe_engines(client, engines, expect_handoff, read, sleep)
             return _describe(_complete(client), expect_handoff)
-        except (httpx.HTTPError, ProbeFailed) as error:
+        except (httpx.HTTPError, OSError, ProbeFailed) as error:
             reason = " ".join(str(error).split()) or repr(error)
         now = time.monotonic()
         if now >= deadline:
@@ -145,12 +184,40 @@ def _complete(client: httpx.Client) -> Mapping[str, Any]:
     return answer
 
 
+def _probe_engines(
+    client: httpx.Client,
+    engines: Sequence[str],
+    expect_handoff: bool,
+    read: Callable[[str], EngineReading],
+    sleep: Callable[[float], None],
+) -> str:
+    """Compare what vLLM servers have counted before and after a request. Other requests of that time count too."""
+    before = [read(url) for url in engines]
+    answer = _complete(client)
+    deadline = time.monotonic() + _COUNT_TIMEOUT_S
+    while True:
+        pairs = list(zip(before, (read(url) for url in engines), strict=True))
+        num_loads = sum(now.num_loads - then.num_loads for then, now in pairs)
+        problems = sorted({reason for then, now in pairs for reason in now.problems if now.problems != then.problems})
+        if num_loads or problems or not expect_handoff or time.monotonic() >= deadline:
+            break
+        sleep(POLL_INTERVAL_S)
+    num_tokens = answer["usage"]["completion_tokens"]
+    if num_loads and not problems:
+        num_blocks = sum(now.num_verified_blocks - then.num_verified_blocks for then, now in pairs)
+        return f"served: {num_tokens} tokens, {num_blocks} KV blocks transferred and verified by vLLM engines"
+    if expect_handoff:
+        why = ", ".join(problems) or "no engine has counted a load"
+        raise ProbeFailed(f"the request was served without a verified handoff: {why}")
+    return f"served: {num_tokens} tokens, without a handoff"
+
+
 def _describe(answer: Mapping[str, Any], expect_handoff: bool) -> str:
     usage = answer["usage"]
     transfer = usage.get("kv_transfer")
     if transfer is None or transfer["fallback_reason"] or not transfer["verified_blocks"]:
         if expect_handoff:
-            reason = transfer["fallback_reason"] if transfer else "no prefill worker took part"
+            reason = transfer["fallback_reason"] if transfer else _NO_REPORT
             raise ProbeFailed(f"the request was served without a verified handoff: {reason or 'nothing was transferred'}")
         return f"served: {usage['completion_tokens']} tokens, without a handoff"
     return (

@@ -34,6 +34,7 @@ from kvferry.roles import check_exposure
 Workers = Mapping[str, tuple[Role, KVFerryConfig]]  # by name, with the settings of each
 
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
+_KV_EVENT_SETTINGS = ("worker.kv_events_address", "worker.kv_events_replay_address")
 _ANY_FREE = "stop what listens there, or choose another port; 0 is any free one"
 
 
@@ -133,7 +134,7 @@ def check_ports(config: KVFerryConfig, workers: Workers) -> None:
     """Try to bind every address with a port number; an address that several workers would bind is refused."""
     for setting, address in _worker_addresses(config):
         num_workers = sum(role in ("encode", "prefill") for role, _ in workers.values())
-        num_workers = len(workers) if setting == "worker.kv_events_address" else num_workers
+        num_workers = len(workers) if setting in _KV_EVENT_SETTINGS else num_workers
         if num_workers > 1:
             raise ConfigError(
                 f"{setting} = {address[1]}: {num_workers} workers of this machine cannot share one port; leave it out",
@@ -175,9 +176,10 @@ def _worker_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, i
     host, _ = split_tcp(config.worker.control_address)
     if config.worker.data_port:
         yield "worker.data_port", (host, config.worker.data_port)
-    events = split_tcp(config.worker.kv_events_address)
-    if config.cache.kv_events and events[1]:
-        yield "worker.kv_events_address", events
+    for setting in _KV_EVENT_SETTINGS if config.cache.kv_events else ():
+        address = getattr(config.worker, setting.removeprefix("worker."))
+        if address and split_tcp(address)[1]:
+            yield setting, split_tcp(address)
 
 
 def check_folders(config: KVFerryConfig, workers: Workers) -> None:
@@ -199,6 +201,10 @@ def check_folders(config: KVFerryConfig, workers: Workers) -> None:
 
 def check_device(config: KVFerryConfig) -> None:
     """Check for a GPU if one is required."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError(
+            "this installation has no torch and computes nothing: use the image for CPU or CUDA, or install torch"
+        )
     reason = why_no_cuda() if config.model.device == "cuda" else None
     if reason is not None:
         raise ConfigError(f"model.device = 'cuda': {reason}; use cpu or auto", param="model.device")

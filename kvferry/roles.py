@@ -145,6 +145,8 @@ def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:
     if role in ("prefill", "decode", "aggregated") and config.cache.kv_events:
         fix = "it has no authentication: keep it on this machine"
         _refuse_exposed("worker.kv_events_address", worker.kv_events_address, fix)
+        if worker.kv_events_replay_address:
+            _refuse_exposed("worker.kv_events_replay_address", worker.kv_events_replay_address, fix)
 
 
 def _reads_by_ucx(config: KVFerryConfig) -> bool:

@@ -75,6 +75,11 @@ class RouterMetrics:
         self._cut = Counter(
             f"{PREFIX}http_connections_cut", "Connections ended by a limit, by its kind.", ["reason"], registry=registry
         )
+        self._ignored = Counter(
+            f"{PREFIX}ignored_fields",
+            "Unknown fields of messages that were ignored and may have had a meaning.",
+            registry=registry,
+        )
         self._malformed = Counter(f"{PREFIX}rejected_frames", "Worker frames that could not be understood.", registry=registry)
         self._refused_handshakes = Counter(
             f"{PREFIX}refused_handshakes", "Connections to the workers' port without the cluster key.", registry=registry
@@ -164,6 +169,10 @@ class RouterMetrics:
     def count_cut(self, reason: str) -> None:
         """Count a client's connection that a limit ended."""
         self._cut.labels(reason).inc()
+
+    def count_ignored_fields(self, num_fields: int) -> None:
+        """Count unknown fields inside messages of a request."""
+        self._ignored.inc(num_fields)
 
     def count_malformed(self) -> None:
         """Count a malformed frame."""

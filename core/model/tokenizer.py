@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any, NoReturn
 
 import jinja2
+import jinja2.meta
 from jinja2.exceptions import TemplateError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import CallBlock, Node
@@ -24,6 +25,7 @@ from core.model.hub import ModelFiles
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _SHORT = 4096  # characters, or tokens; at most some ten milliseconds
+MAX_RENDERED = 64 << 20  # characters of a rendered conversation
 _CONTINUE_MARK = "\ufdd0kvferry-continue\ufdd1"  # noncharacters: no message contains them by accident
 
 Message = Mapping[str, Any]
@@ -52,7 +54,9 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder().items()
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.byte_of_letter = _byte_level_alphabet()
+        self.template = files.chat_template or ""
         self._template = _compile_template(files.chat_template, wall_clock) if files.chat_template else None
+        self.template_variables = _variables(self._template, self.template)
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``; special tokens written in the text become their ids.
@@ -107,10 +111,23 @@ class Tokenizer:
         conversation = _mark_final(messages) if continue_final_message else list(messages)
         variables = {"tools": None, "documents": None, **self._special_tokens, **template_args}
         try:
-            text = self._template.render(variables, messages=conversation, add_generation_prompt=add_generation_prompt)
+            text = self._render(self._template, variables, conversation, add_generation_prompt)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         return _cut_at_mark(text) if continue_final_message else text
+
+    @staticmethod
+    def _render(
+        template: jinja2.Template, variables: Mapping[str, Any], conversation: list[Message], add_generation_prompt: bool
+    ) -> str:
+        """Return the text, unless it becomes too long."""
+        pieces, num_characters = [], 0
+        for piece in template.generate(variables, messages=conversation, add_generation_prompt=add_generation_prompt):
+            pieces.append(piece)
+            num_characters += len(piece)
+            if num_characters > MAX_RENDERED:
+                raise InvalidRequest(f"the chat template makes more than {MAX_RENDERED} characters of this", param="messages")
+        return "".join(pieces)
 
 
 class _GenerationBlocks(Extension):
@@ -140,6 +157,11 @@ def _compile_template(source: str, wall_clock: WallClock) -> jinja2.Template:
         return environment.from_string(source)
     except TemplateError as error:
         raise ConfigError(f"the model's chat template does not compile: {error}", param="model.name") from error
+
+
+def _variables(template: jinja2.Template | None, source: str) -> frozenset[str]:
+    """Return the names of what a template reads."""
+    return frozenset(jinja2.meta.find_undeclared_variables(template.environment.parse(source))) if template else frozenset()
 
 
 def _tojson(

@@ -125,9 +125,11 @@ class OpsServer:
             except Exception:  # a request boundary: a broken probe must not end the worker
                 logger.exception(event("ops_handler_failed", path=path))
                 return OpsResponse(HTTPStatus.INTERNAL_SERVER_ERROR, b"internal error\n")
-        is_known = any(path == known for _, known in self._routes)
-        status = HTTPStatus.METHOD_NOT_ALLOWED if is_known else HTTPStatus.NOT_FOUND
-        return OpsResponse(status, f"{status.phrase}\n".encode())
+        allowed = {known_method for known_method, known in self._routes if known == path}
+        status = HTTPStatus.METHOD_NOT_ALLOWED if allowed else HTTPStatus.NOT_FOUND
+        allowed |= {"HEAD"} if "GET" in allowed else set()
+        headers = (("allow", ", ".join(sorted(allowed))),) if allowed else ()
+        return OpsResponse(status, f"{status.phrase}\n".encode(), headers=headers)
 
 
 def _encode(response: OpsResponse, *, is_head: bool) -> bytes:

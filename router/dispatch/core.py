@@ -255,7 +255,7 @@ class RouterCore:
                 sender.progress.on_answer(now)
                 for item in message:
                     self.wait_estimates.on_first_token(item.request_id, now)
-                    self.route_costs.drop(item.request_id, now)
+                    self.route_costs.on_first_token(item, now)
                 return self.dispatcher.on_tokens(sender, message, now)
             case _:
                 return []  # only encode workers answer encode requests

@@ -34,6 +34,22 @@ def add_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
         "How long a new prompt would wait where it is begun with first.",
         lambda: core.wait_estimates.shortest_wait_s(membership.workers, clock.now()),
     )
+    costs = core.route_costs
+    metrics.watch(
+        "routing_predicted_hit_tokens",
+        "Prompt tokens that were expected in caches of prefill workers, since the start.",
+        lambda: costs.num_predicted_hit_tokens,
+    )
+    metrics.watch(
+        "routing_real_hit_tokens",
+        "Prompt tokens that were found in caches of prefill workers, since the start.",
+        lambda: costs.num_real_hit_tokens,
+    )
+    metrics.watch(
+        "routing_prefill_time_error_ratio",
+        "Recent mean error of the predicted prefill time, of the least predictable pool.",
+        costs.mean_error,
+    )
     metrics.watch(
         "workers_unpaired",
         "Prefill and decode workers that none of the other role fits.",

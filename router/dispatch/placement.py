@@ -14,7 +14,7 @@ from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor
 from router.dispatch.request_state import RequestState
-from router.dispatch.route_costs import RouteCosts, salt_of
+from router.dispatch.route_costs import RouteCosts, report, salt_of
 
 
 class Placement:
@@ -35,6 +35,7 @@ class Placement:
         route = choose_route(workers, replace(self._demand(request, now), costs=costs))
         offer = offers.get(route.workers[0].key)
         request.patience_ms = offer.patience_ms if offer is not None else 0.0
+        request.routing = report(offer, offers.values()) if offer is not None else None
         return route
 
     def decode(self, request: RequestState, now: float) -> GenerationWorker:

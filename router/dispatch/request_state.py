@@ -21,7 +21,7 @@ from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
 from core.wire.messages import ErrorInfo, FinishReason, RouterMessage, TransferUsage
 from router.dispatch.members import Member, WorkerKey
-from router.dispatch.timing import FirstTokenTiming, SecondTokenTiming, total_cost
+from router.dispatch.timing import FirstTokenTiming, RoutingReport, SecondTokenTiming, total_cost
 from router.dispatch.types import Submission, Update
 
 RetryKind = Literal["prefill", "handoff", "replay"]
@@ -62,6 +62,7 @@ class Measurements:
     first_token_at: float | None = None
     first_token: FirstTokenTiming | None = None  # if it came from a prefill worker
     second_token: SecondTokenTiming | None = None
+    hit_tokens: int | None = None  # as the prefill worker reported
     costs: dict[int, tuple[int, TransferUsage]] = field(default_factory=dict)  # by choice: (number of the attempt, its cost)
     prefill_loss: TransferUsage | None = None  # what the prefill worker recomputed after a tier lost it
 
@@ -105,6 +106,7 @@ class RequestState:
     attempt: Attempt = field(default_factory=Attempt)
     phase: RequestPhase = RequestPhase.PREFILL
     model_fingerprint: bytes = b""
+    routing: RoutingReport | None = None  # of its latest placement
     patience_ms: float = 0.0  # how long shorter prompts that come later may be computed first
     encoding: Encoding | None = None  # None before its encode leg
     ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: where embeddings can be loaded

@@ -10,8 +10,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.wire.media import MMFeature
-from core.wire.messages import Abort, Generate, PrefillDone, RouterMessage
+from core.wire.messages import Abort, Generate, PrefillDone, RouterMessage, Tokens
 from router.dispatch.members import GenerationWorker, WorkerKey
+from router.dispatch.timing import RoutingReport
 from router.routing.accuracy import HitAccuracy
 from router.routing.backlog import Backlog, QueuedPrompt
 from router.routing.cost import PrefillTime, patience_ms, score
@@ -54,6 +55,7 @@ class _Placed:
     worker: WorkerKey
     num_tokens: int
     claimed_tokens: int
+    alone_since: float | None  # when it was sent, if no other prompt was at the worker
 
 
 class RouteCosts:
@@ -65,6 +67,8 @@ class RouteCosts:
         self._workers: dict[WorkerKey, _Worker] = {}
         self._fits: dict[_Pool, PrefillFit] = {}
         self._placed: dict[str, _Placed] = {}  # by wire id
+        self.num_predicted_hit_tokens = 0  # of all prompts that were computed
+        self.num_real_hit_tokens = 0
         self._last_keys: tuple[Sequence[int], bytes, Sequence[int]] = ((), b"", ())
 
     # ---- choosing ----------------------------------------------------------------------------------------------------
@@ -83,8 +87,11 @@ class RouteCosts:
         }
 
     def prefill_time(self, worker: GenerationWorker) -> PrefillTime:
-        """Return the fitted prefill time of a worker's pool."""
-        return self._fit(_pool_of(worker)).time
+        """Return the fitted prefill time of a worker's pool; before its first prompt, that of another role with the model."""
+        pool = _pool_of(worker)
+        own = self._fit(pool)
+        others = [fit for (model, _), fit in self._fits.items() if model == pool[0] and fit.num_seen]
+        return own.time if own.num_seen or not others else max(others, key=lambda fit: fit.num_seen).time
 
     def accuracies(self) -> Mapping[WorkerKey, HitAccuracy]:
         """Return the predicted and real hits of every worker."""
@@ -96,7 +103,7 @@ class RouteCosts:
 
     def _offer(self, worker: GenerationWorker, num_tokens: int, claimed: int, now: float) -> Offer:
         known = self._worker(worker)
-        time = self._fit(known.pool).time
+        time = self.prefill_time(worker)
         hit = known.accuracy.credit(min(claimed, max(0, num_tokens - 1)))
         own_ms = time.ms(num_tokens - hit, hit)
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
@@ -113,8 +120,10 @@ class RouteCosts:
                 num_tokens, claimed = len(message.prompt_token_ids), self._index.hits(keys).get(worker.key, 0)
                 offer = self._offer(worker, num_tokens, claimed, now)
                 prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, now * 1e3 + offer.patience_ms)
-                self._worker(worker).backlog.add(message.request_id, prompt, now * 1e3)
-                self._placed[message.request_id] = _Placed(worker.key, num_tokens, claimed)
+                backlog = self._worker(worker).backlog
+                alone_since = None if backlog.prompts else now
+                backlog.add(message.request_id, prompt, now * 1e3)
+                self._placed[message.request_id] = _Placed(worker.key, num_tokens, claimed, alone_since)
                 self._index.on_placed(worker.key, keys, worker.facts.num_blocks * worker.facts.layout.block_size)
             case Abort():
                 for request_id in message.request_ids:
@@ -122,15 +131,33 @@ class RouteCosts:
 
     def on_prefill_done(self, message: PrefillDone, now: float) -> None:
         """Learn from a computed prompt. Unknown ids are ignored."""
+        prefill_ms = 0.0 if message.recomputed_tokens else message.prefill_ms  # 0 = teaches no time
+        self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
+
+    def on_first_token(self, message: Tokens, now: float) -> None:
+        """Learn from a prompt whose first token comes from a worker that decodes it too, and so reports no prefill time.
+
+        The time since the prompt was sent counts if it found no other prompt at the worker. It includes the delay by running
+        requests, which the next prompt will meet too. Unknown ids and later tokens are ignored.
+        """
         placed = self._placed.get(message.request_id)
-        self.drop(message.request_id, now)
+        if placed is None or message.usage is None:
+            self.drop(message.request_id, now)
+            return
+        elapsed_ms = 0.0 if placed.alone_since is None else (now - placed.alone_since) * 1e3
+        self._on_computed(message.request_id, message.usage.num_cached_tokens, elapsed_ms, now)
+
+    def _on_computed(self, request_id: str, num_reported_cached: int, prefill_ms: float, now: float) -> None:
+        placed = self._placed.get(request_id)
+        self.drop(request_id, now)
         known = self._workers.get(placed.worker) if placed is not None else None
         if placed is None or known is None:
             return
-        num_cached = min(message.num_cached_tokens, placed.num_tokens)
+        num_cached = min(num_reported_cached, placed.num_tokens)
         known.accuracy.observe(placed.claimed_tokens, num_cached)
-        if not message.recomputed_tokens:
-            self._fit(known.pool).observe(placed.num_tokens - num_cached, num_cached, message.prefill_ms)
+        self.num_predicted_hit_tokens += placed.claimed_tokens
+        self.num_real_hit_tokens += num_cached
+        self._fit(known.pool).observe(placed.num_tokens - num_cached, num_cached, prefill_ms)
 
     def drop(self, request_id: str, now: float) -> None:
         """Remove a prompt that is computed or has ended otherwise. Unknown ids are ignored."""
@@ -160,6 +187,25 @@ class RouteCosts:
             keys = self._index.keys(prompt, salt)
             self._last_keys = prompt, salt, keys
         return keys
+
+
+def report(chosen: Offer, offers: Iterable[Offer]) -> RoutingReport:
+    """Return why one offer was chosen of all."""
+    every = list(offers)
+    longest = max(offer.hit_tokens for offer in every)
+    if any(offer.score < chosen.score for offer in every):
+        reason = "availability"
+    elif not longest:
+        reason = "load"
+    else:
+        reason = "prefix" if chosen.hit_tokens == longest else "wait"
+    return RoutingReport(
+        reason=reason,
+        candidates=len(every),
+        predicted_hit_tokens=chosen.hit_tokens,
+        longest_hit_tokens=longest,
+        predicted_ttft_ms=chosen.ttft_ms,
+    )
 
 
 def salt_of(cache_salt: str, mm_features: Sequence[MMFeature]) -> bytes:

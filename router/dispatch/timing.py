@@ -37,6 +37,22 @@ class SecondTokenTiming(msgspec.Struct, frozen=True, kw_only=True):
     first_step_ms: float
 
 
+class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Why a prompt was placed where it was, and how true the prediction was. Times in ms, hits in tokens.
+
+    ``reason`` is ``prefix`` if no candidate holds more of the prompt than the worker chosen, ``wait`` if one does but would be
+    later or cost more, ``load`` if none holds any of it, and ``availability`` if a cheaper worker could not take the request.
+    """
+
+    reason: str
+    candidates: int
+    predicted_hit_tokens: int
+    longest_hit_tokens: int  # predicted, of any candidate
+    predicted_ttft_ms: float
+    hit_tokens: int | None = None  # None if no prefill worker reported it
+    ttft_ms: float | None = None  # without the wait for encode workers
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HandoffReport:
     """What loading the KV of one request cost.
@@ -53,6 +69,7 @@ class HandoffReport:
     num_retries: int = 0
     num_replays: int = 0
     num_refusals: int = 0
+    routing: RoutingReport | None = None  # None if the route was chosen by load
 
 
 def first_token_timing(total_s: float, queue_ms: float, prefill_ms: float, encode_s: float | None = None) -> FirstTokenTiming:

@@ -10,7 +10,7 @@ from core.errors import ProtocolError
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, Tokens, TransferUsage, Usage
 from router.dispatch.members import GenerationWorker
 from router.dispatch.request_state import RequestPhase, RequestState
-from router.dispatch.timing import HandoffReport, first_token_timing, second_token_timing
+from router.dispatch.timing import HandoffReport, RoutingReport, first_token_timing, second_token_timing
 from router.dispatch.types import ChoiceUpdate, PromptReport, Submission, Update
 
 _FEATURE = re.compile(r"images\[(\d{1,4})\]")
@@ -96,6 +96,7 @@ def find_prefill_done_problem(message: PrefillDone, sender: GenerationWorker, re
 def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) -> Update:
     """Record the first tokens, if there are any, and return the update for the client."""
     measured = request.measurements
+    measured.hit_tokens = message.num_cached_tokens
     if message.choices:
         measured.first_token_at = now
         measured.first_token = first_token_timing(
@@ -225,4 +226,14 @@ def _report(request: RequestState) -> HandoffReport | None:
         num_retries=len(request.retried),
         num_replays=request.retried.count("replay"),
         num_refusals=request.num_refusals,
+        routing=_routing_report(request),
     )
+
+
+def _routing_report(request: RequestState) -> RoutingReport | None:
+    """Return the prediction of the latest placement with what came true."""
+    timing = request.measurements.first_token
+    if request.routing is None:
+        return None
+    ttft_ms = timing.total_ms - (timing.encode_ms or 0.0) if timing is not None else None
+    return msgspec.structs.replace(request.routing, hit_tokens=request.measurements.hit_tokens, ttft_ms=ttft_ms)

@@ -9,7 +9,7 @@ import hmac
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, get, post
@@ -19,14 +19,12 @@ from litestar.dto import MsgspecDTO
 from litestar.exceptions import (
     HTTPException,
     InternalServerException,
+    MethodNotAllowedException,
     NotAuthorizedException,
     NotFoundException,
     ValidationException,
 )
-from litestar.handlers import BaseRouteHandler
-from litestar.openapi import OpenAPIConfig, ResponseSpec
-from litestar.openapi.plugins import JsonRenderPlugin
-from litestar.openapi.spec import Reference, Schema
+from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.params import Body, Parameter
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, ExceptionHandler, Guard
@@ -41,16 +39,13 @@ from router.http.api_keys import bearer_key
 from router.http.endpoints import Caller, Detokenized, Endpoints, Tokenized
 from router.http.errors import RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
 from router.http.key_limit import KeyLimit
-from router.http.middleware import RequestIdMiddleware, client_id
+from router.http.middleware import RequestIdMiddleware, client_id, report_ignored
+from router.http.openapi import openapi_document
 from router.http.probes import ProbeAnswers
 from router.http.uploads import UploadLimit, hold_of
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.openai.responses import ChatCompletion, Completion
-from router.openai.sampling import parse_body
+from router.openai.unknown_fields import parse_lenient_body
 from router.rendered.bodies import CHAT, COMPLETIONS, MESSAGES, EngineBody
-
-if TYPE_CHECKING:
-    from litestar._openapi.schema_generation import SchemaCreator
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +56,7 @@ _FOR_ENGINE = "for_engine"  # handler option: reads bodies that the engines of t
 
 
 class StrictBody(MsgspecDTO[msgspec.Struct]):
-    """Decodes bodies with ``parse_body``, whose errors name the field, and describes them in the OpenAPI document."""
+    """Decodes bodies with ``parse_lenient_body``, whose errors name the field."""
 
     @classmethod
     def create_for_field_definition(
@@ -69,21 +64,18 @@ class StrictBody(MsgspecDTO[msgspec.Struct]):
     ) -> None:
         """Do nothing: bodies are decoded as their own type."""
 
-    @classmethod
-    def create_openapi_schema(
-        cls, field_definition: FieldDefinition, handler_id: str, schema_creator: SchemaCreator
-    ) -> Reference | Schema:
-        """Describe the body's own type."""
-        schema: Reference | Schema = schema_creator.for_field_definition(field_definition)
-        return schema
-
     def decode_bytes(self, value: bytes) -> msgspec.Struct | EngineBody:
         """Return the decoded body, or one for the engines."""
         handler = self.asgi_connection.route_handler
         for_engine: Callable[[bytes], EngineBody | None] | None = handler.opt.get(_FOR_ENGINE)
         found = for_engine(value) if for_engine is not None else None
+        if found is not None:
+            return found
         kind: type[msgspec.Struct] = handler.parsed_data_field.annotation
-        return parse_body(value, kind) if found is None else found
+        body, ignored = parse_lenient_body(value, kind)
+        if ignored:
+            report_ignored(self.asgi_connection.scope, ignored)
+        return body
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,8 +104,9 @@ def create_app(
     limits = limits or BodyLimits()
     probes = ProbeAnswers(endpoints, version)
     routes = [*_generation_routes(endpoints), *_text_routes(endpoints), *_status_routes(endpoints, probes)]
+    routes += _operator_routes(probes) if has_metrics else []
     app = Litestar(
-        route_handlers=[*routes, *(_operator_routes(probes) if has_metrics else [])],
+        route_handlers=[*routes, _document_route(openapi_document(version, _described(routes), has_key=bool(api_key)))],
         request_max_body_size=limits.max_body_bytes,
         guards=[_guard(api_key)] if api_key else [],
         exception_handlers={
@@ -122,12 +115,7 @@ def create_app(
             HTTPException: _on_error(endpoints),
             Exception: _on_error(endpoints),
         },
-        openapi_config=OpenAPIConfig(
-            title="kvferry",
-            version=version,
-            path="/openapi.json",
-            render_plugins=[JsonRenderPlugin(path="/", media_type=MediaType.JSON)],
-        ),
+        openapi_config=None,
         logging_config=None,
         cors_config=_cors(cors_origins),
     )
@@ -148,16 +136,11 @@ def _cors(origins: Sequence[str]) -> CORSConfig | None:
         allow_origins=list(origins),
         allow_methods=["GET", "POST"],
         allow_headers=["*"],
-        expose_headers=["x-request-id", "retry-after"],
+        expose_headers=["x-request-id", "x-kvferry-ignored-fields", "retry-after"],
     )
 
 
 def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
-    refusals = {
-        status: ResponseSpec(data_container=ErrorBody, description=text)
-        for status, text in ((400, "Wrong body"), (404, "Unknown model"), (429, "Too busy"), (503, "No worker can serve it"))
-    }
-
     def for_engine(path: str) -> dict[str, Any]:
         return {_FOR_ENGINE: lambda body: endpoints.engine_body(path, body)}
 
@@ -165,22 +148,14 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
         named = body.fields.get("request_id")
         return await endpoints.serve_by_engine(body, _caller(request, named if isinstance(named, str) else None))
 
-    @post(
-        COMPLETIONS,
-        dto=StrictBody,
-        responses={200: ResponseSpec(Completion), **refusals},
-        status_code=200,
-        opt=for_engine(COMPLETIONS),
-    )
+    @post(COMPLETIONS, dto=StrictBody, status_code=200, opt=for_engine(COMPLETIONS))
     async def completions(data: Annotated[CompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Complete a prompt."""
         if isinstance(data, EngineBody):
             return await by_engine(data, request)
         return await endpoints.complete(data, _caller(request, data.request_id))
 
-    @post(
-        CHAT, dto=StrictBody, responses={200: ResponseSpec(ChatCompletion), **refusals}, status_code=200, opt=for_engine(CHAT)
-    )
+    @post(CHAT, dto=StrictBody, status_code=200, opt=for_engine(CHAT))
     async def chat_completions(data: Annotated[ChatCompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer a conversation."""
         if isinstance(data, EngineBody):
@@ -266,6 +241,26 @@ def _operator_routes(probes: ProbeAnswers) -> list[BaseRouteHandler]:
     return [metrics, status_page, status]
 
 
+def _described(routes: Sequence[BaseRouteHandler]) -> set[tuple[str, str]]:
+    """Return methods and paths of the routes that the OpenAPI document describes."""
+    handlers = [route for route in routes if isinstance(route, HTTPRouteHandler) and route.include_in_schema is not False]
+    return {
+        (method, path.replace(":path}", "}"))
+        for handler in handlers
+        for path in handler.paths
+        for method in handler.http_methods
+    }
+
+
+def _document_route(document: bytes) -> BaseRouteHandler:
+    @get("/openapi.json", include_in_schema=False)
+    async def openapi() -> ASGIResponse:
+        """Return the description of the API, OpenAPI 3.1."""
+        return ASGIResponse(body=document, media_type=MediaType.JSON)
+
+    return openapi
+
+
 def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:
     headers = request.headers
     trace = parse_trace_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
@@ -301,9 +296,18 @@ def _on_error(endpoints: Endpoints) -> ExceptionHandler[Exception]:
         endpoints.metrics.count_failed(info.code)
         if info.http_status == 500:
             logger.error(event("internal_error", path=request.url.path), exc_info=error)
-        return error_response(info, error.retry_after_s if isinstance(error, DeadlineUnreachable) else RETRY_AFTER_S)
+        response = error_response(info, error.retry_after_s if isinstance(error, DeadlineUnreachable) else RETRY_AFTER_S)
+        if isinstance(error, MethodNotAllowedException):
+            response.set_header("allow", _allowed(error))
+        return response
 
     return handle
+
+
+def _allowed(error: MethodNotAllowedException) -> str:
+    """Return the methods of the path. Where GET is answered, HEAD is too."""
+    methods = set((error.headers or {}).get("allow", "").split(", "))
+    return ", ".join(sorted(methods | ({"HEAD"} if "GET" in methods else set())))
 
 
 def _describe(error: Exception) -> ErrorInfo:
@@ -312,7 +316,7 @@ def _describe(error: Exception) -> ErrorInfo:
             return error.info
         case KVFerryError():
             return ErrorInfo.of(error)
-        case ValidationException():  # parse_body checks bodies, so this is a missing body
+        case ValidationException():  # parse_lenient_body checks bodies, so this is a missing body
             return ErrorInfo.of(InvalidRequest("the body is empty"))
         case InternalServerException() if error.detail == _GONE:
             return ErrorInfo.of(Cancelled("the client disconnected before its request had arrived"))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import socket
+import ssl
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -52,11 +53,19 @@ class ClientLimits:
 class HttpConfig(uvicorn.Config):
     """uvicorn's settings for the router. ``count_cut`` is called for every connection that a limit ends.
 
+    With ``tls`` clients connect by TLS; the limits of a connection begin after its handshake.
+
     Raises:
         ConfigError: an entry of ``limits.proxies`` is not an address or network.
     """
 
-    def __init__(self, app: ASGIApp, limits: ClientLimits, count_cut: Callable[[CutReason], None]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        limits: ClientLimits,
+        count_cut: Callable[[CutReason], None],
+        tls: ssl.SSLContext | None = None,
+    ) -> None:
         super().__init__(
             app,
             http=GuardedConnection,
@@ -68,6 +77,7 @@ class HttpConfig(uvicorn.Config):
             backlog=ACCEPT_BATCH,
             timeout_keep_alive=math.ceil(limits.idle_timeout_s),
             timeout_graceful_shutdown=1,
+            ssl_context_factory=(lambda config, default: tls) if tls is not None else None,
         )
         self.limits = limits
         self.count_cut = count_cut

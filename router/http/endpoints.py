@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import msgspec
@@ -28,6 +28,7 @@ from router.http.split_answer import SplitAnswer
 from router.http.streaming import EventStream, HttpAnswer
 from router.images.reader import Hold, RequestImageReader
 from router.metrics import RouterMetrics
+from router.openai.chat_output import ChatOutput, has_thinking_tags, opens_reasoning
 from router.openai.logprobs import TokenTexts
 from router.openai.postprocess import RequestOutput
 from router.openai.preprocess import ImageSupport, Prompt, PromptReader, check_messages, max_text_tokens
@@ -48,10 +49,12 @@ from router.openai.sampling import (
 from router.openai.served_model import ServedModel
 from router.openai.structured import GrammarGate, field_of_form
 from router.openai.text_pool import TextPool
+from router.openai.tool_choice import tool_use
 from router.rendered.bodies import EngineBody, engine_body
 from router.rendered.legs import TwoLegs
 from router.rendered.renderer import EngineRefusal, EngineRenderer
 from router.rendered.splitting import OutputSplitter
+from router.tools.formats import tool_format
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
@@ -102,9 +105,11 @@ class Endpoints:
             ImageSupport(images, model.image_prompts, self._choose_weights) if images and model.image_prompts else None
         )
         self._pool = TextPool(model.tokenizer, config.text_threads)
-        self._reader = PromptReader(model.tokenizer, self._pool, image_support)
+        self._reader = PromptReader(model.tokenizer, self._pool, image_support, config.tools_in_prompt)
         self._texts = TokenTexts(model.tokenizer)
         self._grammars = GrammarGate(model.tokenizer)
+        self._tool_format = tool_format(config.tool_format, model.tokenizer.template)
+        self._has_reasoning = has_thinking_tags(model.tokenizer.template)
         self._ids = ids
         self._max_prompt_tokens = config.max_prompt_tokens
         self._request_timeout_s = config.request_timeout_s
@@ -122,8 +127,18 @@ class Endpoints:
     async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/chat/completions``. Raises the error that refuses or ends the request."""
         options, limits = await self._check(request)
+        tools = tool_use(request)
         prompt = await self._reader.read_chat(request, limits, caller.hold)
-        return await self._generate(request, options, [prompt], limits, caller)
+        splitting = ChatOutput(
+            tools=tools,
+            format=self._tool_format,
+            has_reasoning=self._has_reasoning and field_of_form(request) is None and (tools is None or tools.form is None),
+            is_reasoning_open=opens_reasoning(prompt.text),
+            shows_reasoning=request.include_reasoning is not False,
+        )
+        if splitting.needs_special_tokens:
+            options = replace(options, skip_special_tokens=False)
+        return await self._generate(request, options, [prompt], limits, caller, splitting)
 
     def engine_body(self, path: str, body: bytes) -> EngineBody | None:
         """Return a body as one for the workers' engines; None if this router serves it, or if engines have no API.
@@ -174,12 +189,15 @@ class Endpoints:
         prompts: list[Prompt],
         limits: ModelLimits,
         caller: Caller,
-        split: EngineBody | None = None,
+        split: EngineBody | ChatOutput | None = None,
     ) -> ASGIApp:
-        """Generate; the engine splits the answer to ``split``."""
+        """Generate. The answer is split by this router, or by the engine to which ``split`` went."""
         shared = shared_params(request, limits, len(prompts))
+        form_field = field_of_form(request)
+        if isinstance(split, ChatOutput) and split.tools is not None and split.tools.form is not None:
+            shared, form_field = msgspec.structs.replace(shared, structured_output=split.tools.form), "tools"
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
-        await self._grammars.check(shared.structured_output, field_of_form(request))
+        await self._grammars.check(shared.structured_output, form_field)
         submissions = [self._submission(request, prompt, shared, limits) for prompt in prompts]
         output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
         is_chat = isinstance(request, ChatCompletionRequest)
@@ -189,9 +207,12 @@ class Endpoints:
             model=self.model,
         )
         shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
+        if isinstance(split, ChatOutput) and isinstance(shaper, ChatShaper):
+            split.answer_id = envelope["id"]
+            shaper.splitting = split
         # Last, because a failure after this would have to abort workers.
         generation = await self.gateway.open(caller.client_id, submissions, caller.trace)
-        if split is not None and isinstance(shaper, ChatShaper):
+        if isinstance(split, EngineBody) and isinstance(shaper, ChatShaper):
             splitter = self._splitter(split, prompts[0], request)
             answer: HttpAnswer = SplitAnswer(generation, output, shaper, caller.receive, self._pool, splitter)
         else:

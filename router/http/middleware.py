@@ -1,11 +1,12 @@
-"""The outermost layer of the HTTP application: request ids and response counts.
+"""The outermost layer of the HTTP application: request ids, names of ignored fields, HEAD, and response counts.
 
-Owns the ``X-Request-Id`` header and the labels of ``kvferry_http_requests``.
+Owns the headers ``X-Request-Id`` and ``X-KVFerry-Ignored-Fields``, and the labels of ``kvferry_http_requests``.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from typing import Any
 
 from litestar.enums import ScopeType
@@ -13,9 +14,11 @@ from litestar.types import ASGIApp, Message, Receive, Scope, Send
 
 from core.ids import IdSource, RandomIds, new_hex_id
 from router.metrics import RouterMetrics
+from router.openai.unknown_fields import ignored_header
 
 _ACCEPTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
 _STATE_KEY = "kvferry_client_id"
+_IGNORED_KEY = "kvferry_ignored_fields"
 
 
 class RequestIdMiddleware:
@@ -40,10 +43,16 @@ class RequestIdMiddleware:
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"x-request-id", request_id)]
+                more = [(b"x-request-id", request_id)]
+                if ignored := state.get(_IGNORED_KEY):
+                    more.append((b"x-kvferry-ignored-fields", ignored_header(ignored).encode()))
+                    self._metrics.count_ignored_fields(len(ignored))
+                message["headers"] = [*message["headers"], *more]
                 self._metrics.count_http(path, message["status"])
             await send(message)
 
+        if scope["method"] == "HEAD":  # answered as GET; the server leaves the body out
+            scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send_with_id)
 
 
@@ -51,3 +60,8 @@ def client_id(scope: Scope, named_in_body: str | None = None) -> str:
     """Return the client's id of the request: that of its header, else of its body, else the generated one."""
     known, is_given = scope["state"][_STATE_KEY]
     return named_in_body if named_in_body and not is_given else str(known)
+
+
+def report_ignored(scope: Scope, paths: Sequence[str]) -> None:
+    """Have the answer name fields of the request's body that were ignored."""
+    scope["state"][_IGNORED_KEY] = paths

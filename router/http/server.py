@@ -30,6 +30,7 @@ from router.http.connections import ClientLimits, HttpConfig, limit_unread_answe
 from router.http.descriptors import connections_within
 from router.http.endpoints import Endpoints
 from router.http.probes import ProbeAnswers
+from router.http.tls import server_context
 from router.images.reader import RequestImageReader
 from router.metrics import RouterMetrics
 from router.openai.served_model import ServedModel
@@ -42,6 +43,9 @@ class Router:
     """Serves one model at ``config.host:config.port`` to clients and at ``config.worker_address`` to workers.
 
     Clients request ``model.name``, and workers register with it. With ``keys``, only processes with a cluster key can register.
+
+    Raises:
+        ConfigError: the TLS certificate or its key cannot be loaded.
     """
 
     def __init__(
@@ -82,7 +86,8 @@ class Router:
             has_metrics=config.ops_port is None,
             cors_origins=config.cors_origins,
         )
-        self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut)
+        tls = server_context(config.tls_cert, config.tls_key)
+        self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut, tls)
         routes = ProbeAnswers(self.endpoints, package_version()).routes()
         self._ops = OpsServer(routes, setting="router.ops_port") if config.ops_port is not None else None
         self.ops_address: str | None = None  # of the probes' port, once it is bound
@@ -100,8 +105,8 @@ class Router:
     @property
     def http_address(self) -> str:
         """The base URL for clients."""
-        host = self._config.host
-        return f"http://[{host}]:{self.port}" if ":" in host else f"http://{host}:{self.port}"
+        host, scheme = self._config.host, "https" if self._config.tls_cert else "http"
+        return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     @property
     def worker_port(self) -> int:

@@ -9,21 +9,19 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Literal, cast
 
 from core.errors import ContextTooLong, InvalidRequest
 from core.model.image_prompt import ImagePrompts
 from core.model.tokenizer import Tokenizer
 from core.wire.media import MMFeature
-from router.images.reader import Hold, PlacedImage, RequestImageReader, find_images, place_of
+from router.images.reader import Hold, PlacedImage, RequestImageReader, find_images
+from router.openai.chat_template import ChatTemplate
 from router.openai.requests import (
     ChatCompletionRequest,
     ChatMessage,
     CommonRequest,
     CompletionRequest,
-    ContentPart,
-    ImagePart,
-    RefusalPart,
     TextPart,
     TokenizeRequest,
 )
@@ -38,7 +36,6 @@ _UNCOUNTED_TOKENS = 1024  # per request, which are not counted as held
 _INLINE_MESSAGES = 64  # a template takes about ten microseconds for each
 _MAX_TEXT_TOKENS = 32 << 10  # of a text that is not used directly as a prompt; four times the model's context if that is more
 MAX_CHOICES = 1024  # prompts times n; each choice has buffers here and a place in a worker's batch
-_RESERVED_ARGUMENTS = frozenset({"self", "messages", "add_generation_prompt", "continue_final_message"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,10 +70,17 @@ class ImageSupport:
 class PromptReader:
     """Tokenizes for one model."""
 
-    def __init__(self, tokenizer: Tokenizer, pool: TextPool, image_support: ImageSupport | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        pool: TextPool,
+        image_support: ImageSupport | None = None,
+        tools_in_prompt: Literal["template", "hermes"] = "template",
+    ) -> None:
         self._tokenizer = tokenizer
         self._pool = pool
         self._image_support = image_support  # None = the model reads text only
+        self._template = ChatTemplate(tokenizer, tools_in_prompt, has_images=image_support is not None)
         self._longest_token = max(map(len, tokenizer.backend.get_vocab(with_added_tokens=True)), default=1)
 
     async def read_completion(
@@ -165,34 +169,13 @@ class PromptReader:
         return token_ids
 
     async def render_in_time(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        """Return the result of ``render``, for a long conversation from a thread. ``check_messages`` must have passed."""
+        """Return the rendered conversation, for a long conversation from a thread. ``check_messages`` must have passed."""
         messages = request.messages or ()
         is_short = len(messages) <= _INLINE_MESSAGES and sum(map(_num_parts, messages)) <= _INLINE_MESSAGES
-        if is_short and sum(map(_num_characters, messages)) <= INLINE_CHARACTERS * 16:
-            return self.render(request)
-        return await self._pool.run(lambda: self.render(request))
-
-    def render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        """Return a conversation rendered by the model's template, with a tag for each image.
-
-        Raises:
-            InvalidRequest: a part cannot be read by this model, or the template refuses the conversation.
-        """
-        if not request.messages:
-            raise InvalidRequest("messages is empty", param="messages")
-        has_image_input = self._image_support is not None and isinstance(request, ChatCompletionRequest)
-        messages = [_template_message(index, message, has_image_input) for index, message in enumerate(request.messages)]
-        if self._image_support is not None:  # such a template expects messages as lists of parts
-            messages = [{**message, "content": _parts(message["content"])} for message in messages]
-        is_continued = bool(request.continue_final_message)
-        add_prompt = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
-        arguments = request.chat_template_kwargs or {}
-        reserved = sorted(_RESERVED_ARGUMENTS & arguments.keys())
-        if reserved:
-            raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
-        return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_prompt, continue_final_message=is_continued, **arguments
-        )
+        has_tools = isinstance(request, ChatCompletionRequest) and bool(request.tools)
+        if is_short and not has_tools and sum(map(_num_characters, messages)) <= INLINE_CHARACTERS * 16:
+            return self._template.render(request)
+        return await self._pool.run(lambda: self._template.render(request))
 
     def _check_length(self, num_characters: int, request: CommonRequest, limits: ModelLimits) -> None:
         """Refuse a text that cannot fit, before seconds are spent on its tokenization."""
@@ -319,42 +302,3 @@ def _truncate(token_ids: Sequence[int], limit: int | None, limits: ModelLimits) 
             param="truncate_prompt_tokens",
         )
     return tuple(token_ids[-(limit if limit > 0 else max(1, limits.max_model_len - 1)) :])
-
-
-def _template_message(index: int, message: ChatMessage, sees_images: bool) -> dict[str, Any]:
-    """Return a message for the template; its content is a string, or a list of parts if it has images."""
-    for field in ("tool_calls", "function_call", "audio"):
-        if getattr(message, field):
-            raise InvalidRequest(
-                f"messages[{index}].{field} is not supported yet: leave it out", param=f"messages[{index}].{field}"
-            )
-    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name; templates use the older one
-    content = message.content
-    if isinstance(content, list):
-        parts = [_template_part(place_of(index, number), part, sees_images) for number, part in enumerate(content)]
-        has_images = any(part["type"] == "image" for part in parts)
-        result = {"role": role, "content": parts if has_images else "\n".join(part["text"] for part in parts)}
-    else:
-        result = {"role": role, "content": content or ""}
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
-    return result
-
-
-def _template_part(place: str, part: ContentPart, sees_images: bool) -> dict[str, str]:
-    match part:
-        case TextPart():
-            return {"type": "text", "text": part.text}
-        case RefusalPart():
-            return {"type": "text", "text": part.refusal}
-        case ImagePart() if sees_images:
-            return {"type": "image"}
-        case _:
-            kind, reads = part.__struct_config__.tag, "texts and images" if sees_images else "text"
-            raise InvalidRequest(f"{place} is of type {kind}, this model reads {reads} only", param=place)
-
-
-def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
-    return [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -156,6 +156,7 @@ class ChatCompletionRequest(CommonRequest, forbid_unknown_fields=True, kw_only=T
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
     safety_identifier: str | None = None
+    prediction: dict[str, Any] | None = None  # would make the same answer faster
     # beyond OpenAI's
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -169,9 +170,8 @@ class ChatCompletionRequest(CommonRequest, forbid_unknown_fields=True, kw_only=T
     function_call: Any = None
     modalities: Any = None
     audio: Any = None
-    prediction: Any = None
     reasoning_effort: Any = None
-    include_reasoning: Any = None
+    include_reasoning: bool | None = None
     verbosity: Any = None
     web_search_options: Any = None
     chat_template: Any = None
@@ -206,19 +206,14 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "spaces_between_special_tokens": (True,),
     "return_tokens_as_token_ids": (False,),
     "guided_whitespace_pattern": (),
-    "service_tier": ("auto", "default"),
+    "service_tier": ("auto", "default", "flex", "priority", "scale"),  # there is one tier
     "vllm_xargs": ({},),
     "suffix": ("",),
-    "tools": ([],),
-    "tool_choice": ("none", "auto"),
     "functions": ([],),
     "function_call": ("none", "auto"),
     "modalities": (["text"],),
     "audio": (),
-    "prediction": (),
-    "reasoning_effort": ("none",),
-    "include_reasoning": (True, False),
-    "verbosity": ("medium",),
+    "verbosity": ("low", "medium", "high"),  # a hint; no model is told
     "web_search_options": (),
     "chat_template": (),
     "documents": ([],),

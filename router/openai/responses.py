@@ -13,7 +13,8 @@ from typing import Any, Literal, TypedDict, cast
 import msgspec
 from msgspec import UNSET, UnsetType
 
-from router.dispatch.timing import FirstTokenTiming, HandoffReport, SecondTokenTiming, total_cost
+from router.dispatch.timing import FirstTokenTiming, HandoffReport, RoutingReport, SecondTokenTiming, total_cost
+from router.openai.chat_output import ChatOutput, ChatPart, ToolCall
 from router.openai.logprobs import (
     ChatLogprobs,
     CompletionLogprobs,
@@ -60,6 +61,7 @@ class KVTransferUsage(msgspec.Struct, kw_only=True):
     replays: int
     refusals: int
     timing: KVTransferTiming | UnsetType = UNSET
+    routing: list[RoutingReport] | UnsetType = UNSET  # of each prompt
 
 
 class UsageBody(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -100,9 +102,11 @@ class Completion(msgspec.Struct, kw_only=True):
 class AssistantMessage(msgspec.Struct, kw_only=True):
     """The message of a chat choice."""
 
-    content: str
+    content: str | None
     role: Literal["assistant"] = "assistant"
     refusal: str | None = None
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChoice(msgspec.Struct, kw_only=True):
@@ -135,6 +139,8 @@ class ChatDelta(msgspec.Struct, kw_only=True):
 
     role: Literal["assistant"] | UnsetType = UNSET
     content: str | UnsetType = UNSET
+    reasoning_content: str | UnsetType = UNSET
+    tool_calls: list[ToolCall] | UnsetType = UNSET
 
 
 class ChatChunkChoice(msgspec.Struct, kw_only=True):
@@ -230,8 +236,10 @@ class Shaper:
         return [self._gathered[index].merged(index) for index in sorted(self._gathered)]
 
     def _is_worth_a_chunk(self, delta: Delta) -> bool:
-        shows_tokens = self._options.return_token_ids or self._options.logprobs is not None
-        return bool(delta.text or delta.finish_reason or (delta.token_ids and shows_tokens))
+        return bool(delta.text or delta.finish_reason) or self._shows_tokens(delta)
+
+    def _shows_tokens(self, delta: Delta) -> bool:
+        return bool(delta.token_ids) and (self._options.return_token_ids or self._options.logprobs is not None)
 
     def _chunk_usage(self) -> UsageBody | UnsetType | None:
         """Return ``usage`` of an ordinary chunk: null if the last chunk will have it."""
@@ -312,24 +320,27 @@ class CompletionShaper(Shaper):
 
 
 class ChatShaper(Shaper):
-    """Bodies of the chat endpoint."""
+    """Bodies of the chat endpoint. ``splitting`` separates reasoning and tool calls; None = all is text."""
+
+    splitting: ChatOutput | None = None
 
     def whole(self) -> ChatCompletion:
         """Return the answer."""
         state = self._output.prompts[0]
+        parts = [(delta, self._part(delta)) for delta in self.merged()]
         return ChatCompletion(
             **self._envelope,
             system_fingerprint=self._system_fingerprint(),
             choices=[
                 ChatChoice(
                     index=delta.index,
-                    message=AssistantMessage(content=delta.text),
+                    message=_message(part),
                     logprobs=self._logprobs(delta),
-                    finish_reason=delta.finish_reason,
+                    finish_reason=part.finish_reason,
                     stop_reason=delta.stop_reason,
                     token_ids=self._token_ids(delta),
                 )
-                for delta in self.merged()
+                for delta, part in parts
             ],
             usage=self.usage(),
             prompt_token_ids=self._prompt_token_ids(state),
@@ -344,8 +355,9 @@ class ChatShaper(Shaper):
                 is_first = not self._started
                 self._started.add(delta.index)
                 events.append(self._role_chunk(delta.index, is_first=is_first))
-            if self._is_worth_a_chunk(delta):
-                events.append(self._body([self._chunk_choice(delta)], self._chunk_usage()))
+            part = self._part(delta)
+            if part or self._shows_tokens(delta):
+                events.append(self._body([self._chunk_choice(delta, part)], self._chunk_usage()))
         return events
 
     def usage_chunk(self) -> ChatChunk:
@@ -362,12 +374,19 @@ class ChatShaper(Shaper):
             chunk.prompt_token_ids = self._prompt_token_ids(self._output.prompts[0])
         return chunk
 
-    def _chunk_choice(self, delta: Delta) -> ChatChunkChoice:
+    def _part(self, delta: Delta) -> ChatPart:
+        if self.splitting is not None:
+            return self.splitting.part(delta)
+        return ChatPart(text=delta.text, finish_reason=delta.finish_reason)
+
+    def _chunk_choice(self, delta: Delta, part: ChatPart) -> ChatChunkChoice:
         return ChatChunkChoice(
             index=delta.index,
-            delta=ChatDelta(content=delta.text) if delta.text else ChatDelta(),
+            delta=ChatDelta(
+                content=part.text or UNSET, reasoning_content=part.reasoning or UNSET, tool_calls=part.calls or UNSET
+            ),
             logprobs=self._logprobs(delta) if delta.logprobs else None,
-            finish_reason=delta.finish_reason,
+            finish_reason=part.finish_reason,
             stop_reason=delta.stop_reason if delta.finish_reason else UNSET,
             token_ids=self._token_ids(delta),
         )
@@ -378,6 +397,16 @@ class ChatShaper(Shaper):
 
     def _body(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
         return ChatChunk(**self._envelope, system_fingerprint=self._system_fingerprint(), choices=choices, usage=usage)
+
+
+def _message(part: ChatPart) -> AssistantMessage:
+    for call in part.calls:
+        call.index = UNSET
+    return AssistantMessage(
+        content=part.text or None if part.calls else part.text,
+        reasoning_content=part.reasoning or UNSET,
+        tool_calls=part.calls or UNSET,
+    )
 
 
 def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
@@ -397,6 +426,7 @@ def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
         replays=sum(report.num_replays for report in reports),
         refusals=sum(report.num_refusals for report in reports),
         timing=_slowest(reports),
+        routing=[report.routing for report in reports if report.routing is not None] or UNSET,
     )
 
 

@@ -30,6 +30,35 @@ MAX_PROMPT_LOGPROBS = 1 << 18  # prompt tokens with their alternatives, counted 
 MAX_ID_CHARACTERS = 128
 MAX_CHOICES = 128
 
+ID_FIELDS = ("request_id", "session_id", "cache_salt")
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Allowed values of a number: from ``low``, or above it, to ``high``, None = without end."""
+
+    low: float
+    high: float | None = None
+    is_low_open: bool = False
+
+
+RANGES = {
+    "n": Range(1, MAX_CHOICES),
+    "max_tokens": Range(1),  # 0 with echo
+    "max_completion_tokens": Range(1),
+    "min_tokens": Range(0),
+    "temperature": Range(0, 2),
+    "top_p": Range(0, 1, is_low_open=True),
+    "top_k": Range(-1),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0.01, 100),
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+    "seed": Range(-(2**63), 2**64 - 1),
+    "priority": Range(-(2**31), 2**31 - 1),
+    "timeout_s": Range(0, is_low_open=True),
+}
+
 _UNKNOWN_FIELD = re.compile(r"unknown field `(.+?)`")
 _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 _MISSING_FIELD = re.compile(r"missing required field `(.+?)`")
@@ -88,7 +117,7 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
     try:
         return msgspec.json.decode(body, type=kind)
     except msgspec.ValidationError as error:
-        raise _explain(str(error)) from None
+        raise explain(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 
@@ -285,21 +314,10 @@ def check_ranges(request: CommonRequest) -> None:
     Raises:
         InvalidRequest: names the first field out of range.
     """
-    _check_range("n", request.n, 1, MAX_CHOICES)
-    _check_range("max_tokens", request.max_tokens, 0 if _has_echo(request) else 1, None)
-    _check_range("max_completion_tokens", getattr(request, "max_completion_tokens", None), 1, None)
-    _check_range("min_tokens", request.min_tokens, 0, None)
-    _check_range("temperature", request.temperature, 0, 2)
-    _check_range("top_p", request.top_p, 0, 1, is_low_open=True)
-    _check_range("top_k", request.top_k, -1, None)
-    _check_range("min_p", request.min_p, 0, 1)
-    _check_range("repetition_penalty", request.repetition_penalty, 0.01, 100)
-    _check_range("presence_penalty", request.presence_penalty, -2, 2)
-    _check_range("frequency_penalty", request.frequency_penalty, -2, 2)
-    _check_range("seed", request.seed, -(2**63), 2**64 - 1)
-    _check_range("priority", request.priority, -(2**31), 2**31 - 1)
-    _check_range("timeout_s", request.timeout_s, 0, None, is_low_open=True)
-    for field in ("request_id", "session_id", "cache_salt"):
+    for field, allowed in RANGES.items():
+        low = 0 if field == "max_tokens" and _has_echo(request) else allowed.low
+        _check_range(field, getattr(request, field, None), low, allowed.high, is_low_open=allowed.is_low_open)
+    for field in ID_FIELDS:
         text = getattr(request, field) or ""
         if len(text) > MAX_ID_CHARACTERS:
             raise InvalidRequest(f"{field} has {len(text)} characters, at most {MAX_ID_CHARACTERS} are allowed", param=field)
@@ -387,8 +405,8 @@ def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, flo
     return result
 
 
-def _explain(message: str) -> InvalidRequest:
-    """Return msgspec's error as one that names the field."""
+def explain(message: str) -> InvalidRequest:
+    """Return the message of a ``msgspec.ValidationError`` as an error that names the field."""
     path = _PATH.search(message)
     place = path.group(1) if path else ""
     what = message[: path.start()] if path else message

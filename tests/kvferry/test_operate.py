@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from kvferry import cli
+from kvferry.demo_vllm import EngineReading
 from kvferry.operate import DrainFailed, ProbeFailed, drain_worker, probe_cluster
 
 TRANSFER = {"transport": "tcp", "verified_blocks": 1, "fallback_reason": ""}
@@ -122,3 +123,48 @@ def test_probe_fails_where_a_handoff_was_expected_and_none_took_place(transfer, 
 
 def test_probe_without_expectations_takes_any_answer():
     assert probe_cluster(cluster((200, None)), 0.0, False, no_sleep) == "served: 4 tokens, without a handoff"
+
+
+def readings(*loads, problems=()):
+    """Return what reads a vLLM server: before a request, and again and again after it."""
+    left = list(loads)
+
+    def read(url):
+        num_loads = left.pop(0) if len(left) > 1 else left[0]
+        return EngineReading(
+            num_loads=num_loads,
+            num_verified_blocks=3 * num_loads,
+            num_bytes=0,
+            transfer_s=0.0,
+            verify_s=0.0,
+            problems={reason: 1 for reason in problems if num_loads == left[-1]},
+            num_held_blocks=0,
+            is_used=False,
+        )
+
+    return read
+
+
+def test_probe_of_vllm_engines_waits_until_one_has_counted_the_handoff():
+    read = readings(7, 7, 7, 8)
+    line = probe_cluster(cluster((200, None)), 0.0, True, no_sleep, engines=["http://d"], read=read)
+    assert line == "served: 4 tokens, 3 KV blocks transferred and verified by vLLM engines"
+
+
+def test_probe_of_vllm_engines_fails_with_the_reason_of_a_failed_load():
+    read = readings(7, 8, problems=["stale_block"])
+    with pytest.raises(ProbeFailed, match="without a verified handoff: stale_block"):
+        probe_cluster(cluster((200, None)), 0.0, True, no_sleep, engines=["http://d"], read=read)
+
+
+def test_probe_of_vllm_engines_fails_where_none_counts_a_load(monkeypatch):
+    monkeypatch.setattr("kvferry.operate._COUNT_TIMEOUT_S", 0.0)
+    with pytest.raises(ProbeFailed, match="no engine has counted a load"):
+        probe_cluster(cluster((200, None)), 0.0, True, no_sleep, engines=["http://d"], read=readings(7))
+
+
+def test_probe_of_a_dead_engine_names_it():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"http://127.0.0.1:{free.getsockname()[1]}"
+    with pytest.raises(ProbeFailed, match=f"{address}/metrics: ConnectionRefused"):
+        probe_cluster(cluster((200, None)), 0.0, False, no_sleep, engines=[address])

@@ -43,9 +43,10 @@ def test_what_a_role_does_not_bind_is_no_concern_of_it(role):
     check_exposure(role, load_config(assignments=[EXPOSED["prefill"]]))
 
 
-def test_no_key_protects_the_stream_of_kv_events():
-    settings = [KEY, "cache.kv_events=true", "worker.kv_events_address=tcp://*:5590"]
-    with pytest.raises(ConfigError, match=r"worker\.kv_events_address.*no authentication"):
+@pytest.mark.parametrize("setting", ["worker.kv_events_address", "worker.kv_events_replay_address"])
+def test_no_key_protects_the_stream_of_kv_events(setting):
+    settings = [KEY, "cache.kv_events=true", f"{setting}=tcp://*:5590"]
+    with pytest.raises(ConfigError, match=rf"{setting}.*no authentication"):
         check_exposure("decode", load_config(assignments=settings))
     check_exposure("decode", load_config(assignments=[*settings, "security.insecure=true"]))
     check_exposure("decode", load_config(assignments=[settings[0], settings[2]]))  # off

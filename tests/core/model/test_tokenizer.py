@@ -165,3 +165,17 @@ def test_the_router_side_never_imports_torch():
         "sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=REPOSITORY, check=False, timeout=60).returncode == 0
+
+
+def test_a_conversation_that_renders_too_long_is_refused(model_folder, monkeypatch):
+    monkeypatch.setattr("core.model.tokenizer.MAX_RENDERED", 1000)
+    tokenizer = Tokenizer(model_folder(chat_template="{% for i in range(500) %}{{ messages[0].content }}{% endfor %}"))
+    assert len(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) == 500
+    with pytest.raises(InvalidRequest, match="more than 1000 characters"):
+        tokenizer.apply_chat_template([{"role": "user", "content": "xyz"}])
+
+
+def test_the_variables_that_a_template_reads_are_known(model_folder):
+    template = "{# documents #}{% if tools %}{{ tools | tojson }}{% endif %}{% set builtin = 1 %}{{ builtin }}"
+    assert Tokenizer(model_folder(chat_template=template)).template_variables == {"tools"}
+    assert Tokenizer(model_folder()).template_variables == frozenset()

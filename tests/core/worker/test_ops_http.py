@@ -44,10 +44,12 @@ async def test_answers_get_head_and_post(client):
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nope", 404), ("GET", "/drain", 405), ("DELETE", "/health", 405)]
+    ("method", "path", "status", "allowed"),
+    [("GET", "/nope", 404, None), ("GET", "/drain", 405, "POST"), ("DELETE", "/health", 405, "GET, HEAD")],
 )
-async def test_refuses_unknown_paths_and_methods(client, method, path, status):
-    assert (await client.request(method, path)).status_code == status
+async def test_refuses_unknown_paths_and_methods(client, method, path, status, allowed):
+    answer = await client.request(method, path)
+    assert (answer.status_code, answer.headers.get("allow")) == (status, allowed)
 
 
 async def test_only_the_own_host_may_change_something_and_others_may_look():

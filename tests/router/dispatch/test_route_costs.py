@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
-from core.wire.messages import Abort, Generate, PrefillDone
+from core.wire.messages import Abort, Generate, PrefillDone, Tokens, Usage
 from core.wire.sampling import SamplingParams
 from router.dispatch.policy import Demand, choose_route
-from router.dispatch.route_costs import RouteCosts, salt_of
+from router.dispatch.route_costs import Offer, RouteCosts, report, salt_of
 from tests.router.dispatch.test_policy import member
 
 PROMPT = tuple(range(2000))
@@ -145,3 +145,78 @@ def test_patient_workers_compute_short_prompts_first(workers):
 def test_workers_in_order_of_arrival_get_no_patience(workers):
     costs = RouteCosts()
     assert offers(costs, workers)["p0"].patience_ms == 0
+
+
+def offer(score, hit_tokens=0):
+    return Offer(hit_tokens=hit_tokens, patience_ms=0.0, wait_ms=10.0, own_ms=20.0, score=score)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "other", "reason"),
+    [
+        (offer(1, hit_tokens=64), offer(2), "prefix"),
+        (offer(1), offer(2, hit_tokens=64), "wait"),
+        (offer(1), offer(2), "load"),
+        (offer(2, hit_tokens=64), offer(1), "availability"),
+    ],
+)
+def test_the_reason_of_a_placement(chosen, other, reason):
+    found = report(chosen, [chosen, other])
+    assert (found.reason, found.candidates, found.predicted_ttft_ms) == (reason, 2, 30.0)
+
+
+def test_predicted_and_real_hits_are_counted(workers):
+    costs = RouteCosts()
+    for number in range(2):
+        send(costs, workers[0], str(number))
+        done(costs, str(number), 1.0, num_cached_tokens=640 * number)
+    assert (costs.num_predicted_hit_tokens, costs.num_real_hit_tokens) == (1984, 640)
+
+
+def first_token(costs, request_id, now, num_cached_tokens=0):
+    usage = Usage(num_cached_tokens=num_cached_tokens)
+    costs.on_first_token(Tokens(request_id, 0, 0, (7,), usage=usage), now)
+
+
+@pytest.fixture
+def aggregated():
+    return replace_facts(member("aggregated", "a0"), num_blocks=1000)
+
+
+def test_the_prefill_time_of_an_aggregated_worker_is_learned_from_first_tokens(aggregated):
+    costs = RouteCosts()
+    for number in range(5):
+        prompt = tuple(range(number, number + 2000))
+        send(costs, aggregated, f"r{number}", prompt, now=10.0 * number)
+        first_token(costs, f"r{number}", now=10.0 * number + 4.0)
+    assert costs.prefill_time(aggregated).ms(2000, 0) == pytest.approx(4000, rel=0.05)
+
+
+def test_a_prompt_that_waited_teaches_no_prefill_time(aggregated):
+    costs = RouteCosts()
+    send(costs, aggregated, "first", now=0.0)
+    send(costs, aggregated, "second", tuple(range(5000, 7000)), now=0.0)
+    first_token(costs, "first", now=1.0)
+    learned = costs.prefill_time(aggregated)
+    first_token(costs, "second", now=2.0)
+    assert costs.prefill_time(aggregated) == learned
+    assert not offers(costs, [aggregated], (1,), now=2.0)["a0"].wait_ms
+
+
+def test_real_hits_of_an_aggregated_worker_count(aggregated):
+    costs = RouteCosts()
+    for number in range(6):
+        send(costs, aggregated, f"r{number}", now=float(number))
+        first_token(costs, f"r{number}", now=number + 0.5)
+    assert costs.accuracies()[aggregated.key].is_wrong
+    assert costs.num_real_hit_tokens == 0 < costs.num_predicted_hit_tokens
+
+
+def test_before_its_first_prompt_a_role_takes_the_time_of_another(workers, aggregated):
+    costs = RouteCosts()
+    for number in range(5):
+        send(costs, workers[0], f"r{number}", tuple(range(number, number + 2000)), now=10.0 * number)
+        done(costs, f"r{number}", now=10.0 * number + 1.0, prefill_ms=1000.0)
+    assert costs.prefill_time(aggregated) == costs.prefill_time(workers[0])
+    other_model = replace_facts(aggregated, model_fingerprint=b"other")
+    assert costs.prefill_time(other_model).ms(2000, 0) < 500

@@ -79,6 +79,19 @@ def test_neutral_values_pass_and_others_do_not(field, values):
 def test_fields_without_effect_are_accepted():
     names = set(re.findall(r"`(\w+)`", section("Fields without effect"))) & fields_of(CompletionRequest, ChatCompletionRequest)
     assert "user" in names
-    values = {"metadata": {}, "store": True, "parallel_tool_calls": True, "include_reasoning": True}
+    values = {"metadata": {}, "store": True, "parallel_tool_calls": True, "include_reasoning": True, "prediction": {}}
     body = {"messages": [{"role": "developer", "content": "x"}]} | {name: values.get(name, "x") for name in names}
     check_supported(parse_body(json.dumps(body).encode(), ChatCompletionRequest))
+
+
+def test_comparison_says_of_every_field_what_becomes_of_it():
+    rows = re.findall(
+        r"^\| (?:(chats|completions): )?`(\w+)` \| (served|refused|ignored) \| (?:taken|ignored) \|", PAGE, re.MULTILINE
+    )
+    ignored = set(re.findall(r"`(\w+)`", section("Fields without effect")))
+    for endpoint, kind in (("chats", ChatCompletionRequest), ("completions", CompletionRequest)):
+        said = {name: outcome for where, name, outcome in rows if where in ("", endpoint)}
+        assert said.keys() == fields_of(kind)
+        refused = {"best_of", *NEUTRAL} | ({"echo"} if endpoint == "chats" else set())
+        expected = {name: "ignored" if name in ignored else "refused" if name in refused else "served" for name in said}
+        assert said == expected

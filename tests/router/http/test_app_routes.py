@@ -130,3 +130,30 @@ async def test_unknown_paths_do_not_grow_the_metrics(served):
 async def test_every_answer_is_json_that_parses_strictly(served):
     body = (await post(served, "/v1/completions", prompt="p", logprobs=1)).content
     json.loads(body, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
+
+
+async def test_answers_name_the_ignored_fields_of_messages(served):
+    answer = await post(served, "/v1/chat/completions", messages=[{**USER[0], "mood": "good", "id": "m1"}], max_tokens=1)
+    assert answer.status_code == 200
+    assert answer.headers["x-kvferry-ignored-fields"] == "1; messages.mood"
+    plain = await post(served, "/v1/chat/completions", messages=USER, max_tokens=1)
+    assert "x-kvferry-ignored-fields" not in plain.headers
+    assert served.metric("kvferry_ignored_fields_total") == 1
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping", "/readyz", "/version", "/metrics", "/v1/models"])
+async def test_head_is_answered_as_get_without_the_body(served, path):
+    async with served.client() as client:
+        head, whole = await client.head(path), await client.get(path)
+    assert (head.status_code, head.content) == (whole.status_code, b"")
+    assert head.headers["content-type"] == whole.headers["content-type"]
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "allowed"), [("GET", "/tokenize", "OPTIONS, POST"), ("POST", "/health", "GET, HEAD, OPTIONS")]
+)
+async def test_wrong_method_is_told_the_allowed_ones(served, method, path, allowed):
+    async with served.client() as client:
+        answer = await client.request(method, path)
+    assert error_of(answer, 405)["code"] == "method_not_allowed"
+    assert answer.headers["allow"] == allowed

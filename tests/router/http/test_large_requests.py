@@ -19,6 +19,7 @@ from core.wire.messages import TokenLogprobs
 from router.dispatch.types import PromptReport
 from router.http.body_checks import check_num_values, separators_outside_texts
 from router.openai import sampling as params_module
+from router.openai.chat_template import ChatTemplate
 from router.openai.logprobs import TokenTexts, prompt_logprobs
 from router.openai.postprocess import RequestOutput
 from router.openai.preprocess import MAX_MESSAGES, MAX_TOKEN_IDS, Prompt, PromptReader, max_text_tokens
@@ -232,7 +233,7 @@ def chat(*messages):
     ids=["messages", "parts", "text"],
 )
 async def test_conversation_that_cannot_fit_is_not_rendered(reader, monkeypatch, messages):
-    monkeypatch.setattr(PromptReader, "render", never)
+    monkeypatch.setattr(ChatTemplate, "render", never)
     with pytest.raises(InvalidRequest) as refused:
         await reader.read_chat(chat(*messages), LIMITS)
     assert refused.value.param == "messages"

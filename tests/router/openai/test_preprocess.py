@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from core.errors import ContextTooLong, InvalidRequest
+from router.openai.chat_template import ChatTemplate
 from router.openai.preprocess import PromptReader
 from router.openai.requests import (
     ChatCompletionRequest,
@@ -21,6 +22,11 @@ from router.openai.sampling import ModelLimits
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool
 
 LIMITS = ModelLimits(max_model_len=20_000, vocab_size=257)
+
+
+@pytest.fixture
+def template(tiny_tokenizer):
+    return ChatTemplate(tiny_tokenizer, "template", has_images=False)
 
 
 @pytest.fixture
@@ -183,55 +189,56 @@ async def test_renders_a_conversation(reader):
     assert prompt.text == "<system>be nice\n<user>hi<assistant>"
 
 
-async def test_the_developer_role_is_the_system_role(reader):
-    assert reader.render(said(ChatMessage(role="developer", content="x"), USER)).startswith("<system>x")
+async def test_the_developer_role_is_the_system_role(template):
+    assert template.render(said(ChatMessage(role="developer", content="x"), USER)).startswith("<system>x")
 
 
-async def test_text_parts_are_joined_by_line_breaks(reader):
+async def test_text_parts_are_joined_by_line_breaks(template):
     parts = ChatMessage(role="user", content=[TextPart(text="a"), TextPart(text="b"), RefusalPart(refusal="c")])
-    assert reader.render(said(parts)) == "<user>a\nb\nc<assistant>"
+    assert template.render(said(parts)) == "<user>a\nb\nc<assistant>"
 
 
-async def test_missing_content_is_empty(reader):
-    assert reader.render(said(ChatMessage(role="assistant"), USER)).startswith("<assistant>\n")
+async def test_missing_content_is_empty(template):
+    assert template.render(said(ChatMessage(role="assistant"), USER)).startswith("<assistant>\n")
 
 
-async def test_the_last_message_can_be_continued(reader):
+async def test_the_last_message_can_be_continued(template):
     request = said(USER, ChatMessage(role="assistant", content="well"), continue_final_message=True)
-    assert reader.render(request) == "<user>hi\n<assistant>well"
+    assert template.render(request) == "<user>hi\n<assistant>well"
 
 
-async def test_the_generation_prompt_can_be_left_out(reader):
-    assert reader.render(said(USER, add_generation_prompt=False)) == "<user>hi"
+async def test_the_generation_prompt_can_be_left_out(template):
+    assert template.render(said(USER, add_generation_prompt=False)) == "<user>hi"
 
 
-async def test_continuing_and_a_generation_prompt_exclude_each_other(reader):
+async def test_continuing_and_a_generation_prompt_exclude_each_other(template):
     with pytest.raises(InvalidRequest) as refused:
-        reader.render(said(USER, continue_final_message=True, add_generation_prompt=True))
+        template.render(said(USER, continue_final_message=True, add_generation_prompt=True))
     assert refused.value.param == "continue_final_message"
 
 
-async def test_images_are_refused_by_their_place(reader):
+async def test_images_are_refused_by_their_place(template):
     with pytest.raises(InvalidRequest, match="image_url") as refused:
-        reader.render(said(USER, ChatMessage(role="user", content=[TextPart(text="a"), ImagePart(ImageURL("data:,"))])))
+        template.render(said(USER, ChatMessage(role="user", content=[TextPart(text="a"), ImagePart(ImageURL("data:,"))])))
     assert refused.value.param == "messages[1].content[1]"
 
 
 @pytest.mark.parametrize("field", ["tool_calls", "function_call", "audio"])
-async def test_messages_with_tools_are_refused_by_their_place(reader, field):
-    with pytest.raises(InvalidRequest, match="not supported") as refused:
-        reader.render(said(ChatMessage(role="assistant", content="x", **{field: [{"id": "1"}]})))
+async def test_messages_with_tools_are_refused_by_their_place(template, field):
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    with pytest.raises(InvalidRequest, match=r"not supported|does not use tools") as refused:
+        template.render(said(ChatMessage(role="assistant", content="x", **{field: calls})))
     assert refused.value.param == f"messages[0].{field}"
 
 
-async def test_an_empty_conversation_is_refused(reader):
+async def test_an_empty_conversation_is_refused(template):
     with pytest.raises(InvalidRequest) as refused:
-        reader.render(said())
+        template.render(said())
     assert refused.value.param == "messages"
 
 
-@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "self"])
-async def test_template_arguments_cannot_replace_the_request_s_own(reader, name):
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "self"])
+async def test_template_arguments_cannot_replace_the_request_s_own(template, name):
     with pytest.raises(InvalidRequest) as refused:
-        reader.render(said(USER, chat_template_kwargs={name: []}))
+        template.render(said(USER, chat_template_kwargs={name: []}))
     assert refused.value.param == "chat_template_kwargs"

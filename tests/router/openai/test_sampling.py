@@ -129,12 +129,8 @@ def test_unsupported_fields_of_completions_are_refused_by_name(field, value):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tools", [{"type": "function"}]),
-        ("tool_choice", "required"),
-        ("tool_choice", {"type": "function"}),
         ("functions", [{}]),
         ("modalities", ["audio"]),
-        ("reasoning_effort", "high"),
         ("chat_template", "{{ messages }}"),
         ("web_search_options", {}),
         ("echo", True),

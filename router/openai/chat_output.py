@@ -1,0 +1,140 @@
+"""Splits the text of a chat's choices into reasoning, answer and tool calls, whole or part by part."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Literal
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from router.openai.postprocess import Delta
+from router.openai.tool_choice import ToolUse
+from router.tools.formats import REQUIRED, ToolFormat
+from router.tools.output import CallStart, Piece, ToolParser
+from router.tools.reasoning import CLOSE, OPEN, NamedArgumentsParser, ReasoningParser
+
+
+class CalledFunction(msgspec.Struct, kw_only=True):
+    """A function's name, in its first part only, and JSON text of its arguments."""
+
+    name: str | UnsetType = UNSET
+    arguments: str = ""
+
+
+class ToolCall(msgspec.Struct, kw_only=True):
+    """A call, or a part of it; ``index`` in streams only, ``id`` and ``type`` in the first part only."""
+
+    index: int | UnsetType = UNSET
+    id: str | UnsetType = UNSET
+    type: Literal["function"] | UnsetType = UNSET
+    function: CalledFunction
+
+
+@dataclass(slots=True)
+class ChatPart:
+    """New output of a choice."""
+
+    text: str = ""
+    reasoning: str = ""
+    calls: list[ToolCall] = field(default_factory=list)
+    finish_reason: str | None = None
+
+    def __bool__(self) -> bool:
+        """True if there is anything that the client sees."""
+        return bool(self.text or self.reasoning or self.calls or self.finish_reason)
+
+
+@dataclass(slots=True)
+class _Choice:
+    reasoning: ReasoningParser | None
+    tools: ToolParser | None
+    num_calls: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class ChatOutput:
+    """How the output of a chat is split. Holds the state of all choices. ``answer_id`` makes ids of calls unique."""
+
+    tools: ToolUse | None
+    format: ToolFormat
+    has_reasoning: bool  # thinking tags are split off
+    is_reasoning_open: bool  # by the prompt
+    shows_reasoning: bool
+    answer_id: str = ""
+    _choices: dict[int, _Choice] = field(default_factory=dict)
+
+    @property
+    def needs_special_tokens(self) -> bool:
+        """True if the parser needs the special tokens of the text."""
+        return self.tools is not None and self.tools.form is None and self.format.shows_special_tokens
+
+    def part(self, delta: Delta) -> ChatPart:
+        """Return what a delta adds to its choice."""
+        choice = self._choices.get(delta.index)
+        if choice is None:
+            choice = self._choices[delta.index] = self._new_choice()
+        is_end = delta.finish_reason is not None
+        part = ChatPart(text=delta.text, finish_reason=delta.finish_reason)
+        if choice.reasoning is not None:
+            part.reasoning, part.text = choice.reasoning.push(delta.text)
+            if is_end:
+                reasoning, text = choice.reasoning.finish()
+                part.reasoning, part.text = part.reasoning + reasoning, part.text + text
+            part.reasoning = part.reasoning if self.shows_reasoning else ""
+        if choice.tools is not None:
+            pieces = choice.tools.push(part.text) + (choice.tools.finish() if is_end else [])
+            part.text = ""
+            for piece in pieces:
+                self._add(piece, part, choice, delta.index)
+            if choice.num_calls and delta.finish_reason == "stop" and not self._is_named:
+                part.finish_reason = "tool_calls"
+        return part
+
+    @property
+    def _is_named(self) -> bool:
+        return self.tools is not None and self.tools.choice == "named"
+
+    def _new_choice(self) -> _Choice:
+        reasoning = ReasoningParser(is_open=self.is_reasoning_open) if self.has_reasoning else None
+        return _Choice(reasoning, _parser(self.tools, self.format.parser) if self.tools else None)
+
+    def _add(self, piece: Piece, part: ChatPart, choice: _Choice, index: int) -> None:
+        if isinstance(piece, str):
+            part.text += piece
+            return
+        if piece.index and self.tools is not None and not self.tools.is_parallel:
+            return
+        if isinstance(piece, CallStart):
+            choice.num_calls += 1
+            function = CalledFunction(name=piece.name)
+            part.calls.append(
+                ToolCall(index=piece.index, id=self._call_id(index, piece.index), type="function", function=function)
+            )
+        elif part.calls and part.calls[-1].index == piece.index:
+            part.calls[-1].function.arguments += piece.text
+        else:
+            part.calls.append(ToolCall(index=piece.index, function=CalledFunction(arguments=piece.text)))
+
+    def _call_id(self, choice: int, call: int) -> str:
+        digest = hashlib.blake2b(f"{self.answer_id}/{choice}/{call}".encode(), digest_size=12).hexdigest()
+        length = self.format.num_id_letters
+        return digest[:length] if length else f"call_{digest}"
+
+
+def has_thinking_tags(template: str) -> bool:
+    """Return True if a chat template knows thinking tags."""
+    return OPEN in template or CLOSE in template
+
+
+def opens_reasoning(prompt: str) -> bool:
+    """Return True if a prompt ends with the start of reasoning."""
+    return prompt.rstrip().endswith(OPEN)
+
+
+def _parser(tools: ToolUse, chosen: Callable[[], ToolParser]) -> ToolParser:
+    if tools.choice == "named":
+        return NamedArgumentsParser(tools.named)
+    return REQUIRED.parser() if tools.choice == "required" else chosen()

@@ -1,0 +1,143 @@
+"""Conversations by the model's own chat template: messages, tools, and what a request tells the template.
+
+A template may know nothing of tools. Then they are described in the messages, by Hermes' form, if the settings say so, and
+else refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from core.errors import InvalidRequest
+from core.model.tokenizer import Tokenizer
+from router.images.reader import place_of
+from router.openai.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    ContentPart,
+    ImagePart,
+    RefusalPart,
+    TextPart,
+    TokenizeRequest,
+)
+from router.openai.tool_choice import earlier_calls, tool_use
+from router.tools.described import with_described_tools
+
+_EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
+_RESERVED_ARGUMENTS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
+
+
+class ChatTemplate:
+    """The template of one model. ``tools_in_prompt``: what describes tools if the template does not."""
+
+    def __init__(self, tokenizer: Tokenizer, tools_in_prompt: Literal["template", "hermes"], *, has_images: bool) -> None:
+        self._tokenizer = tokenizer
+        self._has_images = has_images
+        self._reads_tools = "tools" in tokenizer.template_variables
+        self._describes_tools = tools_in_prompt == "hermes" and not self._reads_tools
+
+    def render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+        """Return a conversation rendered by the model's template, with a tag for each image.
+
+        Raises:
+            InvalidRequest: a part cannot be read by this model, or the template refuses the conversation.
+        """
+        if not request.messages:
+            raise InvalidRequest("messages is empty", param="messages")
+        sees_images = self._has_images and isinstance(request, ChatCompletionRequest)
+        messages = [_template_message(index, message, sees_images) for index, message in enumerate(request.messages)]
+        if self._describes_tools:
+            tools = tool_use(request) if isinstance(request, ChatCompletionRequest) else None
+            messages = with_described_tools(messages, tools.definitions if tools is not None else [])
+        self._check_calls_are_read(messages)
+        if self._has_images:  # such a template expects messages as lists of parts
+            messages = [{**message, "content": _parts(message["content"])} for message in messages]
+        is_continued = bool(request.continue_final_message)
+        add_prompt = not is_continued if request.add_generation_prompt is None else request.add_generation_prompt
+        arguments = request.chat_template_kwargs or {}
+        reserved = sorted(_RESERVED_ARGUMENTS & arguments.keys())
+        if reserved:
+            raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
+        if isinstance(request, ChatCompletionRequest):
+            arguments = self._reasoning_arguments(request) | arguments | self._tools_argument(request)
+        return self._tokenizer.apply_chat_template(
+            messages, add_generation_prompt=add_prompt, continue_final_message=is_continued, **arguments
+        )
+
+    def _tools_argument(self, request: ChatCompletionRequest) -> dict[str, Any]:
+        """Return the tools for the template.
+
+        Raises:
+            InvalidRequest: there are some, and the template does not read them.
+        """
+        tools = tool_use(request)
+        if tools is None or self._describes_tools:
+            return {}
+        if not self._reads_tools:
+            raise InvalidRequest(
+                "this model's chat template does not use tools: leave them out, or set router.tools_in_prompt to hermes",
+                param="tools",
+            )
+        return {"tools": tools.definitions}
+
+    def _reasoning_arguments(self, request: ChatCompletionRequest) -> dict[str, Any]:
+        """Return what the template is told of ``reasoning_effort``; one that does not read it is told nothing."""
+        effort, reads = request.reasoning_effort, self._tokenizer.template_variables
+        if effort is None:
+            return {}
+        if effort not in _EFFORTS:
+            raise InvalidRequest(f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort")
+        if effort == "none" and "enable_thinking" in reads:
+            return {"enable_thinking": False}
+        return {"reasoning_effort": effort} if "reasoning_effort" in reads else {}
+
+    def _check_calls_are_read(self, messages: Sequence[dict[str, Any]]) -> None:
+        for index, message in enumerate(messages):
+            if "tool_calls" in message and "tool_calls" not in self._tokenizer.template:
+                field = f"messages[{index}].tool_calls"
+                fix = "leave them out, or set router.tools_in_prompt to hermes"
+                raise InvalidRequest(f"{field}: this model's chat template does not use tools: {fix}", param=field)
+
+
+def _template_message(index: int, message: ChatMessage, sees_images: bool) -> dict[str, Any]:
+    """Return a message for the template; its content is a string, or a list of parts if it has images."""
+    for field in ("function_call", "audio"):
+        if getattr(message, field):
+            raise InvalidRequest(
+                f"messages[{index}].{field} is not supported yet: leave it out", param=f"messages[{index}].{field}"
+            )
+    role = "system" if message.role == "developer" else message.role  # OpenAI's newer name; templates use the older one
+    content = message.content
+    if isinstance(content, list):
+        parts = [_template_part(place_of(index, number), part, sees_images) for number, part in enumerate(content)]
+        has_images = any(part["type"] == "image" for part in parts)
+        result = {"role": role, "content": parts if has_images else "\n".join(part["text"] for part in parts)}
+    else:
+        result = {"role": role, "content": content or ""}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_calls:
+        result["tool_calls"] = earlier_calls(message.tool_calls, f"messages[{index}].tool_calls")
+    if message.role == "assistant" and isinstance(message.reasoning_content, str):
+        result["reasoning_content"] = message.reasoning_content
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    return result
+
+
+def _template_part(place: str, part: ContentPart, sees_images: bool) -> dict[str, str]:
+    match part:
+        case TextPart():
+            return {"type": "text", "text": part.text}
+        case RefusalPart():
+            return {"type": "text", "text": part.refusal}
+        case ImagePart() if sees_images:
+            return {"type": "image"}
+        case _:
+            kind, reads = part.__struct_config__.tag, "texts and images" if sees_images else "text"
+            raise InvalidRequest(f"{place} is of type {kind}, this model reads {reads} only", param=place)
+
+
+def _parts(content: str | list[dict[str, str]]) -> list[dict[str, str]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content

@@ -1,0 +1,106 @@
+"""Reads bodies whose messages have fields that the router does not know.
+
+Clients send back what other servers put into their answers: the next turn of a conversation then has fields that mean
+nothing here. Inside messages and their parts such fields are removed; those that are neither null nor known to be harmless
+are named, so that the answer can name them too. All other unknown fields are errors.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cache
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.inspect import CollectionType, StructType, Type, UnionType, type_info
+
+from core.errors import InvalidRequest
+from router.openai.sampling import explain, parse_body
+
+LENIENT_FIELDS = ("messages",)
+# Fields of messages and parts that change nothing in what a text model reads, whatever they hold.
+HARMLESS = frozenset(
+    {
+        *("annotations", "cache_control", "citations", "created_at", "finish_reason", "id", "index", "logprobs", "metadata"),
+        *("parsed", "phase", "provider_specific_fields", "reasoning", "reasoning_content", "reasoning_details", "refusal"),
+        *("signature", "status", "thinking", "thinking_blocks", "timestamp", "token_ids"),
+    }
+)
+_NAMED = re.compile(r"[\w.-]{1,64}", re.ASCII)
+_MAX_NAMED = 8
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+
+
+def parse_lenient_body(body: bytes, kind: type[Body]) -> tuple[Body, Sequence[str]]:
+    """Decode a JSON body, and return it with the paths of the fields that were ignored and may have had a meaning.
+
+    A body without unknown fields is decoded once.
+
+    Raises:
+        InvalidRequest: as ``parse_body``, except for unknown fields inside messages.
+    """
+    try:
+        return parse_body(body, kind), ()
+    except InvalidRequest as error:
+        if not _is_lenient(kind) or "unknown field" not in str(error):
+            raise
+    fields = msgspec.json.decode(body)
+    ignored: list[str] = []
+    top = _struct(kind)
+    for field in top.fields:
+        if field.encode_name in LENIENT_FIELDS and field.encode_name in fields:
+            fields[field.encode_name] = _without_unknown(fields[field.encode_name], field.type, field.encode_name, ignored)
+    try:
+        return msgspec.convert(fields, kind), ignored
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from None
+
+
+def ignored_header(paths: Sequence[str]) -> str:
+    """Return the number of ignored fields, and the names of the first ones that can stand in a header."""
+    named = list(dict.fromkeys(path for path in paths if _NAMED.fullmatch(path)))[:_MAX_NAMED]
+    return f"{len(paths)}; {', '.join(named)}" if named else str(len(paths))
+
+
+@cache
+def _struct(kind: type[msgspec.Struct]) -> StructType:
+    found = type_info(kind)
+    assert isinstance(found, StructType)
+    return found
+
+
+def _is_lenient(kind: type[msgspec.Struct]) -> bool:
+    return any(field.encode_name in LENIENT_FIELDS for field in _struct(kind).fields)
+
+
+def _without_unknown(value: Any, kind: Type, path: str, ignored: list[str]) -> Any:  # noqa: ANN401 - decoded JSON
+    """Return the value without fields that no struct of ``kind`` has; append the paths of those that may have a meaning."""
+    kinds = kind.types if isinstance(kind, UnionType) else (kind,)
+    if isinstance(value, list):
+        items = next((found.item_type for found in kinds if isinstance(found, CollectionType)), None)
+        return value if items is None else [_without_unknown(item, items, path, ignored) for item in value]
+    if not isinstance(value, dict):
+        return value
+    struct = _struct_of(value, kinds)
+    if struct is None:
+        return value
+    types = {field.encode_name: field.type for field in struct.fields}
+    kept = {}
+    for name, content in value.items():
+        if name in types:
+            kept[name] = _without_unknown(content, types[name], f"{path}.{name}", ignored)
+        elif name == struct.tag_field:
+            kept[name] = content
+        elif content is not None and name not in HARMLESS:
+            ignored.append(f"{path}.{name}")
+    return kept
+
+
+def _struct_of(value: dict[str, Any], kinds: Sequence[Type]) -> StructType | None:
+    """Return the struct that an object is decoded as, by its tag if there are several; None if that is not known."""
+    structs = [kind for kind in kinds if isinstance(kind, StructType)]
+    tagged = [kind for kind in structs if kind.tag_field is not None and value.get(kind.tag_field) == kind.tag]
+    untagged = [kind for kind in structs if kind.tag_field is None]
+    return next(iter([*tagged, *untagged]), None)

@@ -1,0 +1,87 @@
+"""The formats of tool calls by name: entry points of the group ``kvferry.tool_formats``, and which one a template means.
+
+An entry point is a ``ToolFormat``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points
+
+from core.errors import ConfigError
+from router.tools.json_reader import CallListReader, CallObjectReader
+from router.tools.marker_parser import MarkerParser
+from router.tools.named_reader import MistralReader, NamedCallReader
+from router.tools.output import ToolParser
+from router.tools.pythonic_reader import PythonicReader
+
+GROUP = "kvferry.tool_formats"
+AUTO = "auto"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ToolFormat:
+    """How a family of models writes calls.
+
+    ``parser`` makes the parser of one choice. ``shows_special_tokens``: its markers are special tokens, which the text must
+    keep. ``num_id_letters``: the length of call ids if templates insist on one, with letters and digits only.
+    """
+
+    parser: Callable[[], ToolParser]
+    shows_special_tokens: bool = False
+    num_id_letters: int = 0
+
+
+HERMES = ToolFormat(parser=lambda: MarkerParser(("<tool_call>",), CallObjectReader, close="</tool_call>"))
+LLAMA3_JSON = ToolFormat(
+    parser=lambda: MarkerParser(
+        ("<|python_tag|>",),
+        lambda output: CallObjectReader(output, needs_arguments=True),
+        first_letters="{",
+        separator=";",
+    ),
+    shows_special_tokens=True,
+)
+PYTHONIC = ToolFormat(
+    parser=lambda: MarkerParser(("<|python_start|>",), PythonicReader, close="<|python_end|>", first_letters="["),
+    shows_special_tokens=True,
+)
+MISTRAL = ToolFormat(
+    parser=lambda: MarkerParser(("[TOOL_CALLS]",), MistralReader),
+    shows_special_tokens=True,
+    num_id_letters=9,
+)
+FUNCTIONARY = ToolFormat(
+    parser=lambda: MarkerParser(("<function=",), lambda output: NamedCallReader(output, end=">"), close="</function>")
+)
+# Of required calls, whose form a grammar gives: a JSON list.
+REQUIRED = ToolFormat(parser=lambda: MarkerParser((), CallListReader, first_letters="["))
+
+_MARKS = {  # in chat templates
+    "<tool_call>": HERMES,
+    "[TOOL_CALLS]": MISTRAL,
+    "<function=": FUNCTIONARY,
+    "<|python_start|>": PYTHONIC,
+    "<|python_tag|>": LLAMA3_JSON,
+    '"parameters": dictionary of argument name': LLAMA3_JSON,
+    "[func_name1(": PYTHONIC,
+}
+
+
+def tool_format(name: str, template: str = "") -> ToolFormat:
+    """Return a format by its name; ``auto`` is the one whose marks the template has, or else Hermes'.
+
+    Raises:
+        ConfigError: there is none of this name; lists the known ones.
+    """
+    if name == AUTO:  # without the metadata of the installation, which may be older than the code
+        return next((found for mark, found in _MARKS.items() if mark in template), HERMES)
+    found = {entry.name: entry for entry in entry_points(group=GROUP)}
+    if name not in found:
+        known = ", ".join((AUTO, *sorted(found)))
+        raise ConfigError(f"router.tool_format = {name!r}: no such format; known: {known}", param="router.tool_format")
+    chosen = found[name].load()
+    if not isinstance(chosen, ToolFormat):
+        raise ConfigError(f"router.tool_format = {name!r}: it is no ToolFormat", param="router.tool_format")
+    return chosen

@@ -1,0 +1,295 @@
+"""Reads calls in JSON letter by letter, in constant time for each.
+
+Arguments are passed on as the model writes them: brackets and strings are followed, values are not checked. A reader that
+finds something other than a call returns what it has read, so that it becomes text.
+"""
+
+from __future__ import annotations
+
+import json
+from enum import Enum, auto
+from typing import Protocol
+
+from router.tools.output import PieceCollector
+
+MAX_DEPTH = 64  # of brackets in each other; deeper text is no call
+_MAX_NAME = 256  # characters of a key or a name with its quotes
+_SPACE = " \t\r\n"
+_CLOSER = {"{": "}", "[": "]"}
+_ARGUMENT_KEYS = ("arguments", "parameters")
+
+
+class Status(Enum):
+    """Whether a reader goes on, has read its last letter, or cannot read this letter, which is not consumed."""
+
+    MORE = auto()
+    DONE = auto()
+    WRONG = auto()
+
+
+class CallReader(Protocol):
+    """Reads one construct that holds calls."""
+
+    @property
+    def unread(self) -> str:
+        """What becomes text if the construct ends early."""
+        ...
+
+    def feed(self, letter: str) -> Status:
+        """Read a letter."""
+        ...
+
+
+class ValueExtent:
+    """Finds the end of a JSON value; ``feed`` gets its letters from the first."""
+
+    def __init__(self) -> None:
+        self._closers: list[str] = []
+        self._in_string = False
+        self._is_escaped = False
+
+    def feed(self, letter: str) -> Status:
+        """Follow a letter of a string, object or list."""
+        if self._in_string:
+            if self._is_escaped:
+                self._is_escaped = False
+            elif letter == "\\":
+                self._is_escaped = True
+            elif letter == '"':
+                self._in_string = False
+                return Status.MORE if self._closers else Status.DONE
+            return Status.MORE
+        if letter == '"':
+            self._in_string = True
+        elif letter in _CLOSER:
+            if len(self._closers) >= MAX_DEPTH:
+                return Status.WRONG
+            self._closers.append(_CLOSER[letter])
+        elif letter in "}]":
+            if self._closers.pop() != letter:
+                return Status.WRONG
+            return Status.MORE if self._closers else Status.DONE
+        return Status.MORE
+
+
+class ArgumentsReader:
+    """Reads an object and passes it on as the arguments of the call that has begun."""
+
+    def __init__(self, output: PieceCollector) -> None:
+        self._output = output
+        self._extent: ValueExtent | None = None
+
+    def feed(self, letter: str) -> Status:
+        """Read a letter; space before the object is dropped."""
+        if self._extent is None:
+            if letter in _SPACE:
+                return Status.MORE
+            if letter != "{":
+                return Status.WRONG
+            self._extent = ValueExtent()
+        status = self._extent.feed(letter)
+        if status is not Status.WRONG:
+            self._output.arguments(letter)
+        return status
+
+
+class _Place(Enum):
+    BEFORE = auto()
+    KEY_OR_END = auto()
+    KEY = auto()
+    COLON = auto()
+    VALUE_START = auto()
+    VALUE = auto()
+    SCALAR = auto()
+    AFTER_VALUE = auto()
+
+
+class CallObjectReader:
+    """Reads ``{"name": ..., "arguments": {...}}``; other keys are dropped, ``parameters`` means ``arguments``.
+
+    ``needs_arguments``: without them the object is no call. The call begins when its name and the start of its arguments are
+    known.
+    """
+
+    def __init__(self, output: PieceCollector, *, needs_arguments: bool = False) -> None:
+        self._output = output
+        self._needs_arguments = needs_arguments
+        self._raw: list[str] = []
+        self._place = _Place.BEFORE
+        self._token: list[str] = []  # the key or value in progress, unless it is passed on
+        self._extent = ValueExtent()
+        self._key = ""
+        self._name: str | None = None
+        self._arguments: str | None = None  # that came before the name
+        self._is_started = False
+        self._is_passed_on = False  # the value in progress is
+        self._has_arguments = False
+
+    @property
+    def unread(self) -> str:
+        """What has been read if no call has begun."""
+        return "" if self._is_started else "".join(self._raw)
+
+    def feed(self, letter: str) -> Status:
+        """Read a letter."""
+        status = self._feed(letter)
+        if status is not Status.WRONG and not self._is_started:
+            self._raw.append(letter)
+        return status
+
+    def _feed(self, letter: str) -> Status:
+        match self._place:
+            case _Place.VALUE:
+                return self._in_value(letter)
+            case _Place.KEY:
+                return self._in_key(letter)
+            case _Place.SCALAR:
+                if letter not in ",}]" and letter not in _SPACE:
+                    self._token.append(letter)
+                    return Status.MORE
+                return Status.WRONG if not self._end_value() else self._after_value(letter)
+            case _ if letter in _SPACE:
+                return Status.MORE
+            case _Place.BEFORE:
+                self._place = _Place.KEY_OR_END
+                return Status.MORE if letter == "{" else Status.WRONG
+            case _Place.KEY_OR_END:
+                if letter == "}":
+                    return self._end()
+                self._place, self._extent, self._token = _Place.KEY, ValueExtent(), []
+                return self._in_key(letter) if letter == '"' else Status.WRONG
+            case _Place.COLON:
+                self._place = _Place.VALUE_START
+                return Status.MORE if letter == ":" else Status.WRONG
+            case _Place.VALUE_START:
+                return self._begin_value(letter)
+            case _:
+                return self._after_value(letter)
+
+    def _in_key(self, letter: str) -> Status:
+        self._token.append(letter)
+        if len(self._token) > _MAX_NAME:
+            return Status.WRONG
+        if self._extent.feed(letter) is Status.DONE:
+            self._key, self._place = _string("".join(self._token)) or "", _Place.COLON
+        return Status.MORE
+
+    def _begin_value(self, letter: str) -> Status:
+        self._token, self._extent = [], ValueExtent()
+        self._is_passed_on = False
+        if letter in ",}]:":
+            return Status.WRONG
+        if letter not in '"{[':
+            self._place = _Place.SCALAR
+            self._token.append(letter)
+            return Status.MORE
+        self._place = _Place.VALUE
+        if self._key in _ARGUMENT_KEYS and letter == "{" and self._name is not None and not self._has_arguments:
+            self._start()
+            self._is_passed_on = True
+        return self._in_value(letter)
+
+    def _in_value(self, letter: str) -> Status:
+        status = self._extent.feed(letter)
+        if status is Status.WRONG:
+            return status
+        if self._is_passed_on:
+            self._output.arguments(letter)
+        else:
+            self._token.append(letter)
+        if status is Status.MORE:
+            return status
+        return Status.MORE if self._end_value() else Status.WRONG
+
+    def _end_value(self) -> bool:
+        """Take a whole value; return False if the object can be no call."""
+        self._place = _Place.AFTER_VALUE
+        text = "".join(self._token)
+        if self._is_passed_on:
+            self._has_arguments = True
+        elif self._key == "name" and self._name is None:
+            self._name = _string(text)
+            return bool(self._name)
+        elif self._key in _ARGUMENT_KEYS and not self._has_arguments and self._arguments is None:
+            self._arguments = _arguments(text)
+        if self._name is not None and self._arguments is not None and not self._has_arguments:
+            self._send_arguments(self._arguments)
+        return True
+
+    def _after_value(self, letter: str) -> Status:
+        if letter in _SPACE:
+            return Status.MORE
+        if letter == ",":
+            self._place = _Place.KEY_OR_END
+            return Status.MORE
+        return self._end() if letter == "}" else Status.WRONG
+
+    def _end(self) -> Status:
+        if self._name is None or (self._needs_arguments and not self._has_arguments and self._arguments is None):
+            return Status.WRONG
+        if not self._has_arguments:
+            self._send_arguments(self._arguments or "{}")
+        return Status.DONE
+
+    def _send_arguments(self, text: str) -> None:
+        self._start()
+        self._output.arguments(text)
+        self._has_arguments = True
+
+    def _start(self) -> None:
+        if self._name is not None and not self._is_started:
+            self._is_started = True
+            self._output.start(self._name)
+
+
+class CallListReader:
+    """Reads a JSON list of call objects."""
+
+    def __init__(self, output: PieceCollector) -> None:
+        self._output = output
+        self._before: list[str] = []  # of the list, since the last call
+        self._is_open = False
+        self._call: CallObjectReader | None = None
+
+    @property
+    def unread(self) -> str:
+        """What has been read since the last call if none began after it."""
+        if self._call is None:
+            return "".join(self._before) if not self._output.num_calls else ""
+        return "".join(self._before) + self._call.unread if self._call.unread else ""
+
+    def feed(self, letter: str) -> Status:
+        """Read a letter."""
+        if self._call is not None:
+            status = self._call.feed(letter)
+            if status is Status.DONE:
+                self._call = None
+                self._before.clear()
+            return Status.MORE if status is Status.DONE else status
+        if letter == "{" and self._is_open:
+            self._call = CallObjectReader(self._output)
+            return self._call.feed(letter)
+        if letter == "[" and not self._is_open:
+            self._is_open = True
+        elif letter == "]" and self._is_open:
+            return Status.DONE
+        elif letter not in _SPACE and not (letter == "," and self._is_open):
+            return Status.WRONG
+        self._before.append(letter)
+        return Status.MORE
+
+
+def _string(text: str) -> str | None:
+    try:
+        found = json.loads(text)
+    except ValueError:
+        return None
+    return found if isinstance(found, str) else None
+
+
+def _arguments(text: str) -> str:
+    """Return arguments that are no object as one: some models write an object as a string, or null."""
+    if text.startswith("{"):
+        return text
+    inner = (_string(text) or "").strip()
+    return inner if inner.startswith("{") else "{}"

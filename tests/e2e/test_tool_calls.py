@@ -1,0 +1,106 @@
+"""Forced tool calls over the handoff: whole, streamed, and with the decode worker killed in mid-stream."""
+
+from __future__ import annotations
+
+import json
+
+import jsonschema
+import openai
+import pytest
+
+from kvferry.local import LocalCluster
+from tests.support.json_model import write_json_model
+
+pytestmark = [pytest.mark.e2e, pytest.mark.slow]
+
+TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}{{ m.content }} {% endfor %}"
+)
+PARAMETERS = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string", "maxLength": 20},
+        "days": {
+            "type": "array",
+            "items": {"type": "integer", "minimum": 1000, "maximum": 9999},
+            "minItems": 40,
+            "maxItems": 40,
+        },
+    },
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+CHAT = {
+    "messages": [{"role": "user", "content": "The ferry"}],
+    "tools": TOOLS,
+    "seed": 7,
+    "max_tokens": 900,
+    "temperature": 1.0,
+}
+
+
+@pytest.fixture(scope="module")
+def served(cluster_config, serve, tmp_path_factory, eventually):
+    folder = write_json_model(tmp_path_factory.mktemp("tool-model"))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
+    overrides = (f"model.name={folder}", "connector.transports=[shm]", "local.num_prefill=1", "local.num_decode=1")
+    logs = tmp_path_factory.mktemp("tools")
+    with (
+        LocalCluster(cluster_config(*overrides), supervise=True, log_dir=logs) as cluster,
+        serve("tools", cluster) as found,
+    ):
+        yield found
+        eventually(lambda: not found.held(), f"release of {found.held()}")
+
+
+@pytest.fixture
+def client(served):
+    with openai.OpenAI(base_url=f"{served.cluster.base_url}/v1", api_key="none", max_retries=0) as found:
+        found.model = next(iter(found.models.list())).id
+        yield found
+
+
+def streamed(events, after_pieces=None):
+    """Return name, arguments and finish reason of a stream's only call; ``after_pieces`` = (number, what to do then)."""
+    name, pieces, reason = "", [], None
+    for event in events:
+        (choice,) = event.choices
+        for call in choice.delta.tool_calls or ():
+            assert call.index == 0
+            name += call.function.name or ""
+            pieces.append(call.function.arguments)
+        reason = choice.finish_reason or reason
+        if after_pieces is not None and len(pieces) >= after_pieces[0]:
+            after_pieces[1]()
+            after_pieces = None
+    assert after_pieces is None, "the stream ended too soon"
+    return name, "".join(pieces), reason
+
+
+def test_a_named_call_always_parses_whole_and_streamed(client):
+    answer = client.chat.completions.create(model=client.model, tool_choice=NAMED, **CHAT)
+    (choice,) = answer.choices
+    (call,) = choice.message.tool_calls
+    assert (choice.finish_reason, choice.message.content, call.function.name) == ("stop", None, "weather")
+    jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+    assert answer.usage.model_extra["kv_transfer"]["transferred_tokens"] > 0
+    events = client.chat.completions.create(model=client.model, tool_choice=NAMED, stream=True, **CHAT)
+    assert streamed(events) == ("weather", call.function.arguments, "stop")
+
+
+def test_required_calls_always_parse(client):
+    fields = CHAT | {"parallel_tool_calls": False}
+    (choice,) = client.chat.completions.create(model=client.model, tool_choice="required", **fields).choices
+    (call,) = choice.message.tool_calls
+    assert choice.finish_reason == "tool_calls"
+    jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+
+
+def test_a_stream_of_a_call_goes_on_after_its_decode_worker_is_killed(client, served):
+    expected = streamed(client.chat.completions.create(model=client.model, tool_choice=NAMED, stream=True, **CHAT))
+    events = client.chat.completions.create(model=client.model, tool_choice=NAMED, stream=True, **CHAT)
+    assert streamed(events, after_pieces=(20, lambda: served.cluster.kill("decode-0"))) == expected
+    served.cluster.wait_until_ready()

@@ -1,0 +1,179 @@
+"""Chats with tools through the router, answered by scripted workers."""
+
+import json
+
+import pytest
+
+from core.errors import ConfigError
+from core.model.tokenizer import Tokenizer
+from core.wire.messages import Generate
+from router.openai.served_model import ServedModel
+
+TEMPLATE = (
+    "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
+    "{% for message in messages %}<{{ message.role }}>{{ message.content }}"
+    "{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}{% endfor %}"
+    "{% if reasoning_effort %}[{{ reasoning_effort }}]{% endif %}<assistant>{{ '</think>' if false }}"
+)
+USER = [{"role": "user", "content": "hi"}]
+PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
+EARLIER = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+
+
+@pytest.fixture
+async def with_tools(start_router, write_tiny_files, tmp_path):
+    files = write_tiny_files(tmp_path)
+    object.__setattr__(files, "chat_template", TEMPLATE)
+    under_test = await start_router(has_http=False, model=ServedModel(name="tiny", tokenizer=Tokenizer(files)))
+    await under_test.pair()
+
+    async def ask(text, **fields):
+        for worker in under_test.workers:
+            worker.script.text = text
+        body = {"messages": USER, "max_tokens": 150, **fields}
+        async with under_test.client() as client:
+            return await client.post("/v1/chat/completions", json=body)
+
+    ask.under_test = under_test
+    return ask
+
+
+def joined(events):
+    """Return what an OpenAI client makes of a stream: content, reasoning, calls, and the finish reason."""
+    content, reasoning, calls, reason = "", "", {}, None
+    for event in events:
+        if event == "[DONE]":
+            continue
+        (choice,) = event["choices"]
+        delta = choice["delta"]
+        content += delta.get("content", "")
+        reasoning += delta.get("reasoning_content", "")
+        for call in delta.get("tool_calls", ()):
+            known = calls.setdefault(
+                call["index"], {"id": call.get("id"), "type": call.get("type"), "name": "", "arguments": ""}
+            )
+            known["name"] += call["function"].get("name", "")
+            known["arguments"] += call["function"]["arguments"]
+        reason = choice["finish_reason"] or reason
+    return content, reasoning, list(calls.values()), reason
+
+
+async def both(ask, sse_events, text, **fields):
+    """Return the whole answer and the joined stream in one form; they must agree."""
+    response = await ask(text, **fields)
+    assert response.status_code == 200, response.text
+    whole = response.json()
+    (choice,) = whole["choices"]
+    message = choice["message"]
+    calls = [
+        {"id": call["id"], "type": call["type"], "name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        for call in message.get("tool_calls", ())
+    ]
+    streamed = joined(sse_events((await ask(text, stream=True, **fields)).text))
+    found = (message["content"] or "", message.get("reasoning_content", ""), calls, choice["finish_reason"])
+    for call in (*calls, *streamed[2]):
+        assert call.pop("id").startswith("call_")
+    assert streamed == found
+    return found
+
+
+async def test_a_call_is_split_off_and_ends_the_choice(with_tools, sse_events):
+    content, reasoning, calls, reason = await both(with_tools, sse_events, f"<think>hm</think>I look.\n{CALL}", tools=TOOLS)
+    assert (content, reasoning, reason) == ("I look.", "hm", "tool_calls")
+    assert calls == [{"type": "function", "name": "weather", "arguments": '{"city": "Oslo"}'}]
+
+
+async def test_an_answer_without_a_call_is_text(with_tools, sse_events):
+    assert await both(with_tools, sse_events, "hello < you", tools=TOOLS) == ("hello < you", "", [], "stop")
+
+
+async def test_without_tools_a_call_is_text(with_tools, sse_events):
+    assert (await both(with_tools, sse_events, CALL))[0] == CALL
+    assert (await both(with_tools, sse_events, CALL, tools=TOOLS, tool_choice="none"))[0] == CALL
+
+
+async def test_one_call_only_if_they_may_not_be_parallel(with_tools, sse_events):
+    assert len((await both(with_tools, sse_events, CALL + CALL, tools=TOOLS))[2]) == 2
+    assert len((await both(with_tools, sse_events, CALL + CALL, tools=TOOLS, parallel_tool_calls=False))[2]) == 1
+
+
+async def test_a_named_call_is_forced_by_a_grammar(with_tools, sse_events):
+    named = {"type": "function", "function": {"name": "weather"}}
+    found = await both(with_tools, sse_events, '{"city": "Oslo"}', tools=TOOLS, tool_choice=named)
+    assert found == ("", "", [{"type": "function", "name": "weather", "arguments": '{"city": "Oslo"}'}], "stop")
+    generate = next(item for item in with_tools.under_test.workers[0].received if isinstance(item, Generate))
+    assert json.loads(generate.sampling.structured_output.value) == PARAMETERS
+
+
+async def test_required_calls_are_a_list(with_tools, sse_events):
+    text = '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
+    found = await both(with_tools, sse_events, text, tools=TOOLS, tool_choice="required")
+    assert found == ("", "", [{"type": "function", "name": "weather", "arguments": '{"city": "Oslo"}'}], "tool_calls")
+
+
+async def test_tools_earlier_calls_and_effort_are_rendered(with_tools):
+    history = [
+        *USER,
+        {"role": "assistant", "content": None, "tool_calls": [EARLIER]},
+        {"role": "tool", "tool_call_id": "call_1", "content": "rain"},
+    ]
+    response = await with_tools("ok", messages=history, tools=TOOLS, reasoning_effort="high", return_token_ids=True)
+    async with with_tools.under_test.client() as client:
+        text = await client.post("/detokenize", json={"tokens": response.json()["prompt_token_ids"]})
+    prompt = text.json()["prompt"]
+    assert prompt.startswith('<tools>[{"type": "function", "function": {"name": "weather"')
+    assert '<assistant><tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><tool>rain[high]' in prompt
+
+
+async def test_a_template_without_tools_refuses_them(served):
+    async with served.client() as client:
+        response = await client.post("/v1/chat/completions", json={"messages": USER, "tools": TOOLS})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "tools"
+    assert "does not use tools" in response.json()["error"]["message"]
+
+
+async def prompt_of(under_test, **fields):
+    """Return the prompt of a chat as text."""
+    async with under_test.client() as client:
+        response = await client.post("/v1/chat/completions", json={"max_tokens": 9, "return_token_ids": True, **fields})
+        assert response.status_code == 200, response.text
+        text = await client.post("/detokenize", json={"tokens": response.json()["prompt_token_ids"]})
+    return text.json()["prompt"]
+
+
+async def test_a_template_without_tools_has_them_described_if_the_settings_say_so(start_router):
+    under_test = await start_router(has_http=False, tools_in_prompt="hermes")
+    for role in ("prefill", "decode"):
+        await under_test.add(role, max_model_len=2048)
+    history = [*USER, {"role": "assistant", "tool_calls": [EARLIER]}, {"role": "tool", "content": "rain"}]
+    prompt = await prompt_of(under_test, messages=history, tools=TOOLS)
+    assert '<tools>\n{"type":"function","function":{"name":"weather"' in prompt
+    assert '<tool_call>\n{"name":"weather","arguments":{"city":"Oslo"}}\n</tool_call>' in prompt
+    assert "<tool_response>\nrain\n</tool_response>" in prompt
+    assert "<tools>" not in await prompt_of(under_test, messages=USER, tools=TOOLS, tool_choice="none")
+
+
+async def test_the_format_of_calls_is_a_setting(start_router, write_tiny_files, tmp_path):
+    files = write_tiny_files(tmp_path)
+    object.__setattr__(files, "chat_template", TEMPLATE)
+    model = ServedModel(name="tiny", tokenizer=Tokenizer(files))
+    under_test = await start_router(has_http=False, model=model, tool_format="pythonic")
+    for worker in await under_test.pair():
+        worker.script.text = "[weather(city='Oslo')]"
+    async with under_test.client() as client:
+        response = await client.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 150, "tools": TOOLS})
+    (call,) = response.json()["choices"][0]["message"]["tool_calls"]
+    assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+
+
+async def test_an_unknown_format_of_calls_ends_the_start(start_router):
+    with pytest.raises(ConfigError, match=r"router\.tool_format = 'nope': no such format; known: auto, .*hermes"):
+        await start_router(has_http=False, tool_format="nope")
+
+
+async def test_hidden_reasoning_is_left_out(with_tools, sse_events):
+    found = await both(with_tools, sse_events, "<think>hm</think>yes", include_reasoning=False)
+    assert found == ("yes", "", [], "stop")

@@ -1,0 +1,174 @@
+"""Tool-call parsers: what they find, and that no cut of the text changes it."""
+
+import json
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from core.errors import ConfigError
+from router.tools.formats import (
+    FUNCTIONARY,
+    HERMES,
+    LLAMA3_JSON,
+    MISTRAL,
+    PYTHONIC,
+    REQUIRED,
+    ToolFormat,
+    tool_format,
+)
+from router.tools.output import CallArguments, CallStart, Piece, join
+
+OSLO = '{"city": "Oslo", "days": [1, {"two": "}]\\""}]}'
+HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
+
+
+def call(index: int, name: str, arguments: str) -> list[Piece]:
+    return [CallStart(index, name), CallArguments(index, arguments)]
+
+
+CASES: dict[str, tuple[ToolFormat, str, list[Piece]]] = {
+    "plain text": (HERMES, "  It is < 5 \n", ["  It is < 5 \n"]),
+    "one call": (HERMES, HERMES_CALL, call(0, "weather", OSLO)),
+    "text, two calls, text": (
+        HERMES,
+        f"I look.\n{HERMES_CALL}\n{HERMES_CALL}\n\nDone",
+        ["I look.", *call(0, "weather", OSLO), *call(1, "weather", OSLO), "\n\nDone"],
+    ),
+    "arguments before the name": (
+        HERMES,
+        '<tool_call>{"arguments": {"a": 1}, "id": "x", "name": "f"}</tool_call>',
+        call(0, "f", '{"a": 1}'),
+    ),
+    "no arguments": (HERMES, '<tool_call>{"name": "f"}</tool_call>', call(0, "f", "{}")),
+    "null arguments": (HERMES, '<tool_call>{"name": "f", "arguments": null}</tool_call>', call(0, "f", "{}")),
+    "arguments as a string": (
+        HERMES,
+        '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
+        call(0, "f", '{"a": 1}'),
+    ),
+    "no call in the tag": (HERMES, "<tool_call> it is called so", ["<tool_call> it is called so"]),
+    "an end without a call": (HERMES, "a </tool_call> b", ["a </tool_call> b"]),
+    "the start of a marker": (HERMES, "a <tool_", ["a <tool_"]),
+    "a marker in a marker": (HERMES, "<tool_<tool_call>" + HERMES_CALL[11:], ["<tool_", *call(0, "weather", OSLO)]),
+    "an open call": (HERMES, HERMES_CALL[:60], call(0, "weather", HERMES_CALL[HERMES_CALL.index(OSLO) : 60])),
+    "an object that is no call": (HERMES, '<tool_call>{"a": 1}', ['<tool_call>{"a": 1}']),
+    "brackets that do not match": (HERMES, '<tool_call>{"a": [}', ['<tool_call>{"a": [}']),
+    "llama json": (LLAMA3_JSON, f'{{"name": "weather", "parameters": {OSLO}}}', call(0, "weather", OSLO)),
+    "llama json, two": (
+        LLAMA3_JSON,
+        '<|python_tag|>{"name": "f", "parameters": {}}; {"name": "g", "parameters": {"a": 1}}',
+        [*call(0, "f", "{}"), *call(1, "g", '{"a": 1}')],
+    ),
+    "llama answers with json": (LLAMA3_JSON, '{"name": "John", "age": 42}', ['{"name": "John", "age": 42}']),
+    "llama text with json": (LLAMA3_JSON, 'So: {"name": "f", "parameters": {}}', ['So: {"name": "f", "parameters": {}}']),
+    "pythonic": (
+        PYTHONIC,
+        "[weather(city='Os\\'lo', days=[1, 2], wet=True, at=null), time()]",
+        [*call(0, "weather", '{"city": "Os\'lo", "days": [1, 2], "wet": true, "at": null}'), *call(1, "time", "{}")],
+    ),
+    "pythonic text": (PYTHONIC, "[1, 2] is a list", ["[1, 2] is a list"]),
+    "pythonic expression": (PYTHONIC, "[f(a=open('x'))]", ["[f(a=open('x'))]"]),
+    "pythonic by position": (PYTHONIC, "[f(1)]", ["[f(1)]"]),
+    "mistral list": (
+        MISTRAL,
+        '[TOOL_CALLS] [{"name": "f", "arguments": {"a": 1}}, {"name": "g", "arguments": {}}]',
+        [*call(0, "f", '{"a": 1}'), *call(1, "g", "{}")],
+    ),
+    "mistral name": (
+        MISTRAL,
+        'Yes.[TOOL_CALLS]f{"a": 1}[TOOL_CALLS]g[CALL_ID]123456789[ARGS]{"b": 2}',
+        ["Yes.", *call(0, "f", '{"a": 1}'), *call(1, "g", '{"b": 2}')],
+    ),
+    "mistral text": (MISTRAL, "[TOOL_CALLS] none", ["[TOOL_CALLS] none"]),
+    "functionary": (
+        FUNCTIONARY,
+        f"<function=weather>{OSLO}</function>\n<function=time>{{}}</function>",
+        [*call(0, "weather", OSLO), *call(1, "time", "{}")],
+    ),
+    "functionary text": (FUNCTIONARY, "<function=weather> is it", ["<function=weather> is it"]),
+    "required": (REQUIRED, f'[{{"name": "weather", "arguments": {OSLO}}} ]', call(0, "weather", OSLO)),
+}
+
+
+def parse(found: ToolFormat, *parts: str) -> list[Piece]:
+    parser = found.parser()
+    pieces = [piece for part in parts for piece in parser.push(part)]
+    return join(pieces + parser.finish())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_finds_text_and_calls(name):
+    found, text, expected = CASES[name]
+    assert parse(found, text) == join(expected)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_no_cut_changes_the_result(name):
+    found, text, _ = CASES[name]
+    whole = parse(found, text)
+    assert parse(found, *text) == whole
+    for first in range(len(text)):
+        assert parse(found, text[:first], text[first:]) == whole
+    for first in range(0, len(text), 5):
+        for second in range(first, len(text), 3):
+            assert parse(found, text[:first], text[first:second], text[second:]) == whole
+
+
+_FRAGMENTS = (
+    *("<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<function=", "</function>", "<|python_tag|>", "[ARGS]", "\n", " ", ";"),
+    *('{"name": "f", "arguments": {', '"a": 1', "}}", "}", "{", "[", "]", '"', "\\", ",", "f(", "a=1", ")", "'", ">", "<", "x"),
+)
+
+
+@given(st.lists(st.sampled_from(_FRAGMENTS), max_size=12), st.sampled_from([case[0] for case in CASES.values()]), st.data())
+@settings(max_examples=400, deadline=None)
+def test_no_text_breaks_a_parser_and_no_cut_changes_it(fragments, found, data):
+    text = "".join(fragments)
+    cut = data.draw(st.integers(0, len(text)))
+    whole = parse(found, text)
+    assert parse(found, text[:cut], text[cut:]) == whole
+    assert parse(found, *text) == whole
+    if not any(isinstance(piece, CallStart) for piece in whole):
+        assert "".join(piece for piece in whole if isinstance(piece, str)) == text
+    indices = [piece.index for piece in whole if isinstance(piece, CallStart)]
+    assert indices == list(range(len(indices)))
+
+
+def test_arguments_are_sent_before_the_call_ends():
+    parser = HERMES.parser()
+    parser.push('<tool_call>{"name": "f", "arguments": {"a": ')
+    assert parser.push("12") == [CallArguments(0, "12")]
+
+
+def test_pieces_do_not_hold_a_letter_twice():
+    long = json.dumps({"text": "words " * 1000})
+    assert parse(HERMES, *f'<tool_call>{{"name": "f", "arguments": {long}}}</tool_call>') == call(0, "f", long)
+
+
+def test_deep_arguments_are_no_call():
+    text = '<tool_call>{"arguments": ' + "[" * 1000
+    assert parse(HERMES, text) == [text]
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [("{{ '<tool_call>' }}", HERMES), ("[TOOL_CALLS]", MISTRAL), ("<|python_tag|>", LLAMA3_JSON), ("{{ messages }}", HERMES)],
+)
+def test_the_template_tells_the_format(template, expected):
+    assert tool_format("auto", template) is expected
+
+
+@pytest.mark.parametrize(("name", "expected"), [("pythonic", PYTHONIC), ("functionary", FUNCTIONARY)])
+def test_a_format_is_found_by_its_entry_point(name, expected):
+    assert tool_format(name) is expected
+
+
+def test_the_automatic_choice_needs_no_entry_points(monkeypatch):
+    monkeypatch.setattr("router.tools.formats.entry_points", lambda group: [])
+    assert tool_format("auto", "[TOOL_CALLS]") is MISTRAL
+
+
+def test_an_unknown_format_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match=r"auto, functionary, hermes"):
+        tool_format("morse")

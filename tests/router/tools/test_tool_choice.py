@@ -1,0 +1,79 @@
+import json
+
+import jsonschema
+import pytest
+
+from core.errors import InvalidRequest
+from router.openai.requests import ChatCompletionRequest, ChatMessage
+from router.openai.tool_choice import earlier_calls, tool_use
+
+CITY = {"$ref": "#/$defs/city"}
+WEATHER = {"type": "object", "properties": {"city": CITY}, "required": ["city"], "$defs": {"city": {"enum": ["Oslo"]}}}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "parameters": WEATHER}},
+    {"type": "function", "function": {"name": "time"}},
+]
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+def use(**fields):
+    return tool_use(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x")], **fields))
+
+
+def test_auto_has_no_form_and_none_has_no_tools():
+    found = use(tools=TOOLS)
+    assert (found.choice, found.form, found.is_parallel, found.definitions) == ("auto", None, True, TOOLS)
+    assert use(tools=TOOLS, tool_choice="none") is None
+    assert use(tools=[], tool_choice="auto") is None
+
+
+def test_a_named_call_is_bound_by_the_function_s_parameters():
+    assert json.loads(use(tools=TOOLS, tool_choice=NAMED).form.value) == WEATHER
+
+
+def test_required_calls_are_bound_by_all_functions_with_their_references():
+    schema = json.loads(use(tools=TOOLS, tool_choice="required").form.value)
+    check = jsonschema.Draft202012Validator(schema)
+    oslo, time = {"name": "weather", "arguments": {"city": "Oslo"}}, {"name": "time", "arguments": {}}
+    assert check.is_valid([oslo, time])
+    for wrong in ([], [{"name": "weather", "arguments": {"city": "Bonn"}}], [{"name": "other", "arguments": {}}]):
+        assert not check.is_valid(wrong)
+    single = use(tools=TOOLS, tool_choice="required", parallel_tool_calls=False).form.value
+    assert not jsonschema.Draft202012Validator(json.loads(single)).is_valid([oslo, time])
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"tools": {}}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1]"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0]"),
+        ({"tools": TOOLS * 65}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
+        ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
+    ],
+)
+def test_what_is_malformed_is_refused_by_name(fields, param):
+    with pytest.raises(InvalidRequest) as refused:
+        use(**fields)
+    assert refused.value.param == param
+
+
+def test_earlier_calls_have_their_arguments_as_objects():
+    calls = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}]
+    assert earlier_calls(calls, "p")[0] == {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "f", "arguments": {"x": 1}},
+    }
+
+
+@pytest.mark.parametrize("wrong", [{}, [1], [{"function": {}}], [{"function": {"name": "f", "arguments": "[1]"}}]])
+def test_malformed_earlier_calls_are_refused(wrong):
+    with pytest.raises(InvalidRequest):
+        earlier_calls(wrong, "messages[0].tool_calls")
