@@ -291,6 +291,7 @@ def settings_of(model: Path) -> KVFerryConfig:
     return load_config(
         assignments=[
             f"model.name={model}",
+            "model.dtype=float32",
             "router.port=0",
             f"cache.memory_bytes={256 << 20}",
             "worker.cpu_threads=1",

@@ -161,6 +161,7 @@ class Suite:
         settings = {
             "model.name": model,
             "model.device": "cpu",
+            "model.dtype": "float32",
             "cache.memory_bytes": 400 << 20,
             "scheduler.max_num_seqs": STREAMS,
             "scheduler.max_num_batched_tokens": step_tokens,
@@ -306,7 +307,7 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--step-tokens", type=int, default=SchedulerSection().max_num_batched_tokens)
+    parser.add_argument("--step-tokens", type=int, default=SchedulerSection().step_tokens)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all figures here")
     arguments = parser.parse_args()

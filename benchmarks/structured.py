@@ -110,7 +110,8 @@ def mask_times(built: BuiltEngine, form: StructuredOutput, outputs: Sequence[Seq
 
 def measure(arguments: argparse.Namespace) -> Outcome:
     torch.set_num_threads(1)
-    config = load_config(overrides={"model.name": arguments.model, "cache.memory_bytes": 512 << 20, "worker.cpu_threads": 1})
+    settings = {"model.name": arguments.model, "model.dtype": "float32", "worker.cpu_threads": 1}
+    config = load_config(overrides=settings | {"cache.memory_bytes": 512 << 20})
     built = build_engine(config, SystemClock())
     num_tokens = 8 if arguments.quick else NUM_TOKENS
     sides: dict[str, StructuredOutput | None] = {"free text": None, **FORMS}

@@ -265,7 +265,8 @@ def measure(sides: Mapping[str, Side], cases: Sequence[Case], repeats: int, seed
 
 def run_round(model: str, cases: Sequence[Case], repeats: int, number: int) -> Seconds:
     """Start all sides, the engine first in every other round, measure them, and end them."""
-    settings = {"model.name": model, "worker.cpu_threads": 1, "cache.memory_bytes": 512 << 20, "router.port": 0}
+    settings: dict[str, object] = {"model.name": model, "model.dtype": "float32", "cache.memory_bytes": 512 << 20}
+    settings |= {"worker.cpu_threads": 1, "router.port": 0}
     cores = sorted(os.sched_getaffinity(0))
     with contextlib.ExitStack() as stack:
         stack.callback(os.sched_setaffinity, 0, cores)

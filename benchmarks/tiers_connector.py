@@ -128,7 +128,8 @@ def store_process(memory_bytes: int) -> Iterator[str]:
 def measure_first_tokens(model: str, num_tokens: int, repeats: int) -> dict[str, tuple[list[float], list[float]]]:
     """Return, for each tier, the times of a prefix that is computed and of one that is loaded."""
     memory_bytes = 1 << 30  # more than all prompts of a run take, so that nothing is evicted
-    settings = [f"model.name={model}", f"cache.memory_bytes={memory_bytes}", f"connector.offload.memory_bytes={memory_bytes}"]
+    memory = [f"cache.memory_bytes={memory_bytes}", f"connector.offload.memory_bytes={memory_bytes}"]
+    settings = [f"model.name={model}", "model.dtype=float32", *memory]
     config = load_config(assignments=[*settings, "connector.name=offload", "scheduler.max_num_batched_tokens=512"])
     found = {}
     with store_process(memory_bytes) as address:

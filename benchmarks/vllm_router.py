@@ -5,7 +5,8 @@
 It needs vLLM's environment (``make install-vllm``). One pair of ``vllm serve`` on CPU with a tiny Llama and the plug-in; both
 ways hand every prompt off. They take turns, request by request, with prompts of 256 tokens, streamed: answers of 1 token and
 of 128. The CPU time is that of our router and both agents together, and that of the proxy (``two_calls_proxy.py``), which
-checks, counts and retries nothing. The time per token is the difference between long and short answers, by token.
+checks, counts and retries nothing. The time per token is the difference between long and short answers, by token; what the
+processes do all the time, such as looks at the servers, is in it, and is measured alone at the end.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import random
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -31,6 +33,7 @@ from tests.support.vllm_pair import vllm_pair, write_served_model
 from tests.support.vllm_server import MODEL
 
 PROMPT_TOKENS, LONG_TOKENS = 256, 128
+IDLE_S = 10.0
 OURS, PROXY = "our router and agents", "proxy, two plain calls"
 
 
@@ -44,6 +47,13 @@ class Way:
     cpu_s: dict[int, list[float]] = field(default_factory=dict)
     first_s: dict[int, list[float]] = field(default_factory=dict)
     total_s: dict[int, list[float]] = field(default_factory=dict)
+    idle_share: float = 0.0  # of one core, without requests
+
+    def measure_idle(self) -> None:
+        """Keep what the processes cost while they have nothing to do: heartbeats, and looks at the servers."""
+        before = self._cpu_s()
+        time.sleep(IDLE_S)
+        self.idle_share = (self._cpu_s() - before) / IDLE_S
 
     def measure(self, prompt: list[int], num_tokens: int) -> None:
         """Serve one request, and keep what it cost."""
@@ -92,6 +102,8 @@ def benchmark(repeats: int, long_tokens: int) -> Outcome:
                     for num_tokens in (1, long_tokens):
                         for way in ways if number % 2 else reversed(ways):
                             way.measure([words.randrange(5, VOCAB_SIZE) for _ in range(PROMPT_TOKENS)], num_tokens)
+                for way in ways:
+                    way.measure_idle()
     return outcome(ways, long_tokens)
 
 
@@ -106,12 +118,20 @@ def outcome(ways: Sequence[Way], long_tokens: int) -> Outcome:
                 way.name,
                 Spread.of(short).show(1, 1e3),
                 Spread.of(per_token).show(0, 1e6),
+                f"{100 * way.idle_share:.1f} %",
                 Spread.of(way.first_s[long_tokens][1:]).show(0, 1e3),
                 Spread.of(way.total_s[long_tokens][1:]).show(0, 1e3),
             ]
         )
-        figures[way.name] = {"cpu_s": way.cpu_s, "first_s": way.first_s, "total_s": way.total_s}
-    columns = ["", "CPU per request, ms", "CPU per token, µs", "to first token, ms", f"{long_tokens} tokens, ms"]
+        figures[way.name] = {"idle_share": way.idle_share, "cpu_s": way.cpu_s, "first_s": way.first_s, "total_s": way.total_s}
+    columns = [
+        "",
+        "CPU per request, ms",
+        "CPU per token, µs",
+        "of a core when idle",
+        "to first token, ms",
+        f"{long_tokens} tokens, ms",
+    ]
     return Outcome([Table(columns, rows)], figures={"goals": [], "ways": figures})
 
 

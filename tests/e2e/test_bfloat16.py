@@ -21,26 +21,24 @@ def answers(served, prompts):
 
 
 @pytest.fixture(scope="module")
-def prompts(corpus):
-    return [corpus[3 * length : 4 * length] for length in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def expected(cluster_config, serve, tmp_path_factory, prompts):
-    """The tokens of one worker that computes each prompt alone."""
+def expected(cluster_config, serve, tmp_path_factory, corpus):
+    """Prompts, each with the tokens of one worker that computes it alone."""
+    prompts = [corpus[3 * length : 4 * length] for length in LENGTHS]
     config = cluster_config("model.dtype=bfloat16", "local.aggregated=true", "local.num_prefill=1", "local.num_decode=1")
     with LocalCluster(config, log_dir=tmp_path_factory.mktemp("alone")) as cluster, serve("aggregated", cluster) as alone:
-        return [answers(alone, [prompt])[0]["choices"][0]["token_ids"] for prompt in prompts]
+        return [(prompt, answers(alone, [prompt])[0]["choices"][0]["token_ids"]) for prompt in prompts]
 
 
 @pytest.mark.parametrize("transport", CELLS)
-def test_handoff_changes_no_token_and_moves_half_of_the_bytes(cluster_config, serve, tmp_path, prompts, expected, transport):
+def test_handoff_changes_no_token_and_moves_half_of_the_bytes(cluster_config, serve, tmp_path, expected, eventually, transport):
     config = cluster_config(
         "model.dtype=bfloat16", f"connector.transports=[{transport}]", "connector.kv_load_failure_policy=fail"
     )
+    prompts = [prompt for prompt, _ in expected]
     with LocalCluster(config, log_dir=tmp_path) as cluster, serve("1p1d", cluster) as served:
         bodies = answers(served, prompts)
-    assert [body["choices"][0]["token_ids"] for body in bodies] == expected
+        eventually(lambda: not served.held(), f"release of {served.held()}")
+    assert [body["choices"][0]["token_ids"] for body in bodies] == [tokens for _, tokens in expected]
     for prompt, body in zip(prompts, bodies, strict=True):
         usage = body["usage"]["kv_transfer"]
         assert (usage["transport"], usage["transferred_tokens"], usage["recomputed_tokens"]) == (transport, len(prompt), 0)

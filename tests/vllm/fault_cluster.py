@@ -12,6 +12,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 
 import psutil
 from prometheus_client.parser import text_string_to_metric_families
@@ -24,6 +25,7 @@ from tests.support.vllm_server import MODEL, VllmServer
 WAIT_S = 120.0  # for what must come; the machine may be busy
 NUM_CLIENTS = 3
 NUM_TOKENS = 40  # of an answer
+REFUSED_S = 0.2  # until a client that was refused asks again
 LENGTHS = (40, 300, 500)  # of prompts, in tokens
 HELD = ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc", "kvferry_held_blocks")
 
@@ -44,7 +46,8 @@ class Load:
             with contextlib.suppress(OSError):  # there is no router
                 stream = self._cluster.stream(max_tokens=NUM_TOKENS)
                 self.streams.append(stream)
-                stream.result(WAIT_S)
+                if stream.result(WAIT_S).status != HTTPStatus.OK:
+                    time.sleep(REFUSED_S)
 
     def wait_for_tokens(self) -> None:
         """Return in the midst of answers of all clients."""
@@ -53,7 +56,7 @@ class Load:
     def wait_for_answers(self, number: int = 2 * NUM_CLIENTS) -> None:
         """Return once so many answers to questions of from now on have ended."""
         now = time.monotonic()
-        wait_until(lambda: sum(each.has_ended for each in list(self.streams) if each.started_at > now) >= number)
+        wait_until(lambda: sum(each.is_done for each in list(self.streams) if each.started_at > now) >= number)
 
     def end(self) -> None:
         """Ask no more, and wait for the last answers."""
@@ -92,7 +95,8 @@ class FaultCluster:
 
     def assert_right(self, stream: Stream, num_tokens: int = NUM_TOKENS) -> None:
         """Check that an answer is whole, without an error, and that of vLLM alone."""
-        assert (stream.status, stream.error, stream.broken, stream.is_done) == (200, None, "", True)
+        found = (stream.status, stream.error, stream.broken, stream.is_done)
+        assert found == (200, None, "", True), found
         assert len(stream.token_ids) == num_tokens
         self.assert_no_wrong_token(stream)
 
@@ -114,8 +118,11 @@ class FaultCluster:
         assert stream.token_ids == answer["choices"][0]["token_ids"]
 
     @contextlib.contextmanager
-    def load(self, *, may_break: bool = False) -> Iterator[Load]:
-        """Ask while something goes wrong; every answer must be right, or without a wrong token if it ``may_break``."""
+    def load(self, *, may_break: bool = False, may_refuse: bool = False) -> Iterator[Load]:
+        """Ask while something goes wrong; every answer must be right, or without a wrong token if it ``may_break``.
+
+        With ``may_refuse`` the router may say, before it begins an answer, that there is no worker.
+        """
         load = Load(self)
         try:
             load.wait_for_tokens()
@@ -125,8 +132,9 @@ class FaultCluster:
         waits = [longest_wait_s(stream) for stream in load.streams]
         self.note("longest wait of a client for a token", max(waits))
         check = self.assert_no_wrong_token if may_break else self.assert_right
+        begun = [stream for stream in load.streams if not (may_refuse and is_refused(stream))]
         with ThreadPoolExecutor(NUM_CLIENTS) as threads:
-            for _ in threads.map(check, load.streams):
+            for _ in threads.map(check, begun):
                 pass
 
     def note(self, what: str, seconds: float) -> None:
@@ -210,6 +218,11 @@ def metric_at(url: str, name: str, **labels: str) -> float:
         families = list(text_string_to_metric_families(response.read().decode()))
     samples = [sample for family in families for sample in family.samples if sample.name == name]
     return sum(sample.value for sample in samples if labels.items() <= sample.labels.items())
+
+
+def is_refused(stream: Stream) -> bool:
+    """Return whether the router has said, instead of an answer, that there is no worker."""
+    return stream.status == HTTPStatus.SERVICE_UNAVAILABLE and (stream.error or {}).get("code") == "no_worker"
 
 
 def longest_wait_s(stream: Stream) -> float:

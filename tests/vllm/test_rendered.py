@@ -131,28 +131,30 @@ def test_calls_and_results_of_tools_in_the_history(both, new_words):
     ids="-".join,
 )
 def test_a_stream_says_the_same(routed, servers, new_words, fields):
-    body = chat(new_words(), **fields, stream=True)
+    body = chat(new_words(), **fields, stream=True, stream_options={"include_usage": True})
     ours = streamed(routed.base_url, body)
     assert ours == streamed(servers[1].base_url, body | {"cache_salt": "alone"})
     assert any(ours[:2])
 
 
 def streamed(base_url, body):
-    """Return text, calls by their numbers, and the last reason of a stream that ends well."""
-    text, calls, reason, is_done = "", {}, None, False
+    """Return text, calls by their numbers, the last reason and the number of tokens of a stream that ends well."""
+    text, calls, reason, is_done, usage = "", {}, None, False, {}
     with httpx.stream("POST", base_url + CHAT, json=body, timeout=120) as answer:
         for line in answer.iter_lines():
             is_done = is_done or line == "data: [DONE]"
             if not line.startswith("data: {"):
                 continue
-            for choice in json.loads(line[6:])["choices"]:
+            chunk = json.loads(line[6:])
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
                 text += choice["delta"].get("content") or ""
                 for call in choice["delta"].get("tool_calls") or ():
                     said = (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
                     calls[call["index"]] = calls.get(call["index"], "") + said
                 reason = choice["finish_reason"] or reason
     assert is_done
-    return text, calls, reason
+    return text, calls, reason, usage["prompt_tokens"], usage["completion_tokens"]
 
 
 def test_completions_under_a_grammar(both, new_words):

@@ -127,7 +127,7 @@ def test_server_is_slow(faulty, tmp_path, name):
 
 @EITHER
 def test_the_only_agent_of_a_role_is_killed_and_started_again(faulty, name):
-    with faulty.without("p1", "d1"), faulty.load() as load:
+    with faulty.without("p1", "d1"), faulty.load(may_refuse=True) as load:
         faulty.routed.kill(name)
         faulty.routed.start_agent(name)
         load.wait_for_answers()
@@ -135,7 +135,8 @@ def test_the_only_agent_of_a_role_is_killed_and_started_again(faulty, name):
 
 @EITHER
 def test_the_only_engine_of_a_role_is_frozen_for_a_while(faulty, name):
-    with faulty.without("p1", "d1"), faulty.load() as load:
+    """Answers that have begun wait for it; new requests are refused until it goes on."""
+    with faulty.without("p1", "d1"), faulty.load(may_refuse=True) as load:
         with faulty.frozen(faulty.core(name).pid):
             wait_until(lambda: faulty.agent_metric("router", "kvferry_workers_stalled"))
         load.wait_for_answers()
@@ -145,7 +146,7 @@ def test_the_only_engine_of_a_role_is_frozen_for_a_while(faulty, name):
 
 
 def test_client_leaves_while_its_request_waits_for_a_worker(faulty):
-    stream = faulty.stream(max_tokens=900)
+    stream = faulty.stream(40, max_tokens=900)
     wait_until(lambda: stream.token_ids)
     for name in ("d0", "d1"):
         faulty.routed.kill(name)
@@ -173,7 +174,7 @@ def test_client_leaves_while_blocks_are_read(faulty):
 
 
 def test_client_leaves_in_the_midst_of_its_answer(faulty):
-    stream = faulty.stream(max_tokens=900)
+    stream = faulty.stream(40, max_tokens=900)
     wait_until(lambda: stream.token_ids)
     stream.leave()
     wait_until(lambda: not faulty.has_work("d0", "d1"))
