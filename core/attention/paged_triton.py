@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from core.attention.base import AttentionSpec, PagedKVCache
+from core.attention.base import AttentionPlan, AttentionSpec, PagedKVCache
 from core.attention.pages import PagesBackend, PagesPlan
 from core.errors import ConfigError
 
@@ -48,6 +48,13 @@ class TritonBackend(PagesBackend):
             seq_lens=torch.ones(num_seqs, dtype=torch.int64, device=device),
             block_tables=torch.zeros(num_seqs, num_blocks, dtype=torch.int64, device=device),
         )
+
+    def write_kv(self, layer: int, key_value: Tensor, plan: AttentionPlan) -> None:
+        """See ``AttentionBackend.write_kv``; one kernel reads the strided view."""
+        if key_value[0].is_contiguous():
+            self._kernels.write_rows(key_value, plan.write_rows, self.cache.layer_rows(layer))
+        else:
+            super().write_kv(layer, key_value, plan)
 
     def _attend_decode(self, layer: int, query: Tensor, spec: AttentionSpec, plan: PagesPlan) -> Tensor:
         rows = self._kernels.DecodeRows(plan.seq_lens, plan.block_tables)

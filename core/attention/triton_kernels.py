@@ -23,7 +23,7 @@ from triton.errors import TritonError
 
 from core.attention.base import AttentionSpec, PagedKVCache
 
-__all__ = ["DecodeRows", "TritonError", "attend_decode"]
+__all__ = ["DecodeRows", "TritonError", "attend_decode", "write_rows"]
 
 _PROGRAMS = 1024  # that keep a large device busy: splits are made until there are as many
 _MAX_SPLITS = 64
@@ -113,6 +113,16 @@ def _merge_splits(
     tl.store(output + row * HEAD_DIM + dims, merged.to(output.dtype.element_ty), mask=dims < HEAD_DIM)
 
 
+@triton.jit
+def _write_rows(source, rows, target, token_stride, WIDTH: tl.constexpr, PADDED: tl.constexpr):  # fmt: skip
+    """Copy the keys or the values of one token, WIDTH elements, to their row of ``target``."""
+    number, columns = tl.program_id(0), tl.arange(0, PADDED)
+    row = tl.load(rows + number)
+    place = source + (number // 2).to(tl.int64) * token_stride + number % 2 * WIDTH
+    read = tl.load(place + columns, mask=columns < WIDTH)
+    tl.store(target + row * WIDTH + columns, read.to(target.dtype.element_ty), mask=columns < WIDTH)
+
+
 @dataclass(frozen=True, slots=True)
 class DecodeRows:
     """The sequences of a step with one query each, on the device.
@@ -155,6 +165,18 @@ def attend_decode(layer: int, query: Tensor, spec: AttentionSpec, cache: PagedKV
             HEAD_DIM=head_dim, PADDED_DIM=padded_dim, PADDED_SPLITS=triton.next_power_of_2(splits), num_warps=2,
         )  # fmt: skip
     return output
+
+
+def write_rows(key_value: Tensor, rows: Tensor, target: Tensor) -> None:
+    """Copy ``key_value`` ``[T, 2, num_kv_heads, head_dim]`` to ``rows``, int64 ``[T * 2]``, of ``target`` ``[_, width]``.
+
+    What a token has lies together; tokens may be strided.
+    """
+    if len(rows):
+        width = target.shape[1]
+        _write_rows[(len(rows),)](
+            key_value, rows, target, key_value.stride(0), WIDTH=width, PADDED=triton.next_power_of_2(width)
+        )  # fmt: skip
 
 
 def _tile(head_dim: int) -> int:

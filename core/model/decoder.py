@@ -15,7 +15,8 @@ from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionPlan, AttentionSpec
 from core.model.arch import ModelArch
-from core.model.layers import RMSNorm, RotaryEmbedding, gelu_and_mul, query_factors, residual_dtype, silu_and_mul
+from core.model.fused_layers import layer_ops
+from core.model.layers import RMSNorm, RotaryEmbedding, gelu_and_mul, query_factors, residual_dtype
 from core.model.linear import Linear
 from core.model.rope import Rope
 
@@ -82,7 +83,10 @@ class Decoder:
         # rounded to the weights' dtype, as the model was trained
         self._embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
         self._residual_dtype = residual_dtype(weights.embedding)
-        self._gate = gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else silu_and_mul
+        self._ops = layer_ops(device, dtype)
+        self._gate = gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else self._ops.silu_and_mul
+        # What normalizes the hidden states after each layer: the next one's norm, or the last of all.
+        self._next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
 
     @property
     def device(self) -> torch.device:
@@ -117,9 +121,10 @@ class Decoder:
         angles = [rotary.angles(positions) for rotary in self._rotaries]
         temperature = self.arch.temperature
         factors = query_factors(temperature, positions, self._weights.embedding.dtype) if temperature is not None else None
-        last_place = self._places[-1]
-        for layer, place in zip(self._weights.layers, self._places, strict=True):
-            query, key_value = self._query_key_value(layer, layer.input_norm(hidden), place.rope, angles)
+        last_place, add_and_normalize = self._places[-1], self._ops.add_and_normalize
+        normed = self._weights.layers[0].input_norm(hidden)
+        for layer, place, next_norm in zip(self._weights.layers, self._places, self._next_norms, strict=True):
+            query, key_value = self._query_key_value(layer, normed, place.rope, angles)
             if factors is not None and place.rope is None:
                 query.mul_(factors)
             plan = plans[place.group_id]
@@ -127,10 +132,10 @@ class Decoder:
             attended = attention.attend(place.index_in_group, query, place.spec, plan)
             if place is last_place and output_rows is not None:
                 hidden, attended = hidden[output_rows], attended[output_rows]
-            hidden.add_(_normalized(layer.output(attended.flatten(1)), layer.attended_norm))
-            gated = self._gate(layer.gate_up(layer.mlp_norm(hidden)))
-            hidden.add_(_normalized(layer.down(gated), layer.mlp_output_norm))
-        return self._weights.norm(hidden)
+            output = _normalized(layer.output(attended.flatten(1)), layer.attended_norm)
+            gated = self._gate(layer.gate_up(add_and_normalize(hidden, output, layer.mlp_norm)))
+            normed = add_and_normalize(hidden, _normalized(layer.down(gated), layer.mlp_output_norm), next_norm)
+        return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
         """Return fp32 logits ``[R, vocab_size]`` of ``hidden`` ``[R, hidden_size]``, rows picked from ``forward``'s result."""
@@ -152,7 +157,7 @@ class Decoder:
             unit = F.rms_norm(query_key, (head_dim,), None, self.arch.rms_norm_eps)
             query_key.copy_(unit.mul_(layer.qk_norm))
         if rope is not None:
-            self._rotaries[rope].rotate_(query_key, *angles[rope])
+            self._ops.rotate_(query_key, *angles[rope])
         return heads[:, :num_heads], heads[:, num_heads:].view(-1, 2, num_kv_heads, head_dim)
 
 

@@ -24,8 +24,8 @@ class RMSNorm:
     """
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
-        self._weight = weight
-        self._eps = eps
+        self.weight = weight
+        self.eps = eps
         self._dtype = dtype
         # rms = sqrt(|x|^2 / n + eps) = hypot(|x|, sqrt(n * eps)) / sqrt(n)
         self._is_composed = weight.device.type == "cpu"
@@ -40,9 +40,13 @@ class RMSNorm:
             exact = hidden.float()
             norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
             return torch.div(exact, torch.hypot(norm, self._floor)).mul_(self._scaled_weight).to(dtype)
-        if hidden.dtype != self._weight.dtype:
-            return F.rms_norm(hidden.float(), self._weight.shape, self._weight, self._eps).to(dtype)
-        return F.rms_norm(hidden, self._weight.shape, self._weight, self._eps).to(dtype)
+        if hidden.dtype != self.weight.dtype:
+            return F.rms_norm(hidden.float(), self.weight.shape, self.weight, self.eps).to(dtype)
+        return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps).to(dtype)
+
+    def keeps(self, dtype: torch.dtype) -> bool:
+        """Return True if hidden states of ``dtype`` are normalized by a weight of that dtype, to that dtype."""
+        return self.weight.dtype == dtype and self._dtype in (None, dtype)
 
 
 def residual_dtype(weights: Tensor) -> torch.dtype:
@@ -84,10 +88,11 @@ class RotaryEmbedding:
         angles = positions[:, None, None] * self._inv_freq
         return angles.cos().to(self._dtype), angles.sin().mul_(self._signs).to(self._dtype)
 
-    def rotate_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """Rotate ``heads`` ``[T, num_heads, head_dim]`` in place; a strided view is fine."""
-        swapped = torch.roll(heads, self._half, dims=-1)
-        heads.mul_(cos).addcmul_(swapped, sin)
+
+def rotate_(heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """Rotate ``heads`` ``[T, num_heads, head_dim]`` in place, by ``RotaryEmbedding.angles``; a strided view is fine."""
+    swapped = torch.roll(heads, heads.shape[-1] // 2, dims=-1)
+    heads.mul_(cos).addcmul_(swapped, sin)
 
 
 def inverse_frequencies(head_dim: int, rope: Rope) -> Tensor:
