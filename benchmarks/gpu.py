@@ -253,6 +253,7 @@ class GpuBenchmark:
         text = f"{found.wall_ms:.2f} ms a step, scheduler {found.scheduler_ms:.2f} ms"
         if idle is not None:
             hidden = "hidden" if idle <= AIMS["idle"] else "NOT hidden"
+            self._report.aim_at(f"host: {bench.shape.name}, device idle", idle, AIMS["idle"], is_met=idle <= AIMS["idle"])
             text += f", device idle {100 * idle:.1f} %: {hidden}"
         self._report.add("host", f"{bench.shape.name} batch {self._plan.host_batch}", text)
         self._report.keep("host", bench.shape.name, asdict(found) | {"idle_share": idle})
@@ -331,7 +332,7 @@ def save(report: Report, path: Path | None, options: argparse.Namespace, begin: 
     if path is None:
         return
     content = {"device": report.device, "torch": torch.__version__, "seconds_in_all": time.monotonic() - begin}
-    content |= {"smoke": options.smoke, "set": options.set, "aims": AIMS, "notes": report.notes, **report.figures}
+    content |= {"smoke": options.smoke, "set": options.set, "goals": report.goals, "notes": report.notes, **report.figures}
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(content, indent=1) + "\n")
 

@@ -175,19 +175,25 @@ def measure_pair(model: Path, shape: Shape, size: PairSize, device: str, transpo
     process.start()
     theirs.close()
     try:
-        host = Host("decode", overrides)
-        try:
-            _expect(ours, "ready")
-            return _Pair(host, ours, shape, size, device).measure()
-        finally:
-            host.stop()
+        return _measure_as_decode_worker(overrides, ours, shape, size, device)
     finally:
         ours.close()  # ends the other process
         process.join(TIMEOUT_S)
         if process.is_alive():
             process.kill()
             process.join()
-        release_memory()
+        release_memory()  # that worker's engine is unreachable by now
+
+
+def _measure_as_decode_worker(
+    overrides: dict[str, object], pipe: Connection, shape: Shape, size: PairSize, device: str
+) -> PairResult:
+    host = Host("decode", overrides)
+    try:
+        _expect(pipe, "ready")
+        return _Pair(host, pipe, shape, size, device).measure()
+    finally:
+        host.stop()
 
 
 def serve_prefill(pipe: Connection, overrides: dict[str, object]) -> None:

@@ -32,6 +32,7 @@ class Report:
     deadline: float
     wanted: frozenset[str]
     rows: list[tuple[str, str, str, str]] = field(default_factory=list)  # what, found, of the ceiling, aim
+    goals: list[dict[str, Any]] = field(default_factory=list)  # of all aims: name, value, goal, unit, met
     figures: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     num_failures: int = 0
@@ -44,7 +45,13 @@ class Report:
     def add(self, section: str, case: str, found: str, share: float | None = None, aim: float | None = None) -> None:
         """Note one figure; ``share`` is that of its ceiling."""
         aimed = "" if aim is None or share is None else f"{100 * aim:.0f} % {'reached' if share >= aim else 'MISSED'}"
+        if aim is not None and share is not None:
+            self.aim_at(f"{section}: {case}", share, aim, is_met=share >= aim)
         self.rows.append((f"{section}: {case}", found, "" if share is None else f"{100 * share:.1f} %", aimed))
+
+    def aim_at(self, name: str, share: float, aim: float, *, is_met: bool) -> None:
+        """Note whether an aim is met."""
+        self.goals.append({"name": name, "value": share, "goal": aim, "unit": "share", "met": is_met})
 
     def keep(self, section: str, case: str, value: Any) -> None:  # noqa: ANN401
         """Keep a measurement for the file."""

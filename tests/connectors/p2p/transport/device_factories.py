@@ -34,11 +34,15 @@ def make_tcp_beside_device() -> TcpBesideDevice:
 
 
 class OnGpu:
-    """A transport in a worker whose pool is in video memory; the host memory that the suite looks at shows what is there."""
+    """A transport in a worker whose pool is in video memory; the host memory that the suite looks at shows what is there.
+
+    Rows that the suite has written on the host go to video memory first, with the next call.
+    """
 
     def register(self, regions, staging=None):
         pool, *others = regions
         self.host = torch.frombuffer(pool.buffer, dtype=torch.uint8).view(pool.num_rows, pool.row_bytes)
+        self.shown = self.host.clone()
         self.video = self.host.cuda()
         on_gpu = dataclasses.replace(
             pool,
@@ -51,14 +55,25 @@ class OnGpu:
         super().register([on_gpu, *others], staging)
 
     def poll(self):
+        self._take_what_was_written()
         results = super().poll()
-        self.host.copy_(self.video)
+        self._show()
         return results
 
     def remove_peer(self, peer):
         """The suite looks at the memory before and after: at what is there when this returns, and not at the last poll."""
+        self._take_what_was_written()
         super().remove_peer(peer)
+        self._show()
+
+    def _take_what_was_written(self):
+        for row in (self.host != self.shown).any(1).nonzero().flatten().tolist():
+            self.video[row].copy_(self.host[row])
+            self.shown[row].copy_(self.host[row])
+
+    def _show(self):
         self.host.copy_(self.video)
+        self.shown.copy_(self.host)
 
 
 class TcpOnGpu(OnGpu, TcpTransport):
