@@ -39,6 +39,22 @@ def test_through_router_measures_every_case_on_every_side(run_benchmark, tmp_pat
 
 @pytest.mark.e2e
 @pytest.mark.full
+def test_disaggregation_loads_every_side_and_reports_its_goals(run_benchmark, tmp_path):
+    arguments = ("--quick", "--chunks", "64", "2048", "--repeats", "1")
+    printed = run_benchmark("disaggregation", *arguments, "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["sides"].keys() == {"1P1D", "2 aggregated, 64", "2 aggregated, 2048"}
+    for name, side in figures["sides"].items():
+        assert name in printed
+        assert len(side["intervals"]["long_ttft_ms"]) == 2
+        assert side["intervals"]["quiet_ms"]
+        assert side["intervals"]["busy_ms"]
+        assert side["good"]
+    assert [goal["unit"] for goal in figures["goals"]] == ["ratio"] * 3
+
+
+@pytest.mark.e2e
+@pytest.mark.full
 def test_handoff_measures_transfer_copy_second_token_verification_and_lost_owners(run_benchmark, tmp_path):
     printed = run_benchmark("handoff", "--quick", "--transports", "tcp", "--json", str(tmp_path / "f.json"))
     figures = json.loads((tmp_path / "f.json").read_text())

@@ -1,0 +1,267 @@
+"""What disaggregation buys: the time between tokens of running answers while long prompts arrive, and goodput.
+
+    python benchmarks/disaggregation.py [--goals] [--chunks 64 256 2048] [--json FILE] [--markdown] [--quick]
+
+Real processes on the same cores for each side: one prefill and one decode worker (1P1D), or two aggregated workers that cut
+prompts into chunks of so many tokens (``scheduler.max_num_batched_tokens``). Each worker has one thread, pinned to a core of
+its own if there are two or more; router and load are spread over all cores, on what the workers leave.
+
+ITL: some streams decode, once alone, and once while prompts of 1,024 tokens arrive one after another; then the gaps between
+tokens from the first arrival to the end of the last long answer count. The long prompts' rate is a share of what one worker
+can compute, so all sides are offered the same work.
+
+Goodput: requests of drawn lengths arrive by chance (Poisson). A request is good if its first token comes within the SLO of the
+first token, and the mean time between its tokens is within the SLO of tokens; both are multiples of what one idle worker takes,
+measured in the same run. ``--goals`` leaves goodput out and measures the chunks that decide the goals.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import random
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+
+from common import Machine, Outcome, Table, make_parser, publish
+
+from core.config import load_config
+from kvferry.bench.client import RequestResult, Target
+from kvferry.bench.load import run_load
+from kvferry.bench.workload import FIRST_TOKEN_ID, BenchRequest
+from kvferry.local import LocalCluster
+
+UNCHUNKED = 2048  # tokens: no prompt here is longer
+CHUNKS = (64, 128, 256, 512, 1024, UNCHUNKED)
+GOAL_CHUNKS = (64, 256, UNCHUNKED)
+TIMEOUT_S = 300.0
+UNCHUNKED_GOAL, CHUNKED_GOAL, IDLE_GOAL = 10.0, 2.0, 1.2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Size:
+    """How much of everything is sent."""
+
+    num_streams: int = 4
+    stream_prompt: int = 64  # tokens
+    stream_tokens: int = 600
+    long_prompt: int = 1024
+    long_tokens: int = 8
+    num_long: int = 8
+    quiet_tokens: int = 150  # of a stream, with nothing else to do
+    lead_s: float = 2.0  # from the start of the streams to the first long prompt
+    utilization: float = 0.6  # of one worker, by the long prompts
+    num_requests: int = 30  # of a rate of the goodput
+    rates: tuple[float, ...] = (0.4, 0.7, 1.0, 1.3)  # times what one worker can prefill
+    ttft_slo: float = 3.0  # times the first token of the longest prompt on an idle worker
+    itl_slo: float = 2.0  # times the gap between tokens of the streams on an idle worker
+
+
+QUICK = Size(
+    num_streams=1,
+    stream_prompt=8,
+    stream_tokens=60,
+    long_prompt=96,
+    num_long=2,
+    quiet_tokens=20,
+    lead_s=0.0,
+    num_requests=3,
+    rates=(0.5,),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Side:
+    """A cluster. ``chunk``: tokens of a step; of the prefill worker for 1P1D."""
+
+    name: str
+    chunk: int
+    is_aggregated: bool
+
+    def assignments(self, model: str) -> list[str]:
+        shape = ["local.aggregated=true", "local.num_prefill=0"] if self.is_aggregated else ["local.num_prefill=1"]
+        num_decode = 2 if self.is_aggregated else 1
+        return [
+            *shape,
+            f"local.num_decode={num_decode}",
+            f"model.name={model}",
+            f"scheduler.max_num_batched_tokens={self.chunk}",
+            "model.dtype=float32",
+            "worker.cpu_threads=1",
+            f"cache.memory_bytes={512 << 20}",
+            "router.port=0",
+        ]
+
+
+def sides(chunks: Sequence[int]) -> list[Side]:
+    """Return 1P1D and two aggregated workers with each chunk."""
+    return [Side("1P1D", UNCHUNKED, False), *(Side(f"2 aggregated, {chunk}", chunk, True) for chunk in chunks)]
+
+
+@dataclass(slots=True)
+class Intervals:
+    """Gaps between tokens in milliseconds, without and with long prompts, and the first tokens of the long ones."""
+
+    quiet_ms: list[float] = field(default_factory=list)
+    busy_ms: list[float] = field(default_factory=list)
+    long_ttft_ms: list[float] = field(default_factory=list)
+
+
+class Load:
+    """Sends requests with prompts that no two share."""
+
+    def __init__(self, cluster: LocalCluster, model: str, size: Size, seed: int) -> None:
+        self._target = Target(base_url=cluster.base_url, model=model)
+        self._size = size
+        self._random = random.Random(seed)
+
+    def prompt(self, num_tokens: int) -> tuple[int, ...]:
+        return tuple(self._random.randrange(FIRST_TOKEN_ID, 10_000) for _ in range(num_tokens))
+
+    def send(self, requests: Sequence[BenchRequest]) -> list[RequestResult]:
+        """Return the results. Raises: RuntimeError if a request failed."""
+        results, _ = asyncio.run(run_load(self._target, requests, concurrency=None, timeout_s=TIMEOUT_S))
+        errors = [result.error for result in results if result.error]
+        if errors:
+            raise RuntimeError(f"{len(errors)} of {len(results)} requests failed: {errors[0]}")
+        return results
+
+    def alone_s(self) -> float:
+        """Return the time to the first token of a long prompt, with nothing else to do."""
+        times = [self.send([BenchRequest(0.0, self.prompt(self._size.long_prompt), 2)])[0].ttft_s for _ in range(3)]
+        return statistics.median(seconds or 0.0 for seconds in times)
+
+    def intervals(self, prefill_s: float) -> Intervals:
+        """Run the streams alone, and once more beside long prompts."""
+        size = self._size
+        found = Intervals(
+            quiet_ms=[1e3 * gap for result in self.send(self._streams(size.quiet_tokens)) for gap in result.itl_s]
+        )
+        arrivals = [size.lead_s + number * prefill_s / size.utilization for number in range(size.num_long)]
+        longs = [BenchRequest(arrival, self.prompt(size.long_prompt), size.long_tokens) for arrival in arrivals]
+        results = self.send([*self._streams(size.stream_tokens), *longs])
+        answered, long_results = results[: size.num_streams], results[size.num_streams :]
+        found.long_ttft_ms = [1e3 * (result.ttft_s or 0.0) for result in long_results]
+        end = max(result.started_s + result.e2e_s for result in long_results)
+        found.busy_ms = [
+            1e3 * gap for result in answered for when, gap in gaps(result) if when - gap >= size.lead_s and when <= end
+        ]
+        return found
+
+    def _streams(self, num_tokens: int) -> list[BenchRequest]:
+        return [BenchRequest(0.0, self.prompt(self._size.stream_prompt), num_tokens) for _ in range(self._size.num_streams)]
+
+    def good_share(self, rate: float, ttft_slo_s: float, itl_slo_s: float) -> float:
+        """Return which share of requests that arrive at ``rate`` per second is good."""
+        size, when = self._size, itertools.accumulate(self._random.expovariate(rate) for _ in range(self._size.num_requests))
+        requests = [
+            BenchRequest(
+                0.05 + arrival,
+                self.prompt(self._random.randint(size.long_prompt // 8, size.long_prompt)),
+                self._random.randint(16, 64),
+            )
+            for arrival in when
+        ]
+        results = self.send(requests)
+        good = [result for result in results if (result.ttft_s or 0.0) <= ttft_slo_s and (result.tpot_s or 0.0) <= itl_slo_s]
+        return len(good) / len(results)
+
+
+def gaps(result: RequestResult) -> list[tuple[float, float]]:
+    """Return when each gap between tokens ended, from the start of the run, and its length, in seconds."""
+    ends = itertools.accumulate(result.itl_s, initial=result.started_s + (result.ttft_s or 0.0))
+    return list(zip(itertools.islice(ends, 1, None), result.itl_s, strict=True))
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+@dataclass(slots=True)
+class Found:
+    """What one side did."""
+
+    intervals: Intervals
+    alone_s: float
+    good: dict[float, float] = field(default_factory=dict)  # by requests per second
+
+
+def measure(side: Side, arguments: argparse.Namespace, size: Size, reference: Found | None) -> Found:
+    """Start the cluster of a side and load it. ``reference``: 1P1D, whose idle times set rates and SLOs for all sides."""
+    print(f"{side.name} ...", file=sys.stderr, flush=True)
+    with LocalCluster(load_config(assignments=side.assignments(arguments.model))) as cluster:
+        load = Load(cluster, arguments.model, size, seed=len(side.name))
+        load.send([BenchRequest(0.0, load.prompt(size.long_prompt), 4) for _ in range(2)])  # warms up
+        alone_s = load.alone_s()
+        prefill_s = reference.alone_s if reference is not None else alone_s
+        found = Found(Intervals(), alone_s)
+        for _ in range(arguments.repeats):
+            one = load.intervals(prefill_s)
+            found.intervals.quiet_ms += one.quiet_ms
+            found.intervals.busy_ms += one.busy_ms
+            found.intervals.long_ttft_ms += one.long_ttft_ms
+        if not arguments.goals:
+            idle_s = statistics.median((reference or found).intervals.quiet_ms) / 1e3
+            for factor in size.rates:
+                rate = factor / prefill_s
+                found.good[rate] = load.good_share(rate, size.ttft_slo * prefill_s, size.itl_slo * idle_s)
+    return found
+
+
+def goals(found: Mapping[Side, Found]) -> list[dict[str, object]]:
+    """Return the aims: how many times better the slowest percent of gaps is with 1P1D."""
+    pair, *others = found
+    ours, unchunked = found[pair].intervals, found[max(others, key=lambda side: side.chunk)].intervals
+    best = min(others, key=lambda side: quantile(found[side].intervals.busy_ms, 0.99))
+    p99 = quantile(ours.busy_ms, 0.99)
+    ratios = [
+        ("ITL p99 under prefills, 1P1D over unchunked", quantile(unchunked.busy_ms, 0.99) / p99, UNCHUNKED_GOAL, True),
+        (f"ITL p99 under prefills, 1P1D over {best.name}",
+         quantile(found[best].intervals.busy_ms, 0.99) / p99, CHUNKED_GOAL, True),
+        ("ITL p50 under prefills over its own idle, 1P1D", statistics.median(ours.busy_ms) / statistics.median(ours.quiet_ms),
+         IDLE_GOAL, False),
+    ]  # fmt: skip
+    return [
+        {"name": name, "value": value, "goal": goal, "unit": "ratio", "met": value >= goal if is_floor else value <= goal}
+        for name, value, goal, is_floor in ratios
+    ]
+
+
+def outcome(found: Mapping[Side, Found]) -> Outcome:
+    def row(side: Side) -> list[str]:
+        intervals = found[side].intervals
+        quiet, busy = intervals.quiet_ms, intervals.busy_ms
+        cells = [statistics.median(quiet), quantile(quiet, 0.99), statistics.median(busy), quantile(busy, 0.99), max(busy)]
+        return [side.name, *(f"{cell:.1f}" for cell in cells), f"{statistics.median(intervals.long_ttft_ms):,.0f}"]
+
+    columns = ("ms", "idle p50", "idle p99", "p50", "p99", "max", "first token of long prompts")
+    tables = [Table(columns, [row(side) for side in found])]
+    rates = sorted({rate for one in found.values() for rate in one.good})
+    if rates:
+        shares = [[side.name, *(f"{100 * found[side].good[rate]:.0f} %" for rate in rates)] for side in found]
+        tables.append(Table(("good requests at requests/s", *(f"{rate:.2f}" for rate in rates)), shares))
+    aims = goals(found)
+    met = [f"{aim['name']}: {aim['value']:.2f} (goal {aim['goal']}): {'met' if aim['met'] else 'MISSED'}" for aim in aims]
+    figures = {side.name: asdict(found[side]) for side in found}
+    return Outcome(tables, met, {"goals": aims, "sides": figures})
+
+
+def main() -> None:
+    parser = make_parser(__doc__ or "", repeats=2)
+    parser.add_argument("--goals", action="store_true", help="only what decides the goals")
+    parser.add_argument("--chunks", type=int, nargs="+", metavar="TOKENS", help="of the aggregated workers")
+    arguments = parser.parse_args()
+    size = QUICK if arguments.quick else Size()
+    machine = Machine.now()
+    found: dict[Side, Found] = {}
+    for side in sides(arguments.chunks or (GOAL_CHUNKS if arguments.goals or arguments.quick else CHUNKS)):
+        found[side] = measure(side, arguments, size, next(iter(found.values()), None))
+    publish(outcome(found), machine, arguments)
+
+
+if __name__ == "__main__":
+    main()
