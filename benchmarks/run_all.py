@@ -62,6 +62,7 @@ BENCHMARKS = (
     Benchmark("photographs"),
     Benchmark("through_router"),
     Benchmark("structured"),
+    Benchmark("router_scale"),
     Benchmark("disaggregation", ("--quick", "--repeats", "1")),
     Benchmark("schema_corpus"),
     Benchmark("first_minutes"),

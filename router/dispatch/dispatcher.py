@@ -163,7 +163,7 @@ class Dispatcher:
         request.finish_reasons[index] = "stop"
         if request.is_finished:
             return [*self._stop_workers(request, "stop"), self._end(request, now)]
-        self._inflight.shrink(request, request.attempt.decode, len(request.live_choices))
+        self._inflight.shrink(request, request.attempt.decode, request.num_live_choices)
         abort = Abort(request_ids=(f"{request.wire_id}/{index}",), reason="stop")
         return [SendToWorker(request.current, abort)] if request.current else []
 
@@ -216,7 +216,7 @@ class Dispatcher:
                 sender.progress.on_success()
                 actions.append(self._end(request, now))
             else:
-                self._inflight.shrink(request, request.attempt.decode, len(request.live_choices))
+                self._inflight.shrink(request, request.attempt.decode, request.num_live_choices)
         return actions
 
     def on_request_failed(self, sender: GenerationWorker, message: RequestFailed, now: float) -> list[DispatchAction]:
@@ -337,7 +337,7 @@ class Dispatcher:
         actions = self._handoffs.keep_or_release(request, decode)
         request.attempt.decode = decode.key
         request.attempt.has_handoff = request.handoff is not None
-        self._inflight.take(request, decode, len(request.live_choices))
+        self._inflight.take(request, decode, request.num_live_choices)
         return [*actions, SendToWorker(decode.key, resuming_generate(request, now))]
 
     def _wait(self, request: RequestState, error: NoWorker | Overloaded, now: float) -> list[DispatchAction]:

@@ -92,7 +92,7 @@ class Placement:
         return Demand(
             num_tokens=request.submission.num_tokens,
             num_prompt_tokens=len(request.submission.prompt_token_ids),
-            num_choices=len(request.live_choices),
+            num_choices=request.num_live_choices,
             avoid=frozenset(request.avoid),
             model_fingerprint=request.submission.model_fingerprint,
             bad_pairs=self._pairs.bad(now),

@@ -177,6 +177,11 @@ class RequestState:
         return [index for index, reason in enumerate(self.finish_reasons) if reason is None]
 
     @property
+    def num_live_choices(self) -> int:
+        """How many choices have not ended."""
+        return self.finish_reasons.count(None)
+
+    @property
     def is_finished(self) -> bool:
         """True if every choice has ended."""
         return None not in self.finish_reasons

@@ -17,6 +17,7 @@ from router.metrics import RouterMetrics
 from router.openai.unknown_fields import ignored_header
 
 _ACCEPTABLE_ID = re.compile(rb"[\x21-\x7e]{1,128}")
+_SEND_KEY = "kvferry_send"
 _STATE_KEY = "kvferry_client_id"
 _IGNORED_KEY = "kvferry_ignored_fields"
 
@@ -38,6 +39,7 @@ class RequestIdMiddleware:
         given = next((value for name, value in scope["headers"] if name == b"x-request-id"), b"")
         request_id = given if _ACCEPTABLE_ID.fullmatch(given) else new_hex_id(self._ids, "req-").encode()
         state: dict[str, Any] = scope.setdefault("state", {})
+        state[_SEND_KEY] = send
         state[_STATE_KEY] = (request_id.decode(), request_id is given)
         path = scope["path"] if scope["path"] in self._paths else "other"
 
@@ -54,6 +56,12 @@ class RequestIdMiddleware:
         if scope["method"] == "HEAD":  # answered as GET; the server leaves the body out
             scope = {**scope, "method": "GET"}
         await self._app(scope, receive, send_with_id)
+
+
+def plain_send(scope: Scope, send: Send) -> Send:
+    """Return the server's own ``send``, for what follows the start of an answer: all that stands between looks at the start."""
+    own: Send = scope["state"].get(_SEND_KEY, send)
+    return own
 
 
 def client_id(scope: Scope, named_in_body: str | None = None) -> str:

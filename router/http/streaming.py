@@ -18,6 +18,8 @@ from core.wire.messages import ErrorInfo
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
 from router.http.errors import RequestFailure, error_body
+from router.http.event_encoder import EventEncoder
+from router.http.middleware import plain_send
 from router.metrics import RouterMetrics
 from router.openai.postprocess import Delta, RequestOutput
 from router.openai.responses import ChatShaper, CompletionShaper
@@ -42,6 +44,7 @@ class HttpAnswer:
         self._generation = generation
         self._output = output
         self._shaper = shaper
+        self._encoder = EventEncoder(shaper, output)
         self._pool = pool
         self._failure: ErrorInfo | None = None
         self._watch = asyncio.create_task(_abort_when_gone(receive, generation))
@@ -75,7 +78,9 @@ class HttpAnswer:
             RequestFailure: the request failed, or the client left.
         """
         deltas = await self._deltas()
-        return await self._shaped(lambda: b"".join([sse.event(chunk) for chunk in self._shaper.chunks(deltas)]))
+        if not self._shaper.is_heavy:
+            return self._encoder.encode(deltas)
+        return await self._shaped(lambda: self._encoder.encode(deltas))
 
     async def _shaped(self, shape: Callable[[], bytes]) -> bytes:
         """Return the result of ``shape``; log-probabilities of a long prompt are encoded on a thread."""
@@ -121,6 +126,7 @@ class EventStream:
         """Send events until the end, an error, or a disconnect."""
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+            send = plain_send(scope, send)
             events = self._first_events
             while not self._answer.is_finished:
                 if events:

@@ -235,6 +235,12 @@ class Shaper:
         """Return the gathered output of each choice."""
         return [self._gathered[index].merged(index) for index in sorted(self._gathered)]
 
+    def differs_in_text_only(self, index: int) -> bool:
+        """Return True if the next event of a choice differs from its last one in nothing but text, until it ends."""
+        options = self._options
+        shows_more = options.logprobs is not None or options.return_token_ids or options.continuous_usage
+        return index in self._started and not shows_more and len(self._output.prompts) == 1
+
     def _is_worth_a_chunk(self, delta: Delta) -> bool:
         return bool(delta.text or delta.finish_reason) or self._shows_tokens(delta)
 
@@ -346,6 +352,10 @@ class ChatShaper(Shaper):
             prompt_token_ids=self._prompt_token_ids(state),
             prompt_logprobs=self._prompt_logprobs(state),
         )
+
+    def differs_in_text_only(self, index: int) -> bool:
+        """See ``Shaper``."""
+        return self.splitting is None and super().differs_in_text_only(index)
 
     def chunks(self, deltas: Sequence[Delta]) -> list[ChatChunk]:
         """Return the events for new deltas; each choice's first event holds its role and no text."""

@@ -39,6 +39,18 @@ def test_through_router_measures_every_case_on_every_side(run_benchmark, tmp_pat
 
 @pytest.mark.e2e
 @pytest.mark.full
+def test_router_is_measured_with_a_worker_that_only_emits(run_benchmark, tmp_path):
+    printed = run_benchmark("router_scale", "--quick", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    (streams,) = figures["streams"]
+    assert streams["num_streams"] == 3
+    assert all(value > 0 for value in streams.values())
+    assert len(figures["goals"]) == 3
+    assert "tokens per second and core" in printed
+
+
+@pytest.mark.e2e
+@pytest.mark.full
 def test_disaggregation_loads_every_side_and_reports_its_goals(run_benchmark, tmp_path):
     arguments = ("--quick", "--chunks", "64", "2048", "--repeats", "1")
     printed = run_benchmark("disaggregation", *arguments, "--json", str(tmp_path / "f.json"))

@@ -1,0 +1,57 @@
+"""Events of plain text, encoded once: in a stream, all but the text is the same in every event of a choice.
+
+Owns which events are such, and the bytes around their text. Does not know the shape of an event: the shaper makes the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+
+from router.dispatch.types import PromptReport
+from router.http import sse
+from router.openai.postprocess import Delta, RequestOutput
+from router.openai.responses import ChatShaper, CompletionShaper
+
+_MARK = "\ue000the text\ue000"  # private characters, which no name or id holds
+_encode = msgspec.json.Encoder().encode
+_ENCODED_MARK = _encode(_MARK)
+
+
+@dataclass(frozen=True, slots=True)
+class _Frame:
+    """The bytes before and after a text, made from what was known of the prompt then."""
+
+    report: PromptReport | None
+    head: bytes
+    tail: bytes
+
+
+class EventEncoder:
+    """Turns the deltas of one stream into the bytes of its events."""
+
+    def __init__(self, shaper: CompletionShaper | ChatShaper, output: RequestOutput) -> None:
+        self._shaper = shaper
+        self._prompts = output.prompts
+        self._frames: dict[int, _Frame] = {}
+
+    def encode(self, deltas: Sequence[Delta]) -> bytes:
+        """Return the events of new output, one for each delta that is worth one."""
+        if len(deltas) == 1 and self._is_plain(deltas[0]):
+            frame = self._frame(deltas[0].index)
+            return frame.head + _encode(deltas[0].text) + frame.tail
+        return b"".join([sse.event(chunk) for chunk in self._shaper.chunks(deltas)])
+
+    def _is_plain(self, delta: Delta) -> bool:
+        return delta.finish_reason is None and delta.text != "" and self._shaper.differs_in_text_only(delta.index)
+
+    def _frame(self, index: int) -> _Frame:
+        report = self._prompts[0].report
+        frame = self._frames.get(index)
+        if frame is None or frame.report is not report:
+            (chunk,) = self._shaper.chunks([Delta(index, _MARK)])
+            head, _, tail = sse.event(chunk).partition(_ENCODED_MARK)
+            frame = self._frames[index] = _Frame(report, head, tail)
+        return frame
