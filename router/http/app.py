@@ -46,6 +46,7 @@ from router.http.uploads import UploadLimit, hold_of
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.unknown_fields import parse_lenient_body
 from router.rendered.bodies import CHAT, COMPLETIONS, MESSAGES, EngineBody
+from router.responses_api.requests import ResponsesRequest
 
 logger = logging.getLogger(__name__)
 
@@ -162,6 +163,11 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
             return await by_engine(data, request)
         return await endpoints.chat(data, _caller(request, data.request_id))
 
+    @post("/v1/responses", dto=StrictBody, status_code=200)
+    async def responses(data: Annotated[ResponsesRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
+        """Answer items of a conversation, by items."""
+        return await endpoints.respond(data, _caller(request, data.request_id))
+
     @post(MESSAGES, status_code=200, include_in_schema=False)
     async def messages(request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer a conversation in Anthropic's form, by the engine."""
@@ -170,7 +176,7 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
             raise NotFoundException(f"{MESSAGES} is served by vLLM engines only, as a JSON object")
         return await by_engine(body, request)
 
-    return [completions, chat_completions, messages]
+    return [completions, chat_completions, responses, messages]
 
 
 def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:

@@ -24,6 +24,7 @@ from router.dispatch.worker_gateway import WorkerGateway
 from router.http.body_checks import check_num_values
 from router.http.errors import RequestFailure
 from router.http.passed_on import PassedOn
+from router.http.responses_answer import ResponsesAnswer
 from router.http.split_answer import SplitAnswer
 from router.http.streaming import EventStream, HttpAnswer
 from router.images.reader import Hold, RequestImageReader
@@ -50,11 +51,16 @@ from router.openai.served_model import ServedModel
 from router.openai.structured import GrammarGate, field_of_form
 from router.openai.text_pool import TextPool
 from router.openai.tool_choice import tool_use
-from router.rendered.bodies import EngineBody, engine_body
+from router.rendered.bodies import CHAT, EngineBody, engine_body
 from router.rendered.legs import TwoLegs
 from router.rendered.renderer import EngineRefusal, EngineRenderer
 from router.rendered.splitting import OutputSplitter
+from router.responses_api.requests import ResponsesRequest, check_responses_supported
+from router.responses_api.shaper import ResponsesOutput, ResponsesShaper
+from router.responses_api.translation import chat_request, in_words_of_responses
 from router.tools.formats import tool_format
+
+_ID_PREFIXES = {CompletionRequest: "cmpl-", ChatCompletionRequest: "chatcmpl-"}
 
 
 class Tokenized(msgspec.Struct, kw_only=True):
@@ -126,6 +132,21 @@ class Endpoints:
 
     async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/chat/completions``. Raises the error that refuses or ends the request."""
+        return await self._chat(request, caller)
+
+    async def respond(self, request: ResponsesRequest, caller: Caller) -> ASGIApp:
+        """Serve ``POST /v1/responses``, as a chat. Raises the error that refuses or ends the request."""
+        check_responses_supported(request)
+        try:
+            chat = chat_request(request)
+            if self.engine_body(CHAT, msgspec.json.encode(chat)) is not None:
+                raise InvalidRequest("vLLM engines serve tools, forms and images through /v1/chat/completions only: use that")
+            return await self._chat(chat, caller, request)
+        except InvalidRequest as error:
+            raise in_words_of_responses(error) from None
+
+    async def _chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None = None) -> ASGIApp:
+        """Serve a chat; ``answers`` is the request that it is the meaning of, if it came by another endpoint."""
         options, limits = await self._check(request)
         tools = tool_use(request)
         prompt = await self._reader.read_chat(request, limits, caller.hold)
@@ -138,7 +159,8 @@ class Endpoints:
         )
         if splitting.needs_special_tokens:
             options = replace(options, skip_special_tokens=False)
-        return await self._generate(request, options, [prompt], limits, caller, splitting)
+        split = splitting if answers is None else ResponsesOutput(answers, splitting)
+        return await self._generate(request, options, [prompt], limits, caller, split)
 
     def engine_body(self, path: str, body: bytes) -> EngineBody | None:
         """Return a body as one for the workers' engines; None if this router serves it, or if engines have no API.
@@ -189,37 +211,42 @@ class Endpoints:
         prompts: list[Prompt],
         limits: ModelLimits,
         caller: Caller,
-        split: EngineBody | ChatOutput | None = None,
+        split: EngineBody | ChatOutput | ResponsesOutput | None = None,
     ) -> ASGIApp:
         """Generate. The answer is split by this router, or by the engine to which ``split`` went."""
         shared = shared_params(request, limits, len(prompts))
         form_field = field_of_form(request)
-        if isinstance(split, ChatOutput) and split.tools is not None and split.tools.form is not None:
-            shared, form_field = msgspec.structs.replace(shared, structured_output=split.tools.form), "tools"
+        splitting = split.splitting if isinstance(split, ResponsesOutput) else split
+        if isinstance(splitting, ChatOutput) and splitting.tools is not None and splitting.tools.form is not None:
+            shared, form_field = msgspec.structs.replace(shared, structured_output=splitting.tools.form), "tools"
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
         await self._grammars.check(shared.structured_output, form_field)
         submissions = [self._submission(request, prompt, shared, limits) for prompt in prompts]
         output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
-        is_chat = isinstance(request, ChatCompletionRequest)
-        envelope = Envelope(
-            id=f"{'chatcmpl' if is_chat else 'cmpl'}-{submissions[0].request_id}",
-            created=int(time.time()),
-            model=self.model,
-        )
-        shaper = (ChatShaper if is_chat else CompletionShaper)(envelope, options, output, self._texts)
-        if isinstance(split, ChatOutput) and isinstance(shaper, ChatShaper):
-            split.answer_id = envelope["id"]
-            shaper.splitting = split
+        kind = "resp_" if isinstance(split, ResponsesOutput) else _ID_PREFIXES[type(request)]
+        envelope = Envelope(id=f"{kind}{submissions[0].request_id}", created=int(time.time()), model=self.model)
+        if isinstance(splitting, ChatOutput):
+            splitting.answer_id = envelope["id"]
+        shaper: CompletionShaper | ChatShaper | ResponsesShaper
+        if isinstance(split, ResponsesOutput):
+            shaper = ResponsesShaper(envelope, options, output, self._texts, split, shared)
+        elif isinstance(request, CompletionRequest):
+            shaper = CompletionShaper(envelope, options, output, self._texts)
+        else:
+            chat_output = splitting if isinstance(splitting, ChatOutput) else None
+            shaper = ChatShaper(envelope, options, output, self._texts, chat_output)
         # Last, because a failure after this would have to abort workers.
         generation = await self.gateway.open(caller.client_id, submissions, caller.trace)
-        if isinstance(split, EngineBody) and isinstance(shaper, ChatShaper):
+        if isinstance(shaper, ResponsesShaper):
+            answer: HttpAnswer = ResponsesAnswer(generation, output, shaper, caller.receive, self._pool)
+        elif isinstance(split, EngineBody) and isinstance(shaper, ChatShaper):
             splitter = self._splitter(split, prompts[0], request)
-            answer: HttpAnswer = SplitAnswer(generation, output, shaper, caller.receive, self._pool, splitter)
+            answer = SplitAnswer(generation, output, shaper, caller.receive, self._pool, splitter)
         else:
             answer = HttpAnswer(generation, output, shaper, caller.receive, self._pool)
         try:
             if options.is_stream:
-                return EventStream(answer, await answer.first(), options, self.metrics)
+                return EventStream(answer, await answer.first(), self.metrics)
             response = await answer.whole()
         except BaseException:
             answer.close()

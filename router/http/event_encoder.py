@@ -14,6 +14,7 @@ from router.dispatch.types import PromptReport
 from router.http import sse
 from router.openai.postprocess import Delta, RequestOutput
 from router.openai.responses import ChatShaper, CompletionShaper
+from router.responses_api.shaper import ResponsesShaper
 
 _MARK = "\ue000the text\ue000"  # private characters, which no name or id holds
 _encode = msgspec.json.Encoder().encode
@@ -32,7 +33,7 @@ class _Frame:
 class EventEncoder:
     """Turns the deltas of one stream into the bytes of its events."""
 
-    def __init__(self, shaper: CompletionShaper | ChatShaper, output: RequestOutput) -> None:
+    def __init__(self, shaper: CompletionShaper | ChatShaper | ResponsesShaper, output: RequestOutput) -> None:
         self._shaper = shaper
         self._prompts = output.prompts
         self._frames: dict[int, _Frame] = {}

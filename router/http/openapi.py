@@ -23,12 +23,14 @@ from router.openai.requests import (
 )
 from router.openai.responses import ChatChunk, ChatCompletion, Completion
 from router.openai.sampling import ID_FIELDS, MAX_ID_CHARACTERS, MAX_LOGPROBS, RANGES
+from router.responses_api.bodies import RESPONSE_EVENTS, ResponseBody
+from router.responses_api.requests import RESPONSES_NEUTRAL, ResponsesRequest
 
 Schema = dict[str, Any]
 
 _REFERENCE = "#/components/schemas/{name}"
-_LENIENT = "ChatMessage"  # open, with everything that it refers to
-_GENERATED = (CompletionRequest, ChatCompletionRequest)
+_LENIENT = ("ChatMessage", "InputItem")  # open, with everything that they refer to
+_GENERATED = (CompletionRequest, ChatCompletionRequest, ResponsesRequest)
 _REFUSALS = {
     400: "The request is wrong; `param` names the field",
     401: "The API key is missing or wrong",
@@ -46,6 +48,7 @@ _NO_JSON_BODY = (401, 404, 431, 500)  # of requests without a body
 _MESSAGES = [{"role": "user", "content": "What is a ferry?"}]
 _EXAMPLES: Mapping[type, Schema] = {
     CompletionRequest: {"prompt": "A ferry is", "max_tokens": 16, "temperature": 0},
+    ResponsesRequest: {"input": "What is a ferry?", "max_output_tokens": 64},
     ChatCompletionRequest: {"messages": _MESSAGES, "max_completion_tokens": 64, "stream": False},
     TokenizeRequest: {"prompt": "A ferry is"},
     DetokenizeRequest: {"tokens": [1, 2, 3]},
@@ -89,13 +92,15 @@ _IGNORED = {"description": "number and names of unknown fields in messages that 
 class Operation:
     """What a method of a path takes and returns. ``answer`` is a type or a schema, None = any text of ``media_type``.
 
-    ``event`` is the type of the events of a stream. ``is_probe``: served without the API key, and may answer 503.
+    ``events`` are the types of a stream's events; with ``has_end_mark`` the last is ``[DONE]``.
+    ``is_probe``: served without the API key, and may answer 503.
     """
 
     summary: str
     body: type[msgspec.Struct] | None = None
     answer: type[msgspec.Struct] | Schema | None = None
-    event: type[msgspec.Struct] | None = None
+    events: tuple[type[msgspec.Struct], ...] = ()
+    has_end_mark: bool = True
     media_type: str = "application/json"
     is_open: bool = False
     is_probe: bool = False
@@ -103,10 +108,17 @@ class Operation:
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
     ("POST", "/v1/completions"): Operation(
-        summary="Complete a prompt.", body=CompletionRequest, answer=Completion, event=Completion
+        summary="Complete a prompt.", body=CompletionRequest, answer=Completion, events=(Completion,)
     ),
     ("POST", "/v1/chat/completions"): Operation(
-        summary="Answer a conversation.", body=ChatCompletionRequest, answer=ChatCompletion, event=ChatChunk
+        summary="Answer a conversation.", body=ChatCompletionRequest, answer=ChatCompletion, events=(ChatChunk,)
+    ),
+    ("POST", "/v1/responses"): Operation(
+        summary="Answer items of a conversation, by items.",
+        body=ResponsesRequest,
+        answer=ResponseBody,
+        events=RESPONSE_EVENTS,
+        has_end_mark=False,
     ),
     ("POST", "/tokenize"): Operation(
         summary="Return the tokens of a text or a conversation.", body=TokenizeRequest, answer=Tokenized
@@ -169,8 +181,8 @@ def _responses(operation: Operation) -> Schema:
     schema = {"type": "string"} if answer is None else answer if isinstance(answer, dict) else _reference(answer)
     content: Schema = {operation.media_type: {"schema": schema}}
     headers = {"X-Request-Id": _REQUEST_ID}
-    if operation.event is not None:
-        content["text/event-stream"] = {"schema": _event(operation.event)}
+    if operation.events:
+        content["text/event-stream"] = {"schema": _event(operation)}
     if operation.body is not None:
         headers["X-KVFerry-Ignored-Fields"] = _IGNORED
     responses = {"200": {"description": "Done", "headers": headers, "content": content}}
@@ -183,15 +195,19 @@ def _responses(operation: Operation) -> Schema:
     return responses
 
 
-def _event(kind: type) -> Schema:
+def _event(operation: Operation) -> Schema:
     """Return what every server-sent event of a stream is."""
-    content = {"anyOf": [_reference(kind), _reference(ErrorBody)]}
+    kinds = [_reference(kind) for kind in operation.events]
+    content: Schema = {"anyOf": [*kinds, _reference(ErrorBody)] if operation.has_end_mark else kinds}
     chunk = {"type": "string", "contentMediaType": "application/json", "contentSchema": content}
+    last = "`[DONE]` is the last, unless the request has failed"
+    if not operation.has_end_mark:
+        last = "the last has the whole response, completed, incomplete or failed"
     return {
-        "description": "each event, with `stream`; `[DONE]` is the last, unless the request has failed",
+        "description": f"each event, with `stream`; {last}",
         "type": "object",
         "required": ["data"],
-        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk]}},
+        "properties": {"data": {"anyOf": [{"const": "[DONE]"}, chunk]} if operation.has_end_mark else chunk},
     }
 
 
@@ -212,19 +228,20 @@ def _reference(kind: type) -> Schema:
 def _schemas(operations: Iterable[Operation]) -> dict[str, Schema]:
     kinds: list[type] = [ErrorBody]
     for operation in operations:
-        named = (operation.body, operation.answer, operation.event)
+        named = (operation.body, operation.answer, *operation.events)
         kinds += [kind for kind in named if isinstance(kind, type) and kind not in kinds]
     _, schemas = msgspec.json.schema_components(kinds, ref_template=_REFERENCE)
     for kind in (kind for kind in _GENERATED if kind in kinds):
-        _add_limits(schemas[kind.__name__]["properties"])
-    for name in _referred(_LENIENT, schemas):
+        neutral = RESPONSES_NEUTRAL if kind is ResponsesRequest else NEUTRAL
+        _add_limits(schemas[kind.__name__]["properties"], neutral)
+    for name in set().union(*(_referred(name, schemas) for name in _LENIENT)):
         schemas[name].pop("additionalProperties", None)
         if schemas[name].get("type") == "object":
             schemas[name]["additionalProperties"] = True
     return schemas
 
 
-def _add_limits(fields: dict[str, Schema]) -> None:
+def _add_limits(fields: dict[str, Schema], neutral: Mapping[str, tuple[Any, ...]]) -> None:
     """Add what the router refuses although the types allow it."""
     for name, allowed in RANGES.items():
         if name in fields:
@@ -238,9 +255,9 @@ def _add_limits(fields: dict[str, Schema]) -> None:
             _not_null(fields[name]).update(minimum=0, maximum=MAX_LOGPROBS)
     for name in ID_FIELDS:
         _not_null(fields[name])["maxLength"] = MAX_ID_CHARACTERS
-    for name, neutral in NEUTRAL.items():
+    for name, values in neutral.items():
         if name in fields:
-            fields[name] = {"enum": [None, *neutral], "description": "known, and not supported: other values are refused"}
+            fields[name] = {"enum": [None, *values], "description": "known, and not supported: other values are refused"}
     if "messages" in fields:
         fields["messages"]["minItems"] = 1
         fields["echo"] = {"enum": [None, False]}

@@ -10,6 +10,6 @@ DONE = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder()
 
 
-def event(value: object) -> bytes:
-    """Return one event. JSON has no raw line breaks, so one ``data`` line is enough."""
-    return b"data: " + _encoder.encode(value) + b"\n\n"
+def event(value: object, name: str = "") -> bytes:
+    """Return one event, with a name if the client reads one. JSON has no raw line breaks, so one ``data`` line is enough."""
+    return (b"event: " + name.encode() + b"\n" if name else b"") + b"data: " + _encoder.encode(value) + b"\n\n"

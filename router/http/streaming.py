@@ -23,8 +23,8 @@ from router.http.middleware import plain_send
 from router.metrics import RouterMetrics
 from router.openai.postprocess import Delta, RequestOutput
 from router.openai.responses import ChatShaper, CompletionShaper
-from router.openai.sampling import OutputOptions
 from router.openai.text_pool import TextPool
+from router.responses_api.shaper import ResponsesShaper
 
 _encoder = msgspec.json.Encoder()
 _HEADERS = [(b"content-type", sse.MEDIA_TYPE.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -37,7 +37,7 @@ class HttpAnswer:
         self,
         generation: Generation,
         output: RequestOutput,
-        shaper: CompletionShaper | ChatShaper,
+        shaper: CompletionShaper | ChatShaper | ResponsesShaper,
         receive: Receive,
         pool: TextPool,
     ) -> None:
@@ -86,10 +86,13 @@ class HttpAnswer:
         """Return the result of ``shape``; log-probabilities of a long prompt are encoded on a thread."""
         return await self._pool.run(shape) if self._shaper.is_heavy else shape()
 
-    def last(self, options: OutputOptions) -> bytes:
+    def last(self) -> bytes:
         """Return the events that end a stream."""
-        usage = sse.event(self._shaper.usage_chunk()) if options.include_usage else b""
-        return usage + sse.DONE
+        return b"".join([sse.event(chunk) for chunk in self._shaper.last_chunks()]) + sse.DONE
+
+    def failed(self, info: ErrorInfo) -> bytes:
+        """Return the error as an event. The stream then ends without ``[DONE]``, so that it does not look complete."""
+        return sse.event(error_body(info))
 
     @property
     def is_finished(self) -> bool:
@@ -116,10 +119,9 @@ class HttpAnswer:
 class EventStream:
     """ASGI application that sends an answer as server-sent events, beginning with ``first``."""
 
-    def __init__(self, answer: HttpAnswer, first_events: bytes, options: OutputOptions, metrics: RouterMetrics) -> None:
+    def __init__(self, answer: HttpAnswer, first_events: bytes, metrics: RouterMetrics) -> None:
         self._answer = answer
         self._first_events = first_events
-        self._options = options
         self._metrics = metrics
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -132,7 +134,7 @@ class EventStream:
                 if events:
                     await send({"type": "http.response.body", "body": events, "more_body": True})
                 events = await self._answer.next()
-            events += self._answer.last(self._options)
+            events += self._answer.last()
         except RequestFailure as failure:
             events = self._failed(failure.info)
         finally:
@@ -140,9 +142,8 @@ class EventStream:
         await send({"type": "http.response.body", "body": events, "more_body": False})
 
     def _failed(self, info: ErrorInfo) -> bytes:
-        """Return the error as an event. The stream then ends without ``[DONE]``, so that it does not look complete."""
         self._metrics.count_failed(info.code)
-        return b"" if info.code == Cancelled.code else sse.event(error_body(info))
+        return b"" if info.code == Cancelled.code else self._answer.failed(info)
 
 
 async def _abort_when_gone(receive: Receive, generation: Generation) -> None:

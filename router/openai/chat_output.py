@@ -93,6 +93,11 @@ class ChatOutput:
                 part.finish_reason = "tool_calls"
         return part
 
+    def num_reasoning_characters(self, index: int) -> int:
+        """Return how many characters at the start of a choice's text are reasoning, with its tags."""
+        choice = self._choices.get(index)
+        return choice.reasoning.num_characters if choice is not None and choice.reasoning is not None else 0
+
     @property
     def _is_named(self) -> bool:
         return self.tools is not None and self.tools.choice == "named"

@@ -284,9 +284,9 @@ class CompletionShaper(Shaper):
         choices = [self._choice(delta) for delta in deltas if self._is_first_echo(delta) or self._is_worth_a_chunk(delta)]
         return [self._body([choice], self._chunk_usage()) for choice in choices]
 
-    def usage_chunk(self) -> Completion:
-        """Return the last event of a stream that reports usage."""
-        return self._body([], self.usage())
+    def last_chunks(self) -> list[Completion]:
+        """Return the event of a stream that reports usage."""
+        return [self._body([], self.usage())] if self._options.include_usage else []
 
     def _is_first_echo(self, delta: Delta) -> bool:
         return self._options.echo and delta.index not in self._started
@@ -328,7 +328,16 @@ class CompletionShaper(Shaper):
 class ChatShaper(Shaper):
     """Bodies of the chat endpoint. ``splitting`` separates reasoning and tool calls; None = all is text."""
 
-    splitting: ChatOutput | None = None
+    def __init__(
+        self,
+        envelope: Envelope,
+        options: OutputOptions,
+        output: RequestOutput,
+        texts: TokenTexts,
+        splitting: ChatOutput | None = None,
+    ) -> None:
+        super().__init__(envelope, options, output, texts)
+        self._splitting = splitting
 
     def whole(self) -> ChatCompletion:
         """Return the answer."""
@@ -355,7 +364,7 @@ class ChatShaper(Shaper):
 
     def differs_in_text_only(self, index: int) -> bool:
         """See ``Shaper``."""
-        return self.splitting is None and super().differs_in_text_only(index)
+        return self._splitting is None and super().differs_in_text_only(index)
 
     def chunks(self, deltas: Sequence[Delta]) -> list[ChatChunk]:
         """Return the events for new deltas; each choice's first event holds its role and no text."""
@@ -370,9 +379,9 @@ class ChatShaper(Shaper):
                 events.append(self._body([self._chunk_choice(delta, part)], self._chunk_usage()))
         return events
 
-    def usage_chunk(self) -> ChatChunk:
-        """Return the last event of a stream that reports usage."""
-        return self._body([], self.usage())
+    def last_chunks(self) -> list[ChatChunk]:
+        """Return the event of a stream that reports usage."""
+        return [self._body([], self.usage())] if self._options.include_usage else []
 
     def empty_chunk(self) -> ChatChunk:
         """Return an event without choices."""
@@ -385,8 +394,8 @@ class ChatShaper(Shaper):
         return chunk
 
     def _part(self, delta: Delta) -> ChatPart:
-        if self.splitting is not None:
-            return self.splitting.part(delta)
+        if self._splitting is not None:
+            return self._splitting.part(delta)
         return ChatPart(text=delta.text, finish_reason=delta.finish_reason)
 
     def _chunk_choice(self, delta: Delta, part: ChatPart) -> ChatChunkChoice:

@@ -46,6 +46,7 @@ RANGES = {
     "n": Range(1, MAX_CHOICES),
     "max_tokens": Range(1),  # 0 with echo
     "max_completion_tokens": Range(1),
+    "max_output_tokens": Range(1),
     "min_tokens": Range(0),
     "temperature": Range(0, 2),
     "top_p": Range(0, 1, is_low_open=True),

@@ -18,7 +18,7 @@ from msgspec.inspect import CollectionType, StructType, Type, UnionType, type_in
 from core.errors import InvalidRequest
 from router.openai.sampling import explain, parse_body
 
-LENIENT_FIELDS = ("messages",)
+LENIENT_FIELDS = ("messages", "input")
 # Fields of messages and parts that change nothing in what a text model reads, whatever they hold.
 HARMLESS = frozenset(
     {

@@ -18,8 +18,15 @@ class ReasoningParser:
         self._candidate = ""
         self._space: list[str] = []
         self._is_leading = True
+        self._num_read = 0
+        self._end = 0  # of the reasoning
         self._reasoning: list[str] = []
         self._text: list[str] = []
+
+    @property
+    def num_characters(self) -> int:
+        """How many characters from the start are reasoning, with its tags."""
+        return self._num_read if self._marker == CLOSE else self._end
 
     def push(self, text: str) -> tuple[str, str]:
         """Return the new reasoning and the new text of the answer."""
@@ -38,6 +45,7 @@ class ReasoningParser:
         return self._take()
 
     def _step(self, letter: str) -> None:
+        self._num_read += 1
         if not self._marker:
             if not letter.isspace():
                 self._is_leading = False
@@ -51,6 +59,7 @@ class ReasoningParser:
                 self._text.append(self._candidate)
                 self._candidate = ""
         if self._marker and self._candidate == self._marker:
+            self._end = self._num_read if self._marker == CLOSE else 0
             self._marker = CLOSE if self._marker == OPEN else ""
             self._candidate = ""
             self._space.clear()

@@ -104,3 +104,29 @@ def test_a_stream_of_a_call_goes_on_after_its_decode_worker_is_killed(client, se
     events = client.chat.completions.create(model=client.model, tool_choice=NAMED, stream=True, **CHAT)
     assert streamed(events, after_pieces=(20, lambda: served.cluster.kill("decode-0"))) == expected
     served.cluster.wait_until_ready()
+
+
+def test_a_response_goes_on_after_its_decode_worker_is_killed_in_mid_stream(client, served):
+    fields = {
+        "model": client.model,
+        "input": "The ferry",
+        "tools": [{"type": "function", "name": "weather", "parameters": PARAMETERS}],
+        "tool_choice": {"type": "function", "name": "weather"},
+        "temperature": 1.0,
+        "max_output_tokens": 900,
+        "extra_body": {"seed": 7},
+    }
+    whole = client.responses.create(**fields)
+    (call,) = whole.output
+    jsonschema.validate(json.loads(call.arguments), PARAMETERS)
+    assert (whole.status, call.name) == ("completed", "weather")
+    assert whole.usage.model_extra["kv_transfer"]["transferred_tokens"] > 0
+    deltas = []
+    for event in client.responses.create(stream=True, **fields):
+        if event.type == "response.function_call_arguments.delta":
+            deltas.append(event.delta)
+            if len(deltas) == 20:
+                served.cluster.kill("decode-0")
+    assert event.type == "response.completed"
+    assert "".join(deltas) == call.arguments == event.response.output[0].arguments
+    served.cluster.wait_until_ready()

@@ -11,7 +11,7 @@ import pytest
 schemathesis = pytest.importorskip("schemathesis")
 
 PLACES = [
-    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize")),
+    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")),
     *(("GET", path) for path in ("/v1/models", "/v1/models/{name}", "/load", "/health", "/ready", "/version", "/metrics")),
     *(("GET", path) for path in ("/ping", "/readyz", "/status", "/status.json")),
 ]

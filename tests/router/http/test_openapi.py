@@ -6,7 +6,7 @@ import jsonschema
 import pytest
 
 REFUSALS = {"400", "401", "404", "408", "413", "429", "431", "500", "502", "503", "504"}
-GENERATION = ("/v1/completions", "/v1/chat/completions")
+GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 
 async def document_of(under_test, **headers) -> dict:

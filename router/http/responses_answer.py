@@ -1,0 +1,40 @@
+"""An answer of the responses endpoint: named events, the last of which is the whole answer or the failure."""
+
+from __future__ import annotations
+
+from litestar.types import Receive
+
+from core.wire.messages import ErrorInfo
+from router.dispatch.worker_gateway import Generation
+from router.http import sse
+from router.http.streaming import HttpAnswer
+from router.openai.postprocess import RequestOutput
+from router.openai.text_pool import TextPool
+from router.responses_api.bodies import ResponseEvent
+from router.responses_api.shaper import ResponsesShaper
+
+
+class ResponsesAnswer(HttpAnswer):
+    """As ``HttpAnswer``, with the events of this endpoint."""
+
+    def __init__(
+        self, generation: Generation, output: RequestOutput, shaper: ResponsesShaper, receive: Receive, pool: TextPool
+    ) -> None:
+        super().__init__(generation, output, shaper, receive, pool)
+        self._responses_shaper = shaper
+
+    async def next(self) -> bytes:
+        """Wait for updates and return their events, possibly none. Raises as ``HttpAnswer.next``."""
+        return _named(self._responses_shaper.chunks(await self._deltas()))
+
+    def last(self) -> bytes:
+        """Return nothing: the event with the whole answer was the last."""
+        return b""
+
+    def failed(self, info: ErrorInfo) -> bytes:
+        """Return the event that ends a stream which has failed."""
+        return _named(self._responses_shaper.failure(info))
+
+
+def _named(events: list[ResponseEvent]) -> bytes:
+    return b"".join([sse.event(event, event.type) for event in events])
