@@ -50,9 +50,11 @@ def tool_use(request: ChatCompletionRequest) -> ToolUse | None:
     if not schemas or choice == "none":
         return None
     form_field = field_of_form(request)
-    if form_field is not None:
+    if form_field is not None and choice == "auto":
         raise InvalidRequest(
-            f"{form_field} and tools are not supported together: leave one out, or set tool_choice to none", param=form_field
+            f"{form_field} and tools are not supported together unless tool_choice says whether to call: "
+            "set it to none, required or a function",
+            param=form_field,
         )
     is_parallel = request.parallel_tool_calls is not False
     form = _form(choice, named, schemas, is_parallel)

@@ -12,6 +12,7 @@ import pytest
 from core.errors import InvalidRequest
 from router.openai.requests import NEUTRAL, ChatCompletionRequest, ChatMessage, CompletionRequest
 from router.openai.sampling import check_supported, parse_body
+from router.responses_api.requests import RESPONSES_NEUTRAL, ResponsesRequest
 
 PAGE = (Path(__file__).parents[3] / "docs/api.md").read_text()
 ENDPOINT = re.compile(r"^\| (`[A-Z]+ /[^|]+`) \| (needed|not needed) \|", re.MULTILINE)
@@ -46,7 +47,7 @@ async def test_every_endpoint_is_there_and_asks_for_the_key_as_the_page_says(sta
 
 def test_every_field_of_a_request_has_its_place():
     named = set(re.findall(r"`(?:\w+\.)?(\w+)`", PAGE))
-    assert fields_of(CompletionRequest, ChatCompletionRequest) - named == set()
+    assert fields_of(CompletionRequest, ChatCompletionRequest, ResponsesRequest) - named == set()
     assert fields_of(ChatMessage) - {"role", "content", "name", "tool_call_id"} - named == set()
 
 
@@ -86,7 +87,9 @@ def test_fields_without_effect_are_accepted():
 
 def test_comparison_says_of_every_field_what_becomes_of_it():
     rows = re.findall(
-        r"^\| (?:(chats|completions): )?`(\w+)` \| (served|refused|ignored) \| (?:taken|ignored) \|", PAGE, re.MULTILINE
+        r"^\| (?:(chats|completions|responses): )?`(\w+)` \| (served|refused|ignored) \| (?:taken|ignored) \|",
+        PAGE,
+        re.MULTILINE,
     )
     ignored = set(re.findall(r"`(\w+)`", section("Fields without effect")))
     for endpoint, kind in (("chats", ChatCompletionRequest), ("completions", CompletionRequest)):
@@ -95,3 +98,9 @@ def test_comparison_says_of_every_field_what_becomes_of_it():
         refused = {"best_of", *NEUTRAL} | ({"echo"} if endpoint == "chats" else set())
         expected = {name: "ignored" if name in ignored else "refused" if name in refused else "served" for name in said}
         assert said == expected
+    said = {name: outcome for where, name, outcome in rows if where == "responses"}
+    ignored = ignored - {"reasoning", "store"} | {"include", "max_tool_calls", "stream_options"}
+    assert said == {
+        name: "ignored" if name in ignored else "refused" if name in RESPONSES_NEUTRAL else "served"
+        for name in fields_of(ResponsesRequest)
+    }

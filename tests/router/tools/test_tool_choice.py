@@ -42,6 +42,11 @@ def test_required_calls_are_bound_by_all_functions_with_their_references():
     assert not jsonschema.Draft202012Validator(json.loads(single)).is_valid([oslo, time])
 
 
+def test_forced_call_replaces_a_form_of_the_output():
+    form = {"type": "json_object"}
+    assert use(tools=TOOLS, tool_choice=NAMED, response_format=form).form == use(tools=TOOLS, tool_choice=NAMED).form
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
