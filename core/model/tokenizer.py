@@ -7,6 +7,7 @@ Owns encoding, decoding and the sandbox for a model's own (untrusted) Jinja temp
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
 from typing import Any, NoReturn
@@ -26,6 +27,7 @@ from core.model.hub import ModelFiles
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _SHORT = 4096  # characters, or tokens; at most some ten milliseconds
 MAX_RENDERED = 64 << 20  # characters of a rendered conversation
+MAX_RENDER_S = 10.0
 _CONTINUE_MARK = "\ufdd0kvferry-continue\ufdd1"  # noncharacters: no message contains them by accident
 
 Message = Mapping[str, Any]
@@ -35,12 +37,14 @@ WallClock = Callable[[], datetime]
 class Tokenizer:
     """The tokenizer of one model.
 
-    ``wall_clock`` serves templates that print the date.
+    ``wall_clock`` serves templates that print the date; ``monotonic`` bounds the time of rendering.
 
     Raises: ConfigError if ``tokenizer.json`` cannot be read or the chat template does not compile.
     """
 
-    def __init__(self, files: ModelFiles, wall_clock: WallClock = datetime.now) -> None:
+    def __init__(
+        self, files: ModelFiles, wall_clock: WallClock = datetime.now, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
         try:
             backend = BackendTokenizer.from_file(str(files.tokenizer_file))
         except Exception as error:  # the library raises bare Exception for every kind of bad file
@@ -48,6 +52,7 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
+        self._monotonic = monotonic
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = files.eos_token_ids
         self._special_tokens = _special_tokens(files.tokenizer_config)
@@ -116,17 +121,18 @@ class Tokenizer:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         return _cut_at_mark(text) if continue_final_message else text
 
-    @staticmethod
     def _render(
-        template: jinja2.Template, variables: Mapping[str, Any], conversation: list[Message], add_generation_prompt: bool
+        self, template: jinja2.Template, variables: Mapping[str, Any], conversation: list[Message], add_generation_prompt: bool
     ) -> str:
-        """Return the text, unless it becomes too long."""
-        pieces, num_characters = [], 0
+        """Return the text, unless it becomes too long or takes too long."""
+        pieces, num_characters, deadline = [], 0, self._monotonic() + MAX_RENDER_S
         for piece in template.generate(variables, messages=conversation, add_generation_prompt=add_generation_prompt):
             pieces.append(piece)
             num_characters += len(piece)
             if num_characters > MAX_RENDERED:
                 raise InvalidRequest(f"the chat template makes more than {MAX_RENDERED} characters of this", param="messages")
+            if self._monotonic() > deadline:
+                raise InvalidRequest(f"the chat template takes more than {MAX_RENDER_S:g} s for this", param="messages")
         return "".join(pieces)
 
 

@@ -27,6 +27,7 @@ from router.openai.postprocess import Delta, PromptState, RequestOutput
 from router.openai.sampling import OutputOptions
 
 _ENCODED_AT_ONCE = 128  # prompt tokens with log-probabilities; takes some milliseconds
+_SPLIT_AT_ONCE = 16 << 10  # characters; takes some ten milliseconds
 _encoder = msgspec.json.Encoder()
 
 
@@ -201,17 +202,19 @@ class Shaper:
         self._output = output
         self._texts = texts
         self._gathered: dict[int, _Gathered] = {}
+        self._num_gathered = 0  # characters
         self._started: set[int] = set()
 
     @property
     def is_heavy(self) -> bool:
-        """True if the answer has log-probabilities of a prompt, which may be long."""
+        """True if the answer takes long to build: it has log-probabilities of a prompt, or much text to split."""
         options = self._options
         return options.prompt_logprobs is not None or (options.echo and options.logprobs is not None)
 
     def gather(self, deltas: Sequence[Delta]) -> None:
         """Collect deltas for the whole answer."""
         for delta in deltas:
+            self._num_gathered += len(delta.text)
             self._gathered.setdefault(delta.index, _Gathered()).deltas.append(delta)
 
     def usage(self) -> UsageBody:
@@ -338,6 +341,11 @@ class ChatShaper(Shaper):
     ) -> None:
         super().__init__(envelope, options, output, texts)
         self._splitting = splitting
+
+    @property
+    def is_heavy(self) -> bool:
+        """As of every shaper; a letter takes about a microsecond to split."""
+        return super().is_heavy or (self._splitting is not None and self._num_gathered > _SPLIT_AT_ONCE)
 
     def whole(self) -> ChatCompletion:
         """Return the answer."""

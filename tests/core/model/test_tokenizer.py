@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import subprocess
 import sys
 from datetime import datetime
@@ -173,6 +174,13 @@ def test_a_conversation_that_renders_too_long_is_refused(model_folder, monkeypat
     assert len(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) == 500
     with pytest.raises(InvalidRequest, match="more than 1000 characters"):
         tokenizer.apply_chat_template([{"role": "user", "content": "xyz"}])
+
+
+def test_a_conversation_that_renders_too_slowly_is_refused(model_folder):
+    files = model_folder(chat_template="{% for i in range(50) %}{{ messages[0].content }}{% endfor %}")
+    times = itertools.count(step=0.5)
+    with pytest.raises(InvalidRequest, match="more than 10 s"):
+        Tokenizer(files, monotonic=lambda: next(times)).apply_chat_template([{"role": "user", "content": "x"}])
 
 
 def test_the_variables_that_a_template_reads_are_known(model_folder):

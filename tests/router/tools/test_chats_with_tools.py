@@ -1,12 +1,14 @@
 """Chats with tools through the router, answered by scripted workers."""
 
 import json
+import threading
 
 import pytest
 
 from core.errors import ConfigError
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import Generate
+from router.openai.chat_output import ChatOutput
 from router.openai.served_model import ServedModel
 
 TEMPLATE = (
@@ -105,6 +107,41 @@ async def test_a_named_call_is_forced_by_a_grammar(with_tools, sse_events):
     assert found == ("", "", [{"type": "function", "name": "weather", "arguments": '{"city": "Oslo"}'}], "stop")
     generate = next(item for item in with_tools.under_test.workers[0].received if isinstance(item, Generate))
     assert json.loads(generate.sampling.structured_output.value) == PARAMETERS
+
+
+@pytest.mark.parametrize(
+    ("choice", "text", "reason"),
+    [
+        ({"type": "function", "function": {"name": "weather"}}, '{"city": "Oslo"}', "stop"),
+        ("required", '[{"name": "weather", "arguments": {"city": "Oslo"}}]', "tool_calls"),
+    ],
+)
+async def test_forced_calls_of_several_choices_have_ids_of_their_own(with_tools, sse_events, choice, text, reason):
+    found = (await with_tools(text, tools=TOOLS, tool_choice=choice, n=3)).json()["choices"]
+    assert {one["finish_reason"] for one in found} == {reason}
+    calls = [call for one in found for call in one["message"]["tool_calls"]]
+    assert [call["function"]["arguments"] for call in calls] == ['{"city": "Oslo"}'] * 3
+    assert len({call["id"] for call in calls}) == 3
+    events = sse_events((await with_tools(text, tools=TOOLS, tool_choice=choice, n=3, stream=True)).text)
+    for index in range(3):
+        mine = [event for event in events[:-1] if event["choices"][0]["index"] == index]
+        assert joined(mine)[2][0]["arguments"] == '{"city": "Oslo"}'
+
+
+@pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message", "self"])
+async def test_template_arguments_cannot_replace_the_conversation(with_tools, name):
+    response = await with_tools("x", chat_template_kwargs={name: []})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "chat_template_kwargs")
+
+
+async def test_long_answers_are_split_off_the_loop(with_tools, monkeypatch):
+    monkeypatch.setattr("router.openai.responses._SPLIT_AT_ONCE", 5)
+    threads = []
+    part = ChatOutput.part
+    monkeypatch.setattr(ChatOutput, "part", lambda self, delta: threads.append(threading.current_thread()) or part(self, delta))
+    response = await with_tools(f"I look.{CALL}", tools=TOOLS)
+    assert response.json()["choices"][0]["message"]["tool_calls"]
+    assert threading.main_thread() not in threads
 
 
 async def test_required_calls_are_a_list(with_tools, sse_events):

@@ -1,6 +1,9 @@
 """Tool-call parsers: what they find, and that no cut of the text changes it."""
 
 import json
+import sys
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -18,6 +21,7 @@ from router.tools.formats import (
     tool_format,
 )
 from router.tools.output import CallArguments, CallStart, Piece, join
+from router.tools.reasoning import ReasoningParser
 
 OSLO = '{"city": "Oslo", "days": [1, {"two": "}]\\""}]}'
 HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
@@ -144,6 +148,48 @@ def test_arguments_are_sent_before_the_call_ends():
 def test_pieces_do_not_hold_a_letter_twice():
     long = json.dumps({"text": "words " * 1000})
     assert parse(HERMES, *f'<tool_call>{{"name": "f", "arguments": {long}}}</tool_call>') == call(0, "f", long)
+
+
+ADVERSARIAL = (
+    *("<", " ", "\\", "[", "[,", "</", "[f(a=1),", "<tool_call>", "<tool_call>{", '<tool_call>{"a":', '<tool_call>{"name": "'),
+    *('<tool_call>{"name":"f","arguments":{"a":[', "<function=f> ", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"),
+    *('[TOOL_CALLS][{"name":"f","arguments":{}},', '{"name": "f", "parameters": {}};'),
+)
+PARSERS = [FUNCTIONARY.parser, HERMES.parser, LLAMA3_JSON.parser, MISTRAL.parser, PYTHONIC.parser, REQUIRED.parser]
+PARSERS += [lambda: ReasoningParser(is_open=False), lambda: ReasoningParser(is_open=True)]
+
+
+def num_steps(make: Callable[[], Any], text: str) -> int:
+    """Return how many functions are called, or called from C, to parse a text in pieces: work that no clock measures."""
+    count = 0
+
+    def step(frame: object, kind: str, argument: object) -> None:
+        nonlocal count
+        count += kind in ("call", "c_call")
+
+    parser = make()
+    sys.setprofile(step)
+    try:
+        for start in range(0, len(text), 13):
+            parser.push(text[start : start + 13])
+        parser.finish()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("make", PARSERS)
+@pytest.mark.parametrize("repeated", ADVERSARIAL)
+def test_work_grows_with_the_length_of_the_text(make, repeated):
+    short, long = ((repeated * length)[:length] for length in (1000, 4000))
+    assert num_steps(make, long) < 4.5 * num_steps(make, short)
+
+
+@pytest.mark.parametrize("make", PARSERS)
+def test_a_megabyte_is_read_to_its_end(make):
+    parser = make()
+    parser.push(("".join(ADVERSARIAL) * (1 << 13))[: 1 << 20])
+    parser.finish()
 
 
 def test_deep_arguments_are_no_call():
