@@ -172,8 +172,10 @@ class PromptReader:
         """Return the rendered conversation, for a long conversation from a thread. ``check_messages`` must have passed."""
         messages = request.messages or ()
         is_short = len(messages) <= _INLINE_MESSAGES and sum(map(_num_parts, messages)) <= _INLINE_MESSAGES
-        has_tools = isinstance(request, ChatCompletionRequest) and bool(request.tools)
-        if is_short and not has_tools and sum(map(_num_characters, messages)) <= INLINE_CHARACTERS * 16:
+        # Tools, earlier calls and reasoning may be long, and are not counted as characters: a template may leave them out.
+        has_more = isinstance(request, ChatCompletionRequest) and bool(request.tools)
+        has_more = has_more or any(message.tool_calls or message.reasoning_content for message in messages)
+        if is_short and not has_more and sum(map(_num_characters, messages)) <= INLINE_CHARACTERS * 16:
             return self._template.render(request)
         return await self._pool.run(lambda: self._template.render(request))
 

@@ -22,6 +22,7 @@ from router.openai.sampling import ModelLimits
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool
 
 LIMITS = ModelLimits(max_model_len=20_000, vocab_size=257)
+CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}
 
 
 @pytest.fixture
@@ -167,6 +168,17 @@ async def test_short_texts_that_are_long_together_are_tokenized_off_the_event_lo
     threads.clear()
     await reader.read_completion(CompletionRequest(prompt=[half, half, "x"]), LIMITS)
     assert threading.main_thread() not in threads
+
+
+@pytest.mark.parametrize(
+    ("fields", "is_inline"),
+    [({"content": "x"}, True), ({"tool_calls": [CALL]}, False), ({"content": "x", "reasoning_content": "hm"}, False)],
+)
+async def test_earlier_calls_and_reasoning_are_rendered_off_the_event_loop(reader, monkeypatch, fields, is_inline):
+    threads = []
+    monkeypatch.setattr(ChatTemplate, "render", lambda self, request: threads.append(threading.current_thread()) or "x")
+    await reader.render_in_time(ChatCompletionRequest(messages=[ChatMessage(role="assistant", **fields)]))
+    assert (threads == [threading.main_thread()]) == is_inline
 
 
 @pytest.mark.parametrize("item", ["a", [1]])
