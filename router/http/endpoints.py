@@ -60,6 +60,9 @@ from router.responses_api.shaper import ResponsesOutput, ResponsesShaper
 from router.responses_api.translation import chat_request, in_words_of_responses
 from router.tools.formats import tool_format
 
+_ONLY_IN_CHATS = (
+    "vLLM engines serve tools, forms, images, reasoning.effort and adapters through /v1/chat/completions only: use that"
+)
 _ID_PREFIXES = {CompletionRequest: "cmpl-", ChatCompletionRequest: "chatcmpl-"}
 
 
@@ -140,7 +143,7 @@ class Endpoints:
         try:
             chat = chat_request(request)
             if self.engine_body(CHAT, msgspec.json.encode(chat)) is not None:
-                raise InvalidRequest("vLLM engines serve tools, forms and images through /v1/chat/completions only: use that")
+                raise InvalidRequest(_ONLY_IN_CHATS)
             return await self._chat(chat, caller, request)
         except InvalidRequest as error:
             raise in_words_of_responses(error) from None

@@ -221,3 +221,12 @@ async def test_both_legs_have_one_deadline_and_no_second_try_after_it(start_rout
     error = (await ask(served, chat(use_beam_search=True), status=504))["error"]
     assert error["code"] == "deadline_exceeded"
     assert [call["max_tokens"] for call in calls_of(served, CHAT)] in ([1], [1, 20])
+
+
+async def test_responses_are_texts_only(engines):
+    found = await ask(engines, {"input": "hi", "max_output_tokens": 20}, path="/v1/responses")
+    assert found["output"][0]["content"][0]["text"] == "hello world"
+    tool = {"type": "function", "name": "f"}
+    for fields in ({"tools": [tool]}, {"text": {"format": {"type": "json_object"}}}, {"reasoning": {"effort": "low"}}):
+        refused = await ask(engines, {"input": "hi", **fields}, path="/v1/responses", status=400)
+        assert "/v1/chat/completions" in refused["error"]["message"]
