@@ -10,7 +10,7 @@ import pytest
 from tests.clients.conftest import API_KEY, MODEL, clients_folder
 from tests.support.vllm_engine import vllm_python
 
-pytestmark = [pytest.mark.clients, pytest.mark.e2e, pytest.mark.slow]
+pytestmark = [pytest.mark.clients, pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 SCRIPTS = Path(__file__).parent / "scripts"
 NUM_CHECKS = {"openai": 15, "litellm": 10, "langchain": 13, "instructor": 8, "agents": 10, "pydantic_ai": 10}
