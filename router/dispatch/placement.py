@@ -8,13 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from core.errors import NoWorker, Overloaded, RequestError
+from core.request import extra_keys_of
 from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
-from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor
+from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing
 from router.dispatch.request_state import RequestState
-from router.dispatch.route_costs import RouteCosts, report, salt_of
+from router.dispatch.route_costs import RouteCosts, report
 
 
 class Placement:
@@ -29,8 +30,8 @@ class Placement:
     def route(self, request: RequestState, now: float) -> Route:
         """Return the workers that serve the request from its beginning. Raises the errors of ``choose_route``."""
         workers, wanted = self._membership.workers, request.submission
-        salt = salt_of(wanted.cache_salt, wanted.mm_features)
-        offers = self._costs.offers(workers, wanted.prompt_token_ids, salt, now)
+        extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
+        offers = self._costs.offers(computing(workers), wanted.prompt_token_ids, extra_keys, now)
         costs = {key: offer.score for key, offer in offers.items()}
         route = choose_route(workers, replace(self._demand(request, now), costs=costs))
         offer = offers.get(route.workers[0].key)

@@ -129,6 +129,13 @@ def _alone(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
     return [worker for worker in candidates if not any(mismatch(prefill, worker) is None for prefill in prefills)]
 
 
+def computing(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
+    """Return the workers that compute prompts: all but the decode workers that read from a prefill worker."""
+    members = list(workers)
+    alone = {worker.key for worker in _alone(members)}
+    return [worker for worker in members if worker.role != "decode" or worker.key in alone]
+
+
 def starters(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
     """Return the workers that could compute the prompt of a request, now or once they have room."""
     members = list(workers)
