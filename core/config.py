@@ -28,6 +28,7 @@ CUDA_STEP_TOKENS = 8192
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=3_600_000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 86400)]
 ShareBelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -282,6 +283,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # How the worker that computes a prompt is chosen: by the predicted time to the first token, prefixes in its cache counted,
     # or by its number of requests.
     routing: Literal["predicted", "least_loaded"] = "predicted"
+    local_prefill_itl_ms: Milliseconds = 0.0  # a decode worker computes a prompt if its steps stay within this; 0 = never
     worker_wait_s: Seconds = 10.0  # how long an accepted request waits for a worker that no supervisor is known to restart
     api_key: str = msgspec.field(default_factory=default_api_key)  # clients send it as a bearer token; several: by commas
     cors_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the API, such as https://chat.example; * = all

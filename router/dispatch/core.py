@@ -55,6 +55,7 @@ class RouterLimits:
     worker_wait_s: float = 10.0  # how long a started request waits for a worker that can continue it
     encode_timeout_s: float = 20.0  # how long a request waits for the embeddings of its images
     routing: str = "predicted"  # how routes are chosen: by predicted time, or by load
+    local_prefill_itl_ms: float = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
 
     @classmethod
     def of(cls, config: RouterSection) -> RouterLimits:
@@ -68,6 +69,7 @@ class RouterLimits:
             worker_wait_s=config.worker_wait_s,
             encode_timeout_s=config.images.encode_timeout_s,
             routing=config.routing,
+            local_prefill_itl_ms=config.local_prefill_itl_ms,
         )
 
     @property
@@ -119,6 +121,7 @@ class RouterCore:
         )
         self.route_costs = self.dispatcher.route_costs
         self.route_costs.is_enabled = is_predicted
+        self.route_costs.max_local_itl_ms = limits.local_prefill_itl_ms
 
     @property
     def max_model_len(self) -> int:
@@ -271,6 +274,7 @@ class RouterCore:
                 return self.dispatcher.on_request_failed(sender, message, now)
             case list():
                 sender.progress.on_answer(now)
+                self.route_costs.on_step(sender.key, now)
                 for item in message:
                     self.wait_estimates.on_first_token(item.request_id, now)
                     self.route_costs.on_first_token(item, now)

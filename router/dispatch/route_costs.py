@@ -21,6 +21,7 @@ from router.routing.accuracy import HitAccuracy
 from router.routing.backlog import Backlog, QueuedPrompt
 from router.routing.cost import PrefillTime, patience_ms, score
 from router.routing.fit import PrefillFit
+from router.routing.local import LocalPrompt, StepTime, finish_ms, pays
 
 _LONGEST_PATIENCE_MS = 60_000.0
 
@@ -52,6 +53,7 @@ class Offer:
 class _Worker:
     pool: _Pool
     backlog: Backlog = field(default_factory=Backlog)
+    step: StepTime = field(default_factory=StepTime)
     accuracy: HitAccuracy = field(default_factory=HitAccuracy)
 
 
@@ -69,6 +71,7 @@ class RouteCosts:
     def __init__(self) -> None:
         self.contents = KnownContents()
         self.is_enabled = True
+        self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
         self._workers: dict[WorkerKey, _Worker] = {}
         self._fits: dict[_Pool, PrefillFit] = {}
         self._placed: dict[str, _Placed] = {}  # by wire id
@@ -86,6 +89,20 @@ class RouteCosts:
         able = list(workers)
         hits = self.contents.hits(able, prompt, extra_keys)
         return {worker.key: self._offer(worker, len(prompt), hits.get(worker.key, _NO_HIT), now) for worker in able}
+
+    def choose_local(
+        self, workers: Sequence[GenerationWorker], offers: Mapping[WorkerKey, Offer], remote: Offer, now: float
+    ) -> GenerationWorker | None:
+        """Return the decode worker that should compute the prompt, before ``remote`` would begin; None if none should."""
+        prompts: dict[WorkerKey, LocalPrompt] = {}
+        for worker in workers:
+            offer, known = offers[worker.key], self._worker(worker)
+            wait_ms = known.backlog.work_ms(now * 1e3)
+            prompts[worker.key] = LocalPrompt(offer.own_ms, wait_ms, known.step.ms, worker.num_held)
+        best = min(workers, key=lambda worker: (finish_ms(prompts[worker.key]), worker.load), default=None)
+        if best is None or not pays(prompts[best.key], remote.wait_ms, self.max_local_itl_ms):
+            return None
+        return best
 
     def prefill_time(self, worker: GenerationWorker) -> PrefillTime:
         """Return the fitted prefill time of a worker's pool; before its first prompt, that of another role with the model."""
@@ -140,6 +157,12 @@ class RouteCosts:
     def needs_snapshot(self, worker: WorkerKey, heartbeat: Heartbeat) -> bool:
         """Return True if the worker must report everything: some reports were lost, or their claims did not hold."""
         return self.is_enabled and self.contents.needs_snapshot(worker, heartbeat.num_reports)
+
+    def on_step(self, worker: WorkerKey, now: float) -> None:
+        """Record the tokens of one engine step."""
+        known = self._workers.get(worker)
+        if known is not None and self.max_local_itl_ms:
+            known.step.observe(now * 1e3)
 
     def on_prefill_done(self, message: PrefillDone, now: float) -> None:
         """Learn from a computed prompt. Unknown ids are ignored."""
@@ -210,11 +233,13 @@ class RouteCosts:
         return fit
 
 
-def report(chosen: Offer, offers: Iterable[Offer]) -> RoutingReport:
+def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False) -> RoutingReport:
     """Return why one offer was chosen of all."""
     every = list(offers)
     longest = max(offer.hit_tokens for offer in every)
-    if any(offer.score < chosen.score for offer in every):
+    if is_local:
+        reason = "local"
+    elif any(offer.score < chosen.score for offer in every):
         reason = "availability"
     elif not longest:
         reason = "load"
