@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from core.config_checks import check_address, check_both_or_neither, check_order
+from core.config_checks import check_address, check_both_or_neither, check_order, check_peer_addresses
 from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_sizes
 from core.constants import HASH_BLOCK_SIZE
 from core.errors import ConfigError
@@ -306,6 +306,8 @@ class AgentSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     start_timeout_s: Seconds = 1800.0  # until the server is ready: it loads its model
     watch_interval_s: Seconds = 1.0  # between two looks at its health and load
     patience_s: Seconds = 10.0  # without an answer to such a look; then the agent ends; at once if the server is gone
+    kv_events_address: str = ""  # ZeroMQ PUB of the server's `--kv-events-config`; empty = routers learn nothing of its cache
+    kv_events_replay_address: str = ""  # its replay endpoint, for events that were missed; empty = none
 
 
 class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -402,9 +404,9 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)
         replay_address = worker.kv_events_replay_address or worker.kv_events_address
         check_address("worker.kv_events_replay_address", replay_address, lowest_port=0)
+        check_peer_addresses("agent", self.agent, "kv_events_address", "kv_events_replay_address")
         check_address("kvstore.bind_address", self.kvstore.bind_address, lowest_port=0)
-        if self.kvstore.address:
-            check_address("kvstore.address", self.kvstore.address, lowest_port=1)
+        check_peer_addresses("kvstore", self.kvstore, "address")
         check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")
         for address in worker.router_addresses:
             check_address("worker.router_addresses", address, lowest_port=1)
