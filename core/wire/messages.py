@@ -155,6 +155,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaul
     predicted_step_ms: Milliseconds = 0.0  # of the step in hand
     is_warming_up: bool = False
     num_reports: Count = 0  # sent to this router since its ``Registered``
+    num_queued_tokens_of_others: Count = 0  # of prompts that other routers have sent, and that have no first token yet
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):

@@ -448,8 +448,15 @@ class WorkerState:
             elif duty is MembershipDuty.HEARTBEAT:
                 actions += self._reports.take(key, now)  # so a heartbeat shows that everything before it is reported
                 num_sent = self._reports.num_sent(key)
-                heartbeat = self._heartbeats.write(self._load(), now, is_draining=self.is_draining, num_reports=num_sent)
-                actions.append(Send(key, heartbeat))
+                num_others = self._served.num_queued_tokens_of_others(key)
+                actions.append(
+                    Send(
+                        key,
+                        self._heartbeats.write(
+                            self._load(), now, is_draining=self.is_draining, num_reports=num_sent, num_others=num_others
+                        ),
+                    )
+                )
         return actions + self._reports.take_due(now)
 
     # ---- leaving -----------------------------------------------------------------------------------------------------

@@ -250,7 +250,8 @@ class RouterCore:
     def _on_heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> list[Action]:
         """Answer a heartbeat; the answer asks for a snapshot if the worker's contents are not known."""
         actions = self._after(self.membership.on_heartbeat(peer, message, now), now)
-        if not self.route_costs.needs_snapshot(WorkerKey(message.engine_id, message.incarnation), message):
+        worker = self.membership.get(WorkerKey(message.engine_id, message.incarnation))
+        if worker is None or not self.route_costs.on_heartbeat(worker, message, now):
             return actions
         welcome = self.membership.welcome
         request = Transmit(peer, msgspec.structs.replace(welcome, needs_snapshot=True))

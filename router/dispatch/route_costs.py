@@ -54,6 +54,12 @@ class _Worker:
     pool: _Pool
     backlog: Backlog = field(default_factory=Backlog)
     step: StepTime = field(default_factory=StepTime)
+    others_until_ms: float = 0.0  # when it would have computed the prompts that other routers had there at its last heartbeat
+
+    def wait_of_others_ms(self, now_ms: float) -> float:
+        """Return how long it still computes prompts of other routers."""
+        return max(0.0, self.others_until_ms - now_ms)
+
     accuracy: HitAccuracy = field(default_factory=HitAccuracy)
 
 
@@ -97,7 +103,7 @@ class RouteCosts:
         prompts: dict[WorkerKey, LocalPrompt] = {}
         for worker in workers:
             offer, known = offers[worker.key], self._worker(worker)
-            wait_ms = known.backlog.work_ms(now * 1e3)
+            wait_ms = known.backlog.work_ms(now * 1e3) + known.wait_of_others_ms(now * 1e3)
             prompts[worker.key] = LocalPrompt(offer.own_ms, wait_ms, known.step.ms, worker.num_held)
         best = min(workers, key=lambda worker: (finish_ms(prompts[worker.key]), worker.load), default=None)
         if best is None or not pays(prompts[best.key], remote.wait_ms, self.max_local_itl_ms):
@@ -126,6 +132,7 @@ class RouteCosts:
         own_ms = time.ms(num_tokens - hit, hit)
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3)
+        wait_ms += known.wait_of_others_ms(now * 1e3)
         return Offer(hit, patience, wait_ms, own_ms, score(wait_ms, own_ms, num_delayed))
 
     # ---- messages ----------------------------------------------------------------------------------------------------
@@ -154,9 +161,19 @@ class RouteCosts:
         if report.is_snapshot and known is not None:
             known.accuracy.forgive()
 
-    def needs_snapshot(self, worker: WorkerKey, heartbeat: Heartbeat) -> bool:
-        """Return True if the worker must report everything: some reports were lost, or their claims did not hold."""
-        return self.is_enabled and self.contents.needs_snapshot(worker, heartbeat.num_reports)
+    def on_heartbeat(self, worker: GenerationWorker, heartbeat: Heartbeat, now: float) -> bool:
+        """Record the work that other routers have there; return True if the worker must report all its contents.
+
+        It must if some reports were lost, or their claims did not hold. Of prompts of others only the length is known: they
+        count as if none of them were cached.
+        """
+        if not self.is_enabled:
+            return False
+        if num_others := heartbeat.num_queued_tokens_of_others:
+            self._worker(worker).others_until_ms = now * 1e3 + self.prefill_time(worker).ms(num_others, 0)
+        elif worker.key in self._workers:
+            self._workers[worker.key].others_until_ms = 0.0
+        return self.contents.needs_snapshot(worker.key, heartbeat.num_reports)
 
     def on_step(self, worker: WorkerKey, now: float) -> None:
         """Record the tokens of one engine step."""

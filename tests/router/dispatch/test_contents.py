@@ -13,7 +13,7 @@ from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from core.kv.hashing import BlockHasher
 from core.metrics import WorkerMetrics
 from core.wire.contents import ContentReport
-from core.wire.messages import Generate, PrefillDone, Registered
+from core.wire.messages import Abort, Generate, PrefillDone, Registered
 from core.wire.sampling import SamplingParams
 from core.worker.actions import AdmissionLimits, EngineLoad, Send
 from core.worker.role import EngineFacts
@@ -235,3 +235,21 @@ def test_a_router_that_routes_by_load_asks_for_no_reports():
     by_load = RouterCore("tiny", "R", replace(LIMITS, routing="least_loaded"))
     (answer,) = [action for action in by_load.on_message(b"p0", registration(), 0.0) if isinstance(action, Transmit)]
     assert answer.message == Registered(router_id="R", heartbeat_interval_ms=1000, heartbeat_timeout_ms=5000)
+
+
+def test_the_work_of_another_router_is_waited_for(core, worker):
+    other = router()
+    worker.join(other, "b")
+    message = Generate(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=5), handoff=True)
+    worker.deliver(worker.state.on_router_message("b", message, 0.5), 0.5)
+    worker.run(until=1.0, since=0.5)
+
+    def wait_ms(which, now):
+        member = which.membership.get(worker.key)
+        return which.route_costs.offers([member], PROMPT, (), now)[worker.key].wait_ms
+
+    assert wait_ms(core, 1.0) > wait_ms(core, 1.05) > 0
+    assert wait_ms(other, 1.0) == 0  # it knows its own prompts itself
+    worker.deliver(worker.state.on_router_message("b", Abort(request_ids=("r",)), 1.0), 1.0)
+    worker.run(until=2.0, since=1.0)
+    assert wait_ms(core, 1.0) == 0
