@@ -12,6 +12,7 @@ from typing import Literal
 from prometheus_client import CollectorRegistry
 
 from agent.engine import HANDOFF_LEASE_MS, AgentIdentity, VllmEngine, WatchTerms
+from agent.kv_events import KVEventReader, RenamedBlocks
 from agent.prefill_handler import VllmPrefillHandler
 from agent.readings import readings
 from agent.vllm_server import Health, ServerFacts, VllmServer
@@ -20,6 +21,7 @@ from core.config import AgentSection, KVFerryConfig
 from core.connector import WorkerContext
 from core.errors import ConfigError, EngineDead, RequestError
 from core.ids import RandomIds, new_incarnation
+from core.kv.content_feed import ContentFeed
 from core.log import event
 from core.metrics import WorkerMetrics
 from core.release import package_version
@@ -73,6 +75,7 @@ class VllmWorker(WorkerSource):
         self._context = context
         self._server: VllmServer | None = None
         self._facts: ServerFacts | None = None
+        self._kv_events: KVEventReader | None = None
 
     async def load(self) -> None:
         """Wait until the server is ready, then ask what it serves.
@@ -100,6 +103,7 @@ class VllmWorker(WorkerSource):
         config = context.config
         identity = _identity(context, facts)
         terms = WatchTerms(interval_s=config.agent.watch_interval_s, patience_s=config.agent.patience_s)
+        contents = self._follow_cache(identity)
         engine = VllmEngine(server, identity, events, terms, context.clock, context.ids)
         return WorkerParts(
             engine=engine,
@@ -113,7 +117,19 @@ class VllmWorker(WorkerSource):
             load=lambda: _load(engine),
             metrics=WorkerMetrics(context.metrics, readings(engine, facts.num_blocks, events.state)),
             api=engine,
+            contents=contents,
         )
+
+    def _follow_cache(self, identity: AgentIdentity) -> ContentFeed | None:
+        """Begin to read the server's KV events; None if the settings name none."""
+        section = self._context.config.agent
+        if not section.kv_events_address:
+            return None
+        contents = ContentFeed(identity.engine_id, identity.incarnation)
+        blocks = RenamedBlocks(identity.model_fingerprint, contents)
+        self._kv_events = KVEventReader(section.kv_events_address, section.kv_events_replay_address, blocks)
+        self._kv_events.start()
+        return contents
 
     async def _warm_up(self, server: VllmServer, facts: ServerFacts, timeout_s: float) -> None:
         """Let the server make its first steps before it has requests: routers would take their time for a stall."""
@@ -128,6 +144,8 @@ class VllmWorker(WorkerSource):
 
     async def close(self) -> None:
         """Close the connections to the server."""
+        if self._kv_events is not None:
+            await self._kv_events.close()
         if self._server is not None:
             await self._server.close()
 

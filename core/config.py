@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from core.config_checks import check_address, check_both_or_neither, check_order
+from core.config_checks import check_address, check_both_or_neither, check_order, check_peer_addresses
 from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_sizes
 from core.constants import HASH_BLOCK_SIZE
 from core.errors import ConfigError
@@ -28,6 +28,7 @@ CUDA_STEP_TOKENS = 8192
 Positive = Annotated[int, msgspec.Meta(ge=1)]
 NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
+Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=3_600_000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 86400)]
 ShareBelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
@@ -282,6 +283,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     # How the worker that computes a prompt is chosen: by the predicted time to the first token, prefixes in its cache counted,
     # or by its number of requests.
     routing: Literal["predicted", "least_loaded"] = "predicted"
+    local_prefill_itl_ms: Milliseconds = 0.0  # a decode worker computes a prompt if its steps stay within this; 0 = never
     worker_wait_s: Seconds = 10.0  # how long an accepted request waits for a worker that no supervisor is known to restart
     api_key: str = msgspec.field(default_factory=default_api_key)  # clients send it as a bearer token; several: by commas
     cors_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the API, such as https://chat.example; * = all
@@ -304,6 +306,8 @@ class AgentSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     start_timeout_s: Seconds = 1800.0  # until the server is ready: it loads its model
     watch_interval_s: Seconds = 1.0  # between two looks at its health and load
     patience_s: Seconds = 10.0  # without an answer to such a look; then the agent ends; at once if the server is gone
+    kv_events_address: str = ""  # ZeroMQ PUB of the server's `--kv-events-config`; empty = routers learn nothing of its cache
+    kv_events_replay_address: str = ""  # its replay endpoint, for events that were missed; empty = none
 
 
 class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -400,9 +404,9 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)
         replay_address = worker.kv_events_replay_address or worker.kv_events_address
         check_address("worker.kv_events_replay_address", replay_address, lowest_port=0)
+        check_peer_addresses("agent", self.agent, "kv_events_address", "kv_events_replay_address")
         check_address("kvstore.bind_address", self.kvstore.bind_address, lowest_port=0)
-        if self.kvstore.address:
-            check_address("kvstore.address", self.kvstore.address, lowest_port=1)
+        check_peer_addresses("kvstore", self.kvstore, "address")
         check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")
         for address in worker.router_addresses:
             check_address("worker.router_addresses", address, lowest_port=1)

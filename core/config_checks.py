@@ -42,3 +42,10 @@ def check_address(path: str, address: str, lowest_port: int) -> None:
     found = _ADDRESS.fullmatch(address)
     if found is None or not lowest_port <= int(found["port"]) <= 65535:
         raise ConfigError(f"{path} = {address!r}: expected tcp://host:port with port {lowest_port} to 65535", param=path)
+
+
+def check_peer_addresses(path: str, section: object, *names: str) -> None:
+    """Refuse addresses to which ZeroMQ could not connect; those that are empty are not used."""
+    for name in names:
+        if address := getattr(section, name):
+            check_address(f"{path}.{name}", address, lowest_port=1)

@@ -13,7 +13,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from core.errors import FALLBACK_REASONS, error_codes
 from core.metrics import start_at_zero
-from router.dispatch.request_state import NO_PREFILL
+from router.dispatch.request_state import LOCAL_PREFILL, NO_PREFILL
 from router.dispatch.timing import FirstTokenTiming, SecondTokenTiming
 
 PREFIX = "kvferry_"
@@ -93,7 +93,7 @@ class RouterMetrics:
     def _start_at_zero(self) -> None:
         for counter in (self._lost, self._stalls):
             start_at_zero(counter, *((role,) for role in ("prefill", "decode", "aggregated", "encode")))
-        start_at_zero(self._handoffs, *((outcome,) for outcome in ("loaded", NO_PREFILL, *FALLBACK_REASONS)))
+        start_at_zero(self._handoffs, *((outcome,) for outcome in ("loaded", LOCAL_PREFILL, NO_PREFILL, *FALLBACK_REASONS)))
         start_at_zero(self._failure, *((code,) for code in error_codes()))
         start_at_zero(self._http, *((path, "429") for path in INFERENCE_PATHS))
 

@@ -49,6 +49,8 @@ from core.engine.trial_steps import run_largest_step, run_usual_step, run_widest
 from core.errors import ConfigError
 from core.grammar.child import Setup
 from core.grammar.compiler import GrammarCompiler
+from core.kv.content_feed import ContentFeed, reported_group
+from core.kv.events import KVEventFollower
 from core.kv.grouping import group_layers
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
@@ -85,6 +87,7 @@ class BuiltEngine:
     connector: Connector | None = None  # not started
     ec_connector: ECConnector | None = None  # not started
     grammars: GrammarCompiler | None = None  # wakes nothing yet
+    contents: ContentFeed | None = None  # what routers learn of the prefix cache
 
     @property
     def layout(self) -> KVLayoutInfo:
@@ -111,10 +114,10 @@ def build_engine(
     ``ec_connector_factory`` is asked, with the model's fingerprint, for what brings embeddings of images; of a model that sees
     none it is not. Its worker side has learnt the form of the embeddings when this returns.
 
-    ``incarnation`` names this life of the worker in the seals of its blocks; with ``has_readers``, peers that read the blocks,
-    the seals hold digests where the configuration calls for them. The pool is registered with the connector; the connector's
-    own ``start`` is the worker's task, and so are ``KVConnectorWorker.set_wakeup``, ``GrammarCompiler.set_wakeup`` and
-    ``ImageDecodeThread.start``.
+    ``incarnation`` names this life of the worker in the seals of its blocks and in its reports; with ``has_readers``, peers
+    that read the blocks, the seals hold digests where the configuration calls for them. The pool is registered with the
+    connector; the connector's own ``start`` is the worker's task, and so are ``KVConnectorWorker.set_wakeup``,
+    ``GrammarCompiler.set_wakeup`` and ``ImageDecodeThread.start``.
 
     Raises:
         ConfigError: a setting, a model file or the memory does not fit.
@@ -144,7 +147,9 @@ def build_engine(
         events = _kv_event_publisher(config, model.sizing.config.groups)
         grammars = GrammarCompiler(partial(_vocabulary, files, arch.vocab_size))
         hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
-        engine = EngineCore(scheduler, runner, hasher, arch.vocab_size, events, grammars=grammars)
+        contents = ContentFeed(config.worker.engine_id, incarnation, reported_group(model.sizing.config.groups))
+        followers: list[KVEventFollower] = [contents] if events is None else [contents, events]
+        engine = EngineCore(scheduler, runner, hasher, arch.vocab_size, followers, grammars=grammars)
         on_failure.pop_all()
     _log_ready(files, pool, scheduler.max_model_len)
     return BuiltEngine(
@@ -160,6 +165,7 @@ def build_engine(
         connector=connector,
         ec_connector=ec_connector,
         grammars=grammars,
+        contents=contents,
     )
 
 
@@ -347,7 +353,7 @@ def _kv_cache_manager(config: KVFerryConfig, sizing: KVCacheSizing, seals: SealT
         hash_block_size=HASH_BLOCK_SIZE,
         max_in_flight_tokens=sizing.max_in_flight_tokens,
         enable_caching=config.cache.enable_prefix_caching,
-        enable_kv_cache_events=config.cache.kv_events,
+        enable_kv_cache_events=config.cache.enable_prefix_caching,
         watermark=config.cache.watermark,
         seals=seals,
     )

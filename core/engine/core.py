@@ -7,14 +7,14 @@ a worker, tests and benchmarks call it directly.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from core.engine.kv_events import KVEventPublisher
 from core.engine.step_watch import StepSize
 from core.errors import InvalidRequest, KVFerryError
 from core.grammar.compiler import GrammarCompiler
+from core.kv.events import KVEventFollower
 from core.kv.hashing import BlockHasher
 from core.request import EngineCoreOutput, ModelRunnerOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.sched.scheduler import Scheduler
@@ -86,8 +86,8 @@ class ScheduledStep:
 class EngineCore:
     """Everything between a new request and its tokens. One thread only.
 
-    ``kv_events`` gets the changes of the prefix cache after each step; ``grammars`` compiles those of structured outputs,
-    which are refused without it. Both are closed with the engine.
+    ``kv_events`` get the changes of the prefix cache after each step; ``grammars`` compiles those of structured outputs,
+    which are refused without it. All are closed with the engine.
     Raises: ValueError if ``hasher`` hashes blocks of another size than the KV cache looks up.
     """
 
@@ -97,7 +97,7 @@ class EngineCore:
         runner: Runner,
         hasher: BlockHasher,
         vocab_size: int,
-        kv_events: KVEventPublisher | None = None,
+        kv_events: Sequence[KVEventFollower] = (),
         *,
         grammars: GrammarCompiler | None = None,
     ) -> None:
@@ -108,7 +108,7 @@ class EngineCore:
         self.runner = runner
         self._hasher = hasher
         self._vocab_size = vocab_size
-        self._kv_events = kv_events
+        self._kv_events = tuple(kv_events)
         self._grammars = grammars
         self._grammar_failures: list[EngineCoreOutput] = []
         self._in_flight: deque[tuple[ScheduledStep, Callable[[], ModelRunnerOutput]]] = deque()
@@ -191,8 +191,9 @@ class EngineCore:
         has_got_blocks = step.awaits_blocks and not self._awaits_blocks()
         self._is_stalled = not outputs and not has_got_blocks and _nothing_happened(step.output, runner_output)
         self._stats = self.scheduler.make_stats()
-        if self._kv_events is not None:
-            self._kv_events.publish(self.scheduler.take_events())
+        events = self.scheduler.take_events()
+        for follower in self._kv_events:
+            follower.publish(events)
         return outputs
 
     def wake(self) -> None:
@@ -237,8 +238,8 @@ class EngineCore:
             if connector is not None:
                 connector.shutdown()
         self.runner.shutdown()
-        if self._kv_events is not None:
-            self._kv_events.close()
+        for follower in self._kv_events:
+            follower.close()
         if self._grammars is not None:
             self._grammars.close()
 

@@ -7,7 +7,9 @@ copy of a key is gone. Produced by ``core.kv.pool``, drained by ``BlockPool.take
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from core.kv.hashing import ExtraKey
 
@@ -42,3 +44,13 @@ class AllBlocksCleared:
 
 
 KVCacheEvent = BlockStored | BlockRemoved | AllBlocksCleared
+
+
+class KVEventFollower(Protocol):
+    """Gets the events of each step, on the engine's thread."""
+
+    def publish(self, events: Sequence[KVCacheEvent]) -> None:
+        """Take in the events of one step, in order; there may be none."""
+
+    def close(self) -> None:
+        """Get no more."""

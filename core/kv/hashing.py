@@ -35,7 +35,7 @@ TokenIds: TypeAlias = "array[int] | bytes"
 ExtraKey = tuple[str | int | bytes, ...]
 
 _TOKEN_BYTES = 4
-_MAX_FINGERPRINT_BYTES = 64
+MAX_FINGERPRINT_BYTES = 64
 _DOMAIN_FULL = b"kvferry full v1"
 _DOMAIN_TAIL = b"kvferry tail v1"
 _DOMAIN_MEDIA = b"kvferry media v1"
@@ -123,8 +123,8 @@ def hash_media(model_fingerprint: bytes, processing: bytes, media: bytes) -> byt
 
 
 def _check_fingerprint(model_fingerprint: bytes) -> None:
-    if not 0 < len(model_fingerprint) <= _MAX_FINGERPRINT_BYTES:
-        raise ValueError(f"model fingerprint must have 1 to 64 bytes, not {len(model_fingerprint)}")
+    if not 0 < len(model_fingerprint) <= MAX_FINGERPRINT_BYTES:
+        raise ValueError(f"model fingerprint must have 1 to {MAX_FINGERPRINT_BYTES} bytes, not {len(model_fingerprint)}")
 
 
 class BlockHasher:

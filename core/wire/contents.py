@@ -9,7 +9,7 @@ import msgspec
 from core.wire.limits import Count, Name, Unsigned64
 
 KEY_BYTES = 8  # of a block's hash: enough to choose a worker, which compares whole hashes itself
-MAX_KEYS = 65_536  # of one report
+MAX_KEYS = 8_192  # of one report: a router takes it in within some 20 ms, between other messages
 
 Keys = Annotated[bytes, msgspec.Meta(max_length=MAX_KEYS * KEY_BYTES)]  # one after another
 

@@ -13,6 +13,7 @@ import msgspec
 
 from core.errors import KVFerryError
 from core.tracing import TraceContext
+from core.wire.contents import ContentReport
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVVerify
 from core.wire.limits import (
     MAX_NUM_FEATURES,
@@ -138,7 +139,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaul
     """A worker is alive, how loaded it is, and whether its engine makes progress. Sent about every second.
 
     By the three times and ``core.wire.progress`` the router judges whether the engine has stalled. ``is_warming_up`` holds
-    during the first step of a size, which may take any time.
+    during the first step of a size, which may take any time. ``num_reports`` shows a router whether it has missed a
+    ``ContentReport``.
     """
 
     engine_id: Name
@@ -152,6 +154,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaul
     slowest_step_ms: Milliseconds = 0.0  # of the last minute, first steps of a size apart
     predicted_step_ms: Milliseconds = 0.0  # of the step in hand
     is_warming_up: bool = False
+    num_reports: Count = 0  # sent to this router since its ``Registered``
+    num_queued_tokens_of_others: Count = 0  # of prompts that other routers have sent, and that have no first token yet
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
@@ -277,11 +281,14 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_de
 
     ``router_id`` is new at every start of a router. A worker that hears nothing from a router for ``heartbeat_timeout_ms``
     aborts that router's requests. A heartbeat of an unknown worker is answered by ``Refused``; the worker then registers again.
+    A router that ``takes_contents`` wants ``ContentReport``; with ``needs_snapshot`` the next one must be a snapshot.
     """
 
     router_id: Name
     heartbeat_interval_ms: WholeMilliseconds = 1000
     heartbeat_timeout_ms: WholeMilliseconds = 5000
+    takes_contents: bool = False
+    needs_snapshot: bool = False
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="regno", omit_defaults=True):
@@ -383,6 +390,7 @@ WorkerMessage = (
     Register
     | RegisterEncoder
     | Heartbeat
+    | ContentReport
     | Goodbye
     | PrefillDone
     | RequestFailed

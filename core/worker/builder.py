@@ -31,6 +31,7 @@ class BuiltEncoder:
     image_decode_thread: ImageDecodeThread  # not started
     known_step: None = None  # its first step is judged like any first step
     grammars: None = None  # it puts out no text
+    contents: None = None  # it has no prefix cache
 
     @property
     def num_blocks(self) -> int:

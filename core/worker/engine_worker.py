@@ -72,6 +72,7 @@ class EngineWorker(WorkerSource):
             metrics=metrics,
             connector=assembled.connector,
             ec_connector=assembled.ec_connector,
+            contents=assembled.built.contents,
         )
 
     async def close(self) -> None:

@@ -27,8 +27,8 @@ class Heartbeats:
         if due is not None and now - due >= _LEAST_PAUSE_S:
             self._pauses.append((now, now - due))
 
-    def write(self, load: EngineLoad, now: float, *, is_draining: bool) -> Heartbeat:
-        """Return the heartbeat."""
+    def write(self, load: EngineLoad, now: float, *, is_draining: bool, num_reports: int = 0, num_others: int = 0) -> Heartbeat:
+        """Return the heartbeat for a router that has been sent so many reports; ``num_others`` tokens are of other routers."""
         progress = load.progress
         return Heartbeat(
             engine_id=self._registration.engine_id,
@@ -42,6 +42,8 @@ class Heartbeats:
             slowest_step_ms=progress.slowest_step_s * 1e3,
             predicted_step_ms=progress.predicted_step_s * 1e3,
             is_warming_up=progress.is_warming_up,
+            num_reports=num_reports,
+            num_queued_tokens_of_others=num_others,
         )
 
     def _without_pauses(self, since_progress_s: float, now: float) -> float:

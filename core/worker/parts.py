@@ -13,6 +13,7 @@ from typing import Protocol
 from core.connector import Connector
 from core.ec_connector import ECConnector
 from core.engine.step_watch import StepReading
+from core.kv.content_feed import ContentFeed
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, NewRequest
 from core.wire.messages import EngineCall, EngineReply, Register, RegisterEncoder, RequestFailed
@@ -73,6 +74,7 @@ class WorkerParts:
     api: EngineApi | None = None
     connector: Connector | None = None
     ec_connector: ECConnector | None = None
+    contents: ContentFeed | None = None  # what routers learn of the engine's prefix cache
 
 
 class WorkerSource(ABC):

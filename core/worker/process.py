@@ -127,7 +127,9 @@ class WorkerProcess:
         )
         self._is_opening = True
         parts = self._parts = await self._source.open(events)
-        self._state = WorkerState(parts.register(self._ops_address), parts.handler, parts.limits, parts.load, parts.metrics)
+        self._state = WorkerState(
+            parts.register(self._ops_address), parts.handler, parts.limits, parts.load, parts.metrics, contents=parts.contents
+        )
         self._driver = self._make_driver(self._state, parts)
         parts.engine.start()
         self._sockets.start()

@@ -18,6 +18,7 @@ class Served:
     num_prompt_tokens: int
     num_choices: int  # that have not ended
     is_call: bool = False  # of the engine's API
+    has_prompt: bool = False  # its prompt is computed here, from its beginning
     num_output_tokens: int = 0
     first_token_s: float | None = None
 
@@ -51,6 +52,11 @@ class ServedRequests:
         """Return the ids of a router's requests."""
         return [request_id for request_id, served in self._requests.items() if served.link == link]
 
+    def num_queued_tokens_of_others(self, link: str) -> int:
+        """Return how many tokens the prompts without a first token have that other routers than this one have sent."""
+        queued = (item for item in self.values() if item.has_prompt and item.first_token_s is None and item.link != link)
+        return sum(item.num_prompt_tokens for item in queued)
+
     def begin(self, link: str, message: Generate | EncodeRequest | EngineCall, now: float) -> None:
         """Add a request that was admitted."""
         self._requests[message.request_id] = Served(
@@ -59,6 +65,7 @@ class ServedRequests:
             num_prompt_tokens=len(message.prompt_token_ids) if isinstance(message, Generate) else 0,
             num_choices=num_choices(message),
             is_call=isinstance(message, EngineCall),
+            has_prompt=isinstance(message, Generate) and message.kv_handoff is None and not message.choices,
         )
         self.num_choices += num_choices(message)
         if message.deadline_ms:

@@ -22,6 +22,7 @@ from core.errors import (
     RouterSilent,
     VersionMismatch,
 )
+from core.kv.content_feed import ContentFeed
 from core.log import event
 from core.metrics import WorkerMetrics
 from core.rate_limit import LOG_INTERVAL_S, RateLimit, limited_event
@@ -63,6 +64,7 @@ from core.worker.actions import (
     SubmitAdd,
     SubmitCall,
 )
+from core.worker.content_reports import ContentReports
 from core.worker.drain import Drain
 from core.worker.heartbeats import Heartbeats
 from core.worker.role import Reply, RoleHandler, RoleOutput, split_choice_id
@@ -84,6 +86,7 @@ class WorkerState:
         limits: AdmissionLimits,
         load: Callable[[], EngineLoad],
         metrics: WorkerMetrics,
+        contents: ContentFeed | None = None,
     ) -> None:
         self._registration = registration
         self._handler = handler
@@ -91,6 +94,7 @@ class WorkerState:
         self._load = load
         self._metrics = metrics
         self._heartbeats = Heartbeats(registration)
+        self._reports = ContentReports(contents)
         self._drain = Drain()
         self._links: dict[str, RouterMembership] = {}
         self._served = ServedRequests()
@@ -124,9 +128,9 @@ class WorkerState:
         times = [link.next_timer() for link in self._links.values()]
         if self._served.next_deadline is not None:
             times.append(self._served.next_deadline)
-        drain_timer = self._drain.next_timer(now, DRAIN_POLL_S)
-        if drain_timer is not None:
-            times.append(drain_timer)
+        for time in (self._reports.next_timer(), self._drain.next_timer(now, DRAIN_POLL_S)):
+            if time is not None:
+                times.append(time)
         return min(times) if times and not self.is_stopped else None
 
     # ---- routers -----------------------------------------------------------------------------------------------------
@@ -139,6 +143,7 @@ class WorkerState:
     def disconnect(self, link: str) -> list[Action]:
         """A router address is gone from the name service, and so is the socket."""
         self._links.pop(link, None)
+        self._reports.stop(link)
         return self._abort_requests_of(link)
 
     def on_bad_frame(self, link: str, error: ProtocolError, now: float) -> list[Action]:
@@ -159,6 +164,7 @@ class WorkerState:
             return []
         if membership.on_other_version(now):
             self._log_of_router(now, "other_wire_version", link, ours=error.ours, theirs=error.theirs)
+        self._reports.stop(link)
         return self._abort_requests_of(link)
 
     def on_router_message(self, link: str, message: RouterMessage, now: float) -> list[Action]:
@@ -192,14 +198,16 @@ class WorkerState:
         is_another = membership.on_registered(message, now)
         if not was_registered or is_another:
             logger.info(event("registered", router=link, router_id=message.router_id))
+        reports = self._reports.on_registered(link, message, now, is_new=not was_registered or is_another)
         if is_another and was_registered:
-            return self._abort_requests_of(link)
-        return self._give_up_requests_of(link) if is_another and self._served.of_link(link) else []
+            return [*self._abort_requests_of(link), *reports]
+        return [*(self._give_up_requests_of(link) if is_another and self._served.of_link(link) else []), *reports]
 
     def _on_refused(self, link: str, membership: RouterMembership, message: Refused, now: float) -> list[Action]:
         """All requests of this router came before its refusal, also those that came late, after it had seemed lost."""
         if membership.on_refused(message.error.message, now):
             self._log_of_router(now, "refused_by_router", link, code=message.error.code, message=message.error.message)
+        self._reports.stop(link)
         return self._abort_requests_of(link)
 
     def _log_of_router(self, now: float, name: str, link: str, **fields: object) -> None:
@@ -327,7 +335,7 @@ class WorkerState:
         actions += [Send(link, frame) for link, frame in tokens.items()]
         for request_id in result.ended:
             self._finish(request_id, now)
-        return actions + self._follow(result) + self._leave_if_done(now)
+        return [*actions, *self._follow(result), *self._reports.take_due(now), *self._leave_if_done(now)]
 
     def on_call_reply(self, reply: EngineReply | RequestFailed, now: float) -> list[Action]:
         """Pass on what the engine's API says to a call; replies to calls that have ended are dropped."""
@@ -419,6 +427,7 @@ class WorkerState:
         actions: list[Action] = []
         for key, link in self._links.items():
             if link.lose_if_silent(now):
+                self._reports.stop(key)
                 actions += self._give_up_requests_of(key)
         actions += self._expire(now)
         actions += self._do_duties(now)
@@ -437,8 +446,18 @@ class WorkerState:
             if duty is MembershipDuty.REGISTER and not self.is_draining:
                 actions.append(Send(key, self._registration))
             elif duty is MembershipDuty.HEARTBEAT:
-                actions.append(Send(key, self._heartbeats.write(self._load(), now, is_draining=self.is_draining)))
-        return actions
+                actions += self._reports.take(key, now)  # so a heartbeat shows that everything before it is reported
+                num_sent = self._reports.num_sent(key)
+                num_others = self._served.num_queued_tokens_of_others(key)
+                actions.append(
+                    Send(
+                        key,
+                        self._heartbeats.write(
+                            self._load(), now, is_draining=self.is_draining, num_reports=num_sent, num_others=num_others
+                        ),
+                    )
+                )
+        return actions + self._reports.take_due(now)
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
 

@@ -43,6 +43,8 @@ _MAX_RETRIES = (0, 2, 2)  # where no kinds of faults are given
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
 _ASYNC_SCHEDULING_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
+_LOCAL_PREFILL_SHARE = 0.3  # of runs in which decode workers may compute prompts
+_LOCAL_PREFILL_ITL_MS = 1000.0
 _ORDER_SHARE = 0.5  # of runs in which transports that can keep reads in order
 _SUPERVISED_SHARE = 0.5
 _MANY_TRANSPORTS_SHARE = 0.3
@@ -154,6 +156,8 @@ def _draw_cluster(seed: int, chosen: frozenset[Fault] | None, async_scheduling: 
         config, workers = _draw_places(Random(f"{seed}/places"), config, workers)
         max_retries = Random(f"{seed}/retries").choice(_MAX_RETRIES)
         config = replace_struct(config, router=replace_struct(config.router, max_retries=max_retries))
+        if Random(f"{seed}/local prefill").random() < _LOCAL_PREFILL_SHARE:
+            config = replace_struct(config, router=replace_struct(config.router, local_prefill_itl_ms=_LOCAL_PREFILL_ITL_MS))
     is_wanted = _is_wanted(Fault.LAYOUT, chosen)
     has_other_layout = Random(f"{seed}/layout").random() < _OTHER_LAYOUT_SHARE if is_wanted is None else is_wanted
     if has_other_layout:

@@ -18,6 +18,7 @@ from core.digest import BlockDigester
 from core.engine.core import EngineCore
 from core.engine.kv_sizing import max_in_flight_tokens
 from core.ids import SeededIds, new_incarnation
+from core.kv.content_feed import ContentFeed, reported_group
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.metrics import WorkerMetrics
@@ -187,13 +188,16 @@ class SimWorker(SimWorkerProtocol):
         return SimImages(self.host.process, images.decoded_embeds, draw_decode_s(images.decode_s, self.incarnation))
 
     def _make_engine(self, config: KVFerryConfig, images: ImagePlan | None) -> EngineCore:
+        kv_config = hash_model_kv_config(self.spec.num_blocks, self.spec.block_size, self.model.attentions)
+        self.contents = ContentFeed(self.spec.engine_id, self.incarnation, reported_group(kv_config.groups))
         manager = KVCacheManager(
-            hash_model_kv_config(self.spec.num_blocks, self.spec.block_size, self.model.attentions),
+            kv_config,
             MAX_MODEL_LEN,
             scheduler_block_size=self.spec.block_size,
             hash_block_size=HASH_BLOCK_SIZE,
             max_in_flight_tokens=max_in_flight_tokens(config.scheduler),
             enable_caching=config.cache.enable_prefix_caching,
+            enable_kv_cache_events=config.cache.enable_prefix_caching,
             watermark=config.cache.watermark,
             seals=self.model.seals,
         )
@@ -203,7 +207,8 @@ class SimWorker(SimWorkerProtocol):
             ec_connector = self.embeddings.scheduler if self.embeddings is not None else None
             encoder = EncoderInputs(images.cache_size, images.max_embeds_per_step, ec_connector, self.images)
         scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, connector, self.host.process.clock, encoder=encoder)
-        return EngineCore(scheduler, self.model, BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE), self.model.vocab_size)
+        hasher = BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE)
+        return EngineCore(scheduler, self.model, hasher, self.model.vocab_size, [self.contents])
 
     def _make_handler(self) -> PrefillHandler | DecodeHandler:
         facts = EngineFacts(max_model_len=self.engine.core.scheduler.max_model_len, eos_token_ids=frozenset())
@@ -235,7 +240,8 @@ class SimWorker(SimWorkerProtocol):
             max_waiting_requests=config.worker.max_waiting_requests,
             drain_timeout_s=config.worker.drain_timeout_s,
         )
-        return WorkerState(registration, self.handler, limits, self._load, WorkerMetrics(CollectorRegistry(), {}))
+        metrics = WorkerMetrics(CollectorRegistry(), {})
+        return WorkerState(registration, self.handler, limits, self._load, metrics, self.contents)
 
     # ---- its outputs ------------------------------------------------------------------------------------------------
 

@@ -5,20 +5,34 @@ from __future__ import annotations
 from array import array
 from collections.abc import Sequence
 
+from core.constants import HASH_BLOCK_SIZE
 from core.kv.hashing import BlockHasher, ExtraKey
-
-KEY_BYTES = 8
+from core.wire.contents import KEY_BYTES
 
 
 def prompt_keys(
-    hasher: BlockHasher, token_ids: Sequence[int], extra_keys: Sequence[ExtraKey] = (), block_size: int = 0
+    hasher: BlockHasher, token_ids: Sequence[int], extra_keys: Sequence[ExtraKey] = (), block_size: int = HASH_BLOCK_SIZE
 ) -> array[int]:
     """Return one key for each full block of a prompt, its last token excepted, since it is always computed.
 
-    ``block_size`` is a multiple of the hasher's; 0 = the hasher's own.
+    ``block_size`` is a multiple of ``HASH_BLOCK_SIZE``.
     """
-    num_hashes = (block_size or hasher.hash_block_size) // hasher.hash_block_size
-    chain = hasher.hash_request_blocks(array("i", token_ids[:-1]), extra_keys)
+    return chain_keys(prompt_chain(hasher, token_ids, extra_keys), block_size)
+
+
+def prompt_chain(hasher: BlockHasher, token_ids: Sequence[int], extra_keys: Sequence[ExtraKey] = ()) -> list[bytes]:
+    """Return the hash chain of a prompt without its last token: one value for each 16 tokens."""
+    return hasher.hash_request_blocks(array("i", token_ids[:-1]), extra_keys)
+
+
+def chain_keys(chain: Sequence[bytes], block_size: int = HASH_BLOCK_SIZE) -> array[int]:
+    """Return the keys of the blocks of this size: of a block, the chain's value at its end.
+
+    Of a size that is no multiple of ``HASH_BLOCK_SIZE`` there are none: no worker of ours has such blocks.
+    """
+    num_hashes, rest = divmod(block_size, HASH_BLOCK_SIZE)
+    if rest or not num_hashes:
+        return array("Q")
     return hash_keys(chain[num_hashes - 1 :: num_hashes])
 
 

@@ -52,6 +52,21 @@ class ReportedContents:
         state = self._workers.get(worker)
         return state is not None and state.is_known
 
+    def has_reported(self, worker: WorkerKey) -> bool:
+        """Return True if the worker has sent a report since it joined."""
+        state = self._workers.get(worker)
+        return state is not None and state.num_received > 0
+
+    @property
+    def num_blocks(self) -> int:
+        """How many blocks of all workers are known."""
+        return sum(map(len, self._indexes.values()))
+
+    @property
+    def num_unknown_workers(self) -> int:
+        """How many workers have reported and must send a snapshot."""
+        return sum(state.num_received > 0 and not state.is_known for state in self._workers.values())
+
     def needs_snapshot(self, worker: WorkerKey, num_sent: int) -> bool:
         """Return True if a worker that has sent so many reports must send everything: some were lost, or are not believed."""
         state = self._workers.get(worker)

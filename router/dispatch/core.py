@@ -9,8 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import msgspec
+
 from core.config import RouterSection
 from core.errors import KVFerryError, NoWorker, ProtocolError, VersionMismatch
+from core.wire.contents import ContentReport
 from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
@@ -32,7 +35,7 @@ from core.wire.messages import (
 from core.wire.version import VersionRefuser
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.engine_calls import Answered, EngineCalls
-from router.dispatch.members import EncodeWorker, GenerationWorker
+from router.dispatch.members import EncodeWorker, GenerationWorker, WorkerKey
 from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled
 from router.dispatch.policy import Demand, max_model_len, why_not_ready
 from router.dispatch.request_state import Deliver, DispatchAction, EncodeEnded, Ended, Retried, SendToWorker
@@ -52,6 +55,7 @@ class RouterLimits:
     worker_wait_s: float = 10.0  # how long a started request waits for a worker that can continue it
     encode_timeout_s: float = 20.0  # how long a request waits for the embeddings of its images
     routing: str = "predicted"  # how routes are chosen: by predicted time, or by load
+    local_prefill_itl_ms: float = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
 
     @classmethod
     def of(cls, config: RouterSection) -> RouterLimits:
@@ -65,6 +69,7 @@ class RouterLimits:
             worker_wait_s=config.worker_wait_s,
             encode_timeout_s=config.images.encode_timeout_s,
             routing=config.routing,
+            local_prefill_itl_ms=config.local_prefill_itl_ms,
         )
 
     @property
@@ -98,7 +103,10 @@ class RouterCore:
     """Membership and dispatcher. ``router_id`` is new at every start of the router."""
 
     def __init__(self, model: str, router_id: str, limits: RouterLimits) -> None:
-        self.membership = Membership(model, router_id, limits.heartbeat_interval_s, limits.heartbeat_timeout_s)
+        is_predicted = limits.routing == "predicted"
+        self.membership = Membership(
+            model, router_id, limits.heartbeat_interval_s, limits.heartbeat_timeout_s, takes_contents=is_predicted
+        )
         self.wait_estimates = WaitEstimates()
         self.calls = EngineCalls(self.membership)
         self._refuser = VersionRefuser()
@@ -112,7 +120,8 @@ class RouterCore:
             encode_timeout_s=limits.encode_timeout_s,
         )
         self.route_costs = self.dispatcher.route_costs
-        self.route_costs.is_enabled = limits.routing == "predicted"
+        self.route_costs.is_enabled = is_predicted
+        self.route_costs.max_local_itl_ms = limits.local_prefill_itl_ms
 
     @property
     def max_model_len(self) -> int:
@@ -141,13 +150,16 @@ class RouterCore:
             case Register() | RegisterEncoder():
                 return self._after(self.membership.on_register(peer, message, now), now)
             case Heartbeat():
-                return self._after(self.membership.on_heartbeat(peer, message, now), now)
+                return self._on_heartbeat(peer, message, now)
             case Goodbye():
                 return self._after(self.membership.on_goodbye(message), now)
         sender = self.membership.by_peer(peer)
         if sender is None:
             return [_refuse(peer, ErrorInfo(code="not_registered", message="register first", http_status=400, retryable=True))]
         self.membership.touch(sender, now)
+        if isinstance(message, ContentReport):
+            self.route_costs.on_report(sender.key, message)
+            return []
         if isinstance(message, Rejected):
             return self._resolve(self.dispatcher.on_rejected(sender, message.error, now), now)
         if isinstance(sender, GenerationWorker):
@@ -235,6 +247,16 @@ class RouterCore:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
+    def _on_heartbeat(self, peer: bytes, message: Heartbeat, now: float) -> list[Action]:
+        """Answer a heartbeat; the answer asks for a snapshot if the worker's contents are not known."""
+        actions = self._after(self.membership.on_heartbeat(peer, message, now), now)
+        worker = self.membership.get(WorkerKey(message.engine_id, message.incarnation))
+        if worker is None or not self.route_costs.on_heartbeat(worker, message, now):
+            return actions
+        welcome = self.membership.welcome
+        request = Transmit(peer, msgspec.structs.replace(welcome, needs_snapshot=True))
+        return [request if action == Transmit(peer, welcome) else action for action in actions]
+
     def _on_worker_message(self, sender: GenerationWorker, message: _RequestMessage, now: float) -> Sequence[_Step]:
         match message:
             case PrefillDone():
@@ -253,6 +275,7 @@ class RouterCore:
                 return self.dispatcher.on_request_failed(sender, message, now)
             case list():
                 sender.progress.on_answer(now)
+                self.route_costs.on_step(sender.key, now)
                 for item in message:
                     self.wait_estimates.on_first_token(item.request_id, now)
                     self.route_costs.on_first_token(item, now)
@@ -286,6 +309,9 @@ class RouterCore:
                 self.wait_estimates.forget(action.worker.key)
                 self.route_costs.forget(action.worker.key)
                 result += self._resolve([*self.dispatcher.on_left(action, now), *self.calls.on_left(action.worker.key)], now)
+            joined = action.worker if isinstance(action, Joined) or (isinstance(action, Left) and action.is_back) else None
+            if isinstance(joined, GenerationWorker):
+                self.route_costs.join(joined)
         for action in actions:
             if isinstance(action, Joined):
                 result += self._resolve(self.dispatcher.on_joined(action.worker, now), now)

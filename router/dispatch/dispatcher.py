@@ -294,6 +294,7 @@ class Dispatcher:
         request.attempt.prefill = route.prefill.key if route.prefill else None
         request.attempt.decode = route.decode.key
         request.fallback_reason = NO_PREFILL if route.is_degraded else ""
+        request.is_local = route.is_local
         first = route.workers[0]
         request.model_fingerprint = first.facts.model_fingerprint
         self._attempts.begin(request)

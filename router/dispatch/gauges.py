@@ -46,6 +46,16 @@ def add_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
         lambda: costs.num_real_hit_tokens,
     )
     metrics.watch(
+        "routing_indexed_blocks",
+        "Blocks of all workers that the index of their contents holds.",
+        lambda: costs.contents.reports.num_blocks,
+    )
+    metrics.watch(
+        "routing_unknown_workers",
+        "Workers whose contents are unknown until their next snapshot: a report was lost, or claims did not hold.",
+        lambda: costs.contents.reports.num_unknown_workers,
+    )
+    metrics.watch(
         "routing_prefill_time_error_ratio",
         "Recent mean error of the predicted prefill time, of the least predictable pool.",
         costs.mean_error,

@@ -179,6 +179,11 @@ class GenerationWorker(Member):
         """The tokens that this router's requests may come to hold there, per token of KV cache."""
         return self.num_inflight_tokens / max(1, self.facts.num_blocks * self.facts.layout.block_size)
 
+    def has_free_tokens(self, num_tokens: int) -> bool:
+        """Return True if so many tokens fit beside what it holds by its heartbeat, and what this router's requests may hold."""
+        capacity = self.facts.num_blocks * self.facts.layout.block_size
+        return num_tokens + max(self.num_inflight_tokens, self.kv_cache_usage * capacity) <= capacity
+
     def may_hold(self, num_choices: int) -> bool:
         """Return True if this many choices would fit in an idle worker."""
         limit = self.facts.max_num_choices

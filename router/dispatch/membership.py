@@ -83,10 +83,18 @@ class Membership:
     """The workers that this router may use.
 
     ``model`` is the name that clients use; workers with another model are refused. ``welcome`` answers registrations and
-    heartbeats. Times are seconds of one monotonic clock.
+    heartbeats; with ``takes_contents`` it asks for reports of contents. Times are seconds of one monotonic clock.
     """
 
-    def __init__(self, model: str, router_id: str, heartbeat_interval_s: float, heartbeat_timeout_s: float) -> None:
+    def __init__(
+        self,
+        model: str,
+        router_id: str,
+        heartbeat_interval_s: float,
+        heartbeat_timeout_s: float,
+        *,
+        takes_contents: bool = False,
+    ) -> None:
         self._model = model
         self._timeout_s = heartbeat_timeout_s
         self.pauses = OwnPauses(heartbeat_interval_s, settle_s=heartbeat_timeout_s)
@@ -94,6 +102,7 @@ class Membership:
             router_id=router_id,
             heartbeat_interval_ms=round(heartbeat_interval_s * 1000),
             heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
+            takes_contents=takes_contents,
         )
         self._members: dict[str, Member] = {}  # by engine_id
         # One prefill worker per combination of facts that handoffs depend on.

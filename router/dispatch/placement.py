@@ -5,16 +5,22 @@ Derives a request's ``Demand``; ``router.dispatch.policy`` chooses workers by it
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from core.errors import NoWorker, Overloaded, RequestError
+from core.kv.hashing import ExtraKey
+from core.request import extra_keys_of
 from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
-from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor
+from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
 from router.dispatch.request_state import RequestState
-from router.dispatch.route_costs import RouteCosts, report, salt_of
+from router.dispatch.route_costs import Offer, RouteCosts, report
+
+_Offers = dict[WorkerKey, Offer]
+_Prompt = tuple[Sequence[int], Sequence[ExtraKey]]
 
 
 class Placement:
@@ -29,14 +35,31 @@ class Placement:
     def route(self, request: RequestState, now: float) -> Route:
         """Return the workers that serve the request from its beginning. Raises the errors of ``choose_route``."""
         workers, wanted = self._membership.workers, request.submission
-        salt = salt_of(wanted.cache_salt, wanted.mm_features)
-        offers = self._costs.offers(workers, wanted.prompt_token_ids, salt, now)
+        extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
+        offers = self._costs.offers(computing(workers), wanted.prompt_token_ids, extra_keys, now)
         costs = {key: offer.score for key, offer in offers.items()}
-        route = choose_route(workers, replace(self._demand(request, now), costs=costs))
+        demand = replace(self._demand(request, now), costs=costs)
+        route = choose_route(workers, demand)
+        may_shorten = (
+            self._costs.max_local_itl_ms and not wanted.mm_features
+        )  # an encode worker's embeddings go to the other one
+        if may_shorten and route.prefill is not None and route.prefill.key in offers:
+            demand = replace(demand, model_fingerprint=route.prefill.facts.model_fingerprint)
+            route, offers = self._shorten(route, demand, offers, (wanted.prompt_token_ids, extra_keys), now)
         offer = offers.get(route.workers[0].key)
         request.patience_ms = offer.patience_ms if offer is not None else 0.0
-        request.routing = report(offer, offers.values()) if offer is not None else None
+        request.routing = report(offer, offers.values(), is_local=route.is_local) if offer is not None else None
         return route
+
+    def _shorten(self, route: Route, demand: Demand, offers: _Offers, prompt: _Prompt, now: float) -> tuple[Route, _Offers]:
+        """Return the route of a decode worker that computes the prompt itself, if that is sooner, with all offers compared."""
+        assert route.prefill is not None, "its caller has checked"
+        workers = local_candidates(self._membership.workers, route.prefill, demand)
+        local_offers = self._costs.offers(workers, *prompt, now)
+        chosen = self._costs.choose_local(workers, local_offers, offers[route.prefill.key], now)
+        if chosen is None:
+            return route, offers
+        return Route(None, chosen, is_local=True), {**offers, **local_offers}
 
     def decode(self, request: RequestState, now: float) -> GenerationWorker:
         """Return the decode worker reserved at submission, else one that can load the handoff, else one that recomputes.

@@ -54,11 +54,12 @@ class Route:
 
     prefill: GenerationWorker | None
     decode: GenerationWorker
+    is_local: bool = False  # the decode worker computes the prompt, since that is sooner
 
     @property
     def is_degraded(self) -> bool:
         """True if a decode worker serves alone because no prefill worker is available."""
-        return self.prefill is None and self.decode.role == "decode"
+        return self.prefill is None and self.decode.role == "decode" and not self.is_local
 
     @property
     def workers(self) -> tuple[GenerationWorker, ...]:
@@ -127,6 +128,30 @@ def _alone(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
     prefills = [worker for worker in open_workers if worker.role == "prefill"]
     candidates = [worker for worker in open_workers if worker.may_serve_alone]
     return [worker for worker in candidates if not any(mismatch(prefill, worker) is None for prefill in prefills)]
+
+
+def computing(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
+    """Return the workers that compute prompts: all but the decode workers that read from a prefill worker."""
+    members = list(workers)
+    alone = {worker.key for worker in _alone(members)}
+    return [worker for worker in members if worker.role != "decode" or worker.key in alone]
+
+
+def local_candidates(workers: Iterable[GenerationWorker], prefill: GenerationWorker, demand: Demand) -> list[GenerationWorker]:
+    """Return the decode workers that could compute the prompt at once, instead of reading it from a prefill worker.
+
+    They have no queue, and room for prompt and output of every choice beside what they hold.
+    """
+    num_tokens = demand.num_choices * demand.num_tokens
+    return [
+        worker
+        for worker in _fitting(workers, demand)
+        if worker.role == "decode"
+        and worker.has_room(demand.num_choices)
+        and not (worker.num_waiting or worker.is_reserve or worker.key in demand.avoid)
+        and worker.has_free_tokens(num_tokens)
+        and mismatch(prefill, worker) is None
+    ]
 
 
 def starters(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:

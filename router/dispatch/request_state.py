@@ -25,6 +25,7 @@ from router.dispatch.timing import FirstTokenTiming, RoutingReport, SecondTokenT
 from router.dispatch.types import Submission, Update
 
 RetryKind = Literal["prefill", "handoff", "replay"]
+LOCAL_PREFILL = "local"  # the outcome of a handoff that was not needed: the decode worker computed the prompt sooner
 NO_PREFILL = "no_prefill"  # the ``fallback_reason`` of a request that a decode worker serves alone
 
 
@@ -62,7 +63,8 @@ class Measurements:
     first_token_at: float | None = None
     first_token: FirstTokenTiming | None = None  # if it came from a prefill worker
     second_token: SecondTokenTiming | None = None
-    hit_tokens: int | None = None  # as the prefill worker reported
+    hit_tokens: int | None = None  # as the worker that computed the prompt reported
+    alone_ttft_ms: float | None = None  # if the first token came from a worker that serves it alone
     costs: dict[int, tuple[int, TransferUsage]] = field(default_factory=dict)  # by choice: (number of the attempt, its cost)
     prefill_loss: TransferUsage | None = None  # what the prefill worker recomputed after a tier lost it
 
@@ -114,6 +116,7 @@ class RequestState:
     has_decoded: bool = False  # a decode or aggregated worker has sent a token
     handoff: KVHandoff | None = None
     fallback_reason: str = ""
+    is_local: bool = False  # its decode worker computes the prompt, since that is sooner
     renew_at: float = 0.0  # when the lease of the handoff is renewed next
     waits_since: float = 0.0  # start of its wait for a worker, less the router's pauses
     has_own_deadline: bool = False  # set by the client, not by the router

@@ -1,7 +1,8 @@
-"""What each worker would cost for a prompt: the predicted time of ``router.routing``, from this router's own messages.
+"""What each worker would cost for a prompt: the predicted time of ``router.routing``, from the messages of all workers.
 
-Owns, for every worker, the backlog of prompts without a first token, and how true its predicted hits were; for every pool of
-equal workers, the fitted prefill time. Callers pass the time in seconds; predictions are in ms.
+Owns, for every worker, the backlog of prompts without a first token, and how true its claimed hits were; for every pool of
+equal workers, the fitted prefill time; and the index of contents (``router.contents``). Callers pass the time in seconds;
+predictions are in ms.
 """
 
 from __future__ import annotations
@@ -9,17 +10,22 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from core.wire.media import MMFeature
-from core.wire.messages import Abort, Generate, PrefillDone, RouterMessage, Tokens
+from core.kv.hashing import ExtraKey
+from core.request import extra_keys_of
+from core.wire.contents import ContentReport
+from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens
+from router.contents.known import Hit, KnownContents
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.timing import RoutingReport
 from router.routing.accuracy import HitAccuracy
 from router.routing.backlog import Backlog, QueuedPrompt
 from router.routing.cost import PrefillTime, patience_ms, score
 from router.routing.fit import PrefillFit
-from router.routing.placed import PlacedPrefixes, PrefixIndex
+from router.routing.local import LocalPrompt, StepTime, finish_ms, pays
 
 _LONGEST_PATIENCE_MS = 60_000.0
+
+_NO_HIT = Hit()
 
 _Pool = tuple[bytes, str]  # model fingerprint and role
 
@@ -47,6 +53,13 @@ class Offer:
 class _Worker:
     pool: _Pool
     backlog: Backlog = field(default_factory=Backlog)
+    step: StepTime = field(default_factory=StepTime)
+    others_until_ms: float = 0.0  # when it would have computed the prompts that other routers had there at its last heartbeat
+
+    def wait_of_others_ms(self, now_ms: float) -> float:
+        """Return how long it still computes prompts of other routers."""
+        return max(0.0, self.others_until_ms - now_ms)
+
     accuracy: HitAccuracy = field(default_factory=HitAccuracy)
 
 
@@ -54,37 +67,48 @@ class _Worker:
 class _Placed:
     worker: WorkerKey
     num_tokens: int
-    claimed_tokens: int
+    hit: Hit
     alone_since: float | None  # when it was sent, if no other prompt was at the worker
 
 
 class RouteCosts:
     """The costs of all workers. Without ``is_enabled`` it offers nothing, and routes are chosen by load."""
 
-    def __init__(self, index: PrefixIndex[WorkerKey] | None = None) -> None:
-        self._index: PrefixIndex[WorkerKey] = index if index is not None else PlacedPrefixes()
+    def __init__(self) -> None:
+        self.contents = KnownContents()
         self.is_enabled = True
+        self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
         self._workers: dict[WorkerKey, _Worker] = {}
         self._fits: dict[_Pool, PrefillFit] = {}
         self._placed: dict[str, _Placed] = {}  # by wire id
         self.num_predicted_hit_tokens = 0  # of all prompts that were computed
         self.num_real_hit_tokens = 0
-        self._last_keys: tuple[Sequence[int], bytes, Sequence[int]] = ((), b"", ())
 
     # ---- choosing ----------------------------------------------------------------------------------------------------
 
     def offers(
-        self, workers: Iterable[GenerationWorker], prompt: Sequence[int], salt: bytes, now: float
+        self, workers: Iterable[GenerationWorker], prompt: Sequence[int], extra_keys: Sequence[ExtraKey], now: float
     ) -> dict[WorkerKey, Offer]:
-        """Return what every worker that computes prompts would cost; empty if routes are chosen by load."""
+        """Return what each of these workers would cost if it computed the prompt; empty if routes are chosen by load."""
         if not self.is_enabled:
             return {}
-        hits = self._index.hits(self._keys(prompt, salt))
-        return {
-            worker.key: self._offer(worker, len(prompt), hits.get(worker.key, 0), now)
-            for worker in workers
-            if worker.role != "decode" or worker.may_serve_alone
-        }
+        able = list(workers)
+        hits = self.contents.hits(able, prompt, extra_keys)
+        return {worker.key: self._offer(worker, len(prompt), hits.get(worker.key, _NO_HIT), now) for worker in able}
+
+    def choose_local(
+        self, workers: Sequence[GenerationWorker], offers: Mapping[WorkerKey, Offer], remote: Offer, now: float
+    ) -> GenerationWorker | None:
+        """Return the decode worker that should compute the prompt, before ``remote`` would begin; None if none should."""
+        prompts: dict[WorkerKey, LocalPrompt] = {}
+        for worker in workers:
+            offer, known = offers[worker.key], self._worker(worker)
+            wait_ms = known.backlog.work_ms(now * 1e3) + known.wait_of_others_ms(now * 1e3)
+            prompts[worker.key] = LocalPrompt(offer.own_ms, wait_ms, known.step.ms, worker.num_held)
+        best = min(workers, key=lambda worker: (finish_ms(prompts[worker.key]), worker.load), default=None)
+        if best is None or not pays(prompts[best.key], remote.wait_ms, self.max_local_itl_ms):
+            return None
+        return best
 
     def prefill_time(self, worker: GenerationWorker) -> PrefillTime:
         """Return the fitted prefill time of a worker's pool; before its first prompt, that of another role with the model."""
@@ -101,13 +125,14 @@ class RouteCosts:
         """Return the recent mean of |real - predicted| / predicted prefill time of the worst pool; 0 before any prompt."""
         return max((fit.mean_error for fit in self._fits.values()), default=0.0)
 
-    def _offer(self, worker: GenerationWorker, num_tokens: int, claimed: int, now: float) -> Offer:
+    def _offer(self, worker: GenerationWorker, num_tokens: int, found: Hit, now: float) -> Offer:
         known = self._worker(worker)
         time = self.prefill_time(worker)
-        hit = known.accuracy.credit(min(claimed, max(0, num_tokens - 1)))
+        hit = known.accuracy.credit(min(found.tokens, max(0, num_tokens - 1)))
         own_ms = time.ms(num_tokens - hit, hit)
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3)
+        wait_ms += known.wait_of_others_ms(now * 1e3)
         return Offer(hit, patience, wait_ms, own_ms, score(wait_ms, own_ms, num_delayed))
 
     # ---- messages ----------------------------------------------------------------------------------------------------
@@ -116,18 +141,45 @@ class RouteCosts:
         """Record a message to a worker: a prompt joins its backlog, and an abort removes it."""
         match message:
             case Generate() if self.is_enabled and not message.choices:  # with choices, the prompt was computed before
-                keys = self._keys(message.prompt_token_ids, salt_of(message.cache_salt, message.mm_features))
-                num_tokens, claimed = len(message.prompt_token_ids), self._index.hits(keys).get(worker.key, 0)
-                offer = self._offer(worker, num_tokens, claimed, now)
+                token_ids, extra_keys = message.prompt_token_ids, extra_keys_of(message.mm_features, message.cache_salt)
+                num_tokens, hit = len(token_ids), self.contents.hits([worker], token_ids, extra_keys).get(worker.key, _NO_HIT)
+                offer = self._offer(worker, num_tokens, hit, now)
                 prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, now * 1e3 + offer.patience_ms)
                 backlog = self._worker(worker).backlog
                 alone_since = None if backlog.prompts else now
                 backlog.add(message.request_id, prompt, now * 1e3)
-                self._placed[message.request_id] = _Placed(worker.key, num_tokens, claimed, alone_since)
-                self._index.on_placed(worker.key, keys, worker.facts.num_blocks * worker.facts.layout.block_size)
+                self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, alone_since)
+                self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
             case Abort():
                 for request_id in message.request_ids:
                     self.drop(request_id, now)
+
+    def on_report(self, worker: WorkerKey, report: ContentReport) -> None:
+        """Apply what a worker reports of its prefix cache. A snapshot restores the credit that wrong claims have cost it."""
+        self.contents.on_report(worker, report)
+        known = self._workers.get(worker)
+        if report.is_snapshot and known is not None:
+            known.accuracy.forgive()
+
+    def on_heartbeat(self, worker: GenerationWorker, heartbeat: Heartbeat, now: float) -> bool:
+        """Record the work that other routers have there; return True if the worker must report all its contents.
+
+        It must if some reports were lost, or their claims did not hold. Of prompts of others only the length is known: they
+        count as if none of them were cached.
+        """
+        if not self.is_enabled:
+            return False
+        if num_others := heartbeat.num_queued_tokens_of_others:
+            self._worker(worker).others_until_ms = now * 1e3 + self.prefill_time(worker).ms(num_others, 0)
+        elif worker.key in self._workers:
+            self._workers[worker.key].others_until_ms = 0.0
+        return self.contents.needs_snapshot(worker.key, heartbeat.num_reports)
+
+    def on_step(self, worker: WorkerKey, now: float) -> None:
+        """Record the tokens of one engine step."""
+        known = self._workers.get(worker)
+        if known is not None and self.max_local_itl_ms:
+            known.step.observe(now * 1e3)
 
     def on_prefill_done(self, message: PrefillDone, now: float) -> None:
         """Learn from a computed prompt. Unknown ids are ignored."""
@@ -149,51 +201,62 @@ class RouteCosts:
 
     def _on_computed(self, request_id: str, num_reported_cached: int, prefill_ms: float, now: float) -> None:
         placed = self._placed.get(request_id)
-        self.drop(request_id, now)
+        self.contents.on_computed(request_id)
+        self._leave_backlog(request_id, now)
         known = self._workers.get(placed.worker) if placed is not None else None
         if placed is None or known is None:
             return
         num_cached = min(num_reported_cached, placed.num_tokens)
-        known.accuracy.observe(placed.claimed_tokens, num_cached)
-        self.num_predicted_hit_tokens += placed.claimed_tokens
+        if known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
+            self.contents.distrust(placed.worker)
+        self.num_predicted_hit_tokens += placed.hit.tokens
         self.num_real_hit_tokens += num_cached
         self._fit(known.pool).observe(placed.num_tokens - num_cached, num_cached, prefill_ms)
 
     def drop(self, request_id: str, now: float) -> None:
-        """Remove a prompt that is computed or has ended otherwise. Unknown ids are ignored."""
+        """Remove a prompt that has ended without being computed. Unknown ids are ignored."""
+        if request_id in self._placed:
+            self.contents.drop(request_id)
+            self._leave_backlog(request_id, now)
+
+    def _leave_backlog(self, request_id: str, now: float) -> None:
         placed = self._placed.pop(request_id, None)
         if placed is not None and placed.worker in self._workers:
             self._workers[placed.worker].backlog.remove(request_id, now * 1e3)
 
+    def join(self, worker: GenerationWorker) -> None:
+        """Expect reports of a new member."""
+        self.contents.join(worker)
+
     def forget(self, worker: WorkerKey) -> None:
         """Forget a worker that has left."""
         self._workers.pop(worker, None)
-        self._index.on_left(worker)
+        self.contents.leave(worker)
         for request_id in [name for name, placed in self._placed.items() if placed.worker == worker]:
             del self._placed[request_id]
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 
     def _worker(self, worker: GenerationWorker) -> _Worker:
-        return self._workers.setdefault(worker.key, _Worker(_pool_of(worker)))
+        known = self._workers.get(worker.key)
+        if known is None:
+            known = self._workers[worker.key] = _Worker(_pool_of(worker))
+        return known
 
     def _fit(self, pool: _Pool) -> PrefillFit:
-        return self._fits.setdefault(pool, PrefillFit())
-
-    def _keys(self, prompt: Sequence[int], salt: bytes) -> Sequence[int]:
-        """Return the keys of a prompt; those of the last one are kept, since it is placed right after its offers."""
-        last_prompt, last_salt, keys = self._last_keys
-        if prompt is not last_prompt or salt != last_salt:
-            keys = self._index.keys(prompt, salt)
-            self._last_keys = prompt, salt, keys
-        return keys
+        fit = self._fits.get(pool)
+        if fit is None:
+            fit = self._fits[pool] = PrefillFit()
+        return fit
 
 
-def report(chosen: Offer, offers: Iterable[Offer]) -> RoutingReport:
+def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False) -> RoutingReport:
     """Return why one offer was chosen of all."""
     every = list(offers)
     longest = max(offer.hit_tokens for offer in every)
-    if any(offer.score < chosen.score for offer in every):
+    if is_local:
+        reason = "local"
+    elif any(offer.score < chosen.score for offer in every):
         reason = "availability"
     elif not longest:
         reason = "load"
@@ -206,11 +269,6 @@ def report(chosen: Offer, offers: Iterable[Offer]) -> RoutingReport:
         longest_hit_tokens=longest,
         predicted_ttft_ms=chosen.ttft_ms,
     )
-
-
-def salt_of(cache_salt: str, mm_features: Sequence[MMFeature]) -> bytes:
-    """Return what separates equal token ids with different KV: the client's salt and the images."""
-    return b"\0".join([cache_salt.encode(), *(feature.identifier for feature in mm_features)])
 
 
 def _pool_of(worker: GenerationWorker) -> _Pool:

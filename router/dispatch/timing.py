@@ -41,7 +41,8 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Why a prompt was placed where it was, and how true the prediction was. Times in ms, hits in tokens.
 
     ``reason`` is ``prefix`` if no candidate holds more of the prompt than the worker chosen, ``wait`` if one does but would be
-    later or cost more, ``load`` if none holds any of it, and ``availability`` if a cheaper worker could not take the request.
+    later or cost more, ``load`` if none holds any of it, ``availability`` if a cheaper worker could not take the request, and
+    ``local`` if the decode worker computes the prompt, since that is sooner.
     """
 
     reason: str
@@ -49,7 +50,7 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     predicted_hit_tokens: int
     longest_hit_tokens: int  # predicted, of any candidate
     predicted_ttft_ms: float
-    hit_tokens: int | None = None  # None if no prefill worker reported it
+    hit_tokens: int | None = None  # None if no worker reported it
     ttft_ms: float | None = None  # without the wait for encode workers
 
 

@@ -9,7 +9,7 @@ import msgspec
 from core.errors import ProtocolError
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, Tokens, TransferUsage, Usage
 from router.dispatch.members import GenerationWorker
-from router.dispatch.request_state import RequestPhase, RequestState
+from router.dispatch.request_state import LOCAL_PREFILL, RequestPhase, RequestState
 from router.dispatch.timing import HandoffReport, RoutingReport, first_token_timing, second_token_timing
 from router.dispatch.types import ChoiceUpdate, PromptReport, Submission, Update
 
@@ -176,6 +176,8 @@ def _apply_usage(request: RequestState, item: Tokens, update: Update, now: float
         return
     if not request.has_report:  # an aggregated worker reports the prompt here; of a pair, the prefill worker did
         request.has_report = True
+        request.measurements.hit_tokens = item.usage.num_cached_tokens
+        request.measurements.alone_ttft_ms = (now - request.measurements.arrival) * 1e3
         update.prompt = PromptReport(
             item.usage.num_cached_tokens, item.usage.prompt_logprobs, model_fingerprint=request.model_fingerprint
         )
@@ -215,14 +217,15 @@ def _record_cost_alone(request: RequestState, index: int, usage: Usage) -> None:
 def _report(request: RequestState) -> HandoffReport | None:
     """Return the report; None before the handoff has ended, or without one, unless a tier lost blocks."""
     measurements, cost = request.measurements, request.measurements.cost
-    is_over = request.is_degraded or measurements.second_token is not None
+    is_over = request.is_degraded or request.is_local or measurements.second_token is not None
     if not is_over and not cost.fallback_reason:
         return None
+    success = LOCAL_PREFILL if request.is_local else "loaded"
     return HandoffReport(
         cost=cost,
         first_token=measurements.first_token,
         second_token=measurements.second_token,
-        outcome=(measurements.handoff_cost.fallback_reason or "loaded") if is_over else None,
+        outcome=(measurements.handoff_cost.fallback_reason or success) if is_over else None,
         num_retries=len(request.retried),
         num_replays=request.retried.count("replay"),
         num_refusals=request.num_refusals,
@@ -235,5 +238,6 @@ def _routing_report(request: RequestState) -> RoutingReport | None:
     timing = request.measurements.first_token
     if request.routing is None:
         return None
-    ttft_ms = timing.total_ms - (timing.encode_ms or 0.0) if timing is not None else None
+    alone_ms = request.measurements.alone_ttft_ms
+    ttft_ms = timing.total_ms - (timing.encode_ms or 0.0) if timing is not None else alone_ms
     return msgspec.structs.replace(request.routing, hit_tokens=request.measurements.hit_tokens, ttft_ms=ttft_ms)

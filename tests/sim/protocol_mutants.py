@@ -32,6 +32,7 @@ from core.worker.state import WorkerState
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.race_plan import draw_any_plan
 from kvferry.sim.runs import silence
+from router.contents.reports import ReportedContents
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.membership import Membership
 from router.dispatch.progress import WorkerProgress
@@ -284,6 +285,10 @@ def never_open_a_breaker(patch: Patch) -> None:
     patch(TransportHealth, "count_failure", returns(None))
 
 
+def never_ask_for_contents_again(patch: Patch) -> None:
+    patch(ReportedContents, "needs_snapshot", lambda self, worker, num_sent: False)
+
+
 MUTANTS = (
     Mutant(switch_the_seal_check_off, 8),
     Mutant(let_broken_seals_pass, 8),
@@ -295,7 +300,7 @@ MUTANTS = (
     Mutant(evict_blocks_without_breaking_their_seals, None),
     Mutant(leave_invalid_blocks_hits, 79),
     Mutant(leave_evicted_blocks_hits, None),
-    Mutant(do_not_fence_lost_peers, 2),
+    Mutant(do_not_fence_lost_peers, 5),
     Mutant(keep_reading_from_a_life_that_is_over, 47),
     Mutant(end_quarantine_when_reads_are_cancelled, None),
     Mutant(renew_leases_that_are_over, None),
@@ -311,8 +316,9 @@ MUTANTS = (
     Mutant(do_not_leave_a_hung_worker, 78),
     Mutant(never_trust_a_worker_again_that_has_stalled, 0),
     Mutant(let_pauses_cost_retries, 4),
-    Mutant(never_close_a_breaker, 8),
-    Mutant(never_open_a_breaker, 10),
+    Mutant(never_close_a_breaker, 12),
+    Mutant(never_open_a_breaker, 55),
+    Mutant(never_ask_for_contents_again, 31),
 )
 
 # One of each kind of mistake: left out are defects that are all but another one here, and what only failed steps or the bounds

@@ -6,6 +6,7 @@ import msgspec
 import pytest
 
 from core.tracing import TraceContext
+from core.wire.contents import ContentReport
 from core.wire.kv import (
     ControlError,
     GroupBlocks,
@@ -148,6 +149,9 @@ WORKER_MESSAGES = {
         num_leased_blocks=3,
         is_draining=True,
     ),
+    "content_report": ContentReport(
+        engine_id="p0", incarnation=1, number=7, is_snapshot=True, stored=bytes(range(16)), removed=b"removed."
+    ),
     "goodbye": Goodbye(engine_id="p0", incarnation=1),
     "prefill_done": PrefillDone(
         request_id="r1",
@@ -183,6 +187,7 @@ TOKENS = {
 }
 ROUTER_MESSAGES = {
     "registered": Registered(router_id="router", heartbeat_interval_ms=500),
+    "registered_snapshot": Registered(router_id="router", takes_contents=True, needs_snapshot=True),
     "refused": Refused(error=ERROR),
     "generate": Generate(
         request_id="r1",

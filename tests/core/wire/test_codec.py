@@ -265,3 +265,9 @@ def test_tokens_survive_a_round_trip(tokens):
 def test_what_a_message_may_say_beyond_its_old_fields_travels(wire_samples, name, news):
     message = msgspec.structs.replace(wire_samples["worker"][name], **news)
     assert codec.decode_worker_frame(codec.encode_worker_message(message)) == message
+
+
+@pytest.mark.parametrize("field", ["stored", "removed"])
+def test_refuses_a_report_with_a_part_of_a_key(field):
+    with pytest.raises(ProtocolError, match="no whole number of keys"):
+        codec.decode_worker_frame(tampered("worker", "content_report", **{field: b"1234567"}))

@@ -193,6 +193,7 @@ def make_worker(router, journal):
         context = replace(worker_context("decode", engine_id="w0", incarnation=7), config=config)
         built = SimpleNamespace(
             grammars=None,
+            contents=None,
             engine=ScriptedEngine(journal, gate),
             model_fingerprint=b"f",
             layout=LAYOUT,

@@ -65,7 +65,7 @@ REGISTERED = Registered(router_id="R1", heartbeat_interval_ms=1000, heartbeat_ti
 class Harness:
     """A worker's state with one or more routers, and what it counted."""
 
-    def __init__(self, num_leased_blocks=0, longest_lease_s=0.0, takes_calls=False):
+    def __init__(self, num_leased_blocks=0, longest_lease_s=0.0, takes_calls=False, contents=None):
         self.registry = CollectorRegistry()
         self.num_leased_blocks = num_leased_blocks
         self.longest_lease_s = longest_lease_s
@@ -82,6 +82,7 @@ class Harness:
                 progress=self.progress,
             ),
             WorkerMetrics(self.registry, {}),
+            contents,
         )
 
     def join(self, *links, now=0.0):

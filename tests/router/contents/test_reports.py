@@ -7,9 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
+from core.kv.content_feed import ContentFeed
 from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from core.wire.contents import MAX_KEYS
-from core.worker.content_feed import ContentFeed
 from router.contents.reports import ReportedContents
 from router.dispatch.members import WorkerKey
 
@@ -34,17 +34,17 @@ class Worker:
     def store(self, numbers):
         room = NUM_BLOCKS - len(self.held)
         new = [number for number in dict.fromkeys(numbers) if number not in self.held][:room]
-        self.feed.record([BlockStored(tuple(map(block_hash, new)), None, 16, 0)])
-        self.feed.record([BlockStored((block_hash(99),), None, 16, 1)])  # another group's is not reported
+        self.feed.publish([BlockStored(tuple(map(block_hash, new)), None, 16, 0)])
+        self.feed.publish([BlockStored((block_hash(99),), None, 16, 1)])  # another group's is not reported
         self.held.update(new)
 
     def evict(self, numbers):
         gone = [number for number in numbers if number in self.held]
-        self.feed.record([BlockRemoved((block_hash(number),), 0) for number in gone])
+        self.feed.publish([BlockRemoved((block_hash(number),), 0) for number in gone])
         self.held.difference_update(gone)
 
     def clear(self):
-        self.feed.record([AllBlocksCleared()])
+        self.feed.publish([AllBlocksCleared()])
         self.held.clear()
 
     def round(self, router_name, router, lost=()):
@@ -173,7 +173,7 @@ def test_without_news_nothing_is_sent(pair):
 
 def test_worker_that_claims_more_than_its_blocks_is_not_believed(pair):
     worker, router = pair
-    worker.feed.record([BlockStored(tuple(map(block_hash, range(1, NUM_BLOCKS + 2))), None, 16, 0)])
+    worker.feed.publish([BlockStored(tuple(map(block_hash, range(1, NUM_BLOCKS + 2))), None, 16, 0)])
     for _ in range(3):
         worker.round("r", router)
         assert not router.is_known(worker.key)
@@ -184,7 +184,7 @@ def test_large_contents_come_in_parts():
     router.join(worker.key, GROUP, 3 * MAX_KEYS)
     worker.feed.start("r")
     numbers = random.Random(1).sample(range(1, 2**40), 2 * MAX_KEYS + 1)
-    worker.feed.record([BlockStored(tuple(map(block_hash, numbers)), None, 16, 0)])
+    worker.feed.publish([BlockStored(tuple(map(block_hash, numbers)), None, 16, 0)])
     reports = worker.feed.take_reports("r")
     assert [report.is_snapshot for report in reports] == [True, False, False]
     for report in reports:

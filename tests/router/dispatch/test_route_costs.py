@@ -6,10 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from core.request import extra_keys_of
 from core.wire.messages import Abort, Generate, PrefillDone, Tokens, Usage
 from core.wire.sampling import SamplingParams
 from router.dispatch.policy import Demand, choose_route
-from router.dispatch.route_costs import Offer, RouteCosts, report, salt_of
+from router.dispatch.route_costs import Offer, RouteCosts, report
 from tests.router.dispatch.test_policy import member
 
 PROMPT = tuple(range(2000))
@@ -37,8 +38,9 @@ def replace_facts(worker, **facts):
     return replace(worker, facts=msgspec.structs.replace(worker.facts, **facts))
 
 
-def offers(costs, workers, prompt=PROMPT, salt=b"", now=0.0):
-    return {key.engine_id: offer for key, offer in costs.offers(workers, prompt, salt, now).items()}
+def offers(costs, workers, prompt=PROMPT, salt="", now=0.0):
+    found = costs.offers(workers, prompt, extra_keys_of((), salt), now)
+    return {key.engine_id: offer for key, offer in found.items()}
 
 
 def test_a_worker_with_the_prefix_is_cheapest(workers):
@@ -106,14 +108,14 @@ def test_hits_that_do_not_come_true_lose_their_credit(workers):
 def test_a_salt_separates_equal_prompts(workers):
     costs = RouteCosts()
     send(costs, workers[0], "a")
-    assert offers(costs, workers, salt=salt_of("tenant", ()))["p0"].hit_tokens == 0
+    assert offers(costs, workers, salt="tenant")["p0"].hit_tokens == 0
 
 
 def test_routing_by_load_offers_nothing(workers):
     costs = RouteCosts()
     costs.is_enabled = False
     send(costs, workers[0], "a")
-    assert costs.offers(workers, PROMPT, b"", 0.0) == {}
+    assert costs.offers(workers, PROMPT, (), 0.0) == {}
 
 
 def test_the_cheapest_pair_is_chosen_before_the_least_loaded(workers):

@@ -1,17 +1,19 @@
 """What this worker reports of its prefix cache to each router: the changes since the last report, or everything.
 
-Fed by the engine's thread with the pool's events, read by the event loop. Reports of one router are numbered from 0 and hold
-net changes: a block that came and went in between is in none. The first report of a registration is a snapshot, and so is the
-next one after a router asks for it. Memory is bounded: if more has changed than a report holds, the next one is a snapshot.
+Fed by the engine's thread with the pool's events, read by the event loop (``core.worker.content_reports``). Reports of one
+router are numbered from 0 and hold net changes: a block that came and went in between is in none. The first report of a
+registration is a snapshot, and so is the next one after a router asks for it. Memory is bounded: if more has changed than a
+report holds, the next one is a snapshot.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from core.kv.events import BlockRemoved, BlockStored, KVCacheEvent
+from core.kv.spec import FullAttentionSpec, KVCacheGroup
 from core.wire.contents import KEY_BYTES, MAX_KEYS, ContentReport
 
 
@@ -33,8 +35,10 @@ class ContentFeed:
         self._held: dict[bytes, None] = {}
         self._routers: dict[str, _Router] = {}
 
-    def record(self, events: Iterable[KVCacheEvent]) -> None:
-        """Take in what the pool did, in order."""
+    def publish(self, events: Sequence[KVCacheEvent]) -> None:
+        """Take in what the pool did, in order. See ``KVEventFollower``."""
+        if not events:
+            return
         with self._lock:
             for happened in events:
                 match happened:
@@ -46,6 +50,9 @@ class ContentFeed:
                         pass
                     case _:
                         self._change(list(self._held), is_held=False)
+
+    def close(self) -> None:
+        """See ``KVEventFollower``."""
 
     def start(self, router: str) -> None:
         """Begin anew with a router: report 0 is a snapshot."""
@@ -67,6 +74,17 @@ class ContentFeed:
         """Return how many reports this router should have."""
         with self._lock:
             return self._routers[router].num_sent if router in self._routers else 0
+
+    def has_news(self, router: str) -> bool:
+        """Return True if ``take_reports`` has something for this router."""
+        with self._lock:
+            state = self._routers.get(router)
+            return state is not None and (state.is_behind or bool(state.changed))
+
+    def contents(self) -> set[bytes]:
+        """Return the keys of all blocks. Slow; for checks."""
+        with self._lock:
+            return set(self._held)
 
     def take_reports(self, router: str) -> list[ContentReport]:
         """Return what this router has not been told, in order; nothing if there is no news."""
@@ -111,6 +129,11 @@ class ContentFeed:
             if not state.is_behind:
                 state.changed.update(dict.fromkeys(changed))
                 state.is_behind = len(state.changed) > max(MAX_KEYS, len(self._held))
+
+
+def reported_group(groups: Sequence[KVCacheGroup]) -> int:
+    """Return the group that a worker reports: the first one that keeps whole prefixes, else the first one."""
+    return next((number for number, group in enumerate(groups) if isinstance(group.spec, FullAttentionSpec)), 0)
 
 
 def key_of(block_hash: bytes) -> bytes:

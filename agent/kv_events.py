@@ -1,0 +1,239 @@
+"""A vLLM server's prefix cache under the names that routers compute: from vLLM's KV events to a ``ContentFeed``.
+
+vLLM names blocks by hashes of its own, which a router cannot compute, but its events hold the tokens. ``RenamedBlocks`` chains
+our hashes over them. Blocks with more than tokens in their hashes (adapters, images, salts) are left out, and so are blocks
+after those, and those of other groups than the first with full attention. ``KVEventReader`` reads the events.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Sequence
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from core.constants import HASH_BLOCK_SIZE
+from core.errors import ProtocolError
+from core.kv.content_feed import ContentFeed
+from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
+from core.kv.hashing import BlockHasher
+from core.log import event
+from core.wire.kv_events import END_OF_REPLAY, MEDIUM_GPU, SEQUENCE_BYTES
+
+logger = logging.getLogger(__name__)
+
+REPLAY_TIMEOUT_S = 5.0
+MAX_MESSAGE_BYTES = 64 << 20
+_FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention"})
+_NUM_FRAMES = 3  # topic, number, batch
+
+_EngineHash = bytes | int  # depends on the server's hash function
+
+
+class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
+    block_hashes: tuple[_EngineHash, ...]
+    parent_block_hash: _EngineHash | None
+    token_ids: tuple[int, ...]
+    block_size: int
+    lora_id: int | None = None
+    medium: str | None = None
+    lora_name: str | None = None
+    extra_keys: tuple[tuple[object, ...] | None, ...] | None = None
+    group_idx: int | None = None
+    kv_cache_spec_kind: str | None = None
+
+
+class _Removed(msgspec.Struct, frozen=True, tag_field="type", tag="BlockRemoved"):
+    block_hashes: tuple[_EngineHash, ...]
+    medium: str | None = None
+    group_idx: int | None = None
+
+
+class _Cleared(msgspec.Struct, frozen=True, tag_field="type", tag="AllBlocksCleared"):
+    pass
+
+
+class _Batch(msgspec.Struct, frozen=True, array_like=True):
+    ts: float
+    events: tuple[_Stored | _Removed | _Cleared, ...]
+    data_parallel_rank: int | None = None
+
+
+class RenamedBlocks:
+    """The blocks of one server under our names."""
+
+    def __init__(self, model_fingerprint: bytes, feed: ContentFeed) -> None:
+        self._hasher = BlockHasher(model_fingerprint)
+        self._feed = feed
+        self._decoder = msgspec.msgpack.Decoder(_Batch)
+        self._names: dict[_EngineHash, list[bytes]] = {}  # of a block, our hash of each 16 tokens
+        self._group: int | None = None  # the one that is followed; None before its first event
+        self._num_unnamed = 0
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+    def apply(self, payload: bytes) -> None:
+        """Take in one batch.
+
+        Raises:
+            ProtocolError: it is none of vLLM's.
+        """
+        try:
+            batch = self._decoder.decode(payload)
+        except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+            raise ProtocolError(f"the server's KV events cannot be read: {error}") from None
+        events: list[KVCacheEvent] = []
+        for happened in batch.events:
+            match happened:
+                case _Stored():
+                    events += self._store(happened)
+                case _Removed():
+                    events += self._remove(happened)
+                case _:
+                    self._names.clear()
+                    events.append(AllBlocksCleared())
+        self._feed.publish(events)
+
+    def clear(self) -> None:
+        """Forget all blocks, since events were lost."""
+        self._names.clear()
+        self._feed.publish([AllBlocksCleared()])
+
+    def _store(self, stored: _Stored) -> list[KVCacheEvent]:
+        if not self._is_followed(stored.medium, stored.group_idx, stored.kv_cache_spec_kind):
+            return []
+        chain = self._parent_chain(stored)
+        has_more = stored.lora_id is not None or any(stored.extra_keys or ())
+        size = stored.block_size
+        if chain is None or has_more or size % HASH_BLOCK_SIZE or len(stored.token_ids) != size * len(stored.block_hashes):
+            self._note_unnamed(stored)
+            return []
+        num_before = len(chain)
+        # Only the last value before these tokens enters the chain, so the tokens before it need not be known.
+        padded = array("i", bytes(4 * HASH_BLOCK_SIZE * num_before)) + array("i", stored.token_ids)
+        self._hasher.extend(chain, padded)
+        new = chain[num_before:]
+        step = size // HASH_BLOCK_SIZE
+        for index, engine_hash in enumerate(stored.block_hashes):
+            self._names[engine_hash] = new[index * step : (index + 1) * step]
+        return [BlockStored(tuple(new), None, HASH_BLOCK_SIZE, 0)]
+
+    def _parent_chain(self, stored: _Stored) -> list[bytes] | None:
+        """Return a chain that ends before the blocks; None if what precedes them is unknown."""
+        if stored.parent_block_hash is None:
+            return []
+        names = self._names.get(stored.parent_block_hash)
+        return names[-1:] if names is not None else None
+
+    def _remove(self, removed: _Removed) -> list[KVCacheEvent]:
+        if not self._is_followed(removed.medium, removed.group_idx):
+            return []
+        gone = [name for value in removed.block_hashes for name in self._names.pop(value, ())]
+        return [BlockRemoved(tuple(gone), 0)] if gone else []
+
+    def _is_followed(self, medium: str | None, group: int | None, kind: str | None = None) -> bool:
+        number = group or 0
+        if self._group is None and kind in _FULL_ATTENTION:
+            self._group = number
+        return medium in (None, MEDIUM_GPU) and number == self._group
+
+    def _note_unnamed(self, stored: _Stored) -> None:
+        """Say once that routers do not learn of some blocks."""
+        if not self._num_unnamed:
+            logger.warning(event("kv_events_left_out", block_size=stored.block_size, lora=stored.lora_name or ""))
+        self._num_unnamed += 1
+
+
+class KVEventReader:
+    """Reads a server's events until it is closed. ``replay_address`` is asked for what was missed; empty = there is none."""
+
+    def __init__(self, address: str, replay_address: str, blocks: RenamedBlocks) -> None:
+        self._address, self._replay_address, self._blocks = address, replay_address, blocks
+        self._context = zmq.asyncio.Context()
+        self._next_number = 0
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin to read."""
+        self._task = asyncio.create_task(self._read())
+        self._task.add_done_callback(self._on_end)
+
+    async def close(self) -> None:
+        """End; idempotent."""
+        task, self._task = self._task, None
+        if task is not None:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+        self._context.destroy(linger=0)
+
+    def _on_end(self, task: asyncio.Task[None]) -> None:
+        """A task that was not cancelled has died by a bug of ours: nothing is known from now on."""
+        if not task.cancelled():
+            logger.error(event("kv_events_reader_died", error=repr(task.exception())))
+            self._blocks.clear()
+
+    async def _read(self) -> None:
+        socket = self._context.socket(zmq.SUB)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
+        socket.subscribe(b"")
+        socket.connect(self._address)
+        while True:
+            frames = await socket.recv_multipart()
+            try:
+                await self._on_frames(frames)
+            except ProtocolError as error:
+                self._lose(error.message)
+
+    async def _on_frames(self, frames: Sequence[bytes]) -> None:
+        if len(frames) != _NUM_FRAMES or len(frames[1]) != SEQUENCE_BYTES:
+            raise ProtocolError(f"KV events of {len(frames)} frames")
+        number = int.from_bytes(frames[1], "big")
+        if number < self._next_number:  # the server began anew
+            self._blocks.clear()
+            self._next_number = 0
+        if number > self._next_number:
+            await self._catch_up(number)
+        if number == self._next_number:
+            self._take(number, frames[2])
+
+    def _take(self, number: int, payload: bytes) -> None:
+        self._next_number = number + 1
+        self._blocks.apply(payload)
+
+    async def _catch_up(self, number: int) -> None:
+        """Read what was missed before a batch; what cannot be had again makes all that is known uncertain."""
+        first = self._next_number
+        try:
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                found = await replay(self._context, self._replay_address, first) if self._replay_address else []
+        except TimeoutError:
+            found = []
+        if not found or found[0][0] != first:
+            self._lose(f"batches {first} to {number - 1} are missing")
+        for replayed, payload in found:
+            self._take(replayed, payload)
+        self._next_number = max(self._next_number, number)
+
+    def _lose(self, why: str) -> None:
+        logger.warning(event("kv_events_lost", address=self._address, reason=why))
+        self._blocks.clear()
+
+
+async def replay(context: zmq.asyncio.Context, address: str, first: int) -> list[tuple[int, bytes]]:
+    """Ask a replay socket for the batches from a number on; return those that it still has, in order."""
+    found: list[tuple[int, bytes]] = []
+    with context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(address)
+        await socket.send_multipart([b"", first.to_bytes(SEQUENCE_BYTES, "big")])
+        while True:
+            frames = await socket.recv_multipart()
+            number, payload = frames[-2:]
+            if number == END_OF_REPLAY:
+                return found
+            found.append((int.from_bytes(number, "big"), payload))

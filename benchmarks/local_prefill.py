@@ -1,0 +1,351 @@
+"""Prompts that decode workers compute themselves: what they gain and cost, on request traces, in a simulation.
+
+    python benchmarks/local_prefill.py --traces DIR                  # both set-ups and traces, 3 seeds
+    python benchmarks/local_prefill.py --traces DIR --limit 2000     # the first requests only
+
+Runs the router's own functions (``router.routing``): cost of a placement, backlog, and the decision for a local prefill, once
+with ``router.local_prefill_itl_ms`` and once without, with the same arrivals. The prefill workers are those of
+``routing_simulation.py``. A decode worker computes steps of 14 ms + 0.05 ms per request + 0.05 us per token of context, adds up
+to 2,048 tokens of a local prompt to a step, and holds contexts of 300,000 tokens. A handoff takes 8 ms and the time of its
+bytes at 25 GB/s. Exact times and contents. The traces are those of ``routing.py``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import heapq
+import itertools
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from common import Table
+from routing_simulation import PrefillWorker, TraceRequest, quantile, qwen_prefill_ms, read_trace, spread_arrivals
+
+from router.routing.backlog import Backlog, QueuedPrompt
+from router.routing.cost import score
+from router.routing.local import LocalPrompt, StepTime, finish_ms, pays
+
+NUM_BLOCKS = 6000
+CONTEXT_TOKENS = 300_000  # of one decode worker
+CHUNK_TOKENS = 2048
+COLUMNS = ("set-up, trace", "workers, speed", "local", "mean TTFT ms", "ratio", "in SLO, change", "ITL p99 ms", "ratio of it")
+BYTES_PER_TOKEN, BYTES_PER_MS = 262_144, 25e6
+HANDOFF_MS = 8.0
+
+
+@dataclass(frozen=True, slots=True)
+class SetUp:
+    """How many workers of each role serve which trace, and at which multiple of its own speed."""
+
+    name: str
+    trace: str
+    num_prefill: int
+    num_decode: int
+    speed: float
+
+
+SET_UPS = (
+    SetUp("prefill-bound", "conversation", 3, 6, 0.6),
+    SetUp("decode-bound", "conversation", 6, 2, 1.0),
+    SetUp("balanced", "conversation", 6, 4, 1.0),
+    SetUp("prefill-bound", "synthetic", 3, 6, 0.7),
+    SetUp("decode-bound", "synthetic", 6, 1, 0.6),
+)
+
+
+@dataclass(slots=True)
+class Served:
+    """One request on its way: its output and what is reserved for it at its decode worker."""
+
+    number: int
+    request: TraceRequest
+    arrival_ms: float
+    num_new: int = 0  # of a local prompt: tokens to compute
+    hit: int = 0
+    num_done: int = 0  # of these
+
+    @property
+    def num_reserved(self) -> int:
+        return self.request.num_tokens + self.request.num_output_tokens
+
+
+@dataclass(slots=True)
+class Results:
+    """What one run measured."""
+
+    ttft_ms: list[float] = field(default_factory=list)
+    num_ok: int = 0
+    num_local: int = 0
+    itl_ms: dict[float, int] = field(default_factory=dict)  # rounded to 0.1 ms: how many
+
+    def note_first(self, served: Served, now: float) -> None:
+        ttft = now - served.arrival_ms
+        self.ttft_ms.append(ttft)
+        self.num_ok += ttft <= max(2000.0, 1.5 * qwen_prefill_ms(served.request.num_tokens, 0))
+
+    def note_step(self, step_ms: float, num_running: int) -> None:
+        rounded = round(step_ms, 1)
+        self.itl_ms[rounded] = self.itl_ms.get(rounded, 0) + num_running
+
+    @property
+    def itl_p99_ms(self) -> float:
+        left = 0.01 * sum(self.itl_ms.values())
+        for step_ms in sorted(self.itl_ms, reverse=True):
+            left -= self.itl_ms[step_ms]
+            if left <= 0:
+                return step_ms
+        return 0.0
+
+
+class DecodeWorker:
+    """Generates tokens of all its requests at once, and computes one local prompt beside them."""
+
+    def __init__(self) -> None:
+        self.cache = PrefillWorker(0, NUM_BLOCKS)
+        self.num_reserved = 0  # tokens of all requests that were placed here
+        self.num_admitted = 0  # tokens of those that run
+        self.waiting: deque[Served] = deque()
+        self.ends: list[tuple[int, int, Served]] = []  # (number of its last step, number of the request, request)
+        self.num_steps = 0
+        self.kv_tokens = 0
+        self.local: Served | None = None
+        self.is_stepping = False
+        self.step = StepTime()
+
+    def admit(self) -> None:
+        """Let waiting requests in as long as there is room for them."""
+        while self.waiting and self.num_admitted + self.waiting[0].num_reserved <= CONTEXT_TOKENS:
+            self.begin(self.waiting.popleft())
+
+    def begin(self, served: Served) -> None:
+        """Generate the tokens of a request whose prompt is here."""
+        self.num_admitted += served.num_reserved
+        self.kv_tokens += served.request.num_tokens
+        self.cache.store(served.request.blocks)
+        last = self.num_steps + max(1, served.request.num_output_tokens - 1)
+        heapq.heappush(self.ends, (last, served.number, served))
+
+    def step_ms(self) -> float:
+        """Return the time of the next step, with a chunk of the local prompt."""
+        running = 14 + 0.05 * len(self.ends) + 0.05e-3 * self.kv_tokens if self.ends else 0.0
+        if self.local is None:
+            return running
+        chunk, before = min(CHUNK_TOKENS, self.local.num_new - self.local.num_done), self.local.hit + self.local.num_done
+        self.local.num_done += chunk
+        alone = qwen_prefill_ms(chunk, before)
+        return running + alone - (qwen_prefill_ms(0, 0) if running else 0.0)
+
+
+class Run:
+    """One simulation. ``max_itl_ms`` = 0: no local prefill."""
+
+    def __init__(self, set_up: SetUp, requests: Sequence[TraceRequest], max_itl_ms: float) -> None:
+        self.set_up, self.requests, self.max_itl_ms = set_up, requests, max_itl_ms
+        self.prefills = [PrefillWorker(number, NUM_BLOCKS) for number in range(set_up.num_prefill)]
+        self.backlogs = [Backlog() for _ in self.prefills]
+        self.queues: list[deque[tuple[Served, int]]] = [deque() for _ in self.prefills]
+        self.decodes = [DecodeWorker() for _ in range(set_up.num_decode)]
+        self.results = Results()
+        self.events: list[tuple[float, int, str, int, Served | None, int]] = []
+        self.order = itertools.count()
+
+    def run(self) -> Results:
+        for number, request in enumerate(self.requests):
+            served = Served(number, request, request.arrival_ms / self.set_up.speed)
+            self.plan(served.arrival_ms, "arrive", 0, served)
+        handlers = {"arrive": self.arrive, "computed": self.computed, "loaded": self.loaded, "stepped": self.stepped}
+        while self.events:
+            now, _, kind, worker, served, partner = heapq.heappop(self.events)
+            handlers[kind](now, worker, served, partner)
+        return self.results
+
+    def plan(self, at: float, kind: str, worker: int, served: Served | None = None, partner: int = 0) -> None:
+        heapq.heappush(self.events, (at, next(self.order), kind, worker, served, partner))
+
+    def arrive(self, now: float, _worker: int, served: Served | None, _partner: int) -> None:
+        assert served is not None, "a request arrives"
+        request = served.request
+        decode = min(range(len(self.decodes)), key=lambda number: self.decodes[number].num_reserved)
+        offers = [self.offer(number, request, now) for number in range(len(self.prefills))]
+        chosen = min(range(len(offers)), key=lambda number: offers[number][0])
+        _, wait_ms, own_ms, hit = offers[chosen]
+        local = self.local_worker(request, wait_ms) if self.max_itl_ms else None
+        if local is not None:
+            self.compute_locally(now, local, served)
+            return
+        self.decodes[decode].num_reserved += served.num_reserved
+        prompt = QueuedPrompt(request.num_tokens - hit, own_ms, now)
+        self.backlogs[chosen].add(str(served.number), prompt, now)
+        self.queues[chosen].append((served, decode))
+        if self.prefills[chosen].running is None and len(self.queues[chosen]) == 1:
+            self.compute_next(now, chosen)
+
+    def offer(self, number: int, request: TraceRequest, now: float) -> tuple[float, float, float, int]:
+        """Return score, wait, own time and hit at a prefill worker; prompts under way count as cached."""
+        queued = max((common_tokens(request, served.request) for served, _ in self.queues[number]), default=0)
+        hit = max(self.prefills[number].hit_tokens(request.blocks), queued)
+        own_ms = qwen_prefill_ms(request.num_tokens - hit, hit)
+        wait_ms = self.backlogs[number].work_ms(now)
+        return score(wait_ms, own_ms, 0), wait_ms, own_ms, hit
+
+    def local_worker(self, request: TraceRequest, remote_wait_ms: float) -> int | None:
+        """Return the decode worker that should compute a prompt, None without one."""
+        prompts = {}
+        for number, worker in enumerate(self.decodes):
+            needed = request.num_tokens + request.num_output_tokens
+            if worker.waiting or worker.num_reserved + needed > CONTEXT_TOKENS or worker.local is not None:
+                continue
+            hit = worker.cache.hit_tokens(request.blocks)
+            own_ms = qwen_prefill_ms(request.num_tokens - hit, hit)
+            prompts[number] = LocalPrompt(own_ms, 0.0, worker.step.ms, len(worker.ends))
+        best = min(prompts, key=lambda number: finish_ms(prompts[number]), default=None)
+        return best if best is not None and pays(prompts[best], remote_wait_ms, self.max_itl_ms) else None
+
+    def compute_locally(self, now: float, number: int, served: Served) -> None:
+        worker, request = self.decodes[number], served.request
+        served.hit = worker.cache.hit_tokens(request.blocks)
+        served.num_new = request.num_tokens - served.hit
+        worker.num_reserved += served.num_reserved
+        worker.local = served
+        self.results.num_local += 1
+        self.step_on(now, number)
+
+    def compute_next(self, now: float, number: int) -> None:
+        worker, (served, _) = self.prefills[number], self.queues[number][0]
+        hit = worker.hit_tokens(served.request.blocks)
+        worker.touch(served.request.blocks)
+        self.plan(now + qwen_prefill_ms(served.request.num_tokens - hit, hit), "computed", number)
+
+    def computed(self, now: float, number: int, _served: Served | None, _partner: int) -> None:
+        served, decode = self.queues[number].popleft()
+        self.prefills[number].store(served.request.blocks)
+        self.backlogs[number].remove(str(served.number), now)
+        self.results.note_first(served, now)
+        num_loaded = served.request.num_tokens - self.decodes[decode].cache.hit_tokens(served.request.blocks)
+        self.plan(now + HANDOFF_MS + num_loaded * BYTES_PER_TOKEN / BYTES_PER_MS, "loaded", decode, served)
+        if self.queues[number]:
+            self.compute_next(now, number)
+
+    def loaded(self, now: float, number: int, served: Served | None, _partner: int) -> None:
+        assert served is not None, "a request is loaded"
+        self.decodes[number].waiting.append(served)
+        self.step_on(now, number)
+
+    def step_on(self, now: float, number: int) -> None:
+        """Begin a step if none is under way and there is work."""
+        worker = self.decodes[number]
+        if worker.is_stepping:
+            return
+        worker.admit()
+        if not worker.ends and worker.local is None:
+            return
+        worker.is_stepping = True
+        step_ms = worker.step_ms()
+        self.results.note_step(step_ms, len(worker.ends))
+        self.plan(now + step_ms, "stepped", number)
+
+    def stepped(self, now: float, number: int, _served: Served | None, _partner: int) -> None:
+        worker = self.decodes[number]
+        worker.is_stepping = False
+        worker.num_steps += 1
+        worker.kv_tokens += len(worker.ends)
+        worker.step.observe(now)
+        while worker.ends and worker.ends[0][0] <= worker.num_steps:
+            _, _, served = heapq.heappop(worker.ends)
+            worker.num_reserved -= served.num_reserved
+            worker.num_admitted -= served.num_reserved
+            worker.kv_tokens -= served.request.num_tokens + max(1, served.request.num_output_tokens - 1)
+        local = worker.local
+        if local is not None and local.num_done == local.num_new:
+            worker.local = None
+            self.results.note_first(local, now)
+            worker.begin(local)
+        self.step_on(now, number)
+
+
+def common_tokens(one: TraceRequest, other: TraceRequest) -> int:
+    """Return how many leading tokens two prompts share, in whole blocks."""
+    depth = 0
+    for a, b in zip(one.blocks, other.blocks, strict=False):
+        if a != b:
+            break
+        depth += 1
+    return 512 * depth
+
+
+@dataclass(frozen=True, slots=True)
+class Figures:
+    """One run in short."""
+
+    mean_ttft_ms: float
+    p90_ttft_ms: float
+    ok_share: float
+    itl_p99_ms: float
+    local_share: float
+
+
+def measure(set_up: SetUp, folder: Path, seed: int, max_itl_ms: float, limit: int) -> Figures:
+    """Run one set-up with one seed."""
+    requests = read_trace(folder / f"mooncake_{set_up.trace}.jsonl")
+    found = Run(set_up, spread_arrivals(requests[: limit or None], seed), max_itl_ms).run()
+    count = len(found.ttft_ms)
+    return Figures(
+        statistics.fmean(found.ttft_ms),
+        quantile(found.ttft_ms, 0.9),
+        found.num_ok / count,
+        found.itl_p99_ms,
+        found.num_local / count,
+    )
+
+
+def row(set_up: SetUp, without: Sequence[Figures], with_local: Sequence[Figures]) -> list[str]:
+    """Return one line of the table; the runs of one seed are compared with each other."""
+    pairs = list(zip(without, with_local, strict=True))
+    return [
+        f"{set_up.name}, {set_up.trace}",
+        f"{set_up.num_prefill}P + {set_up.num_decode}D, {set_up.speed:g}",
+        spread([after.local_share for _, after in pairs], "{:.3f}"),
+        spread([before.mean_ttft_ms for before, _ in pairs], "{:.0f}"),
+        spread([after.mean_ttft_ms / before.mean_ttft_ms for before, after in pairs], "{:.3f}"),
+        spread([after.ok_share - before.ok_share for before, after in pairs], "{:+.4f}"),
+        spread([before.itl_p99_ms for before, _ in pairs], "{:.1f}"),
+        spread([after.itl_p99_ms / before.itl_p99_ms for before, after in pairs], "{:.3f}"),
+    ]
+
+
+def spread(values: Sequence[float], form: str) -> str:
+    """Return the mean of the seeds and their range."""
+    return f"{form.format(statistics.fmean(values))} [{form.format(min(values))}, {form.format(max(values))}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--itl-ms", type=float, default=50.0)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--limit", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    options = parser.parse_args()
+    rows = []
+    with ProcessPoolExecutor(options.jobs) as pool:
+        tasks = [
+            (set_up, seed, max_itl_ms)
+            for set_up in SET_UPS
+            for seed in range(1, options.seeds + 1)
+            for max_itl_ms in (0.0, options.itl_ms)
+        ]
+        futures = [pool.submit(measure, task[0], options.traces, task[1], task[2], options.limit) for task in tasks]
+        figures = [future.result() for future in futures]
+    for number, set_up in enumerate(SET_UPS):
+        found = figures[2 * options.seeds * number : 2 * options.seeds * (number + 1)]
+        rows.append(row(set_up, found[::2], found[1::2]))
+    print(f"router.local_prefill_itl_ms = {options.itl_ms:g} against 0; {options.seeds} seeds, their range in brackets")
+    print(Table(COLUMNS, rows).markdown())
+
+
+if __name__ == "__main__":
+    main()

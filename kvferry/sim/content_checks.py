@@ -1,0 +1,40 @@
+"""Checks that each router knows exactly what its workers hold, once everything has come to rest."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+from core.kv.content_feed import key_of, reported_group
+from kvferry.sim.router import SimRouter
+from kvferry.sim.worker import SimWorker
+from router.contents.keys import hash_keys
+from router.dispatch.members import WorkerKey
+
+
+def differences_of_contents(routers: Iterable[SimRouter], workers: Sequence[SimWorker]) -> list[str]:
+    """Return what live routers know wrongly of the prefix caches of their live workers."""
+    alive = [router for router in routers if router.host.process.is_alive and router.core.route_costs.is_enabled]
+    return [difference for router in alive for difference in _differences_at(router, workers)]
+
+
+def _differences_at(router: SimRouter, workers: Sequence[SimWorker]) -> list[str]:
+    name, contents = router.host.process.name, router.core.route_costs.contents
+    found = [f"{name}: {contents.num_pending} prompts count as under way"] if contents.num_pending else []
+    for worker in workers:
+        key = WorkerKey(worker.spec.engine_id, worker.incarnation)
+        if not worker.is_serving or router.core.membership.get(key) is None:
+            continue
+        known, held = contents.reports.contents(key), _held(worker)
+        if known != held:
+            counts = f"knows {len(known)} blocks, {len(known - held)} of them wrongly, and misses {len(held - known)}"
+            found.append(f"{name}: {counts} of {worker.spec.engine_id}")
+    return found
+
+
+def _held(worker: SimWorker) -> set[int]:
+    """Return the keys of the blocks that are hits in the pool itself."""
+    manager = worker.engine.core.scheduler.kv_cache_manager
+    group = reported_group(manager.kv_cache_config.groups)
+    blocks = [block for _, copies in manager.block_pool.cached_blocks.items() for block in copies]
+    hashes = [block.block_hash for block in blocks if block.group_id == group and block.block_hash is not None]
+    return set(hash_keys([key_of(value) for value in hashes]))

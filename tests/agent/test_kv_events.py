@@ -1,0 +1,205 @@
+"""A server's blocks get the names that a router computes for a prompt, and lost events cost hits only."""
+
+from __future__ import annotations
+
+import asyncio
+
+import msgspec
+import pytest
+
+from agent.kv_events import KVEventReader, RenamedBlocks
+from core.engine.kv_events import KVEventPublisher
+from core.errors import ProtocolError
+from core.kv.content_feed import ContentFeed
+from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
+from core.kv.hashing import BlockHasher
+from router.contents.keys import prompt_chain
+
+MODEL = b"fingerprint"
+TOKENS = tuple(range(500, 628))
+ANY = "tcp://127.0.0.1:0"
+WAIT_S = 20.0
+
+
+def keys(tokens=TOKENS):
+    return {value[:8] for value in prompt_chain(BlockHasher(MODEL), (*tokens, 0))}
+
+
+def engine_hash(number):
+    return number.to_bytes(32, "big")
+
+
+def stored(first=0, last=8, *, size=16, parent=None, **fields):
+    hashes = tuple(engine_hash(number) for number in range(first, last))
+    parent_hash = engine_hash(first - 1) if first and parent is None else parent
+    tokens = TOKENS[first * size : last * size]
+    return {"type": "BlockStored", "block_hashes": hashes, "parent_block_hash": parent_hash, "token_ids": tokens} | {
+        "block_size": size,
+        "medium": "GPU",
+        **fields,
+    }
+
+
+def removed(*numbers, **fields):
+    return {"type": "BlockRemoved", "block_hashes": [engine_hash(number) for number in numbers], "medium": "GPU", **fields}
+
+
+def apply(blocks, *events):
+    blocks.apply(msgspec.msgpack.encode([0.0, list(events), 0]))
+
+
+@pytest.fixture
+def feed():
+    return ContentFeed("w", 1)
+
+
+@pytest.fixture
+def blocks(feed):
+    return RenamedBlocks(MODEL, feed)
+
+
+@pytest.mark.parametrize("size", [16, 32, 64])
+def test_blocks_get_the_names_of_the_prompt_s_prefixes(blocks, feed, size):
+    apply(blocks, stored(0, 1, size=size), stored(1, 128 // size, size=size))
+    assert feed.contents() == keys()
+    apply(blocks, removed(128 // size - 1))
+    assert feed.contents() == keys(TOKENS[: 128 - size])
+
+
+def test_hashes_may_be_integers(blocks, feed):
+    event = stored() | {"block_hashes": list(range(8)), "parent_block_hash": None}
+    apply(blocks, event, {"type": "BlockRemoved", "block_hashes": [7], "medium": "GPU"})
+    assert feed.contents() == keys(TOKENS[:112])
+
+
+def test_a_cleared_cache_is_empty(blocks, feed):
+    apply(blocks, stored(), {"type": "AllBlocksCleared"})
+    assert feed.contents() == set()
+    assert len(blocks) == 0
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        stored(extra_keys=[["tenant"], *[None] * 7]),
+        stored(lora_id=1),
+        stored(medium="CPU"),
+        stored(3, 5),
+        stored() | {"token_ids": TOKENS[:100]},
+        stored(0, 10, size=12) | {"token_ids": TOKENS[:120]},
+    ],
+    ids=["salt", "adapter", "host memory", "unknown parent", "missing tokens", "block size"],
+)
+def test_what_routers_could_not_name_is_left_out(blocks, feed, event, caplog):
+    apply(blocks, event, event)
+    assert feed.contents() == set()
+    assert caplog.text.count("event=kv_events_left_out") <= 1
+
+
+def test_only_the_first_group_with_full_attention_counts(blocks, feed):
+    apply(blocks, stored(group_idx=0, kv_cache_spec_kind="sliding_window", kv_cache_spec_sliding_window=64))
+    apply(blocks, stored(0, 4, group_idx=1, kv_cache_spec_kind="full_attention"))
+    apply(blocks, removed(0, 1, group_idx=0))
+    assert feed.contents() == keys(TOKENS[:64])
+
+
+@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode({"ts": 0.0}), msgspec.msgpack.encode([0.0, [{}], 0])])
+def test_other_bytes_are_refused(blocks, payload):
+    with pytest.raises(ProtocolError, match="KV events"):
+        blocks.apply(payload)
+
+
+# ---- on sockets ------------------------------------------------------------------------------------------------------
+
+NAMES = prompt_chain(BlockHasher(MODEL), (*TOKENS, 0))
+
+
+def stored_here(first, last):
+    parent = NAMES[first - 1] if first else None
+    return BlockStored(tuple(NAMES[first:last]), parent, 16, 0, TOKENS[16 * first : 16 * last])
+
+
+async def until(condition):
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110  polls state of other threads
+            await asyncio.sleep(0.005)
+
+
+class Server:
+    """Publishes as vLLM 0.32 does, byte for byte."""
+
+    def __init__(self, address=ANY, replay_address=ANY):
+        self.publisher = KVEventPublisher(address, "kv@w@m", replay_address=replay_address)
+
+    def say(self, *events):
+        self.publisher.publish(list(events))
+
+
+@pytest.fixture
+def server():
+    server = Server()
+    yield server
+    server.publisher.close()
+
+
+async def reader_of(server, blocks, feed, *, has_replay=True):
+    """Return a reader that has got an event: a subscription takes a moment."""
+    reader = KVEventReader(server.publisher.address, server.publisher.replay_address if has_replay else "", blocks)
+    reader.start()
+
+    def has_arrived():
+        server.say(AllBlocksCleared())
+        return reader._next_number > 0
+
+    await until(has_arrived)
+    server.say(stored_here(0, 2))
+    await until(lambda: feed.contents() == keys(TOKENS[:32]))
+    return reader
+
+
+async def test_events_of_a_server_are_followed(server, blocks, feed):
+    reader = await reader_of(server, blocks, feed)
+    server.say(stored_here(2, 8), BlockRemoved(tuple(NAMES[6:]), 0))
+    await until(lambda: feed.contents() == keys(TOKENS[:96]))
+    await reader.close()
+
+
+async def test_what_came_before_the_reader_is_replayed(server, blocks, feed):
+    server.say(stored_here(0, 4))
+    reader = KVEventReader(server.publisher.address, server.publisher.replay_address, blocks)
+    reader.start()
+
+    def is_known():
+        server.say(BlockRemoved((bytes(16),), 0))
+        return feed.contents() == keys(TOKENS[:64])
+
+    await until(is_known)
+    await reader.close()
+
+
+async def test_missed_events_are_replayed(server, blocks, feed):
+    reader = await reader_of(server, blocks, feed)
+    reader._next_number -= 1  # as if the last batch had not come
+    blocks.clear()
+    server.say(stored_here(2, 4))
+    await until(lambda: feed.contents() == keys(TOKENS[:64]))
+    await reader.close()
+
+
+async def test_events_that_are_lost_for_good_leave_nothing_known(server, blocks, feed, caplog):
+    reader = await reader_of(server, blocks, feed, has_replay=False)
+    reader._next_number -= 1
+    server.say(BlockRemoved(tuple(NAMES[1:2]), 0))
+    await until(lambda: not feed.contents())
+    assert "event=kv_events_lost" in caplog.text
+    server.say(stored_here(0, 1))
+    await until(lambda: feed.contents() == keys(TOKENS[:16]))
+    await reader.close()
+
+
+async def test_a_server_that_begins_anew_has_an_empty_cache(blocks, feed):
+    reader = KVEventReader("tcp://127.0.0.1:1", "", blocks)
+    for number, event in ((0, stored(0, 4)), (1, stored(4, 8)), (0, stored(0, 1))):
+        await reader._on_frames([b"", number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [event], 0])])
+    assert feed.contents() == keys(TOKENS[:16])
+    await reader.close()
