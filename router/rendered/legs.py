@@ -83,7 +83,7 @@ class TwoLegs:
             if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR and answer.status not in REFUSES_AGENT:
                 logger.info(event("passed_on", path=body.path, status=answer.status, decode=route.decode.key.engine_id))
                 return answer
-            last = refusal(answer.status, b"")
+            last = await _refusal_of(answer)
             avoid.add(route.decode.key)
             await stack.aclose()
         assert last is not None, "a try has ended"
@@ -102,6 +102,8 @@ class TwoLegs:
             logger.warning(event("prefill_leg_failed", path=body.path, code=failed.info.code, message=failed.info.message))
             avoid.add(worker.key)
             return None
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            avoid.add(worker.key)
         if answer.status != HTTPStatus.OK:  # a wrong body is refused by the decode engine, with the reason
             return None
         try:
@@ -115,3 +117,11 @@ class TwoLegs:
     ) -> AbstractAsyncContextManager[EngineAnswer]:
         encoded, left_s = msgspec.json.encode(fields), max(0.0, deadline - self.api.now())
         return self.api.call(new_hex_id(self.ids, "call-"), worker, body.path, encoded, left_s)
+
+
+async def _refusal_of(answer: EngineAnswer) -> ErrorInfo:
+    """Return why an engine has not answered a body."""
+    try:
+        return refusal(answer.status, await answer.whole())
+    except CallFailed as failed:
+        return failed.info
