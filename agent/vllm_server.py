@@ -23,6 +23,8 @@ from core.tracing import TraceContext
 CONNECT_TIMEOUT_S = 5.0
 FACTS_TIMEOUT_S = 10.0
 RENDER_TIMEOUT_S = 60.0
+COMPLETIONS = "/v1/completions"
+NO_MODEL = "kvferry: no model"  # that any server has
 T = TypeVar("T")
 
 MAX_EVENT_BYTES = 16 << 20
@@ -130,6 +132,15 @@ class VllmServer:
         async with self.generate(body) as answers:
             async for _ in answers:
                 pass
+
+    async def refuse(self, kv_transfer_params: dict[str, Any]) -> None:
+        """Send a request that the server refuses: so it tells its connector that nothing will read this handoff.
+
+        Raises:
+            EngineDead: it does not answer.
+        """
+        body = {"model": NO_MODEL, "prompt": [1], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
+        await self._post(COMPLETIONS, body)
 
     async def facts(self) -> ServerFacts:
         """Ask a healthy server what it serves, and whether it takes token ids.
