@@ -169,6 +169,7 @@ def test_one_bad_block_of_a_window_costs_the_whole_load_and_no_token(new_pair, t
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.full  # the windows above are the harder case: their blocks are in groups of their own
 def test_windows_that_vllm_does_not_manage_are_read_as_a_whole(new_pair, tmp_path):
     """One group has the blocks of full and sliding layers, and vLLM calls it full attention with a window."""
     model = write_tiny_gemma(tmp_path, WINDOW)
@@ -181,7 +182,7 @@ def test_windows_that_vllm_does_not_manage_are_read_as_a_whole(new_pair, tmp_pat
 
 @pytest.mark.parametrize(
     "arguments",
-    [{"dtype": "bfloat16", "enable_prefix_caching": False}, {"kv_cache_dtype": "fp8"}],
+    [{"dtype": "bfloat16", "enable_prefix_caching": False}, full({"kv_cache_dtype": "fp8"})],
     ids=["bf16 without prefix caching", "fp8"],
 )
 def test_kv_of_other_types_is_handed_off(new_pair, arguments):

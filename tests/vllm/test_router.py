@@ -11,6 +11,7 @@ import pytest
 from tests.support.routed_servers import RoutedServers
 from tests.support.streaming_client import Stream
 from tests.support.tiny_models import VOCAB_SIZE
+from tests.support.vllm_engine import REMOTE_DECODE
 from tests.support.vllm_server import MODEL
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
@@ -75,6 +76,15 @@ def wait_until(holds):
     while not holds():
         assert time.monotonic() < end
         time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def frozen(process):
+    process.suspend()
+    try:
+        yield
+    finally:
+        process.resume()
 
 
 def used(server):
@@ -167,6 +177,24 @@ def test_a_client_that_leaves_ends_its_request_at_both_servers(cluster, num_toke
         wait_until(lambda server=server: not used(server))
     with cluster.loading(1):
         cluster.tokens(cluster.body(cluster.words()))
+
+
+def test_a_handoff_that_no_engine_will_read_is_freed_before_an_older_one_that_is_never_read(cluster):
+    unread = cluster.body(cluster.words(128), max_tokens=1, kv_transfer_params=REMOTE_DECODE)
+    with frozen(cluster.d.process("EngineCore")):
+        assert cluster.p.post(COMPLETIONS, unread)[0] == 200
+        stream = Stream(cluster.routed.base_url, cluster.body(cluster.words(320), stream=True))
+        wait_until(lambda: cluster.p.metric("vllm:kvferry_held_blocks") == 4 + 10)
+        stream.leave()
+        wait_until(lambda: cluster.p.metric("vllm:kvferry_held_blocks") == 4)
+    wait_until(lambda: not used(cluster.p))  # the lease of the other one
+
+
+def test_the_status_report_shows_the_engines(cluster):
+    report = httpx.get(f"{cluster.routed.base_url}/status.json", timeout=10).json()
+    engines = {worker["engine_id"]: (worker["role"], worker["state"]) for worker in report["workers"]}
+    assert engines == {"p0": ("prefill", "ready"), "d0": ("decode", "ready")}
+    assert all(worker["version"].endswith(", vLLM 0.32.0") for worker in report["workers"])
 
 
 def test_what_vllm_refuses_is_refused_with_its_reason(cluster):
