@@ -248,8 +248,8 @@ class VllmServer:
             KVFerryError: the server refuses it, or is lost.
         """
         try:
-            headers = _JSON if trace is None else _JSON | trace.headers
-            async with self._client.stream("POST", GENERATE, content=msgspec.json.encode(body), headers=headers) as response:
+            content, headers = msgspec.json.encode(body), _headers(trace)
+            async with self._client.stream("POST", GENERATE, content=content, headers=headers) as response:
                 if response.status_code != HTTPStatus.OK:
                     raise _refusal(response.status_code, await response.aread())
                 yield self._answers(response)
@@ -257,14 +257,16 @@ class VllmServer:
             raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
 
     @asynccontextmanager
-    async def post(self, path: str, body: bytes) -> AsyncIterator[httpx.Response]:
+    async def post(self, path: str, body: bytes, trace: TraceContext | None = None) -> AsyncIterator[httpx.Response]:
         """Post JSON to a route of the server; yield its answer, of any status, before its body is read.
+
+        The server's spans are children of ``trace``.
 
         Raises:
             EngineDead: the server is lost.
         """
         try:
-            async with self._client.stream("POST", path, content=body, headers=_JSON) as response:
+            async with self._client.stream("POST", path, content=body, headers=_headers(trace)) as response:
                 yield response
         except httpx.HTTPError as error:
             raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
@@ -283,7 +285,8 @@ class VllmServer:
                 raise EngineDead(f"the server {self.url} sends an event of more than {MAX_EVENT_BYTES} bytes")
 
 
-_JSON = {"Content-Type": "application/json"}
+def _headers(trace: TraceContext | None) -> dict[str, str]:
+    return {"Content-Type": "application/json"} | (trace.headers if trace is not None else {})
 
 
 def _checked(body: bytes) -> Answer:

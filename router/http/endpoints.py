@@ -172,7 +172,7 @@ class Endpoints:
     async def _pass_on(self, body: EngineBody, caller: Caller) -> ASGIApp:
         await self.gateway.wait_for_route()
         timeout_s = body.time_limit_s(self._request_timeout_s)
-        legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, timeout_s)
+        legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, timeout_s, caller.trace)
         async with AsyncExitStack() as stack:
             answer = await unless_gone(caller.receive, legs.open(body, stack))
             return PassedOn(answer, stack.pop_all(), self.metrics)

@@ -17,9 +17,10 @@ import msgspec
 from core.errors import RequestError
 from core.ids import IdSource, new_hex_id
 from core.log import event
-from core.wire.messages import ErrorInfo
+from core.tracing import TraceContext
+from core.wire.messages import EngineCall, ErrorInfo
 from router.dispatch.core import RouterCore
-from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi
+from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi, deadline_ms
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import Demand, choose_route
 from router.rendered.bodies import EngineBody
@@ -45,12 +46,13 @@ class _PrefillAnswer(msgspec.Struct):
 
 @dataclass(slots=True)
 class TwoLegs:
-    """Serves bodies as a whole. ``timeout_s`` is that of both legs with all their tries."""
+    """Serves bodies as a whole. ``timeout_s`` is that of both legs with all their tries. ``trace`` is the client's."""
 
     api: EngineApi
     core: RouterCore
     ids: IdSource
     timeout_s: float
+    trace: TraceContext | None
 
     async def open(self, body: EngineBody, stack: AsyncExitStack) -> EngineAnswer:
         """Return the answer of a decode engine, of any status, after its first part; ``stack`` ends the call.
@@ -115,8 +117,14 @@ class TwoLegs:
     def _call(
         self, worker: GenerationWorker, body: EngineBody, fields: dict[str, Any], deadline: float
     ) -> AbstractAsyncContextManager[EngineAnswer]:
-        encoded, left_s = msgspec.json.encode(fields), max(0.0, deadline - self.api.now())
-        return self.api.call(new_hex_id(self.ids, "call-"), worker, body.path, encoded, left_s)
+        call = EngineCall(
+            request_id=new_hex_id(self.ids, "call-"),
+            path=body.path,
+            body=msgspec.json.encode(fields),
+            deadline_ms=deadline_ms(deadline - self.api.now()),
+            trace=self.trace,
+        )
+        return self.api.call(worker, call)
 
 
 async def _refusal_of(answer: EngineAnswer) -> ErrorInfo:

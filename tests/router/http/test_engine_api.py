@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from core.tracing import TraceContext
 from core.wire.messages import EngineCall, ErrorInfo, Generate
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -174,6 +175,14 @@ async def test_a_whole_body_goes_to_both_engines_with_the_place_of_the_blocks(en
     assert (prompt["max_tokens"], prompt["stream"], prompt["kv_transfer_params"]["do_remote_decode"]) == (1, False, True)
     assert "n" not in prompt
     assert (answer["max_tokens"], answer["n"], answer["kv_transfer_params"]) == (20, 2, PARAMS)
+
+
+async def test_both_legs_of_a_whole_body_continue_the_clients_trace(engines):
+    whole(engines, lambda body: (200, {}), lambda body: (200, {}))
+    trace = TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="a=1")
+    async with engines.client() as client:
+        await client.post(CHAT, json=chat(use_beam_search=True), headers=trace.headers)
+    assert [worker.messages(EngineCall)[0].trace for worker in engines.workers] == [trace, trace]
 
 
 async def test_a_whole_stream_is_passed_on_as_it_comes(engines):
