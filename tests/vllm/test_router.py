@@ -202,6 +202,7 @@ def test_what_vllm_refuses_is_refused_with_its_reason(cluster):
     assert "1024" in error["message"]
 
 
+@pytest.mark.full  # it starts a server again; tests/agent and test_router_faults.py lose servers and agents without that
 def test_a_request_goes_on_when_p_is_lost_and_by_handoffs_when_it_is_back(cluster):
     body = cluster.body(cluster.words())
     cluster.p.kill()
