@@ -158,7 +158,6 @@ def test_the_entry_point_never_raises(unpacked, tmp_path, disturbance):
 
 
 @pytest.mark.vllm
-@pytest.mark.full  # what it asks for and which names it has is checked above; test_wheel.py runs vLLM with it
 def test_installing_it_changes_nothing_else(wheel, tmp_path):
     python = tmp_path / "image/bin/python"
     subprocess.run([str(vllm_python()), "-m", "venv", str(tmp_path / "image")], check=True, timeout=120)
