@@ -77,7 +77,7 @@ class ServerCalls:
 
     async def _pass_on(self, call: EngineCall) -> None:
         """Send the answer on: a stream in its pieces, anything else in one part."""
-        async with self._server.post(call.path, call.body) as response:
+        async with self._server.post(call.path, call.body, call.trace) as response:
             content_type = response.headers.get("content-type", "")
             part = partial(EngineReply, request_id=call.request_id, status=response.status_code, content_type=content_type)
             if not content_type.startswith(EVENT_STREAM):

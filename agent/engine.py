@@ -17,6 +17,7 @@ import msgspec
 from agent.calls import ServerCalls
 from agent.progress import ServerProgress
 from agent.regeneration import KnownTokens, is_regenerated
+from agent.releases import HandoffReleases
 from agent.vllm_protocol import Answer, generate_body, prompt_token_logprobs, token_logprobs
 from agent.vllm_server import Health, ServerLoad, VllmServer
 from core.clock import Clock
@@ -77,6 +78,7 @@ class VllmEngine:
         self._progress = ServerProgress(clock.now())
         self._is_dead = False
         self._calls = ServerCalls(server, events.on_call_reply)
+        self._releases = HandoffReleases(server)
         self.load = ServerLoad()
 
     @property
@@ -141,6 +143,11 @@ class VllmEngine:
             raise EngineDead(f"the vLLM server {self._server.url} is lost")
         self._calls.submit(call)
 
+    def submit_release(self, transfer_ids: Sequence[str]) -> None:
+        """Tell the server of handoffs that no engine will read."""
+        if not self._is_dead:
+            self._releases.release(transfer_ids)
+
     # ---- one request -------------------------------------------------------------------------------------------------
 
     async def _serve(self, request: NewRequest) -> None:
@@ -197,9 +204,10 @@ class VllmEngine:
     def _handoff(self, request: NewRequest, answer: Answer) -> KVHandoff | None:
         if not answer.kv_transfer_params:
             return None
-        identity = self._identity
+        identity, transfer_id = self._identity, new_hex_id(self._ids, "vllm-")
+        self._releases.keep(transfer_id, answer.kv_transfer_params)
         return KVHandoff(
-            transfer_id=new_hex_id(self._ids, "vllm-"),
+            transfer_id=transfer_id,
             engine_id=identity.engine_id,
             incarnation=identity.incarnation,
             control_address="",
@@ -277,7 +285,7 @@ class VllmEngine:
 
     async def _end_all(self) -> None:
         own = [task for task in (self._watch, self._probe) if task is not None]
-        tasks = [*self._requests.values(), *self._calls.cancel_all(), *own]
+        tasks = [*self._requests.values(), *self._calls.cancel_all(), *self._releases.cancel_all(), *own]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)

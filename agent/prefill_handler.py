@@ -40,6 +40,8 @@ class VllmPrefillHandler(RoleHandler):
             request_id, _ = split_choice_id(output.request_id)
             arrival = self._arrivals.pop(request_id, None)
             if arrival is None:
+                if output.kv_handoff is not None:  # aborted in the meantime: no engine will read it
+                    result.release_transfer_ids.append(output.kv_handoff.transfer_id)
                 continue
             result.ended.append(request_id)
             error = output_error(output)

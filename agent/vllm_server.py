@@ -23,6 +23,8 @@ from core.tracing import TraceContext
 CONNECT_TIMEOUT_S = 5.0
 FACTS_TIMEOUT_S = 10.0
 RENDER_TIMEOUT_S = 60.0
+COMPLETIONS = "/v1/completions"
+NO_MODEL = "kvferry: no model"  # that any server has
 T = TypeVar("T")
 
 MAX_EVENT_BYTES = 16 << 20
@@ -131,6 +133,15 @@ class VllmServer:
             async for _ in answers:
                 pass
 
+    async def refuse(self, kv_transfer_params: dict[str, Any]) -> None:
+        """Send a request that the server refuses: so it tells its connector that nothing will read this handoff.
+
+        Raises:
+            EngineDead: it does not answer.
+        """
+        body = {"model": NO_MODEL, "prompt": [1], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
+        await self._post(COMPLETIONS, body)
+
     async def facts(self) -> ServerFacts:
         """Ask a healthy server what it serves, and whether it takes token ids.
 
@@ -237,8 +248,8 @@ class VllmServer:
             KVFerryError: the server refuses it, or is lost.
         """
         try:
-            headers = _JSON if trace is None else _JSON | trace.headers
-            async with self._client.stream("POST", GENERATE, content=msgspec.json.encode(body), headers=headers) as response:
+            content, headers = msgspec.json.encode(body), _headers(trace)
+            async with self._client.stream("POST", GENERATE, content=content, headers=headers) as response:
                 if response.status_code != HTTPStatus.OK:
                     raise _refusal(response.status_code, await response.aread())
                 yield self._answers(response)
@@ -246,14 +257,16 @@ class VllmServer:
             raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
 
     @asynccontextmanager
-    async def post(self, path: str, body: bytes) -> AsyncIterator[httpx.Response]:
+    async def post(self, path: str, body: bytes, trace: TraceContext | None = None) -> AsyncIterator[httpx.Response]:
         """Post JSON to a route of the server; yield its answer, of any status, before its body is read.
+
+        The server's spans are children of ``trace``.
 
         Raises:
             EngineDead: the server is lost.
         """
         try:
-            async with self._client.stream("POST", path, content=body, headers=_JSON) as response:
+            async with self._client.stream("POST", path, content=body, headers=_headers(trace)) as response:
                 yield response
         except httpx.HTTPError as error:
             raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
@@ -272,7 +285,8 @@ class VllmServer:
                 raise EngineDead(f"the server {self.url} sends an event of more than {MAX_EVENT_BYTES} bytes")
 
 
-_JSON = {"Content-Type": "application/json"}
+def _headers(trace: TraceContext | None) -> dict[str, str]:
+    return {"Content-Type": "application/json"} | (trace.headers if trace is not None else {})
 
 
 def _checked(body: bytes) -> Answer:

@@ -166,7 +166,7 @@ def read_api_key(section: AgentSection) -> str:
 
 def _handler(role: str, facts: ServerFacts) -> RoleHandler:
     engine = EngineFacts(max_model_len=facts.max_model_len, eos_token_ids=frozenset())  # the server knows the ends of texts
-    return VllmPrefillHandler(engine) if role == "prefill" else DecodeHandler(engine)
+    return VllmPrefillHandler(engine) if role == "prefill" else DecodeHandler(engine, loads_once=facts.has_prefix_cache)
 
 
 def _identity(context: WorkerContext, facts: ServerFacts) -> AgentIdentity:

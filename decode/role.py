@@ -40,10 +40,15 @@ class _Choice:
 
 
 class DecodeHandler(RoleHandler):
-    """One engine request per live choice; every step's tokens go out at once."""
+    """One engine request per live choice; every step's tokens go out at once.
 
-    def __init__(self, facts: EngineFacts) -> None:
+    ``loads_once``: only the first choice loads a handoff; the others find its blocks in the engine's prefix cache. That is for
+    an engine that releases a handoff when the requests that it knows of have loaded it: a later choice would come too late.
+    """
+
+    def __init__(self, facts: EngineFacts, *, loads_once: bool = False) -> None:
         self._facts = facts
+        self._loads_once = loads_once
         self._live: dict[str, dict[int, _Choice]] = {}
         self._followers: dict[str, list[NewRequest]] = {}  # choices that wait for the first one's prompt
 
@@ -69,9 +74,9 @@ class DecodeHandler(RoleHandler):
             sampling = message.sampling if start is starts[0] and message.kv_handoff is None else without_prompt
             request = request_of_choice(message, start.index, sampling, self._facts, now)
             requests.append(replace(request, output_token_ids=start.output_token_ids))
-        if message.kv_handoff is not None or len(requests) == 1:
+        if len(requests) == 1 or (message.kv_handoff is not None and not self._loads_once):
             return requests
-        self._followers[message.request_id] = requests[1:]
+        self._followers[message.request_id] = [replace(request, kv_handoff=None) for request in requests[1:]]
         return requests[:1]
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:

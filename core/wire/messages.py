@@ -358,6 +358,7 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_def
     path: Name
     body: bytes
     deadline_ms: WholeMilliseconds = 0
+    trace: TraceContext | None = None  # of the client; None = the call is not traced
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_defaults=True):

@@ -50,6 +50,9 @@ class EngineApi(Protocol):
     def submit_call(self, call: EngineCall) -> None:
         """Begin a call; raises EngineDead. ``EnginePort.submit_abort`` ends it."""
 
+    def submit_release(self, transfer_ids: Sequence[str]) -> None:
+        """Free the blocks of handoffs that no engine will read; those of unknown ones are ignored."""
+
 
 @dataclass(frozen=True, slots=True)
 class EngineEvents:

@@ -232,6 +232,7 @@ class WorkerProcess:
         )
         if (api := parts.api) is not None:
             actions[SubmitCall] = lambda action: self._submit(api.submit_call, action.call)
+            actions[ReleaseTransfers] = lambda action: api.submit_release(action.transfer_ids)
         if connector is not None:
             actions[ExpectTransfer] = lambda action: connector.expect(action.handoff)
             actions[ReleaseTransfers] = lambda action: connector.release(action.transfer_ids)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import msgspec
 
 from core.config import RouterSection
-from core.errors import KVFerryError, NoWorker, ProtocolError, VersionMismatch
+from core.errors import KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
 from core.wire.contents import ContentReport
 from core.wire.messages import (
     EncodeDone,
@@ -111,6 +111,7 @@ class RouterCore:
         self.calls = EngineCalls(self.membership)
         self._refuser = VersionRefuser()
         self._request_timeout_s = limits.request_timeout_s
+        self._max_requests = limits.max_requests
         self.dispatcher = Dispatcher(
             self.membership,
             request_timeout_s=limits.request_timeout_s,
@@ -227,6 +228,16 @@ class RouterCore:
     def finish_choice(self, request_id: str, index: int, now: float) -> list[Action]:
         """End a choice at a stop string."""
         return self._resolve(self.dispatcher.finish_choice(request_id, index, now), now)
+
+    def check_room_for_call(self) -> None:
+        """Check that a body for an engine can be served beside the requests and calls that there are.
+
+        Raises:
+            Overloaded: this router has reached its limit.
+        """
+        num_open = len(self.dispatcher.requests) + len(self.calls)
+        if num_open >= self._max_requests:
+            raise Overloaded(f"the router serves {num_open} requests, its limit: try again later")
 
     def begin_call(self, call: EngineCall, worker: GenerationWorker, now: float) -> list[Action]:
         """Send a call to a worker's engine."""

@@ -25,6 +25,11 @@ class CallFailed(Exception):
         self.info = info
 
 
+def deadline_ms(timeout_s: float) -> int:
+    """Return the deadline of a call that may take this long: 0 would mean none."""
+    return max(1, round(timeout_s * 1e3))
+
+
 class EngineAnswer:
     """What an engine answers to a call: status and type, then the body in parts as they come."""
 
@@ -108,17 +113,15 @@ class EngineApi:
         return min(workers, key=lambda worker: (worker.key in avoid, worker.load, worker.last_picked))
 
     @asynccontextmanager
-    async def call(
-        self, request_id: str, worker: GenerationWorker, path: str, body: bytes, timeout_s: float
-    ) -> AsyncIterator[EngineAnswer]:
-        """Post a JSON body to a worker's engine; yield its answer after the first part. Leaving the context ends the call.
+    async def call(self, worker: GenerationWorker, call: EngineCall) -> AsyncIterator[EngineAnswer]:
+        """Have a worker's engine called; yield its answer after the first part. Leaving the context ends the call.
 
         Raises:
             CallFailed: the worker was lost, or does not answer in time.
         """
+        request_id = call.request_id
         answer = self._answers[request_id] = EngineAnswer()
         self._is_idle.clear()
-        call = EngineCall(request_id=request_id, path=path, body=body, deadline_ms=max(1, round(timeout_s * 1e3)))
         try:
             self._perform(self._core.begin_call(call, worker, self._clock.now()))
             await answer.open()

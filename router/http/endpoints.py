@@ -23,7 +23,7 @@ from router.dispatch.types import Submission
 from router.dispatch.worker_gateway import WorkerGateway
 from router.http.body_checks import check_num_values
 from router.http.errors import RequestFailure
-from router.http.passed_on import PassedOn
+from router.http.passed_on import PassedOn, unless_gone
 from router.http.responses_answer import ResponsesAnswer
 from router.http.split_answer import SplitAnswer
 from router.http.streaming import EventStream, HttpAnswer
@@ -178,12 +178,14 @@ class Endpoints:
 
     async def serve_by_engine(self, body: EngineBody, caller: Caller) -> ASGIApp:
         """Serve a body that only an engine can render, or read. Raises the error that refuses or ends the request."""
+        self.gateway.core.check_room_for_call()
         try:
             if body.is_whole:
-                return await self._pass_on(body)
+                return await self._pass_on(body, caller)
             request = body.of_router()
             options, limits = await self._check(request)
-            rendered = await self._renderer.render(body, request.timeout_s or self._request_timeout_s)
+            rendering = self._renderer.render(body, body.time_limit_s(self._request_timeout_s))
+            rendered = await unless_gone(caller.receive, rendering)
         except EngineRefusal as refusal:
             raise RequestFailure(refusal.info) from None
         prompts = [
@@ -192,11 +194,12 @@ class Endpoints:
         ]
         return await self._generate(request, options, prompts, limits, caller, body if body.is_split else None)
 
-    async def _pass_on(self, body: EngineBody) -> ASGIApp:
+    async def _pass_on(self, body: EngineBody, caller: Caller) -> ASGIApp:
         await self.gateway.wait_for_route()
-        legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, self._request_timeout_s)
+        timeout_s = body.time_limit_s(self._request_timeout_s)
+        legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, timeout_s, caller.trace)
         async with AsyncExitStack() as stack:
-            answer = await legs.open(body, stack)
+            answer = await unless_gone(caller.receive, legs.open(body, stack))
             return PassedOn(answer, stack.pop_all(), self.metrics)
 
     async def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:

@@ -1,18 +1,23 @@
-"""An engine's answer as the router's own: status, type and bytes, as they come."""
+"""An engine's answer as the router's own: status, type and bytes, as they come. Ends what is done for clients that leave."""
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from typing import Any, TypeVar
 
 from litestar.types import Receive, Scope, Send
 
+from core.errors import Cancelled
 from core.wire.messages import ErrorInfo
 from router.dispatch.engine_api import CallFailed, EngineAnswer
 from router.http import sse
 from router.http.errors import error_body
 from router.metrics import RouterMetrics
 
+T = TypeVar("T")
 _EVENT_END = b"\n\n"
 
 
@@ -27,16 +32,8 @@ class PassedOn:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer to its end, or to its failure."""
         async with self._stack:
-            sending = asyncio.create_task(self._send_all(send))
-            leaving = asyncio.create_task(_wait_for_leave(receive))
-            try:
-                await asyncio.wait([sending, leaving], return_when=asyncio.FIRST_COMPLETED)
-                if sending.done():
-                    sending.result()
-            finally:
-                for task in (sending, leaving):
-                    task.cancel()
-                await asyncio.gather(sending, leaving, return_exceptions=True)
+            with contextlib.suppress(Cancelled):
+                await unless_gone(receive, self._send_all(send))
 
     async def _send_all(self, send: Send) -> None:
         answer = self._answer
@@ -66,6 +63,25 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     """Return the whole events, and the beginning of the next one."""
     end = data.rfind(_EVENT_END)
     return (data[: end + len(_EVENT_END)], data[end + len(_EVENT_END) :]) if end >= 0 else (b"", data)
+
+
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """Return the result of ``work``, which is cancelled when the client leaves. Its body has been read.
+
+    Raises:
+        Cancelled: the client has left.
+    """
+    working = asyncio.create_task(work)
+    leaving = asyncio.create_task(_wait_for_leave(receive))
+    try:
+        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise Cancelled("client disconnected")
+        return working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
 
 
 async def _wait_for_leave(receive: Receive) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from core.errors import InvalidRequest
 from router.openai.requests import NEUTRAL, ChatCompletionRequest, CompletionRequest
 from router.openai.sampling import parse_body
 
@@ -82,6 +83,19 @@ class EngineBody:
         if self.path == CHAT:
             return parse_body(msgspec.json.encode(own | {"messages": []}), ChatCompletionRequest)
         return parse_body(msgspec.json.encode(own | {"prompt": ""}), CompletionRequest)
+
+    def time_limit_s(self, most_s: float) -> float:
+        """Return how long the answer may take: what the client says, ``most_s`` at most.
+
+        Raises:
+            InvalidRequest: the client's limit is no time.
+        """
+        value = self.fields.get("timeout_s")
+        if value is None:
+            return most_s
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise InvalidRequest("timeout_s must be a number of seconds above 0", param="timeout_s")
+        return min(value, most_s)
 
     @property
     def num_prompts(self) -> int:

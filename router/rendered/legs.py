@@ -17,9 +17,10 @@ import msgspec
 from core.errors import RequestError
 from core.ids import IdSource, new_hex_id
 from core.log import event
-from core.wire.messages import ErrorInfo
+from core.tracing import TraceContext
+from core.wire.messages import EngineCall, ErrorInfo
 from router.dispatch.core import RouterCore
-from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi
+from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi, deadline_ms
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import Demand, choose_route
 from router.rendered.bodies import EngineBody
@@ -45,12 +46,13 @@ class _PrefillAnswer(msgspec.Struct):
 
 @dataclass(slots=True)
 class TwoLegs:
-    """Serves bodies as a whole. ``timeout_s`` is that of both legs with all their tries."""
+    """Serves bodies as a whole. ``timeout_s`` is that of both legs with all their tries. ``trace`` is the client's."""
 
     api: EngineApi
     core: RouterCore
     ids: IdSource
     timeout_s: float
+    trace: TraceContext | None
 
     async def open(self, body: EngineBody, stack: AsyncExitStack) -> EngineAnswer:
         """Return the answer of a decode engine, of any status, after its first part; ``stack`` ends the call.
@@ -83,7 +85,7 @@ class TwoLegs:
             if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR and answer.status not in REFUSES_AGENT:
                 logger.info(event("passed_on", path=body.path, status=answer.status, decode=route.decode.key.engine_id))
                 return answer
-            last = refusal(answer.status, b"")
+            last = await _refusal_of(answer)
             avoid.add(route.decode.key)
             await stack.aclose()
         assert last is not None, "a try has ended"
@@ -102,6 +104,8 @@ class TwoLegs:
             logger.warning(event("prefill_leg_failed", path=body.path, code=failed.info.code, message=failed.info.message))
             avoid.add(worker.key)
             return None
+        if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            avoid.add(worker.key)
         if answer.status != HTTPStatus.OK:  # a wrong body is refused by the decode engine, with the reason
             return None
         try:
@@ -113,5 +117,19 @@ class TwoLegs:
     def _call(
         self, worker: GenerationWorker, body: EngineBody, fields: dict[str, Any], deadline: float
     ) -> AbstractAsyncContextManager[EngineAnswer]:
-        encoded, left_s = msgspec.json.encode(fields), max(0.0, deadline - self.api.now())
-        return self.api.call(new_hex_id(self.ids, "call-"), worker, body.path, encoded, left_s)
+        call = EngineCall(
+            request_id=new_hex_id(self.ids, "call-"),
+            path=body.path,
+            body=msgspec.json.encode(fields),
+            deadline_ms=deadline_ms(deadline - self.api.now()),
+            trace=self.trace,
+        )
+        return self.api.call(worker, call)
+
+
+async def _refusal_of(answer: EngineAnswer) -> ErrorInfo:
+    """Return why an engine has not answered a body."""
+    try:
+        return refusal(answer.status, await answer.whole())
+    except CallFailed as failed:
+        return failed.info

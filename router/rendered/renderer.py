@@ -14,8 +14,8 @@ import msgspec
 
 from core.errors import NoWorker
 from core.ids import IdSource, new_hex_id
-from core.wire.messages import ErrorInfo
-from router.dispatch.engine_api import CallFailed, EngineApi
+from core.wire.messages import EngineCall, ErrorInfo
+from router.dispatch.engine_api import CallFailed, EngineApi, deadline_ms
 from router.dispatch.members import WorkerKey
 from router.rendered.bodies import EngineBody
 
@@ -114,7 +114,9 @@ class EngineRenderer:
         for _ in range(MAX_TRIES):
             try:
                 worker = self._api.choose(frozenset(avoid), model_fingerprint)
-                async with self._api.call(new_hex_id(self._ids, "call-"), worker, path, encoded, timeout_s) as answer:
+                call_id, limit = new_hex_id(self._ids, "call-"), deadline_ms(timeout_s)
+                call = EngineCall(request_id=call_id, path=path, body=encoded, deadline_ms=limit)
+                async with self._api.call(worker, call) as answer:
                     content = await answer.whole()
             except NoWorker as error:
                 raise EngineRefusal(ErrorInfo.of(error)) from None

@@ -2,13 +2,14 @@
 
 import pytest
 
+from core.tracing import TraceContext
 from core.wire.messages import EngineCall, RequestFailed
 
 CHAT = "/v1/chat/completions"
 
 
-def call(path=CHAT, name="c"):
-    return EngineCall(request_id=name, path=path, body=b'{"a": 1}')
+def call(path=CHAT, name="c", **fields):
+    return EngineCall(request_id=name, path=path, body=b'{"a": 1}', **fields)
 
 
 async def ended(running):
@@ -35,6 +36,13 @@ async def test_a_stream_comes_in_parts_with_numbers(running):
     assert b"".join(reply.body for reply in replies) == b'data: {"n": 1}\n\ndata: {"n": 2}\n\n'
     assert [reply.is_last for reply in replies] == [False] * (len(replies) - 1) + [True]
     assert replies[0].content_type == "text/event-stream"
+
+
+async def test_a_call_continues_the_trace_of_its_client(running):
+    trace = TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="a=1")
+    running.engine.submit_call(call(trace=trace))
+    await ended(running)
+    assert running.server.headers[-1].items() >= trace.headers.items()
 
 
 @pytest.mark.parametrize("path", ["/inference/v1/abort_requests", "/v1/chat/completions/../../pause", "/sleep"])

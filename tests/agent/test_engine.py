@@ -5,6 +5,7 @@ import asyncio
 import pytest
 
 from agent.readings import readings
+from agent.releases import MAX_KEPT, HandoffReleases
 from agent.vllm_server import Health, ServerLoad, VllmServer
 from core.errors import ConfigError, EngineDead
 from core.tracing import TraceContext
@@ -80,6 +81,35 @@ async def test_a_prompt_for_another_engine_returns_what_the_server_says_of_its_b
     assert (output.kv_handoff.engine_id, output.kv_handoff.num_tokens) == ("p0", 2)
     await running.run(new_request("d/0", kv_handoff=output.kv_handoff), [tokens(1, finish_reason="length"), END])
     assert running.server.bodies[-1]["kv_transfer_params"] == params
+
+
+async def test_a_handoff_that_no_engine_will_read_comes_back_in_a_request_that_is_refused(running):
+    params = {"do_remote_prefill": True, "kvferry": "abc"}
+    answer = tokens(9, finish_reason="length") | {"kv_transfer_params": params}
+    (output,) = await running.run(new_request(needs_handoff=True), (200, answer))
+    running.engine.submit_release(["unknown", output.kv_handoff.transfer_id])
+    await running.until(lambda: running.server.calls)
+    running.engine.submit_release([output.kv_handoff.transfer_id])
+    ((path, body),) = running.server.calls
+    assert (path, body["kv_transfer_params"]) == ("/v1/completions", params)
+    assert body["model"] not in ("m", "")
+
+
+async def test_only_the_latest_handoffs_are_kept(running):
+    releases = HandoffReleases(running.http)
+    for number in range(MAX_KEPT + 1):
+        releases.keep(str(number), {"kvferry": number})
+    releases.release([str(number) for number in range(MAX_KEPT + 1)])
+    await running.until(lambda: len(running.server.calls) == MAX_KEPT)
+    assert running.server.calls[0][1]["kv_transfer_params"] == {"kvferry": 1}
+
+
+async def test_a_handoff_of_another_connector_ends_with_its_lease(running):
+    answer = tokens(9, finish_reason="length") | {"kv_transfer_params": {"do_remote_prefill": True}}
+    (output,) = await running.run(new_request(needs_handoff=True), (200, answer))
+    running.engine.submit_release([output.kv_handoff.transfer_id])
+    await running.run(new_request("r2/0"), [tokens(1, finish_reason="length"), END])
+    assert running.server.calls == []
 
 
 async def test_output_so_far_becomes_prompt_and_choices_have_seeds_of_their_own(running):

@@ -1,5 +1,7 @@
 """The prefill role of an agent: one computation per prompt, no first token."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from agent.prefill_handler import VllmPrefillHandler
@@ -45,6 +47,14 @@ def test_an_abort_ends_the_computation_once(handler):
     assert handler.on_abort("r").abort_ids == ["r/0"]
     assert handler.on_abort("r").abort_ids == []
     assert handler.on_outputs([EngineCoreOutput("r/0", [9], finish_reason="length")], 2.0).replies == []
+
+
+def test_a_handoff_that_comes_after_its_abort_is_released(handler):
+    handler.on_generate(generate(), 1.0)
+    handler.on_abort("r")
+    handoff = SimpleNamespace(transfer_id="t")
+    result = handler.on_outputs([EngineCoreOutput("r/0", [9], finish_reason="length", kv_handoff=handoff)], 2.0)
+    assert (result.replies, result.release_transfer_ids) == ([], ["t"])
 
 
 @pytest.mark.parametrize("fields", [{"handoff": False}, {"choices": (ChoiceStart(index=0, output_token_ids=(1,)),)}])

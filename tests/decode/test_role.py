@@ -81,6 +81,18 @@ def test_first_choice_that_ends_at_once_still_starts_the_others(handler):
     assert result.ended == []
 
 
+def test_only_the_first_choice_loads_a_handoff_if_the_engine_loads_once():
+    handler = DecodeHandler(EngineFacts(max_model_len=64, eos_token_ids=frozenset()), loads_once=True)
+    (first,) = handler.on_generate(with_handoff(0, 1, 3), 0.0)
+    assert first.kv_handoff is HANDOFF
+    others = handler.on_outputs([EngineCoreOutput("r/0", [11])], 0.0).new_requests
+    assert [(other.request_id, other.kv_handoff, other.output_token_ids) for other in others] == [
+        ("r/1", None, (91,)),
+        ("r/3", None, (93,)),
+    ]
+    assert handler.on_outputs([EngineCoreOutput("r/0", [12])], 0.0).new_requests == []
+
+
 def test_choice_that_was_stopped_before_it_started_never_starts(handler):
     handler.on_generate(generate(n=3), 0.0)
     assert [request.request_id for request in handler.on_abort_choice("r", 1).new_requests] == ["r/2"]

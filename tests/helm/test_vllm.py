@@ -1,8 +1,10 @@
 """Engine vllm in the chart: what runs in a pod, in which order it starts and leaves, who reaches it, and what is refused."""
 
+import io
 import json
 import re
 from pathlib import Path
+from unittest import mock
 
 import pytest
 
@@ -39,6 +41,15 @@ def test_vllm_is_up_before_the_agent_and_gone_after_it(find, role):
     drain = agent["lifecycle"]["preStop"]["exec"]["command"]
     assert drain[:2] == ["kvferry", "drain"]
     assert int(drain[-1]) <= spec["terminationGracePeriodSeconds"]
+
+
+def test_a_server_that_hangs_is_started_again_by_the_platform(find):
+    vllm = by_name(pod(find, OURS, "decode")["initContainers"])["vllm"]
+    for probe in ("startupProbe", "livenessProbe"):
+        program = vllm[probe]["exec"]["command"][-1]
+        assert f"http://127.0.0.1:{option(vllm['command'], '--port')}/health" in program
+        compile(program, probe, "exec")
+    assert "readinessProbe" not in vllm, "the agent says whether requests may come"
 
 
 def test_vllm_has_the_gpus_the_model_and_the_plugin_and_the_agent_has_none(find):
@@ -166,6 +177,26 @@ def test_a_pod_without_agent_waits_for_readers_before_it_leaves(find):
     script = vllm["lifecycle"]["preStop"]["exec"]["command"][-1]
     compile(script, "preStop", "exec")
     assert "vllm:(?:kvferry_held_blocks|num_requests_running" in script
+
+
+def test_one_slow_answer_does_not_end_the_wait_for_readers(find):
+    (vllm,) = pod(find, LLMD, "prefill")["containers"]
+    script = vllm["lifecycle"]["preStop"]["exec"]["command"][-1]
+    answers = [TimeoutError(), held_blocks(3), TimeoutError(), held_blocks(0)]
+
+    def urlopen(url, timeout):
+        answer = answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return io.BytesIO(answer)
+
+    with mock.patch("urllib.request.urlopen", urlopen), mock.patch("time.sleep"):
+        exec(script, {})
+    assert answers == []
+
+
+def held_blocks(number):
+    return f'vllm:num_requests_running{{engine="0"}} 0.0\nvllm:kvferry_held_blocks{{engine="0"}} {number}.0\n'.encode()
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -45,15 +45,17 @@ def vllm_servers(
     settings: Mapping[str, Mapping[str, Any]],
     connector: Path | None = None,
     arguments: Sequence[str] = (),
+    ports: Sequence[int] = (),
     **variables: str,
 ) -> Iterator[dict[str, VllmServer]]:
     """Yield servers by name, which serve; ``settings`` are the plug-in's, by their full names.
 
     ``connector`` is the file of another connector, a variant of ours; ``arguments`` and ``variables`` are added to the others.
+    ``ports`` are two for each server, any free ones without.
     """
     unpacked = unpack_wheel(build_wheel(folder / "built"), folder / "unpacked")
     environment = {"PYTHONPATH": os.pathsep.join(map(str, (unpacked, _CPU_LAYOUT, *([connector.parent] if connector else []))))}
-    ports = free_ports(2 * len(settings))
+    ports = ports or free_ports(2 * len(settings))
     made = {}
     for (name, extra), port, control_port in zip(settings.items(), ports[::2], ports[1::2], strict=True):
         config: dict[str, Any] = {

@@ -198,6 +198,7 @@ def pair(request) -> Iterator[Pair]:
 
 
 HTTP_LEASE_S = 6.0
+HTTP_DEADLINE_S = 20.0  # no load fails here, however busy the machine is
 
 
 @pytest.fixture(scope="session")
@@ -209,7 +210,8 @@ def served_model(tmp_path_factory) -> Path:
 @pytest.fixture(scope="session")
 def servers(tmp_path_factory, served_model) -> Iterator[tuple[VllmServer, VllmServer]]:
     """Yield two ``vllm serve`` with the plug-in from its wheel, P and D, which serve."""
-    with vllm_pair(tmp_path_factory.mktemp("http"), served_model, settings("tcp", lease_s=HTTP_LEASE_S)) as pair:
+    plugin = settings("tcp", lease_s=HTTP_LEASE_S, transfer_deadline_s=HTTP_DEADLINE_S, transfer_stall_s=HTTP_DEADLINE_S)
+    with vllm_pair(tmp_path_factory.mktemp("http"), served_model, plugin) as pair:
         yield pair
 
 

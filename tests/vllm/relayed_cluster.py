@@ -69,13 +69,16 @@ class RelayedCluster(FaultCluster):
 @contextlib.contextmanager
 def relayed_cluster(folder: Path, model: Path, plugin: Mapping[str, Any]) -> Iterator[RelayedCluster]:
     """Start all, and end it. ``plugin`` are the settings of the plug-in by their full names."""
-    control, data = free_ports(2)
+    control, data, *ports = free_ports(2 + 2 * len(NAMES))  # all at once: none of them is bound for a minute
     relayed = {"kvferry.port": control, "relayed.host": RELAY_HOST, "relayed.data_port": data}
     settings = {name: {**plugin, **(relayed if name == "p0" else {})} for name in NAMES}
     with contextlib.ExitStack() as stack:
-        ports = {"control": control, "data": data}
-        relays = {name: stack.enter_context(TcpProxy(("127.0.0.1", port), (RELAY_HOST, port))) for name, port in ports.items()}
-        servers = stack.enter_context(vllm_servers(folder, model, settings, _CONNECTOR, VLLM_SERVER_DEV_MODE="1"))
+        relayed_ports = {"control": control, "data": data}
+        relays = {
+            name: stack.enter_context(TcpProxy(("127.0.0.1", port), (RELAY_HOST, port))) for name, port in relayed_ports.items()
+        }
+        started = vllm_servers(folder, model, settings, _CONNECTOR, ports=ports, VLLM_SERVER_DEV_MODE="1")
+        servers = stack.enter_context(started)
         roles = {name: (server, "prefill" if name[0] == "p" else "decode") for name, server in servers.items()}
         routed = stack.enter_context(RoutedServers(folder, model, roles, f"agent.patience_s={PATIENCE_S}"))
         yield RelayedCluster(routed, servers, relays, folder, model)

@@ -36,7 +36,7 @@ def pair_of(engines, request):
     return lambda p, d: Pair(engines[p], engines[d], seed=zlib.crc32(request.node.name.encode()))
 
 
-@pytest.mark.parametrize("num_tokens", [31, 300])
+@pytest.mark.parametrize("num_tokens", [pytest.param(31, marks=pytest.mark.full), 300])
 @pytest.mark.parametrize(("p", "d"), list(itertools.permutations(ENGINES, 2)))
 def test_each_block_is_verified_and_the_tokens_are_right(pair_of, p, d, num_tokens):
     pair = pair_of(p, d)

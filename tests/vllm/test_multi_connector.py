@@ -1,4 +1,4 @@
-"""Beside another connector in vLLM's MultiConnector: both store blocks, and the handoff is ours."""
+"""Beside another connector in vLLM's MultiConnector: both store blocks, the handoff is ours, and the log says how it goes."""
 
 import pytest
 
@@ -7,7 +7,9 @@ from tests.vllm.conftest import settings
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 
-def test_a_handoff_beside_another_connector(new_pair, tmp_path):
+@pytest.fixture(scope="module")
+def beside(new_pair, tmp_path_factory):
+    """Return a pair with both connectors, whose logs have INFO."""
     ours = {
         "kv_connector": "KvferryConnector",
         "kv_connector_module_path": "connectors.vllm.connector",
@@ -17,9 +19,14 @@ def test_a_handoff_beside_another_connector(new_pair, tmp_path):
     other = {
         "kv_connector": "ExampleConnector",
         "kv_role": "kv_both",
-        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path)},
+        "kv_connector_extra_config": {"shared_storage_path": str(tmp_path_factory.mktemp("shared"))},
     }
-    pair = new_pair(connector="MultiConnector", extra={"connectors": [ours, other]}, disable_hybrid_kv_cache_manager=True)
+    extra, environments = {"connectors": [ours, other]}, [{"VLLM_LOGGING_LEVEL": "INFO"}] * 2
+    return new_pair(connector="MultiConnector", extra=extra, environments=environments, disable_hybrid_kv_cache_manager=True)
+
+
+def test_a_handoff_beside_another_connector(beside):
+    pair = beside
     for num_tokens in (65, 300, 300):
         prompt = pair.prompt(num_tokens)
         assert pair.answer(prompt, pair.hand_off(prompt)) == pair.reference(prompt)
@@ -27,3 +34,13 @@ def test_a_handoff_beside_another_connector(new_pair, tmp_path):
     log = pair.d.log_path.read_text()
     assert "kv_load_failed" not in log
     assert "handoff_refused" not in log
+
+
+def test_one_line_says_which_transport_is_in_effect(beside):
+    prompt = beside.prompt()
+    beside.answer(prompt, beside.hand_off(prompt))
+    log = beside.d.log_path.read_text()
+    assert log.count("event=kvferry_ready transports=tcp ranks=1") == 1
+    (line,) = [line for line in log.splitlines() if "event=kv_transport" in line and "peer=tcp://127.0.0.1" in line]
+    assert "transport=tcp" in line
+    assert "INFO" in line

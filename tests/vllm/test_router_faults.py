@@ -33,7 +33,7 @@ def cluster(lasting_cluster, request):
     lasting_cluster.assert_whole()
 
 
-@pytest.mark.parametrize("name", ["d0", "p0"])
+@pytest.mark.parametrize("name", ["d0", pytest.param("p0", marks=pytest.mark.full)])
 def test_answers_go_on_when_an_agent_is_killed(cluster, name):
     with cluster.load() as load:
         cluster.routed.kill(name)

@@ -93,7 +93,7 @@ def test_servers_hand_off_and_one_that_dies_is_replaced_at_the_same_address(clus
 
 
 def test_the_demo_shows_a_verified_handoff(served_model, variables):
-    words = " ".join(f"t{token}" for token in range(5, 105))
+    words = "".join(f"t{token}" for token in range(300, 400))
     command = [sys.executable, "-P", "-m", "kvferry", "demo", "--model", str(served_model), "--prompt", words]
     options = ["--engine", "vllm", "--vllm-command", COMMAND, "--vllm-arguments", ARGUMENTS, "--max-tokens", "8"]
     options += ["--set", "model.max_model_len=1024"]
@@ -101,10 +101,8 @@ def test_the_demo_shows_a_verified_handoff(served_model, variables):
         [*command, *options], env=os.environ | variables, capture_output=True, text=True, timeout=300, check=False
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    for pattern in (
-        r"router, prefill-0, decode-0 are ready at http://127\.0\.0\.1:\d+",
-        r"prompt: 100 tokens",
-        r"verified blocks: 4",
-        r"no block is held on either engine",
-    ):
-        assert re.search(pattern, result.stdout), result.stdout
+    assert re.search(r"router, prefill-0, decode-0 are ready at http://127\.0\.0\.1:\d+", result.stdout), result.stdout
+    (num_tokens,) = re.findall(r"prompt: (\d+) tokens", result.stdout)
+    assert 100 < int(num_tokens) < 128  # with the chat template's own
+    assert "verified blocks: 4\n" in result.stdout
+    assert "no block is held on either engine" in result.stdout

@@ -131,6 +131,16 @@ volumeMounts:
 - name: vllm
   restartPolicy: Always
   {{- include "kvferry.vllmFields" . | nindent 2 }}
+  startupProbe:
+    {{- include "kvferry.vllmHealth" . | nindent 4 }}
+    periodSeconds: 5
+    timeoutSeconds: 5
+    failureThreshold: {{ include "kvferry.startTries" . }}
+  livenessProbe:   # of a server that hangs; one that dies ends its container
+    {{- include "kvferry.vllmHealth" . | nindent 4 }}
+    periodSeconds: 10
+    timeoutSeconds: 5
+    failureThreshold: 6
 {{- end }}
 {{- if include "kvferry.hasProxy" . }}
 - name: proxy   # llm-d's: it has a prefill pod compute the prompt, and passes the place of its KV on
@@ -168,7 +178,10 @@ lifecycle:
           import re, time, urllib.request
           end = time.monotonic() + {{ include "kvferry.drainSeconds" . }}
           while time.monotonic() < end:
-              text = urllib.request.urlopen("http://127.0.0.1:{{ $port }}/metrics", timeout=5).read().decode()
+              try:
+                  text = urllib.request.urlopen("http://127.0.0.1:{{ $port }}/metrics", timeout=5).read().decode()
+              except TimeoutError:
+                  continue
               held = re.findall(r"^vllm:(?:kvferry_held_blocks|num_requests_running|num_requests_waiting)\{.*\} (\S+)$", text, re.M)
               if not any(map(float, held)):
                   break
@@ -176,17 +189,22 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
+{{/* How the kubelet looks at a server that listens on loopback. */}}
+{{- define "kvferry.vllmHealth" -}}
+exec: {command: [python3, -c, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{{ include "kvferry.vllmPort" . }}/health', timeout=4)"]}
+{{- end -}}
+
 {{- define "kvferry.vllmProbes" -}}
 {{- $given := default dict (index .root.Values .role).probes -}}
 {{- $port := ternary "vllm" "http" (eq (include "kvferry.hasProxy" .) "true") -}}
 {{- $defaults := dict
-      "startup" (dict "periodSeconds" 5 "failureThreshold" 360)
+      "startup" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 360)
       "readiness" (dict "periodSeconds" 2 "timeoutSeconds" 2 "failureThreshold" 2)
       "liveness" (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) -}}
 {{- range $name := list "startup" "readiness" "liveness" }}
 {{ $name }}Probe:
   {{- if eq $port "vllm" }}
-  exec: {command: [python3, -c, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{{ include "kvferry.vllmPort" $ }}/health', timeout=4)"]}
+  {{- include "kvferry.vllmHealth" $ | nindent 2 }}
   {{- else }}
   httpGet: {path: /health, port: {{ $port }}}
   {{- end }}

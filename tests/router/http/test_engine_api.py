@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from core.tracing import TraceContext
 from core.wire.messages import EngineCall, ErrorInfo, Generate
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
@@ -176,6 +177,14 @@ async def test_a_whole_body_goes_to_both_engines_with_the_place_of_the_blocks(en
     assert (answer["max_tokens"], answer["n"], answer["kv_transfer_params"]) == (20, 2, PARAMS)
 
 
+async def test_both_legs_of_a_whole_body_continue_the_clients_trace(engines):
+    whole(engines, lambda body: (200, {}), lambda body: (200, {}))
+    trace = TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="a=1")
+    async with engines.client() as client:
+        await client.post(CHAT, json=chat(use_beam_search=True), headers=trace.headers)
+    assert [worker.messages(EngineCall)[0].trace for worker in engines.workers] == [trace, trace]
+
+
 async def test_a_whole_stream_is_passed_on_as_it_comes(engines):
     whole(engines, lambda body: (200, {"kv_transfer_params": PARAMS}), lambda body: (200, "data: 1\n\n", "data: 2\n\n"))
     assert await ask(engines, chat(use_beam_search=True, stream=True)) == "data: 1\n\ndata: 2\n\n"
@@ -212,6 +221,58 @@ async def test_a_client_that_leaves_ends_the_call(start_router):
         (call,) = worker.messages(EngineCall)
         await worker.aborts(call.request_id)
     await served.until(lambda: not served.router.gateway.core.calls)
+
+
+@pytest.mark.parametrize("fields", [{"use_beam_search": True}, {"tools": TOOLS}], ids=["whole", "rendered"])
+async def test_a_client_that_leaves_before_the_engine_answers_ends_the_call(start_router, fields):
+    served = await start_router()
+    calls = {path: lambda body: (200, None) for path in (CHAT, RENDER)}
+    worker = await served.add("aggregated", takes_calls=True, script=served.script(calls=calls))
+    async with served.client() as client, asyncio.timeout(20):
+        asking = asyncio.create_task(client.post(CHAT, json=chat(**fields)))
+        await served.until(lambda: worker.messages(EngineCall))
+        asking.cancel()
+        (call,) = worker.messages(EngineCall)
+        await worker.aborts(call.request_id)
+    await served.until(lambda: not served.router.gateway.core.calls)
+
+
+async def test_what_all_engines_say_of_their_failure_the_client_hears(engines):
+    broken = (500, {"error": {"message": "it broke"}})
+    whole(engines, lambda body: (200, {}), lambda body: broken)
+    error = (await ask(engines, chat(use_beam_search=True), status=500))["error"]
+    assert (error["code"], error["message"]) == ("engine_error", "vLLM: it broke")
+
+
+async def test_a_prefill_engine_that_fails_is_not_asked_for_the_next_try(engines):
+    whole(engines, lambda body: (500, {}), lambda body: (500, {}))
+    calls = {CHAT: lambda body: (200, {"kv_transfer_params": PARAMS})}
+    second, _ = [
+        await engines.add(role, takes_calls=True, script=engines.script(calls=calls)) for role in ("prefill", "decode")
+    ]
+    for _ in range(4):
+        await ask(engines, chat(use_beam_search=True))
+        assert len(engines.workers[0].messages(EngineCall)) <= len(second.messages(EngineCall))
+    assert engines.workers[0].messages(EngineCall)
+
+
+async def test_a_whole_body_ends_at_the_time_that_its_client_gives_it(engines):
+    whole(engines, lambda body: (200, None), lambda body: (200, None))
+    error = (await ask(engines, chat(use_beam_search=True, timeout_s=0.2), status=504))["error"]
+    assert error["code"] == "deadline_exceeded"
+    error = (await ask(engines, chat(use_beam_search=True, timeout_s=-1), status=400))["error"]
+    assert error["param"] == "timeout_s"
+
+
+@pytest.mark.parametrize("fields", [{"use_beam_search": True}, {"tools": TOOLS}], ids=["whole", "rendered"])
+async def test_more_bodies_for_engines_than_the_limit_are_refused(start_router, fields):
+    served = await start_router(has_http=False, max_requests=1)
+    calls = {path: lambda body: (200, None) for path in (CHAT, RENDER)}
+    worker = await served.add("aggregated", takes_calls=True, script=served.script(calls=calls))
+    first = asyncio.create_task(ask(served, chat(**fields, timeout_s=0.5), status=504))
+    await served.until(lambda: worker.messages(EngineCall))
+    assert (await ask(served, chat(**fields), status=429))["error"]["code"] == "overloaded"
+    await first
 
 
 async def test_both_legs_have_one_deadline_and_no_second_try_after_it(start_router):
