@@ -75,6 +75,7 @@ _TYPES = {
 }
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+Decoded = TypeVar("Decoded")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,9 +117,22 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
     """
     check_num_values(body)
     try:
-        return msgspec.json.decode(body, type=kind)
+        return decode_json(body, kind)
     except msgspec.ValidationError as error:
         raise explain(str(error)) from None
+
+
+def decode_json(body: bytes, kind: type[Decoded]) -> Decoded:
+    """Decode JSON.
+
+    Raises:
+        InvalidRequest: it is malformed.
+        msgspec.ValidationError: it is no ``kind``.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise InvalidRequest(f"the body is not valid JSON: {error}") from None
 

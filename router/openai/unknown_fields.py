@@ -16,7 +16,7 @@ import msgspec
 from msgspec.inspect import CollectionType, StructType, Type, UnionType, type_info
 
 from core.errors import InvalidRequest
-from router.openai.sampling import explain, parse_body
+from router.openai.sampling import decode_json, explain, parse_body
 
 LENIENT_FIELDS = ("messages", "input")
 # Fields of messages and parts that change nothing in what a text model reads, whatever they hold.
@@ -46,7 +46,7 @@ def parse_lenient_body(body: bytes, kind: type[Body]) -> tuple[Body, Sequence[st
     except InvalidRequest as error:
         if not _is_lenient(kind) or "unknown field" not in str(error):
             raise
-    fields = msgspec.json.decode(body)
+    fields = decode_json(body, dict)  # decoding stopped at the first unknown field: what follows may be malformed
     ignored: list[str] = []
     top = _struct(kind)
     for field in top.fields:

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tomllib
 from pathlib import Path
 
@@ -233,6 +234,11 @@ def test_all_steps_run_in_a_clean_environment(instructions, source, tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def distribution(name):
+    """Return a distribution of this environment, and not what building it has left in the working directory."""
+    return next(iter(importlib.metadata.distributions(name=name, path=[sysconfig.get_path("purelib")])))
+
+
 @pytest.mark.slow
 def test_agent_without_torch_runs_router_and_agent_and_refuses_to_compute(instructions, source, tmp_path):
     """The environment holds what the lock lists, by links to the packages of this one, and nothing else."""
@@ -240,10 +246,11 @@ def test_agent_without_torch_runs_router_and_agent_and_refuses_to_compute(instru
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", prefix], check=True, timeout=60)
     site = next((prefix / "lib").glob("python*/site-packages"))
     for name in ("kvferry", *filter(has_package, locked("agent"))):  # of kvferry its entry points
-        for top in {file.parts[0] for file in importlib.metadata.files(name) or ()}:
+        found = distribution(name)
+        for top in {file.parts[0] for file in found.files or ()}:
             is_wanted = top.endswith(".dist-info") or (name != "kvferry" and top not in ("..", "__pycache__"))
             if is_wanted and not (site / top).exists():
-                (site / top).symlink_to(Path(importlib.metadata.distribution(name).locate_file(top)))
+                (site / top).symlink_to(Path(found.locate_file(top)))
     for package in ("core", "router", "agent", "connectors", "kvferry", "prefill", "decode", "encode", "kvstore"):
         (site / package).symlink_to(source / package)
 

@@ -147,6 +147,8 @@ class NixlTransport(Transport):
 
     def register(self, regions: Sequence[RowRegion], staging: RowRegion | None = None) -> None:
         """Load the library and check that it accepts the regions' memory, on an agent for the producer or the first peer."""
+        if any(region.device != "cpu" for region in regions):
+            set_default_environment("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")  # elsewhere UCX warns that nothing reads it
         self._load_library()
         self._regions, self._staging = tuple(regions), staging
         self._backoff_bounds_s = BACKOFF_S if all(region.device == "cpu" for region in regions) else DEVICE_BACKOFF_S
@@ -234,7 +236,6 @@ class NixlTransport(Transport):
 
     def _load_library(self) -> None:
         set_default_environment("NIXL_LOG_LEVEL", "WARN")
-        set_default_environment("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")
         try:
             module = installed_module() or MODULES[-1]
             self._api = importlib.import_module(f"{module}._api")

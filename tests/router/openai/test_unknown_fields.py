@@ -104,3 +104,19 @@ def test_header_counts_all_fields_and_names_few_and_only_plain_ones():
 def test_fields_that_cannot_change_the_meaning_are_accepted(fields):
     request, _ = read({"role": "user", "content": "x"}, **fields)
     check_supported(request)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b'{"messages": [{"role": "user", "contgnt": "hi"}], "max_\x83": -1}',
+        b'{"nope": 1, "messages": [{"rol\xba": "user"}]}',
+        b'{"nope": 1, "messages": [{"role": "user", "content": "x"}]',
+        b'{"nope": 1, "x": ' + b"[" * 5000 + b"]" * 5000 + b"}",
+    ],
+    ids=["name that is no text", "bytes that are no text", "no end", "too deep"],
+)
+def test_what_is_malformed_behind_an_unknown_field_is_refused(body):
+    """The first decoding stops at the unknown field."""
+    with pytest.raises(InvalidRequest):
+        parse_lenient_body(body, ChatCompletionRequest)
