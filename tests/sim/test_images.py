@@ -25,6 +25,7 @@ pytestmark = pytest.mark.slow
 NUM_RUNS = 20
 WITH_IMAGES = [seed for seed in range(300) if (plan := draw_images(seed)) is not None and plan.connector == "p2p"][:NUM_RUNS]
 RELEASED_LATE = 446  # a fetch ends when no request is left
+SLEPT_ON = 179  # an engine with orders and nothing to compute
 
 
 @pytest.fixture(scope="module")
@@ -166,4 +167,4 @@ def merge_embeddings_one_row_too_late(patch: Patch) -> None:
 )
 def test_a_defect_is_noticed(defect, monkeypatch):
     defect(monkeypatch.setattr)
-    assert any(not run_seed(seed).is_good for seed in [RELEASED_LATE, *WITH_IMAGES])
+    assert any(not run_seed(seed).is_good for seed in [RELEASED_LATE, SLEPT_ON, *WITH_IMAGES])
