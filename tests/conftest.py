@@ -111,6 +111,15 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.write_line(f"{name:60} {cell:9} {what:40} {seconds:7.2f} s")
 
 
+@pytest.fixture(autouse=True)
+def environment_of_ucx() -> Iterator[None]:
+    """What transport nixl sets for its library ends with the test: processes of later tests would warn on standard output."""
+    before = {name for name in os.environ if name.startswith("UCX_")}
+    yield
+    for name in [name for name in os.environ if name.startswith("UCX_") and name not in before]:
+        del os.environ[name]
+
+
 @pytest.fixture(scope="session")
 def cluster_config() -> Callable[..., KVFerryConfig]:
     """Return the settings of a small cluster, changed by assignments."""

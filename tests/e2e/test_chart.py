@@ -22,6 +22,7 @@ from kvferry.cluster_plan import free_ports
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.usefixtures("no_child_left")]
 
 CHART = Path(__file__).parents[2] / "helm" / "kvferry"
+UCX_PORTS = range(20_000, 20_128)  # the chart's default
 PORTS = ("http", "workers", "control", "data", "ops", "store", "storeOps")
 ROUTERS = "kvferry-router-workers.llm.svc.cluster.local"
 SETTINGS = (
@@ -47,6 +48,11 @@ class Container:
     readiness_path: str
 
 
+def ports_beside_ucx(count: int) -> list[int]:
+    """Return free ports that are not among those of ``ports.ucx``, which the chart keeps for UCX."""
+    return [port for port in free_ports(count + 20) if port not in UCX_PORTS][:count]
+
+
 class Installed:
     """Runs what the chart renders, with names and addresses of this machine in it."""
 
@@ -56,9 +62,9 @@ class Installed:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
         self.container = functools.cache(self._container)
         self.ports: dict[str, dict[str, int]] = {}
-        shared = dict(zip(PORTS, free_ports(len(PORTS)), strict=True))
+        shared = dict(zip(PORTS, ports_beside_ucx(len(PORTS)), strict=True))
         for role in ("router", "prefill", "decode", STORE):
-            self.ports[role] = shared | {"ops": free_ports(1)[0]}  # pods have one each, here they share a machine
+            self.ports[role] = shared | {"ops": ports_beside_ucx(1)[0]}  # pods have one each, here they share a machine
 
     def _container(self, role: str) -> Container:
         """Render the chart, and return what it says of a role."""
