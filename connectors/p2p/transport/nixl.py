@@ -20,8 +20,8 @@ it continues it aborts with "unexpected error: Endpoint timeout". Killing consum
 
 - A pool on a GPU is registered as VRAM: UCX goes by CUDA IPC on one host and by RDMA between hosts. Where the GPU has no active
   NVLink, UCX 1.20 reads by CUDA IPC only if it is told to (``UCX_CUDA_IPC_ENABLE_GET_ZCOPY``); else it emulates reads over TCP,
-  8 KB at a time: 0.4 GB/s on an H100. Seals are in host memory
-  everywhere, so their read is a transfer between hosts' memories, posted once the blocks' bytes are there.
+  many times slower. Seals are in host memory everywhere, so their read is a transfer between hosts' memories, posted once the
+  blocks' bytes are there.
 
 Source: NIXL agent API, ``nixl_cu12._api`` of nixl-cu12 1.5.1; the packages for CUDA 12 and 13 differ in what they link against.
 """
