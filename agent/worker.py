@@ -17,7 +17,8 @@ from agent.prefill_handler import VllmPrefillHandler
 from agent.readings import readings
 from agent.vllm_server import Health, ServerFacts, VllmServer
 from core.clock import SystemClock
-from core.config import AgentSection, KVFerryConfig
+from core.config import KVFerryConfig
+from core.config_workers import AgentSection
 from core.connector import WorkerContext
 from core.errors import ConfigError, EngineDead, RequestError
 from core.ids import RandomIds, new_incarnation

@@ -26,7 +26,7 @@ import httpx
 import psutil  # type: ignore[import-untyped]
 from common import Machine, Outcome, Spread, Table, make_parser, publish
 
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.model.hub import resolve_model
 
 TRANSPORTS = ("shm", "tcp", "nixl")

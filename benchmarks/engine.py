@@ -37,7 +37,8 @@ from transformers import AutoModelForCausalLM, LogitsProcessor
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from core.clock import SystemClock
-from core.config import SchedulerSection, load_config
+from core.config import load_config
+from core.config_workers import SchedulerSection
 from core.engine.build import BuiltEngine, build_engine
 from core.model.arch import ModelArch
 from core.model.linear import DenseLinear, make_linear

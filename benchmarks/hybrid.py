@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from common import Machine, Outcome, Table, make_parser, publish
 
 from core.clock import SystemClock
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.kv.grouping import group_layers
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionBatch, AttentionPlan, PagedKVCache
 from core.attention.paged_cpu import PagedCpuBackend
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.model.arch import ModelArch, parse_arch
 from core.model.decoder import Decoder
 from core.model.hub import resolve_model

@@ -26,7 +26,9 @@ import zmq.asyncio
 from common import Machine, Outcome, Table, make_parser, publish
 from router_attack_list import ATTACKS, MANY_CONNECTIONS, Attack, Served
 
-from core.config import ModelSection, RouterSection, default_cache_dir
+from core.config_router import RouterSection
+from core.config_types import default_cache_dir
+from core.config_workers import ModelSection
 from core.gc_freeze import freeze_loaded_objects
 from core.model.hub import resolve_model
 from core.wire import codec

@@ -22,7 +22,7 @@ import time
 from dataclasses import asdict, dataclass
 
 from core.clock import SystemClock
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div

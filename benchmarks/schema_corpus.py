@@ -34,7 +34,7 @@ import jsonschema
 import numpy as np
 from common import MODEL, Machine, Outcome, Table, make_parser, publish
 
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.errors import InvalidRequest
 from core.grammar.checker import GrammarChecker
 from core.grammar.child import Setup

@@ -33,7 +33,7 @@ from common import Machine, Outcome, Spread, Table, make_parser, publish
 from trace_replay import clairvoyant, read_trace, replay
 
 from core.clock import SystemClock
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.ids import RandomIds
 from kvstore.base import Ticket
 from kvstore.build import make_embedded_store

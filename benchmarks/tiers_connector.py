@@ -38,7 +38,8 @@ from connectors.tier.connector import TierConnector
 from connectors.tier.messages import SaveItem, TierConnectorMetadata, TierLoad
 from connectors.tier.transfer import TierTransfer
 from core.clock import SystemClock
-from core.config import KVFerryConfig, KVStoreSection, load_config
+from core.config import KVFerryConfig, load_config
+from core.config_workers import KVStoreSection
 from core.digest import BlockDigester
 from core.engine.build import BuiltEngine, build_engine
 from core.ids import RandomIds

@@ -28,7 +28,7 @@ from connectors.p2p.consumer.load import Load
 from connectors.p2p.consumer.verification import SealCheck
 from connectors.testing.connector_engine import ConnectorEngine
 from connectors.testing.contexts import connector_context
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.kv.spec import ceil_div
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role

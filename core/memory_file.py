@@ -17,7 +17,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import HugePages
+from core.config_types import HugePages
 from core.errors import ConfigError
 from core.log import event
 

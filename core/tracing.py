@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from opentelemetry.context import Context
     from opentelemetry.sdk.trace import TracerProvider
 
-    from core.config import TracingSection
+    from core.config_router import TracingSection
 
 Kind = Literal["server", "client", "internal"]
 Attributes = Mapping[str, str | int | float | bool]

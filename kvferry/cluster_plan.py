@@ -11,7 +11,8 @@ import socket
 
 import msgspec
 
-from core.config import KVFerryConfig, WorkerSection
+from core.config import KVFerryConfig
+from core.config_workers import WorkerSection
 from core.errors import ConfigError
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key

@@ -27,7 +27,8 @@ import zmq
 from huggingface_hub.constants import HF_HUB_CACHE
 
 from connectors.p2p.transport.nixl import installed_module
-from core.config import KVFerryConfig, WorkerSection
+from core.config import KVFerryConfig
+from core.config_workers import WorkerSection
 from core.environment import ucx_net_devices
 from core.errors import KVFerryError
 from core.ids import RandomIds

@@ -26,15 +26,10 @@ from urllib.parse import urlsplit
 import msgspec
 
 from core.clock import SystemClock
-from core.config import (
-    CacheSection,
-    KVFerryConfig,
-    KVStoreSection,
-    RouterSection,
-    SchedulerSection,
-    dump_config,
-)
+from core.config import KVFerryConfig, dump_config
+from core.config_router import RouterSection
 from core.config_tree import STDIN
+from core.config_workers import CacheSection, KVStoreSection, SchedulerSection
 from core.errors import ConfigError, KVFerryError, StartFailed
 from core.wire.messages import Role
 from kvferry.cluster_plan import check_worker_settings, free_ports, with_cluster_key, with_ec_connector, worker_roles

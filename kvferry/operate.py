@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from core.config import default_api_key
+from core.config_types import default_api_key
 from core.errors import KVFerryError
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key

@@ -16,7 +16,9 @@ from typing import Literal
 
 from connectors.p2p.transport.nixl import INSTALL_HINT, installed_module
 from connectors.registry import CONNECTORS, EC_CONNECTORS, NO_EC_CONNECTOR, find_entry_point
-from core.config import KVFerryConfig, KVStoreSection, RouterSection
+from core.config import KVFerryConfig
+from core.config_router import RouterSection
+from core.config_workers import KVStoreSection
 from core.engine.kv_sizing import size_kv_cache
 from core.errors import ConfigError
 from core.memory_file import huge_page_stock

@@ -15,7 +15,8 @@ from pathlib import Path
 
 import msgspec
 
-from core.config import AgentSection, KVFerryConfig
+from core.config import KVFerryConfig
+from core.config_workers import AgentSection
 from core.errors import ConfigError
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key

@@ -27,7 +27,7 @@ import os
 import struct
 from enum import IntEnum
 
-from core.config import HugePages
+from core.config_types import HugePages
 from core.errors import Full, PeerUnreachable, ProtocolError
 from core.kv.seals import SEAL_BYTES
 from core.memory_file import create_memory_file

@@ -9,7 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from core.clock import Clock
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.errors import ConfigError, KVFerryError
 from core.ids import IdSource, new_incarnation
 from kvstore.arena import NONCE_BYTES, arena_bytes, create_arena, round_slot_bytes

@@ -17,7 +17,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from core.clock import Clock
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.errors import ConfigError, KVFerryError, ProtocolError, VersionMismatch
 from core.ids import IdSource, new_hex_id
 from core.log import event

@@ -19,7 +19,8 @@ import hypothesis
 import psutil
 import pytest
 
-from core.config import KVFerryConfig, default_cache_dir, load_config
+from core.config import KVFerryConfig, load_config
+from core.config_types import default_cache_dir
 from core.model.hub import ALIASES, fetch_wheel_gguf
 from kvferry.local import LocalCluster
 from tests.support.lmcache_server import LMCacheServer, lmcache_executable

@@ -29,7 +29,7 @@ from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.settings import DriverSettings
 from connectors.p2p.transport.factory import TransportFactory, create_transport
 from connectors.reports import SendingEnded
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.ec_connector import ECConnector, ECContext, EmbeddingsLayout
 from core.wire.media import ECSource, MMFeature
 

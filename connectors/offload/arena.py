@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from connectors.tier.connector import TierConnector
 from connectors.tier.scheduler import TierSettings
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.connector import ConnectorContext
 from core.errors import ConfigError, Full
 from kvstore.base import BlockStore

@@ -7,7 +7,7 @@ from dataclasses import fields
 from connectors.p2p.host_id import host_id
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import DriverSettings, TransferSettings
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.connector import ConnectorContext, WorkerContext
 from core.ec_connector import ECContext
 from core.wire.kv import KVLayoutInfo

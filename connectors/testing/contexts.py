@@ -12,7 +12,8 @@ from prometheus_client import CollectorRegistry
 
 from connectors.testing.connector_pair import FINGERPRINT, INCARNATIONS, LAYOUT
 from core.clock import SystemClock
-from core.config import KVFerryConfig, Section
+from core.config import KVFerryConfig
+from core.config_types import Section
 from core.connector import ConnectorContext, WorkerContext
 from core.ec_connector import ECContext
 from core.ids import RandomIds

@@ -22,7 +22,7 @@ import pytest_asyncio
 
 from connectors.testing.ec_engine import LAYOUT, ECEngine, Image, identifier_of
 from core.clock import SystemClock
-from core.config import ECConnectorSection
+from core.config_workers import ECConnectorSection
 from core.ec_connector import ECConnector, EmbeddingsLayout
 from core.errors import EncoderInputMissing, Full
 from core.request import Request

@@ -34,7 +34,7 @@ import pytest_asyncio
 from connectors.testing.connector_engine import MemoryPool
 from connectors.testing.stepping import call_if_open
 from core.clock import SystemClock
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.connector import Connector
 from core.engine.core import EngineCore
 from core.errors import fallback_reason

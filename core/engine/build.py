@@ -22,11 +22,11 @@ import torch
 from core.attention.base import AttentionBackend
 from core.attention.select import AttentionProblem, choose_attention
 from core.clock import Clock
-from core.config import (
+from core.config import KVFerryConfig
+from core.config_workers import (
     CPU_STEP_TOKENS,
     CUDA_STEP_TOKENS,
     ConnectorSection,
-    KVFerryConfig,
     ModelSection,
     SchedulerSection,
     WorkerSection,

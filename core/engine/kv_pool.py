@@ -28,7 +28,7 @@ import torch
 
 from core.attention.base import KVLayout, PagedKVCache
 from core.block_copier import cuda_block_copier, on_side_stream
-from core.config import HugePages
+from core.config_types import HugePages
 from core.digest import BlockDigester, TensorDigester
 from core.engine.cuda.pinned_memory import pin_for_cuda
 from core.errors import ConfigError

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config import CacheSection, KVFerryConfig, ModelSection, SchedulerSection
+from core.config import KVFerryConfig
+from core.config_workers import CacheSection, ModelSection, SchedulerSection
 from core.errors import ConfigError
 from core.kv.grouping import group_layers
 from core.kv.spec import ChunkedLocalAttentionSpec, FullAttentionSpec, KVCacheConfig, KVCacheSpec, SlidingWindowSpec

@@ -11,7 +11,7 @@ import torch
 
 from core.attention.base import AttentionBackend, AttentionBatch, KVLayout, PagedKVCache
 from core.attention.torch_kernels import upload
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.engine.kv_pool import pool_shape
 from core.engine.sampler import launch_sampling
 from core.engine.sampling_state import SamplingRows

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import httpx
 
-from core.config import default_package_index
+from core.config_types import default_package_index
 from core.errors import ConfigError
 
 DOWNLOAD_TIMEOUT_S = 1800.0

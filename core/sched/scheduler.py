@@ -22,7 +22,7 @@ from collections.abc import Container, Iterable, Sequence, Set
 from typing import TYPE_CHECKING
 
 from core.clock import Clock
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.connector import KVConnectorScheduler
 from core.ec_connector import ECConnectorScheduler
 from core.errors import ContextTooLong, InvalidRequest, NoWorker

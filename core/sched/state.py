@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.clock import Clock
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.connector import KVConnectorScheduler
 from core.kv.block import NULL_BLOCK_ID, KVCacheBlock
 from core.kv.manager import KVCacheManager

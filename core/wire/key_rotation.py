@@ -18,7 +18,7 @@ from core.wire.curve import ClusterKeys, derive_keys, use_client_keys
 from core.wire.sockets import AnySocket
 
 if TYPE_CHECKING:
-    from core.config import SecuritySection
+    from core.config_router import SecuritySection
 
 HANDSHAKE_FAILED_EVENTS = (
     zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH

@@ -10,7 +10,7 @@ from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.reports import LoadEnded
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.ids import IdSource
 from kvferry.sim.driver import SimDriver, WriteWatch
 from kvferry.sim.host import Host

@@ -8,14 +8,9 @@ from random import Random
 
 from msgspec.structs import replace as replace_struct
 
-from core.config import (
-    CacheSection,
-    ConnectorSection,
-    KVFerryConfig,
-    RouterSection,
-    SchedulerSection,
-    WorkerSection,
-)
+from core.config import KVFerryConfig
+from core.config_router import RouterSection
+from core.config_workers import CacheSection, ConnectorSection, SchedulerSection, WorkerSection
 from core.engine.kv_sizing import max_in_flight_tokens
 from core.testing.hash_encoder import input_ids_of
 from core.testing.hash_model import FULL, HashAttention, expected_tokens, hash_model_kv_config

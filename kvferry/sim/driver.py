@@ -46,7 +46,7 @@ from connectors.p2p.transfer.staging import StagedRows, StagingArea, map_staging
 from connectors.p2p.transport.factory import TransportSettings, open_transports
 from connectors.p2p.transport.interface import regions_of
 from connectors.reports import LoadEnded, SendingEnded
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.digest import BlockDigester
 from core.ids import IdSource
 from core.kv.block_form import BlockForm

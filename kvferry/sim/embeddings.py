@@ -19,7 +19,7 @@ from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.reports import SendingEnded
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.ids import IdSource
 from core.testing.hash_encoder import HASH_EMBEDDINGS
 from core.wire.media import ECSource, MMFeature

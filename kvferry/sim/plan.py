@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from core.config import (
-    KVFerryConfig,
-)
+from core.config import KVFerryConfig
 from core.testing.hash_encoder import input_ids_of
 from core.testing.hash_model import HashAttention
 from core.wire.media import MMFeature

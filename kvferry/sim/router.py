@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.errors import Cancelled, RequestError
 from core.ids import SeededIds, new_hex_id
 from core.wire.codec import decode_worker_frame, encode_router_message

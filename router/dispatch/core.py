@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.errors import KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
 from core.wire.contents import ContentReport
 from core.wire.messages import (

@@ -15,7 +15,7 @@ import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from core.clock import Clock
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
 from core.log import event
 from core.tracing import TraceContext, Tracer

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 from litestar.types import ASGIApp, Receive
 
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.errors import InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.tracing import TraceContext

@@ -16,7 +16,7 @@ import uvicorn
 from prometheus_client import CollectorRegistry
 
 from core.clock import Clock, SystemClock
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.errors import ConfigError
 from core.ids import IdSource, RandomIds, new_hex_id
 from core.log import event

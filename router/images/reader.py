@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
-from core.config import ImagesSection
+from core.config_router import ImagesSection
 from core.errors import EncoderInputMissing, InvalidRequest
 from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage

@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from core.config import ModelSection
+from core.config_workers import ModelSection
 from core.errors import ConfigError
 from core.model.hub import ModelFiles
 from core.model.image_prompt import ImagePrompts, load_image_prompts

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.model.hub import ALIASES, fetch_wheel_gguf, resolve_model
 from core.model.tokenizer import Tokenizer
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.model.hub import resolve_model
 from kvferry.local import LocalCluster
 from tests.support.vllm_engine import vllm_python

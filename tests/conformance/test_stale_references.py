@@ -17,7 +17,7 @@ from connectors.p2p.transport.nixl import NixlTransport
 from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from connectors.testing.stale_reference_suite import StaleReferenceSuite, SuiteWorker
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.ids import RandomIds
 from core.wire.kv import KVVerify
 

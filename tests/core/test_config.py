@@ -4,7 +4,8 @@ import base64
 
 import pytest
 
-from core.config import KVFerryConfig, default_cache_dir, dump_config, load_config
+from core.config import KVFerryConfig, dump_config, load_config
+from core.config_types import default_cache_dir
 from core.errors import ConfigError
 from core.model.image_file import MAX_PIXELS
 

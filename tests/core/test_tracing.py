@@ -6,7 +6,8 @@ import sys
 import msgspec
 import pytest
 
-from core.config import TracingSection, load_config
+from core.config import load_config
+from core.config_router import TracingSection
 from core.errors import ConfigError
 from core.testing.clock import FakeClock
 from core.tracing import TraceContext, Tracer, open_tracer, parse_trace_context, traces_url
@@ -82,7 +83,7 @@ def test_endpoint_that_is_no_http_address_is_refused(endpoint):
 
 def test_without_an_endpoint_there_is_no_tracer_and_nothing_is_imported():
     program = (
-        "import sys, router.dispatch.worker_gateway, core.tracing as t, core.config as c, core.clock as k;"
+        "import sys, router.dispatch.worker_gateway, core.tracing as t, core.config_router as c, core.clock as k;"
         "assert t.open_tracer(c.TracingSection(), 'router', 'r', k.SystemClock()) is None;"
         "assert not [name for name in sys.modules if name.startswith('opentelemetry')]"
     )

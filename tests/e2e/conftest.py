@@ -17,7 +17,7 @@ import httpx
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.ids import RandomIds
 from core.model.hub import ALIASES, resolve_model
 from core.model.tokenizer import Tokenizer

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import CacheSection
+from core.config_workers import CacheSection
 from kvferry.local import LocalCluster, ProcessOptions
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

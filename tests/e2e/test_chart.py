@@ -14,7 +14,7 @@ import httpx
 import pytest
 import yaml
 
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key
 from kvferry.cluster_plan import free_ports

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from core.config import CacheSection, default_cache_dir
+from core.config_types import default_cache_dir
+from core.config_workers import CacheSection
 from core.model.hub import resolve_model
 from core.model.tokenizer import Tokenizer
 from kvferry.local import LocalCluster, ProcessOptions

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, Llama4TextConfig
 
-from core.config import CacheSection, SchedulerSection
+from core.config_workers import CacheSection, SchedulerSection
 from kvferry.local import LocalCluster, ProcessOptions
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]

@@ -19,7 +19,7 @@ from connectors.testing.connector_engine import ConnectorEngine
 from connectors.testing.connector_pair import FINGERPRINT, LAYOUT, PROMPT
 from connectors.testing.connector_suite import ConnectorConformance
 from connectors.testing.contexts import connector_context
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead
 from kvferry.local import LocalCluster
 from tests.support.delayed_device import DelayedDevice

@@ -14,7 +14,7 @@ from connectors.p2p.consumer.transport_health import BreakerCounts
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.leases import LeaseCounts
 from core.clock import SystemClock
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.errors import CorruptBlock, LayoutMismatch, PeerUnreachable, StaleBlock, TransferTimeout, fallback_reason
 from core.metrics import WorkerMetrics
 from core.sched.stats import ENGINE_METRICS

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from core.clock import SystemClock
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.ids import RandomIds
 from kvstore.arena import arena_bytes
 from kvstore.build import make_embedded_store

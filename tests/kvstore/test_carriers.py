@@ -9,7 +9,7 @@ import pytest
 import zmq
 
 from core.clock import SystemClock
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.errors import ConfigError, PeerUnreachable
 from core.ids import RandomIds
 from core.wire.curve import derive_keys, new_cluster_key

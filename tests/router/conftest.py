@@ -16,7 +16,7 @@ import tokenizers
 import zmq.asyncio
 
 from core.clock import Clock
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.errors import VersionMismatch
 from core.model.hub import ModelFiles
 from core.model.tokenizer import Tokenizer

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.errors import StartFailed
 from kvferry.cluster_plan import free_ports
 

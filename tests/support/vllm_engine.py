@@ -13,7 +13,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 
 VERSION = "0.32.0"
 STOP_TIMEOUT_S = 10.0

@@ -14,7 +14,7 @@ import msgspec
 from connectors.ec.p2p import P2PECConnector
 from connectors.testing.contexts import ec_context
 from connectors.testing.ec_engine import LAYOUT, Image, embed
-from core.config import ECConnectorSection, WorkerSection
+from core.config_workers import ECConnectorSection, WorkerSection
 
 
 async def hold(transport: str, incarnation: int, control_address: str, image: Image) -> None:

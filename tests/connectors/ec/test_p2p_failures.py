@@ -13,7 +13,7 @@ from connectors.testing.ec_engine import Image
 from connectors.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.clock import SystemClock
-from core.config import WorkerSection
+from core.config_workers import WorkerSection
 from core.errors import EngineDead, Full
 
 ANY = "tcp://127.0.0.1:0"

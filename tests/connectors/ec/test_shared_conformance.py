@@ -12,7 +12,7 @@ from connectors.ec.store_connector import StoreECConnector
 from connectors.testing.contexts import ec_context
 from connectors.testing.ec_suite import CHUNK_BYTES, ECConformance
 from core.clock import SystemClock
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.ids import RandomIds
 from kvstore import client as kvstore_client
 from kvstore.arena import round_slot_bytes

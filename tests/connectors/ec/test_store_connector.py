@@ -14,7 +14,7 @@ from connectors.testing.contexts import ec_context
 from connectors.testing.ec_engine import Image, embed
 from connectors.testing.ec_suite import CHUNK_BYTES, SETTINGS, SHORT_S, ECSide, poll_until
 from core.clock import SystemClock
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.errors import EncoderInputMissing, EngineDead, Full
 from core.ids import RandomIds
 from kvstore.arena import round_slot_bytes

@@ -32,7 +32,7 @@ from connectors.lmcache.wire import (
 from connectors.testing.contexts import connector_context
 from connectors.testing.stepping import call_if_open
 from core.clock import SystemClock
-from core.config import ConnectorSection, LMCacheSection, SchedulerSection
+from core.config_workers import ConnectorSection, LMCacheSection, SchedulerSection
 from core.constants import HASH_BLOCK_SIZE
 from core.digest import BlockDigester
 from core.engine.core import EngineCore

@@ -16,7 +16,7 @@ import zmq
 from connectors.lmcache.client import LMCacheClient, fetch_facts
 from connectors.lmcache.messages import ServerFacts
 from connectors.lmcache.wire import Operation, wire_salt
-from core.config import LMCacheSection
+from core.config_workers import LMCacheSection
 from core.errors import ConnectorUnavailable, PeerUnreachable, TransferTimeout
 from core.wire.sockets import AsyncContext
 

@@ -25,7 +25,7 @@ from connectors.lmcache.messages import (
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata
 from connectors.lmcache.wire import Operation, TokenSpan
 from connectors.testing.contexts import connector_context
-from core.config import ConnectorSection, LMCacheSection
+from core.config_workers import ConnectorSection, LMCacheSection
 from core.errors import CorruptBlock, KVFerryError, PeerUnreachable
 from core.testing.clock import FakeClock
 from core.testing.hash_model import FULL, HashAttention, hash_model_kv_config, hash_model_layout

@@ -10,7 +10,7 @@ from connectors.lmcache.messages import LMCacheMPConnectorMetadata, ServerSessio
 from connectors.lmcache.scheduler import LMCacheMPConnectorScheduler
 from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import ChunkGeometry
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.connector import KVConnectorWorker
 from core.constants import HASH_BLOCK_SIZE
 from core.engine.core import EngineCore

@@ -11,7 +11,7 @@ from connectors.store.shared import store_connector
 from connectors.testing.connector_suite import ConnectorConformance
 from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
-from core.config import ConnectorSection, KVStoreSection, OffloadSection
+from core.config_workers import ConnectorSection, KVStoreSection, OffloadSection
 
 ARENA_BYTES = 4 << 20
 

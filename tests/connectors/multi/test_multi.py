@@ -13,7 +13,7 @@ from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import LayerwiseMultiConnectorWorker, MultiConnectorWorker, multi_connector_worker
 from connectors.registry import connector_factory
 from connectors.testing.contexts import connector_context
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.connector import Connector, KVConnectorScheduler, KVConnectorWorker
 from core.errors import ConnectorUnavailable
 from core.request import KVConnectorMetadata, KVConnectorOutput, KVConnectorWorkerMetadata, SchedulerOutput

@@ -13,7 +13,7 @@ from connectors.lmcache.staging import SHM_PREFIX, Staging
 from connectors.lmcache.tracker import ChunkGeometry
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.connector import KVConnectorScheduler, KVConnectorWorker
 from core.constants import HASH_BLOCK_SIZE
 from core.engine.core import EngineCore

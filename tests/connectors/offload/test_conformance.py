@@ -9,7 +9,7 @@ import pytest
 from connectors.offload.arena import offload_connector
 from connectors.testing.contexts import connector_context
 from connectors.testing.tier_suite import TierConformance, TierWorker
-from core.config import ConnectorSection, OffloadSection
+from core.config_workers import ConnectorSection, OffloadSection
 from tests.support.delayed_device import DelayedDevice
 
 

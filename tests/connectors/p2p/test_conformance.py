@@ -11,7 +11,7 @@ from connectors.p2p.transport.factory import create_transport
 from connectors.testing.connector_suite import ConnectorConformance
 from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 
 
 class P2PConformance(ConnectorConformance):

@@ -17,7 +17,7 @@ from connectors.testing.connector_engine import MemoryPool
 from connectors.testing.connector_pair import LAYOUT
 from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
-from core.config import ConnectorSection, WorkerSection
+from core.config_workers import ConnectorSection, WorkerSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead, PeerUnreachable
 from core.machine_driver import TimerDue
 from core.wire.kv import LeaseRenew, LeaseState

@@ -18,7 +18,7 @@ from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.testing.connector_engine import MemoryPool
 from connectors.testing.connector_pair import LAYOUT
 from connectors.testing.contexts import connector_context
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.errors import CorruptBlock, LayoutMismatch, LeaseExpired
 from core.ids import RandomIds, new_hex_id
 from core.kv.seals import ExpectedSeal

@@ -10,7 +10,7 @@ from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.shm import TOKEN_BYTES, ShmMetadata, ShmTransport
 from connectors.testing.connector_pair import PROMPT, Pair, Side
 from connectors.testing.contexts import connector_context
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 
 
 class LyingTransport(ShmTransport):

@@ -14,7 +14,7 @@ from connectors.testing.connector_pair import PROMPT
 from connectors.testing.contexts import connector_context
 from connectors.testing.tier_suite import TierConformance, TierWorker
 from core.clock import SystemClock
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.ids import RandomIds
 from kvstore import client as kvstore_client
 from kvstore.build import machine_options

@@ -11,7 +11,7 @@ from connectors.pool_access import open_pool
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.constants import HASH_BLOCK_SIZE
 from core.engine.core import EngineCore
 from core.errors import CorruptBlock, StaleBlock

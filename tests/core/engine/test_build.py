@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from core.clock import SystemClock
-from core.config import WorkerSection, load_config
+from core.config import load_config
+from core.config_workers import WorkerSection
 from core.engine.build import apply_cpu_threads, build_engine, resolve_scheduling
 from core.engine.core import EngineCore
 from core.errors import ConfigError, ConnectorUnavailable

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.engine.core import EngineCore
 from core.errors import EncoderInputMissing
 from core.kv.hashing import BlockHasher

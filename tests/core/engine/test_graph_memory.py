@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.engine.cuda import device_memory
 from core.engine.cuda.cuda_graphs import CudaRecorder, batch_sizes
 from core.engine.cuda.device_memory import DeviceMemory, measure, pool_bytes

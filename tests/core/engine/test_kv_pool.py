@@ -8,7 +8,7 @@ import torch
 from connectors.p2p.transport.interface import POOL_REGION, PeerId, regions_of
 from connectors.p2p.transport.shm import ShmTransport
 from core.attention.base import KVLayout
-from core.config import CacheSection
+from core.config_workers import CacheSection
 from core.digest import BlockDigester
 from core.engine.kv_pool import PoolOptions, allocate_kv_pool
 from core.engine.kv_sizing import kv_cache_config

@@ -12,7 +12,7 @@ import torch
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.nixl import installed_module
 from connectors.testing.contexts import connector_context
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.kv.seals import decode_seal
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams

@@ -8,7 +8,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from core.clock import SystemClock
-from core.config import default_cache_dir, load_config
+from core.config import load_config
+from core.config_types import default_cache_dir
 from core.engine.build import build_engine
 from core.model.hub import resolve_model
 from core.request import NewRequest

@@ -26,7 +26,7 @@ from transformers import (
 
 from core.attention.base import AttentionBatch, AttentionSpec, KVLayout, PagedKVCache
 from core.attention.sdpa import SdpaBackend
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.model.arch import ModelArch, parse_arch
 from core.model.decoder import Decoder, attention_spec
 from core.model.hub import ALIASES, ModelFiles, fetch_wheel_gguf, read_model_folder, resolve_model

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
-from core.config import default_cache_dir
+from core.config_types import default_cache_dir
 from core.model.arch import parse_arch
 from core.model.hub import ALIASES, fetch_wheel_gguf, resolve_model
 from core.model.loader import load_decoder

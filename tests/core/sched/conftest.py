@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import pytest
 
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.kv.hashing import BlockHasher
 from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.connector import KVConnectorScheduler
 from core.errors import ContextTooLong
 from core.kv.hashing import BlockHasher

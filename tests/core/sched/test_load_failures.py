@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.seals import BROKEN

@@ -7,7 +7,7 @@ import zmq
 import zmq.asyncio
 
 from connectors.p2p.control import ControlClients, ControlServer
-from core.config import SecuritySection
+from core.config_router import SecuritySection
 from core.errors import ConfigError
 from core.wire.key_rotation import connect_with_each_key, keys_of, next_keys
 from core.wire.kv import ControlError

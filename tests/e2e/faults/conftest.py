@@ -25,7 +25,7 @@ import psutil
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from core.config import RouterSection
+from core.config_router import RouterSection
 from kvferry.cluster_plan import free_ports
 from kvferry.local import ROUTER, LocalCluster, LocalWorker, ProcessOptions
 from tests.support import shared_memory

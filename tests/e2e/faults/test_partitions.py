@@ -7,7 +7,7 @@ from signal import SIGKILL
 
 import pytest
 
-from core.config import RouterSection
+from core.config_router import RouterSection
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.profile("network")]
 

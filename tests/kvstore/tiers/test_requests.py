@@ -7,7 +7,7 @@ from connectors.store.shared import store_connector
 from connectors.testing.connector_pair import PROMPT
 from connectors.testing.contexts import connector_context
 from connectors.testing.tier_suite import FULL_BLOCKS, TierWorker
-from core.config import KVStoreSection
+from core.config_workers import KVStoreSection
 from core.kv.seals import SEAL_BYTES
 from kvstore.segment_file import PAGE_BYTES, RECORD_HEADER_BYTES
 from kvstore.tiers.redis_tier import PREFIX

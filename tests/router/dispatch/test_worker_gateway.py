@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry
 
 from core.clock import SystemClock
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.errors import ConfigError, ProtocolError, VersionMismatch
 from core.testing.clock import FakeClock
 from core.wire.codec import WIRE_VERSION, encode_worker_message

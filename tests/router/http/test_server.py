@@ -8,7 +8,7 @@ import socket
 import httpx
 import pytest
 
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.errors import ConfigError
 from router.http.server import Router, _listen
 from router.main import _serve

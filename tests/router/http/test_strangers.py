@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from core.clock import SystemClock
-from core.config import RouterSection
+from core.config_router import RouterSection
 from core.wire.curve import derive_keys
 from core.wire.sockets import AsyncContext, SocketOptions, dealer_socket
 from router.dispatch.worker_gateway import WorkerGateway

@@ -10,7 +10,8 @@ import ssl
 import httpx
 import pytest
 
-from core.config import RouterSection, load_config
+from core.config import load_config
+from core.config_router import RouterSection
 from core.errors import ConfigError
 from kvferry.http_get import get
 from router.http.tls import server_context

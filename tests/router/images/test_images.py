@@ -10,7 +10,7 @@ from io import BytesIO
 import pytest
 from PIL import Image
 
-from core.config import ImagesSection
+from core.config_router import ImagesSection
 from core.errors import EncoderInputMissing, InvalidRequest
 from core.model.image_file import read_image_size
 from core.model.image_prompt import PromptImage, load_image_prompts

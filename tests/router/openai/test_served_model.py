@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from core.config import ModelSection
+from core.config_workers import ModelSection
 from core.errors import ConfigError
 from core.wire.messages import Generate
 from core.wire.sampling import SamplingParams

@@ -14,7 +14,7 @@ from connectors.p2p.transport.tcp_client import TcpTransport
 from connectors.p2p.transport.tcp_server import TcpMetadata
 from connectors.testing.connector_pair import PROMPT, Pair, Side
 from connectors.testing.contexts import connector_context
-from core.config import ConnectorSection
+from core.config_workers import ConnectorSection
 from core.wire.sockets import join_tcp, split_tcp
 from tests.support.tcp_proxy import TcpProxy
 

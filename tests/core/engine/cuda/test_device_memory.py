@@ -4,7 +4,7 @@ import torch
 from core.attention.batched import BatchedSdpaBackend
 from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
-from core.config import SchedulerSection
+from core.config_workers import SchedulerSection
 from core.engine.cuda.device_memory import DeviceMemory, measure, pool_bytes
 from core.engine.trial_steps import run_largest_step, run_widest_decode
 from core.errors import ConfigError
