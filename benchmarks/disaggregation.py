@@ -18,26 +18,22 @@ measured in the same run. ``--goals`` leaves goodput out and measures the chunks
 from __future__ import annotations
 
 import argparse
-import asyncio
 import itertools
-import random
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
+from cluster_sides import PAIR, UNCHUNKED, Load, Side, aggregated
 from common import Machine, Outcome, Table, make_parser, publish
 
 from core.config import load_config
-from kvferry.bench.client import RequestResult, Target
-from kvferry.bench.load import run_load
-from kvferry.bench.workload import FIRST_TOKEN_ID, BenchRequest
+from kvferry.bench.client import RequestResult
+from kvferry.bench.workload import BenchRequest
 from kvferry.local import LocalCluster
 
-UNCHUNKED = 2048  # tokens: no prompt here is longer
 CHUNKS = (64, 128, 256, 512, 1024, UNCHUNKED)
 GOAL_CHUNKS = (64, 256, UNCHUNKED)
-TIMEOUT_S = 300.0
 UNCHUNKED_GOAL, CHUNKED_GOAL, IDLE_GOAL = 10.0, 2.0, 1.2
 
 
@@ -73,32 +69,9 @@ QUICK = Size(
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Side:
-    """A cluster. ``chunk``: tokens of a step; of the prefill worker for 1P1D."""
-
-    name: str
-    chunk: int
-    is_aggregated: bool
-
-    def assignments(self, model: str) -> list[str]:
-        shape = ["local.aggregated=true", "local.num_prefill=0"] if self.is_aggregated else ["local.num_prefill=1"]
-        num_decode = 2 if self.is_aggregated else 1
-        return [
-            *shape,
-            f"local.num_decode={num_decode}",
-            f"model.name={model}",
-            f"scheduler.max_num_batched_tokens={self.chunk}",
-            "model.dtype=float32",
-            "worker.cpu_threads=1",
-            f"cache.memory_bytes={512 << 20}",
-            "router.port=0",
-        ]
-
-
 def sides(chunks: Sequence[int]) -> list[Side]:
     """Return 1P1D and two aggregated workers with each chunk."""
-    return [Side("1P1D", UNCHUNKED, False), *(Side(f"2 aggregated, {chunk}", chunk, True) for chunk in chunks)]
+    return [PAIR, *(aggregated(chunk) for chunk in chunks)]
 
 
 @dataclass(slots=True)
@@ -110,24 +83,12 @@ class Intervals:
     long_ttft_ms: list[float] = field(default_factory=list)
 
 
-class Load:
-    """Sends requests with prompts that no two share."""
+class StreamLoad(Load):
+    """Streams, long prompts beside them, and arrivals by chance."""
 
     def __init__(self, cluster: LocalCluster, model: str, size: Size, seed: int) -> None:
-        self._target = Target(base_url=cluster.base_url, model=model)
+        super().__init__(cluster, model, seed)
         self._size = size
-        self._random = random.Random(seed)
-
-    def prompt(self, num_tokens: int) -> tuple[int, ...]:
-        return tuple(self._random.randrange(FIRST_TOKEN_ID, 10_000) for _ in range(num_tokens))
-
-    def send(self, requests: Sequence[BenchRequest]) -> list[RequestResult]:
-        """Return the results. Raises: RuntimeError if a request failed."""
-        results, _ = asyncio.run(run_load(self._target, requests, concurrency=None, timeout_s=TIMEOUT_S))
-        errors = [result.error for result in results if result.error]
-        if errors:
-            raise RuntimeError(f"{len(errors)} of {len(results)} requests failed: {errors[0]}")
-        return results
 
     def alone_s(self) -> float:
         """Return the time to the first token of a long prompt, with nothing else to do."""
@@ -156,12 +117,12 @@ class Load:
 
     def good_share(self, rate: float, ttft_slo_s: float, itl_slo_s: float) -> float:
         """Return which share of requests that arrive at ``rate`` per second is good."""
-        size, when = self._size, itertools.accumulate(self._random.expovariate(rate) for _ in range(self._size.num_requests))
+        size, when = self._size, itertools.accumulate(self.random.expovariate(rate) for _ in range(self._size.num_requests))
         requests = [
             BenchRequest(
                 0.05 + arrival,
-                self.prompt(self._random.randint(size.long_prompt // 8, size.long_prompt)),
-                self._random.randint(16, 64),
+                self.prompt(self.random.randint(size.long_prompt // 8, size.long_prompt)),
+                self.random.randint(16, 64),
             )
             for arrival in when
         ]
@@ -194,7 +155,7 @@ def measure(side: Side, arguments: argparse.Namespace, size: Size, reference: Fo
     """Start the cluster of a side and load it. ``reference``: 1P1D, whose idle times set rates and SLOs for all sides."""
     print(f"{side.name} ...", file=sys.stderr, flush=True)
     with LocalCluster(load_config(assignments=side.assignments(arguments.model))) as cluster:
-        load = Load(cluster, arguments.model, size, seed=len(side.name))
+        load = StreamLoad(cluster, arguments.model, size, seed=len(side.name))
         load.send([BenchRequest(0.0, load.prompt(size.long_prompt), 4) for _ in range(2)])  # warms up
         alone_s = load.alone_s()
         prefill_s = reference.alone_s if reference is not None else alone_s

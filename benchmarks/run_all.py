@@ -64,6 +64,7 @@ BENCHMARKS = (
     Benchmark("structured"),
     Benchmark("router_scale"),
     Benchmark("disaggregation", ("--quick", "--repeats", "1")),
+    Benchmark("advised_sides"),
     Benchmark("schema_corpus"),
     Benchmark("first_minutes"),
     Benchmark("cluster"),

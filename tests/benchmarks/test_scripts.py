@@ -166,3 +166,17 @@ def test_hybrid_counts_what_the_groups_save(run_benchmark, tmp_path):
     assert figures["all_full"]["requests_at_once"] == 8
     assert figures["requests"] >= 3  # counted, not timed: the goals hold on every machine
     assert figures["handoff"] <= 0.35
+
+
+@pytest.mark.e2e
+@pytest.mark.full
+def test_advice_is_compared_with_both_sides_at_the_same_rates(run_benchmark, tmp_path):
+    printed = run_benchmark("advised_sides", "--quick", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    (mix,) = figures["mixes"]
+    assert mix["real"].keys() == mix["predicted"].keys() == {"1P1D", "aggregated"}
+    for shares in (*mix["real"].values(), *mix["predicted"].values()):
+        assert len(shares) == len(mix["rates"]) == 1
+        assert 0 <= shares[0] <= 1
+    assert figures["goals"][0]["goal"] == 1
+    assert "advice and measurement agree in" in printed

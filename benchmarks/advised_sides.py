@@ -1,0 +1,244 @@
+"""Does ``kvferry advise`` name the side that then wins on real processes?
+
+    python benchmarks/advised_sides.py [--mixes NAME ...] [--requests 30] [--json FILE] [--markdown] [--quick]
+
+First the costs of a worker are measured: prompts of several lengths on an idle worker, decode steps at several batch sizes, and
+the gap that a handoff leaves. Then, for each mix of requests, the advice is computed from these costs for two workers, and both
+sides are run: one prefill and one decode worker, and two aggregated workers with the chunk that the advice found best. They get
+the same requests at the same times, at rates around the goodputs that were predicted. The side with more good requests over
+all rates wins; two sides within ``NOISE`` of each other are a draw.
+
+The advice agrees if the side that it finds better wins, or if it calls the two even (``EVEN``) and they are a draw.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import random
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+
+from cluster_sides import PAIR, Load, Side, aggregated
+from common import Machine, Outcome, Table, make_parser, publish
+
+from core.config import load_config
+from kvferry.advise.cluster import Layout, Slo, run
+from kvferry.advise.costs import Costs, HandoffCost, PrefillCost, StepCost
+from kvferry.advise.study import Comparison, Study
+from kvferry.advise.trace import Trace, TraceRequest
+from kvferry.bench.client import RequestResult
+from kvferry.bench.workload import BenchRequest
+from kvferry.local import LocalCluster
+from router.routing.fit import PrefillFit
+
+SHARE = 0.9  # of good requests, for the goodput that is predicted
+NOISE = 0.06  # in the mean share of good requests: two of 30
+EVEN = 0.1  # the model's error, as of ``kvferry advise``
+NUM_MODELLED = 400  # requests of the trace for the advice
+
+
+@dataclass(frozen=True, slots=True)
+class Mix:
+    """Lengths in tokens, drawn evenly, and the SLO in multiples of an idle worker's times. ``itl`` 0 = any."""
+
+    name: str
+    prompt: tuple[int, int]
+    answer: tuple[int, int]
+    ttft: float  # of the longest prompt
+    tpot: float
+    itl: float
+
+
+MIXES = (
+    Mix("chat, mean", (32, 128), (48, 96), 6.0, 2.0, 0.0),
+    Mix("extraction", (512, 1024), (4, 8), 3.0, 30.0, 0.0),
+    Mix("documents, mean", (384, 768), (32, 64), 4.0, 6.0, 0.0),
+    Mix("documents, steady", (512, 1024), (48, 96), 4.0, 2.0, 2.5),
+    Mix("chat, steady", (128, 512), (48, 96), 5.0, 2.0, 2.5),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Effort:
+    """How much is measured. ``rates`` are multiples of the larger predicted goodput."""
+
+    prompts: tuple[int, ...] = (64, 256, 512, 768, 1024)
+    batches: tuple[int, ...] = (1, 4, 8)
+    step_tokens: int = 60
+    rates: tuple[float, ...] = (0.6, 0.9, 1.3)
+
+
+QUICK = Effort(prompts=(16, 64), batches=(1, 2), step_tokens=6, rates=(0.5,))
+
+
+@dataclass(slots=True)
+class Compared:
+    """One mix: what was advised, and the share of good requests of each side at each rate, real and predicted."""
+
+    mix: Mix
+    study: Study
+    rates: list[float]
+    real: dict[str, list[float]] = field(default_factory=dict)
+    predicted: dict[str, list[float]] = field(default_factory=dict)
+
+    @property
+    def advised(self) -> float:
+        """How much more 1P1D is predicted to carry; 0 = as much."""
+        return self.study.ratio.mean - 1
+
+    @property
+    def gain(self) -> float:
+        """The mean share of good requests of 1P1D, less that of the aggregated workers."""
+        return statistics.mean(self.real["1P1D"]) - statistics.mean(self.real["aggregated"])
+
+    @property
+    def agrees(self) -> bool:
+        if abs(self.gain) <= NOISE:
+            return abs(self.advised) <= EVEN
+        return (self.gain > 0) == (self.advised > 0)
+
+
+@contextmanager
+def running(side: Side, model: str, seed: int = 1) -> Iterator[Load]:
+    """Run the cluster of a side, warm."""
+    print(f"{side.name} ...", file=sys.stderr, flush=True)
+    with LocalCluster(load_config(assignments=side.assignments(model))) as cluster:
+        load = Load(cluster, model, seed)
+        load.send([BenchRequest(0.0, load.prompt(256), 8) for _ in range(4)])
+        yield load
+
+
+def measure_costs(model: str, effort: Effort, repeats: int) -> Costs:
+    """Measure 1P1D while it is idle: the prefill worker's times, the decode worker's steps, and the gap between the two."""
+    fit, steps, handoffs = PrefillFit(), [], []
+    with running(PAIR, model) as load:
+        for _ in range(max(2, repeats)):
+            for length in effort.prompts:
+                result = load.send([BenchRequest(0.0, load.prompt(length), 6)])[0]
+                fit.observe(length, 0, 1e3 * (result.ttft_s or 0.0))
+                handoffs.append((length, 1e3 * (result.itl_s[0] - statistics.median(result.itl_s[1:]))))
+            for batch in effort.batches:
+                results = load.send([BenchRequest(0.0, load.prompt(64), effort.step_tokens) for _ in range(batch)])
+                last = [gap for result in results for gap in result.itl_s[len(result.itl_s) // 2 :]]
+                steps.append((batch, 1e3 * statistics.median(last)))
+    step_base, per_request = line_through(steps)
+    handoff_base, per_token = line_through(handoffs)
+    time = fit.time
+    return Costs(
+        prefill=PrefillCost(base_ms=time.base_ms, token_ms=time.token_ms, pair_ms=time.pair_ms),
+        step=StepCost(base_ms=step_base, request_ms=per_request),
+        handoff=HandoffCost(base_ms=handoff_base, token_ms=per_token),
+        kv_tokens=8_000,
+        max_num_seqs=64,
+    )
+
+
+def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Return base and slope of the line through points (least squares), neither below 0."""
+    xs, ys = zip(*points, strict=True)
+    slope = max(0.0, statistics.linear_regression(xs, ys).slope)
+    return max(0.0, statistics.mean(ys) - slope * statistics.mean(xs)), slope
+
+
+def slo_of(mix: Mix, costs: Costs) -> Slo:
+    idle_ms = costs.step_ms(1, 0)
+    limits = {"itl_ms": mix.itl * idle_ms} if mix.itl else {}
+    return Slo(ttft_ms=mix.ttft * costs.prefill_time.ms(mix.prompt[1], 0), tpot_ms=mix.tpot * idle_ms, **limits)
+
+
+def draw(mix: Mix, rate: float, number: int, seed: int) -> list[TraceRequest]:
+    """Draw requests that arrive by chance, ``rate`` per second."""
+    chance = random.Random(seed)
+    arrivals = itertools.accumulate(chance.expovariate(rate) for _ in range(number))
+    return [TraceRequest(1e3 * when, chance.randint(*mix.prompt), chance.randint(*mix.answer)) for when in arrivals]
+
+
+def compare(mix: Mix, costs: Costs, effort: Effort, arguments: argparse.Namespace) -> Compared:
+    """Ask for advice, and run both sides."""
+    slo = slo_of(mix, costs)
+    modelled = Trace(tuple(draw(mix, 1.0, NUM_MODELLED, seed=7)), knows_prefixes=False)
+    study = Comparison(modelled, costs, slo, SHARE).study(2)
+    most = max(study.aggregated.goodput.mean, study.disaggregated.goodput.mean)
+    found = Compared(mix, study, [share * most for share in effort.rates])
+    chunk = study.aggregated.layout.chunk
+    sides = {
+        "aggregated": (aggregated(chunk), study.aggregated.layout),
+        "1P1D": (PAIR, Layout(num_prefill=1, num_decode=1)),
+    }
+    for name, (side, layout) in sides.items():
+        with running(side, arguments.model) as load:
+            loads = [draw(mix, rate, arguments.requests, seed=round(1e3 * rate)) for rate in found.rates]
+            found.real[name] = [good_share(load, requests, costs, slo) for requests in loads]
+            found.predicted[name] = [run(requests, costs, layout, slo).good_share for requests in loads]
+    return found
+
+
+def good_share(load: Load, requests: Sequence[TraceRequest], costs: Costs, slo: Slo) -> float:
+    sent = [BenchRequest(one.arrival_ms / 1e3, load.prompt(one.num_tokens), one.num_output_tokens) for one in requests]
+    results = load.send(sent)
+    return statistics.mean(
+        is_good(result, costs.prefill_time.ms(one.num_tokens, 0), slo) for result, one in zip(results, requests, strict=True)
+    )
+
+
+def is_good(result: RequestResult, cold_ms: float, slo: Slo) -> bool:
+    """Judge as ``Slo.holds`` does: what the gap to the second token exceeds counts as time to join the batch."""
+    gaps_ms = [1e3 * gap for gap in result.itl_s]
+    first_ms, limit_ms = 1e3 * (result.ttft_s or 0.0), slo.limit_ms(cold_ms)
+    joined_ms = first_ms + max(0.0, gaps_ms[0] - slo.tpot_ms)
+    is_steady = (
+        statistics.mean(gaps_ms[1:]) <= slo.tpot_ms and sum(gap > slo.itl_ms for gap in gaps_ms[1:]) <= len(gaps_ms) / 100
+    )
+    return first_ms <= limit_ms and joined_ms <= limit_ms + slo.tpot_ms and is_steady
+
+
+def outcome(costs: Costs, found: Sequence[Compared]) -> Outcome:
+    def row(one: Compared) -> list[str]:
+        cells = []
+        for side in ("1P1D", "aggregated"):
+            pairs = zip(one.real[side], one.predicted[side], strict=True)
+            cells.append(" / ".join(f"{real:.0%} ({predicted:.0%})" for real, predicted in pairs))
+        winner = "draw" if abs(one.gain) <= NOISE else "1P1D" if one.gain > 0 else "aggregated"
+        chunk = one.study.aggregated.layout.chunk
+        rates = " / ".join(f"{rate:.2f}" for rate in one.rates)
+        advised = f"{1 + one.advised:.2f}, chunks of {chunk}"
+        return [one.mix.name, advised, rates, *cells, winner, "yes" if one.agrees else "NO"]
+
+    columns = ("mix", "advised: 1P1D carries, times", "requests/s", "good, 1P1D", "good, aggregated", "won", "agrees")
+    num_agreed = sum(one.agrees for one in found)
+    goal = {"name": "mixes in which the advised side wins", "value": num_agreed, "goal": len(found), "unit": "mixes"}
+    notes = [
+        f"costs, ms: prefill {costs.prefill.base_ms:.0f} + {costs.prefill.token_ms:.2f} a token "
+        f"+ {costs.prefill.pair_ms:.1e} a pair; step {costs.step.base_ms:.0f} + {costs.step.request_ms:.1f} a request; "
+        f"handoff {costs.handoff.base_ms:.0f} + {costs.handoff.token_ms:.3f} a token",
+        "good: real (predicted), at each rate",
+        f"advice and measurement agree in {num_agreed} of {len(found)} mixes",
+    ]
+    figures: dict[str, object] = {
+        "goals": [{**goal, "met": num_agreed == len(found)}],
+        "mixes": [{"mix": asdict(one.mix), "advised": one.advised, "gain": one.gain, "rates": one.rates,
+                   "real": one.real, "predicted": one.predicted} for one in found],
+    }  # fmt: skip
+    return Outcome([Table(columns, [row(one) for one in found])], notes, figures)
+
+
+def main() -> None:
+    parser = make_parser(__doc__ or "", repeats=3)
+    names = [mix.name for mix in MIXES]
+    parser.add_argument("--mixes", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--requests", type=int, default=30, help="of a side at each rate (default: %(default)s)")
+    arguments = parser.parse_args()
+    machine, effort = Machine.now(), QUICK if arguments.quick else Effort()
+    if arguments.quick:
+        arguments.requests, arguments.mixes = min(arguments.requests, 3), arguments.mixes[:1]
+    costs = measure_costs(arguments.model, effort, arguments.repeats)
+    found = [compare(mix, costs, effort, arguments) for mix in MIXES if mix.name in arguments.mixes]
+    publish(outcome(costs, found), machine, arguments)
+
+
+if __name__ == "__main__":
+    main()
