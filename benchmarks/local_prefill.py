@@ -23,8 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import Table
-from routing_simulation import PrefillWorker, TraceRequest, quantile, qwen_prefill_ms, read_trace, spread_arrivals
+from routing_simulation import PrefillWorker, quantile, qwen_prefill_ms
 
+from kvferry.advise.trace import TraceRequest, read_trace, spread_arrivals
 from router.routing.backlog import Backlog, QueuedPrompt
 from router.routing.cost import score
 from router.routing.local import LocalPrompt, StepTime, finish_ms, pays
@@ -290,7 +291,7 @@ class Figures:
 
 def measure(set_up: SetUp, folder: Path, seed: int, max_itl_ms: float, limit: int) -> Figures:
     """Run one set-up with one seed."""
-    requests = read_trace(folder / f"mooncake_{set_up.trace}.jsonl")
+    requests = read_trace(folder / f"mooncake_{set_up.trace}.jsonl").requests
     found = Run(set_up, spread_arrivals(requests[: limit or None], seed), max_itl_ms).run()
     count = len(found.ttft_ms)
     return Figures(

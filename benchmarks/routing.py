@@ -28,13 +28,12 @@ from routing_policies import BASELINES, OURS, ROUTERS, PredictedTime, RestartedR
 from routing_simulation import (
     Results,
     Scenario,
-    TraceRequest,
     mocker_prefill_ms,
     qwen_prefill_ms,
-    read_trace,
     simulate,
-    spread_arrivals,
 )
+
+from kvferry.advise.trace import TraceRequest, read_trace, spread_arrivals
 
 NUM_WORKERS = 6
 MODELS = {"qwen": qwen_prefill_ms, "mocker": mocker_prefill_ms}
@@ -86,7 +85,7 @@ class Figures:
 
 @cache
 def _requests(folder: Path, trace: str, seed: int, limit: int) -> list[TraceRequest]:
-    found = read_trace(folder / f"mooncake_{trace}.jsonl")
+    found = read_trace(folder / f"mooncake_{trace}.jsonl").requests
     return spread_arrivals(found[:limit] if limit else found, seed)
 
 

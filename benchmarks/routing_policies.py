@@ -9,8 +9,9 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 
-from routing_simulation import Contents, Job, PrefillMs, PrefillWorker, TraceRequest, count_hits
+from routing_simulation import Contents, Job, PrefillMs, PrefillWorker, count_hits
 
+from kvferry.advise.trace import TraceRequest
 from router.routing.accuracy import HitAccuracy
 from router.routing.backlog import Backlog, QueuedPrompt
 from router.routing.cost import PATIENCE, REUSE_WEIGHT, patience_ms, preference_of, score

@@ -7,37 +7,13 @@ The policy is an argument. Times are ms of simulated time.
 from __future__ import annotations
 
 import heapq
-import itertools
 import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol
 
-import msgspec
-
-from core.errors import ConfigError
-
-BLOCK_TOKENS = 512
-
-
-class _TraceLine(msgspec.Struct):
-    timestamp: float
-    input_length: int
-    output_length: int
-    hash_ids: list[int]
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One request: arrival in ms at the trace's own speed, and the ids of the blocks of its prompt that can be reused."""
-
-    arrival_ms: float
-    num_tokens: int
-    num_output_tokens: int
-    blocks: tuple[int, ...]
-
+from kvferry.advise.trace import BLOCK_TOKENS, TraceRequest
 
 PrefillMs = Callable[[int, int], float]  # (new, hit) tokens -> ms
 
@@ -51,51 +27,6 @@ def mocker_prefill_ms(new: int, hit: int) -> float:
     """Return the time of Dynamo's mocker, which depends on the new tokens only."""
     del hit
     return 16.5 + new * (0.01518 + 4.21e-7 * new)
-
-
-def read_trace(path: Path) -> list[TraceRequest]:
-    """Return the requests of a Mooncake trace, in order of arrival.
-
-    Raises:
-        ConfigError: the file cannot be read, or is no such trace.
-    """
-    try:
-        lines = [msgspec.json.decode(line, type=_TraceLine) for line in path.read_bytes().splitlines() if line.strip()]
-    except (OSError, msgspec.MsgspecError) as error:
-        raise ConfigError(f"cannot read the trace {path}: {error}", param="trace") from None
-    return [
-        TraceRequest(
-            line.timestamp,
-            line.input_length,
-            line.output_length,
-            tuple(line.hash_ids[: max(0, line.input_length - 1) // BLOCK_TOKENS]),  # a partial last block cannot be reused
-        )
-        for line in lines
-    ]
-
-
-def spread_arrivals(requests: Sequence[TraceRequest], seed: int) -> list[TraceRequest]:
-    """Spread the requests of one timestamp uniformly until the next timestamp: the traces are quantised.
-
-    The last group is spread over the median distance of two timestamps.
-    """
-    stamps = sorted({request.arrival_ms for request in requests})
-    gaps = sorted(after - before for before, after in itertools.pairwise(stamps))
-    usual = gaps[len(gaps) // 2] if gaps else 0.0
-    width = {stamp: min(after - stamp, usual) for stamp, after in zip(stamps, [*stamps[1:], stamps[-1] + usual], strict=True)}
-    source = random.Random(seed)
-    return sorted(
-        (
-            TraceRequest(
-                request.arrival_ms + source.random() * width[request.arrival_ms],
-                request.num_tokens,
-                request.num_output_tokens,
-                request.blocks,
-            )
-            for request in requests
-        ),
-        key=lambda request: request.arrival_ms,
-    )
 
 
 class Contents:

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import random
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-from core.errors import ConfigError
 
 
 @pytest.fixture(scope="module")
@@ -120,26 +117,6 @@ def test_two_routers_hear_of_each_others_work(simulation, policies):
     scenario = simulation.Scenario(requests=requests(simulation), prefill_ms=simulation.qwen_prefill_ms, report_ms=100.0)
     routers = [policies.PredictedTime(6, scenario.prefill_ms, 0, rank=(rank, 2)) for rank in range(2)]
     assert len(simulation.simulate(scenario, routers).ttft_ms) == 120
-
-
-def test_equal_timestamps_are_spread_until_the_next(simulation):
-    stamps = [0.0] * 20 + [3000.0] * 20
-    spread = simulation.spread_arrivals([simulation.TraceRequest(stamp, 10, 1, ()) for stamp in stamps], seed=1)
-    assert sum(0 <= request.arrival_ms < 3000 for request in spread) == 20
-    assert len({request.arrival_ms for request in spread}) == 40
-
-
-def test_a_partial_last_block_cannot_be_reused(simulation, tmp_path):
-    path = tmp_path / "trace.jsonl"
-    path.write_bytes(msgspec.json.encode({"timestamp": 5, "input_length": 1024, "output_length": 3, "hash_ids": [7, 8]}))
-    assert simulation.read_trace(path)[0].blocks == (7,)
-
-
-def test_a_broken_trace_is_refused(simulation, tmp_path):
-    path = tmp_path / "trace.jsonl"
-    path.write_text("{}\n")
-    with pytest.raises(ConfigError, match="cannot read the trace"):
-        simulation.read_trace(path)
 
 
 def test_capacity_is_bisected_to_one_percent(routing, monkeypatch):
