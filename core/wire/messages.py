@@ -116,6 +116,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     is_supervised: bool = False  # a supervisor restarts it when it ends
     leaves_first_token: bool = False  # a prefill worker that samples none: the decode worker does
     has_patience: bool = False  # it serves by priority, and heeds the patience of prompts
+    has_fair_shares: bool = False  # the tenants of its waiting prompts take turns
     takes_calls: bool = False  # it passes ``EngineCall`` on to the API of its engine
     splits_output: bool = False  # that engine separates reasoning from the text of every chat
 
@@ -305,7 +306,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     penalties, limits, usage and random position depend on it. To a worker that continues a request of a lost worker:
     ``choices`` only, and it computes everything. To an aggregated worker that begins one: none of them.
     ``deadline_ms`` is a duration from sending; 0 = none. A worker that serves by priority computes a prompt as if it had
-    arrived ``patience_ms`` later.
+    arrived ``patience_ms`` later. Requests of different ``tenant`` share a worker fairly.
     """
 
     request_id: Name
@@ -317,6 +318,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     choices: tuple[ChoiceStart, ...] = ()
     priority: int = 0
     patience_ms: WholeMilliseconds = 0
+    tenant: Unsigned64 = 0  # names the client's API key, without revealing it; 0 = none
     cache_salt: str = ""
     deadline_ms: WholeMilliseconds = 0
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the worker's own
