@@ -13,7 +13,7 @@ import msgspec
 
 from core.errors import KVFerryError
 from core.tracing import TraceContext
-from core.wire.contents import ContentReport
+from core.wire.contents import ContentPart, ContentReport
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVVerify
 from core.wire.limits import (
     MAX_NUM_FEATURES,
@@ -43,6 +43,7 @@ LoadFailurePolicy = Literal["recompute", "fail"]
 # Of one request. ``Media`` are raw files by ``MMFeature.media_index``; empty for files that are not sent.
 MMFeatures = Annotated[tuple[MMFeature, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
 MediaFiles = Annotated[tuple[Media, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
+ContentParts = Annotated[tuple[ContentPart, ...], msgspec.Meta(max_length=64)]
 ECSources = Annotated[tuple[ECSource, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
 
 
@@ -119,6 +120,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     has_fair_shares: bool = False  # the tenants of its waiting prompts take turns
     takes_calls: bool = False  # it passes ``EngineCall`` on to the API of its engine
     splits_output: bool = False  # that engine separates reasoning from the text of every chat
+    content_parts: ContentParts = ()  # the sets of blocks that it reports; empty = its pool, with full attention
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -289,6 +291,7 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_de
     heartbeat_interval_ms: WholeMilliseconds = 1000
     heartbeat_timeout_ms: WholeMilliseconds = 5000
     takes_contents: bool = False
+    takes_parts: bool = False  # of the contents; else only the first part is reported
     needs_snapshot: bool = False
 
 

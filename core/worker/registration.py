@@ -55,6 +55,7 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         version=package_version(),
         has_patience=config.scheduler.policy == "priority",
         has_fair_shares=True,
+        content_parts=built.contents.parts if built.contents is not None else (),
         start_ms=round(1e3 * _process_age_s()),
         is_supervised=config.worker.is_supervised,
     )
