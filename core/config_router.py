@@ -58,6 +58,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     send_timeout_s: Seconds = 60.0  # a client that takes nothing of its answer for so long is cut off
     max_requests: Positive = 4096  # in flight; more are refused with 429
     max_requests_per_key: NonNegative = 0  # open at once with one API key; more are refused with 429; 0 = no such limit
+    fair_shares: bool = True  # under overload clients with different API keys get equal shares of it; needs `api_key`
     max_prompt_tokens: NonNegative = 0  # longer prompts are refused with 400; 0 = what the model allows
     text_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # tokenize long texts and fill in long conversations
     tool_format: str = "auto"  # of tool calls in a model's output, a name of kvferry.tool_formats; auto: by its chat template

@@ -92,6 +92,7 @@ class NewRequest:
     priority: int = 0
     arrival_time: float = 0.0
     patience_s: float = 0.0  # by priority, it is served as if it had arrived so much later
+    tenant: int = 0  # who shares this engine fairly with others; 0 = nobody in particular
     cache_salt: str = ""
     needs_handoff: bool = False  # prefill worker: keep the blocks for a reader and describe them
     kv_handoff: KVHandoff | None = None  # decode worker: the place of the prompt's KV
@@ -135,6 +136,7 @@ class Request:
         "mm_end",
         "mm_features",
         "needs_handoff",
+        "num_charged_tokens",
         "num_computed_tokens",
         "num_in_flight_tokens",
         "num_output_placeholders",
@@ -151,6 +153,7 @@ class Request:
         "status",
         "stop_reason",
         "stop_token_ids",
+        "tenant",
     )
 
     def __init__(self, new: NewRequest, hasher: BlockHasher | None) -> None:
@@ -161,6 +164,8 @@ class Request:
         self.priority = new.priority
         self.arrival_time = new.arrival_time
         self.patience_s = new.patience_s
+        self.tenant = new.tenant
+        self.num_charged_tokens = 0  # to its tenant, by its queue
         self.cache_salt = new.cache_salt
         self.stop_token_ids = new.stop_token_ids
         self.max_tokens = new.sampling.max_tokens

@@ -257,6 +257,7 @@ def _record_admission(state: SchedulerState, request: Request, prefix: _Prefix) 
     The snapshot is never changed later: a preemption or a failed load must not turn its differences negative.
     """
     num_local, num_external = prefix.num_local_tokens, prefix.num_external_tokens
+    state.waiting.refund_cached(request, num_local + num_external)
     if request.request_id in state.empty_handed:
         state.empty_handed.remove(request.request_id)
         state.subtract_recomputed(request, num_local)

@@ -49,6 +49,7 @@ def free_request(state: SchedulerState, request: Request) -> KVHandoff | None:
     """Tell the connector that the request has ended; free its blocks unless a transfer still needs them. Return its handoff."""
     assert request.status.is_finished, f"{request!r} is freed but not finished"
     request_id = request.request_id
+    state.waiting.charge_output(request)
     detach_from_inflight_steps(state, request)
     handoff: KVHandoff | None = None
     if state.connector is not None:

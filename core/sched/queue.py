@@ -1,6 +1,7 @@
 """Queues of requests that wait for admission: first come first served, or by priority.
 
-Own the order and nothing else: no status, no blocks, no budget. Only ``core.sched`` touches them.
+Own the order and nothing else: no status, no blocks, no budget. Only ``core.sched`` touches them. ``core.sched.fair_queue`` has
+one of them for each tenant.
 """
 
 from __future__ import annotations
@@ -46,6 +47,16 @@ class RequestQueue(ABC):
         """Remove these requests; those not queued are ignored. One pass for all of them."""
 
     @abstractmethod
+    def first_request(self) -> Request:
+        """Return the next request without removing it. Raises: IndexError if there is none."""
+
+    def refund_cached(self, request: Request, num_tokens: int) -> None:
+        """Record that an admitted request did not have to compute these tokens. Only fair queues count them."""
+
+    def charge_output(self, request: Request) -> None:
+        """Record the end of an admitted request. Only fair queues count its output."""
+
+    @abstractmethod
     def __len__(self) -> int: ...
 
     @abstractmethod
@@ -79,6 +90,10 @@ class FCFSRequestQueue(RequestQueue):
         removed = set(requests)
         if removed:
             self._requests = deque(request for request in self._requests if request not in removed)
+
+    def first_request(self) -> Request:
+        """Return the oldest."""
+        return self._requests[0]
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -116,6 +131,10 @@ class PriorityRequestQueue(RequestQueue):
         if removed:
             self._heap = [entry for entry in self._heap if entry[1] not in removed]
             heapq.heapify(self._heap)
+
+    def first_request(self) -> Request:
+        """Return the most urgent."""
+        return self._heap[0][1]
 
     def __len__(self) -> int:
         return len(self._heap)

@@ -30,6 +30,7 @@ from core.kv.manager import KVCacheManager
 from core.kv.stats import PrefixCacheStats
 from core.request import CachedRequestData, NewRequestData, Request, SchedulerOutput
 from core.sched.encoder_inputs import EncoderInputs
+from core.sched.fair_queue import FairRequestQueue
 from core.sched.queue import RequestQueue, create_request_queue
 from core.sched.recompute_ownership import RecomputeOwnership
 from core.wire.messages import LoadFailurePolicy, TransferUsage
@@ -73,7 +74,7 @@ class SchedulerState:
 
         self.requests: dict[str, Request] = {}
         self.running: list[Request] = []
-        self.waiting: RequestQueue = create_request_queue(config.policy)
+        self.waiting: RequestQueue = FairRequestQueue(config.policy)
         self.kv_holding_waiting: RequestQueue = create_request_queue(config.policy)
         self.grammar_waiting: dict[str, Request] = {}
         self.inflight_prefills: dict[str, Request] = {}

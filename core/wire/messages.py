@@ -13,7 +13,7 @@ import msgspec
 
 from core.errors import KVFerryError
 from core.tracing import TraceContext
-from core.wire.contents import ContentReport
+from core.wire.contents import ContentPart, ContentReport
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVVerify
 from core.wire.limits import (
     MAX_NUM_FEATURES,
@@ -43,6 +43,7 @@ LoadFailurePolicy = Literal["recompute", "fail"]
 # Of one request. ``Media`` are raw files by ``MMFeature.media_index``; empty for files that are not sent.
 MMFeatures = Annotated[tuple[MMFeature, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
 MediaFiles = Annotated[tuple[Media, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
+ContentParts = Annotated[tuple[ContentPart, ...], msgspec.Meta(max_length=64)]
 ECSources = Annotated[tuple[ECSource, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)]
 
 
@@ -116,8 +117,10 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     is_supervised: bool = False  # a supervisor restarts it when it ends
     leaves_first_token: bool = False  # a prefill worker that samples none: the decode worker does
     has_patience: bool = False  # it serves by priority, and heeds the patience of prompts
+    has_fair_shares: bool = False  # the tenants of its waiting prompts take turns
     takes_calls: bool = False  # it passes ``EngineCall`` on to the API of its engine
     splits_output: bool = False  # that engine separates reasoning from the text of every chat
+    content_parts: ContentParts = ()  # the sets of blocks that it reports; empty = its pool, with full attention
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -288,6 +291,7 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_de
     heartbeat_interval_ms: WholeMilliseconds = 1000
     heartbeat_timeout_ms: WholeMilliseconds = 5000
     takes_contents: bool = False
+    takes_parts: bool = False  # of the contents; else only the first part is reported
     needs_snapshot: bool = False
 
 
@@ -305,7 +309,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     penalties, limits, usage and random position depend on it. To a worker that continues a request of a lost worker:
     ``choices`` only, and it computes everything. To an aggregated worker that begins one: none of them.
     ``deadline_ms`` is a duration from sending; 0 = none. A worker that serves by priority computes a prompt as if it had
-    arrived ``patience_ms`` later.
+    arrived ``patience_ms`` later. Requests of different ``tenant`` share a worker fairly.
     """
 
     request_id: Name
@@ -317,6 +321,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     choices: tuple[ChoiceStart, ...] = ()
     priority: int = 0
     patience_ms: WholeMilliseconds = 0
+    tenant: Unsigned64 = 0  # names the client's API key, without revealing it; 0 = none
     cache_salt: str = ""
     deadline_ms: WholeMilliseconds = 0
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the worker's own

@@ -28,7 +28,7 @@ class ContentReports:
             self.stop(link)
             return []
         if is_new or link not in self._due_at:
-            self._feed.start(link)
+            self._feed.start(link, takes_parts=message.takes_parts)
             self._due_at[link] = now
         elif message.needs_snapshot:
             self._feed.request_snapshot(link)

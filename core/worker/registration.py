@@ -54,6 +54,8 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         ec_connector=ec_connector.name if ec_connector is not None else "",
         version=package_version(),
         has_patience=config.scheduler.policy == "priority",
+        has_fair_shares=True,
+        content_parts=built.contents.parts if built.contents is not None else (),
         start_ms=round(1e3 * _process_age_s()),
         is_supervised=config.worker.is_supervised,
     )

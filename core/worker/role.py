@@ -109,6 +109,7 @@ def request_of_choice(message: Generate, index: int, sampling: SamplingParams, f
         priority=message.priority,
         arrival_time=now,
         patience_s=message.patience_ms / 1e3,
+        tenant=message.tenant,
         cache_salt=message.cache_salt,
         kv_handoff=message.kv_handoff,
         kv_load_failure_policy=message.kv_load_failure_policy,

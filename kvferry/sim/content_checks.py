@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from core.kv.content_feed import key_of, reported_group
+from core.kv.content_feed import FeedPart, key_of, pool_parts
 from kvferry.sim.router import SimRouter
 from kvferry.sim.worker import SimWorker
 from router.contents.keys import hash_keys
@@ -24,17 +24,24 @@ def _differences_at(router: SimRouter, workers: Sequence[SimWorker]) -> list[str
         key = WorkerKey(worker.spec.engine_id, worker.incarnation)
         if not worker.is_serving or router.core.membership.get(key) is None:
             continue
-        known, held = contents.reports.contents(key), _held(worker)
-        if known != held:
-            counts = f"knows {len(known)} blocks, {len(known - held)} of them wrongly, and misses {len(held - known)}"
-            found.append(f"{name}: {counts} of {worker.spec.engine_id}")
+        for number, part in enumerate(pool_parts(worker.engine.core.scheduler.kv_cache_manager.kv_cache_config.groups)):
+            known, held = contents.reports.contents(key, number), _held(worker, part)
+            if known != held:
+                counts = f"knows {len(known)} blocks, {len(known - held)} of them wrongly, and misses {len(held - known)}"
+                found.append(f"{name}: {counts} of part {number} of {worker.spec.engine_id}")
     return found
 
 
-def _held(worker: SimWorker) -> set[int]:
-    """Return the keys of the blocks that are hits in the pool itself."""
+def _held(worker: SimWorker, part: FeedPart) -> set[int]:
+    """Return the keys of the blocks that are hits in the pool itself, in every group of a part."""
     manager = worker.engine.core.scheduler.kv_cache_manager
-    group = reported_group(manager.kv_cache_config.groups)
     blocks = [block for _, copies in manager.block_pool.cached_blocks.items() for block in copies]
-    hashes = [block.block_hash for block in blocks if block.group_id == group and block.block_hash is not None]
-    return set(hash_keys([key_of(value) for value in hashes]))
+    keys = [
+        set(
+            hash_keys(
+                [key_of(block.block_hash) for block in blocks if block.group_id == group and block.block_hash is not None]
+            )
+        )
+        for group in part.group_ids
+    ]
+    return set.intersection(*keys)

@@ -18,7 +18,7 @@ from core.digest import BlockDigester
 from core.engine.core import EngineCore
 from core.engine.kv_sizing import max_in_flight_tokens
 from core.ids import SeededIds, new_incarnation
-from core.kv.content_feed import ContentFeed, reported_group
+from core.kv.content_feed import ContentFeed, pool_parts
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.metrics import WorkerMetrics
@@ -189,7 +189,7 @@ class SimWorker(SimWorkerProtocol):
 
     def _make_engine(self, config: KVFerryConfig, images: ImagePlan | None) -> EngineCore:
         kv_config = hash_model_kv_config(self.spec.num_blocks, self.spec.block_size, self.model.attentions)
-        self.contents = ContentFeed(self.spec.engine_id, self.incarnation, reported_group(kv_config.groups))
+        self.contents = ContentFeed(self.spec.engine_id, self.incarnation, pool_parts(kv_config.groups))
         manager = KVCacheManager(
             kv_config,
             MAX_MODEL_LEN,
@@ -234,6 +234,8 @@ class SimWorker(SimWorkerProtocol):
             is_supervised=plan.is_supervised,
             kv_verify=config.connector.kv_verify,
             has_digests=self.model.seals.has_digests,
+            has_fair_shares=True,
+            content_parts=self.contents.parts,
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,

@@ -99,6 +99,15 @@ class ContentIndex(Generic[Worker]):
             alive, alive_set = left, found
         return held | {self._worker(number): len(keys) for number in alive}
 
+    def is_held(self, key: int) -> bool:
+        """Return True if any worker holds a block."""
+        return self._table.get(key) != 0
+
+    def holds(self, worker: Worker, key: int) -> bool:
+        """Return True if a worker holds a block."""
+        number = self._numbers.get(worker)
+        return number is not None and number in self._sets.members(self._table.get(key))
+
     def contents(self, worker: Worker) -> Iterator[int]:
         """Return the keys of one worker, in no order. Slow; for tests and checks."""
         number = self._numbers.get(worker)

@@ -50,7 +50,7 @@ class KnownContents:
     def join(self, worker: GenerationWorker) -> None:
         """Begin with a worker of which nothing is known."""
         self.leave(worker.key)
-        self.reports.join(worker.key, group_of(worker), worker.facts.num_blocks)
+        self.reports.join(worker.key, group_of(worker), worker.facts.num_blocks, worker.facts.content_parts)
 
     def leave(self, worker: WorkerKey) -> None:
         """Forget a worker."""

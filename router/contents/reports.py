@@ -7,23 +7,45 @@ next snapshot. Unknown contents count as none: that costs time only.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import takewhile
 from sys import byteorder
+from typing import NamedTuple
 
-from core.wire.contents import ContentReport
+from core.wire.contents import DEVICE, HOST, STORE, ContentPart, ContentReport
 from router.contents.index import ContentIndex
+from router.contents.windows import Window, longest_hit
 from router.dispatch.members import WorkerKey
 
 ContentGroup = tuple[bytes, int]  # model fingerprint and block size: workers with the same names for the same blocks
 
+_POOL = (ContentPart(),)
+_MEDIA = frozenset({DEVICE, HOST, STORE})
+
+
+class _Kind(NamedTuple):
+    """Parts with one kind are in one index. A store's is that of all its workers."""
+
+    group: ContentGroup
+    medium: str
+    window: Window | None = None
+    store: str = ""
+
 
 @dataclass(slots=True)
 class _Worker:
+    """A worker, with the kind and the most keys of each of its parts; None for parts of an unknown medium."""
+
     group: ContentGroup
-    num_blocks: int
+    parts: tuple[tuple[_Kind, int] | None, ...]
     num_received: int = 0
     is_known: bool = False
+
+    @property
+    def kinds(self) -> list[_Kind]:
+        return [part[0] for part in self.parts if part is not None]
 
 
 class ReportedContents:
@@ -31,12 +53,12 @@ class ReportedContents:
 
     def __init__(self) -> None:
         self._workers: dict[WorkerKey, _Worker] = {}
-        self._indexes: dict[ContentGroup, ContentIndex[WorkerKey]] = {}
+        self._indexes: dict[_Kind, ContentIndex[WorkerKey]] = {}
 
-    def join(self, worker: WorkerKey, group: ContentGroup, num_blocks: int) -> None:
+    def join(self, worker: WorkerKey, group: ContentGroup, num_blocks: int, parts: Sequence[ContentPart] = ()) -> None:
         """Expect reports of this worker, from number 0 on; what was known of it is forgotten."""
         self.leave(worker)
-        self._workers[worker] = _Worker(group, num_blocks)
+        self._workers[worker] = _Worker(group, tuple(_known_part(group, part, num_blocks) for part in parts or _POOL))
 
     def leave(self, worker: WorkerKey) -> None:
         """Forget a worker."""
@@ -44,8 +66,9 @@ class ReportedContents:
         if state is None:
             return
         self._forget(worker, state)
-        if all(other.group != state.group for other in self._workers.values()):
-            self._indexes.pop(state.group, None)
+        for kind in state.kinds:
+            if not any(kind in other.kinds for other in self._workers.values()):
+                self._indexes.pop(kind, None)
 
     def is_known(self, worker: WorkerKey) -> bool:
         """Return True if the worker's contents are known as of its last report."""
@@ -59,7 +82,7 @@ class ReportedContents:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks of all workers are known."""
+        """How many blocks of all workers are known, each once for every part."""
         return sum(map(len, self._indexes.values()))
 
     @property
@@ -95,29 +118,86 @@ class ReportedContents:
         if report.is_snapshot:
             self._forget(worker, state)
             state.is_known = True
-        if not state.is_known:
+        part = state.parts[report.part] if report.part < len(state.parts) else None
+        if not state.is_known or part is None:
             return
-        index = self._indexes.setdefault(state.group, ContentIndex())
+        kind, num_blocks = part
+        index = self._indexes.setdefault(kind, ContentIndex())
         index.remove(worker, _keys(report.removed))
         index.add(worker, _keys(report.stored))
-        if index.num_keys(worker) > state.num_blocks:
+        if index.num_keys(worker) > num_blocks:
             self._forget(worker, state)
 
     def num_blocks_held(self, group: ContentGroup, keys: Sequence[int]) -> dict[WorkerKey, int]:
-        """Return how many leading blocks each worker of a group holds, for those that hold any."""
-        index = self._indexes.get(group)
-        return index.num_blocks_held(keys) if index is not None else {}
+        """Return how many leading blocks of a prompt are hits in the pool of each worker of a group, for those that have any.
 
-    def contents(self, worker: WorkerKey) -> set[int]:
-        """Return the keys of one worker. Slow; for checks."""
+        Of a hybrid model a prefix is a hit only if the windows of its layers are there, too.
+        """
+        index = self._indexes.get(_Kind(group, DEVICE))
+        found = index.num_blocks_held(keys) if index is not None else {}
+        windows = {kind for kind in self._indexes if kind.group == group and kind.window is not None}
+        return self._within_windows(windows, keys, found) if windows else found
+
+    def num_blocks_in_tiers(
+        self, group: ContentGroup, keys: Sequence[int], hits: Mapping[WorkerKey, int]
+    ) -> dict[str, dict[WorkerKey, int]]:
+        """Return how many blocks after its hits each worker can load, by medium."""
+        found: dict[str, dict[WorkerKey, int]] = {}
+        for kind, index in self._indexes.items():
+            if kind.group != group or kind.medium == DEVICE:
+                continue
+            members = [worker for worker, state in self._workers.items() if kind in state.kinds]
+            by_depth: dict[int, list[WorkerKey]] = {}
+            for worker in members:
+                by_depth.setdefault(hits.get(worker, 0), []).append(worker)
+            for depth, workers in by_depth.items():
+                if kind.store:
+                    shared = sum(1 for _ in takewhile(index.is_held, keys[depth:]))
+                    held = dict.fromkeys(workers, shared)
+                else:
+                    held = index.num_blocks_held(keys[depth:])
+                for worker in workers:
+                    if num_blocks := held.get(worker, 0):
+                        found.setdefault(kind.medium, {})[worker] = num_blocks
+        return found
+
+    def contents(self, worker: WorkerKey, part: int = 0) -> set[int]:
+        """Return the keys of one part of a worker. Slow; for checks."""
         state = self._workers.get(worker)
-        index = self._indexes.get(state.group) if state is not None else None
+        known = state.parts[part] if state is not None else None
+        index = self._indexes.get(known[0]) if known is not None else None
         return set(index.contents(worker)) if index is not None else set()
 
+    def _within_windows(
+        self, windows: Iterable[_Kind], keys: Sequence[int], found: Mapping[WorkerKey, int]
+    ) -> dict[WorkerKey, int]:
+        """Return the hits of workers with windows, given how many leading blocks of the other layers they have."""
+        bounded = dict(found)
+        for worker, state in self._workers.items():
+            kinds = [kind for kind in state.kinds if kind in windows] if state.is_known else []
+            is_all_windows = all(kind.window is not None for kind in state.kinds if kind.medium == DEVICE)
+            depth = len(keys) if is_all_windows else found.get(worker, 0)
+            if kinds and depth:
+                checks = [(kind.window, partial(_holds, self._indexes[kind], worker, keys)) for kind in kinds if kind.window]
+                bounded[worker] = longest_hit(depth, state.group[1], checks)
+        return {worker: depth for worker, depth in bounded.items() if depth}
+
     def _forget(self, worker: WorkerKey, state: _Worker) -> None:
-        if state.is_known and state.group in self._indexes:
-            self._indexes[state.group].forget(worker)
+        for kind in state.kinds if state.is_known else ():
+            if kind in self._indexes:
+                self._indexes[kind].forget(worker)
         state.is_known = False
+
+
+def _holds(index: ContentIndex[WorkerKey], worker: WorkerKey, keys: Sequence[int], position: int) -> bool:
+    return index.holds(worker, keys[position])
+
+
+def _known_part(group: ContentGroup, part: ContentPart, num_blocks: int) -> tuple[_Kind, int] | None:
+    if part.medium not in _MEDIA:
+        return None
+    window = Window(part.window, part.is_chunked) if part.window else None
+    return _Kind(group, part.medium, window, part.store), part.num_blocks or num_blocks
 
 
 def _keys(joined: bytes) -> array[int]:

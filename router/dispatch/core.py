@@ -204,7 +204,8 @@ class RouterCore:
     def submit(self, submission: Submission, now: float) -> list[Action]:
         """Start a request. Raises the RequestError that refuses it."""
         demand = Demand(num_tokens=submission.num_tokens, model_fingerprint=submission.model_fingerprint)
-        late = self.wait_estimates.too_late(self.membership.workers, demand, submission.budget_s(self._request_timeout_s), now)
+        budget_s = submission.budget_s(self._request_timeout_s)
+        late = self.wait_estimates.too_late(self.membership.workers, demand, budget_s, now, submission.tenant)
         try:
             return self._resolve(self.dispatcher.submit(submission, now, late), now)
         except NoWorker as error:
@@ -329,7 +330,10 @@ class RouterCore:
         return result
 
     def _resolve(self, actions: Sequence[_Step], now: float) -> list[Action]:
-        """Replace worker keys by their connections, and drop messages to workers that have left."""
+        """Replace worker keys by their connections, and drop messages to workers that have left.
+
+        The end of a request makes room for those that wait.
+        """
         result: list[Action] = []
         for action in actions:
             if not isinstance(action, SendToWorker):
@@ -341,6 +345,8 @@ class RouterCore:
                 if isinstance(worker, GenerationWorker):
                     self.route_costs.on_sent(worker, action.message, now)
                 result.append(Transmit(worker.peer, action.message))
+        if self.dispatcher.num_waiting and any(isinstance(action, Ended) for action in actions):
+            result += self._resolve(self.dispatcher.place_waiting(now), now)
         return result
 
 

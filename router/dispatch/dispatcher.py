@@ -59,6 +59,7 @@ from router.dispatch.request_state import (
 )
 from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
+from router.dispatch.shares import EXTRA_SHARE, TenantShares
 from router.dispatch.types import Submission, Update
 from router.dispatch.waiting import Waiting
 from router.dispatch.worker_messages import (
@@ -96,7 +97,8 @@ class Dispatcher:
         self.requests: dict[str, RequestState] = {}
         self._attempts = Attempts()
         self.restarts = Restarts(worker_wait_s)
-        self._waiting = Waiting(self.restarts)
+        self._shares = TenantShares()
+        self._waiting = Waiting(self.restarts, self._shares)
         self._pairs = PairHealth()
         self._handoffs = Handoffs(membership)
         self.route_costs = RouteCosts()
@@ -123,19 +125,36 @@ class Dispatcher:
     def submit(self, submission: Submission, now: float, avoid: frozenset[WorkerKey] = frozenset()) -> list[DispatchAction]:
         """Start a request, on workers in ``avoid`` only as a last resort.
 
+        If every worker is full, or this router, the request of a tenant below its fair share waits for room.
+
         Raises:
             Overloaded: this router has reached its limit of requests, or every worker that could take it is full.
             NoWorker: no route takes it now.
             ContextTooLong: no route can hold prompt and output.
             InvalidRequest: no route can hold so many choices.
         """
-        if len(self.requests) >= self._max_requests:
-            raise Overloaded(f"the router serves {len(self.requests)} requests, its limit: try again later")
+        may_wait, num_open = self._shares.is_below(submission.tenant), len(self.requests)
+        if num_open >= self._max_requests + (self._max_requests // EXTRA_SHARE if may_wait else 0):
+            raise Overloaded(f"the router serves {num_open} requests, its limit: try again later")
         request = open_request(submission, now, self._request_timeout_s)
         request.avoid |= avoid
-        route = self._placement.route(request, now)
-        self.requests[request.request_id] = request
+        try:
+            if self._waiting.has_held:
+                raise Overloaded("requests with other API keys wait for room: try again later")
+            route = self._placement.route(request, now)
+        except Overloaded as error:
+            if not may_wait:
+                raise
+            self._open(request)
+            request.is_held = True
+            return [*self._wait(request, error, now), *self.place_waiting(now)]
+        self._open(request)
         return self._start(request, route, now)
+
+    def _open(self, request: RequestState) -> None:
+        self.requests[request.request_id] = request
+        self._shares.add(request.submission.tenant)
+        self._attempts.begin(request)
 
     def fail_attempt(self, wire_id: str, error: KVFerryError, now: float) -> list[DispatchAction]:
         """End a request whose message cannot be sent to any worker; unknown ids are ignored."""
@@ -291,6 +310,7 @@ class Dispatcher:
 
     def _start(self, request: RequestState, route: Route, now: float) -> list[DispatchAction]:
         """Start a request on a route, from its beginning: first at encode workers if it has images for them."""
+        request.is_held = False
         request.attempt.prefill = route.prefill.key if route.prefill else None
         request.attempt.decode = route.decode.key
         request.fallback_reason = NO_PREFILL if route.is_degraded else ""
@@ -485,6 +505,7 @@ class Dispatcher:
 
     def _end(self, request: RequestState, now: float) -> Ended:
         del self.requests[request.request_id]
+        self._shares.remove(request.submission.tenant)
         self._waiting.remove(request)
         self._attempts.end(request, now)
         self._inflight.free_all(request)

@@ -103,6 +103,7 @@ class Membership:
             heartbeat_interval_ms=round(heartbeat_interval_s * 1000),
             heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
             takes_contents=takes_contents,
+            takes_parts=takes_contents,
         )
         self._members: dict[str, Member] = {}  # by engine_id
         # One prefill worker per combination of facts that handoffs depend on.

@@ -18,6 +18,7 @@ from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
 from router.dispatch.request_state import RequestState
 from router.dispatch.route_costs import Offer, RouteCosts, report
+from router.routing import affinity
 
 _Offers = dict[WorkerKey, Offer]
 _Prompt = tuple[Sequence[int], Sequence[ExtraKey]]
@@ -36,8 +37,12 @@ class Placement:
         """Return the workers that serve the request from its beginning. Raises the errors of ``choose_route``."""
         workers, wanted = self._membership.workers, request.submission
         extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
-        offers = self._costs.offers(computing(workers), wanted.prompt_token_ids, extra_keys, now)
+        offers = self._costs.offers(computing(workers), wanted.prompt_token_ids, extra_keys, now, wanted.tenant)
         costs = {key: offer.score for key, offer in offers.items()}
+        able = {w.key: offers[w.key] for w in workers if w.key in offers and not w.is_closed and w.has_room(wanted.n)}
+        slack_ms = affinity.slack_ms((offer.score, offer.own_ms) for offer in able.values()) if wanted.affinity else 0.0
+        if slack_ms:
+            costs |= affinity.with_preference({key: costs[key] for key in able}, slack_ms, _session_of(request))
         demand = replace(self._demand(request, now), costs=costs)
         route = choose_route(workers, demand)
         may_shorten = (
@@ -48,7 +53,9 @@ class Placement:
             route, offers = self._shorten(route, demand, offers, (wanted.prompt_token_ids, extra_keys), now)
         offer = offers.get(route.workers[0].key)
         request.patience_ms = offer.patience_ms if offer is not None else 0.0
-        request.routing = report(offer, offers.values(), is_local=route.is_local) if offer is not None else None
+        request.routing = None
+        if offer is not None:
+            request.routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
         return route
 
     def _shorten(self, route: Route, demand: Demand, offers: _Offers, prompt: _Prompt, now: float) -> tuple[Route, _Offers]:
@@ -120,3 +127,8 @@ class Placement:
             model_fingerprint=request.submission.model_fingerprint,
             bad_pairs=self._pairs.bad(now),
         )
+
+
+def _session_of(request: RequestState) -> bytes:
+    """Return what names the request's session; sessions of different API keys have nothing to do with each other."""
+    return request.submission.tenant.to_bytes(8, "big") + request.submission.affinity.encode()

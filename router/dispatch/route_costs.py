@@ -87,14 +87,19 @@ class RouteCosts:
     # ---- choosing ----------------------------------------------------------------------------------------------------
 
     def offers(
-        self, workers: Iterable[GenerationWorker], prompt: Sequence[int], extra_keys: Sequence[ExtraKey], now: float
+        self,
+        workers: Iterable[GenerationWorker],
+        prompt: Sequence[int],
+        extra_keys: Sequence[ExtraKey],
+        now: float,
+        tenant: int = 0,
     ) -> dict[WorkerKey, Offer]:
         """Return what each of these workers would cost if it computed the prompt; empty if routes are chosen by load."""
         if not self.is_enabled:
             return {}
         able = list(workers)
         hits = self.contents.hits(able, prompt, extra_keys)
-        return {worker.key: self._offer(worker, len(prompt), hits.get(worker.key, _NO_HIT), now) for worker in able}
+        return {worker.key: self._offer(worker, len(prompt), hits.get(worker.key, _NO_HIT), now, tenant) for worker in able}
 
     def choose_local(
         self, workers: Sequence[GenerationWorker], offers: Mapping[WorkerKey, Offer], remote: Offer, now: float
@@ -125,13 +130,14 @@ class RouteCosts:
         """Return the recent mean of |real - predicted| / predicted prefill time of the worst pool; 0 before any prompt."""
         return max((fit.mean_error for fit in self._fits.values()), default=0.0)
 
-    def _offer(self, worker: GenerationWorker, num_tokens: int, found: Hit, now: float) -> Offer:
+    def _offer(self, worker: GenerationWorker, num_tokens: int, found: Hit, now: float, tenant: int) -> Offer:
         known = self._worker(worker)
         time = self.prefill_time(worker)
         hit = known.accuracy.credit(min(found.tokens, max(0, num_tokens - 1)))
         own_ms = time.ms(num_tokens - hit, hit)
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
-        wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3)
+        fair_to = tenant if worker.facts.has_fair_shares else None
+        wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3, fair_to)
         wait_ms += known.wait_of_others_ms(now * 1e3)
         return Offer(hit, patience, wait_ms, own_ms, score(wait_ms, own_ms, num_delayed))
 
@@ -143,8 +149,9 @@ class RouteCosts:
             case Generate() if self.is_enabled and not message.choices:  # with choices, the prompt was computed before
                 token_ids, extra_keys = message.prompt_token_ids, extra_keys_of(message.mm_features, message.cache_salt)
                 num_tokens, hit = len(token_ids), self.contents.hits([worker], token_ids, extra_keys).get(worker.key, _NO_HIT)
-                offer = self._offer(worker, num_tokens, hit, now)
-                prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, now * 1e3 + offer.patience_ms)
+                offer = self._offer(worker, num_tokens, hit, now, message.tenant)
+                due_ms = now * 1e3 + offer.patience_ms
+                prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, due_ms, message.tenant)
                 backlog = self._worker(worker).backlog
                 alone_since = None if backlog.prompts else now
                 backlog.add(message.request_id, prompt, now * 1e3)
@@ -250,14 +257,16 @@ class RouteCosts:
         return fit
 
 
-def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False) -> RoutingReport:
-    """Return why one offer was chosen of all."""
+def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False, slack_ms: float = 0.0) -> RoutingReport:
+    """Return why one offer was chosen of all. Within ``slack_ms`` of the lowest score the request's session has chosen."""
     every = list(offers)
     longest = max(offer.hit_tokens for offer in every)
     if is_local:
         reason = "local"
-    elif any(offer.score < chosen.score for offer in every):
+    elif any(offer.score < chosen.score - slack_ms for offer in every):
         reason = "availability"
+    elif any(offer.score < chosen.score for offer in every):
+        reason = "session"
     elif not longest:
         reason = "load"
     else:

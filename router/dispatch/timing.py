@@ -41,8 +41,9 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     """Why a prompt was placed where it was, and how true the prediction was. Times in ms, hits in tokens.
 
     ``reason`` is ``prefix`` if no candidate holds more of the prompt than the worker chosen, ``wait`` if one does but would be
-    later or cost more, ``load`` if none holds any of it, ``availability`` if a cheaper worker could not take the request, and
-    ``local`` if the decode worker computes the prompt, since that is sooner.
+    later or cost more, ``load`` if none holds any of it, ``availability`` if a cheaper worker could not take the request,
+    ``session`` if its session prefers the worker among about equal ones, and ``local`` if the decode worker computes the
+    prompt, since that is sooner.
     """
 
     reason: str

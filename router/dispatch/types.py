@@ -26,6 +26,8 @@ class Submission:
     sampling: SamplingParams
     n: int = 1
     priority: int = 0
+    tenant: int = 0  # names the client's API key; requests of different ones share the cluster fairly
+    affinity: str = ""  # names a session or user, whose requests go to the same worker among about equal ones
     cache_salt: str = ""
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the workers' setting
     timeout_s: float | None = None  # set by the client; the router's own limit applies if it is None or longer

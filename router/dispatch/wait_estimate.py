@@ -9,6 +9,7 @@ its time per token overestimates long prompts, and the extrapolation is limited.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -26,17 +27,30 @@ class _Queue:
     """The prompts at one worker. ``since`` is when it began the oldest of them, as far as this router knows."""
 
     prompts: dict[str, int] = field(default_factory=dict)  # number of tokens by wire id
+    tenants: dict[str, int] = field(default_factory=dict)  # by wire id, those that have one
     num_tokens: int = 0
     since: float = 0.0
     done_tokens: float = 0.0  # this and the two below give the pace
     done_prompts: float = 0.0
     done_s: float = 0.0
 
-    def wait_s(self, now: float) -> float:
+    def wait_s(self, now: float, tenant: int | None) -> float:
         if not self.done_tokens:
             return 0.0
-        times = min(self.num_tokens / self.done_tokens, _MOST_TIMES * len(self.prompts) / self.done_prompts)
+        num_tokens, num_prompts = self._before(tenant)
+        times = min(num_tokens / self.done_tokens, _MOST_TIMES * num_prompts / self.done_prompts)
         return max(0.0, times * self.done_s - (now - self.since))
+
+    def _before(self, tenant: int | None) -> tuple[float, float]:
+        """Return how many tokens, and prompts, are computed before a new one; with a ``tenant`` the worker is fair to it."""
+        if tenant is None or not self.tenants:
+            return self.num_tokens, len(self.prompts)
+        by_tenant: Counter[int] = Counter()
+        for request_id, num_tokens in self.prompts.items():
+            by_tenant[self.tenants.get(request_id, 0)] += num_tokens
+        turn = by_tenant[tenant] + self.num_tokens / len(self.prompts)
+        num_before = by_tenant[tenant] + sum(min(turn, others) for name, others in by_tenant.items() if name != tenant)
+        return num_before, len(self.prompts) * num_before / max(1, self.num_tokens)
 
 
 class WaitEstimates:
@@ -54,6 +68,8 @@ class WaitEstimates:
                 if not queue.prompts:
                     queue.since = now
                 queue.prompts[message.request_id] = len(message.prompt_token_ids)
+                if message.tenant:
+                    queue.tenants[message.request_id] = message.tenant
                 queue.num_tokens += len(message.prompt_token_ids)
                 self._places[message.request_id] = worker
             case Abort():
@@ -78,6 +94,7 @@ class WaitEstimates:
         if worker is not None:
             queue = self._queues[worker]
             queue.num_tokens -= queue.prompts.pop(request_id)
+            queue.tenants.pop(request_id, None)
             queue.since = now
 
     def forget(self, worker: WorkerKey) -> None:
@@ -91,13 +108,16 @@ class WaitEstimates:
         for queue in self._queues.values():
             queue.since = min(now, queue.since + lateness_s)
 
-    def wait_s(self, worker: WorkerKey, now: float) -> float:
-        """Return how many seconds a new prompt would wait at a worker; 0 without history."""
+    def wait_s(self, worker: WorkerKey, now: float, tenant: int | None = None) -> float:
+        """Return how many seconds a new prompt would wait at a worker; 0 without history.
+
+        With a ``tenant`` the worker is fair to it, else the prompt waits for all others.
+        """
         queue = self._queues.get(worker)
-        return queue.wait_s(now) if queue is not None else 0.0
+        return queue.wait_s(now, tenant) if queue is not None else 0.0
 
     def too_late(
-        self, workers: Iterable[GenerationWorker], demand: Demand, budget_s: float, now: float
+        self, workers: Iterable[GenerationWorker], demand: Demand, budget_s: float, now: float, tenant: int = 0
     ) -> frozenset[WorkerKey]:
         """Return the workers at which a request would wait longer than ``budget_s``.
 
@@ -105,10 +125,13 @@ class WaitEstimates:
             DeadlineUnreachable: it would wait longer at every worker that could begin it.
         """
         members = list(workers)
-        late = frozenset(worker.key for worker in members if self.wait_s(worker.key, now) > budget_s)
+        waits_s = {
+            worker.key: self.wait_s(worker.key, now, tenant if worker.facts.has_fair_shares else None) for worker in members
+        }
+        late = frozenset(key for key, wait_s in waits_s.items() if wait_s > budget_s)
         able = starters(members, demand) if late else []
         if able and all(worker.key in late for worker in able):
-            soonest_s = min(self.wait_s(worker.key, now) for worker in able)
+            soonest_s = min(waits_s[worker.key] for worker in able)
             raise DeadlineUnreachable(
                 f"the request may take {budget_s:g} s, but the prompts before it take about {soonest_s:.1f} s more: "
                 f"try again later, or give it more time",

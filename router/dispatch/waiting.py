@@ -1,6 +1,7 @@
 """Requests that wait for a worker: for room, for the end of a stall, or for the successor of a lost worker.
 
-Owns their order, first come first served, and the longest wait.
+Owns their order and the longest wait. Those that have begun come first, then those of smaller ``priority``, then those of
+tenants with fewer open requests, then the oldest.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from core.errors import NoWorker, RequestError
 from core.wire.messages import Role
 from router.dispatch.request_state import RequestState
 from router.dispatch.restarts import Restarts
+from router.dispatch.shares import TenantShares
 
 _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
 
@@ -16,16 +18,26 @@ _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
 class Waiting:
     """The waiting requests. Times are seconds of the router's clock."""
 
-    def __init__(self, restarts: Restarts) -> None:
+    def __init__(self, restarts: Restarts, shares: TenantShares) -> None:
         self._restarts = restarts
+        self._shares = shares
         self._requests: dict[str, RequestState] = {}
 
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def has_held(self) -> bool:
+        """True if a new request waits for room."""
+        return any(request.is_held for request in self._requests.values())
+
     def requests(self) -> list[RequestState]:
-        """Return the waiting requests, oldest first."""
-        return list(self._requests.values())
+        """Return the waiting requests, the next one first."""
+        return sorted(self._requests.values(), key=self._order)
+
+    def _order(self, request: RequestState) -> tuple[bool, int, int]:
+        wanted = request.submission
+        return not request.has_begun, wanted.priority, self._shares.num_open(wanted.tenant)
 
     def remove(self, request: RequestState) -> None:
         """Remove a request; does nothing if it does not wait."""

@@ -48,6 +48,7 @@ def _message(request: RequestState, now: float) -> Generate:
         sampling=wanted.sampling,
         n=wanted.n,
         priority=wanted.priority,
+        tenant=wanted.tenant,
         cache_salt=wanted.cache_salt,
         deadline_ms=max(1, round((request.deadline - now) * 1000)),
         kv_load_failure_policy=wanted.kv_load_failure_policy,

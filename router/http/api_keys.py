@@ -1,6 +1,8 @@
-"""Reads the API key of a request from its ``Authorization`` header. ``router.http.app`` checks it."""
+"""Reads the API key of a request from its ``Authorization`` header, and names its holder. ``router.http.app`` checks it."""
 
 from __future__ import annotations
+
+from hashlib import blake2b
 
 _SCHEME = b"bearer"
 
@@ -9,3 +11,8 @@ def bearer_key(authorization: bytes) -> bytes:
     """Return the key of ``Authorization: Bearer KEY``, or empty; the scheme is case-insensitive (RFC 9110)."""
     scheme, _, key = authorization.strip().partition(b" ")
     return key.strip() if scheme.lower() == _SCHEME else b""
+
+
+def tenant_of(key: bytes) -> int:
+    """Return the number that stands for a key between processes, the same at every router; 0 without a key."""
+    return int.from_bytes(blake2b(key, digest_size=8, person=b"kvferry-tenant").digest(), "big") if key else 0

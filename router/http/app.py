@@ -15,6 +15,7 @@ import msgspec
 from litestar import Litestar, MediaType, Request, Response, get, post
 from litestar.config.cors import CORSConfig
 from litestar.connection import ASGIConnection
+from litestar.datastructures import State
 from litestar.dto import MsgspecDTO
 from litestar.exceptions import (
     HTTPException,
@@ -35,7 +36,7 @@ from core.log import event
 from core.tracing import parse_trace_context
 from core.wire.messages import ErrorInfo
 from core.worker.ops_http import OpsResponse
-from router.http.api_keys import bearer_key
+from router.http.api_keys import bearer_key, tenant_of
 from router.http.endpoints import Caller, Detokenized, Endpoints, Tokenized
 from router.http.errors import RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
 from router.http.key_limit import KeyLimit
@@ -81,11 +82,15 @@ class StrictBody(MsgspecDTO[msgspec.Struct]):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BodyLimits:
-    """Limits: bytes of one request's body, bytes of all bodies together, and requests per API key."""
+    """Limits: bytes of one request's body, bytes of all bodies together, and requests per API key.
+
+    With ``has_fair_shares`` the requests of different keys share the cluster fairly; keys that are not checked name nobody.
+    """
 
     max_body_bytes: int = 12 << 20
     max_upload_bytes: int = 256 << 20
     max_requests_per_key: int = 0  # open at once; 0 = no limit
+    has_fair_shares: bool = True
 
 
 def create_app(
@@ -118,6 +123,7 @@ def create_app(
         },
         openapi_config=None,
         logging_config=None,
+        state=State({"has_tenants": limits.has_fair_shares and bool(api_key)}),
         cors_config=_cors(cors_origins),
     )
     paths = frozenset(route.path for route in app.routes)
@@ -271,7 +277,11 @@ def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Calle
     headers = request.headers
     trace = parse_trace_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
     return Caller(
-        client_id=client_id(request.scope, named_in_body), receive=request.receive, hold=hold_of(request.scope), trace=trace
+        client_id=client_id(request.scope, named_in_body),
+        receive=request.receive,
+        hold=hold_of(request.scope),
+        trace=trace,
+        tenant=tenant_of(bearer_key(headers.get("authorization", "").encode())) if request.app.state.has_tenants else 0,
     )
 
 

@@ -89,6 +89,7 @@ class Caller:
     receive: Receive
     hold: Hold  # counts memory kept for the request in addition to its body
     trace: TraceContext | None = None  # the client's span
+    tenant: int = 0  # names its API key, if keys share the cluster fairly
 
 
 class Endpoints:
@@ -227,7 +228,7 @@ class Endpoints:
             shared, form_field = msgspec.structs.replace(shared, structured_output=splitting.tools.form), "tools"
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
         await self._grammars.check(shared.structured_output, form_field)
-        submissions = [self._submission(request, prompt, shared, limits) for prompt in prompts]
+        submissions = [self._submission(request, prompt, shared, limits, caller.tenant) for prompt in prompts]
         output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
         kind = "resp_" if isinstance(split, ResponsesOutput) else _ID_PREFIXES[type(request)]
         envelope = Envelope(id=f"{kind}{submissions[0].request_id}", created=int(time.time()), model=self.model)
@@ -275,6 +276,7 @@ class Endpoints:
         prompt: Prompt,
         shared: SamplingParams,
         limits: ModelLimits,
+        tenant: int,
     ) -> Submission:
         return Submission(
             request_id=new_hex_id(self._ids),
@@ -282,6 +284,8 @@ class Endpoints:
             sampling=params_of_prompt(request, shared, len(prompt.token_ids), new_seed(self._ids), limits),
             n=request.n or 1,
             priority=request.priority or 0,
+            tenant=tenant,
+            affinity=request.session_id or request.user or getattr(request, "prompt_cache_key", None) or "",
             cache_salt=request.cache_salt or "",
             kv_load_failure_policy=load_failure_policy(request),
             mm_features=prompt.mm_features,

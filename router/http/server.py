@@ -77,6 +77,7 @@ class Router:
             max_body_bytes=config.max_body_bytes,
             max_upload_bytes=config.max_upload_bytes,
             max_requests_per_key=config.max_requests_per_key,
+            has_fair_shares=config.fair_shares,
         )
         self.app = create_app(
             self.endpoints,

@@ -16,6 +16,7 @@ class QueuedPrompt:
     num_new_tokens: int
     predicted_ms: float
     due_ms: float
+    tenant: int = 0
 
 
 @dataclass(slots=True)
@@ -60,20 +61,30 @@ class Backlog:
         self._reported_ms, self._reported_at_ms = max(0.0, work_ms), now_ms
         self._unreported.clear()
 
-    def place_of(self, due_ms: float, now_ms: float) -> tuple[float, int]:
-        """Return how many ms a prompt due then would wait, and how many queued prompts it would overtake."""
+    def place_of(self, due_ms: float, now_ms: float, tenant: int | None = None) -> tuple[float, int]:
+        """Return how many ms a prompt due then would wait, and how many queued prompts it would overtake.
+
+        With a ``tenant`` the worker is fair: the prompts of each other tenant delay it by as much as those of its own, and by
+        about one prompt more.
+        """
         wait_ms = unreported_ms = 0.0
         num_delayed = 0
+        others_ms: dict[int, float] = {}
         for name, prompt in self.prompts.items():
             if name == self._running:
                 wait_ms += max(0.0, prompt.predicted_ms - (now_ms - self._since_ms))
             elif prompt.due_ms <= due_ms:
                 wait_ms += prompt.predicted_ms
+                if tenant is not None and prompt.tenant != tenant:
+                    others_ms[prompt.tenant] = others_ms.get(prompt.tenant, 0.0) + prompt.predicted_ms
             else:
                 num_delayed += 1
                 continue
             if name in self._unreported:
                 unreported_ms += prompt.predicted_ms
+        if others_ms:
+            turn_ms = wait_ms - sum(others_ms.values()) + wait_ms / len(self.prompts)
+            wait_ms -= sum(max(0.0, other_ms - turn_ms) for other_ms in others_ms.values())
         reported_ms = max(0.0, self._reported_ms - (now_ms - self._reported_at_ms))
         return max(wait_ms, reported_ms + unreported_ms) if reported_ms else wait_ms, num_delayed
 

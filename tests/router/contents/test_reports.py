@@ -35,7 +35,7 @@ class Worker:
         room = NUM_BLOCKS - len(self.held)
         new = [number for number in dict.fromkeys(numbers) if number not in self.held][:room]
         self.feed.publish([BlockStored(tuple(map(block_hash, new)), None, 16, 0)])
-        self.feed.publish([BlockStored((block_hash(99),), None, 16, 1)])  # another group's is not reported
+        self.feed.publish([BlockStored((block_hash(99),), None, 16, 1)])  # another group's is not reported here
         self.held.update(new)
 
     def evict(self, numbers):

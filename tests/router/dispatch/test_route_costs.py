@@ -6,9 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from core.kv.hashing import BlockHasher
 from core.request import extra_keys_of
+from core.wire.contents import ContentReport
 from core.wire.messages import Abort, Generate, PrefillDone, Tokens, Usage
 from core.wire.sampling import SamplingParams
+from router.contents.keys import prompt_keys
 from router.dispatch.policy import Demand, choose_route
 from router.dispatch.route_costs import Offer, RouteCosts, report
 from tests.router.dispatch.test_policy import member
@@ -222,3 +225,41 @@ def test_before_its_first_prompt_a_role_takes_the_time_of_another(workers, aggre
     assert costs.prefill_time(aggregated) == costs.prefill_time(workers[0])
     other_model = replace_facts(aggregated, model_fingerprint=b"other")
     assert costs.prefill_time(other_model).ms(2000, 0) < 500
+
+
+@pytest.mark.parametrize(("own_salt", "other_salt"), [("a", "b"), ("a", ""), ("", "b")])
+def test_no_salt_finds_what_another_one_has_placed_or_reported(workers, own_salt, other_salt):
+    costs = RouteCosts()
+    costs.join(workers[0])
+    keys = prompt_keys(BlockHasher(b"w"), PROMPT, extra_keys_of((), own_salt), 64)
+    stored = b"".join(key.to_bytes(8, "little") for key in keys)
+    costs.on_report(workers[0].key, ContentReport(engine_id="p0", incarnation=1, number=0, is_snapshot=True, stored=stored))
+    costs.on_sent(
+        workers[1],
+        Generate(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(), cache_salt=own_salt),
+        0.0,
+    )
+    own, other = offers(costs, workers, salt=own_salt), offers(costs, workers, salt=other_salt)
+    assert min(own["p0"].hit_tokens, own["p1"].hit_tokens) > 0
+    assert other["p0"].hit_tokens == other["p1"].hit_tokens == 0
+
+
+def test_a_fair_worker_makes_no_key_wait_for_a_flood_of_another(workers):
+    costs = RouteCosts()
+    fair = replace_facts(workers[0], has_fair_shares=True)
+    for number in range(20):
+        for worker in (fair, workers[1]):
+            prompt = tuple(range(number * 1000, number * 1000 + 500))
+            name = f"{worker.key.engine_id}.{number}"
+            message = Generate(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(), tenant=1)
+            costs.on_sent(worker, message, 0.0)
+    found = {tenant: costs.offers([fair, workers[1]], tuple(range(90_000, 90_500)), (), 0.0, tenant) for tenant in (1, 2)}
+    assert found[1][fair.key].wait_ms == found[1][workers[1].key].wait_ms == found[2][workers[1].key].wait_ms
+    assert 0 < found[2][fair.key].wait_ms < 0.2 * found[1][fair.key].wait_ms
+
+
+@pytest.mark.parametrize(("score", "reason"), [(100.0, "load"), (101.0, "session"), (120.0, "availability")])
+def test_a_choice_by_session_says_so(score, reason):
+    best = Offer(0, 0.0, 0.0, 50.0, 100.0)
+    chosen = Offer(0, 0.0, 0.0, 50.0, score)
+    assert report(chosen, [best, chosen], slack_ms=2.5).reason == reason

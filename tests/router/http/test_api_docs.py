@@ -79,7 +79,7 @@ def test_neutral_values_pass_and_others_do_not(field, values):
 
 def test_fields_without_effect_are_accepted():
     names = set(re.findall(r"`(\w+)`", section("Fields without effect"))) & fields_of(CompletionRequest, ChatCompletionRequest)
-    assert "user" in names
+    assert "metadata" in names
     values = {"metadata": {}, "store": True, "parallel_tool_calls": True, "include_reasoning": True, "prediction": {}}
     body = {"messages": [{"role": "developer", "content": "x"}]} | {name: values.get(name, "x") for name in names}
     check_supported(parse_body(json.dumps(body).encode(), ChatCompletionRequest))

@@ -103,3 +103,21 @@ async def test_a_request_that_would_be_too_late_hears_when_to_come_back(start_ro
     assert (error["code"], error["param"]) == ("deadline_unreachable", "timeout_s")
     assert under_test.metric("kvferry_request_failure_total", code="deadline_unreachable") == 1
     assert (bad.status_code, bad.json()["error"]["param"]) == (400, "timeout_s")
+
+
+async def test_workers_learn_which_requests_have_the_same_key(start_router):
+    under_test = await start_router(has_http=False, api_key="first,second")
+    prefill, _ = await under_test.pair()
+    for name in ("first", "second", "first"):
+        assert (await complete(under_test, name)).status_code == 200
+    tenants = [message.tenant for message in prefill.received if isinstance(message, Generate)]
+    assert tenants[0] == tenants[2] != tenants[1]
+    assert 0 not in tenants
+
+
+@pytest.mark.parametrize("settings", [{}, {"api_key": "first", "fair_shares": False}])
+async def test_keys_that_are_not_checked_or_not_fair_name_nobody(start_router, settings):
+    under_test = await start_router(has_http=False, **settings)
+    prefill, _ = await under_test.pair()
+    assert (await complete(under_test, "first")).status_code == 200
+    assert [message.tenant for message in prefill.received if isinstance(message, Generate)] == [0]

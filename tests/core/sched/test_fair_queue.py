@@ -1,0 +1,157 @@
+"""Fair shares between the tenants of one queue."""
+
+import random
+
+import pytest
+
+from core.request import NewRequest, Request
+from core.sched.fair_queue import OUTPUT_WEIGHT, FairRequestQueue
+from core.sched.queue import create_request_queue
+from core.wire.sampling import SamplingParams
+
+POLICIES = ("fcfs", "priority")
+
+
+def make_request(name: str, tenant: int = 0, num_tokens: int = 100, priority: int = 0, arrival_time: float = 1.0) -> Request:
+    new = NewRequest(
+        request_id=name,
+        prompt_token_ids=[1] * num_tokens,
+        sampling=SamplingParams(),
+        priority=priority,
+        arrival_time=arrival_time,
+        tenant=tenant,
+    )
+    return Request(new, None)
+
+
+def fill(queue, *requests: Request):
+    for request in requests:
+        queue.add_request(request)
+    return queue
+
+
+def drain(queue) -> list[str]:
+    return [queue.pop_request().request_id for _ in range(len(queue))]
+
+
+def flood(tenant: int, count: int, **fields) -> list[Request]:
+    return [make_request(f"{tenant}.{number:04d}", tenant, **fields) for number in range(count)]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_one_tenant_is_served_in_the_order_of_the_policy(policy):
+    draws = random.Random(7)
+    for round_number in range(50):
+        plain, fair = create_request_queue(policy), FairRequestQueue(policy)
+        history = []
+        for number in range(30):
+            action = draws.random()
+            if action < 0.6 or not len(plain):
+                name = f"{round_number}.{number}"
+                fields = {"num_tokens": draws.randint(1, 50), "priority": draws.randint(0, 2), "arrival_time": draws.random()}
+                plain.add_request(make_request(name, **fields))
+                fair.add_request(make_request(name, **fields))
+            elif action < 0.8:
+                popped, other = plain.pop_request(), fair.pop_request()
+                history.append((popped.request_id, other.request_id))
+                if draws.random() < 0.5:
+                    plain.prepend_request(popped)
+                    fair.prepend_request(other)
+            assert [request.request_id for request in plain] == [request.request_id for request in fair]
+        assert all(first == second for first, second in history)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_newcomer_is_not_behind_a_flood(policy):
+    queue = fill(FairRequestQueue(policy), *flood(1, 1000))
+    for _ in range(10):
+        queue.pop_request()
+    fill(queue, make_request("late", tenant=2, arrival_time=9.0))
+    assert "late" in drain(queue)[:2]
+
+
+def test_tenants_take_turns_by_tokens():
+    queue = fill(FairRequestQueue("fcfs"), *flood(1, 9, num_tokens=100), *flood(2, 2, num_tokens=400))
+    assert [queue.pop_request().tenant for _ in range(10)] == [1, 2, 1, 1, 1, 1, 2, 1, 1, 1]
+
+
+def test_idle_time_earns_no_credit():
+    queue = fill(FairRequestQueue("fcfs"), *flood(1, 20))
+    drain(queue)
+    fill(queue, *flood(1, 10, arrival_time=5.0), *flood(2, 10, arrival_time=6.0))
+    first = drain(queue)[:10]
+    assert sum(name.startswith("2.") for name in first) == 5
+
+
+def test_a_tenant_that_was_alone_owes_nothing_for_it():
+    queue = fill(FairRequestQueue("fcfs"), *flood(1, 100))
+    drain(queue)
+    fill(queue, *flood(2, 10), *flood(1, 10))
+    assert sum(name.startswith("1.") for name in drain(queue)[:10]) in (4, 5)
+
+
+def test_prepending_takes_the_charge_back():
+    queue = fill(FairRequestQueue("fcfs"), *flood(1, 3), *flood(2, 3))
+    order = [request.request_id for request in queue]
+    skipped = [queue.pop_request() for _ in range(4)]
+    queue.prepend_requests(reversed(skipped))
+    assert [request.request_id for request in queue] == order == drain(queue)
+
+
+def test_cached_tokens_are_not_charged_and_output_is():
+    queue = fill(FairRequestQueue("fcfs"), *flood(1, 5), *flood(2, 5))
+    hit, miss = queue.pop_request(), queue.pop_request()
+    queue.refund_cached(hit, 99)
+    assert [queue.pop_request().tenant for _ in range(2)] == [1, 2]
+    miss.num_computed_tokens = 100
+    miss.num_output_tokens = round(200 / OUTPUT_WEIGHT)
+    queue.charge_output(miss)
+    assert [queue.pop_request().tenant for _ in range(3)] == [1, 1, 1]
+
+
+def test_smaller_priority_comes_first_whoever_sends_it():
+    queue = fill(FairRequestQueue("priority"), *flood(1, 3), make_request("urgent", tenant=1, priority=-1), *flood(2, 2))
+    assert drain(queue)[0] == "urgent"
+
+
+def test_short_prompts_of_others_come_first_by_priority():
+    queue = fill(
+        FairRequestQueue("priority"), make_request("long", 1, num_tokens=5000), make_request("short", 2, num_tokens=10)
+    )
+    assert drain(queue) == ["short", "long"]
+
+
+def test_removed_requests_cost_their_tenant_nothing():
+    requests = flood(1, 3)
+    queue = fill(FairRequestQueue("fcfs"), *requests, *flood(2, 2))
+    queue.remove_requests(requests)
+    assert drain(queue) == ["2.0000", "2.0001"]
+    with pytest.raises(IndexError):
+        queue.pop_request()
+
+
+def test_memory_is_bounded_for_many_tenants():
+    queue = FairRequestQueue("fcfs")
+    for tenant in range(20_000):
+        queue.add_request(make_request("r", tenant))
+        queue.add_request(make_request("r", 20_001))
+        queue.pop_request()
+        queue.pop_request()
+    assert len(queue._tags) < 3000
+
+
+def test_no_tenant_starves_in_random_histories():
+    """While two tenants wait, neither is served more than one of its prompts ahead of the other."""
+    for seed in range(30):
+        draws = random.Random(seed)
+        queue, longest = FairRequestQueue("fcfs"), 0
+        for tenant in (1, 2):
+            for number in range(200):
+                request = make_request(f"{tenant}.{number}", tenant, num_tokens=draws.randint(1, 500))
+                longest = max(longest, request.num_tokens)
+                queue.add_request(request)
+        served = {1: 0, 2: 0}
+        while all(len(queue._queues.get(tenant, ())) for tenant in served):
+            request = queue.pop_request()
+            served[request.tenant] += request.num_tokens
+            assert abs(served[1] - served[2]) <= 2 * longest

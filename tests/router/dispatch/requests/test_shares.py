@@ -1,0 +1,177 @@
+"""Fair shares of the router's and the workers' room between API keys, under overload."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from core.errors import DeadlineUnreachable, Overloaded
+from core.wire.messages import Generate
+from core.wire.sampling import SamplingParams
+
+FLOOD, CALM, THIRD = 1, 2, 3
+
+
+def submit(bench, request_id, tenant, **fields):
+    bench.do(bench.core.submit(bench.submission(request_id, tenant=tenant, **fields), bench.now))
+
+
+def started(bench, worker="a0"):
+    return [message.request_id for message in bench.to(worker, Generate)]
+
+
+def finish(bench, request_id):
+    bench.do(bench.core.abort(request_id, "client", bench.now))
+
+
+@pytest.fixture
+def full(make_bench):
+    """A worker with room for four, all taken by the same key."""
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_num_choices=4)
+    for number in range(4):
+        submit(bench, f"f{number}", FLOOD)
+    return bench
+
+
+def test_a_key_with_less_than_its_share_waits_for_room(full):
+    submit(full, "c0", CALM)
+    assert "c0" not in started(full)
+    finish(full, "f0")
+    assert started(full)[-1] == "c0"
+
+
+def test_the_key_that_took_the_room_is_refused_meanwhile(full):
+    submit(full, "c0", CALM)
+    with pytest.raises(Overloaded):
+        submit(full, "f9", FLOOD)
+    finish(full, "f0")
+    with pytest.raises(Overloaded):
+        submit(full, "f9", FLOOD)
+    finish(full, "c0")
+    submit(full, "f9", FLOOD)
+    assert started(full)[-1] == "f9"
+
+
+def test_room_that_no_key_waits_for_goes_to_any(full):
+    submit(full, "c0", CALM)
+    finish(full, "f0")
+    finish(full, "f1")
+    submit(full, "f9", FLOOD)
+    assert started(full)[-2:] == ["c0", "f9"]
+
+
+def test_with_one_key_nothing_waits(full):
+    with pytest.raises(Overloaded):
+        submit(full, "f4", FLOOD)
+    assert full.core.dispatcher.num_waiting == 0
+
+
+def test_an_equal_share_is_not_exceeded_by_waiting(full):
+    for number in range(4):
+        submit(full, f"c{number}", CALM)
+    with pytest.raises(Overloaded):
+        submit(full, "c4", CALM)
+
+
+def test_keys_with_fewer_open_requests_get_room_first(full):
+    for name, tenant in (("c0", CALM), ("c1", CALM), ("t0", THIRD)):
+        submit(full, name, tenant)
+    for number in range(3):
+        finish(full, f"f{number}")
+    assert started(full)[-3:] == ["t0", "c0", "c1"]
+
+
+def test_smaller_priority_gets_room_first(full):
+    submit(full, "c0", CALM)
+    submit(full, "c1", CALM, priority=-1)
+    finish(full, "f0")
+    assert started(full)[-1] == "c1"
+
+
+def test_waiting_ends_at_the_deadline(full):
+    submit(full, "c0", CALM, timeout_s=3.0)
+    full.tick(4.0)
+    assert full.error("c0").code == "deadline_exceeded"
+    assert full.core.dispatcher.num_waiting == 0
+
+
+def test_the_router_s_limit_leaves_room_for_keys_below_their_share(make_bench):
+    bench = make_bench("a0", max_requests=16)
+    for number in range(16):
+        submit(bench, f"f{number}", FLOOD)
+    with pytest.raises(Overloaded):
+        submit(bench, "f16", FLOOD)
+    submit(bench, "c0", CALM)
+    submit(bench, "t0", THIRD)
+    with pytest.raises(Overloaded):
+        submit(bench, "c1", CALM)
+
+
+def test_a_flood_does_not_make_the_deadlines_of_others_unreachable(make_bench):
+    bench = make_bench(max_requests=1000)
+    bench.join("a0", has_fair_shares=True)
+    submit(bench, "first", FLOOD)
+    bench.now = 1.0
+    bench.tokens(0, 5, request_id="first", peer="a0")
+    for number in range(30):
+        submit(bench, f"f{number}", FLOOD)
+    with pytest.raises(DeadlineUnreachable):
+        submit(bench, "late", FLOOD, timeout_s=5.0)
+    submit(bench, "calm", CALM, timeout_s=5.0)
+    for number in range(5):
+        submit(bench, f"c{number}", CALM)
+    with pytest.raises(DeadlineUnreachable):
+        submit(bench, "late", CALM, timeout_s=5.0)
+
+
+def test_a_worker_in_order_of_arrival_makes_all_keys_wait_alike(make_bench):
+    bench = make_bench(max_requests=1000)
+    bench.join("a0")
+    submit(bench, "first", FLOOD)
+    bench.now = 1.0
+    bench.tokens(0, 5, request_id="first", peer="a0")
+    for number in range(30):
+        submit(bench, f"f{number}", FLOOD)
+    with pytest.raises(DeadlineUnreachable):
+        submit(bench, "calm", CALM, timeout_s=5.0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_no_key_starves_and_no_room_is_idle(make_bench, seed):
+    """One key sends many times what there is room for; two others send less than their share, and are rarely above it."""
+    draws = random.Random(seed)
+    bench = make_bench(max_requests=64, request_timeout_s=1000.0)
+    bench.join("a0", max_num_choices=8)
+    num_open, served, refused = [], {FLOOD: 0, CALM: 0, THIRD: 0}, {FLOOD: 0, CALM: 0, THIRD: 0}
+    for number in range(600):
+        tenant = draws.choices((FLOOD, CALM, THIRD), (20, 1, 1))[0]
+        try:
+            submit(bench, f"{tenant}.{number}", tenant)
+        except Overloaded:
+            refused[tenant] += 1
+        running = [name for name in started(bench) if name not in bench.ended]
+        num_open.append(len(running))
+        if draws.random() < 0.35 and running:
+            name = draws.choice(running)
+            served[int(name[0])] += 1
+            finish(bench, name)
+    assert refused[FLOOD] > 100
+    assert refused[CALM] + refused[THIRD] < 10
+    assert min(served[CALM], served[THIRD]) >= 10
+    assert min(num_open[100:]) == 8
+
+
+def test_the_worker_is_told_whose_prompt_it_is(pair):
+    submit(pair, "r", CALM, sampling=SamplingParams(seed=7, max_tokens=20))
+    assert pair.generated("p0").tenant == CALM
+    pair.prefill_done("r")
+    assert pair.generated("d0").tenant == CALM
+
+
+def test_priority_reaches_both_workers(pair):
+    submit(pair, "r", 0, priority=-3)
+    assert pair.generated("p0").priority == -3
+    pair.prefill_done("r")
+    assert pair.generated("d0").priority == -3
