@@ -167,12 +167,16 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
             self.end_use(request_id)
 
     def _check_offer(self, request: Request, handoff: KVHandoff) -> Offer:
-        """Compare a handoff with what this worker knows itself, before any request to its owner."""
+        """Compare a handoff with what this worker knows itself, before any request to its owner.
+
+        Of a request that has asked for it, a handoff may cover output tokens too.
+        """
         layout = self._owner.layout
         try:
             check_compatible(self._owner, handoff.model_fingerprint, handoff.layout, converts_blocks=self.converts_blocks)
-            if not 0 < handoff.num_tokens <= request.num_prompt_tokens:
-                raise StaleBlock(f"the handoff covers {handoff.num_tokens} of {request.num_prompt_tokens} prompt tokens")
+            most = request.num_prompt_tokens if handoff is request.kv_handoff else request.num_tokens
+            if not 0 < handoff.num_tokens <= most:
+                raise StaleBlock(f"the handoff covers {handoff.num_tokens} of {most} tokens")
             if len(handoff.groups) != layout.num_groups:
                 raise StaleBlock(f"the handoff has {len(handoff.groups)} groups, not {layout.num_groups}")
             hashes = self._block_end_hashes(request, handoff.num_tokens, handoff.layout.block_size)

@@ -78,7 +78,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     engine_id: str = ""  # stable name of the instance (pod name); empty = role, host and pid
     router_addresses: tuple[str, ...] = ("tcp://127.0.0.1:5570",)  # every address a name resolves to is connected
-    control_address: str = "tcp://127.0.0.1:0"  # prefill, encode: where readers shake hands; port 0 = any
+    control_address: str = "tcp://127.0.0.1:0"  # prefill, encode, connector.peer_prefixes: where readers come; port 0 = any
     data_port: Port = 0  # prefill, encode: where readers read blocks or embeddings by tcp; 0 = any
     advertise_host: str = ""  # host that peers use for control and data; empty = the bound one
     ops_host: str = "127.0.0.1"
@@ -143,6 +143,7 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     lease_max_s: Seconds = 600.0
     # blocks that late reads of one peer may hold before it is cut off; 0 = a quarter of the pool; all peers: half, if more
     max_quarantined_blocks: NonNegative = 0
+    peer_prefixes: bool = False  # of p2p: load beginnings of prompts from any worker that holds them, and serve them
     lmcache: LMCacheSection = LMCacheSection()
     offload: OffloadSection = OffloadSection()
     store: StoreSection = StoreSection()

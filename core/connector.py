@@ -84,6 +84,10 @@ class KVConnectorScheduler(ABC):
         """
         return False
 
+    def free_spare_blocks(self) -> bool:
+        """Free blocks that are kept as a favour only, since a request lacks blocks; return True if any were freed."""
+        return False
+
     def shutdown(self) -> None:
         """Release everything; nothing is called afterwards."""
 
@@ -181,6 +185,11 @@ class Connector:
     @property
     def host_id(self) -> str:
         """Equal on two workers that can use transports for one host; empty if the connector has no such transports."""
+        return ""
+
+    @property
+    def prefix_address(self) -> str:
+        """Where other workers ask this one for beginnings of prompts; known after ``start``, empty if it serves none."""
         return ""
 
     @property

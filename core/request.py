@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from core.kv.hashing import BlockHasher, ExtraKey
 from core.tracing import TraceContext
-from core.wire.kv import KVHandoff
+from core.wire.kv import KVHandoff, KVSource
 from core.wire.media import ECSource, MMFeature
 from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs, TransferUsage
 from core.wire.sampling import SamplingParams
@@ -96,6 +96,7 @@ class NewRequest:
     cache_salt: str = ""
     needs_handoff: bool = False  # prefill worker: keep the blocks for a reader and describe them
     kv_handoff: KVHandoff | None = None  # decode worker: the place of the prompt's KV
+    kv_source: KVSource | None = None  # a worker that may hold the beginning of the prompt
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the engine's own
     deadline: float | None = None  # when the request's budget ends, on the engine's clock
     mm_features: Sequence[MMFeature] = ()  # in the order of the prompt, not overlapping
@@ -129,8 +130,10 @@ class Request:
         "grammar",
         "has_failed_embedding",
         "has_failed_load",
+        "has_optional_load",
         "kv_handoff",
         "kv_load_failure_policy",
+        "kv_source",
         "max_tokens",
         "media",
         "mm_end",
@@ -171,6 +174,7 @@ class Request:
         self.max_tokens = new.sampling.max_tokens
         self.needs_handoff = new.needs_handoff
         self.kv_handoff = new.kv_handoff
+        self.kv_source = new.kv_source
         self.kv_load_failure_policy = new.kv_load_failure_policy
         self.deadline = new.deadline
         self.mm_features = tuple(new.mm_features)
@@ -191,6 +195,7 @@ class Request:
         self.num_output_placeholders = 0
         self.num_preemptions = 0
         self.has_failed_load = False  # then nothing is loaded for it any more
+        self.has_optional_load = False  # its load only saves time: what fails of it is computed, under any policy
         self.has_failed_embedding = False  # then no embedding is loaded for it any more
         self.prefill_stats: PrefillStats | None = None
         self.first_scheduled_time: float | None = None  # of its first tokens here, on the engine's clock

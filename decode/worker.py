@@ -18,7 +18,8 @@ def run(config: KVFerryConfig, role: Literal["decode", "aggregated"], announce: 
     Raises:
         KVFerryError: it cannot start.
     """
-    has_connector = role == "decode" or set(config.connector.names) != {"p2p"}  # p2p alone needs a prefill worker to read from
+    # Without prefixes, p2p alone needs a prefill worker to read from.
+    has_connector = role == "decode" or set(config.connector.names) != {"p2p"} or config.connector.peer_prefixes
     make_connector = connector_factory(config.connector.name) if has_connector else None
     factories = make_connector, ec_connector_factory(config.ec_connector.name)
     return run_worker(config, role, lambda context: assemble(context, DecodeHandler, *factories), announce)

@@ -16,7 +16,16 @@ import msgspec
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, NewRequest
 from core.wire.kv import KVHandoff
-from core.wire.messages import ErrorInfo, FinishReason, Generate, PrefillChoice, PrefillDone, RequestFailed, TokenLogprobs
+from core.wire.messages import (
+    ErrorInfo,
+    FinishReason,
+    Generate,
+    PrefillChoice,
+    PrefillDone,
+    RequestFailed,
+    TokenLogprobs,
+    TransferUsage,
+)
 from core.worker.role import (
     EngineFacts,
     RoleHandler,
@@ -45,6 +54,7 @@ class _Prefill:
     queue_ms: float = 0.0
     recomputed_tokens: int = 0
     fallback_reason: str = ""
+    kv_transfer: TransferUsage | None = None
 
     def choice_ids(self) -> list[str]:
         """Return the engine requests that have not ended yet."""
@@ -126,6 +136,8 @@ class PrefillHandler(RoleHandler):
             prefill.num_cached_tokens = output.prefill_stats.num_cached_tokens
             prefill.queue_ms = output.prefill_stats.queue_s * 1e3
         if output.transfer_usage is not None:
+            if output.transfer_usage.transferred_tokens and prefill.kv_transfer is None:
+                prefill.kv_transfer = output.transfer_usage
             prefill.recomputed_tokens += output.transfer_usage.recomputed_tokens
             prefill.fallback_reason = prefill.fallback_reason or output.transfer_usage.fallback_reason
         if not output.new_token_ids:
@@ -165,6 +177,7 @@ class PrefillHandler(RoleHandler):
                 prefill_ms=max(0.0, total_ms - prefill.queue_ms),
                 recomputed_tokens=prefill.recomputed_tokens,
                 fallback_reason=prefill.fallback_reason,
+                kv_transfer=prefill.kv_transfer,
             )
         )
         result.ended.append(request_id)

@@ -47,6 +47,11 @@ class MultiConnector(Connector):
         return next((connector.host_id for connector in self._connectors if connector.host_id), "")
 
     @property
+    def prefix_address(self) -> str:
+        """The address of the part that serves beginnings of prompts."""
+        return next((connector.prefix_address for connector in self._connectors if connector.prefix_address), "")
+
+    @property
     def has_digests(self) -> bool:
         """True if every read of a handoff can be verified byte by byte."""
         with_transports = [connector for connector in self._connectors if connector.transports]

@@ -1,8 +1,9 @@
-"""``P2PAgent``: one worker's end of every transfer, as two synchronous state machines.
+"""``P2PAgent``: one worker's end of every transfer, as synchronous state machines.
 
-The ``consumer`` loads blocks from peers, the ``producer`` keeps blocks for peers. Each has a table of ``handlers`` by type of
-event, which return actions, and ``next_timer``, the time at which it needs a ``TimerDue``. They open no sockets, start no
-threads and read no clock, so that a simulation can run them.
+The ``consumer`` loads blocks from peers, the ``producer`` keeps blocks for peers, and ``asks`` are the consumer's questions
+about beginnings of prompts. Each has a table of ``handlers`` by type of event, which return actions, and ``next_timer``, the
+time at which it needs a ``TimerDue``. They open no sockets, start no threads and read no clock, so that a simulation can run
+them.
 """
 
 from __future__ import annotations
@@ -10,10 +11,14 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
+from connectors.p2p.actions import Action, ControlLost, ControlReceived, ExpectHandoff, HandoffRef
 from connectors.p2p.consumer.pull import PullProtocol
+from connectors.p2p.prefixes.asks import AskAction, PrefixAsks
+from connectors.p2p.prefixes.messages import PrefixAnswered
 from connectors.p2p.producer.handoff_producer import HandoffProducer
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import AgentSettings
+from core.wire.kv import PrefixHeld, PrefixRefused
 
 
 class P2PAgent:
@@ -32,10 +37,30 @@ class P2PAgent:
     ) -> None:
         self.consumer = PullProtocol(identity, transports, settings.pull)
         self.producer = HandoffProducer(identity, settings.leases, responder)
+        self.asks = PrefixAsks(identity)
+        self.consumer.handlers |= {ControlReceived: self._on_control, ControlLost: self._on_lost}
 
     def counts(self) -> dict[str, int]:
         """Return what has happened so far, by the name of the event."""
         leases = {f"lease_{name}": count for name, count in dataclasses.asdict(self.producer.leases.counts).items()}
         sources = (self.consumer.counts, self.consumer.leases.counts, self.consumer.peers.health.counts)
         loads = {name: count for source in sources for name, count in dataclasses.asdict(source).items()}
-        return leases | loads | {"unexpected_questions": self.producer.num_unexpected_questions}
+        prefixes = {
+            "prefix_questions_answered": self.producer.prefixes.num_answered,
+            "prefix_questions_refused": self.producer.prefixes.num_refused,
+            "late_prefix_answers": self.asks.num_late_answers,
+        }
+        return leases | loads | prefixes | {"unexpected_questions": self.producer.num_unexpected_questions}
+
+    def _on_control(self, event: ControlReceived, now: float) -> list[Action | AskAction]:
+        """Pass a message of a peer on to the machine that has asked for it. A new lease is asked about at once."""
+        answers = self.asks.on_control(event, now)
+        if not isinstance(event.message, PrefixHeld | PrefixRefused):
+            return [*self.consumer.on_control(event, now), *answers]
+        self.consumer.peers.note_message(event.address, now)
+        found = [answer.handoff for answer in answers if isinstance(answer, PrefixAnswered) and answer.handoff is not None]
+        questions = [self.consumer.expect(ExpectHandoff(HandoffRef.of(handoff)), now) for handoff in found]
+        return [*answers, *(action for actions in questions for action in actions)]
+
+    def _on_lost(self, event: ControlLost, now: float) -> list[Action | AskAction]:
+        return [*self.consumer.on_disconnected(event, now), *self.asks.on_lost(event, now)]

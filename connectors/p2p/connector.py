@@ -20,17 +20,20 @@ from core.wire.kv import KVHandoff
 
 
 class P2PConnector(Connector):
-    """Producer on prefill workers, consumer on decode workers."""
+    """Producer on prefill workers, consumer on decode workers; both on every worker with ``connector.peer_prefixes``."""
 
     scheduler: P2PConnectorScheduler
     worker: P2PConnectorWorker
 
     def __init__(self, context: ConnectorContext, create: TransportFactory = create_transport) -> None:
         self._identity = worker_identity(context, context.layout)
+        has_prefixes = context.config.connector.peer_prefixes
         self.worker = P2PConnectorWorker(lambda metadata: self.driver.post(metadata))  # noqa: PLW0108, the driver is made below
         host = AgentHost(
             identity=self._identity,
-            is_producer=context.role == "prefill",
+            is_producer=context.role == "prefill" or has_prefixes,
+            also_reads=has_prefixes,
+            serves_prefixes=has_prefixes,
             report=self.worker.report,
             fail=self.worker.fail,
             metrics=P2PMetrics(context.metrics),
@@ -42,6 +45,7 @@ class P2PConnector(Connector):
             lease_ms=int(1000 * context.config.connector.lease_s),
             ids=context.ids,
             grant=self.driver.post,
+            post=self.driver.post if has_prefixes else None,
         )
 
     @property
@@ -59,6 +63,11 @@ class P2PConnector(Connector):
         """True if the seals made here hold digests."""
         pool = self.worker.pool
         return pool is not None and pool.seals is not None and pool.seals.has_digests
+
+    @property
+    def prefix_address(self) -> str:
+        """Where workers ask this one for beginnings of prompts; empty if it serves none."""
+        return self.driver.control_address if self.scheduler.pins is not None else ""
 
     @property
     def control_address(self) -> str:

@@ -53,6 +53,7 @@ def _options(keys: ClusterKeys | None) -> SocketOptions:
 class ControlServer:
     """The producer's end. ``answer`` turns a message into its reply, or None if it has none; it must not block.
 
+    ``take`` gets each message first, with the identity of its sender, and returns True if it will be answered by ``send``.
     ``on_death`` is called in the event loop if serving ends by a bug of ours.
     """
 
@@ -62,8 +63,10 @@ class ControlServer:
         answer: Callable[[ControlMessage], ControlMessage | None],
         on_death: Callable[[BaseException], None],
         keys: ClusterKeys | None = None,
+        take: Callable[[bytes, ControlMessage], bool] | None = None,
     ) -> None:
         self._keys = keys
+        self._take = take
         self._socket: AsyncSocket = router_socket(context, _options(keys))
         self._answer = answer
         self._on_death = on_death
@@ -92,6 +95,19 @@ class ControlServer:
         await _end(task)
         self._socket.close(linger=0)
 
+    def send(self, identity: bytes, message: ControlMessage) -> None:
+        """Send a message to a consumer that has asked; dropped and counted if it is gone or takes nothing."""
+        error: BaseException | None
+        try:
+            frames = [identity, encode_control_message(message)]
+            sent = cast("asyncio.Future[object]", self._socket.send_multipart(frames, zmq.NOBLOCK))
+            error = sent.exception() if sent.done() else None
+        except (zmq.ZMQError, KVFerryError) as failure:
+            error = failure
+        if error is not None:
+            self.num_dropped += 1
+            _log.debug(event("kv_control_reply_dropped", error=error))
+
     def _on_task_end(self, task: asyncio.Task[None]) -> None:
         if task is self._task:  # not cancelled by ``stop``
             self._on_death(_death_of(task))
@@ -112,7 +128,10 @@ class ControlServer:
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"a control message is one frame, not {len(frames)}")
-            reply = self._answer(decode_control_frame(frames[0]))
+            message = decode_control_frame(frames[0])
+            if self._take is not None and self._take(identity, message):
+                return None
+            reply = self._answer(message)
             return None if reply is None else encode_control_message(reply)
         except VersionMismatch as error:
             self.num_bad_frames += 1

@@ -14,6 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from connectors.p2p.actions import (
     Action,
@@ -25,7 +26,6 @@ from connectors.p2p.actions import (
     PeerOpened,
     QuarantineEnded,
     Reply,
-    Report,
     SendControl,
     TransferReport,
     TransportBroken,
@@ -34,6 +34,7 @@ from connectors.p2p.actions import (
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.control import ControlClients, ControlServer
 from connectors.p2p.metrics import P2PMetrics
+from connectors.p2p.prefixes.messages import AnswerTo, PinEnded, PrefixAnswered, PrefixAsked
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import DriverSettings, agent_settings
 from connectors.p2p.transfer.executor import TransferExecutor
@@ -53,7 +54,7 @@ from core.kv.pool_region import KVPoolRegion
 from core.log import event
 from core.machine_driver import ActionHandler, ByType, LoopTimers, MachineDriver
 from core.rate_limit import LimitedLog
-from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply
+from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply, PrefixQuestion
 from core.wire.pairing import verifies_digests
 from core.wire.sockets import AsyncContext, advertised_host, join_tcp, split_tcp
 
@@ -64,7 +65,7 @@ _log = logging.getLogger(__name__)
 class AgentHost:
     """The worker that an agent serves. A producer serves its pool to consumers; every other worker only reads.
 
-    A producer reads too if ``also_reads``.
+    A producer reads too if ``also_reads``. With ``serves_prefixes`` it is asked for beginnings of prompts as well.
 
     ``report`` receives the ends of loads, leases and quarantines. ``fail`` receives the error that ended the agent or one of
     its threads. Both are called from any thread and must not block. ``name_load`` returns the log fields that name a load,
@@ -73,11 +74,12 @@ class AgentHost:
 
     identity: WorkerIdentity
     is_producer: bool
-    report: Callable[[Report], None]
+    report: Callable[[Any], None]
     fail: Callable[[BaseException], None]
     metrics: P2PMetrics
     name_load: Callable[[str], Mapping[str, object]]
     also_reads: bool = False
+    serves_prefixes: bool = False
 
     @property
     def is_consumer(self) -> bool:
@@ -213,15 +215,20 @@ class P2PDriver:
                 LoadEnded: self._report_load,
                 QuarantineEnded: self._host.report,
                 SendingEnded: self._host.report,
+                PinEnded: self._host.report,
+                PrefixAsked: self._host.report,
+                PrefixAnswered: self._report_answer,
+                AnswerTo: self._answer_to,
                 object: transfers.submit,
             }
         )
         timers = LoopTimers(self._settings.clock)
-        consumer, producer = (
+        consumer, producer, asks = (
             MachineDriver[ControlMessage](machine.handlers, actions, machine.next_timer, timers, self._fail)
-            for machine in (agent.consumer, agent.producer)
+            for machine in (agent.consumer, agent.producer, agent.asks)
         )
-        self._machines = ByType(dict.fromkeys(agent.consumer.handlers, consumer) | {object: producer})
+        readers = dict.fromkeys(agent.asks.handlers, asks) | dict.fromkeys(agent.consumer.handlers, consumer)
+        self._machines = ByType(readers | {object: producer})
         agent.consumer.handlers[TransferReport] = self._on_transfer
         agent.producer.handlers[Handshake] = self._on_handshake
         self._agent = agent
@@ -246,9 +253,21 @@ class P2PDriver:
 
     def _serve(self, zmq: AsyncContext) -> None:
         """Bind the control socket and answer consumers."""
-        self._server = ControlServer(zmq, self._machines[Handshake].handle, self._host.fail, self._settings.keys)
+        take = self._take_question if self._host.serves_prefixes else None
+        self._server = ControlServer(zmq, self._machines[Handshake].handle, self._host.fail, self._settings.keys, take)
         host, port = split_tcp(self._server.start(self._settings.control_address))
         self.control_address = join_tcp(advertised_host(host, self._settings.advertise_host), port)
+
+    def _take_question(self, sender: bytes, message: ControlMessage) -> bool:
+        """Pass a question about a prefix on; the engine answers it after its present step."""
+        if not isinstance(message, PrefixQuestion):
+            return False
+        self.handle(PrefixAsked(sender, message))
+        return True
+
+    def _answer_to(self, answer: AnswerTo) -> None:
+        if self._server is not None:
+            self._server.send(answer.sender, answer.message)
 
     def _new_agent(self, pool: KVPoolRegion, opened: TransportSet) -> P2PAgent:
         assert pool.seals is not None
@@ -310,8 +329,15 @@ class P2PDriver:
                 name, key=answer.code, reader=handshake.engine_id, code=answer.code, reason=answer.message
             )
 
+    def _report_answer(self, answer: PrefixAnswered) -> None:
+        if answer.refusal is not None:
+            self._metrics.count_prefix_refusal(answer.refusal)
+        self._host.report(answer)
+
     def _report_load(self, ended: LoadEnded) -> None:
         self._metrics.count_load(ended)
+        if self._agent is not None and self._agent.asks.end_load(ended.request_id):
+            self._metrics.count_prefix_load(ended)
         self._note_failed_load(ended)
         self._host.report(ended)
 
@@ -359,12 +385,17 @@ class P2PDriver:
         for name in self.transports:
             self._metrics.set_transport(name, is_used=False)
         self._metrics.read_at_scrape(self._num_leased_blocks, self._num_loading_blocks, self._events)
+        if self._host.serves_prefixes:
+            self._metrics.start_prefixes(self._num_pinned_blocks)
         self._metrics.read_broken_transports(self.transports, self._num_broken_transports)
         usable, skipped = ",".join(self.transports), ",".join(self._transport_set.skipped)
         self._log_transport(usable=usable, skipped=skipped, control_address=self.control_address)
 
     def _num_leased_blocks(self) -> int:
         return self._agent.producer.leases.num_blocks if self._agent is not None else 0
+
+    def _num_pinned_blocks(self) -> int:
+        return self._agent.producer.prefixes.num_pinned_blocks if self._agent is not None else 0
 
     def _num_loading_blocks(self) -> int:
         return self._agent.consumer.num_loading_blocks if self._agent is not None else 0

@@ -1,13 +1,21 @@
-"""The message of the p2p scheduler side to its worker side, as the engine ships it."""
+"""The messages between the p2p scheduler side and its worker side, as the engine ships them."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from connectors.p2p.actions import ConsumerStep
-from core.request import KVConnectorMetadata
+from connectors.p2p.prefixes.messages import PinEnded, PrefixAnswered, PrefixAsked
+from core.request import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
 @dataclass(slots=True)
 class P2PConnectorMetadata(ConsumerStep, KVConnectorMetadata):
     """What one engine step asks of the consumer."""
+
+
+@dataclass(slots=True)
+class P2PConnectorWorkerMetadata(KVConnectorWorkerMetadata):
+    """What the event loop has told the engine about prefixes since its last step, in order."""
+
+    reports: list[PrefixAnswered | PrefixAsked | PinEnded] = field(default_factory=list)

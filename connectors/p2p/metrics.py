@@ -8,6 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from connectors.p2p.prefixes.messages import PREFIX_REFUSALS, PrefixRefusal
 from connectors.reports import LoadEnded
 from core.errors import FALLBACK_REASONS, fallback_reason
 from core.metrics import PREFIX, read_gauge, start_at_zero
@@ -75,6 +76,35 @@ class P2PMetrics:
         self._bytes.labels(usage.transport).inc(usage.transferred_bytes)
         self._seconds.labels(usage.transport).observe(usage.transfer_ms / 1000)
         self._verify_seconds.labels(usage.transport).observe(usage.verify_ms / 1000)
+
+    def start_prefixes(self, num_pinned_blocks: Callable[[], float]) -> None:
+        """Publish the metrics of pulls of prefixes."""
+        prefix = f"{PREFIX}{self.kind}_prefix"
+        self._prefix_pulls = Counter(
+            f"{prefix}_pulls",
+            "Questions for beginnings of prompts at other workers, by outcome: loaded, failed, or why nothing was loaded.",
+            ["outcome"],
+            registry=self._registry,
+        )
+        start_at_zero(self._prefix_pulls, ("loaded",), ("failed",), *((refusal,) for refusal in PREFIX_REFUSALS))
+        self._prefix_tokens = Counter(
+            f"{prefix}_pulled_tokens", "Tokens loaded from other workers instead of computed.", registry=self._registry
+        )
+        self._prefix_bytes = Counter(f"{prefix}_pulled_bytes", "Bytes of these tokens.", registry=self._registry)
+        description = "Blocks that this worker keeps for readers of beginnings of prompts."
+        read_gauge(self._registry, f"{self.kind}_prefix_pinned_blocks", description, num_pinned_blocks)
+
+    def count_prefix_refusal(self, refusal: PrefixRefusal) -> None:
+        """Count a question that ended without a load."""
+        self._prefix_pulls.labels(refusal).inc()
+
+    def count_prefix_load(self, ended: LoadEnded) -> None:
+        """Count the load that followed an answer; of a failed one, what was verified. An aborted one does not count."""
+        if ended.usage is None:
+            return
+        self._prefix_pulls.labels("loaded" if ended.error is None else "failed").inc()
+        self._prefix_tokens.inc(ended.usage.transferred_tokens)
+        self._prefix_bytes.inc(ended.usage.transferred_bytes)
 
     def read_at_scrape(
         self,

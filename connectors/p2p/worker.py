@@ -9,11 +9,14 @@ from collections.abc import Callable
 
 from connectors.async_worker import ReportingWorker
 from connectors.p2p.actions import QuarantineEnded, Report
-from connectors.p2p.metadata import P2PConnectorMetadata
+from connectors.p2p.metadata import P2PConnectorMetadata, P2PConnectorWorkerMetadata
+from connectors.p2p.prefixes.messages import PinEnded, PrefixAnswered, PrefixAsked
 from core.request import KVConnectorMetadata, KVConnectorOutput
 
+P2PReport = Report | PrefixAnswered | PrefixAsked | PinEnded
 
-class P2PConnectorWorker(ReportingWorker[Report]):
+
+class P2PConnectorWorker(ReportingWorker[P2PReport]):
     """Passes step messages to ``submit``, which must be callable from the engine thread, and collects reports."""
 
     def __init__(self, submit: Callable[[P2PConnectorMetadata], None]) -> None:
@@ -26,10 +29,14 @@ class P2PConnectorWorker(ReportingWorker[Report]):
         if not metadata.is_empty():
             self._submit(metadata)
 
-    def add_report(self, report: Report, output: KVConnectorOutput) -> None:
+    def add_report(self, report: P2PReport, output: KVConnectorOutput) -> None:
         """Put a report into the step's output."""
         if isinstance(report, QuarantineEnded):
             _end_quarantine(report, output)
+        elif isinstance(report, PrefixAnswered | PrefixAsked | PinEnded):
+            output.worker_meta = output.worker_meta or P2PConnectorWorkerMetadata()
+            assert isinstance(output.worker_meta, P2PConnectorWorkerMetadata)
+            output.worker_meta.reports.append(report)
         else:
             super().add_report(report, output)
 

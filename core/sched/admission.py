@@ -157,7 +157,9 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
             return _Outcome.SKIPPED
     if prefix.load_kv_async and not _may_load_ahead(state, step, request):
         return _Outcome.NO_BLOCKS
-    if not _allocate(state, request, prefix, num_new_tokens):
+    if not _allocate(state, request, prefix, num_new_tokens) and not (
+        _frees_spare_blocks(state) and _allocate(state, request, prefix, num_new_tokens)
+    ):
         return _Outcome.NO_BLOCKS
     if plan is not None:
         state.encoder.allocate(request, plan, step.output)
@@ -186,6 +188,11 @@ def _allocate(state: SchedulerState, request: Request, prefix: _Prefix, num_new_
         has_scheduled_reqs=bool(state.running),
     )
     return blocks is not None
+
+
+def _frees_spare_blocks(state: SchedulerState) -> bool:
+    """Let the connector give up blocks that it keeps as a favour; return True if it had any."""
+    return state.connector is not None and state.connector.free_spare_blocks()
 
 
 def _may_load_ahead(state: SchedulerState, step: Step, request: Request) -> bool:

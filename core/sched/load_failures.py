@@ -13,7 +13,7 @@ with its next tokens.
 from __future__ import annotations
 
 from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain
 
 from core.errors import TransferError, fallback_reason
@@ -200,7 +200,12 @@ def _note_end(
 
 
 def _must_end(state: SchedulerState, request: Request, error: ErrorInfo) -> bool:
-    """Return True, and count it, if the request's failure policy, or else the engine's, is *fail*."""
+    """Return True, and count it, if the request's failure policy, or else the engine's, is *fail*.
+
+    No policy applies to an optional load: what it would have brought is computed.
+    """
+    if request.has_optional_load:
+        return False
     policy = request.kv_load_failure_policy or state.kv_load_failure_policy
     if policy == "fail":
         state.num_load_fallbacks[fallback_reason(error.code), "fail"] += 1
@@ -219,7 +224,10 @@ def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInf
     is_loading = request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
     if affected.num_kept < affected.num_valid:
         request.has_failed_load = True
-        state.add_recomputed(request, affected.num_valid - affected.num_kept, fallback_reason(error.code))
+        if request.has_optional_load:
+            _uncount_external(request, affected.num_kept)
+        else:
+            state.add_recomputed(request, affected.num_valid - affected.num_kept, fallback_reason(error.code))
         if request.status is not RequestStatus.RUNNING:
             state.failed_recving_kv_req_ids.add(request_id)
     state.inflight_prefills[request_id] = request
@@ -229,3 +237,11 @@ def _roll_back(state: SchedulerState, affected: AffectedRequest, error: ErrorInf
     if request.status is RequestStatus.RUNNING:
         state.rolled_back.add(request_id)
         state.encoder.give_up(request)  # it may wait for long, and the owner it waits for may need the room
+
+
+def _uncount_external(request: Request, num_kept: int) -> None:
+    """Count the tokens that an optional load has not brought as computed, which they will be."""
+    stats = request.prefill_stats
+    if stats is not None and not request.num_preemptions:
+        num_external = max(0, min(stats.num_external_cached_tokens, num_kept - stats.num_local_cached_tokens))
+        request.prefill_stats = replace(stats, num_external_cached_tokens=num_external)

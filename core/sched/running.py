@@ -141,8 +141,9 @@ def _position(running: list[Request], request: Request, index: int) -> int:
 def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, num_new_tokens: int) -> KVCacheBlocks | None:
     """Allocate slots, preempting victims until they fit; None if the request itself was the last victim.
 
-    No request is preempted while the connector is about to free blocks. A request is never preempted for its own next step: it
-    would lose the token that is being computed, start again once it fits, and reach the same point without progress.
+    No request is preempted while the connector is about to free blocks, or has some to spare. A request is never preempted for
+    its own next step: it would lose the token that is being computed, start again once it fits, and reach the same point
+    without progress.
     """
     is_loading = any(request in earlier.synchronous_loads for earlier in state.inflight_steps)
     while True:
@@ -150,6 +151,8 @@ def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, nu
         blocks = state.kv_cache_manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=is_loading)
         if blocks is not None:
             return blocks
+        if state.connector is not None and state.connector.free_spare_blocks():
+            continue
         step.lacks_blocks = True
         if state.connector is not None and state.connector.has_pending_block_frees():
             return None

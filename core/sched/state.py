@@ -124,6 +124,8 @@ class SchedulerState:
     def subtract_recomputed(self, request: Request, num_tokens: int) -> None:
         """Subtract lost tokens that were found in the prefix cache since."""
         usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
+        if not usage.recomputed_tokens:
+            return
         left = max(0, usage.recomputed_tokens - num_tokens)
         self.transfer_usage[request.request_id] = msgspec.structs.replace(usage, recomputed_tokens=left)
 

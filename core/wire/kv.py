@@ -10,7 +10,17 @@ from typing import Literal
 
 import msgspec
 
-from core.wire.limits import BlockHashBytes, BlockId, Count, Name, Positive, Text, Unsigned64, WholeMilliseconds
+from core.wire.limits import (
+    BlockHashBytes,
+    BlockId,
+    ChainBytes,
+    Count,
+    Name,
+    Positive,
+    Text,
+    Unsigned64,
+    WholeMilliseconds,
+)
 
 KVVerify = Literal["auto", "identity", "digest"]  # what a reader checks: seals, or the digests of the bytes too
 
@@ -88,6 +98,19 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     engine_params: bytes = b""
 
 
+class KVSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A worker that holds the beginning of a prompt as far as the router knows: a reader may ask it with ``PrefixQuestion``.
+
+    ``patience_ms`` is about how long the reader would take to compute these tokens itself; it waits no longer for them.
+    """
+
+    engine_id: Name
+    incarnation: Unsigned64
+    control_address: Text
+    num_tokens: Positive
+    patience_ms: WholeMilliseconds = 0
+
+
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaults=True):
     """Decode worker → prefill worker: my identity, my layout, and my transports in order of preference."""
 
@@ -147,6 +170,37 @@ class LeaseRelease(msgspec.Struct, frozen=True, kw_only=True, tag="release", omi
     reason: Text = "loaded"
 
 
+class PrefixQuestion(msgspec.Struct, frozen=True, kw_only=True, tag="px", omit_defaults=True):
+    """Reader → any worker: how much of my prompt do you hold? Keep that for me.
+
+    ``incarnation`` is that of the worker asked, according to the router. ``chain`` is the reader's own hash chain, 16 bytes for
+    each hash block, so it matches the reader's prompt only. The reader's blocks have ``block_size`` tokens: the answer covers a
+    multiple of that. ``number`` comes back with the answer.
+    """
+
+    number: Count
+    engine_id: Name  # of the reader
+    incarnation: Unsigned64
+    model_fingerprint: bytes
+    block_size: Positive
+    chain: ChainBytes
+
+
+class PrefixHeld(msgspec.Struct, frozen=True, kw_only=True, tag="px_ok", omit_defaults=True):
+    """The worker holds the tokens that ``kv_handoff`` describes, and keeps them under its lease, as those of a handoff."""
+
+    number: Count
+    kv_handoff: KVHandoff
+
+
+class PrefixRefused(msgspec.Struct, frozen=True, kw_only=True, tag="px_no", omit_defaults=True):
+    """The worker keeps nothing for this question; ``reason`` is one of ``connectors.p2p.prefixes.messages``."""
+
+    number: Count
+    incarnation: Unsigned64
+    reason: Name
+
+
 class ControlError(msgspec.Struct, frozen=True, kw_only=True, tag="err", omit_defaults=True):
     """Answer to a frame that could not be understood; the frame has no other effect."""
 
@@ -154,4 +208,15 @@ class ControlError(msgspec.Struct, frozen=True, kw_only=True, tag="err", omit_de
     message: str
 
 
-ControlMessage = Handshake | HandshakeReply | HandshakeRefused | LeaseRenew | LeaseState | LeaseRelease | ControlError
+ControlMessage = (
+    Handshake
+    | HandshakeReply
+    | HandshakeRefused
+    | LeaseRenew
+    | LeaseState
+    | LeaseRelease
+    | PrefixQuestion
+    | PrefixHeld
+    | PrefixRefused
+    | ControlError
+)

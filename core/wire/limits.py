@@ -24,6 +24,7 @@ NumChoices = Annotated[int, Meta(ge=1, le=1024)]
 BlockId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Unsigned64 = Annotated[int, Meta(ge=0)]  # generations and incarnations; msgpack itself ends at 2**64 - 1
 BlockHashBytes = Annotated[bytes, Meta(min_length=16, max_length=16)]
+ChainBytes = Annotated[bytes, Meta(min_length=16, max_length=3 << 20)]  # block hashes, one after another
 Milliseconds = Annotated[float, Meta(ge=0, le=1e12)]
 WholeMilliseconds = Annotated[int, Meta(ge=0, le=10**12)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]

@@ -14,7 +14,7 @@ import msgspec
 from core.errors import KVFerryError
 from core.tracing import TraceContext
 from core.wire.contents import ContentPart, ContentReport
-from core.wire.kv import KVHandoff, KVLayoutInfo, KVVerify
+from core.wire.kv import KVHandoff, KVLayoutInfo, KVSource, KVVerify
 from core.wire.limits import (
     MAX_NUM_FEATURES,
     AnyHttpStatus,
@@ -109,6 +109,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     host_id: Text = ""  # equal on two workers that share memory and a pid namespace
     kv_verify: KVVerify = "auto"  # what it verifies of its reads
     has_digests: bool = False  # its seals hold digests
+    prefix_address: Text = ""  # where workers ask it for beginnings of prompts; empty = it serves none
     ops_address: Text = ""
     pid: Count = 0
     ec_connector: Text = ""  # by which it reads embeddings of encode workers; empty = it computes all of them
@@ -193,6 +194,7 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_d
     prefill_ms: Milliseconds = 0.0
     recomputed_tokens: Count = 0  # prompt tokens of all choices that a tier should have loaded and that were computed
     fallback_reason: Text = ""  # why the tier's load failed; empty if it did not
+    kv_transfer: TransferUsage | None = None  # of blocks that it loaded from another worker or a tier
 
 
 class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -318,6 +320,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     n: NumChoices = 1
     handoff: bool = False
     kv_handoff: KVHandoff | None = None
+    kv_source: KVSource | None = None  # where the beginning of the prompt may be loaded from instead of being computed
     choices: tuple[ChoiceStart, ...] = ()
     priority: int = 0
     patience_ms: WholeMilliseconds = 0

@@ -49,6 +49,7 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         host_id=connector.host_id if connector is not None else ec_connector.host_id if ec_connector is not None else "",
         kv_verify=config.connector.kv_verify,
         has_digests=connector is not None and connector.has_digests,
+        prefix_address=connector.prefix_address if connector is not None else "",
         ops_address=ops_address,
         pid=os.getpid(),
         ec_connector=ec_connector.name if ec_connector is not None else "",

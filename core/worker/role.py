@@ -112,6 +112,7 @@ def request_of_choice(message: Generate, index: int, sampling: SamplingParams, f
         tenant=message.tenant,
         cache_salt=message.cache_salt,
         kv_handoff=message.kv_handoff,
+        kv_source=message.kv_source,
         kv_load_failure_policy=message.kv_load_failure_policy,
         deadline=deadline_of(message, now),
         mm_features=message.mm_features,

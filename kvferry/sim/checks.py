@@ -30,6 +30,7 @@ from core.kv.seals import BROKEN, decode_seal
 from core.request import ModelRunnerOutput, RequestStatus, SchedulerOutput, extra_keys_of
 from core.sched.scheduler import Scheduler
 from core.testing.hash_model import SLOT_BYTES, HashAttention, HashModel, expected_kv
+from kvferry.sim.connector import SimConnector
 from kvferry.sim.plan import RequestPlan
 from kvferry.sim.pool_checks import PoolChecks
 from kvferry.sim.tier import SimTier
@@ -102,12 +103,20 @@ class WorkerChecks:
         self.num_quarantined = 0  # blocks, over time
         self.num_pinned = 0  # by steps in flight, over time
 
-    def attach(self, scheduler: Scheduler, model: HashModel, times: TimingChecks, tier: SimTier | None = None) -> None:
+    def attach(
+        self,
+        scheduler: Scheduler,
+        model: HashModel,
+        times: TimingChecks,
+        tier: SimTier | None = None,
+        connector: SimConnector | None = None,
+    ) -> None:
         """Set the objects to check."""
         self._scheduler = scheduler
         self._model = model
         self._times = times
         self._tier = tier
+        self._connector = connector
         PoolChecks(self._name, scheduler.kv_cache_manager, self.complain)
 
     # ---- transfers ---------------------------------------------------------------------------------------------------
@@ -189,6 +198,7 @@ class WorkerChecks:
         held = Counter(self._scheduler.quarantined)
         held.update(self._tier.saving_block_ids() if self._tier is not None else ())
         held.update(scheduler.pinned)
+        held.update(self._connector.pinned() if self._connector is not None else ())
         self.num_pinned += len(scheduler.pinned)
         for violation in find_violations(scheduler.kv_cache_manager, held):
             self.complain(f"{self._name}: {violation}")

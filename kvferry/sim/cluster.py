@@ -67,7 +67,7 @@ class SimCluster:
         self.loop = EventLoop()
         self.workers: dict[str, SimWorker | SimEncoder] = {}
         self.routers: dict[str, SimRouter] = {}
-        has_tier = plan.tier is not None or plan.step_loads is not None
+        has_tier = plan.tier is not None or plan.step_loads is not None or plan.config.connector.peer_prefixes
         self.clients = [Client(request, self.complain, has_tier=has_tier) for request in plan.requests]
         self.log = EventLog(lambda: self.loop.now, is_kept=keeps_log)
         self.troubles = Troubles(lambda: self.loop.now)

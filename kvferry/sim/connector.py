@@ -6,6 +6,7 @@ from collections import Counter
 
 from connectors.p2p.actions import Report
 from connectors.p2p.metadata import P2PConnectorMetadata
+from connectors.p2p.prefixes.messages import PinEnded, PrefixAnswered, PrefixAsked
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
@@ -18,7 +19,7 @@ from kvferry.sim.timing_checks import TimingChecks
 
 
 class SimConnector(SimDriver):
-    """Producer on prefill workers, consumer on decode workers."""
+    """Producer on prefill workers, consumer on decode workers; both on all workers if they serve beginnings of prompts."""
 
     def __init__(
         self, host: Host, identity: WorkerIdentity, config: ConnectorSection, ids: IdSource, control_address: str
@@ -29,6 +30,7 @@ class SimConnector(SimDriver):
             lease_ms=int(1000 * config.lease_s),
             ids=ids,
             grant=self._grant,
+            post=self._post if config.peer_prefixes else None,
         )
         self.scheduler.control_address = control_address
         self.worker = P2PConnectorWorker(self._submit)
@@ -54,6 +56,15 @@ class SimConnector(SimDriver):
             | self._ended_loads
         )
 
+    def pinned(self) -> list[int]:
+        """Return the blocks that are kept for readers of prefixes, once for each reference."""
+        return self.scheduler.pins.pinned if self.scheduler.pins is not None else []
+
+    def _report_prefix(self, report: PrefixAnswered | PrefixAsked | PinEnded) -> None:
+        if isinstance(report, PrefixAnswered):
+            self._ended_loads[f"prefix_{report.refusal or 'held'}"] += 1
+        self.worker.report(report)
+
     def _submit(self, metadata: P2PConnectorMetadata) -> None:
         def on_step() -> None:
             self._times.on_order(metadata)
@@ -63,6 +74,8 @@ class SimConnector(SimDriver):
 
     def _report(self, report: Report) -> None:
         if isinstance(report, LoadEnded) and report.usage is not None:
-            self._ended_loads[f"load_{report.error.code if report.error is not None else 'ok'}"] += 1
+            outcome = report.error.code if report.error is not None else "ok"
+            is_prefix = self.agent is not None and self.agent.asks.end_load(report.request_id)
+            self._ended_loads[f"{'prefix_load' if is_prefix else 'load'}_{outcome}"] += 1
             self._times.on_load_ended(report)
         self.worker.report(report)

@@ -26,6 +26,7 @@ from kvferry.sim.faults import (
     draw_kinds,
 )
 from kvferry.sim.image_plan import ImagePlan, draw_images
+from kvferry.sim.next_turns import draw_next_turns
 from kvferry.sim.plan import MAX_MODEL_LEN, ClusterPlan, RequestPlan, WorkerPlan, router_address
 from kvferry.sim.slow_reading import SEND_TIMEOUT_S, draw_slow_readers
 from kvferry.sim.step_loads import StepLoadPlan, draw_step_loads
@@ -40,6 +41,7 @@ _MAX_OUTPUT_TOKENS = 40
 _ASYNC_SCHEDULING_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
 _LOCAL_PREFILL_SHARE = 0.3  # of runs in which decode workers may compute prompts
 _LOCAL_PREFILL_ITL_MS = 1000.0
+_PREFIXES_SHARE = 0.4  # of runs in which workers load beginnings of prompts from each other
 _ORDER_SHARE = 0.5  # of runs in which transports that can keep reads in order
 _SUPERVISED_SHARE = 0.5
 _MANY_TRANSPORTS_SHARE = 0.3
@@ -100,6 +102,8 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
     cluster = _draw_cluster(seed, None if chosen is None else frozenset(chosen), async_scheduling, random)
     kinds, config, shape, workers = cluster.kinds, cluster.config, cluster.shape, cluster.workers
     requests = _draw_requests(random, kinds, cluster.routers, shape.attentions)
+    if config.connector.peer_prefixes:
+        requests += draw_next_turns(Random(f"{seed}/turns"), requests, shape.attentions, _MAX_PROMPT_TOKENS)
     tier = draw_tier(seed, chosen, [worker.engine_id for worker in workers]) if config.cache.enable_prefix_caching else None
     if tier is not None:
         workers, requests = _let_tier_be_used(Random(f"{seed}/tier use"), shape, config, workers, requests)
@@ -145,6 +149,8 @@ def _draw_cluster(seed: int, chosen: frozenset[Fault] | None, async_scheduling: 
         async_scheduling = Random(f"{seed}/look ahead").random() < _ASYNC_SCHEDULING_SHARE
     if async_scheduling:
         config = replace_struct(config, scheduler=replace_struct(config.scheduler, async_scheduling="on"))
+    if Random(f"{seed}/prefixes").random() < _PREFIXES_SHARE:
+        config = replace_struct(config, connector=replace_struct(config.connector, peer_prefixes=True))
     shape = draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
     workers = _draw_workers(random, kinds, config, shape)
     if chosen is None:

@@ -39,6 +39,7 @@ from connectors.p2p.actions import (
 )
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.config import transfer_settings
+from connectors.p2p.prefixes.messages import AnswerTo, PinEnded, PrefixAnswered, PrefixAsked, PrefixFound
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import agent_settings
 from connectors.p2p.transfer.executor import TransferExecutor
@@ -55,7 +56,7 @@ from core.kv.seals import each_by_itself
 from core.machine_driver import ActionHandler, ByType, MachineDriver
 from core.testing.hash_model import SLOT_BYTES
 from core.wire.codec import decode_control_frame, encode_control_message
-from core.wire.kv import ControlMessage, KVHandoff, LeaseRelease, LeaseRenew, LeaseState
+from core.wire.kv import ControlMessage, KVHandoff, LeaseRelease, LeaseRenew, LeaseState, PrefixQuestion
 from kvferry.sim.breaker_checks import BreakerChecks
 from kvferry.sim.host import Host
 from kvferry.sim.lease_checks import LeaseChecks
@@ -121,6 +122,7 @@ class SimDriver:
         self._config = config
         self._ids = ids
         self._control_address = control_address
+        self._serves_prefixes = config.peer_prefixes
         self._links: dict[str, Link] = {}
         self._to_transfers = Queue(host.process, host.loop, host.thread_delay_s)
         self._from_transfers = Queue(host.process, host.loop, host.thread_delay_s)
@@ -132,6 +134,10 @@ class SimDriver:
 
     def _report(self, report: Report) -> None:
         """Report to the worker side."""
+        raise NotImplementedError
+
+    def _report_prefix(self, report: PrefixAnswered | PrefixAsked | PinEnded) -> None:
+        """Report what concerns a prefix to the worker side."""
         raise NotImplementedError
 
     def _start(self, pool: KVPoolRegion, watch: WriteWatch, max_rows_per_read: int) -> None:
@@ -214,6 +220,8 @@ class SimDriver:
             "quarantined blocks": self.agent.consumer.num_quarantined_blocks,
             "bytes of the staging area": self._staging.num_taken_bytes,
             "leases asked for": len(self.agent.consumer.leases),
+            "open questions": len(self.agent.asks),
+            "pinned blocks": self.agent.producer.prefixes.num_pinned_blocks,
             "open reads": sum(transport.num_open_reads for transport in self._transports),
         }
 
@@ -225,6 +233,18 @@ class SimDriver:
             self._producer.handle(grant)
 
         self._host.from_engine.put(on_grant)
+
+    def _post(self, event: object) -> None:
+        """Pass a message of the scheduler side about prefixes on to the machine that it is for."""
+
+        def on_event() -> None:
+            assert self.agent is not None
+            if isinstance(event, PrefixFound):
+                self._leases.on_grant(event.handoff.transfer_id)
+            machine = self._asks if type(event) in self.agent.asks.handlers else self._producer
+            machine.handle(event)
+
+        self._host.from_engine.put(on_event)
 
     def _on_transfer(self, report: TransferReport, now: float) -> list[Action]:
         assert self.agent is not None
@@ -240,6 +260,9 @@ class SimDriver:
 
     def _on_question(self, peer: bytes, frame: bytes) -> None:
         question = decode_control_frame(frame)
+        if isinstance(question, PrefixQuestion) and self._serves_prefixes:
+            self._producer.handle(PrefixAsked(peer, question))
+            return
         if isinstance(question, LeaseRenew):
             self._leases.on_renewal(question.transfer_ids)
         elif isinstance(question, LeaseRelease):
@@ -275,11 +298,13 @@ class SimDriver:
             }
         )
         handlers.update(dict.fromkeys((LoadEnded, QuarantineEnded, SendingEnded), self._report_and_log))
+        handlers.update(dict.fromkeys((PrefixAnswered, PrefixAsked, PinEnded), self._report_prefix_and_log))
+        handlers[AnswerTo] = self._answer_to
         actions: dict[type, ActionHandler[ControlMessage]] = ByType({object: partial(self._carry_out, handlers)})
         timers = ProcessTimers(self._host.process)
-        self._consumer, self._producer = (
+        self._consumer, self._producer, self._asks = (
             MachineDriver[ControlMessage](machine.handlers, actions, machine.next_timer, timers)
-            for machine in (agent.consumer, agent.producer)
+            for machine in (agent.consumer, agent.producer, agent.asks)
         )
 
     def _carry_out(self, handlers: ByType[ActionHandler[ControlMessage]], action: Action) -> ControlMessage | None:
@@ -300,6 +325,14 @@ class SimDriver:
     def _report_and_log(self, report: Report) -> None:
         self._host.log("reports", report)
         self._report(report)
+
+    def _report_prefix_and_log(self, report: PrefixAnswered | PrefixAsked | PinEnded) -> None:
+        self._host.log("reports", report)
+        self._report_prefix(report)
+
+    def _answer_to(self, answer: AnswerTo) -> None:
+        self._host.log("answers", answer.message)
+        self._server.send(answer.sender, encode_control_message(answer.message))
 
     def _post_read(self, read: PostRead) -> None:
         self._check_lease(read.read_id)

@@ -132,6 +132,7 @@ class ClusterPlan:
             + (", one of them in flight while the next is scheduled" if self.async_scheduling else ""),
             f"transport {', '.join(connector.transports)}{order}, verify {connector.kv_verify}, "
             f"lease {connector.lease_s:.3g} s, "
+            f"{'prefixes from peers, ' if connector.peer_prefixes else ''}"
             f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
             f"request timeout {self.config.router.request_timeout_s:.3g} s",
         ]

@@ -77,7 +77,9 @@ class SimWorker(SimWorkerProtocol):
         ids = SeededIds(ids_seed)
         self.incarnation = new_incarnation(ids)
         config = plan.config
-        self.connector = self._make_connector(config, ids) if spec.role != "aggregated" else None
+        self.connector = (
+            self._make_connector(config, ids) if spec.role != "aggregated" or config.connector.peer_prefixes else None
+        )
         self.tier = stores.open_tier(host, self._layout, ids_seed)
         self.embeddings = self._make_embeddings(plan, ids_seed, stores)
         self._connectors = self._list_connectors(plan, ids_seed)
@@ -87,7 +89,7 @@ class SimWorker(SimWorkerProtocol):
         core = self._make_engine(config, plan.images)
         self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
         self._times = TimingChecks(spec.engine_id, host.process.clock, checks.complain)
-        checks.attach(core.scheduler, self.model, self._times, self.tier)
+        checks.attach(core.scheduler, self.model, self._times, self.tier, self.connector)
         if self._connector_worker is not None:
             self._connector_worker.set_wakeup(self.engine.wake)
         if self.connector is not None:
@@ -155,7 +157,8 @@ class SimWorker(SimWorkerProtocol):
         )
 
     def _make_connector(self, config: KVFerryConfig, ids: SeededIds) -> SimConnector:
-        address = self.spec.control_address if self.spec.role == "prefill" else ""
+        is_read = self.spec.role == "prefill" or config.connector.peer_prefixes
+        address = self.spec.control_address if is_read else ""
         return SimConnector(self.host, self._identity(), config.connector, ids, address)
 
     def _list_connectors(self, plan: ClusterPlan, seed: int) -> list[SimConnector | SimTier | StepLoads]:
@@ -236,6 +239,7 @@ class SimWorker(SimWorkerProtocol):
             has_digests=self.model.seals.has_digests,
             has_fair_shares=True,
             content_parts=self.contents.parts,
+            prefix_address=self.spec.control_address if self.connector is not None and config.connector.peer_prefixes else "",
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -252,7 +256,8 @@ class SimWorker(SimWorkerProtocol):
         super()._put_outputs(outputs)
 
     def _send(self, action: Send) -> None:
-        if isinstance(action.message, PrefillDone) and self.tier is None:
+        loads_prefixes = self.connector is not None and self.connector.scheduler.pulls is not None
+        if isinstance(action.message, PrefillDone) and self.tier is None and not loads_prefixes:
             self._times.on_prefill_done(action.message)
         super()._send(action)
 

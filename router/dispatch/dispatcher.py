@@ -358,6 +358,7 @@ class Dispatcher:
         actions = self._handoffs.keep_or_release(request, decode)
         request.attempt.decode = decode.key
         request.attempt.has_handoff = request.handoff is not None
+        request.source = self._placement.source_for(request, decode)
         self._inflight.take(request, decode, request.num_live_choices)
         return [*actions, SendToWorker(decode.key, resuming_generate(request, now))]
 

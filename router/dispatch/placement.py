@@ -11,13 +11,14 @@ from dataclasses import replace
 from core.errors import NoWorker, Overloaded, RequestError
 from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of
+from core.wire.kv import KVSource
 from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
 from router.dispatch.request_state import RequestState
-from router.dispatch.route_costs import Offer, RouteCosts, report
+from router.dispatch.route_costs import Offer, RouteCosts, report, source_of
 from router.routing import affinity
 
 _Offers = dict[WorkerKey, Offer]
@@ -37,7 +38,9 @@ class Placement:
         """Return the workers that serve the request from its beginning. Raises the errors of ``choose_route``."""
         workers, wanted = self._membership.workers, request.submission
         extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
-        offers = self._costs.offers(computing(workers), wanted.prompt_token_ids, extra_keys, now, wanted.tenant)
+        offers = self._costs.offers(
+            computing(workers), wanted.prompt_token_ids, extra_keys, now, members=workers, tenant=wanted.tenant
+        )
         costs = {key: offer.score for key, offer in offers.items()}
         able = {w.key: offers[w.key] for w in workers if w.key in offers and not w.is_closed and w.has_room(wanted.n)}
         slack_ms = affinity.slack_ms((offer.score, offer.own_ms) for offer in able.values()) if wanted.affinity else 0.0
@@ -53,6 +56,7 @@ class Placement:
             route, offers = self._shorten(route, demand, offers, (wanted.prompt_token_ids, extra_keys), now)
         offer = offers.get(route.workers[0].key)
         request.patience_ms = offer.patience_ms if offer is not None else 0.0
+        request.source = source_of(offer) if offer is not None else None
         request.routing = None
         if offer is not None:
             request.routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
@@ -62,7 +66,7 @@ class Placement:
         """Return the route of a decode worker that computes the prompt itself, if that is sooner, with all offers compared."""
         assert route.prefill is not None, "its caller has checked"
         workers = local_candidates(self._membership.workers, route.prefill, demand)
-        local_offers = self._costs.offers(workers, *prompt, now)
+        local_offers = self._costs.offers(workers, *prompt, now, self._membership.workers)
         chosen = self._costs.choose_local(workers, local_offers, offers[route.prefill.key], now)
         if chosen is None:
             return route, offers
@@ -89,6 +93,23 @@ class Placement:
         except (NoWorker, Overloaded):
             pass  # another worker may serve without the handoff
         return choose_successor(workers, request.model_fingerprint, demand)
+
+    def source_for(self, request: RequestState, decode: GenerationWorker) -> KVSource | None:
+        """Return where a decode worker may load the prompt again if it loses it: its prefill worker, else who holds most."""
+        wanted, prefill = request.submission, self._membership.get(request.attempt.prefill)
+        if not decode.facts.prefix_address:
+            return None
+        if request.handoff is None or not isinstance(prefill, GenerationWorker) or not prefill.facts.prefix_address:
+            extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
+            return self._costs.source_for(decode, wanted.prompt_token_ids, extra_keys, self._membership.workers)
+        num_tokens = len(wanted.prompt_token_ids)
+        return KVSource(
+            engine_id=prefill.key.engine_id,
+            incarnation=prefill.key.incarnation,
+            control_address=prefill.facts.prefix_address,
+            num_tokens=num_tokens,
+            patience_ms=max(1, round(self._costs.prefill_time(decode).ms(num_tokens, 0))),
+        )
 
     def can_move(self, request: RequestState, now: float) -> bool:
         """Return True if another worker could take over the request now."""

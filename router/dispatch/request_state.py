@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
-from core.wire.kv import KVHandoff
+from core.wire.kv import KVHandoff, KVSource
 from core.wire.media import ECSource
 from core.wire.messages import ErrorInfo, FinishReason, RouterMessage, TransferUsage
 from router.dispatch.members import Member, WorkerKey
@@ -63,6 +63,7 @@ class Measurements:
     first_token_at: float | None = None
     first_token: FirstTokenTiming | None = None  # if it came from a prefill worker
     second_token: SecondTokenTiming | None = None
+    pulled_tokens: int = 0  # that the worker which computed the prompt loaded from another one
     hit_tokens: int | None = None  # as the worker that computed the prompt reported
     alone_ttft_ms: float | None = None  # if the first token came from a worker that serves it alone
     costs: dict[int, tuple[int, TransferUsage]] = field(default_factory=dict)  # by choice: (number of the attempt, its cost)
@@ -109,6 +110,7 @@ class RequestState:
     phase: RequestPhase = RequestPhase.PREFILL
     model_fingerprint: bytes = b""
     routing: RoutingReport | None = None  # of its latest placement
+    source: KVSource | None = None  # where its worker may load the beginning of the prompt
     patience_ms: float = 0.0  # how long shorter prompts that come later may be computed first
     encoding: Encoding | None = None  # None before its encode leg
     ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: where embeddings can be loaded

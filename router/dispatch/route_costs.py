@@ -10,13 +10,18 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of
 from core.wire.contents import ContentReport
+from core.wire.kv import KVSource
 from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens
 from router.contents.known import Hit, KnownContents
 from router.dispatch.members import GenerationWorker, WorkerKey
+from router.dispatch.sources import Holder, Source, Sources, holders_of
 from router.dispatch.timing import RoutingReport
+from router.routing import transfer
 from router.routing.accuracy import HitAccuracy
 from router.routing.backlog import Backlog, QueuedPrompt
 from router.routing.cost import PrefillTime, patience_ms, score
@@ -34,7 +39,9 @@ _Pool = tuple[bytes, str]  # model fingerprint and role
 class Offer:
     """What one worker would cost: predicted hit in tokens, wait and own time in ms, and the score that decides.
 
-    ``patience_ms`` is how long shorter prompts that come later may be computed first; 0 if it serves in order of arrival.
+    With a ``source`` the worker loads the beginning of the prompt from there, and ``own_ms`` includes the transfer; without, it
+    would take ``alone_ms``. ``patience_ms`` is how long shorter prompts that come later may be computed first; 0 if it serves
+    in order of arrival.
     """
 
     hit_tokens: int
@@ -42,6 +49,8 @@ class Offer:
     wait_ms: float
     own_ms: float
     score: float
+    source: Source | None = None
+    alone_ms: float = 0.0
 
     @property
     def ttft_ms(self) -> float:
@@ -76,6 +85,7 @@ class RouteCosts:
 
     def __init__(self) -> None:
         self.contents = KnownContents()
+        self.sources = Sources()
         self.is_enabled = True
         self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
         self._workers: dict[WorkerKey, _Worker] = {}
@@ -92,14 +102,35 @@ class RouteCosts:
         prompt: Sequence[int],
         extra_keys: Sequence[ExtraKey],
         now: float,
+        members: Sequence[GenerationWorker] = (),
         tenant: int = 0,
     ) -> dict[WorkerKey, Offer]:
-        """Return what each of these workers would cost if it computed the prompt; empty if routes are chosen by load."""
+        """Return what each of these workers would cost if it computed the prompt; empty if routes are chosen by load.
+
+        Of ``members`` any may be the source of what the worker lacks.
+        """
         if not self.is_enabled:
             return {}
         able = list(workers)
-        hits = self.contents.hits(able, prompt, extra_keys)
-        return {worker.key: self._offer(worker, len(prompt), hits.get(worker.key, _NO_HIT), now, tenant) for worker in able}
+        serving = [member for member in members if member.facts.prefix_address]
+        hits = self.contents.hits({member.key: member for member in (*able, *serving)}.values(), prompt, extra_keys)
+        holders = holders_of(serving, hits)
+        found = {worker.key: hits.get(worker.key, _NO_HIT) for worker in able}
+        return {worker.key: self._offer(worker, len(prompt), found[worker.key], now, holders, tenant) for worker in able}
+
+    def source_for(
+        self,
+        reader: GenerationWorker,
+        prompt: Sequence[int],
+        extra_keys: Sequence[ExtraKey],
+        members: Iterable[GenerationWorker],
+    ) -> KVSource | None:
+        """Return where a worker that continues a request may load the beginning of its prompt; None if nowhere."""
+        if not self.is_enabled or not reader.facts.prefix_address:
+            return None
+        serving = [member for member in members if member.facts.prefix_address and member.key != reader.key]
+        source = self.sources.best(reader, 0, holders_of(serving, self.contents.hits(serving, prompt, extra_keys)))
+        return source.as_message(self.prefill_time(reader).ms(source.holder.num_tokens, 0)) if source is not None else None
 
     def choose_local(
         self, workers: Sequence[GenerationWorker], offers: Mapping[WorkerKey, Offer], remote: Offer, now: float
@@ -130,16 +161,33 @@ class RouteCosts:
         """Return the recent mean of |real - predicted| / predicted prefill time of the worst pool; 0 before any prompt."""
         return max((fit.mean_error for fit in self._fits.values()), default=0.0)
 
-    def _offer(self, worker: GenerationWorker, num_tokens: int, found: Hit, now: float, tenant: int) -> Offer:
+    def _offer(
+        self,
+        worker: GenerationWorker,
+        num_tokens: int,
+        found: Hit,
+        now: float,
+        holders: Sequence[Holder] = (),
+        tenant: int = 0,
+    ) -> Offer:
         known = self._worker(worker)
         time = self.prefill_time(worker)
         hit = known.accuracy.credit(min(found.tokens, max(0, num_tokens - 1)))
-        own_ms = time.ms(num_tokens - hit, hit)
+        alone_ms = own_ms = time.ms(num_tokens - hit, hit)
+        transfer_ms, source = 0.0, self.sources.best(worker, hit, holders)
+        if source is not None:
+            num_held = min(source.holder.num_tokens, num_tokens - 1)
+            rest_ms = time.ms(num_tokens - num_held, num_held)
+            if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
+                transfer_ms, own_ms = source.transfer_ms, rest_ms
+            else:
+                source = None
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         fair_to = tenant if worker.facts.has_fair_shares else None
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3, fair_to)
         wait_ms += known.wait_of_others_ms(now * 1e3)
-        return Offer(hit, patience, wait_ms, own_ms, score(wait_ms, own_ms, num_delayed))
+        cost = score(wait_ms + transfer_ms, own_ms, num_delayed)
+        return Offer(hit, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms)
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -149,7 +197,9 @@ class RouteCosts:
             case Generate() if self.is_enabled and not message.choices:  # with choices, the prompt was computed before
                 token_ids, extra_keys = message.prompt_token_ids, extra_keys_of(message.mm_features, message.cache_salt)
                 num_tokens, hit = len(token_ids), self.contents.hits([worker], token_ids, extra_keys).get(worker.key, _NO_HIT)
-                offer = self._offer(worker, num_tokens, hit, now, message.tenant)
+                if message.kv_source is not None:
+                    hit = Hit(max(hit.tokens, message.kv_source.num_tokens), hit.claimed_tokens)
+                offer = self._offer(worker, num_tokens, hit, now, tenant=message.tenant)
                 due_ms = now * 1e3 + offer.patience_ms
                 prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, due_ms, message.tenant)
                 backlog = self._worker(worker).backlog
@@ -191,6 +241,9 @@ class RouteCosts:
     def on_prefill_done(self, message: PrefillDone, now: float) -> None:
         """Learn from a computed prompt. Unknown ids are ignored."""
         prefill_ms = 0.0 if message.recomputed_tokens else message.prefill_ms  # 0 = teaches no time
+        if loaded := message.kv_transfer:
+            self.sources.observe(msgspec.structs.replace(loaded, transfer_ms=loaded.transfer_ms + loaded.queue_ms))
+            prefill_ms = max(0.0, prefill_ms - loaded.transfer_ms - loaded.verify_ms)
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
 
     def on_first_token(self, message: Tokens, now: float) -> None:
@@ -199,6 +252,8 @@ class RouteCosts:
         The time since the prompt was sent counts if it found no other prompt at the worker. It includes the delay by running
         requests, which the next prompt will meet too. Unknown ids and later tokens are ignored.
         """
+        if message.usage is not None and message.usage.kv_transfer is not None:
+            self.sources.observe(message.usage.kv_transfer)
         placed = self._placed.get(message.request_id)
         if placed is None or message.usage is None:
             self.drop(message.request_id, now)
@@ -257,12 +312,19 @@ class RouteCosts:
         return fit
 
 
+def source_of(offer: Offer) -> KVSource | None:
+    """Return what the worker of an offer is told about its source; it waits as long as computing would take longer."""
+    return None if offer.source is None else offer.source.as_message(offer.alone_ms - (offer.own_ms - offer.source.transfer_ms))
+
+
 def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False, slack_ms: float = 0.0) -> RoutingReport:
     """Return why one offer was chosen of all. Within ``slack_ms`` of the lowest score the request's session has chosen."""
     every = list(offers)
     longest = max(offer.hit_tokens for offer in every)
     if is_local:
         reason = "local"
+    elif chosen.source is not None:
+        reason = "source"
     elif any(offer.score < chosen.score - slack_ms for offer in every):
         reason = "availability"
     elif any(offer.score < chosen.score for offer in every):
@@ -277,6 +339,7 @@ def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False, sl
         predicted_hit_tokens=chosen.hit_tokens,
         longest_hit_tokens=longest,
         predicted_ttft_ms=chosen.ttft_ms,
+        source=chosen.source.holder.worker.key.engine_id if chosen.source is not None else "",
     )
 
 

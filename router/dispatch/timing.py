@@ -40,10 +40,10 @@ class SecondTokenTiming(msgspec.Struct, frozen=True, kw_only=True):
 class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Why a prompt was placed where it was, and how true the prediction was. Times in ms, hits in tokens.
 
-    ``reason`` is ``prefix`` if no candidate holds more of the prompt than the worker chosen, ``wait`` if one does but would be
-    later or cost more, ``load`` if none holds any of it, ``availability`` if a cheaper worker could not take the request,
-    ``session`` if its session prefers the worker among about equal ones, and ``local`` if the decode worker computes the
-    prompt, since that is sooner.
+    ``reason`` is ``prefix`` if no candidate holds more of the prompt than the worker chosen, ``source`` if the worker loads
+    what it lacks from ``source``, which is sooner, ``wait`` if one holds more but would be later or cost more, ``load`` if none
+    holds any of it, ``availability`` if a cheaper worker could not take the request, ``session`` if its session prefers the
+    worker among about equal ones, and ``local`` if the decode worker computes the prompt, since that is sooner.
     """
 
     reason: str
@@ -51,7 +51,9 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     predicted_hit_tokens: int
     longest_hit_tokens: int  # predicted, of any candidate
     predicted_ttft_ms: float
-    hit_tokens: int | None = None  # None if no worker reported it
+    source: str = ""  # the worker whose blocks of the prompt are loaded; empty = none
+    hit_tokens: int | None = None  # None if no worker reported it; with what was loaded from the source
+    pulled_tokens: int = 0  # loaded from the source
     ttft_ms: float | None = None  # without the wait for encode workers
 
 

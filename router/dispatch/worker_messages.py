@@ -52,6 +52,7 @@ def _message(request: RequestState, now: float) -> Generate:
         cache_salt=wanted.cache_salt,
         deadline_ms=max(1, round((request.deadline - now) * 1000)),
         kv_load_failure_policy=wanted.kv_load_failure_policy,
+        kv_source=request.source,
         mm_features=wanted.mm_features,
         media=wanted.media,
         ec_sources=tuple(request.ec_sources.values()),
@@ -98,6 +99,7 @@ def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) 
     """Record the first tokens, if there are any, and return the update for the client."""
     measured = request.measurements
     measured.hit_tokens = message.num_cached_tokens
+    measured.pulled_tokens = message.kv_transfer.transferred_tokens if message.kv_transfer is not None else 0
     if message.choices:
         measured.first_token_at = now
         measured.first_token = first_token_timing(
@@ -178,6 +180,8 @@ def _apply_usage(request: RequestState, item: Tokens, update: Update, now: float
     if not request.has_report:  # an aggregated worker reports the prompt here; of a pair, the prefill worker did
         request.has_report = True
         request.measurements.hit_tokens = item.usage.num_cached_tokens
+        if item.usage.kv_transfer is not None:
+            request.measurements.pulled_tokens = item.usage.kv_transfer.transferred_tokens
         request.measurements.alone_ttft_ms = (now - request.measurements.arrival) * 1e3
         update.prompt = PromptReport(
             item.usage.num_cached_tokens, item.usage.prompt_logprobs, model_fingerprint=request.model_fingerprint
@@ -241,4 +245,7 @@ def _routing_report(request: RequestState) -> RoutingReport | None:
         return None
     alone_ms = request.measurements.alone_ttft_ms
     ttft_ms = timing.total_ms - (timing.encode_ms or 0.0) if timing is not None else alone_ms
-    return msgspec.structs.replace(request.routing, hit_tokens=request.measurements.hit_tokens, ttft_ms=ttft_ms)
+    pulled_tokens = request.measurements.pulled_tokens if request.routing.source else 0
+    return msgspec.structs.replace(
+        request.routing, hit_tokens=request.measurements.hit_tokens, pulled_tokens=pulled_tokens, ttft_ms=ttft_ms
+    )

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from connectors.p2p.actions import Action, LeaseGrant, ReleaseHandoffs, RenewHandoffs, Reply
+from connectors.p2p.prefixes.server import PrefixServer, ServerAction
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.producer.leases import LeaseTable, LeaseTerms
 from connectors.reports import SendingEnded
@@ -27,6 +28,7 @@ class HandoffProducer:
         self.responder = responder
         self.num_unexpected_questions = 0
         self.next_timer = self.leases.next_expiry
+        self.prefixes = PrefixServer(identity, self.leases)
         self._identity = identity
         self.handlers: ByType[EventHandler] = ByType(
             {
@@ -40,6 +42,7 @@ class HandoffProducer:
                 object: self.refuse,
             }
         )
+        self.handlers |= self.prefixes.handlers
 
     def grant(self, grant: LeaseGrant, now: float) -> list[Action]:
         """Hold the blocks of a finished request from now on."""
@@ -51,13 +54,13 @@ class HandoffProducer:
         self.leases.renew(event.transfer_ids, now)
         return []
 
-    def release(self, event: ReleaseHandoffs | LeaseRelease, now: float) -> list[Action]:
+    def release(self, event: ReleaseHandoffs | LeaseRelease, now: float) -> list[ServerAction]:
         """End these leases. Idempotent."""
-        return _ended(self.leases.release(event.transfer_ids))
+        return self._ended(self.leases.release(event.transfer_ids))
 
-    def expire(self, event: TimerDue, now: float) -> list[Action]:
+    def expire(self, event: TimerDue, now: float) -> list[ServerAction]:
         """End the leases that are due."""
-        return _ended(self.leases.expire(now))
+        return self._ended(self.leases.expire(now))
 
     def on_handshake(self, handshake: Handshake, now: float) -> list[Reply]:
         """Accept a consumer, or refuse it."""
@@ -76,6 +79,6 @@ class HandoffProducer:
         reason = f"{type(message).__name__} is not for worker {self._identity.engine_id}"
         return [Reply(ControlError(code=ProtocolError.code, message=reason))]
 
-
-def _ended(request_ids: Iterable[str]) -> list[Action]:
-    return [SendingEnded(request_id) for request_id in request_ids]
+    def _ended(self, request_ids: Iterable[str]) -> list[ServerAction]:
+        pins, others = self.prefixes.take_ended(request_ids)
+        return [*pins, *(SendingEnded(request_id) for request_id in others)]

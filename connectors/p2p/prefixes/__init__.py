@@ -1,0 +1,1 @@
+"""Pulls of the beginnings of prompts from any worker that holds them."""

@@ -1,0 +1,133 @@
+"""A reader's open questions about prefixes: each ends once, by an answer, by the loss of the source, or at its deadline.
+
+Does no I/O and reads no clock. An answer that comes too late releases what the source keeps for it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import msgspec
+
+from connectors.p2p.actions import ControlLost, ControlReceived, SendControl
+from connectors.p2p.prefixes.messages import (
+    PREFIX_REFUSALS,
+    AskPrefix,
+    CancelPrefixAsk,
+    PrefixAnswered,
+    PrefixRefusal,
+)
+from connectors.p2p.producer.handshake import WorkerIdentity
+from core.machine_driver import ByType, EventHandler, TimerDue
+from core.wire.kv import ControlError, KVHandoff, LeaseRelease, PrefixHeld, PrefixQuestion, PrefixRefused
+
+AskAction = SendControl | PrefixAnswered
+
+
+@dataclass(frozen=True, slots=True)
+class _OpenAsk:
+    order: AskPrefix
+    asked_at: float
+    deadline: float
+
+
+class PrefixAsks:
+    """Asks sources. ``handlers`` routes events; the ends of control connections are passed on by the agent."""
+
+    def __init__(self, identity: WorkerIdentity) -> None:
+        self._identity = identity
+        self._last_number = 0
+        self._open: dict[int, _OpenAsk] = {}
+        self.num_late_answers = 0
+        self._answered: set[str] = set()  # request ids, until their loads are over or they end
+        self.handlers: ByType[EventHandler] = ByType(
+            {AskPrefix: self.ask, CancelPrefixAsk: self.cancel, TimerDue: self.on_timer}
+        )
+
+    def __len__(self) -> int:
+        return len(self._open)
+
+    def ask(self, order: AskPrefix, now: float) -> list[AskAction]:
+        """Send a question."""
+        self._last_number += 1
+        self._open[self._last_number] = _OpenAsk(order, now, now + order.patience_s)
+        question = PrefixQuestion(
+            number=self._last_number,
+            engine_id=self._identity.engine_id,
+            incarnation=order.source.incarnation,
+            model_fingerprint=self._identity.model_fingerprint,
+            block_size=order.block_size,
+            chain=order.chain,
+        )
+        return [SendControl(order.source.control_address, question)]
+
+    def cancel(self, order: CancelPrefixAsk, now: float) -> list[AskAction]:
+        """Forget the question of a request that has ended."""
+        self._answered.discard(order.request_id)
+        for number, found in list(self._open.items()):
+            if found.order.request_id == order.request_id:
+                del self._open[number]
+        return []
+
+    def on_control(self, event: ControlReceived, now: float) -> list[AskAction]:
+        """Handle an answer to a question; other messages are ignored."""
+        match message := event.message:
+            case PrefixHeld():
+                return self._on_held(event.address, message, now)
+            case PrefixRefused():
+                found = self._take(message.number, event.address)
+                return [] if found is None else self._refuse(found, _known(message.reason), now)
+            case ControlError():  # a worker that serves no prefixes; it does not say which question it means
+                return self._refuse_all_at(event.address, now)
+        return []
+
+    def end_load(self, request_id: str) -> bool:
+        """Return True if the load of a request that has just ended came from an answer."""
+        is_of_answer = request_id in self._answered
+        self._answered.discard(request_id)
+        return is_of_answer
+
+    def on_lost(self, event: ControlLost, now: float) -> list[AskAction]:
+        """The connection to a source is gone."""
+        return self._refuse_all_at(event.address, now)
+
+    def on_timer(self, event: TimerDue, now: float) -> list[AskAction]:
+        """Give up the questions without an answer in time."""
+        late = [number for number, found in self._open.items() if found.deadline <= now]
+        return [action for number in late for action in self._refuse(self._open.pop(number), "deadline", now)]
+
+    def next_timer(self) -> float | None:
+        """Return the earliest deadline, None without a question."""
+        return min((found.deadline for found in self._open.values()), default=None)
+
+    def _on_held(self, address: str, message: PrefixHeld, now: float) -> list[AskAction]:
+        found, handoff = self._take(message.number, address), message.kv_handoff
+        if found is None:
+            self.num_late_answers += 1
+            return [_release(address, handoff)]
+        if handoff.incarnation != found.order.source.incarnation:
+            return [_release(address, handoff), *self._refuse(found, "restarted", now)]
+        handoff = msgspec.structs.replace(handoff, control_address=address)
+        self._answered.add(found.order.request_id)
+        return [PrefixAnswered(found.order.request_id, handoff, None, found.deadline, now - found.asked_at)]
+
+    def _take(self, number: int, address: str) -> _OpenAsk | None:
+        found = self._open.get(number)
+        if found is None or found.order.source.control_address != address:
+            return None
+        return self._open.pop(number)
+
+    def _refuse(self, ask: _OpenAsk, refusal: PrefixRefusal, now: float) -> list[AskAction]:
+        return [PrefixAnswered(ask.order.request_id, None, refusal, ask.deadline, now - ask.asked_at)]
+
+    def _refuse_all_at(self, address: str, now: float) -> list[AskAction]:
+        numbers = [number for number, found in self._open.items() if found.order.source.control_address == address]
+        return [action for number in numbers for action in self._refuse(self._open.pop(number), "peer_lost", now)]
+
+
+def _release(address: str, handoff: KVHandoff) -> SendControl:
+    return SendControl(address, LeaseRelease(transfer_ids=(handoff.transfer_id,), reason="late"))
+
+
+def _known(reason: str) -> PrefixRefusal:
+    return next((refusal for refusal in PREFIX_REFUSALS if refusal == reason), "invalid")
