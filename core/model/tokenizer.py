@@ -55,9 +55,10 @@ class Tokenizer:
         self._monotonic = monotonic
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = files.eos_token_ids
-        self._special_tokens = _special_tokens(files.tokenizer_config)
+        self._named_tokens = _special_tokens(files.tokenizer_config)
         added = backend.get_added_tokens_decoder().items()
-        self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.special_tokens = {token.content: token_id for token_id, token in added if token.special}
+        self.special_token_ids = frozenset(self.special_tokens.values())
         self.byte_of_letter = _byte_level_alphabet()
         self.template = files.chat_template or ""
         self._template = _compile_template(files.chat_template, wall_clock) if files.chat_template else None
@@ -114,7 +115,7 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
         conversation = _mark_final(messages) if continue_final_message else list(messages)
-        variables = {"tools": None, "documents": None, **self._special_tokens, **template_args}
+        variables = {"tools": None, "documents": None, **self._named_tokens, **template_args}
         try:
             text = self._render(self._template, variables, conversation, add_generation_prompt)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
