@@ -106,18 +106,28 @@ class GrammarMatcher:
 
         None if none may: the output has ended, or see ``error``.
         """
+        bits = self.allowed_bits()
+        return None if bits is None else unpacked(bits, self._vocab_size)
+
+    def allowed_bits(self) -> npt.NDArray[np.uint8] | None:
+        """Return ``allowed`` as bits, eight tokens a byte from the lowest bit on."""
         if self.error is not None or self._has_ended:
             return None
         self._grammar.num_masks += 1
-        words = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
             self._grammar.is_broken = True
             self._fail("the grammar is too complex to go on")
             return None
-        return np.unpackbits(words, bitorder="little", count=self._vocab_size).view(np.bool_)
+        return bits
 
     def _fail(self, what: str) -> None:
         self.error = KVFerryError(f"structured output: {what}: {_reason(self._matcher.get_error())}")
+
+
+def unpacked(bits: npt.NDArray[np.uint8], vocab_size: int) -> npt.NDArray[np.bool_]:
+    """Return allowed tokens, ``[vocab_size]``, from their bits."""
+    return np.unpackbits(bits, bitorder="little", count=vocab_size).view(np.bool_)
 
 
 def _reason(error: object) -> str:

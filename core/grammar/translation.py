@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from llguidance import LLMatcher, StructTag
@@ -33,6 +33,7 @@ _JSON_OPTIONS: JsonCompileOptions = {  # a schema's own "x-guidance" cannot chan
     "json_allowed_escapes": 'nrbtf\\"u',
     "json_allow_general_unicode_escapes": False,
 }
+_OPTIONS_LINE = "%llguidance {}\n"  # that the library puts before a structural tag; not allowed in a nested grammar
 _GBNF_RULE = re.compile(r"^\s*[A-Za-z][\w-]*\s*::=", re.MULTILINE)
 _DEFINED_FORMATS = frozenset(
     (
@@ -67,17 +68,44 @@ def to_grammar(output: StructuredOutput, special_tokens: Collection[str] = ()) -
             return _from_grammar(output.value)
 
 
+def embedded_schema(schema: Mapping[str, Any] | bool) -> str:
+    """Return a schema as a rule's right side in a Lark grammar. Raises InvalidRequest as ``to_grammar``."""
+    return "%json " + json.dumps({**_prepared(schema), "x-guidance": _JSON_OPTIONS}, ensure_ascii=False)
+
+
+def embedded_form(output: StructuredOutput, special_tokens: Collection[str] = ()) -> str:
+    """Return a form as a rule's right side in a Lark grammar. Raises InvalidRequest as ``to_grammar``."""
+    check_limits(output)
+    match output.kind:
+        case "json_schema":
+            return embedded_schema(parse_schema(output.value))
+        case "json_object":
+            return embedded_schema({"type": "object"})
+        case "regex":
+            (found,) = json.loads(LLMatcher.grammar_from_regex(output.value))["grammars"]
+            lark = found["lark_grammar"]
+        case "grammar":
+            lark = _as_lark(output.value)
+        case _:
+            lark = to_grammar(output, special_tokens)
+    return f"%lark {{\n{lark.removeprefix(_OPTIONS_LINE)}\n}}"
+
+
 def _from_schema(schema: dict[str, Any] | bool) -> str:
     return LLMatcher.grammar_from_json_schema(_prepared(schema), overrides=_JSON_OPTIONS)
 
 
 def _from_grammar(text: str) -> str:
+    return LLMatcher.grammar_from_lark(_as_lark(text))
+
+
+def _as_lark(text: str) -> str:
     if _GBNF_RULE.search(text):
         try:
-            text = gbnf_to_lark(text)
+            return gbnf_to_lark(text)
         except Exception as error:  # the converter raises whatever its parsing runs into
             raise InvalidRequest(f"the GBNF grammar cannot be read: {error}") from None
-    return LLMatcher.grammar_from_lark(text)
+    return text
 
 
 def _from_tag(tag: StructuralTag, special_tokens: Collection[str]) -> str:
@@ -92,7 +120,7 @@ def _from_tag(tag: StructuralTag, special_tokens: Collection[str]) -> str:
     return StructTag.to_grammar(tags, assume_special=True in are_special)
 
 
-def _prepared(schema: dict[str, Any] | bool) -> dict[str, Any]:
+def _prepared(schema: Mapping[str, Any] | bool) -> dict[str, Any]:
     """Return a schema of the same meaning that the library takes.
 
     Raises:
@@ -100,7 +128,7 @@ def _prepared(schema: dict[str, Any] | bool) -> dict[str, Any]:
     """
     if isinstance(schema, bool):
         return {} if schema else {"enum": []}
-    prepared: dict[str, Any] = _prepare(schema)
+    prepared: dict[str, Any] = _prepare(dict(schema))
     return prepared
 
 

@@ -1,33 +1,30 @@
 """Text to token ids and back, and chat templates. Torch-free: the router runs it.
 
-Owns encoding, decoding and the sandbox for a model's own (untrusted) Jinja template. Knows nothing of streaming
-(``core.model.detokenizer``) or of the origin of files (``core.model.hub``). Thread-safe: it holds no state of any request.
+Owns encoding, decoding and what a model's own (untrusted) Jinja template is given; it runs in
+``core.model.template_sandbox``. Knows nothing of streaming (``core.model.detokenizer``) or of the origin of files
+(``core.model.hub``). Thread-safe: it holds no state of any request.
 """
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
+from types import MappingProxyType
 from typing import Any, NoReturn
 
 import jinja2
 import jinja2.meta
 from jinja2.exceptions import TemplateError
-from jinja2.ext import Extension, loopcontrols
-from jinja2.nodes import CallBlock, Node
-from jinja2.parser import Parser
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as BackendTokenizer
 
 from core.errors import ConfigError, InvalidRequest
 from core.model.hub import ModelFiles
+from core.model.template_sandbox import MAX_RENDER_S, TemplateSandbox
 
 _SPECIAL_TOKEN_NAMES = ("bos_token", "eos_token", "unk_token", "pad_token")
 _SHORT = 4096  # characters, or tokens; at most some ten milliseconds
-MAX_RENDERED = 64 << 20  # characters of a rendered conversation
-MAX_RENDER_S = 10.0
+_NO_ARGS: Mapping[str, object] = MappingProxyType({})
 _CONTINUE_MARK = "\ufdd0kvferry-continue\ufdd1"  # noncharacters: no message contains them by accident
 
 Message = Mapping[str, Any]
@@ -52,16 +49,20 @@ class Tokenizer:
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
-        self._monotonic = monotonic
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.eos_token_ids = files.eos_token_ids
-        self._special_tokens = _special_tokens(files.tokenizer_config)
+        self._named_tokens = _special_tokens(files.tokenizer_config)
         added = backend.get_added_tokens_decoder().items()
-        self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
+        self.special_tokens = {token.content: token_id for token_id, token in added if token.special}
+        self.special_token_ids = frozenset(self.special_tokens.values())
         self.byte_of_letter = _byte_level_alphabet()
         self.template = files.chat_template or ""
-        self._template = _compile_template(files.chat_template, wall_clock) if files.chat_template else None
-        self.template_variables = _variables(self._template, self.template)
+        self._sandbox = _sandbox(wall_clock, monotonic)
+        try:
+            self._template = self._sandbox.template(self.template) if self.template else None
+        except TemplateError as error:
+            raise ConfigError(f"the model's chat template does not compile: {error}", param="model.name") from error
+        self.template_variables = frozenset(jinja2.meta.find_undeclared_variables(self._sandbox.parse(self.template)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``; special tokens written in the text become their ids.
@@ -97,7 +98,8 @@ class Tokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        **template_args: object,
+        template_args: Mapping[str, object] = _NO_ARGS,
+        limit_s: float = MAX_RENDER_S,
     ) -> str:
         """Render a conversation to the prompt text; encode it with ``add_special_tokens=False``.
 
@@ -105,7 +107,8 @@ class Tokenizer:
         ``documents``, ...) are passed to the template unchanged.
 
         Raises:
-            InvalidRequest: there is no template, the template refuses the conversation, or the arguments contradict.
+            InvalidRequest: there is no template, it refuses the conversation or makes too much of it, or arguments contradict.
+            RenderTooSlow: it takes more than ``limit_s``.
         """
         if self._template is None:
             raise InvalidRequest("this model has no chat template; use the completions endpoint", param="messages")
@@ -114,71 +117,21 @@ class Tokenizer:
                 "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
             )
         conversation = _mark_final(messages) if continue_final_message else list(messages)
-        variables = {"tools": None, "documents": None, **self._special_tokens, **template_args}
+        variables = {"tools": None, "documents": None, **self._named_tokens, **template_args}
+        variables |= {"messages": conversation, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._render(self._template, variables, conversation, add_generation_prompt)
+            text = self._sandbox.render(self._template, variables, limit_s)
         except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         return _cut_at_mark(text) if continue_final_message else text
 
-    def _render(
-        self, template: jinja2.Template, variables: Mapping[str, Any], conversation: list[Message], add_generation_prompt: bool
-    ) -> str:
-        """Return the text, unless it becomes too long or takes too long."""
-        pieces, num_characters, deadline = [], 0, self._monotonic() + MAX_RENDER_S
-        for piece in template.generate(variables, messages=conversation, add_generation_prompt=add_generation_prompt):
-            pieces.append(piece)
-            num_characters += len(piece)
-            if num_characters > MAX_RENDERED:
-                raise InvalidRequest(f"the chat template makes more than {MAX_RENDERED} characters of this", param="messages")
-            if self._monotonic() > deadline:
-                raise InvalidRequest(f"the chat template takes more than {MAX_RENDER_S:g} s for this", param="messages")
-        return "".join(pieces)
 
-
-class _GenerationBlocks(Extension):
-    """``{% generation %}`` marks assistant text for training; when serving, its content is simply rendered."""
-
-    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it so
-
-    def parse(self, parser: Parser) -> Node:
-        line = next(parser.stream).lineno
-        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
-        return CallBlock(self.call_method("_render"), [], [], body).set_lineno(line)
-
-    @staticmethod
-    def _render(caller: Callable[[], str]) -> str:
-        return caller()
-
-
-def _compile_template(source: str, wall_clock: WallClock) -> jinja2.Template:
-    """Compile a chat template as transformers does: same filters, globals and whitespace, in an immutable sandbox."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
-    )
-    environment.filters["tojson"] = _tojson
-    environment.globals["raise_exception"] = _raise_exception
-    environment.globals["strftime_now"] = lambda layout: wall_clock().strftime(layout)
-    try:
-        return environment.from_string(source)
-    except TemplateError as error:
-        raise ConfigError(f"the model's chat template does not compile: {error}", param="model.name") from error
-
-
-def _variables(template: jinja2.Template | None, source: str) -> frozenset[str]:
-    """Return the names of what a template reads."""
-    return frozenset(jinja2.meta.find_undeclared_variables(template.environment.parse(source))) if template else frozenset()
-
-
-def _tojson(
-    value: object,
-    ensure_ascii: bool = False,
-    indent: int | None = None,
-    separators: tuple[str, str] | None = None,
-    sort_keys: bool = False,
-) -> str:
-    """Dump JSON without the HTML escapes of Jinja's own filter."""
-    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+def _sandbox(wall_clock: WallClock, monotonic: Callable[[], float]) -> TemplateSandbox:
+    """Return a sandbox with the filters and globals that transformers gives a chat template."""
+    sandbox = TemplateSandbox(monotonic)
+    sandbox.globals["raise_exception"] = _raise_exception
+    sandbox.globals["strftime_now"] = lambda layout: wall_clock().strftime(layout)
+    return sandbox
 
 
 def _raise_exception(message: str) -> NoReturn:

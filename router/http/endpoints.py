@@ -17,7 +17,7 @@ from core.config_router import RouterSection
 from core.errors import InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.tracing import TraceContext
-from core.wire.sampling import SamplingParams
+from core.wire.sampling import SamplingParams, StructuredOutput
 from router.dispatch.policy import choose_weights
 from router.dispatch.types import Submission
 from router.dispatch.worker_gateway import WorkerGateway
@@ -50,7 +50,7 @@ from router.openai.sampling import (
 from router.openai.served_model import ServedModel
 from router.openai.structured import GrammarGate, field_of_form
 from router.openai.text_pool import TextPool
-from router.openai.tool_choice import tool_use
+from router.openai.tool_choice import ToolUse, calls_form, form_or_free_calls, tool_use
 from router.rendered.bodies import CHAT, EngineBody, engine_body
 from router.rendered.legs import TwoLegs
 from router.rendered.renderer import EngineRefusal, EngineRenderer
@@ -153,13 +153,15 @@ class Endpoints:
         """Serve a chat; ``answers`` is the request that it is the meaning of, if it came by another endpoint."""
         options, limits = await self._check(request)
         tools = tool_use(request)
+        has_form = field_of_form(request) is not None
         prompt = await self._reader.read_chat(request, limits, caller.hold)
         splitting = ChatOutput(
             tools=tools,
             format=self._tool_format,
-            has_reasoning=self._has_reasoning and field_of_form(request) is None and (tools is None or tools.form is None),
+            has_reasoning=self._has_reasoning and not has_form and (tools is None or tools.form is None),
             is_reasoning_open=opens_reasoning(prompt.text),
             shows_reasoning=request.include_reasoning is not False,
+            may_be_form=has_form,
         )
         if splitting.needs_special_tokens:
             options = replace(options, skip_special_tokens=False)
@@ -203,6 +205,24 @@ class Endpoints:
             answer = await unless_gone(caller.receive, legs.open(body, stack))
             return PassedOn(answer, stack.pop_all(), self.metrics)
 
+    async def _checked_form(
+        self, form: StructuredOutput | None, field: str | None, tools: ToolUse | None
+    ) -> StructuredOutput | None:
+        """Return the form of the output with the calls that it may have; workers can compile it.
+
+        Raises:
+            InvalidRequest: they cannot, or calls of this model's format cannot be put in a grammar; names the field.
+        """
+        if tools is not None and tools.form is not None:
+            form, field = tools.form, "tools"
+        await self._grammars.check(form, field)
+        if form is None or field is None or tools is None or tools.form is not None:
+            return form
+        found = form_or_free_calls(form, field, tools, self._tool_format.syntaxes, self._tokenizer.special_tokens)
+        await self._grammars.check(calls_form(tools), "tools")
+        await self._grammars.check(found, field)
+        return found
+
     async def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
         self.check_model(request.model)
         check_supported(request)
@@ -222,12 +242,11 @@ class Endpoints:
     ) -> ASGIApp:
         """Generate. The answer is split by this router, or by the engine to which ``split`` went."""
         shared = shared_params(request, limits, len(prompts))
-        form_field = field_of_form(request)
         splitting = split.splitting if isinstance(split, ResponsesOutput) else split
-        if isinstance(splitting, ChatOutput) and splitting.tools is not None and splitting.tools.form is not None:
-            shared, form_field = msgspec.structs.replace(shared, structured_output=splitting.tools.form), "tools"
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
-        await self._grammars.check(shared.structured_output, form_field)
+        tools = splitting.tools if isinstance(splitting, ChatOutput) else None
+        form = await self._checked_form(shared.structured_output, field_of_form(request), tools)
+        shared = msgspec.structs.replace(shared, structured_output=form)
         submissions = [self._submission(request, prompt, shared, limits, caller.tenant) for prompt in prompts]
         output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
         kind = "resp_" if isinstance(split, ResponsesOutput) else _ID_PREFIXES[type(request)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -12,6 +11,7 @@ from msgspec import UNSET, UnsetType
 
 from router.openai.postprocess import Delta
 from router.openai.tool_choice import ToolUse
+from router.tools.form_or_calls import FormOrCallsParser
 from router.tools.formats import REQUIRED, ToolFormat
 from router.tools.output import CallStart, Piece, ToolParser
 from router.tools.reasoning import CLOSE, OPEN, NamedArgumentsParser, ReasoningParser
@@ -63,6 +63,7 @@ class ChatOutput:
     has_reasoning: bool  # thinking tags are split off
     is_reasoning_open: bool  # by the prompt
     shows_reasoning: bool
+    may_be_form: bool = False  # the answer is of a form, or calls tools
     answer_id: str = ""
     _choices: dict[int, _Choice] = field(default_factory=dict)
 
@@ -104,7 +105,19 @@ class ChatOutput:
 
     def _new_choice(self) -> _Choice:
         reasoning = ReasoningParser(is_open=self.is_reasoning_open) if self.has_reasoning else None
-        return _Choice(reasoning, _parser(self.tools, self.format.parser) if self.tools else None)
+        return _Choice(reasoning, self._new_parser(self.tools) if self.tools is not None else None)
+
+    def _new_parser(self, tools: ToolUse) -> ToolParser:
+        if tools.choice == "named":
+            return NamedArgumentsParser(tools.named)
+        if tools.choice == "required":
+            return REQUIRED.parser()
+        parser = self.format.parser()
+        if not self.may_be_form:
+            return parser
+        return FormOrCallsParser(
+            [opening for syntax in self.format.syntaxes for opening in syntax.openings(list(tools.schemas))], parser
+        )
 
     def _add(self, piece: Piece, part: ChatPart, choice: _Choice, index: int) -> None:
         if isinstance(piece, str):
@@ -137,9 +150,3 @@ def has_thinking_tags(template: str) -> bool:
 def opens_reasoning(prompt: str) -> bool:
     """Return True if a prompt ends with the start of reasoning."""
     return prompt.rstrip().endswith(OPEN)
-
-
-def _parser(tools: ToolUse, chosen: Callable[[], ToolParser]) -> ToolParser:
-    if tools.choice == "named":
-        return NamedArgumentsParser(tools.named)
-    return REQUIRED.parser() if tools.choice == "required" else chosen()

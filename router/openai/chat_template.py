@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Literal
 
 from core.errors import InvalidRequest
+from core.model.template_sandbox import MAX_RENDER_S
 from core.model.tokenizer import Tokenizer
 from router.images.reader import place_of
 from router.openai.requests import (
@@ -37,11 +38,12 @@ class ChatTemplate:
         self._reads_tools = "tools" in tokenizer.template_variables
         self._describes_tools = tools_in_prompt == "hermes" and not self._reads_tools
 
-    def render(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+    def render(self, request: ChatCompletionRequest | TokenizeRequest, limit_s: float = MAX_RENDER_S) -> str:
         """Return a conversation rendered by the model's template, with a tag for each image.
 
         Raises:
             InvalidRequest: a part cannot be read by this model, or the template refuses the conversation.
+            RenderTooSlow: the template takes more than ``limit_s``.
         """
         if not request.messages:
             raise InvalidRequest("messages is empty", param="messages")
@@ -62,7 +64,11 @@ class ChatTemplate:
         if isinstance(request, ChatCompletionRequest):
             arguments = self._reasoning_arguments(request) | arguments | self._tools_argument(request)
         return self._tokenizer.apply_chat_template(
-            messages, add_generation_prompt=add_prompt, continue_final_message=is_continued, **arguments
+            messages,
+            add_generation_prompt=add_prompt,
+            continue_final_message=is_continued,
+            limit_s=limit_s,
+            template_args=arguments,
         )
 
     def _tools_argument(self, request: ChatCompletionRequest) -> dict[str, Any]:

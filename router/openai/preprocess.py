@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Literal, cast
 
 from core.errors import ContextTooLong, InvalidRequest
 from core.model.image_prompt import ImagePrompts
+from core.model.template_sandbox import RenderTooSlow
 from core.model.tokenizer import Tokenizer
 from core.wire.media import MMFeature
 from router.images.reader import Hold, PlacedImage, RequestImageReader, find_images
@@ -33,6 +35,7 @@ MAX_MESSAGES = 4096  # per conversation; the limit of message parts as well
 MAX_TOKEN_IDS = 1 << 20  # of all prompts of a request
 TOKEN_BYTES = 48  # per prompt token, while its request runs
 _UNCOUNTED_TOKENS = 1024  # per request, which are not counted as held
+_INLINE_RENDER_S = 0.05  # then it goes on on a thread
 _INLINE_MESSAGES = 64  # a template takes about ten microseconds for each
 _MAX_TEXT_TOKENS = 32 << 10  # of a text that is not used directly as a prompt; four times the model's context if that is more
 MAX_CHOICES = 1024  # prompts times n; each choice has buffers here and a place in a worker's batch
@@ -169,14 +172,15 @@ class PromptReader:
         return token_ids
 
     async def render_in_time(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
-        """Return the rendered conversation, for a long conversation from a thread. ``check_messages`` must have passed."""
+        """Return the rendered conversation, from a thread if it is long or takes long. ``check_messages`` must have passed."""
         messages = request.messages or ()
         is_short = len(messages) <= _INLINE_MESSAGES and sum(map(_num_parts, messages)) <= _INLINE_MESSAGES
         # Tools, earlier calls and reasoning may be long, and are not counted as characters: a template may leave them out.
         has_more = isinstance(request, ChatCompletionRequest) and bool(request.tools)
         has_more = has_more or any(message.tool_calls or message.reasoning_content for message in messages)
         if is_short and not has_more and sum(map(_num_characters, messages)) <= INLINE_CHARACTERS * 16:
-            return self._template.render(request)
+            with suppress(RenderTooSlow):
+                return self._template.render(request, _INLINE_RENDER_S)
         return await self._pool.run(lambda: self._template.render(request))
 
     def _check_length(self, num_characters: int, request: CommonRequest, limits: ModelLimits) -> None:

@@ -1,12 +1,12 @@
 """The tools of a chat, as the client gives them: ``tools``, ``tool_choice``, ``parallel_tool_calls``, and earlier calls.
 
-Owns their checks, and the form of output that a forced call must have.
+Owns their checks, and the form of the output in which a call is forced or is one of two ways to answer.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -14,9 +14,9 @@ import msgspec
 
 from core.errors import InvalidRequest
 from core.grammar.limits import check_limits
+from core.grammar.tool_calls import CallSyntax, calls_schema, form_or_calls
 from core.wire.sampling import IGNORES_END, StructuredOutput
 from router.openai.requests import ChatCompletionRequest
-from router.openai.structured import field_of_form
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -49,18 +49,37 @@ def tool_use(request: ChatCompletionRequest) -> ToolUse | None:
     choice, named = _choice(request.tool_choice, schemas)
     if not schemas or choice == "none":
         return None
-    form_field = field_of_form(request)
-    if form_field is not None and choice == "auto":
-        raise InvalidRequest(
-            f"{form_field} and tools are not supported together unless tool_choice says whether to call: "
-            "set it to none, required or a function",
-            param=form_field,
-        )
     is_parallel = request.parallel_tool_calls is not False
     form = _form(choice, named, schemas, is_parallel)
     if form is not None and request.ignore_eos:
         raise InvalidRequest(IGNORES_END, param="ignore_eos")
     return ToolUse(definitions=request.tools, schemas=schemas, choice=choice, named=named, is_parallel=is_parallel, form=form)
+
+
+def form_or_free_calls(
+    form: StructuredOutput, form_field: str, tools: ToolUse, syntaxes: Sequence[CallSyntax], special_tokens: Mapping[str, int]
+) -> StructuredOutput:
+    """Return the form of an output that is of ``form`` or calls tools, as the model chooses; ``syntaxes`` say how it calls.
+
+    Raises:
+        InvalidRequest: there are none, or the form and the tools together are too large; names ``form_field``.
+    """
+    if not syntaxes:
+        raise InvalidRequest(
+            f"{form_field} and tools are not supported together with this model if tool_choice is auto: no grammar has its "
+            "format of calls; set tool_choice to none, required or a function",
+            param=form_field,
+        )
+    try:
+        return form_or_calls(form, syntaxes, tools.schemas, special_tokens, is_parallel=tools.is_parallel)
+    except InvalidRequest as error:
+        error.param = form_field
+        raise
+
+
+def calls_form(tools: ToolUse) -> StructuredOutput:
+    """Return the form of calls alone, as a list. Raises InvalidRequest if it exceeds a limit."""
+    return _within_limits(_calls_schema(tools.schemas, tools.is_parallel))
 
 
 def earlier_calls(value: object, place: str) -> list[dict[str, Any]]:
@@ -140,7 +159,10 @@ def _form(
     """Return the form of a forced call: the arguments of the named function, or a list of calls."""
     if choice == "auto":
         return None
-    schema = schemas[named] if choice == "named" else _calls_schema(schemas, is_parallel)
+    return _within_limits(schemas[named] if choice == "named" else _calls_schema(schemas, is_parallel))
+
+
+def _within_limits(schema: Mapping[str, Any]) -> StructuredOutput:
     form = StructuredOutput(kind="json_schema", value=msgspec.json.encode(schema).decode())
     try:
         check_limits(form)
@@ -151,28 +173,7 @@ def _form(
 
 
 def _calls_schema(schemas: Mapping[str, dict[str, Any]], is_parallel: bool) -> dict[str, Any]:
-    """Return the schema of a list of calls; a function's own references are moved with its schema."""
-    calls = [
-        {
-            "type": "object",
-            "properties": {"name": {"const": name}, "arguments": {"$ref": f"#/$defs/{name}"}},
-            "required": ["name", "arguments"],
-            "additionalProperties": False,
-        }
-        for name in schemas
-    ]
-    definitions = {name: _moved(schema, f"#/$defs/{name}") for name, schema in schemas.items()}
+    """Return the schema of a list of calls."""
+    call = calls_schema(schemas)
     most = {} if is_parallel else {"maxItems": 1}
-    return {"type": "array", "items": {"anyOf": calls}, "minItems": 1, **most, "$defs": definitions}
-
-
-def _moved(schema: Any, base: str) -> Any:  # noqa: ANN401 - JSON
-    if isinstance(schema, list):
-        return [_moved(item, base) for item in schema]
-    if not isinstance(schema, dict):
-        return schema
-    found = {key: value if key in ("enum", "const", "default") else _moved(value, base) for key, value in schema.items()}
-    reference = found.get("$ref")
-    if isinstance(reference, str) and reference.startswith("#"):
-        found["$ref"] = base + reference[1:]
-    return found
+    return {"type": "array", "items": {"anyOf": call["anyOf"]}, "minItems": 1, **most, "$defs": call["$defs"]}

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points
 
 from core.errors import ConfigError
+from core.grammar.tool_calls import CallSyntax
 from router.tools.json_reader import CallListReader, CallObjectReader
 from router.tools.marker_parser import MarkerParser
 from router.tools.named_reader import MistralReader, NamedCallReader
@@ -25,15 +26,20 @@ class ToolFormat:
     """How a family of models writes calls.
 
     ``parser`` makes the parser of one choice. ``shows_special_tokens``: its markers are special tokens, which the text must
-    keep. ``num_id_letters``: the length of call ids if templates insist on one, with letters and digits only.
+    keep. ``num_id_letters``: the length of call ids if templates insist on one, with letters and digits only. ``syntaxes``: how
+    a grammar writes calls, all of which the parser reads; none if no grammar can.
     """
 
     parser: Callable[[], ToolParser]
     shows_special_tokens: bool = False
     num_id_letters: int = 0
+    syntaxes: tuple[CallSyntax, ...] = ()
 
 
-HERMES = ToolFormat(parser=lambda: MarkerParser(("<tool_call>",), CallObjectReader, close="</tool_call>"))
+HERMES = ToolFormat(
+    parser=lambda: MarkerParser(("<tool_call>",), CallObjectReader, close="</tool_call>"),
+    syntaxes=(CallSyntax(before="<tool_call>", after="</tool_call>"),),
+)
 LLAMA3_JSON = ToolFormat(
     parser=lambda: MarkerParser(
         ("<|python_tag|>",),
@@ -42,6 +48,10 @@ LLAMA3_JSON = ToolFormat(
         separator=";",
     ),
     shows_special_tokens=True,
+    syntaxes=(
+        CallSyntax(arguments_key="parameters", between=";"),
+        CallSyntax(first="<|python_tag|>", arguments_key="parameters", between=";"),
+    ),
 )
 PYTHONIC = ToolFormat(
     parser=lambda: MarkerParser(("<|python_start|>",), PythonicReader, close="<|python_end|>", first_letters="["),
@@ -51,9 +61,15 @@ MISTRAL = ToolFormat(
     parser=lambda: MarkerParser(("[TOOL_CALLS]",), MistralReader),
     shows_special_tokens=True,
     num_id_letters=9,
+    syntaxes=(
+        CallSyntax(first="[TOOL_CALLS][", between=",", last="]"),
+        CallSyntax(before="[TOOL_CALLS]", name_end="[ARGS]"),
+        CallSyntax(before="[TOOL_CALLS]", name_end=""),
+    ),
 )
 FUNCTIONARY = ToolFormat(
-    parser=lambda: MarkerParser(("<function=",), lambda output: NamedCallReader(output, end=">"), close="</function>")
+    parser=lambda: MarkerParser(("<function=",), lambda output: NamedCallReader(output, end=">"), close="</function>"),
+    syntaxes=(CallSyntax(before="<function=", name_end=">", after="</function>"),),
 )
 # Of required calls, whose form a grammar gives: a JSON list.
 REQUIRED = ToolFormat(parser=lambda: MarkerParser((), CallListReader, first_letters="["))

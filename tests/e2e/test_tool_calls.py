@@ -30,6 +30,13 @@ PARAMETERS = {
     "required": ["city", "days"],
     "additionalProperties": False,
 }
+SHORT = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Oslo", "Bonn"]}},
+    "required": ["city"],
+    "additionalProperties": False,
+}
+ANSWER = {"type": "object", "properties": {"rain": {"type": "boolean"}}, "required": ["rain"], "additionalProperties": False}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 NAMED = {"type": "function", "function": {"name": "weather"}}
 CHAT = {
@@ -97,6 +104,42 @@ def test_required_calls_always_parse(client):
     (call,) = choice.message.tool_calls
     assert choice.finish_reason == "tool_calls"
     jsonschema.validate(json.loads(call.function.arguments), PARAMETERS)
+
+
+def check_form_or_call(choice):
+    """Check that a choice is of the form or calls the function; return which."""
+    calls = choice.message.tool_calls
+    if not calls:
+        assert choice.finish_reason == "stop"
+        jsonschema.validate(json.loads(choice.message.content), ANSWER)
+        return "form"
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", None)
+    for call in calls:
+        assert call.function.name == "weather"
+        jsonschema.validate(json.loads(call.function.arguments), SHORT)
+    return "call"
+
+
+@pytest.mark.parametrize(("bias", "expected"), [(100, "call"), (-100, "form")])
+def test_the_model_chooses_between_a_form_and_calls(client, served, bias, expected):
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": SHORT}}]
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": ANSWER}}
+    (marker,) = served.client.post("/tokenize", json={"prompt": "<", "add_special_tokens": False}).json()["tokens"]
+    fields = CHAT | {"tools": tools, "response_format": form, "logit_bias": {str(marker): bias}, "n": 3}
+    fields |= {"parallel_tool_calls": False, "logprobs": True}
+    answer = client.chat.completions.create(model=client.model, **fields)
+    assert {check_form_or_call(choice) for choice in answer.choices} == {expected}
+    assert answer.usage.model_extra["kv_transfer"]["transferred_tokens"] > 0
+    parts = {}
+    for event in client.chat.completions.create(model=client.model, stream=True, **fields):
+        for choice in event.choices:
+            content, arguments = parts.setdefault(choice.index, ([], []))
+            content.append(choice.delta.content or "")
+            arguments += [call.function.arguments for call in choice.delta.tool_calls or ()]
+    for choice in answer.choices:
+        content, arguments = map("".join, parts[choice.index])
+        calls = choice.message.tool_calls
+        assert (content, arguments) == (choice.message.content or "", calls[0].function.arguments if calls else "")
 
 
 def test_a_stream_of_a_call_goes_on_after_its_decode_worker_is_killed(client, served):

@@ -6,9 +6,12 @@ import json
 import time
 
 import jsonschema
+import numpy as np
 import pytest
+import torch
 
 from core.engine.core import EngineCore
+from core.engine.sampling_state import keep_allowed
 from core.errors import InvalidRequest
 from core.model.hub import resolve_model
 from core.model.tokenizer import Tokenizer
@@ -182,3 +185,21 @@ def test_a_grammar_that_is_known_starts_at_once(build):
 def test_ignore_eos_is_refused(build):
     with pytest.raises(InvalidRequest, match="ignore_eos"):
         build().engine.add_request(request("a", ignore_eos=True))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 49_152, 50_001])
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 1.0])
+def test_only_the_logits_of_allowed_tokens_stay(vocab_size, share):
+    generator = np.random.default_rng(1)
+    allowed = generator.random(vocab_size) < share
+    logits = torch.from_numpy(generator.standard_normal(vocab_size).astype(np.float32))
+    expected = torch.where(torch.from_numpy(allowed), logits, -torch.inf)
+    bits = np.packbits(np.pad(allowed, (0, -vocab_size % 32)), bitorder="little")  # as the library has them: whole words
+    keep_allowed(logits, bits)
+    assert torch.equal(logits, expected)
+
+
+def test_no_logit_stays_without_a_mask():
+    logits = torch.zeros(9)
+    keep_allowed(logits, None)
+    assert logits.isneginf().all()

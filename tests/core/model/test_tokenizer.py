@@ -52,7 +52,9 @@ def test_renders_like_transformers(name, add_generation_prompt, model_folder):
         add_generation_prompt=add_generation_prompt,
         custom="given",
     )
-    rendered = Tokenizer(files).apply_chat_template(MESSAGES, add_generation_prompt=add_generation_prompt, custom="given")
+    rendered = Tokenizer(files).apply_chat_template(
+        MESSAGES, add_generation_prompt=add_generation_prompt, template_args={"custom": "given", "limit_s": 0}
+    )
     assert rendered == expected
 
 
@@ -169,7 +171,7 @@ def test_the_router_side_never_imports_torch():
 
 
 def test_a_conversation_that_renders_too_long_is_refused(model_folder, monkeypatch):
-    monkeypatch.setattr("core.model.tokenizer.MAX_RENDERED", 1000)
+    monkeypatch.setattr("core.model.template_sandbox.MAX_RENDERED", 1000)
     tokenizer = Tokenizer(model_folder(chat_template="{% for i in range(500) %}{{ messages[0].content }}{% endfor %}"))
     assert len(tokenizer.apply_chat_template([{"role": "user", "content": "x"}])) == 500
     with pytest.raises(InvalidRequest, match="more than 1000 characters"):

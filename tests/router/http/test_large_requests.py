@@ -251,6 +251,7 @@ async def test_conversation_that_cannot_fit_is_not_rendered(reader, monkeypatch,
 )
 async def test_long_conversation_is_rendered_off_the_loop(reader, tiny_tokenizer, monkeypatch, messages, is_on_loop):
     calls = spy_on(monkeypatch, type(tiny_tokenizer), "apply_chat_template")
+    monkeypatch.setattr("router.openai.preprocess._INLINE_RENDER_S", 10.0)  # however busy the machine is
     await reader.read_chat(chat(*messages), LIMITS)
     assert [thread is LOOP_THREAD for thread, _ in calls] == [is_on_loop]
 

@@ -176,7 +176,7 @@ async def test_short_texts_that_are_long_together_are_tokenized_off_the_event_lo
 )
 async def test_earlier_calls_and_reasoning_are_rendered_off_the_event_loop(reader, monkeypatch, fields, is_inline):
     threads = []
-    monkeypatch.setattr(ChatTemplate, "render", lambda self, request: threads.append(threading.current_thread()) or "x")
+    monkeypatch.setattr(ChatTemplate, "render", lambda self, request, *limit: threads.append(threading.current_thread()) or "x")
     await reader.render_in_time(ChatCompletionRequest(messages=[ChatMessage(role="assistant", **fields)]))
     assert (threads == [threading.main_thread()]) == is_inline
 

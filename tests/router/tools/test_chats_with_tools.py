@@ -144,6 +144,23 @@ async def test_long_answers_are_split_off_the_loop(with_tools, monkeypatch):
     assert threading.main_thread() not in threads
 
 
+async def test_an_answer_is_of_its_form_or_calls_tools(with_tools, sse_events):
+    fields = {"tools": TOOLS, "response_format": {"type": "json_object"}}
+    form = '{"text": "<tool_call>{\\"name\\": 1}</tool_call>"}'
+    assert await both(with_tools, sse_events, form, **fields) == (form, "", [], "stop")
+    found = await both(with_tools, sse_events, CALL, **fields)
+    assert found == ("", "", [{"type": "function", "name": "weather", "arguments": '{"city": "Oslo"}'}], "tool_calls")
+    generate = next(item for item in with_tools.under_test.workers[0].received if isinstance(item, Generate))
+    assert generate.sampling.structured_output.kind == "grammar"
+
+
+async def test_a_function_that_cannot_be_enforced_is_named_also_beside_a_form(with_tools):
+    parameters = {"type": "object", "properties": {"days": {"type": "array", "uniqueItems": True}}}
+    tools = [{"type": "function", "function": {"name": "weather", "parameters": parameters}}]
+    error = (await with_tools("x", tools=tools, response_format={"type": "json_object"})).json()["error"]
+    assert (error["param"], "uniqueItems" in error["message"]) == ("tools", True)
+
+
 async def test_required_calls_are_a_list(with_tools, sse_events):
     text = '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
     found = await both(with_tools, sse_events, text, tools=TOOLS, tool_choice="required")
@@ -202,8 +219,12 @@ async def test_the_format_of_calls_is_a_setting(start_router, write_tiny_files, 
         worker.script.text = "[weather(city='Oslo')]"
     async with under_test.client() as client:
         response = await client.post("/v1/chat/completions", json={"messages": USER, "max_tokens": 150, "tools": TOOLS})
+        body = {"messages": USER, "tools": TOOLS, "response_format": {"type": "json_object"}}
+        refused = (await client.post("/v1/chat/completions", json=body)).json()["error"]
     (call,) = response.json()["choices"][0]["message"]["tool_calls"]
     assert json.loads(call["function"]["arguments"]) == {"city": "Oslo"}
+    assert (refused["code"], refused["param"]) == ("invalid_request", "response_format")
+    assert "no grammar has its format of calls" in refused["message"]
 
 
 async def test_an_unknown_format_of_calls_ends_the_start(start_router):

@@ -59,7 +59,6 @@ def test_forced_call_replaces_a_form_of_the_output():
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
-        ({"tools": TOOLS, "response_format": {"type": "json_object"}}, "response_format"),
         ({"tools": TOOLS, "tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ],
 )

@@ -1,0 +1,58 @@
+"""Tells an answer of a given form from calls, by how the text begins. What begins as a call of a known function is one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from router.tools.output import Piece, PieceCollector, ToolParser
+
+Opening = tuple[str, ...]  # parts of a text, with space between them if the model likes
+_SPACE = " \t\r\n"
+
+
+class FormOrCallsParser:
+    """Passes a text that begins as one of ``openings`` to the parser of calls, and any other on as it is."""
+
+    def __init__(self, openings: Sequence[Opening], calls: ToolParser) -> None:
+        self._openings = openings
+        self._calls = calls
+        self._has_calls: bool | None = None  # None while it may still be either
+        self._held = ""
+
+    def push(self, text: str) -> list[Piece]:
+        """Return the pieces that more text completes."""
+        if self._has_calls is None:
+            text, self._held = self._held + text, ""
+            self._openings = [opening for opening in self._openings if _begins(text, opening) is not False]
+            self._has_calls = self._decided(text)
+        if self._has_calls is None:
+            self._held = text
+            return []
+        return self._calls.push(text) if self._has_calls else _as_text(text)
+
+    def finish(self) -> list[Piece]:
+        """Return what was held back."""
+        return self._calls.finish() if self._has_calls else _as_text(self._held)
+
+    def _decided(self, text: str) -> bool | None:
+        if not self._openings:
+            return False
+        return True if any(_begins(text, opening) for opening in self._openings) else None
+
+
+def _begins(text: str, opening: Opening) -> bool | None:
+    """Return whether a text begins so; None if more of it must be seen."""
+    place = 0
+    for number, part in enumerate(opening):
+        while number and place < len(text) and text[place] in _SPACE:
+            place += 1
+        if not text.startswith(part, place):
+            return None if part.startswith(text[place:]) else False
+        place += len(part)
+    return True
+
+
+def _as_text(text: str) -> list[Piece]:
+    output = PieceCollector()
+    output.text(text)
+    return output.take()
