@@ -52,6 +52,7 @@ BENCHMARKS = (
     Benchmark("engine", ("--repeats", "1"), True, False),
     Benchmark("engine_2_threads", ("--repeats", "1"), True, False, script="engine", arguments=("--threads", "2")),
     Benchmark("transport"),
+    Benchmark("codec"),
     Benchmark("handoff"),
     Benchmark("plugin_digest"),
     Benchmark("vllm_plugin"),

@@ -98,7 +98,14 @@ class Side:
     """A connector beside an engine, with its free blocks in random order."""
 
     def __init__(self, role: Role, incarnation: int, config: ConnectorSection, num_blocks: int) -> None:
-        context = connector_context(role, engine_id=f"{role}-{incarnation}", incarnation=incarnation, connector=config)
+        context = connector_context(
+            role,
+            layout=LAYOUT,
+            model_fingerprint=FINGERPRINT,
+            engine_id=f"{role}-{incarnation}",
+            incarnation=incarnation,
+            connector=config,
+        )
         self.connector = P2PConnector(context)
         self.engine = ConnectorEngine(
             self.connector.scheduler, self.connector.worker, FINGERPRINT, LAYOUT, num_blocks, incarnation

@@ -61,8 +61,7 @@ def _attend_splits(
     end = tl.minimum(begin + tiles_per_split * TILE, seq_len)
 
     scaled = tl.load(query + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
-    largest = tl.full([ROWS], float("-inf"), tl.float32)
-    weight_sum = tl.zeros([ROWS], tl.float32)
+    largest, weight_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for start in tl.range(begin, end, TILE):
         positions = start + tl.arange(0, TILE)

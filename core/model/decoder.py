@@ -15,6 +15,7 @@ from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionPlan, AttentionSpec
 from core.model.arch import ModelArch
+from core.model.embedding import Embedding
 from core.model.fused_layers import layer_ops
 from core.model.layers import RMSNorm, RotaryEmbedding, gelu_and_mul, query_factors, residual_dtype
 from core.model.linear import Linear
@@ -42,9 +43,9 @@ class LayerWeights:
 
 @dataclass(frozen=True, slots=True)
 class DecoderWeights:
-    """All weights of a model, on one device. ``embedding`` ``[vocab_size, hidden_size]``; ``head`` maps to logits."""
+    """All weights of a model, on one device. ``head`` maps to logits."""
 
-    embedding: Tensor
+    embedding: Embedding
     layers: tuple[LayerWeights, ...]
     norm: RMSNorm
     head: Linear
@@ -82,7 +83,7 @@ class Decoder:
         self._rotaries = [RotaryEmbedding(arch.head_dim, rope, dtype, device) for rope in ropes]
         # rounded to the weights' dtype, as the model was trained
         self._embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
-        self._residual_dtype = residual_dtype(weights.embedding)
+        self._residual_dtype = residual_dtype(device, dtype)
         self._ops = layer_ops(device, dtype)
         self._gate = gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else self._ops.silu_and_mul
         # What normalizes the hidden states after each layer: the next one's norm, or the last of all.
@@ -113,7 +114,7 @@ class Decoder:
                 then computes these rows only, which saves most of one layer in a prefill step. May be empty.
             embedded: tokens that are parts of images.
         """
-        hidden = F.embedding(input_ids, self._weights.embedding).to(self._residual_dtype)
+        hidden = self._weights.embedding(input_ids).to(self._residual_dtype)
         if self._embedding_scale != 1.0:
             hidden.mul_(self._embedding_scale)
         if embedded is not None:

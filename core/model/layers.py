@@ -49,9 +49,9 @@ class RMSNorm:
         return self.weight.dtype == dtype and self._dtype in (None, dtype)
 
 
-def residual_dtype(weights: Tensor) -> torch.dtype:
+def residual_dtype(device: torch.device, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the sum that every layer adds to: fp32 on the CPU, where it costs no time, else the weights'."""
-    return torch.float32 if weights.device.type == "cpu" else weights.dtype
+    return torch.float32 if device.type == "cpu" else dtype
 
 
 def silu_and_mul(gate_up: Tensor) -> Tensor:

@@ -12,6 +12,7 @@ not depend on the batch that it is in (``tests/core/model/test_linear.py``).
 
 from __future__ import annotations
 
+import ctypes
 import logging
 from typing import Protocol
 
@@ -58,7 +59,6 @@ class PackedLinear:
 
     Not thread-safe: it owns a scratch buffer.
 
-
     Raises: RuntimeError, AttributeError if this build of torch has no such ops.
     """
 
@@ -75,6 +75,17 @@ class PackedLinear:
             return self._apply(x)
         self._few_rows[:num_rows] = x  # F.pad takes four operations for it, over 1 % of a step of one row
         return self._apply(self._few_rows)[:num_rows]
+
+    def packed_memory(self) -> Tensor | None:
+        """Return the blocked weight as it lies in memory, flat and in the weight's dtype, padding included; read it only.
+
+        It is valid as long as the layer. None if this build of torch does not tell where it is.
+        """
+        if not (hasattr(torch.ops.mkldnn, "data_ptr") and hasattr(torch.ops.mkldnn, "_nbytes")):
+            return None
+        num_bytes: int = torch.ops.mkldnn._nbytes(self._packed)
+        address: int = torch.ops.mkldnn.data_ptr(self._packed)
+        return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=self._few_rows.dtype)
 
     def _apply(self, x: Tensor) -> Tensor:
         result: Tensor = self._op(x, self._packed, self._bias, "none", [], "")

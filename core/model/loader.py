@@ -16,6 +16,7 @@ from torch import Tensor
 from core.model.arch import VISION_WEIGHTS, ModelArch
 from core.model.checkpoint import Checkpoint, open_checkpoint
 from core.model.decoder import Decoder, DecoderWeights, LayerWeights
+from core.model.embedding import Embedding, TableEmbedding, tied_embedding
 from core.model.layers import RMSNorm, residual_dtype
 from core.model.linear import Linear, make_linear
 
@@ -63,15 +64,19 @@ def load_decoder(
 
 
 def _decoder_weights(tensors: Checkpoint, arch: ModelArch) -> DecoderWeights:
-    embedding = tensors.take(f"{arch.weights_prefix}.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
-    if arch.tie_word_embeddings:
-        tensors.ignore("lm_head.weight")
-        head = make_linear(embedding)
-    else:
-        head = tensors.linear(["lm_head"], [arch.vocab_size], arch.hidden_size, has_bias=False)
+    embedding, head = _embedding_and_head(tensors, arch)
     layers = tuple(_layer_weights(tensors, arch, number) for number in range(arch.num_layers))
     norm = _norm(tensors, arch, f"{arch.weights_prefix}.norm")
     return DecoderWeights(embedding=embedding, layers=layers, norm=norm, head=head)
+
+
+def _embedding_and_head(tensors: Checkpoint, arch: ModelArch) -> tuple[Embedding, Linear]:
+    table = tensors.take(f"{arch.weights_prefix}.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
+    if not arch.tie_word_embeddings:
+        return TableEmbedding(table), tensors.linear(["lm_head"], [arch.vocab_size], arch.hidden_size, has_bias=False)
+    tensors.ignore("lm_head.weight")
+    head = make_linear(table)
+    return tied_embedding(table, head), head
 
 
 def _layer_weights(tensors: Checkpoint, arch: ModelArch, number: int) -> LayerWeights:
@@ -106,7 +111,7 @@ def _norm(tensors: Checkpoint, arch: ModelArch, name: str) -> RMSNorm:
 def _post_norm(tensors: Checkpoint, arch: ModelArch, name: str) -> RMSNorm:
     """Return a norm whose result is added to the residual sum."""
     weight = _norm_weight(tensors, arch, name, arch.hidden_size)
-    return RMSNorm(weight, arch.rms_norm_eps, residual_dtype(weight.to(tensors.dtype)))
+    return RMSNorm(weight, arch.rms_norm_eps, residual_dtype(weight.device, tensors.dtype))
 
 
 def _norm_weight(tensors: Checkpoint, arch: ModelArch, name: str, size: int) -> Tensor:

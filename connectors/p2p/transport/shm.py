@@ -6,11 +6,15 @@ shows that the process number was not reused until the files were open, and a se
 incarnation. Copies happen in ``poll``, some MiB at a time and read by read, on the caller's thread; therefore removing a
 peer is an exact fence, and seals that are requested after their blocks are read after them.
 
-Sources: memfd_create(2), pidfd_open(2), proc_pid_fd(5).
+The pages of a producer's pool are put into the page table while there is nothing to copy, some MiB at a time: mapping all of
+them at once would delay the first read by 0.1 s for each GiB, and hold the interpreter's lock meanwhile.
+
+Sources: memfd_create(2), pidfd_open(2), proc_pid_fd(5), madvise(2).
 """
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import select
@@ -39,7 +43,10 @@ from core.ids import IdSource
 
 TOKEN_BYTES = 32
 COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancellation or another peer waits
+PREPARED_BYTES_PER_POLL = 4 << 20  # of a producer's pages; a read that is posted meanwhile waits for them, some 0.3 ms
 MAX_SHORT_ROW_BYTES = 1024  # rows up to this size, seals, are gathered: a call for each run would cost more than the bytes
+
+MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
 
@@ -71,6 +78,7 @@ class _Peer:
     shapes: list[RowShape]
     landing: tuple[RowRegion, ...] = ()  # regions in which its rows land
     targets: list[Rows] = field(default_factory=list)
+    cold: deque[tuple[int, int]] = field(default_factory=deque)  # address and bytes of pages that are not in the page table yet
 
 
 class _ShortRows(NamedTuple):
@@ -182,6 +190,8 @@ class ShmTransport(Transport):
             budget -= self._copy_next(read)
             if not read.copies:
                 self._finish(read)
+        if budget == COPY_BYTES_PER_POLL and not self._ended:
+            self._prepare_pages()
         ended, self._ended = self._ended, []
         return ended
 
@@ -204,8 +214,9 @@ class ShmTransport(Transport):
         return [producer.pidfd for producer in self._peers.values()]
 
     def max_wait_s(self) -> float | None:
-        """Copies that are not done are work for now."""
-        return 0.0 if self._reads or self._ended else None
+        """Copies that are not done, and pages that are not prepared, are work for now."""
+        has_work = self._reads or self._ended or any(producer.cold for producer in self._peers.values())
+        return 0.0 if has_work else None
 
     def close(self) -> None:
         """Unmap all producers and withdraw the token."""
@@ -216,6 +227,18 @@ class ShmTransport(Transport):
             self._token_fd = None
         self._regions = ()
         self._staging = None
+
+    def _prepare_pages(self) -> None:
+        """Put some pages of one producer into the page table; an older kernel does it at the first copy from each page."""
+        producer = next((producer for producer in self._peers.values() if producer.cold), None)
+        if producer is None:
+            return
+        address, num_bytes = producer.cold.popleft()
+        size = min(num_bytes, PREPARED_BYTES_PER_POLL)
+        if _populate(address, size) != 0:
+            producer.cold.clear()
+        elif size < num_bytes:
+            producer.cold.appendleft((address + size, num_bytes - size))
 
     def _copy_next(self, read: _Read) -> int:
         copy = read.copies.popleft()
@@ -271,6 +294,7 @@ def _map_producer(producer: ShmMetadata) -> _Peer:
             peer.maps.append(_map_file(producer.pid, file))
             peer.rows.append(_as_rows(peer.maps[-1], file.shape))
             peer.shapes.append(file.shape)
+            peer.cold.append((peer.rows[-1].ctypes.data, len(peer.maps[-1])))
         if _has_exited(pidfd):
             raise PeerUnreachable(f"process {producer.pid} died while its memory was mapped")
     except (OSError, ValueError) as error:
@@ -303,12 +327,19 @@ def _map_file(pid: int, file: MemoryFile) -> mmap.mmap:
             raise ProtocolError(f"memory file of {status.st_size} bytes cannot hold the {num_bytes} bytes described")
         page_bytes = status.st_blksize  # huge pages count, too: a mapping that ends within one could not be unmapped
         size = min(status.st_size, -(-num_bytes // page_bytes) * page_bytes)
-        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE, prot=mmap.PROT_READ)
+        return mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
     finally:
         os.close(fd)
 
 
+def _populate(address: int, num_bytes: int) -> int:
+    """Call ``madvise`` without the interpreter's lock, which ``mmap.madvise`` keeps; returns 0 or -1."""
+    result: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), MADV_POPULATE_READ)
+    return result
+
+
 def _unmap(peer: _Peer) -> None:
+    peer.cold.clear()
     peer.rows.clear()  # the arrays hold the maps open
     for mapped in peer.maps:
         mapped.close()

@@ -6,6 +6,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from connectors.p2p.transport import shm
 from connectors.p2p.transport.base import RowShape
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegion
 from connectors.p2p.transport.shm import MemoryFile, ShmMetadata, ShmTransport
@@ -192,6 +193,48 @@ def test_reads_what_the_owner_wrote_last(reader, memory):
         assert reader.read([4], [9]) is None
         assert (reader.memory.rows[9] == value).all()
     transport.close()
+
+
+def num_mapped_kb(shared_as):
+    """Return the resident kB of the mapped rows whose flags are these."""
+    found, is_ours = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if line[:1].isdigit() or line[:1] in "abcdef":
+            is_ours = MEMORY_NAME in line and shared_as in line
+        elif is_ours and line.startswith("Rss:"):
+            found += int(line.split()[1])
+    return found
+
+
+def test_pages_of_a_new_owner_are_prepared_while_there_is_nothing_to_copy(reader, owner):
+    reader.transport.add_peer(PEER, owner.metadata)
+    assert num_mapped_kb("r--s") == 0
+    assert reader.transport.max_wait_s() == 0.0
+    reader.until(lambda: reader.transport.max_wait_s() is None)
+    assert num_mapped_kb("r--s") * 1024 >= NUM_ROWS * ROW_BYTES
+    assert reader.read([3], [5]) is None
+    reader.assert_rows(1, [3], [5])
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+def test_reads_do_not_wait_for_prepared_pages(reader, owner, monkeypatch, is_known):
+    if not is_known:
+        monkeypatch.setattr(shm, "MADV_POPULATE_READ", 9999)  # as on an older kernel
+    reader.transport.add_peer(PEER, owner.metadata)
+    assert reader.read([3, 7], [5, 6]) is None
+    reader.assert_rows(1, [3, 7], [5, 6])
+    reader.until(lambda: reader.transport.max_wait_s() is None)
+
+
+def test_owner_may_leave_while_its_pages_are_prepared(reader, owner, monkeypatch):
+    monkeypatch.setattr(shm, "PREPARED_BYTES_PER_POLL", 4096)
+    before = num_maps()
+    reader.transport.add_peer(PEER, owner.metadata)
+    reader.poll()
+    reader.transport.remove_peer(PEER)
+    reader.poll()
+    assert num_maps() == before
+    assert reader.transport.max_wait_s() is None
 
 
 def test_nothing_has_a_name_in_the_file_system(owner):
