@@ -7,9 +7,9 @@ from core.errors import EngineDead, KVFerryError, Overloaded
 from core.release import package_version
 from core.wire.codec import WIRE_VERSION
 from core.wire.messages import ErrorInfo
-from router.http.errors import CLIENT_ERRORS
 from router.http.status import status_of
 from router.http.status_page import CONTENT_SECURITY_POLICY, PAGE
+from router.metrics import CLIENT_ERRORS
 
 
 async def get(under_test, path):
