@@ -59,6 +59,11 @@ class RouterMetrics:
         self._second_token_part_s = self._histogram(
             "time_to_second_token_part_seconds", "Where the time to a decode worker's first token went.", label="part"
         )
+        self._add_request_counters(registry)
+        self._add_connection_counters(registry)
+        self._start_at_zero()
+
+    def _add_request_counters(self, registry: CollectorRegistry) -> None:
         self._handoffs = Counter(
             f"{PREFIX}kv_handoffs", "Handoffs by what became of them: loaded, or why not.", ["outcome"], registry=registry
         )
@@ -100,6 +105,8 @@ class RouterMetrics:
         self._failure = Counter(
             f"{PREFIX}request_failure", "Requests that ended in an error, by its code.", ["code"], registry=registry
         )
+
+    def _add_connection_counters(self, registry: CollectorRegistry) -> None:
         self._http = Counter(f"{PREFIX}http_requests", "HTTP responses.", ["path", "status"], registry=registry)
         self._cut = Counter(
             f"{PREFIX}http_connections_cut", "Connections ended by a limit, by its kind.", ["reason"], registry=registry
@@ -117,7 +124,6 @@ class RouterMetrics:
         self._stalls = Counter(
             f"{PREFIX}worker_stalls", "Times that a worker's engine made no progress.", ["role"], registry=registry
         )
-        self._start_at_zero()
 
     def _start_at_zero(self) -> None:
         for counter in (self._lost, self._stalls):

@@ -146,6 +146,7 @@ class RequestObserver:
         now = self._clock.now()
         if observed.last_token_at is None:
             self._metrics.observe_first_token(now - observed.arrival)
+            self.history.on_first_token(now - observed.arrival)
             self.traces.note_first_token(observed.timeline.submission.request_id, now)
             self.timelines.note_first_token(observed.timeline, now)
         else:
@@ -179,13 +180,18 @@ class RequestObserver:
         """End the history's interval if it is over."""
         self.history.tick(self._clock.now())
 
+    @property
+    def num_output_tokens(self) -> int:
+        """The output tokens of all requests, running ones included."""
+        return self._num_ended_tokens + sum(request.num_output_tokens for request in self._core.dispatcher.requests.values())
+
     def _read_gauges(self) -> Gauges:
         requests = self._core.dispatcher.requests
         by_role: dict[str, list[float]] = {}
         for worker in self._core.membership.workers:
             by_role.setdefault(worker.role, []).append(worker.kv_cache_usage)
         return Gauges(
-            num_output_tokens=self._num_ended_tokens + sum(request.num_output_tokens for request in requests.values()),
+            num_output_tokens=self.num_output_tokens,
             num_requests=len(requests),
             kv_usage={role: PoolLoad(sum(used) / len(used), max(used)) for role, used in by_role.items()},
         )

@@ -64,7 +64,8 @@ class Status(msgspec.Struct, kw_only=True):
     failures: dict[str, int]  # of requests, by code, without client errors
     refusals: dict[str, int]  # client errors and cancelled requests, by code
     finished: int
-    generation_tokens: int
+    generation_tokens: int  # of ended requests
+    output_tokens: int  # of these and of running ones
     prompt_tokens: int
     first_token_parts: dict[str, PartStatus]
     second_token_parts: dict[str, PartStatus]
@@ -104,6 +105,7 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
         refusals={code: count for code, count in errors.items() if code in CLIENT_ERRORS},
         finished=sum(metrics.by_label("request_success_total", "finished_reason").values()),
         generation_tokens=metrics.total("generation_tokens_total"),
+        output_tokens=gateway.observer.num_output_tokens,
         prompt_tokens=metrics.total("prompt_tokens_total"),
         first_token_parts=_parts(metrics, "time_to_first_token_part_seconds"),
         second_token_parts=_parts(metrics, "time_to_second_token_part_seconds"),

@@ -1,8 +1,8 @@
 """The last ten minutes of a router, in intervals of five seconds.
 
-Owns the ring of intervals and the percentiles. Nothing is recorded per token: at the end of an interval the history takes the
-counters of ``router.metrics`` and keeps the differences to the interval before. Percentiles come from the buckets of the
-histograms, as those of Prometheus' ``histogram_quantile`` do. Memory is bounded by the number of intervals and of labels.
+Owns the ring of intervals. Nothing is recorded per token: at the end of an interval the history takes the counters of
+``router.metrics`` and keeps the differences to the interval before; percentiles of the time between tokens come from the
+buckets of that histogram. Memory is bounded by the number of intervals and of labels.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from prometheus_client import CollectorRegistry
 
 from router.metrics import CACHED, CLIENT_ERRORS
 from router.records.readings import Readings
+from router.records.sketch import Sketch, percentile
 
 K = TypeVar("K", str, float)
 
@@ -24,9 +25,8 @@ INTERVAL_S = 5.0
 NUM_INTERVALS = 120
 OTHER = "other"
 _MAX_LABELS = 16  # of handoffs and of placements in one interval; rarer ones are counted as ``OTHER``
-_FIRST_TOKEN, _INTER_TOKEN = "time_to_first_token_seconds", "inter_token_latency_seconds"
+_INTER_TOKEN = "inter_token_latency_seconds"
 _NAMES = (
-    f"{_FIRST_TOKEN}_bucket",
     f"{_INTER_TOKEN}_bucket",
     "kv_handoffs_total",
     "routing_placements_total",
@@ -57,7 +57,6 @@ class Gauges:
 class _Totals:
     """Counters since the start of the router."""
 
-    first_token: Mapping[float, int]
     inter_token: Mapping[float, int]
     handoffs: Mapping[str, int]
     placements: Mapping[str, int]
@@ -70,7 +69,6 @@ class _Totals:
     def read(cls, registry: CollectorRegistry, num_output_tokens: int) -> _Totals:
         found = Readings(registry, _NAMES)
         return cls(
-            first_token=found.buckets(_FIRST_TOKEN),
             inter_token=found.buckets(_INTER_TOKEN),
             handoffs=found.events("kv_handoffs_total", "outcome"),
             placements=found.events("routing_placements_total", "reason"),
@@ -136,9 +134,14 @@ class History:
 
     registry: CollectorRegistry
     read_gauges: Callable[[], Gauges]
+    _first_tokens_s: Sketch = field(default_factory=Sketch)  # of the interval that has begun
     _intervals: deque[Interval] = field(default_factory=lambda: deque(maxlen=NUM_INTERVALS))
     _totals: _Totals | None = None
     _began: float = 0.0
+
+    def on_first_token(self, seconds: float) -> None:
+        """Record the time to the first token of a request, seconds."""
+        self._first_tokens_s.add(seconds)
 
     def tick(self, now: float) -> bool:
         """End the interval if it is over, at router time ``now`` in seconds; return True if it was.
@@ -150,7 +153,8 @@ class History:
         gauges = self.read_gauges()
         totals, last = _Totals.read(self.registry, gauges.num_output_tokens), self._totals
         if last is not None:
-            self._intervals.append(_interval(last, totals, gauges, self._began, now))
+            self._intervals.append(_interval(last, totals, gauges, self._first_tokens_s, (self._began, now)))
+            self._first_tokens_s = Sketch()
         self._totals, self._began = totals, now
         return last is not None
 
@@ -190,27 +194,8 @@ class History:
         )
 
 
-def percentile(counts: Mapping[float, int], share: float) -> float | None:
-    """Return a percentile of a histogram, from counts that are cumulative over its upper bounds; None without any count.
-
-    Inside a bucket values are taken as evenly spread. Above the last finite bound that bound is returned: it is a minimum.
-    """
-    bounds = sorted(counts)
-    total = counts[bounds[-1]] if bounds else 0
-    if total <= 0:
-        return None
-    wanted, lower, below = share * total, 0.0, 0
-    for bound in bounds:
-        if counts[bound] >= wanted and counts[bound] > below:
-            if bound == float("inf"):
-                return lower
-            return lower + (bound - lower) * (wanted - below) / (counts[bound] - below)
-        lower, below = bound, counts[bound]
-    return lower
-
-
-def _interval(last: _Totals, totals: _Totals, gauges: Gauges, began: float, now: float) -> Interval:
-    first_token = _difference(totals.first_token, last.first_token)
+def _interval(last: _Totals, totals: _Totals, gauges: Gauges, first_tokens_s: Sketch, period: tuple[float, float]) -> Interval:
+    began, now = period
     inter_token = _difference(totals.inter_token, last.inter_token)
     prompt = _difference(totals.prompt_tokens, last.prompt_tokens)
     errors = _difference(totals.errors, last.errors)
@@ -218,8 +203,8 @@ def _interval(last: _Totals, totals: _Totals, gauges: Gauges, began: float, now:
     return Interval(
         end=now,
         seconds=now - began,
-        ttft_p50_ms=_milliseconds(percentile(first_token, 0.5)),
-        ttft_p99_ms=_milliseconds(percentile(first_token, 0.99)),
+        ttft_p50_ms=_milliseconds(first_tokens_s.percentile(0.5)),
+        ttft_p99_ms=_milliseconds(first_tokens_s.percentile(0.99)),
         itl_p50_ms=_milliseconds(percentile(inter_token, 0.5)),
         itl_p99_ms=_milliseconds(percentile(inter_token, 0.99)),
         num_output_tokens=max(0, totals.num_output_tokens - last.num_output_tokens),

@@ -31,8 +31,8 @@ _SECOND_STEPS = ("relay", "queue", "transfer", "verify", "first_step")
 class TimelineEvent(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Something that happened ``at_ms`` after the request's arrival.
 
-    ``name`` is the leg that was sent to ``worker`` (encode, prefill, decode or aggregated), ``encoded``, ``first_token``,
-    ``retry`` (the worker failed it with ``code``) or ``ended``.
+    ``name`` is the leg that was sent to ``worker`` (encode, prefill, decode, or ``alone``: the worker serves it by itself),
+    ``encoded``, ``first_token``, ``retry`` (the worker failed it with ``code``) or ``ended``.
     """
 
     at_ms: float
@@ -319,4 +319,4 @@ def _leg_of(message: Generate | EncodeRequest) -> str:
         return "encode"
     if message.handoff:
         return "prefill"
-    return "decode" if message.choices else "aggregated"
+    return "decode" if message.choices else "alone"
