@@ -13,7 +13,7 @@ from core.clock import Clock
 from core.errors import Cancelled
 from core.log import event
 from core.tracing import TraceContext, Tracer
-from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage
+from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage, TransferUsage
 from router.dispatch.core import RouterCore
 from router.dispatch.members import Member
 from router.dispatch.request_state import EncodeEnded, RequestPhase, RequestState, Retried
@@ -26,6 +26,8 @@ from router.records.timelines import OpenTimeline, Timelines
 from router.records.traffic import Traffic
 
 logger = logging.getLogger(__name__)
+
+NOT_REPORTED = "not_reported"  # what became of a handoff, in its timeline
 
 
 @dataclass(slots=True)
@@ -149,6 +151,7 @@ class RequestObserver:
             self.history.on_first_token(now - observed.arrival)
             self.traces.note_first_token(observed.timeline.submission.request_id, now)
             self.timelines.note_first_token(observed.timeline, now)
+            self._on_unreported_handoff(observed, now)
         else:
             self._metrics.observe_inter_token(now - observed.last_token_at)
         observed.last_token_at = now
@@ -173,6 +176,16 @@ class RequestObserver:
         if attempt is not None and attempt.prefill is not None and attempt.decode is not None:
             names = attempt.prefill.engine_id, attempt.decode.engine_id
             self.traffic.on_handoff(*names, report.cost, self._clock.now())
+
+    def _on_unreported_handoff(self, observed: ObservedRequest, now: float) -> None:
+        """Record a handoff of which the decode worker reports nothing, as those of vLLM engines, by its first token."""
+        request = observed.timeline.request
+        if request is None or request.measurements.first_token is not None or not request.attempt.has_handoff:
+            return
+        observed.timeline.outcome = NOT_REPORTED
+        if request.attempt.prefill is not None and request.attempt.decode is not None:
+            names = request.attempt.prefill.engine_id, request.attempt.decode.engine_id
+            self.traffic.on_handoff(*names, TransferUsage(), now)
 
     # ---- the history -------------------------------------------------------------------------------------------------
 

@@ -96,7 +96,8 @@ function showCluster(status) {
   const moved = sum(traffic.map(pair => pair.bytes_per_s));
   const lost = sum(traffic.map(pair => pair.failed_per_s));
   setText(byId("cluster-note"), !status.workers.length ? "No worker has registered with this router." :
-    `Press a worker to see its handoffs alone. In the last minute this router saw ${amount(handoffs)} handoffs/s, ` +
+    "Load is that of all routers; traffic, requests and history are those of this one. Press a worker to see its handoffs alone. " +
+    `The last minute had ${amount(handoffs)} handoffs/s, ` +
     `${bytes(moved)}/s${lost ? `, of which ${amount(lost)}/s were not loaded` : ""}.`);
   const order = {ready: 1, full: 1};
   rows("workers", [...status.workers].sort((a, b) => (order[a.state] || 0) - (order[b.state] || 0)).map(worker => [

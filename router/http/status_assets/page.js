@@ -1,5 +1,5 @@
 // Asks the router, and shows the answers.
-const PERIOD_MS = 2000, HISTORY_PERIOD_MS = 5000;
+const PERIOD_MS = 2000, HISTORY_PERIOD_MS = 5000, TIMEOUT_MS = 10000;
 let before = null; // the last answer, for rates between two
 let answeredAt = null;
 let isPaused = false;
@@ -96,7 +96,7 @@ function showPlacements(history) {
 }
 
 async function ask(path) {
-  const response = await fetch(path, {cache: "no-store"});
+  const response = await fetch(path, {cache: "no-store", signal: AbortSignal.timeout(TIMEOUT_MS)});
   if (!response.ok) throw new Error(`HTTP ${response.status}`);
   return response.json();
 }
@@ -108,6 +108,8 @@ async function askRequests() {
   if (id === shownId && (!byId("timeline").hasChildNodes() || found.found.some(each => each.state === "running") || byId("timeline").dataset.isLive)) {
     byId("timeline").dataset.isLive = found.found.some(each => each.state === "running") ? "1" : "";
     showTimelines(found.found);
+    if (wantsFocus) byId("timeline").focus();
+    wantsFocus = false;
   }
 }
 

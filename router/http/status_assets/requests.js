@@ -14,6 +14,7 @@ const REASONS = {
   availability: "a cheaper worker could not take it", local: "the decode worker is sooner alone", by_load: "least loaded, nothing predicted",
 };
 let shownId = "";
+let wantsFocus = false; // the next timeline is one that the reader has asked for
 
 function showLatest(latest) {
   rows("latest", latest.map(each => {
@@ -30,6 +31,7 @@ function showLatest(latest) {
 
 function open(id) {
   byId("request-id").value = id;
+  wantsFocus = Boolean(id);
   location.hash = id ? `request=${encodeURIComponent(id)}` : "";
 }
 

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from core.errors import EngineDead
-from core.wire.messages import ErrorInfo, TransferUsage
+from core.wire.messages import ErrorInfo, PrefillDone, TransferUsage
 
 BODY = {"prompt": "say it", "max_tokens": 50}
 
@@ -132,3 +132,19 @@ async def test_the_history_is_kept_by_the_router_s_own_timer(served):
         report = (await client.get("/status/history.json")).json()
     assert report["num_intervals"] == 120
     assert report["kv_usage_mean"].keys() == {"prefill", "decode"}
+
+
+async def test_a_handoff_between_vllm_engines_is_traffic_of_which_nothing_is_reported(start_router):
+    under_test = await start_router(has_http=False)
+    prefill = await under_test.add("prefill", leaves_first_token=True, script=under_test.script(is_silent=True))
+    decode = await under_test.add("decode")
+    asking = asyncio.create_task(post(under_test))
+    message = await prefill.generated()
+    await prefill.send(PrefillDone(request_id=message.request_id, choices=(), kv_handoff=prefill.handoff(message)))
+    answer = await asking
+    assert answer.status_code == 200
+    (timeline,) = (await requests_json(under_test, id=answer.json()["id"]))["found"]
+    assert [event["name"] for event in timeline["events"]] == ["prefill", "decode", "first_token", "ended"]
+    assert timeline["handoff"]["outcome"] == "not_reported"
+    (pair,) = record(under_test).traffic.pairs(under_test.router.gateway.now())
+    assert (pair.prefill, pair.decode, pair.bytes_per_s, pair.transport) == (prefill.engine_id, decode.engine_id, 0, "")
