@@ -4,6 +4,7 @@
 #   make test    the whole suite, as CI runs it
 #   make test-vllm   the plug-in for vLLM, with real vLLM engines on CPU, from an environment of their own
 #   make test-clients   openai, LiteLLM, LangChain, agents and other clients against a cluster, from an environment of their own
+#   make test-browser   the status page in a real Chromium, with screenshots in build/screenshots
 #   make test-full   the same with every fault on every transport and ten times the simulated runs; up to an hour
 #   make sim N=100000   that many simulated clusters under faults, from seed FROM on; a bad one prints how to replay it
 #   make chaos   four minutes of real processes under faults, every answer compared
@@ -36,7 +37,7 @@ VLLM_STAMP := $(VLLM)/.installed-$(firstword $(shell cksum < .ci/vllm.txt))-$(PY
 CLIENTS := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/clients
 CLIENTS_STAMP := $(CLIENTS)/.installed-$(firstword $(shell cksum < .ci/clients.txt))-$(PYTHON_USED)
 
-.PHONY: demo demo-vllm test test-vllm test-clients test-full sim chaos check lint bench wheel-vllm chart install install-test install-lmcache install-vllm install-clients check-tools clean
+.PHONY: demo demo-vllm test test-vllm test-clients test-browser test-full sim chaos check lint bench wheel-vllm chart install install-test install-lmcache install-vllm install-clients check-tools clean
 
 demo: install
 	$(BIN)/kvferry demo
@@ -58,8 +59,11 @@ test-vllm: install-test install-vllm
 test-clients: install-test install-vllm install-clients
 	$(BIN)/python -m pytest --clients -m clients --durations=10 tests/clients
 
+test-browser: install-test
+	$(BIN)/python -m pytest --browser -m browser --durations=5 tests/router/http
+
 test-full: install-test install-lmcache install-vllm install-clients check-tools
-	$(BIN)/python -m pytest -n 2 --full --vllm --clients
+	$(BIN)/python -m pytest -n 2 --full --vllm --clients --browser
 
 sim: install
 	$(BIN)/kvferry sim --seed $(FROM) --runs $(N) --jobs 2

@@ -17,6 +17,23 @@ from router.dispatch.request_state import LOCAL_PREFILL, NO_PREFILL
 from router.dispatch.timing import FirstTokenTiming, SecondTokenTiming
 
 PREFIX = "kvferry_"
+# Errors and cancellations by clients; the service has not failed.
+CLIENT_ERRORS = frozenset(
+    {
+        "invalid_request",
+        "context_length_exceeded",
+        "invalid_api_key",
+        "model_not_found",
+        "not_found",
+        "method_not_allowed",
+        "body_too_large",
+        "cancelled",
+    }
+)
+CACHED, COMPUTED = "cache", "computed"  # where prompt tokens came from
+BY_LOAD = "by_load"  # the reason of a placement that no prediction was made for
+PLACEMENT_REASONS = ("prefix", "wait", "load", "availability", "local", BY_LOAD)
+
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 INFERENCE_PATHS = ("/v1/chat/completions", "/v1/completions")
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
@@ -42,6 +59,11 @@ class RouterMetrics:
         self._second_token_part_s = self._histogram(
             "time_to_second_token_part_seconds", "Where the time to a decode worker's first token went.", label="part"
         )
+        self._add_request_counters(registry)
+        self._add_connection_counters(registry)
+        self._start_at_zero()
+
+    def _add_request_counters(self, registry: CollectorRegistry) -> None:
         self._handoffs = Counter(
             f"{PREFIX}kv_handoffs", "Handoffs by what became of them: loaded, or why not.", ["outcome"], registry=registry
         )
@@ -63,6 +85,18 @@ class RouterMetrics:
             ["outcome"],
             registry=registry,
         )
+        self._placements = Counter(
+            f"{PREFIX}routing_placements",
+            "Placements of prompts by the reason for the worker; see docs/routing.md.",
+            ["reason"],
+            registry=registry,
+        )
+        self._answered_prompt_tokens = Counter(
+            f"{PREFIX}answered_prompt_tokens",
+            "Tokens of prompts that a worker has answered, by their source: its prefix cache, or computed.",
+            ["source"],
+            registry=registry,
+        )
         self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
         self._generation_tokens = Counter(f"{PREFIX}generation_tokens", "Tokens put out.", registry=registry)
         self._success = Counter(
@@ -71,6 +105,8 @@ class RouterMetrics:
         self._failure = Counter(
             f"{PREFIX}request_failure", "Requests that ended in an error, by its code.", ["code"], registry=registry
         )
+
+    def _add_connection_counters(self, registry: CollectorRegistry) -> None:
         self._http = Counter(f"{PREFIX}http_requests", "HTTP responses.", ["path", "status"], registry=registry)
         self._cut = Counter(
             f"{PREFIX}http_connections_cut", "Connections ended by a limit, by its kind.", ["reason"], registry=registry
@@ -88,12 +124,13 @@ class RouterMetrics:
         self._stalls = Counter(
             f"{PREFIX}worker_stalls", "Times that a worker's engine made no progress.", ["role"], registry=registry
         )
-        self._start_at_zero()
 
     def _start_at_zero(self) -> None:
         for counter in (self._lost, self._stalls):
             start_at_zero(counter, *((role,) for role in ("prefill", "decode", "aggregated", "encode")))
         start_at_zero(self._handoffs, *((outcome,) for outcome in ("loaded", LOCAL_PREFILL, NO_PREFILL, *FALLBACK_REASONS)))
+        start_at_zero(self._placements, *((reason,) for reason in PLACEMENT_REASONS))
+        start_at_zero(self._answered_prompt_tokens, (CACHED,), (COMPUTED,))
         start_at_zero(self._failure, *((code,) for code in error_codes()))
         start_at_zero(self._http, *((path, "429") for path in INFERENCE_PATHS))
 
@@ -133,6 +170,15 @@ class RouterMetrics:
         self._transfer_s.observe(timing.transfer_ms / 1e3)
         self._second_token_s.observe(timing.total_ms / 1e3)
         _observe_parts(self._second_token_part_s, timing)
+
+    def count_placement(self, reason: str) -> None:
+        """Count a placement of a prompt at the workers that begin it."""
+        self._placements.labels(reason).inc()
+
+    def count_hit(self, num_tokens: int, num_cached: int) -> None:
+        """Count the tokens of a prompt that a worker has answered; it found ``num_cached`` of them in its cache."""
+        self._answered_prompt_tokens.labels(CACHED).inc(num_cached)
+        self._answered_prompt_tokens.labels(COMPUTED).inc(max(0, num_tokens - num_cached))
 
     def count_encodes(self, outcome: str, num_images: int, num_cached: int) -> None:
         """Count the images of one encode leg; ``num_cached`` of them were embedded before."""

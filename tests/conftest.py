@@ -53,6 +53,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--keep-answers", action="store_true", help="write what transformers has answered into tests/kept_answers")
     parser.addoption("--vllm", action="store_true", help="run the tests marked 'vllm' as well (make test-vllm)")
     parser.addoption("--clients", action="store_true", help="run the tests marked 'clients' as well (make test-clients)")
+    parser.addoption("--browser", action="store_true", help="run the tests marked 'browser' as well (make test-browser)")
     parser.addoption("--full", action="store_true", help="run the tests marked 'full' as well (make test-full)")
 
 
@@ -66,7 +67,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    options = {name: config.getoption(f"--{name}") for name in ("full", "vllm", "clients")}
+    options = {name: config.getoption(f"--{name}") for name in ("full", "vllm", "clients", "browser")}
     unwanted = [name for name, is_wanted in options.items() if not is_wanted]
     kept, left_out = [], []
     for item in items:

@@ -14,6 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
+from urllib.parse import parse_qs
 
 from core.errors import ConfigError
 from core.log import event
@@ -42,10 +43,11 @@ class OpsResponse:
 
 
 Routes = Mapping[tuple[str, str], Callable[[], OpsResponse]]
+Lookups = Mapping[str, Callable[[str], OpsResponse]]  # by path: the answer to GET with ``?id=NAME``, the name "" without it
 
 
 class OpsServer:
-    """Serves ``routes``, keyed by (method, path). GET routes answer HEAD too.
+    """Serves ``routes``, keyed by (method, path), and ``lookups``. GET routes answer HEAD too.
 
     Other routes change the worker, and the port has no authentication: they are for callers whose host ``is_trusted``, by
     default this machine (in a pod: its own containers), and refuse requests of web pages. ``setting`` is the port's name in
@@ -53,9 +55,14 @@ class OpsServer:
     """
 
     def __init__(
-        self, routes: Routes, is_trusted: Callable[[str], bool] = is_loopback, setting: str = "worker.ops_port"
+        self,
+        routes: Routes,
+        is_trusted: Callable[[str], bool] = is_loopback,
+        setting: str = "worker.ops_port",
+        lookups: Lookups | None = None,
     ) -> None:
         self._routes = routes
+        self._lookups = lookups or {}
         self._is_trusted = is_trusted
         self._setting = setting
         self._num_connections = 0
@@ -109,16 +116,17 @@ class OpsServer:
         parts = request_line.split(b" ")
         if len(parts) != 3 or not parts[2].startswith(b"HTTP/1."):
             return "", OpsResponse(HTTPStatus.BAD_REQUEST, b"malformed request\n")
-        method, path = parts[0].decode("latin-1"), parts[1].decode("latin-1").partition("?")[0]
+        method = parts[0].decode("latin-1")
+        path, _, query = parts[1].decode("latin-1").partition("?")
         if method not in ("GET", "HEAD") and any(field.lower().startswith(b"origin:") for field in fields):
             # Browsers add it to every request of a page; an open page must not be able to drain a worker.
             return method, OpsResponse(HTTPStatus.FORBIDDEN, b"not for web pages\n")
         if method not in ("GET", "HEAD") and not self._is_trusted(caller):
             return method, OpsResponse(HTTPStatus.FORBIDDEN, b"only from the worker's own host or pod\n")
-        return method, self._respond(method, path)
+        return method, self._respond(method, path, query)
 
-    def _respond(self, method: str, path: str) -> OpsResponse:
-        handler = self._routes.get(("GET" if method == "HEAD" else method, path))
+    def _respond(self, method: str, path: str, query: str) -> OpsResponse:
+        handler = self._handler("GET" if method == "HEAD" else method, path, query)
         if handler is not None:
             try:
                 return handler()
@@ -126,10 +134,17 @@ class OpsServer:
                 logger.exception(event("ops_handler_failed", path=path))
                 return OpsResponse(HTTPStatus.INTERNAL_SERVER_ERROR, b"internal error\n")
         allowed = {known_method for known_method, known in self._routes if known == path}
+        allowed |= {"GET"} if path in self._lookups else set()
         status = HTTPStatus.METHOD_NOT_ALLOWED if allowed else HTTPStatus.NOT_FOUND
         allowed |= {"HEAD"} if "GET" in allowed else set()
         headers = (("allow", ", ".join(sorted(allowed))),) if allowed else ()
         return OpsResponse(status, f"{status.phrase}\n".encode(), headers=headers)
+
+    def _handler(self, method: str, path: str, query: str) -> Callable[[], OpsResponse] | None:
+        look_up = self._lookups.get(path) if method == "GET" else None
+        if look_up is None:
+            return self._routes.get((method, path))
+        return lambda: look_up(parse_qs(query).get("id", [""])[0])
 
 
 def _encode(response: OpsResponse, *, is_head: bool) -> bytes:

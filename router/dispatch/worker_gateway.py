@@ -21,7 +21,7 @@ from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
 from core.wire.curve import ClusterKeys
-from core.wire.messages import EncodeRequest, EngineCall, ErrorInfo, Generate, RouterMessage
+from core.wire.messages import EngineCall, ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit
 from router.dispatch.engine_api import EngineApi
@@ -29,10 +29,10 @@ from router.dispatch.engine_calls import Answered
 from router.dispatch.frame_reader import FrameReader
 from router.dispatch.gauges import add_gauges
 from router.dispatch.membership import Joined, Left, Resumed, Stalled
+from router.dispatch.observer import ObservedRequest, RequestObserver
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
-from router.dispatch.request_state import Deliver, EncodeEnded, Ended, RequestPhase, RequestState, Retried
-from router.dispatch.traces import RequestTraces
+from router.dispatch.request_state import Deliver, EncodeEnded, Ended, RequestState, Retried
 from router.dispatch.types import Submission, Update
 from router.dispatch.worker_log import WorkerLog
 from router.metrics import RouterMetrics
@@ -82,9 +82,7 @@ class _Listener:
 
     generation: Generation
     prompt_index: int
-    arrival: float
-    last_token_at: float | None = None
-    has_handoff: bool = False
+    observed: ObservedRequest
 
 
 class WorkerGateway:
@@ -108,8 +106,7 @@ class WorkerGateway:
         self._peer_log = PeerLog(clock)
         self._worker_log = WorkerLog(metrics)
         self._metrics = metrics
-        self._model = model
-        self._traces = RequestTraces(None, model)
+        self.observer = RequestObserver(self.core, model, clock, metrics)
         self._tick_s = limits.tick_s
         self._heartbeat_interval_s = limits.heartbeat_interval_s
         self._listeners: dict[str, _Listener] = {}
@@ -125,7 +122,7 @@ class WorkerGateway:
 
     def trace_with(self, tracer: Tracer) -> None:
         """Record spans of all requests from now on."""
-        self._traces = RequestTraces(tracer, self._model)
+        self.observer.trace_with(tracer)
 
     # ---- lifecycle ---------------------------------------------------------------------------------------------------
 
@@ -193,6 +190,10 @@ class WorkerGateway:
         """The port of the workers' socket."""
         return split_tcp(self.worker_address)[1]
 
+    def now(self) -> float:
+        """Return the time of the router's clock, in seconds."""
+        return self._clock.now()
+
     @property
     def is_alive(self) -> bool:
         """True while the socket is served."""
@@ -219,20 +220,22 @@ class WorkerGateway:
         await self.wait_for_route()
         generation = Generation(self, client_id, [submission.request_id for submission in submissions])
         now = self._clock.now()
-        self._traces.begin(submissions, trace, now)
+        self.observer.on_arrival(submissions, client_id, trace, now)
         try:
             for index, submission in enumerate(submissions):
                 if index and index % _PROMPTS_PER_TURN == 0:
                     await asyncio.sleep(0)
                 actions = self.core.submit(submission, now)
-                self._listeners[submission.request_id] = _Listener(generation, index, now)
+                self._listeners[submission.request_id] = _Listener(
+                    generation, index, self.observer.on_placed(submission.request_id, now)
+                )
                 self._is_idle.clear()
                 self._perform(actions)
         except (KVFerryError, asyncio.CancelledError) as error:
             generation.abort("another prompt of the request was refused, or the request was given up")
             reason = ErrorInfo.of(error if isinstance(error, KVFerryError) else Cancelled("the request was given up"))
             for submission in submissions:
-                self._traces.fail(submission.request_id, reason, self._clock.now())
+                self.observer.on_failed(submission.request_id, reason)
             raise
         return generation
 
@@ -271,6 +274,7 @@ class WorkerGateway:
         """
         await reader.catch_up(self._heartbeat_interval_s / 2)
         self._perform(self.core.on_timer(self._clock.now()))
+        self.observer.tick()
 
     async def _watch_connections(self, monitor: AsyncSocket) -> None:
         """Detect the death of a worker's process at once, without waiting for the heartbeat timeout.
@@ -325,7 +329,7 @@ class WorkerGateway:
         if listener is None:
             return
         listener.generation.put(listener.prompt_index, Update(error=ErrorInfo.of(error)))  # the core has lost it
-        self._traces.fail(request_id, ErrorInfo.of(error), self._clock.now())
+        self.observer.on_failed(request_id, ErrorInfo.of(error))
         if not self._listeners:
             self._is_idle.set()
 
@@ -344,10 +348,9 @@ class WorkerGateway:
                 case Deliver():
                     self._deliver(action)
                 case EncodeEnded():
-                    self._metrics.count_encodes(action.outcome, action.num_images, action.num_cached)
-                    self._traces.end_encode_leg(action, self._clock.now())
+                    self.observer.on_encoded(action)
                 case Retried():
-                    self._on_retried(action)
+                    self.observer.on_retried(action)
                 case Ended():
                     self._on_ended(action.request, action.now)
                 case Answered():
@@ -360,7 +363,7 @@ class WorkerGateway:
         if self._socket is None:
             return []
         try:
-            frame = codec.encode_router_message(self._traced(action))
+            frame = codec.encode_router_message(self._recorded(action))
         except ProtocolError as error:
             assert isinstance(action.message, Generate | EngineCall), "only prompts can be too large for a frame"
             return self.core.fail_attempt(action.message.request_id, error, self._clock.now())
@@ -377,88 +380,18 @@ class WorkerGateway:
         self._peer_log.unreachable(peer, failure)
         return self.core.on_unreachable(peer, self._clock.now())
 
-    def _traced(self, action: Transmit) -> RouterMessage:
-        """Return the message of an action, with the span of the leg that it starts."""
-        message = action.message
+    def _recorded(self, action: Transmit) -> RouterMessage:
+        """Record the leg that a message starts; return the message with the leg's span."""
         worker = self.core.membership.by_peer(action.peer)
-        if not self._traces.is_on or not isinstance(message, Generate | EncodeRequest) or worker is None:
-            return message
-        (request_id,) = self.core.dispatcher.find_requests([message.request_id])
-        return self._traces.begin_leg(request_id, message, worker.key, self._clock.now())
+        return action.message if worker is None else self.observer.on_sent(action.message, worker)
 
     def _deliver(self, action: Deliver) -> None:
         listener = self._listeners[action.request_id]
-        if any(choice.token_ids for choice in action.update.choices):
-            now = self._clock.now()
-            if listener.last_token_at is None:
-                self._metrics.observe_first_token(now - listener.arrival)
-                self._traces.note_first_token(action.request_id, now)
-            else:
-                self._metrics.observe_inter_token(now - listener.last_token_at)
-            listener.last_token_at = now
-        report, handoff = action.update.prompt, action.update.handoff
-        if report is not None and report.timing is not None:
-            self._metrics.observe_first_token_parts(report.timing)
-        if handoff is not None and handoff.outcome is not None and not listener.has_handoff:
-            listener.has_handoff = True
-            self._metrics.observe_handoff(handoff.second_token, handoff.outcome)
+        self.observer.on_update(listener.observed, action.update)
         listener.generation.put(listener.prompt_index, action.update)
-
-    def _on_retried(self, retried: Retried) -> None:
-        self._metrics.count_retry(retried.kind, retried.error.code)
-        self._traces.note_retry(retried, self._clock.now())
-        logger.warning(
-            event(
-                "retried",
-                request_id=retried.request_id,
-                kind=retried.kind,
-                code=retried.error.code,
-                message=retried.error.message,
-                failed=retried.failed.engine_id,
-                successor=retried.successor.engine_id if retried.successor else "-",
-            )
-        )
 
     def _on_ended(self, request: RequestState, now: float) -> None:
         listener = self._listeners.pop(request.request_id, None)
         if not self._listeners:
             self._is_idle.set()
-        attempt, num_prompt_tokens = request.attempt, len(request.submission.prompt_token_ids)
-        seconds = now - request.arrival
-        self._metrics.count_tokens(num_prompt_tokens, request.num_output_tokens)
-        if request.error is None:
-            self._metrics.observe_success(seconds, [str(reason) for reason in request.finish_reasons])
-        for kind in sorted(set(request.retried)):
-            self._metrics.count_retried(kind, request.error.code if request.error else "served")
-        trace_id = self._traces.end(request, now)
-        if listener is None:
-            return
-        outcome = request.error.code if request.error else ",".join(sorted({str(reason) for reason in request.finish_reasons}))
-        write = logger.info if request.error is None or request.error.code == Cancelled.code else logger.warning
-        write(
-            event(
-                "finished",
-                request_id=request.request_id,
-                client_id=listener.generation.client_id,
-                outcome=outcome,
-                prompt_tokens=num_prompt_tokens,
-                output_tokens=request.num_output_tokens,
-                ttft_ms=-1.0 if request.first_token_at is None else (request.first_token_at - request.arrival) * 1e3,
-                total_ms=seconds * 1e3,
-                prefill=attempt.prefill.engine_id if attempt.prefill else "-",
-                decode=request.attempt.decode.engine_id
-                if request.attempt.decode and request.phase is not RequestPhase.PREFILL
-                else "-",
-                retries=len(request.retried),
-                **_recomputed(request),
-                **({"trace_id": trace_id} if trace_id else {}),
-                **({"message": request.error.message} if request.error else {}),
-            )
-        )
-
-
-def _recomputed(request: RequestState) -> dict[str, object]:
-    """Return why blocks were not loaded and how many tokens that cost, for the log; {} if all were loaded."""
-    cost = request.measurements.cost
-    reason = cost.fallback_reason or request.fallback_reason
-    return {"fallback_reason": reason, "recomputed_tokens": cost.recomputed_tokens} if reason else {}
+        self.observer.on_ended(request, now, listener.generation.client_id if listener is not None else None)

@@ -234,11 +234,11 @@ def _report(request: RequestState) -> HandoffReport | None:
         num_retries=len(request.retried),
         num_replays=request.retried.count("replay"),
         num_refusals=request.num_refusals,
-        routing=_routing_report(request),
+        routing=routing_report(request),
     )
 
 
-def _routing_report(request: RequestState) -> RoutingReport | None:
+def routing_report(request: RequestState) -> RoutingReport | None:
     """Return the prediction of the latest placement with what came true."""
     timing = request.measurements.first_token
     if request.routing is None:

@@ -247,10 +247,20 @@ def _operator_routes(probes: ProbeAnswers) -> list[BaseRouteHandler]:
 
     @get("/status.json", opt={_OPEN: True})
     async def status() -> ASGIResponse:
-        """Return what the page shows: workers, load, handoffs, failures, and where time goes."""
+        """Return what the page shows of now: workers, traffic, handoffs, failures, and where time goes."""
         return _answer(probes.status())
 
-    return [metrics, status_page, status]
+    @get("/status/history.json", opt={_OPEN: True})
+    async def history() -> ASGIResponse:
+        """Return the last ten minutes in intervals of five seconds."""
+        return _answer(probes.history())
+
+    @get("/status/requests.json", opt={_OPEN: True})
+    async def requests(request: Request[Any, Any, Any]) -> ASGIResponse:
+        """Return the latest requests; with the id of a request also its timelines."""
+        return _answer(probes.requests(request.query_params.get("id", "")))
+
+    return [metrics, status_page, status, history, requests]
 
 
 def _described(routes: Sequence[BaseRouteHandler]) -> set[tuple[str, str]]:

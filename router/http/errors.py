@@ -13,19 +13,6 @@ from core.wire.messages import ErrorInfo
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _WITH_RETRY = (429, 503)
-# Errors and cancellations by clients; the service has not failed.
-CLIENT_ERRORS = frozenset(
-    {
-        "invalid_request",
-        "context_length_exceeded",
-        "invalid_api_key",
-        "model_not_found",
-        "not_found",
-        "method_not_allowed",
-        "body_too_large",
-        "cancelled",
-    }
-)
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):

@@ -104,6 +104,7 @@ class Operation:
     media_type: str = "application/json"
     is_open: bool = False
     is_probe: bool = False
+    query: str = ""  # its parameter, which may be left out
 
 
 OPERATIONS: dict[tuple[str, str], Operation] = {
@@ -136,7 +137,18 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
     ("GET", "/version"): Operation(summary="Return the version of kvferry.", answer=_VERSION, is_open=True),
     ("GET", "/metrics"): Operation(summary="Return all metrics in Prometheus's format.", media_type="text/plain", is_open=True),
     ("GET", "/status"): Operation(summary="Return the status page for browsers.", media_type="text/html", is_open=True),
-    ("GET", "/status.json"): Operation(summary="Return what the status page shows.", answer={"type": "object"}, is_open=True),
+    ("GET", "/status.json"): Operation(
+        summary="Return workers, traffic and counters.", answer={"type": "object"}, is_open=True
+    ),
+    ("GET", "/status/history.json"): Operation(
+        summary="Return the last ten minutes in intervals of five seconds.", answer={"type": "object"}, is_open=True
+    ),
+    ("GET", "/status/requests.json"): Operation(
+        summary="Return the latest requests, and the timelines of the request `id`.",
+        answer={"type": "object"},
+        is_open=True,
+        query="id",
+    ),
 }
 
 
@@ -170,6 +182,8 @@ def _operation(method: str, path: str, operation: Operation) -> Schema:
         found["security"] = []
     if "{name}" in path:
         found["parameters"] = [{"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}]
+    if operation.query:
+        found["parameters"] = [{"name": operation.query, "in": "query", "required": False, "schema": {"type": "string"}}]
     if operation.body is not None:
         content = {"schema": _reference(operation.body), "example": _EXAMPLES[operation.body]}
         found["requestBody"] = {"required": True, "content": {"application/json": content}}

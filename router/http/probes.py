@@ -10,9 +10,9 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.wire.codec import WIRE_VERSION
-from core.worker.ops_http import OpsResponse, Routes
+from core.worker.ops_http import Lookups, OpsResponse, Routes
 from router.http.endpoints import Endpoints
-from router.http.status import status_of
+from router.http.status import requests_of, status_of
 from router.http.status_page import CONTENT_SECURITY_POLICY, PAGE
 
 _encoder = msgspec.json.Encoder()
@@ -36,8 +36,13 @@ class ProbeAnswers:
             "/version": self.version,
             "/status": self.status_page,
             "/status.json": self.status,
+            "/status/history.json": self.history,
         }
         return {("GET", path): answer for path, answer in answers.items()}
+
+    def lookups(self) -> Lookups:
+        """Return the answers that depend on an id, by path."""
+        return {"/status/requests.json": self.requests}
 
     def health(self) -> OpsResponse:
         """Report whether the process is alive and working."""
@@ -63,8 +68,17 @@ class ProbeAnswers:
         return OpsResponse(200, PAGE.encode(), "text/html; charset=utf-8", headers)
 
     def status(self) -> OpsResponse:
-        """Return what the page shows: workers, load, handoffs, failures, and where time goes."""
+        """Return what the page shows of now: workers, traffic, handoffs, failures, and where time goes."""
         return _json(200, status_of(self._endpoints, self._version))
+
+    def history(self) -> OpsResponse:
+        """Return the last ten minutes."""
+        gateway = self._endpoints.gateway
+        return _json(200, gateway.observer.history.report(gateway.now()))
+
+    def requests(self, name: str) -> OpsResponse:
+        """Return the latest requests; with the id of a request also its timelines."""
+        return _json(200, requests_of(self._endpoints, name))
 
 
 def _json(status: int, content: object) -> OpsResponse:

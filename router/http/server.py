@@ -89,8 +89,9 @@ class Router:
         )
         tls = server_context(config.tls_cert, config.tls_key)
         self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut, tls)
-        routes = ProbeAnswers(self.endpoints, package_version()).routes()
-        self._ops = OpsServer(routes, setting="router.ops_port") if config.ops_port is not None else None
+        answers = ProbeAnswers(self.endpoints, package_version())
+        ops = OpsServer(answers.routes(), setting="router.ops_port", lookups=answers.lookups())
+        self._ops = ops if config.ops_port is not None else None
         self.ops_address: str | None = None  # of the probes' port, once it is bound
         self._socket: socket.socket | None = None
         self._server: _Server | None = None

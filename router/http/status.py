@@ -1,22 +1,24 @@
-"""The report of ``/status``: the cluster as this router sees it now, and its counters.
+"""The reports of ``/status``: the cluster as this router sees it now, its counters, and the latest requests.
 
-Owns the shape of the report. Workers come from the membership, and counts from the router's metrics, so the page and alerts
+Owns the shape of the reports. Workers come from the membership, and counts from the router's metrics, so the page and alerts
 cannot disagree. The page computes rates from two reports.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 import msgspec
-from prometheus_client import CollectorRegistry
-from prometheus_client.metrics_core import Metric
 
 from core.wire.codec import WIRE_VERSION
-from router.dispatch.members import Member
+from router.dispatch.members import GenerationWorker, Member
+from router.dispatch.observer import RequestObserver
 from router.http.endpoints import Endpoints
-from router.http.errors import CLIENT_ERRORS
-from router.metrics import PREFIX
+from router.metrics import CLIENT_ERRORS
+from router.records.readings import Readings
+from router.records.timelines import RequestSummary, Timeline
+from router.records.traffic import PairTraffic
+
+_MAX_PAIRS = 256  # in a report: the busiest ones
+_NUM_LATEST = 50  # requests in a list
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):
@@ -31,7 +33,10 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     max_num_seqs: int
     kv_cache_usage: float
     num_leased_blocks: int
-    transports: tuple[str, ...]
+    transports: tuple[str, ...]  # that work there, in its order of preference
+    transport: str  # of its latest load, as reader or as source; empty if it had none in ten minutes
+    prompts_per_s: float  # that it has computed for this router in the last minute
+    is_agent: bool  # of a vLLM engine
 
 
 class PartStatus(msgspec.Struct, kw_only=True):
@@ -42,8 +47,9 @@ class PartStatus(msgspec.Struct, kw_only=True):
 
 
 class Status(msgspec.Struct, kw_only=True):
-    """The report. Counts run since the start of the router."""
+    """The report. Counts run since the start of the router, rates over the last minute."""
 
+    router_id: str
     model: str
     version: str
     wire_version: int  # of this router and all its workers
@@ -52,22 +58,38 @@ class Status(msgspec.Struct, kw_only=True):
     num_requests: int
     requests_by_phase: dict[str, int]
     workers: list[WorkerStatus]
+    traffic: list[PairTraffic]  # the busiest pairs first
+    num_more_pairs: int
     handoffs: dict[str, int]  # by outcome: "loaded", or the reason why not
     failures: dict[str, int]  # of requests, by code, without client errors
     refusals: dict[str, int]  # client errors and cancelled requests, by code
     finished: int
-    generation_tokens: int
+    generation_tokens: int  # of ended requests
+    output_tokens: int  # of these and of running ones
     prompt_tokens: int
     first_token_parts: dict[str, PartStatus]
     second_token_parts: dict[str, PartStatus]
+    predicted_hit_tokens: int  # of all prompts that were computed; 0 if routes are chosen by load
+    real_hit_tokens: int
+    prefill_time_error: float  # recent mean error of the predicted prefill time, share of 1
+
+
+class RequestsReport(msgspec.Struct, kw_only=True):
+    """The latest requests, and the timelines of the one that was asked for."""
+
+    latest: list[RequestSummary]
+    found: list[Timeline]
 
 
 def status_of(endpoints: Endpoints, version: str) -> Status:
     """Return the state of the cluster."""
-    metrics = _Readings(endpoints.metrics.registry)
+    metrics = Readings(endpoints.metrics.registry)
     errors = metrics.events("request_failure_total", "code")
     reason = endpoints.not_ready_reason
+    gateway, now = endpoints.gateway, endpoints.gateway.now()
+    traffic, rates = gateway.observer.traffic.pairs(now), gateway.observer.traffic.prompts_per_s(now)
     return Status(
+        router_id=gateway.core.membership.welcome.router_id,
         model=endpoints.model,
         version=version,
         wire_version=WIRE_VERSION,
@@ -75,19 +97,31 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
         reason=reason or "",
         num_requests=endpoints.gateway.num_requests,
         requests_by_phase=metrics.by_label("num_requests_by_phase", "phase"),
-        workers=[_worker_status(member) for member in endpoints.gateway.core.membership.members],
+        workers=[_worker_status(member, gateway.observer, rates) for member in gateway.core.membership.members],
+        traffic=traffic[:_MAX_PAIRS],
+        num_more_pairs=max(0, len(traffic) - _MAX_PAIRS),
         handoffs=metrics.events("kv_handoffs_total", "outcome"),
         failures={code: count for code, count in errors.items() if code not in CLIENT_ERRORS},
         refusals={code: count for code, count in errors.items() if code in CLIENT_ERRORS},
         finished=sum(metrics.by_label("request_success_total", "finished_reason").values()),
         generation_tokens=metrics.total("generation_tokens_total"),
+        output_tokens=gateway.observer.num_output_tokens,
         prompt_tokens=metrics.total("prompt_tokens_total"),
-        first_token_parts=metrics.parts("time_to_first_token_part_seconds"),
-        second_token_parts=metrics.parts("time_to_second_token_part_seconds"),
+        first_token_parts=_parts(metrics, "time_to_first_token_part_seconds"),
+        second_token_parts=_parts(metrics, "time_to_second_token_part_seconds"),
+        predicted_hit_tokens=metrics.total("routing_predicted_hit_tokens"),
+        real_hit_tokens=metrics.total("routing_real_hit_tokens"),
+        prefill_time_error=gateway.core.route_costs.mean_error(),
     )
 
 
-def _worker_status(worker: Member) -> WorkerStatus:
+def requests_of(endpoints: Endpoints, name: str = "") -> RequestsReport:
+    """Return the latest requests, and those that ``name`` is an id of."""
+    timelines, now = endpoints.gateway.observer.timelines, endpoints.gateway.now()
+    return RequestsReport(latest=timelines.latest(_NUM_LATEST, now), found=timelines.find(name, now) if name else [])
+
+
+def _worker_status(worker: Member, observer: RequestObserver, prompts_per_s: dict[str, float]) -> WorkerStatus:
     return WorkerStatus(
         engine_id=worker.key.engine_id,
         role=worker.role,
@@ -99,6 +133,9 @@ def _worker_status(worker: Member) -> WorkerStatus:
         kv_cache_usage=worker.kv_cache_usage,
         num_leased_blocks=worker.num_leased_blocks,
         transports=worker.transports,
+        transport=observer.traffic.transport(worker.key.engine_id),
+        prompts_per_s=prompts_per_s.get(worker.key.engine_id, 0.0),
+        is_agent=isinstance(worker, GenerationWorker) and worker.facts.takes_calls,
     )
 
 
@@ -108,31 +145,6 @@ def _state_of(worker: Member) -> str:
     return "ready" if worker.has_room(1) else "full"
 
 
-class _Readings:
-    """Samples of a registry at one moment, by name."""
-
-    def __init__(self, registry: CollectorRegistry) -> None:
-        self._samples = {name: list(samples) for name, samples in _grouped(registry.collect())}
-
-    def by_label(self, name: str, label: str) -> dict[str, int]:
-        return {labels[label]: int(value) for labels, value in self._samples.get(PREFIX + name, ())}
-
-    def events(self, name: str, label: str) -> dict[str, int]:
-        """Return a counter's non-zero values by a label."""
-        return {value: count for value, count in self.by_label(name, label).items() if count}
-
-    def total(self, name: str) -> int:
-        return int(sum(value for _, value in self._samples.get(PREFIX + name, ())))
-
-    def parts(self, name: str) -> dict[str, PartStatus]:
-        counts = self.by_label(f"{name}_count", "part")
-        sums = {labels["part"]: value for labels, value in self._samples.get(f"{PREFIX}{name}_sum", ())}
-        return {part: PartStatus(seconds=sums[part], num_requests=count) for part, count in counts.items()}
-
-
-def _grouped(families: Iterable[Metric]) -> Iterator[tuple[str, list[tuple[dict[str, str], float]]]]:
-    found: dict[str, list[tuple[dict[str, str], float]]] = {}
-    for family in families:
-        for sample in family.samples:
-            found.setdefault(sample.name, []).append((sample.labels, sample.value))
-    yield from found.items()
+def _parts(metrics: Readings, name: str) -> dict[str, PartStatus]:
+    counts, sums = metrics.by_label(f"{name}_count", "part"), metrics.sums(name, "part")
+    return {part: PartStatus(seconds=sums[part], num_requests=count) for part, count in counts.items()}

@@ -147,7 +147,8 @@ def refusal(status: int, content: bytes) -> ErrorInfo:
         message, param = str(error["message"]), error.get("param")
     except (msgspec.DecodeError, TypeError, KeyError):
         message, param = content[:200].decode(errors="replace"), None
-    code = {400: "invalid_request", 404: "model_not_found", 429: "overloaded"}.get(status, "engine_error")
+    is_by_client = HTTPStatus.BAD_REQUEST <= status < HTTPStatus.INTERNAL_SERVER_ERROR
+    code = {404: "model_not_found", 429: "overloaded"}.get(status, "invalid_request" if is_by_client else "engine_error")
     return ErrorInfo(
         code=code,
         message=f"vLLM: {message}",

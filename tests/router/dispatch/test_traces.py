@@ -98,7 +98,7 @@ async def test_a_refused_request_and_one_that_fails_end_their_spans_with_the_rea
     found = spans()
     assert found["kvferry.request"].status.description == "internal_error: a bug"
     assert found["kvferry.leg.prefill"].status.description == "internal_error"
-    assert under_test.router.gateway._traces._open == {}
+    assert under_test.router.gateway.observer.traces._open == {}
 
 
 async def test_without_tracing_the_workers_are_told_nothing(served):

@@ -67,7 +67,7 @@ async def test_a_completion_has_openai_s_shape(served):
 
 
 async def test_an_aggregated_worker_reports_what_its_tier_has_lost(start_router, caplog):
-    caplog.set_level("INFO", logger="router.dispatch.worker_gateway")
+    caplog.set_level("INFO", logger="router.dispatch.observer")
     under_test = await start_router()
     worker = await under_test.add("aggregated")
     worker.script.cost = TransferUsage(transport="offload", transferred_tokens=2, recomputed_tokens=3, fallback_reason="digest")
@@ -473,7 +473,7 @@ async def test_the_id_on_the_wire_is_never_the_client_s(served):
 
 
 async def test_the_log_line_of_a_request_holds_the_client_s_id(served, caplog):
-    caplog.set_level("INFO", logger="router.dispatch.worker_gateway")
+    caplog.set_level("INFO", logger="router.dispatch.observer")
     async with served.client() as client:
         await client.post("/v1/completions", json={"prompt": "abc", "max_tokens": 2}, headers={"x-request-id": "mine"})
     (line,) = [str(record.msg) for record in caplog.records if str(record.msg).startswith("event=finished")]
@@ -483,7 +483,7 @@ async def test_the_log_line_of_a_request_holds_the_client_s_id(served, caplog):
 
 
 async def test_the_log_line_of_a_request_has_reason_and_number_of_recomputed_tokens(served, caplog):
-    caplog.set_level("INFO", logger="router.dispatch.worker_gateway")
+    caplog.set_level("INFO", logger="router.dispatch.observer")
     for worker in served.workers:
         worker.script.cost = TransferUsage(transport="tcp", recomputed_tokens=3, fallback_reason="digest")
     assert (await post(served, "/v1/completions", prompt="abc", max_tokens=2)).status_code == 200

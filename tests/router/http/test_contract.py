@@ -14,6 +14,7 @@ PLACES = [
     *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/v1/responses", "/tokenize", "/detokenize")),
     *(("GET", path) for path in ("/v1/models", "/v1/models/{name}", "/load", "/health", "/ready", "/version", "/metrics")),
     *(("GET", path) for path in ("/ping", "/readyz", "/status", "/status.json")),
+    *(("GET", path) for path in ("/status/history.json", "/status/requests.json")),
 ]
 CHECKS = (
     "not_a_server_error",

@@ -17,10 +17,26 @@ async def ask(base, path):
 
 async def test_metrics_and_status_are_on_the_ops_port_only(start_router):
     under_test = await start_router(ops_port=0)
-    for path in ("/metrics", "/status", "/status.json"):
+    for path in ("/metrics", "/status", "/status.json", "/status/history.json", "/status/requests.json"):
         assert (await ask(under_test.router.ops_address, path)).status_code == 200
         assert (await ask(under_test.url, path)).status_code == 404
     assert "kvferry_http_requests_total" in (await ask(under_test.router.ops_address, "/metrics")).text
+
+
+async def test_a_request_is_looked_up_by_its_id_on_the_ops_port(start_router):
+    under_test = await start_router(ops_port=0)
+    await under_test.pair()
+    name = "<mine&yours>+%/?#"
+    async with under_test.client() as client:
+        body, headers = {"prompt": "p", "max_tokens": 3}, {"x-request-id": name}
+        assert (await client.post("/v1/completions", json=body, headers=headers)).status_code == 200
+    async with httpx.AsyncClient(base_url=under_test.router.ops_address) as client:
+        found = (await client.get("/status/requests.json", params={"id": name})).json()["found"]
+        assert [timeline["state"] for timeline in found] == ["finished"]
+        assert (await client.get("/status/requests.json", params={"id": "another"})).json()["found"] == []
+        assert (await client.head("/status/requests.json")).status_code == 200
+        refused = await client.post("/status/requests.json")
+        assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
 
 
 async def test_probes_are_on_both_ports_and_agree(start_router):

@@ -1,5 +1,7 @@
 """``/status`` shows the cluster and its counters, without a key and without external assets."""
 
+import base64
+import hashlib
 import re
 
 import core.errors
@@ -7,9 +9,9 @@ from core.errors import EngineDead, KVFerryError, Overloaded
 from core.release import package_version
 from core.wire.codec import WIRE_VERSION
 from core.wire.messages import ErrorInfo
-from router.http.errors import CLIENT_ERRORS
 from router.http.status import status_of
-from router.http.status_page import CONTENT_SECURITY_POLICY, PAGE
+from router.http.status_page import CONTENT_SECURITY_POLICY, PAGE, SCRIPT, STYLE
+from router.metrics import CLIENT_ERRORS
 
 
 async def get(under_test, path):
@@ -90,7 +92,17 @@ async def test_page_is_open_like_the_metrics_and_loads_nothing_from_elsewhere(st
     assert page.status_code == 200
     assert page.headers["content-type"].startswith("text/html")
     assert page.headers["content-security-policy"] == CONTENT_SECURITY_POLICY
-    assert not re.search(r"(src|href)=|https?://|@import|url\(", page.text)
+    assert not re.search(r"src=|href=\"(?!#)|@import|url\(", page.text)
+    assert set(re.findall(r"\w+://[\w./]+", page.text)) == {"http://www.w3.org/2000/svg"}  # the name of a namespace
+
+
+def test_policy_allows_this_style_and_this_script_only():
+    for name, text in (("style", STYLE), ("script", SCRIPT)):
+        digest = base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
+        assert f"{name}-src 'sha256-{digest}';" in CONTENT_SECURITY_POLICY
+        assert PAGE.count(f"<{name}>{text}</{name}>") == 1
+    assert "unsafe" not in CONTENT_SECURITY_POLICY
+    assert " style=" not in PAGE  # the policy would block it
 
 
 def test_page_shows_every_place_that_its_script_fills():

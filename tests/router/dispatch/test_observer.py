@@ -1,0 +1,150 @@
+"""What a router records of real requests: their timelines, the traffic between workers, placements, and hits."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from core.errors import EngineDead
+from core.wire.messages import ErrorInfo, PrefillDone, TransferUsage
+
+BODY = {"prompt": "say it", "max_tokens": 50}
+
+
+async def post(under_test, body=BODY, **headers):
+    async with under_test.client() as client:
+        return await client.post("/v1/completions", json=body, headers=headers)
+
+
+async def requests_json(under_test, **query):
+    async with under_test.client() as client:
+        return (await client.get("/status/requests.json", params=query)).json()
+
+
+def record(under_test):
+    return under_test.router.gateway.observer
+
+
+async def test_a_served_request_is_found_by_the_id_of_its_answer_with_everything_that_happened(served):
+    answer = await post(served, **{"x-request-id": "mine"})
+    found = (await requests_json(served, id=answer.json()["id"]))["found"]
+    assert found == (await requests_json(served, id="mine"))["found"]
+    (timeline,) = found
+    assert (timeline["state"], timeline["outcome"], timeline["num_output_tokens"]) == ("finished", "stop", 12)
+    assert (timeline["prefill"], timeline["decode"]) == tuple(worker.engine_id for worker in served.workers)
+    assert [event["name"] for event in timeline["events"]] == ["prefill", "first_token", "decode", "ended"]
+    assert [step["name"] for step in timeline["steps"]][:3] == ["queue", "prefill", "relay"]
+    assert timeline["handoff"] == {
+        "outcome": "loaded",
+        "transport": "tcp",
+        "num_bytes": 4096,
+        "num_tokens": 6,
+        "verified_blocks": 0,
+        "recomputed_tokens": 0,
+    }
+    assert timeline["routing"]["reason"] == "load"
+    assert (timeline["num_cached_tokens"], timeline["num_prompt_tokens"]) == (4, 6)
+    assert "say it" not in str(timeline)
+    ends = [step["start_ms"] + step["ms"] for step in timeline["steps"]]
+    assert ends[-1] == pytest.approx(timeline["total_ms"], abs=0.01)
+
+
+async def test_traffic_placements_and_hits_are_those_of_the_requests(served):
+    prefill, decode = served.workers
+    for _ in range(3):
+        await post(served)
+    async with served.client() as client:
+        report = (await client.get("/status.json")).json()
+    (pair,) = report["traffic"]
+    assert (pair["prefill"], pair["decode"], pair["transport"]) == (prefill.engine_id, decode.engine_id, "tcp")
+    assert pair["handoffs_per_s"] == pytest.approx(3 / 5)  # the shortest window
+    assert {worker["engine_id"]: worker["transport"] for worker in report["workers"]} == dict.fromkeys(
+        (prefill.engine_id, decode.engine_id), "tcp"
+    )
+    assert [worker["prompts_per_s"] > 0 for worker in report["workers"]] == [True, False]
+    assert (report["output_tokens"], report["num_more_pairs"]) == (36, 0)
+    placed = sum(served.metric("kvferry_routing_placements_total", reason=reason) for reason in ("prefix", "load", "wait"))
+    assert placed == 3
+    assert served.metric("kvferry_answered_prompt_tokens_total", source="cache") == 12
+    assert served.metric("kvferry_answered_prompt_tokens_total", source="computed") == 6
+
+
+async def test_a_request_placed_by_load_says_so(start_router):
+    under_test = await start_router(has_http=False, routing="load")
+    await under_test.add("aggregated")
+    answer = await post(under_test)
+    (timeline,) = (await requests_json(under_test, id=answer.json()["id"]))["found"]
+    assert timeline["routing"] is None
+    assert [event["name"] for event in timeline["events"]] == ["alone", "first_token", "ended"]
+    assert [step["name"] for step in timeline["steps"]] == ["first_token", "decode"]
+    assert under_test.metric("kvferry_routing_placements_total", reason="by_load") == 1
+    assert record(under_test).traffic.prompts_per_s(under_test.router.gateway.now()) != {}
+
+
+async def test_a_failover_names_both_workers(start_router):
+    under_test = await start_router(has_http=False)
+    dead = under_test.script(error=ErrorInfo.of(EngineDead("it died")))
+    failing = await under_test.add("prefill", script=dead)
+    decode = await under_test.add("decode")
+    assert (await post(under_test)).status_code == 200
+    (timeline,) = (await requests_json(under_test))["latest"]
+    (timeline,) = (await requests_json(under_test, id=timeline["request_id"]))["found"]
+    told = [(event["name"], event.get("worker", "")) for event in timeline["events"]]
+    assert told[:3] == [("prefill", failing.engine_id), ("retry", failing.engine_id), ("alone", decode.engine_id)]
+    assert (timeline["num_retries"], timeline["handoff"]["outcome"]) == (1, "no_prefill")
+
+
+async def test_a_refused_request_has_a_timeline_and_a_running_one_is_listed_first(start_router):
+    under_test = await start_router(has_http=False, max_requests=1)
+    script = under_test.script(pause_after=2)
+    await under_test.add("aggregated", script=script)
+    running = asyncio.create_task(post(under_test))
+    await under_test.until(lambda: record(under_test).num_output_tokens == 2)
+    assert (await post(under_test)).status_code == 429
+    latest = (await requests_json(under_test))["latest"]
+    assert [(each["state"], each["outcome"]) for each in latest] == [("running", ""), ("failed", "overloaded")]
+    script.resume.set()
+    assert (await running).status_code == 200
+    assert [each["state"] for each in (await requests_json(under_test))["latest"]] == ["finished", "failed"]
+    assert not record(under_test).timelines._open
+
+
+async def test_a_failed_load_is_a_handoff_with_its_reason(start_router):
+    under_test = await start_router(has_http=False)
+    await under_test.add("prefill")
+    lost = TransferUsage(fallback_reason="peer_lost", recomputed_tokens=6)
+    await under_test.add("decode", script=under_test.script(cost=lost))
+    answer = await post(under_test)
+    (timeline,) = (await requests_json(under_test, id=answer.json()["id"]))["found"]
+    assert (timeline["handoff"]["outcome"], timeline["handoff"]["recomputed_tokens"]) == ("peer_lost", 6)
+    (pair,) = record(under_test).traffic.pairs(under_test.router.gateway.now())
+    assert pair.failed_per_s == pair.handoffs_per_s > 0
+
+
+async def test_the_history_is_kept_by_the_router_s_own_timer(served):
+    history = record(served).history
+    await served.until(lambda: history._totals is not None)
+    history._began -= 5.0
+    await post(served)
+    await served.until(lambda: len(history.report(served.router.gateway.now()).ages_s) == 1)
+    async with served.client() as client:
+        report = (await client.get("/status/history.json")).json()
+    assert report["num_intervals"] == 120
+    assert report["kv_usage_mean"].keys() == {"prefill", "decode"}
+
+
+async def test_a_handoff_between_vllm_engines_is_traffic_of_which_nothing_is_reported(start_router):
+    under_test = await start_router(has_http=False)
+    prefill = await under_test.add("prefill", leaves_first_token=True, script=under_test.script(is_silent=True))
+    decode = await under_test.add("decode")
+    asking = asyncio.create_task(post(under_test))
+    message = await prefill.generated()
+    await prefill.send(PrefillDone(request_id=message.request_id, choices=(), kv_handoff=prefill.handoff(message)))
+    answer = await asking
+    assert answer.status_code == 200
+    (timeline,) = (await requests_json(under_test, id=answer.json()["id"]))["found"]
+    assert [event["name"] for event in timeline["events"]] == ["prefill", "decode", "first_token", "ended"]
+    assert timeline["handoff"]["outcome"] == "not_reported"
+    (pair,) = record(under_test).traffic.pairs(under_test.router.gateway.now())
+    assert (pair.prefill, pair.decode, pair.bytes_per_s, pair.transport) == (prefill.engine_id, decode.engine_id, 0, "")
