@@ -14,10 +14,10 @@ import msgspec
 from core.errors import KVFerryError
 from core.tracing import TraceContext
 from core.wire.contents import ContentReport
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVVerify
 from core.wire.limits import (
     MAX_NUM_FEATURES,
-    AnyHttpStatus,
     ChoiceIndex,
     Count,
     Fraction,
@@ -256,17 +256,6 @@ class EncodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="efail", omit_
     media_index: MediaIndex | None = None
 
 
-class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply", omit_defaults=True):
-    """A part of what the engine's API answers to an ``EngineCall``: status and type in the first part, then bytes in order."""
-
-    request_id: Name
-    position: Count  # of this part, from 0
-    body: bytes
-    status: AnyHttpStatus = 200
-    content_type: Text = ""
-    is_last: bool = False
-
-
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rej", omit_defaults=True):
     """Answer to a frame that the worker cannot decode or may not accept."""
 
@@ -346,19 +335,6 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="enc", omit_d
     priority: int = 0
     deadline_ms: WholeMilliseconds = 0
     trace: TraceContext | None = None  # as that of ``Generate``
-
-
-class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_defaults=True):
-    """Post a JSON body to the API of the worker's engine. An ``Abort`` ends it. Only for workers that ``takes_calls``.
-
-    ``deadline_ms`` is a duration from sending; 0 = none.
-    """
-
-    request_id: Name
-    path: Name
-    body: bytes
-    deadline_ms: WholeMilliseconds = 0
-    trace: TraceContext | None = None  # of the client; None = the call is not traced
 
 
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_defaults=True):

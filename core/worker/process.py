@@ -25,7 +25,8 @@ from core.rate_limit import LimitedLog
 from core.release import package_version
 from core.request import EngineCoreOutput
 from core.wire.codec import WIRE_VERSION, decode_router_frame, encode_tokens, encode_worker_message
-from core.wire.messages import EncodeDone, EncodeFailed, EngineReply, PrefillDone, RequestFailed
+from core.wire.engine_calls import EngineReply
+from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed
 from core.worker.actions import (
     Action,
     ExpectTransfer,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from core.wire.messages import EncodeRequest, EngineCall, Generate
+from core.wire.engine_calls import EngineCall
+from core.wire.messages import EncodeRequest, Generate
 from core.worker.deadlines import Deadlines
 
 

@@ -28,13 +28,12 @@ from core.metrics import WorkerMetrics
 from core.rate_limit import LOG_INTERVAL_S, RateLimit, limited_event
 from core.request import EngineCoreOutput
 from core.wire import messages
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import (
     Abort,
     EncodeDone,
     EncodeFailed,
     EncodeRequest,
-    EngineCall,
-    EngineReply,
     ErrorInfo,
     Generate,
     Goodbye,

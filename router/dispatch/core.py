@@ -14,11 +14,10 @@ import msgspec
 from core.config_router import RouterSection
 from core.errors import KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
 from core.wire.contents import ContentReport
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
-    EngineCall,
-    EngineReply,
     ErrorInfo,
     Goodbye,
     Heartbeat,

@@ -21,7 +21,8 @@ from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
 from core.wire.curve import ClusterKeys
-from core.wire.messages import EncodeRequest, EngineCall, ErrorInfo, Generate, RouterMessage
+from core.wire.engine_calls import EngineCall
+from core.wire.messages import EncodeRequest, ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit
 from router.dispatch.engine_api import EngineApi

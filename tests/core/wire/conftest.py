@@ -7,6 +7,7 @@ import pytest
 
 from core.tracing import TraceContext
 from core.wire.contents import ContentReport
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import (
     ControlError,
     GroupBlocks,
@@ -27,8 +28,6 @@ from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
     EncodeRequest,
-    EngineCall,
-    EngineReply,
     ErrorInfo,
     Generate,
     Goodbye,
