@@ -88,11 +88,15 @@ class RouterMetrics:
         self._stalls = Counter(
             f"{PREFIX}worker_stalls", "Times that a worker's engine made no progress.", ["role"], registry=registry
         )
+        self._switches = Counter(
+            f"{PREFIX}role_switches", "Workers that took another role, by the new one.", ["role"], registry=registry
+        )
         self._start_at_zero()
 
     def _start_at_zero(self) -> None:
         for counter in (self._lost, self._stalls):
             start_at_zero(counter, *((role,) for role in ("prefill", "decode", "aggregated", "encode")))
+        start_at_zero(self._switches, *((role,) for role in ("prefill", "decode", "aggregated")))
         start_at_zero(self._handoffs, *((outcome,) for outcome in ("loaded", LOCAL_PREFILL, NO_PREFILL, *FALLBACK_REASONS)))
         start_at_zero(self._failure, *((code,) for code in error_codes()))
         start_at_zero(self._http, *((path, "429") for path in INFERENCE_PATHS))
@@ -189,6 +193,10 @@ class RouterMetrics:
     def count_stalled(self, role: str) -> None:
         """Count a stall of a worker's engine."""
         self._stalls.labels(role).inc()
+
+    def count_switched(self, role: str) -> None:
+        """Count a worker that has taken this role."""
+        self._switches.labels(role).inc()
 
     def _histogram(
         self, name: str, documentation: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S, label: str = ""

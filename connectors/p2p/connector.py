@@ -20,7 +20,7 @@ from core.wire.kv import KVHandoff
 
 
 class P2PConnector(Connector):
-    """Producer on prefill workers, consumer on decode workers."""
+    """Producer on prefill workers, consumer on decode workers, both on workers that can switch."""
 
     scheduler: P2PConnectorScheduler
     worker: P2PConnectorWorker
@@ -30,7 +30,8 @@ class P2PConnector(Connector):
         self.worker = P2PConnectorWorker(lambda metadata: self.driver.post(metadata))  # noqa: PLW0108, the driver is made below
         host = AgentHost(
             identity=self._identity,
-            is_producer=context.role == "prefill",
+            is_producer=context.has_readers,
+            also_reads=context.can_switch_role,
             report=self.worker.report,
             fail=self.worker.fail,
             metrics=P2PMetrics(context.metrics),

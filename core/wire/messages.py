@@ -118,6 +118,9 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     has_patience: bool = False  # it serves by priority, and heeds the patience of prompts
     takes_calls: bool = False  # it passes ``EngineCall`` on to the API of its engine
     splits_output: bool = False  # that engine separates reasoning from the text of every chat
+    can_switch_role: bool = False  # it serves requests of every role but encode, and heeds ``SwitchRole``
+    home_role: Role | None = None  # it was started in; None = not reported
+    num_switches: Count = 0  # of its role since its start: a registration with fewer is older than one with more
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -156,6 +159,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaul
     is_warming_up: bool = False
     num_reports: Count = 0  # sent to this router since its ``Registered``
     num_queued_tokens_of_others: Count = 0  # of prompts that other routers have sent, and that have no first token yet
+    number: Count = 0  # of this heartbeat, of those to all routers
+    num_switches: Count = 0  # as that of ``Register``
+    num_of_former_role: Count = 0  # requests that it took in another role than the present one
+    is_planner: bool = False  # this router may change its role
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
@@ -163,6 +170,14 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_default
 
     engine_id: Name
     incarnation: Unsigned64
+
+
+class SwitchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="norole", omit_defaults=True):
+    """A worker keeps its role; the error says why. A switch that it makes is answered by ``Register``, with the new role."""
+
+    engine_id: Name
+    incarnation: Unsigned64
+    error: ErrorInfo
 
 
 class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -271,6 +286,8 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_de
     ``router_id`` is new at every start of a router. A worker that hears nothing from a router for ``heartbeat_timeout_ms``
     aborts that router's requests. A heartbeat of an unknown worker is answered by ``Refused``; the worker then registers again.
     A router that ``takes_contents`` wants ``ContentReport``; with ``needs_snapshot`` the next one must be a snapshot.
+    A router that ``plans_roles`` asks to be the only one that may change the worker's role. ``num_switches`` is that of the
+    latest ``Register`` which the router has: the worker repeats its registration until it is its own.
     """
 
     router_id: Name
@@ -278,6 +295,8 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_de
     heartbeat_timeout_ms: WholeMilliseconds = 5000
     takes_contents: bool = False
     needs_snapshot: bool = False
+    plans_roles: bool = False
+    num_switches: Count = 0
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="regno", omit_defaults=True):
@@ -362,6 +381,20 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain", omit_default
     deadline_ms: WholeMilliseconds = 0
 
 
+class SwitchRole(msgspec.Struct, frozen=True, kw_only=True, tag="role", omit_defaults=True):
+    """Take requests of another role from now on; those of the present one, and their leases, run to their end.
+
+    It is refused unless it names the present life and role of the worker, and a heartbeat that the worker has sent shortly
+    before: what the router knows of the worker, and of its own right to change its role, is no older than that.
+    """
+
+    role: Role
+    incarnation: Unsigned64
+    num_switches: Count
+    heartbeat: Count  # its ``number``
+    reason: Text = ""
+
+
 # A frame of the request plane holds one of these, or a list of ``Tokens`` (see ``core.wire.codec``).
 WorkerMessage = (
     Register
@@ -369,6 +402,7 @@ WorkerMessage = (
     | Heartbeat
     | ContentReport
     | Goodbye
+    | SwitchRefused
     | PrefillDone
     | RequestFailed
     | EncodeDone
@@ -376,4 +410,4 @@ WorkerMessage = (
     | EngineReply
     | Rejected
 )
-RouterMessage = Registered | Refused | Generate | EncodeRequest | EngineCall | Abort | Release | Renew | Drain
+RouterMessage = Registered | Refused | Generate | EncodeRequest | EngineCall | Abort | Release | Renew | Drain | SwitchRole

@@ -56,6 +56,8 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         has_patience=config.scheduler.policy == "priority",
         start_ms=round(1e3 * _process_age_s()),
         is_supervised=config.worker.is_supervised,
+        can_switch_role=context.can_switch_role,
+        home_role=context.role,
     )
 
 

@@ -100,6 +100,7 @@ class SimCluster:
                     self.complain(f"still not at rest after {MAX_EVENTS} events")
         except Exception:  # a bug of ours, anywhere: it would have ended a process
             self.complain(traceback.format_exc(limit=-_MAX_FRAMES))
+        self.violations += self.troubles.roles.find_abandoned()
         if not self.violations:
             oracle = CausalOracle(self.plan, self.troubles)
             for client in self.clients:
@@ -248,6 +249,8 @@ class SimCluster:
         )
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
         happened["slow_clients"] = sum(client.plan.reading is not None for client in self.clients)
+        happened["role_switches"] = self.troubles.roles.num_switches
+        happened["planned_switches"] = self.troubles.roles.num_planned
         happened["cut_clients"] = sum(client.was_cut for client in self.clients)
         happened.update(self._retries)
         happened.update(self.stores.count_what_happened())

@@ -30,8 +30,9 @@ from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_
 from core.wire.kv import KVHandoff
 from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
 from core.worker.actions import AdmissionLimits, EngineLoad, Send
-from core.worker.role import EngineFacts
+from core.worker.role import EngineFacts, RoleHandler
 from core.worker.state import WorkerState
+from core.worker.switchable import SwitchableHandler
 from decode.role import DecodeHandler
 from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
@@ -77,7 +78,7 @@ class SimWorker(SimWorkerProtocol):
         ids = SeededIds(ids_seed)
         self.incarnation = new_incarnation(ids)
         config = plan.config
-        self.connector = self._make_connector(config, ids) if spec.role != "aggregated" else None
+        self.connector = self._make_connector(config, ids) if spec.role != "aggregated" or spec.can_switch_role else None
         self.tier = stores.open_tier(host, self._layout, ids_seed)
         self.embeddings = self._make_embeddings(plan, ids_seed, stores)
         self._connectors = self._list_connectors(plan, ids_seed)
@@ -155,7 +156,7 @@ class SimWorker(SimWorkerProtocol):
         )
 
     def _make_connector(self, config: KVFerryConfig, ids: SeededIds) -> SimConnector:
-        address = self.spec.control_address if self.spec.role == "prefill" else ""
+        address = self.spec.control_address if self.spec.role == "prefill" or self.spec.can_switch_role else ""
         return SimConnector(self.host, self._identity(), config.connector, ids, address)
 
     def _list_connectors(self, plan: ClusterPlan, seed: int) -> list[SimConnector | SimTier | StepLoads]:
@@ -210,8 +211,10 @@ class SimWorker(SimWorkerProtocol):
         hasher = BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE)
         return EngineCore(scheduler, self.model, hasher, self.model.vocab_size, [self.contents])
 
-    def _make_handler(self) -> PrefillHandler | DecodeHandler:
+    def _make_handler(self) -> RoleHandler:
         facts = EngineFacts(max_model_len=self.engine.core.scheduler.max_model_len, eos_token_ids=frozenset())
+        if self.spec.can_switch_role:
+            return SwitchableHandler(PrefillHandler(facts), DecodeHandler(facts))
         return PrefillHandler(facts) if self.spec.role == "prefill" else DecodeHandler(facts)
 
     def _make_state(self, plan: ClusterPlan, max_model_len: int) -> WorkerState:
@@ -234,6 +237,8 @@ class SimWorker(SimWorkerProtocol):
             is_supervised=plan.is_supervised,
             kv_verify=config.connector.kv_verify,
             has_digests=self.model.seals.has_digests,
+            can_switch_role=self.spec.can_switch_role,
+            home_role=self.spec.role,
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,

@@ -29,7 +29,7 @@ from router.dispatch.engine_api import EngineApi
 from router.dispatch.engine_calls import Answered
 from router.dispatch.frame_reader import FrameReader
 from router.dispatch.gauges import add_gauges
-from router.dispatch.membership import Joined, Left, Resumed, Stalled
+from router.dispatch.membership import Joined, Left, Resumed, Stalled, Switched
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
 from router.dispatch.request_state import Deliver, EncodeEnded, Ended, RequestPhase, RequestState, Retried
@@ -37,6 +37,7 @@ from router.dispatch.traces import RequestTraces
 from router.dispatch.types import Submission, Update
 from router.dispatch.worker_log import WorkerLog
 from router.metrics import RouterMetrics
+from router.planner.gauges import add_planner_gauges
 
 logger = logging.getLogger(__name__)
 
@@ -123,6 +124,7 @@ class WorkerGateway:
         self._has_changed = asyncio.Event()  # something that the core knows
         self._death: asyncio.Future[BaseException] | None = None
         add_gauges(metrics, self.core, clock)
+        add_planner_gauges(metrics, self.core, clock)
 
     def trace_with(self, tracer: Tracer) -> None:
         """Record spans of all requests from now on."""
@@ -353,7 +355,7 @@ class WorkerGateway:
                     self._on_ended(action.request, action.now)
                 case Answered():
                     self.engine_api.put(action)
-                case Joined() | Left() | Stalled() | Resumed():
+                case Joined() | Left() | Stalled() | Resumed() | Switched():
                     self._worker_log.note(action)
                     self._peer_log.unpaired(unpaired(self.core.membership.workers))
 
