@@ -265,6 +265,7 @@ class RoleSwitchRefused(KVFerryError):
 
     code = "role_switch_refused"
     http_status = 409
+    retryable = True
 
 
 class ConnectorUnavailable(KVFerryError):

@@ -14,7 +14,7 @@ from random import Random
 
 from kvferry.sim.checks import Oracle, WorkerChecks
 from kvferry.sim.client import ROUTER_LOST, Client
-from kvferry.sim.content_checks import differences_of_contents
+from kvferry.sim.content_checks import differences_of_contents, differences_of_roles
 from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.eventlog import EventLog
 from kvferry.sim.faults import Fault
@@ -221,7 +221,8 @@ class SimCluster:
             if worker.host.process.is_alive:
                 found += worker.leftovers()
         workers = [worker for worker in self._incarnations if isinstance(worker, SimWorker)]
-        return found + self.stores.leftovers() + differences_of_contents(self.routers.values(), workers)
+        found += self.stores.leftovers() + differences_of_contents(self.routers.values(), workers)
+        return found + differences_of_roles(self.routers.values(), workers)
 
     def _result(self) -> RunResult:
         outcomes = Counter(client.outcome or "unfinished" for client in self.clients)

@@ -202,6 +202,11 @@ class WorkerGateway:
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
 
     @property
+    def now(self) -> float:
+        """The router's time, seconds."""
+        return self._clock.now()
+
+    @property
     def retry_after_s(self) -> int:
         """After how many seconds a client that found no route should retry."""
         return self.core.retry_after_s(self._clock.now())

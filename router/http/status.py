@@ -13,10 +13,11 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.metrics_core import Metric
 
 from core.wire.codec import WIRE_VERSION
-from router.dispatch.members import Member
+from router.dispatch.members import GenerationWorker, Member
 from router.http.endpoints import Endpoints
 from router.http.errors import CLIENT_ERRORS
 from router.metrics import PREFIX
+from router.planner.planner import Planner
 
 
 class WorkerStatus(msgspec.Struct, kw_only=True):
@@ -24,6 +25,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
 
     engine_id: str
     role: str
+    is_switching: bool  # requests or leases of a former role are left
     version: str  # of the package; empty if not reported
     state: str  # "ready", "full", "draining", "stalled", or "closed" if it reported that it takes no requests
     num_running: int
@@ -32,6 +34,26 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     kv_cache_usage: float
     num_leased_blocks: int
     transports: tuple[str, ...]
+
+
+class PlannerStatus(msgspec.Struct, kw_only=True):
+    """The planner of this router: how many workers heed it, why it orders nothing now, and its last switch."""
+
+    is_enabled: bool
+    num_workers: int
+    why_idle: str
+    last: PlannedSwitch | None
+
+
+class PlannedSwitch(msgspec.Struct, kw_only=True):
+    """A switch that the planner has ordered; ``outcome`` is "ordered" until it is known."""
+
+    seconds_ago: float
+    engine_id: str
+    before: str
+    role: str
+    reason: str
+    outcome: str
 
 
 class PartStatus(msgspec.Struct, kw_only=True):
@@ -52,6 +74,7 @@ class Status(msgspec.Struct, kw_only=True):
     num_requests: int
     requests_by_phase: dict[str, int]
     workers: list[WorkerStatus]
+    planner: PlannerStatus
     handoffs: dict[str, int]  # by outcome: "loaded", or the reason why not
     failures: dict[str, int]  # of requests, by code, without client errors
     refusals: dict[str, int]  # client errors and cancelled requests, by code
@@ -67,6 +90,7 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
     metrics = _Readings(endpoints.metrics.registry)
     errors = metrics.events("request_failure_total", "code")
     reason = endpoints.not_ready_reason
+    core, now = endpoints.gateway.core, endpoints.gateway.now
     return Status(
         model=endpoints.model,
         version=version,
@@ -75,7 +99,8 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
         reason=reason or "",
         num_requests=endpoints.gateway.num_requests,
         requests_by_phase=metrics.by_label("num_requests_by_phase", "phase"),
-        workers=[_worker_status(member) for member in endpoints.gateway.core.membership.members],
+        workers=[_worker_status(member) for member in core.membership.members],
+        planner=_planner_status(core.planner, core.membership.workers, now),
         handoffs=metrics.events("kv_handoffs_total", "outcome"),
         failures={code: count for code, count in errors.items() if code not in CLIENT_ERRORS},
         refusals={code: count for code, count in errors.items() if code in CLIENT_ERRORS},
@@ -91,6 +116,7 @@ def _worker_status(worker: Member) -> WorkerStatus:
     return WorkerStatus(
         engine_id=worker.key.engine_id,
         role=worker.role,
+        is_switching=isinstance(worker, GenerationWorker) and worker.is_switching,
         version=worker.version,
         state=_state_of(worker),
         num_running=worker.num_running,
@@ -100,6 +126,22 @@ def _worker_status(worker: Member) -> WorkerStatus:
         num_leased_blocks=worker.num_leased_blocks,
         transports=worker.transports,
     )
+
+
+def _planner_status(planner: Planner, workers: Iterable[GenerationWorker], now: float) -> PlannerStatus:
+    last = planner.last
+    shown = None
+    if last is not None:
+        shown = PlannedSwitch(
+            seconds_ago=round(now - last.at, 1),
+            engine_id=last.engine_id,
+            before=last.before,
+            role=last.role,
+            reason=last.reason,
+            outcome=last.outcome,
+        )
+    num_workers = len(planner.owned(workers, now)) if planner.is_enabled else 0
+    return PlannerStatus(is_enabled=planner.is_enabled, num_workers=num_workers, why_idle=planner.why_idle, last=shown)
 
 
 def _state_of(worker: Member) -> str:

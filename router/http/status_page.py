@@ -78,10 +78,15 @@ function show(now) {
   byId("transfers").textContent = rate(now, s => sum(s.handoffs));
   byId("failed").textContent = sum(status.failures);
   rows("workers", status.workers.map(worker => [
-    worker.engine_id, worker.role, worker.version, element("td", worker.state, worker.state === "ready" ? "good" : "bad"),
+    worker.engine_id, worker.is_switching ? `${worker.role} (switching)` : worker.role, worker.version,
+    element("td", worker.state, worker.state === "ready" ? "good" : "bad"),
     worker.num_running, worker.num_waiting, bar(worker.num_running / worker.max_num_seqs), bar(worker.kv_cache_usage),
     worker.num_leased_blocks, worker.transports.join(", "),
   ]));
+  const planner = status.planner, planned = planner.last;
+  byId("planner").textContent = !planner.is_enabled ? "" : `Planner over ${planner.num_workers} workers: ${planner.why_idle}.` +
+    (planned ? ` Last: ${planned.engine_id} from ${planned.before} to ${planned.role}, ${planned.outcome}, ` +
+      `${Math.round(planned.seconds_ago)} s ago, because ${planned.reason}.` : "");
   rows("phases", Object.entries(status.requests_by_phase));
   rows("handoffs", Object.entries(status.handoffs));
   rows("failures", Object.entries(status.failures));
@@ -146,6 +151,7 @@ PAGE = f"""<!doctype html>
 <header><h1 id="model">kvferry</h1><span id="state">…</span><span id="version" class="muted"></span></header>
 <div class="tiles">{"".join(_tile(*tile) for tile in _TILES)}</div>
 {_table("workers", "Workers", *_WORKER_COLUMNS)}
+<p id="planner" class="muted"></p>
 <div class="columns">
 {_table("first", "To the first token, mean", "part", "ms")}
 {_table("second", "From the first to the second token, mean", "part", "ms")}
