@@ -266,26 +266,22 @@ def prefill_was_away(case: Case) -> bool:
 
 
 def readers_were_away(case: Case) -> bool:
-    """An aggregated worker continued it, and each worker that can read its KV was unavailable to its router just before."""
+    """Each worker that can read its KV was unavailable to its router, just before a worker that does not read it continued it.
+
+    That is an aggregated worker, or, of workers that can switch, the one that has its KV.
+    """
     since = case.path.start_of_handoff()
     prefills = [turn for turn in case.path.turns if turn.role == "prefill"]
-    successors = [turn for turn in case.path.turns if turn.role == "aggregated" and turn.start >= since]
-    if not prefills or not successors:
+    if not prefills:
+        return False
+    later = [turn for turn in case.path.turns if turn.role != "prefill" and turn.start >= since]
+    successors = [turn for turn in later if turn.role == "aggregated" or turn.engine_id == prefills[-1].engine_id]
+    if not successors:
         return False
     dtype, until = case.spec(prefills[-1].engine_id).kv_dtype, successors[0].start
     alike = [worker for worker in case.plan.workers if worker.kv_dtype == dtype and worker.engine_id != prefills[-1].engine_id]
     readers = [worker.engine_id for worker in alike if case.kept_role(worker, "decode", until, until)]
     return all(case.troubles.find(UNAVAILABLE, {case.path.router, name}, until - _BEFORE_S, until) for name in readers)
-
-
-def kv_was_at_hand(case: Case) -> bool:
-    """After a switch of its role, the worker with its KV continued it, by its own prefix cache."""
-    turns = case.path.turns
-    has_switched = [case.troubles.roles.has_switched(turn.engine_id) for turn in turns]
-    return any(
-        switched and one.role == "prefill" and other.role != "prefill" and one.engine_id == other.engine_id
-        for switched, one, other in zip(has_switched, turns, turns[1:], strict=False)
-    )
 
 
 def has_another_layout(case: Case) -> bool:
@@ -357,7 +353,7 @@ FALLBACKS: Mapping[str, tuple[Cause, ...]] = {
     "store_miss": (store_was_in_trouble, trouble(*_LINK, Kind.PAUSED, Kind.JUMPED)),
     "no_prefill": (prefill_was_away,),
     "layout": (has_another_layout,),
-    "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED), readers_were_away, load_in_its_step_was_bad, kv_was_at_hand),
+    "rejected": (trouble(*_LINK, Kind.PAUSED, Kind.FAILED), readers_were_away, load_in_its_step_was_bad),
 }
 
 # The error of a load, for a client with policy fail → the reason why its KV was not used.
