@@ -15,7 +15,8 @@ import httpx
 from agent.vllm_server import VllmServer
 from core.errors import EngineDead, InvalidRequest, KVFerryError
 from core.log import event
-from core.wire.messages import EngineCall, EngineReply, ErrorInfo, RequestFailed
+from core.wire.engine_calls import EngineCall, EngineReply
+from core.wire.messages import ErrorInfo, RequestFailed
 
 logger = logging.getLogger(__name__)
 

@@ -26,8 +26,9 @@ from core.errors import EngineDead, KVFerryError
 from core.ids import IdSource, new_hex_id
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest, PrefillStats
+from core.wire.engine_calls import EngineCall
 from core.wire.kv import KVHandoff, KVLayoutInfo
-from core.wire.messages import EngineCall, ErrorInfo, FinishReason
+from core.wire.messages import ErrorInfo, FinishReason
 from core.worker.parts import EngineEvents
 
 logger = logging.getLogger(__name__)

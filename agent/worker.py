@@ -50,6 +50,11 @@ def run(config: KVFerryConfig, role: AgentRole, announce: Announce) -> int:
     Raises:
         KVFerryError: it cannot start.
     """
+    if config.worker.can_switch_role:
+        raise ConfigError(
+            "worker.can_switch_role = true: the role of a vLLM engine is part of its start; start another engine instead",
+            param="worker.can_switch_role",
+        )
     ids, clock = RandomIds(), SystemClock()
     tracer = open_tracer(config.tracing, role, config.worker.engine_id, clock)
     context = WorkerContext(

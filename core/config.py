@@ -79,6 +79,11 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 param="scheduler.async_scheduling",
             )
         check_both_or_neither("router", router, "tls_cert", "tls_key")
+        if router.planner.enabled and router.routing != "predicted":
+            raise ConfigError(
+                f"router.planner.enabled = true: router.routing = {router.routing} predicts no times to plan by; set predicted",
+                param="router.planner.enabled",
+            )
         check_address("router.worker_address", router.worker_address, lowest_port=0)
         check_address("worker.control_address", worker.control_address, lowest_port=0)
         check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)

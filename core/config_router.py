@@ -16,6 +16,7 @@ from core.config_types import (
     Positive,
     Seconds,
     Section,
+    Share,
     default_api_key,
     default_cluster_key,
     default_other_cluster_keys,
@@ -34,6 +35,20 @@ class ImagesSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_redirects: NonNegative = 3
     max_fetches: Positive = 32  # of all clients at a time; others wait their turn
     encode_timeout_s: Seconds = 20.0  # after that the prefill worker computes a request's embeddings itself
+
+
+class PlannerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Switches roles of workers with worker.can_switch_role between prefill and decode, by the load of both."""
+
+    enabled: bool = False
+    interval_s: Seconds = 5.0  # between two looks at the load
+    max_wait_s: Seconds = 1.0  # of a prompt at prefill workers; a longer wait calls for another one
+    max_itl_ms: Milliseconds = 0.0  # between two tokens at decode workers; a longer time calls for another one; 0 = any is fine
+    low: Share = 0.7  # a role gives a worker away only if the load of each other one stays below this
+    hold_s: Seconds = 15.0  # how long the reason for a switch must last
+    cooldown_s: Seconds = 60.0  # between two switches
+    min_prefill: Positive = 1  # workers that keep this role
+    min_decode: Positive = 1
 
 
 class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -75,6 +90,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     tls_cert: str = ""  # file of the certificate and those up to its root; clients then use https; empty = http
     tls_key: str = ""  # file of its key, without a password
     images: ImagesSection = ImagesSection()
+    planner: PlannerSection = PlannerSection()
 
 
 class LocalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

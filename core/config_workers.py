@@ -78,16 +78,17 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     engine_id: str = ""  # stable name of the instance (pod name); empty = role, host and pid
     router_addresses: tuple[str, ...] = ("tcp://127.0.0.1:5570",)  # every address a name resolves to is connected
-    control_address: str = "tcp://127.0.0.1:0"  # prefill, encode, connector.peer_prefixes: where readers come; port 0 = any
+    control_address: str = "tcp://127.0.0.1:0"  # where readers come, of a worker that has any; port 0 = any
     data_port: Port = 0  # prefill, encode: where readers read blocks or embeddings by tcp; 0 = any
     advertise_host: str = ""  # host that peers use for control and data; empty = the bound one
     ops_host: str = "127.0.0.1"
-    ops_port: Port = 0  # /started /health /ready /metrics /drain; 0 = any
+    ops_port: Port = 0  # /started /health /ready /metrics /drain /role; 0 = any
     cpu_threads: NonNegative = 0  # torch threads; 0 = cores // workers_on_host, at least 1
     workers_on_host: Positive = 1
     host_slot: NonNegative = 0  # which of the workers on this host this one is; picks its cores
     pin_cpus: bool = True
     kernel_cache_entries: Positive = 64  # oneDNN kernels kept, one per matrix and number of rows; about 0.2 to 1 MB each
+    can_switch_role: bool = False  # between prefill, decode and aggregated, by `kvferry role` or the router's planner
     drain_timeout_s: Seconds = 30.0
     max_waiting_requests: Positive = 1024  # more are refused with 429
     kv_events_address: str = "tcp://127.0.0.1:0"  # ZeroMQ PUB of cache.kv_events; port 0 = any, the log says which

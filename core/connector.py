@@ -155,6 +155,17 @@ class WorkerContext:
     tracer: Tracer | None = None  # None = requests are not traced
 
     @property
+    def can_switch_role(self) -> bool:
+        """True if the worker may have other roles later."""
+        return self.config.worker.can_switch_role and self.role != "encode"
+
+    @property
+    def has_readers(self) -> bool:
+        """True if other workers may read its KV blocks, now or in a later role."""
+        shares_prefixes = self.config.connector.peer_prefixes and self.role != "encode"
+        return self.role == "prefill" or self.can_switch_role or shares_prefixes
+
+    @property
     def keys(self) -> ClusterKeys | None:
         """The keys for sockets between workers; None = these sockets are open."""
         return keys_of(self.config.security)

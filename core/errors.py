@@ -21,6 +21,7 @@
     ├── ProtocolError              a peer broke the wire protocol
     │   └── VersionMismatch        it speaks another version of it; both are named
     ├── EngineDead                 the engine thread has ended; the worker must restart
+    ├── RoleSwitchRefused          409  a worker keeps its role
     ├── ConnectorUnavailable       a connector or transport cannot run here (library or device missing)
     └── StartFailed                a process of a local cluster did not start, or did not become ready
 
@@ -256,6 +257,14 @@ class EngineDead(KVFerryError):
 
     code = "engine_dead"
     http_status = 503
+    retryable = True
+
+
+class RoleSwitchRefused(KVFerryError):
+    """A worker keeps its role: it cannot change it, or what asked for the change does not know the worker's present state."""
+
+    code = "role_switch_refused"
+    http_status = 409
     retryable = True
 
 

@@ -17,7 +17,7 @@ from kvferry import __version__, options
 from kvferry.advise.command import advise
 from kvferry.bench.command import bench
 from kvferry.doctor import doctor
-from kvferry.operate import drain, keygen, probe
+from kvferry.operate import drain, keygen, probe, role
 from kvferry.sim.command import sim
 
 
@@ -313,6 +313,7 @@ app.command()(sim)
 app.command()(advise)
 app.command()(keygen)
 app.command()(drain)
+app.command()(role)
 app.command()(probe)
 app.add_typer(doctor, name="doctor")
 

@@ -1,4 +1,4 @@
-"""The commands of operators: make a cluster key, drain a worker and wait for its end, probe a cluster.
+"""The commands of operators: make a cluster key, drain a worker and wait for its end, switch its role, probe a cluster.
 
 Owns their output and their time limits. They are clients of a worker's operations port, and of the router's HTTP API. The HTTP
 client is imported when one of them runs, because every process of a cluster imports the command line.
@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -37,6 +37,10 @@ class DrainFailed(KVFerryError):
     """There is no worker to drain, or it has not left."""
 
 
+class RoleSwitchFailed(KVFerryError):
+    """A worker has not changed its role."""
+
+
 class ProbeFailed(KVFerryError):
     """The cluster answered, but not as it should."""
 
@@ -53,6 +57,17 @@ def drain(
     """Ask a worker of this host, or pod, to leave in good order, and wait until it has."""
     drain_worker(f"http://localhost:{ops_port}", timeout)
     print("the worker has left")
+
+
+def role(
+    ops_port: Annotated[int, typer.Option("--ops-port", help="The worker's operations port on this host.")],
+    to: Annotated[
+        Literal["prefill", "decode", "aggregated"] | None,
+        typer.Argument(help="The role to take; without it, the present one is shown."),
+    ] = None,
+) -> None:
+    """Show the role of a worker of this host, or pod, or let it take another one while it serves."""
+    print(worker_role(f"http://localhost:{ops_port}", to))
 
 
 def probe(
@@ -79,6 +94,36 @@ def probe(
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     with httpx.Client(base_url=url, timeout=_REQUEST_TIMEOUT_S, headers=headers, verify=not any_certificate) as client:
         print(probe_cluster(client, timeout, expect_handoff, engines=engine or ()))
+
+
+def worker_role(ops_address: str, to: str | None = None) -> str:
+    """Return one line about a worker's role. With ``to`` it takes that role before, unless it restarts or switches meanwhile.
+
+    Raises:
+        RoleSwitchFailed: no worker answers there, or it keeps its role; says why.
+    """
+    import httpx
+
+    with httpx.Client(base_url=ops_address, timeout=5.0) as client:
+        try:
+            found = _answer_of(client.get("/role"))
+            if to is not None:
+                known = {name: found[name] for name in ("incarnation", "num_switches")}
+                found = _answer_of(client.post("/role", params={"to": to, **known}))
+        except httpx.TransportError as error:
+            raise RoleSwitchFailed(f"no worker answers at {ops_address}: {error}") from None
+    left = f"{found['requests_of_former_role']} requests of its former role and {found['leased_blocks']} leased blocks left"
+    return f"{found['engine_id']}: {found['role']}, {found['num_switches']} switches since its start, {left}"
+
+
+def _answer_of(response: httpx.Response) -> Mapping[str, Any]:
+    if response.is_error:
+        is_json = response.headers.get("content-type", "").startswith("application/json")
+        answer = response.json() if is_json else {}
+        reason = answer.get("error") or answer.get("status") or f"HTTP {response.status_code}: {response.text.strip()}"
+        raise RoleSwitchFailed(str(reason))
+    found: Mapping[str, Any] = response.json()
+    return found
 
 
 def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], None] = time.sleep) -> None:

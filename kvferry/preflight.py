@@ -82,7 +82,7 @@ def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None
         check_connectors(config)
         check_device(config)
         addresses = [("worker.ops_port", (config.worker.ops_host, config.worker.ops_port)), *_worker_addresses(config)]
-        if role in ("encode", "prefill"):
+        if _serves_readers(role, config):
             addresses.append(("worker.control_address", split_tcp(config.worker.control_address)))
     for setting, (host, port) in addresses:
         _check_bindable(setting, host, port)
@@ -135,7 +135,7 @@ def has_otlp_exporter() -> bool:
 def check_ports(config: KVFerryConfig, workers: Workers) -> None:
     """Try to bind every address with a port number; an address that several workers would bind is refused."""
     for setting, address in _worker_addresses(config):
-        num_workers = sum(role in ("encode", "prefill") for role, _ in workers.values())
+        num_workers = sum(_serves_readers(role, worker) for role, worker in workers.values())
         num_workers = len(workers) if setting in _KV_EVENT_SETTINGS else num_workers
         if num_workers > 1:
             raise ConfigError(
@@ -144,6 +144,11 @@ def check_ports(config: KVFerryConfig, workers: Workers) -> None:
             )
     for setting, (host, port) in (*_service_addresses(config), *_worker_addresses(config)):
         _check_bindable(setting, host, port)
+
+
+def _serves_readers(role: Role | Literal["router"], config: KVFerryConfig) -> bool:
+    """Return True if a worker binds sockets for readers of its blocks or embeddings."""
+    return role in ("encode", "prefill") or (role != "router" and config.worker.can_switch_role)
 
 
 def _check_bindable(setting: str, host: str, port: int) -> None:

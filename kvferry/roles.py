@@ -99,6 +99,11 @@ def _run(role: ProcessRole, config: KVFerryConfig, pipe: SupervisorPipe) -> int:
             from encode.worker import run as run_encode
 
         return run_encode(config, pipe.announce)
+    if config.worker.can_switch_role:
+        with without_collections():
+            from kvferry.switchable_worker import run as run_switchable
+
+        return run_switchable(config, role, pipe.announce)
     if role == "prefill":
         with without_collections():
             from prefill.worker import run as run_prefill
@@ -130,12 +135,14 @@ def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:
     if config.security.insecure:
         return
     worker = config.worker
-    keyed = {
+    keyed: dict[str, tuple[str, str]] = {
         "router": ("router.worker_address", config.router.worker_address),
         "encode": ("worker.control_address", worker.control_address),
         "prefill": ("worker.control_address", worker.control_address),
         "kvstore": ("kvstore.bind_address", config.kvstore.bind_address),
     }
+    if config.worker.can_switch_role and role in ("decode", "aggregated"):
+        keyed[role] = keyed["prefill"]
     if role in keyed and not config.security.cluster_key:
         _refuse_exposed(*keyed[role], "set a cluster key (`kvferry keygen`, $KVFERRY_CLUSTER_KEY)")
     if role == "decode" and not config.security.cluster_key and _reads_by_ucx(config):

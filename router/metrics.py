@@ -32,7 +32,7 @@ CLIENT_ERRORS = frozenset(
 )
 CACHED, COMPUTED = "cache", "computed"  # where prompt tokens came from
 BY_LOAD = "by_load"  # the reason of a placement that no prediction was made for
-PLACEMENT_REASONS = ("prefix", "wait", "load", "availability", "local", BY_LOAD)
+PLACEMENT_REASONS = ("prefix", "source", "wait", "load", "session", "availability", "local", BY_LOAD)
 
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 INFERENCE_PATHS = ("/v1/chat/completions", "/v1/completions")
@@ -124,10 +124,14 @@ class RouterMetrics:
         self._stalls = Counter(
             f"{PREFIX}worker_stalls", "Times that a worker's engine made no progress.", ["role"], registry=registry
         )
+        self._switches = Counter(
+            f"{PREFIX}role_switches", "Workers that took another role, by the new one.", ["role"], registry=registry
+        )
 
     def _start_at_zero(self) -> None:
         for counter in (self._lost, self._stalls):
             start_at_zero(counter, *((role,) for role in ("prefill", "decode", "aggregated", "encode")))
+        start_at_zero(self._switches, *((role,) for role in ("prefill", "decode", "aggregated")))
         start_at_zero(self._handoffs, *((outcome,) for outcome in ("loaded", LOCAL_PREFILL, NO_PREFILL, *FALLBACK_REASONS)))
         start_at_zero(self._placements, *((reason,) for reason in PLACEMENT_REASONS))
         start_at_zero(self._answered_prompt_tokens, (CACHED,), (COMPUTED,))
@@ -235,6 +239,10 @@ class RouterMetrics:
     def count_stalled(self, role: str) -> None:
         """Count a stall of a worker's engine."""
         self._stalls.labels(role).inc()
+
+    def count_switched(self, role: str) -> None:
+        """Count a worker that has taken this role."""
+        self._switches.labels(role).inc()
 
     def _histogram(
         self, name: str, documentation: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S, label: str = ""

@@ -20,7 +20,7 @@ from core.wire.kv import KVHandoff
 
 
 class P2PConnector(Connector):
-    """Producer on prefill workers, consumer on decode workers; both on every worker with ``connector.peer_prefixes``."""
+    """Producer on prefill workers, consumer on decode workers; both on workers that can switch or share prefixes."""
 
     scheduler: P2PConnectorScheduler
     worker: P2PConnectorWorker
@@ -31,8 +31,8 @@ class P2PConnector(Connector):
         self.worker = P2PConnectorWorker(lambda metadata: self.driver.post(metadata))  # noqa: PLW0108, the driver is made below
         host = AgentHost(
             identity=self._identity,
-            is_producer=context.role == "prefill" or has_prefixes,
-            also_reads=has_prefixes,
+            is_producer=context.has_readers,
+            also_reads=context.can_switch_role or has_prefixes,
             serves_prefixes=has_prefixes,
             report=self.worker.report,
             fail=self.worker.fail,

@@ -14,10 +14,10 @@ import msgspec
 from core.errors import KVFerryError
 from core.tracing import TraceContext
 from core.wire.contents import ContentPart, ContentReport
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVSource, KVVerify
 from core.wire.limits import (
     MAX_NUM_FEATURES,
-    AnyHttpStatus,
     ChoiceIndex,
     Count,
     Fraction,
@@ -122,6 +122,9 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     takes_calls: bool = False  # it passes ``EngineCall`` on to the API of its engine
     splits_output: bool = False  # that engine separates reasoning from the text of every chat
     content_parts: ContentParts = ()  # the sets of blocks that it reports; empty = its pool, with full attention
+    can_switch_role: bool = False  # it serves requests of every role but encode, and heeds ``SwitchRole``
+    home_role: Role | None = None  # it was started in; None = not reported
+    num_switches: Count = 0  # of its role since its start: a registration with fewer is older than one with more
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -160,6 +163,10 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaul
     is_warming_up: bool = False
     num_reports: Count = 0  # sent to this router since its ``Registered``
     num_queued_tokens_of_others: Count = 0  # of prompts that other routers have sent, and that have no first token yet
+    number: Count = 0  # of this heartbeat, of those to all routers
+    num_switches: Count = 0  # as that of ``Register``
+    num_of_former_role: Count = 0  # requests that it took in another role than the present one
+    is_planner: bool = False  # this router may change its role
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):
@@ -167,6 +174,14 @@ class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_default
 
     engine_id: Name
     incarnation: Unsigned64
+
+
+class SwitchRefused(msgspec.Struct, frozen=True, kw_only=True, tag="norole", omit_defaults=True):
+    """A worker keeps its role; the error says why. A switch that it makes is answered by ``Register``, with the new role."""
+
+    engine_id: Name
+    incarnation: Unsigned64
+    error: ErrorInfo
 
 
 class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -261,17 +276,6 @@ class EncodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="efail", omit_
     media_index: MediaIndex | None = None
 
 
-class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply", omit_defaults=True):
-    """A part of what the engine's API answers to an ``EngineCall``: status and type in the first part, then bytes in order."""
-
-    request_id: Name
-    position: Count  # of this part, from 0
-    body: bytes
-    status: AnyHttpStatus = 200
-    content_type: Text = ""
-    is_last: bool = False
-
-
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rej", omit_defaults=True):
     """Answer to a frame that the worker cannot decode or may not accept."""
 
@@ -287,6 +291,8 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_de
     ``router_id`` is new at every start of a router. A worker that hears nothing from a router for ``heartbeat_timeout_ms``
     aborts that router's requests. A heartbeat of an unknown worker is answered by ``Refused``; the worker then registers again.
     A router that ``takes_contents`` wants ``ContentReport``; with ``needs_snapshot`` the next one must be a snapshot.
+    A router that ``plans_roles`` asks to be the only one that may change the worker's role. ``num_switches`` is that of the
+    latest ``Register`` which the router has: the worker repeats its registration until it is its own.
     """
 
     router_id: Name
@@ -295,6 +301,8 @@ class Registered(msgspec.Struct, frozen=True, kw_only=True, tag="regok", omit_de
     takes_contents: bool = False
     takes_parts: bool = False  # of the contents; else only the first part is reported
     needs_snapshot: bool = False
+    plans_roles: bool = False
+    num_switches: Count = 0
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag="regno", omit_defaults=True):
@@ -356,19 +364,6 @@ class EncodeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="enc", omit_d
     trace: TraceContext | None = None  # as that of ``Generate``
 
 
-class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_defaults=True):
-    """Post a JSON body to the API of the worker's engine. An ``Abort`` ends it. Only for workers that ``takes_calls``.
-
-    ``deadline_ms`` is a duration from sending; 0 = none.
-    """
-
-    request_id: Name
-    path: Name
-    body: bytes
-    deadline_ms: WholeMilliseconds = 0
-    trace: TraceContext | None = None  # of the client; None = the call is not traced
-
-
 class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort", omit_defaults=True):
     """Stop these requests in any state, and free what they hold. Idempotent."""
 
@@ -394,6 +389,20 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain", omit_default
     deadline_ms: WholeMilliseconds = 0
 
 
+class SwitchRole(msgspec.Struct, frozen=True, kw_only=True, tag="role", omit_defaults=True):
+    """Take requests of another role from now on; those of the present one, and their leases, run to their end.
+
+    It is refused unless it names the present life and role of the worker, and a heartbeat that the worker has sent shortly
+    before: what the router knows of the worker, and of its own right to change its role, is no older than that.
+    """
+
+    role: Role
+    incarnation: Unsigned64
+    num_switches: Count
+    heartbeat: Count  # its ``number``
+    reason: Text = ""
+
+
 # A frame of the request plane holds one of these, or a list of ``Tokens`` (see ``core.wire.codec``).
 WorkerMessage = (
     Register
@@ -401,6 +410,7 @@ WorkerMessage = (
     | Heartbeat
     | ContentReport
     | Goodbye
+    | SwitchRefused
     | PrefillDone
     | RequestFailed
     | EncodeDone
@@ -408,4 +418,4 @@ WorkerMessage = (
     | EngineReply
     | Rejected
 )
-RouterMessage = Registered | Refused | Generate | EncodeRequest | EngineCall | Abort | Release | Renew | Drain
+RouterMessage = Registered | Refused | Generate | EncodeRequest | EngineCall | Abort | Release | Renew | Drain | SwitchRole

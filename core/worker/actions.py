@@ -10,9 +10,10 @@ from dataclasses import dataclass, field
 
 from core.engine.step_watch import StepReading
 from core.request import NewRequest
+from core.wire.engine_calls import EngineCall
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
-from core.wire.messages import EngineCall, Tokens, WorkerMessage
+from core.wire.messages import Tokens, WorkerMessage
 
 
 @dataclass(frozen=True, slots=True)

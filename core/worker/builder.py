@@ -65,7 +65,7 @@ def assemble(
         and (lambda layout, model: make_connector(ConnectorContext(**worker, layout=layout, model_fingerprint=model))),
         make_ec_connector and (lambda model: make_ec_connector(ECContext(**worker, model_fingerprint=model))),
         incarnation=context.incarnation,
-        has_readers=context.role == "prefill" or context.config.connector.peer_prefixes,
+        has_readers=context.has_readers,
     )
     facts = EngineFacts(max_model_len=built.max_model_len, eos_token_ids=built.eos_token_ids)
     return Assembled(built, built.connector, make_handler(facts), built.ec_connector)

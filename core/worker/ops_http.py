@@ -1,4 +1,4 @@
-"""A worker's operations port: a small HTTP/1.1 server on asyncio for probes, metrics and ``POST /drain``.
+"""A worker's operations port: a small HTTP/1.1 server on asyncio for probes, metrics, drain and roles.
 
 Owns reading a request line within limits and writing one answer; every connection serves one request. Knows nothing of what the
 answers mean: the shell (``core.worker.process``) passes a function per method and path. It imports no web framework, so that a
@@ -14,7 +14,7 @@ import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from http import HTTPStatus
-from urllib.parse import parse_qs
+from urllib.parse import parse_qsl
 
 from core.errors import ConfigError
 from core.log import event
@@ -43,11 +43,12 @@ class OpsResponse:
 
 
 Routes = Mapping[tuple[str, str], Callable[[], OpsResponse]]
-Lookups = Mapping[str, Callable[[str], OpsResponse]]  # by path: the answer to GET with ``?id=NAME``, the name "" without it
+Query = Mapping[str, str]
+QueryRoutes = Mapping[tuple[str, str], Callable[[Query], OpsResponse]]
 
 
 class OpsServer:
-    """Serves ``routes``, keyed by (method, path), and ``lookups``. GET routes answer HEAD too.
+    """Serves ``routes``, keyed by (method, path), and ``query_routes``, which read the query. GET routes answer HEAD too.
 
     Other routes change the worker, and the port has no authentication: they are for callers whose host ``is_trusted``, by
     default this machine (in a pod: its own containers), and refuse requests of web pages. ``setting`` is the port's name in
@@ -59,10 +60,9 @@ class OpsServer:
         routes: Routes,
         is_trusted: Callable[[str], bool] = is_loopback,
         setting: str = "worker.ops_port",
-        lookups: Lookups | None = None,
+        query_routes: QueryRoutes | None = None,
     ) -> None:
-        self._routes = routes
-        self._lookups = lookups or {}
+        self._routes: QueryRoutes = {**{key: _without_query(answer) for key, answer in routes.items()}, **(query_routes or {})}
         self._is_trusted = is_trusted
         self._setting = setting
         self._num_connections = 0
@@ -123,28 +123,25 @@ class OpsServer:
             return method, OpsResponse(HTTPStatus.FORBIDDEN, b"not for web pages\n")
         if method not in ("GET", "HEAD") and not self._is_trusted(caller):
             return method, OpsResponse(HTTPStatus.FORBIDDEN, b"only from the worker's own host or pod\n")
-        return method, self._respond(method, path, query)
+        return method, self._respond(method, path, dict(parse_qsl(query, keep_blank_values=True)))
 
-    def _respond(self, method: str, path: str, query: str) -> OpsResponse:
-        handler = self._handler("GET" if method == "HEAD" else method, path, query)
+    def _respond(self, method: str, path: str, query: Query) -> OpsResponse:
+        handler = self._routes.get(("GET" if method == "HEAD" else method, path))
         if handler is not None:
             try:
-                return handler()
+                return handler(query)
             except Exception:  # a request boundary: a broken probe must not end the worker
                 logger.exception(event("ops_handler_failed", path=path))
                 return OpsResponse(HTTPStatus.INTERNAL_SERVER_ERROR, b"internal error\n")
         allowed = {known_method for known_method, known in self._routes if known == path}
-        allowed |= {"GET"} if path in self._lookups else set()
         status = HTTPStatus.METHOD_NOT_ALLOWED if allowed else HTTPStatus.NOT_FOUND
         allowed |= {"HEAD"} if "GET" in allowed else set()
         headers = (("allow", ", ".join(sorted(allowed))),) if allowed else ()
         return OpsResponse(status, f"{status.phrase}\n".encode(), headers=headers)
 
-    def _handler(self, method: str, path: str, query: str) -> Callable[[], OpsResponse] | None:
-        look_up = self._lookups.get(path) if method == "GET" else None
-        if look_up is None:
-            return self._routes.get((method, path))
-        return lambda: look_up(parse_qs(query).get("id", [""])[0])
+
+def _without_query(answer: Callable[[], OpsResponse]) -> Callable[[Query], OpsResponse]:
+    return lambda query: answer()
 
 
 def _encode(response: OpsResponse, *, is_head: bool) -> bytes:

@@ -16,7 +16,8 @@ from core.engine.step_watch import StepReading
 from core.kv.content_feed import ContentFeed
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, NewRequest
-from core.wire.messages import EngineCall, EngineReply, Register, RegisterEncoder, RequestFailed
+from core.wire.engine_calls import EngineCall, EngineReply
+from core.wire.messages import Register, RegisterEncoder, RequestFailed
 from core.worker.actions import AdmissionLimits, EngineLoad
 from core.worker.role import RoleHandler
 from core.worker.state import WorkerState

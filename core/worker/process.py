@@ -25,7 +25,8 @@ from core.rate_limit import LimitedLog
 from core.release import package_version
 from core.request import EngineCoreOutput
 from core.wire.codec import WIRE_VERSION, decode_router_frame, encode_tokens, encode_worker_message
-from core.wire.messages import EncodeDone, EncodeFailed, EngineReply, PrefillDone, RequestFailed
+from core.wire.engine_calls import EngineReply
+from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed
 from core.worker.actions import (
     Action,
     ExpectTransfer,
@@ -38,8 +39,9 @@ from core.worker.actions import (
     SubmitAdd,
     SubmitCall,
 )
-from core.worker.ops_http import OpsResponse, OpsServer
+from core.worker.ops_http import OpsResponse, OpsServer, Query
 from core.worker.parts import Announce, EngineEvents, WorkerParts, WorkerSource
+from core.worker.role_ops import show_role, switch_role
 from core.worker.router_sockets import RouterSockets
 from core.worker.state import WorkerState
 from core.worker.traces import WorkerTraces
@@ -70,7 +72,9 @@ class WorkerProcess:
                 ("GET", "/metrics"): self._metrics,
                 ("GET", "/version"): self._version,
                 ("POST", "/drain"): self._drain,
-            }
+                ("GET", "/role"): self._role,
+            },
+            query_routes={("POST", "/role"): self._switch_role},
         )
         self._ops_address = ""
         self._sockets = RouterSockets(context.config.worker.router_addresses, self, keys=context.keys)
@@ -328,6 +332,16 @@ class WorkerProcess:
 
     def _version(self) -> OpsResponse:
         return OpsResponse.of_json(HTTPStatus.OK, {"version": package_version(), "wire_version": WIRE_VERSION})
+
+    def _role(self) -> OpsResponse:
+        if self._state is None:
+            return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "loading"})
+        return show_role(self._state)
+
+    def _switch_role(self, query: Query) -> OpsResponse:
+        if self._state is None:
+            return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, {"status": "loading"})
+        return switch_role(self._state, query, self._clock.now(), self._perform)
 
     def _drain(self) -> OpsResponse:
         """Begin to leave; a second request does not hurry it."""

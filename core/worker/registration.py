@@ -59,6 +59,8 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         content_parts=built.contents.parts if built.contents is not None else (),
         start_ms=round(1e3 * _process_age_s()),
         is_supervised=config.worker.is_supervised,
+        can_switch_role=context.can_switch_role,
+        home_role=context.role,
     )
 
 

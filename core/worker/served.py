@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from core.wire.messages import EncodeRequest, EngineCall, Generate
+from core.wire.engine_calls import EngineCall
+from core.wire.messages import EncodeRequest, Generate
 from core.worker.deadlines import Deadlines
 
 
@@ -18,6 +19,7 @@ class Served:
     num_prompt_tokens: int
     num_choices: int  # that have not ended
     is_call: bool = False  # of the engine's API
+    is_handed_over: bool = False  # after its first token, as by a prefill worker
     has_prompt: bool = False  # its prompt is computed here, from its beginning
     num_output_tokens: int = 0
     first_token_s: float | None = None
@@ -57,6 +59,10 @@ class ServedRequests:
         queued = (item for item in self.values() if item.has_prompt and item.first_token_s is None and item.link != link)
         return sum(item.num_prompt_tokens for item in queued)
 
+    def num_not_of(self, *, is_prefill: bool) -> int:
+        """Return how many requests are not those of a prefill worker, or with False how many are."""
+        return sum(item.is_handed_over is not is_prefill for item in self.values())
+
     def begin(self, link: str, message: Generate | EncodeRequest | EngineCall, now: float) -> None:
         """Add a request that was admitted."""
         self._requests[message.request_id] = Served(
@@ -65,6 +71,7 @@ class ServedRequests:
             num_prompt_tokens=len(message.prompt_token_ids) if isinstance(message, Generate) else 0,
             num_choices=num_choices(message),
             is_call=isinstance(message, EngineCall),
+            is_handed_over=isinstance(message, Generate) and message.handoff,
             has_prompt=isinstance(message, Generate) and message.kv_handoff is None and not message.choices,
         )
         self.num_choices += num_choices(message)

@@ -28,17 +28,14 @@ from core.metrics import WorkerMetrics
 from core.rate_limit import LOG_INTERVAL_S, RateLimit, limited_event
 from core.request import EngineCoreOutput
 from core.wire import messages
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import (
     Abort,
-    EncodeDone,
-    EncodeFailed,
     EncodeRequest,
-    EngineCall,
-    EngineReply,
     ErrorInfo,
     Generate,
     Goodbye,
-    PrefillDone,
+    Heartbeat,
     Refused,
     Register,
     Registered,
@@ -47,7 +44,9 @@ from core.wire.messages import (
     Release,
     Renew,
     RequestFailed,
+    Role,
     RouterMessage,
+    SwitchRole,
     Tokens,
 )
 from core.worker.actions import (
@@ -67,9 +66,11 @@ from core.worker.actions import (
 from core.worker.content_reports import ContentReports
 from core.worker.drain import Drain
 from core.worker.heartbeats import Heartbeats
-from core.worker.role import Reply, RoleHandler, RoleOutput, split_choice_id
+from core.worker.request_accounts import RequestAccounts
+from core.worker.role import RoleHandler, RoleOutput, split_choice_id
+from core.worker.role_switch import RoleSwitch
 from core.worker.router_membership import MembershipDuty, RouterMembership
-from core.worker.served import Served, ServedRequests, num_choices
+from core.worker.served import ServedRequests, num_choices
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,7 @@ class WorkerState:
         metrics: WorkerMetrics,
         contents: ContentFeed | None = None,
     ) -> None:
-        self._registration = registration
+        self.roles = RoleSwitch(registration)
         self._handler = handler
         self._limits = limits
         self._load = load
@@ -98,8 +99,13 @@ class WorkerState:
         self._drain = Drain()
         self._links: dict[str, RouterMembership] = {}
         self._served = ServedRequests()
+        self._accounts = RequestAccounts(metrics, self._served)
         self._exit_code: int | None = None
         self._router_lines = RateLimit(LOG_INTERVAL_S)  # for what a router can cause as often as it likes
+
+    @property
+    def _registration(self) -> Register | RegisterEncoder:
+        return self.roles.registration
 
     # ---- state for the shell -----------------------------------------------------------------------------------------
 
@@ -107,6 +113,16 @@ class WorkerState:
     def is_draining(self) -> bool:
         """True from the first request to leave, for good."""
         return self._drain.is_draining
+
+    @property
+    def num_of_former_role(self) -> int:
+        """Return how many requests it took in another role than the present one."""
+        return self._served.num_not_of(is_prefill=self.roles.role == "prefill")
+
+    @property
+    def num_leased_blocks(self) -> int:
+        """Return how many blocks are held for readers."""
+        return self._load().num_leased_blocks
 
     @property
     def is_stopped(self) -> bool:
@@ -143,7 +159,7 @@ class WorkerState:
     def disconnect(self, link: str) -> list[Action]:
         """A router address is gone from the name service, and so is the socket."""
         self._links.pop(link, None)
-        self._reports.stop(link)
+        self._forget_at(link)
         return self._abort_requests_of(link)
 
     def on_bad_frame(self, link: str, error: ProtocolError, now: float) -> list[Action]:
@@ -164,7 +180,7 @@ class WorkerState:
             return []
         if membership.on_other_version(now):
             self._log_of_router(now, "other_wire_version", link, ours=error.ours, theirs=error.theirs)
-        self._reports.stop(link)
+        self._forget_at(link)
         return self._abort_requests_of(link)
 
     def on_router_message(self, link: str, message: RouterMessage, now: float) -> list[Action]:
@@ -186,6 +202,8 @@ class WorkerState:
                 return self._on_registered(link, membership, message, now)
             case Refused():
                 return self._on_refused(link, membership, message, now)
+            case SwitchRole():
+                return self._on_switch(link, message, now)
             case messages.Drain():
                 return self.start_drain(now, message.deadline_ms / 1e3 or self._limits.drain_timeout_s)
 
@@ -198,6 +216,7 @@ class WorkerState:
         is_another = membership.on_registered(message, now)
         if not was_registered or is_another:
             logger.info(event("registered", router=link, router_id=message.router_id))
+        self.roles.on_registered(link, message, now)
         reports = self._reports.on_registered(link, message, now, is_new=not was_registered or is_another)
         if is_another and was_registered:
             return [*self._abort_requests_of(link), *reports]
@@ -207,8 +226,13 @@ class WorkerState:
         """All requests of this router came before its refusal, also those that came late, after it had seemed lost."""
         if membership.on_refused(message.error.message, now):
             self._log_of_router(now, "refused_by_router", link, code=message.error.code, message=message.error.message)
-        self._reports.stop(link)
+        self._forget_at(link)
         return self._abort_requests_of(link)
+
+    def _forget_at(self, link: str) -> None:
+        """Forget what this router knows of the worker: it is gone, or has no such member."""
+        self._reports.stop(link)
+        self.roles.on_lost(link)
 
     def _log_of_router(self, now: float, name: str, link: str, **fields: object) -> None:
         if line := limited_event(self._router_lines, now, name, link, router=link, **fields):
@@ -272,7 +296,7 @@ class WorkerState:
         if (served := self._served.get(request_id)) is not None:
             self._served.free_choices(served, len(result.abort_ids))
         for ended in result.ended:
-            self._finish(ended, now)
+            self._accounts.finish(ended, now)
         return self._follow(result)
 
     def _drop(self, request_id: str, outcome: str) -> list[Action]:
@@ -319,7 +343,7 @@ class WorkerState:
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> list[Action]:
         """Process the outputs of one engine step: at most one frame of tokens per router."""
-        self._count(outputs)
+        self._accounts.count(outputs)
         result = self._handler.on_outputs(outputs, now)
         actions: list[Action] = []
         tokens: dict[str, list[Tokens]] = {}
@@ -327,14 +351,14 @@ class WorkerState:
             served = self._served.get(reply.request_id)
             if served is None:
                 continue
-            self._note(served, reply, now)
+            self._accounts.note(served, reply, now)
             if isinstance(reply, Tokens):
                 tokens.setdefault(served.link, []).append(reply)
             else:
                 actions.append(Send(served.link, reply))
         actions += [Send(link, frame) for link, frame in tokens.items()]
         for request_id in result.ended:
-            self._finish(request_id, now)
+            self._accounts.finish(request_id, now)
         return [*actions, *self._follow(result), *self._reports.take_due(now), *self._leave_if_done(now)]
 
     def on_call_reply(self, reply: EngineReply | RequestFailed, now: float) -> list[Action]:
@@ -343,9 +367,9 @@ class WorkerState:
         if served is None:
             return []
         if isinstance(reply, RequestFailed):
-            self._note(served, reply, now)
+            self._accounts.note(served, reply, now)
         if isinstance(reply, RequestFailed) or reply.is_last:
-            self._finish(reply.request_id, now)
+            self._accounts.finish(reply.request_id, now)
         return [Send(served.link, reply), *self._leave_if_done(now)]
 
     def on_engine_death(self, error: BaseException) -> list[Action]:
@@ -356,53 +380,6 @@ class WorkerState:
         dead = EngineDead(f"the engine of worker {self._registration.engine_id} died: {error!r}")
         actions = [action for request_id in self._served for action in self._fail(request_id, dead)]
         return actions + self._stop(1)
-
-    def _count(self, outputs: Sequence[EngineCoreOutput]) -> None:
-        for output in outputs:
-            stats = output.prefill_stats
-            if stats is not None:
-                self._metrics.count_prompt(
-                    stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens
-                )
-            if output.new_token_ids:
-                self._metrics.count_generated(len(output.new_token_ids))
-            if output.finish_reason is not None and output.error is None:
-                self._metrics.count_finished(output.finish_reason)
-
-    def _note(self, served: Served, reply: Reply, now: float) -> None:
-        if isinstance(reply, RequestFailed | EncodeFailed):
-            self._metrics.count_failed(reply.error.code)
-            self._log_failure(reply.request_id, reply.error)
-            return
-        if isinstance(reply, EncodeDone):
-            return
-        if isinstance(reply, Tokens) and reply.finish_reason is not None:
-            self._served.free_choices(served, 1)
-        served.num_output_tokens += len(reply.choices) if isinstance(reply, PrefillDone) else len(reply.token_ids)
-        if served.first_token_s is None and served.num_output_tokens:
-            served.first_token_s = now - served.arrival_time
-            self._metrics.observe_first_token(served.first_token_s)
-
-    def _log_failure(self, request_id: str, error: ErrorInfo) -> None:
-        logger.warning(event("request_failed", request_id=request_id, code=error.code, message=error.message))
-
-    def _finish(self, request_id: str, now: float) -> None:
-        served = self._served.forget(request_id)
-        if served is None:
-            return
-        seconds = now - served.arrival_time
-        self._metrics.observe_latency(seconds)
-        logger.info(
-            event(
-                "finished",
-                request_id=request_id,
-                outcome="served",
-                prompt_tokens=served.num_prompt_tokens,
-                output_tokens=served.num_output_tokens,
-                ttft_ms=(served.first_token_s or 0.0) * 1e3,
-                total_ms=seconds * 1e3,
-            )
-        )
 
     def _follow(self, result: RoleOutput) -> list[Action]:
         """Return the actions that start, stop and release what the handler has asked for."""
@@ -427,7 +404,7 @@ class WorkerState:
         actions: list[Action] = []
         for key, link in self._links.items():
             if link.lose_if_silent(now):
-                self._reports.stop(key)
+                self._forget_at(key)
                 actions += self._give_up_requests_of(key)
         actions += self._expire(now)
         actions += self._do_duties(now)
@@ -446,18 +423,42 @@ class WorkerState:
             if duty is MembershipDuty.REGISTER and not self.is_draining:
                 actions.append(Send(key, self._registration))
             elif duty is MembershipDuty.HEARTBEAT:
+                actions += [] if self.roles.is_known_at(key) else [Send(key, self._registration)]
                 actions += self._reports.take(key, now)  # so a heartbeat shows that everything before it is reported
-                num_sent = self._reports.num_sent(key)
-                num_others = self._served.num_queued_tokens_of_others(key)
-                actions.append(
-                    Send(
-                        key,
-                        self._heartbeats.write(
-                            self._load(), now, is_draining=self.is_draining, num_reports=num_sent, num_others=num_others
-                        ),
-                    )
-                )
+                actions.append(Send(key, self._heartbeat(key, now)))
         return actions + self._reports.take_due(now)
+
+    def _heartbeat(self, link: str, now: float) -> Heartbeat:
+        others, num_reports = self._served.num_queued_tokens_of_others(link), self._reports.num_sent(link)
+        load, is_draining = self._load(), self.is_draining
+        heartbeat = self._heartbeats.write(load, now, is_draining=is_draining, num_reports=num_reports, num_others=others)
+        return self.roles.sign(heartbeat, link, self.num_of_former_role, now)
+
+    # ---- role --------------------------------------------------------------------------------------------------------
+
+    def switch_role(
+        self, role: Role, now: float, incarnation: int | None = None, num_switches: int | None = None
+    ) -> list[Action]:
+        """Take requests of another role from now on, by command; those of the present role run to their end.
+
+        With ``incarnation`` and ``num_switches``, only if the worker is that process and has that role still.
+
+        Raises:
+            RoleSwitchRefused: it keeps its role; says why.
+        """
+        self.roles.take(role, incarnation, num_switches, is_leaving=self.is_draining)
+        return self._announce_role("by command", now)
+
+    def _on_switch(self, link: str, message: SwitchRole, now: float) -> list[Action]:
+        refused = self.roles.order(link, message, now, is_leaving=self.is_draining)
+        return [Send(link, refused)] if refused is not None else self._announce_role(message.reason, now)
+
+    def _announce_role(self, reason: str, now: float) -> list[Action]:
+        """Tell all routers at once."""
+        self.roles.log(reason, self.num_of_former_role, self.num_leased_blocks)
+        for link in self._links.values():
+            link.hurry(now)
+        return self._do_duties(now)
 
     # ---- leaving -----------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ from random import Random
 
 from kvferry.sim.checks import Oracle, WorkerChecks
 from kvferry.sim.client import ROUTER_LOST, Client
-from kvferry.sim.content_checks import differences_of_contents
+from kvferry.sim.content_checks import differences_of_contents, differences_of_roles
 from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.eventlog import EventLog
 from kvferry.sim.faults import Fault
@@ -100,6 +100,7 @@ class SimCluster:
                     self.complain(f"still not at rest after {MAX_EVENTS} events")
         except Exception:  # a bug of ours, anywhere: it would have ended a process
             self.complain(traceback.format_exc(limit=-_MAX_FRAMES))
+        self.violations += self.troubles.roles.find_abandoned()
         if not self.violations:
             oracle = CausalOracle(self.plan, self.troubles)
             for client in self.clients:
@@ -220,7 +221,8 @@ class SimCluster:
             if worker.host.process.is_alive:
                 found += worker.leftovers()
         workers = [worker for worker in self._incarnations if isinstance(worker, SimWorker)]
-        return found + self.stores.leftovers() + differences_of_contents(self.routers.values(), workers)
+        found += self.stores.leftovers() + differences_of_contents(self.routers.values(), workers)
+        return found + differences_of_roles(self.routers.values(), workers)
 
     def _result(self) -> RunResult:
         outcomes = Counter(client.outcome or "unfinished" for client in self.clients)
@@ -248,6 +250,8 @@ class SimCluster:
         )
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
         happened["slow_clients"] = sum(client.plan.reading is not None for client in self.clients)
+        happened["role_switches"] = self.troubles.roles.num_switches
+        happened["planned_switches"] = self.troubles.roles.num_planned
         happened["cut_clients"] = sum(client.was_cut for client in self.clients)
         happened.update(self._retries)
         happened.update(self.stores.count_what_happened())

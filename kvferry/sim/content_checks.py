@@ -1,4 +1,4 @@
-"""Checks that each router knows exactly what its workers hold, once everything has come to rest."""
+"""Checks that each router knows exactly what its workers hold, and their roles, once everything has come to rest."""
 
 from __future__ import annotations
 
@@ -29,6 +29,18 @@ def _differences_at(router: SimRouter, workers: Sequence[SimWorker]) -> list[str
             if known != held:
                 counts = f"knows {len(known)} blocks, {len(known - held)} of them wrongly, and misses {len(held - known)}"
                 found.append(f"{name}: {counts} of part {number} of {worker.spec.engine_id}")
+    return found
+
+
+def differences_of_roles(routers: Iterable[SimRouter], workers: Sequence[SimWorker]) -> list[str]:
+    """Return the workers that a live router takes for another role than they have."""
+    found = []
+    for router in [router for router in routers if router.host.process.is_alive]:
+        for worker in [worker for worker in workers if worker.is_serving]:
+            member = router.core.membership.get(WorkerKey(worker.spec.engine_id, worker.incarnation))
+            if member is not None and member.role != worker.state.roles.role:
+                roles = f"takes {worker.spec.engine_id} for {member.role}, which is {worker.state.roles.role}"
+                found.append(f"{router.host.process.name}: {roles}")
     return found
 
 

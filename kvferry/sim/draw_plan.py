@@ -30,6 +30,7 @@ from kvferry.sim.next_turns import draw_next_turns
 from kvferry.sim.plan import MAX_MODEL_LEN, ClusterPlan, RequestPlan, WorkerPlan, router_address
 from kvferry.sim.slow_reading import SEND_TIMEOUT_S, draw_slow_readers
 from kvferry.sim.step_loads import StepLoadPlan, draw_step_loads
+from kvferry.sim.switch_plan import draw_switches
 from kvferry.sim.tier_plan import TierPlan, draw_embedding_store, draw_tier
 
 REQUESTS_WITHIN_S = 8.0  # all requests arrive in the first seconds
@@ -120,6 +121,7 @@ def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduli
     if images is not None and images.connector == "shared" and (tier is None or tier.name != "store"):
         embedding_store = draw_embedding_store(seed, chosen, [worker.engine_id for worker in (*workers, *encoders)])
         faults.add(frozenset(), embedding_store.draw_events(moments))  # which are no cause of any error
+    workers, config = draw_switches(seed, workers, config, faults, moments, is_wanted=_is_wanted(Fault.SWITCH, chosen))
     step_loads = draw_step_loads(seed, is_wanted=_is_wanted(Fault.STEP_LOAD, chosen))
     faults.add(_kinds_drawn_apart(requests, step_loads), [])
     return ClusterPlan(

@@ -45,6 +45,7 @@ class Fault(StrEnum):
         "layout"  # workers of a second KV layout, as in the midst of an upgrade; the others and they read nothing of each other
     )
     DRAIN = "drain"  # a worker gets SIGTERM, and is replaced
+    SWITCH = "switch"  # a worker takes another role, by command, while it serves
     TWIN = "twin"  # a worker is replaced without a signal
     # load
     PRESSURE = "pressure"  # pools that hold little more than one request
@@ -67,7 +68,7 @@ class Fault(StrEnum):
 STORE_FAULTS = (Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS, Fault.STORE_CORRUPT, Fault.STORE_FULL)
 TIER_FAULTS = (Fault.TIER_FULL, Fault.TIER_UNREADABLE, Fault.TIER_LOSS)
 GRAY_FAULTS = (Fault.ONE_WAY, Fault.DATA_PARTITION, Fault.DROP, Fault.HANG, Fault.EARLY_TERM)  # a part of a process or a link
-_DRAWN_APART = (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS, Fault.LAYOUT, Fault.SLOW_CLIENT, Fault.STEP_LOAD)
+_DRAWN_APART = (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS, Fault.LAYOUT, Fault.SLOW_CLIENT, Fault.STEP_LOAD, Fault.SWITCH)
 CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in _DRAWN_APART)
 _GRAY_SHARE = 0.4  # of runs with faults
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from connectors.p2p.consumer.transport_health import BreakerTerms
 from core.errors import EncoderInputMissing, WorkerStalled
+from core.wire.messages import Role
 from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.faults import Fault
 from kvferry.sim.plan import ClusterPlan, WorkerPlan
@@ -28,6 +29,7 @@ _PATIENCE_S = 0.5  # shorter availability of a worker may go unnoticed
 _BEFORE_S = 0.5  # a trouble that ended this shortly before may still be the cause
 _SHORT_LEASE_S = 2.0  # drawn as a fault: delays of frames and steps are of this size
 _ROUNDING_S = 1e-3
+_LEARN_ROLE_S = 2.0  # from a switch until every router that hears the worker knows it
 _FREE_STALLS = 2  # in a row that cost a request no retry
 
 
@@ -48,6 +50,14 @@ class Case:
     def on_path(self, kinds: Iterable[Kind], since: float) -> bool:
         """Return True if a process or link on the path had trouble of these kinds."""
         return bool(self.troubles.find(frozenset(kinds), self.path.names, since - _BEFORE_S, self.at))
+
+    def kept_role(self, worker: WorkerPlan, role: Role, since: float, until: float) -> bool:
+        """Return True if a worker had this role all the time, and every router has had time to learn it."""
+        return self.troubles.roles.between(worker.engine_id, worker.role, since - _LEARN_ROLE_S, until) == {role}
+
+    def never_had_role(self, worker: WorkerPlan, role: Role, since: float, until: float) -> bool:
+        """Return True if a worker had other roles all the time, and every router has had time to learn them."""
+        return role not in self.troubles.roles.between(worker.engine_id, worker.role, since - _LEARN_ROLE_S, until)
 
     def spec(self, engine_id: str) -> WorkerPlan:
         """Return the plan of a worker."""
@@ -105,7 +115,8 @@ def no_worker_could_continue(case: Case) -> bool:
         moments = [since + _PATIENCE_S * number for number in range(int((case.at - since) / _PATIENCE_S))]
         were_routes = [_has_route(case, moment) and not _stands_still(case, moment) for moment in moments]
         return not any(each and following for each, following in itertools.pairwise(were_routes))
-    return not any(_could_take(case, worker, since) for worker in case.plan.workers if worker.role != "prefill")
+    others = [worker for worker in case.plan.workers if case.never_had_role(worker, "prefill", since, case.at)]
+    return not any(_could_take(case, worker, since) for worker in others)
 
 
 def every_attempt_was_hit(case: Case) -> bool:
@@ -130,14 +141,14 @@ def shows_what_only_encoders_have(case: Case) -> bool:
 def _has_route(case: Case, at: float) -> bool:
     """Return True if an aggregated worker was available, or a decode worker to a router that knew a worker it can read."""
     available = [worker for worker in case.plan.workers if _is_available(case, worker, at)]
-    if any(worker.role == "aggregated" for worker in available):
+    if any(case.kept_role(worker, "aggregated", at, at) for worker in available):
         return True
-    prefills = [worker for worker in case.plan.workers if worker.role == "prefill"]
+    prefills = [worker for worker in case.plan.workers if case.kept_role(worker, "prefill", at, at)]
     return any(
         prefill.kv_dtype == decode.kv_dtype and (prefill in available or _was_known(case, prefill, at))
         for decode in available
         for prefill in prefills
-        if decode.role == "decode"
+        if case.kept_role(decode, "decode", at, at)
     )
 
 
@@ -162,7 +173,8 @@ def has_successor(case: Case, at: float) -> bool:
     """Return True if some worker could continue the request at a time, or begin it if it has not begun."""
     if case.path.first_output_at is None or at < case.path.first_output_at:
         return _has_route(case, at)
-    return any(_is_available(case, worker, at) for worker in case.plan.workers if worker.role != "prefill")
+    others = [worker for worker in case.plan.workers if case.never_had_role(worker, "prefill", at, at)]
+    return any(_is_available(case, worker, at) for worker in others)
 
 
 def _stands_still(case: Case, at: float) -> bool:
@@ -244,21 +256,31 @@ def prefill_was_away(case: Case) -> bool:
     kinds = UNAVAILABLE | {Kind.PAUSED}
 
     def were_away(kv_dtype: str) -> bool:
-        prefills = [each.engine_id for each in case.plan.workers if each.role == "prefill" and each.kv_dtype == kv_dtype]
+        alike = [each for each in case.plan.workers if each.kv_dtype == kv_dtype]
+        prefills = [each.engine_id for each in alike if case.kept_role(each, "prefill", since, case.at)]
         return all(case.troubles.find(kinds, {case.path.router, name}, since, case.at) for name in prefills)
 
-    return any(were_away(case.spec(turn.engine_id).kv_dtype) for turn in case.path.turns if turn.role == "decode")
+    roles, turns = case.troubles.roles, case.path.turns
+    may_be_alone = [turn for turn in turns if turn.role == "decode" or roles.has_switched(turn.engine_id)]
+    return any(were_away(case.spec(turn.engine_id).kv_dtype) for turn in may_be_alone)
 
 
 def readers_were_away(case: Case) -> bool:
-    """An aggregated worker continued it, and each worker that can read its KV was unavailable to its router just before."""
+    """Each worker that can read its KV was unavailable to its router, just before a worker that does not read it continued it.
+
+    That is an aggregated worker, or, of workers that can switch, the one that has its KV.
+    """
     since = case.path.start_of_handoff()
     prefills = [turn for turn in case.path.turns if turn.role == "prefill"]
-    successors = [turn for turn in case.path.turns if turn.role == "aggregated" and turn.start >= since]
-    if not prefills or not successors:
+    if not prefills:
+        return False
+    later = [turn for turn in case.path.turns if turn.role != "prefill" and turn.start >= since]
+    successors = [turn for turn in later if turn.role == "aggregated" or turn.engine_id == prefills[-1].engine_id]
+    if not successors:
         return False
     dtype, until = case.spec(prefills[-1].engine_id).kv_dtype, successors[0].start
-    readers = [worker.engine_id for worker in case.plan.workers if worker.role == "decode" and worker.kv_dtype == dtype]
+    alike = [worker for worker in case.plan.workers if worker.kv_dtype == dtype and worker.engine_id != prefills[-1].engine_id]
+    readers = [worker.engine_id for worker in alike if case.kept_role(worker, "decode", until, until)]
     return all(case.troubles.find(UNAVAILABLE, {case.path.router, name}, until - _BEFORE_S, until) for name in readers)
 
 

@@ -78,10 +78,11 @@ class WorkerPlan:
     step_s: float  # of a step with tokens, up to
     host: str = "host-0"  # whose memory it can share
     kv_dtype: str = "float32"  # of its layout; workers with different ones cannot read each other
+    can_switch_role: bool = False
 
     @property
     def control_address(self) -> str:
-        """The address of a prefill worker's control socket."""
+        """The address of the control socket for its readers."""
         return f"tcp://{self.engine_id}:7000"
 
 
@@ -134,13 +135,15 @@ class ClusterPlan:
             f"lease {connector.lease_s:.3g} s, "
             f"{'prefixes from peers, ' if connector.peer_prefixes else ''}"
             f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
-            f"request timeout {self.config.router.request_timeout_s:.3g} s",
+            f"request timeout {self.config.router.request_timeout_s:.3g} s"
+            + (", with a planner" if self.config.router.planner.enabled else ""),
         ]
         for worker in self.workers:
             blocks = f"{worker.num_blocks} blocks of {worker.block_size} tokens"
             lines.append(f"{worker.engine_id}: {blocks}, clock rate {worker.clock_rate:.3f}, on {worker.host}")
             if worker.kv_dtype != "float32":
                 lines[-1] += f", layout {worker.kv_dtype}"
+            lines[-1] += ", can switch its role" if worker.can_switch_role else ""
         lines += [str(part) for part in (self.tier, self.images, self.embedding_store, self.step_loads) if part is not None]
         return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
 

@@ -238,7 +238,8 @@ class SimRouter:
             return
         client = self._clients.get(message.request_id.partition(".")[0])  # without the number of the attempt
         if client is not None:
-            turn = WorkerTurn(member.key.engine_id, member.role, self.host.loop.now, message.kv_handoff is not None)
+            role = "prefill" if message.handoff else "decode" if member.role == "prefill" else member.role
+            turn = WorkerTurn(member.key.engine_id, role, self.host.loop.now, message.kv_handoff is not None)
             client.path.turns.append(turn)
 
     def _note_setback(self, action: Retried) -> None:

@@ -8,8 +8,9 @@ to join. The timeouts of the network and of the plan bound how long that may tak
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, cast
 
+from core.wire.messages import Role
 from core.worker.router_membership import REGISTER_INTERVAL_S
 from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.eventlog import EventLog
@@ -73,6 +74,7 @@ class Strikes:
             Fault.TWIN: self._start_twin,
             Fault.JUMP: self._jump,
             Fault.DRAIN: self._drain,
+            Fault.SWITCH: self._switch,
             Fault.STORE_CRASH: self._crash_store,
             Fault.STORE_FREEZE: lambda event: self._freeze(processes.stores.shared[event.targets[0]].process, event.seconds),
             Fault.STORE_CORRUPT: self._corrupt,
@@ -224,6 +226,18 @@ class Strikes:
             worker.drain()
 
         process.call_later(0.0, drain)
+
+    def _switch(self, event: FaultEvent) -> None:
+        """Let a worker take another role; a frozen one does so when it continues."""
+        name, role = event.targets
+        worker = self._processes.workers[name]
+
+        def switch() -> None:
+            if not worker.is_stopped and worker.switch_role(cast(Role, role)):
+                self._log.write(name, f"is {role} now")
+
+        if worker.is_serving:
+            worker.host.process.call_later(0.0, switch)
 
     # ---- stores ------------------------------------------------------------------------------------------------------
 

@@ -14,6 +14,8 @@ from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+from kvferry.sim.role_history import RoleHistory
+
 
 class Kind(StrEnum):
     """Kinds of troubles."""
@@ -56,6 +58,7 @@ class Troubles:
 
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
+        self.roles = RoleHistory(now)
         self.steps: defaultdict[str, list[float]] = defaultdict(list)  # by worker, when each of its steps began
         self._by_name: defaultdict[str, list[Trouble]] = defaultdict(list)  # under the first of its names
 

@@ -30,8 +30,9 @@ from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_
 from core.wire.kv import KVHandoff
 from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
 from core.worker.actions import AdmissionLimits, EngineLoad, Send
-from core.worker.role import EngineFacts
+from core.worker.role import EngineFacts, RoleHandler
 from core.worker.state import WorkerState
+from core.worker.switchable import SwitchableHandler
 from decode.role import DecodeHandler
 from kvferry.sim.checks import WorkerChecks
 from kvferry.sim.connector import SimConnector
@@ -77,9 +78,8 @@ class SimWorker(SimWorkerProtocol):
         ids = SeededIds(ids_seed)
         self.incarnation = new_incarnation(ids)
         config = plan.config
-        self.connector = (
-            self._make_connector(config, ids) if spec.role != "aggregated" or config.connector.peer_prefixes else None
-        )
+        has_connector = spec.role != "aggregated" or spec.can_switch_role or config.connector.peer_prefixes
+        self.connector = self._make_connector(config, ids) if has_connector else None
         self.tier = stores.open_tier(host, self._layout, ids_seed)
         self.embeddings = self._make_embeddings(plan, ids_seed, stores)
         self._connectors = self._list_connectors(plan, ids_seed)
@@ -157,7 +157,7 @@ class SimWorker(SimWorkerProtocol):
         )
 
     def _make_connector(self, config: KVFerryConfig, ids: SeededIds) -> SimConnector:
-        is_read = self.spec.role == "prefill" or config.connector.peer_prefixes
+        is_read = self.spec.role == "prefill" or self.spec.can_switch_role or config.connector.peer_prefixes
         address = self.spec.control_address if is_read else ""
         return SimConnector(self.host, self._identity(), config.connector, ids, address)
 
@@ -213,8 +213,10 @@ class SimWorker(SimWorkerProtocol):
         hasher = BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE)
         return EngineCore(scheduler, self.model, hasher, self.model.vocab_size, [self.contents])
 
-    def _make_handler(self) -> PrefillHandler | DecodeHandler:
+    def _make_handler(self) -> RoleHandler:
         facts = EngineFacts(max_model_len=self.engine.core.scheduler.max_model_len, eos_token_ids=frozenset())
+        if self.spec.can_switch_role:
+            return SwitchableHandler(PrefillHandler(facts), DecodeHandler(facts))
         return PrefillHandler(facts) if self.spec.role == "prefill" else DecodeHandler(facts)
 
     def _make_state(self, plan: ClusterPlan, max_model_len: int) -> WorkerState:
@@ -240,6 +242,8 @@ class SimWorker(SimWorkerProtocol):
             has_fair_shares=True,
             content_parts=self.contents.parts,
             prefix_address=self.spec.control_address if self.connector is not None and config.connector.peer_prefixes else "",
+            can_switch_role=self.spec.can_switch_role,
+            home_role=self.spec.role,
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,

@@ -10,12 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from core.engine.engine_messages import Abort, Add, EngineMessage
+from core.errors import RoleSwitchRefused
 from core.machine_driver import ActionHandler, ByType, EventHandler, MachineDriver, TimerDue
 from core.request import EngineCoreOutput
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
-from core.wire.messages import Refused, Registered, RouterMessage
+from core.wire.messages import Refused, Register, Registered, Role, RouterMessage
 from core.worker.actions import (
     Action,
     ExpectTransfer,
@@ -68,6 +69,14 @@ class SimWorkerProtocol:
         """Leave in good order."""
         self._perform(self.state.start_drain(self._now()))
 
+    def switch_role(self, role: Role) -> bool:
+        """Take another role by command; return False if it is refused."""
+        try:
+            self._perform(self.state.switch_role(role, self._now()))
+        except RoleSwitchRefused:
+            return False
+        return True
+
     def jump(self, seconds: float) -> None:
         """Let the clock jump ahead."""
         if self.host.process.is_alive:
@@ -111,8 +120,11 @@ class SimWorkerProtocol:
     def _open(self, address: str) -> Link:
         def on_frame(frame: bytes) -> None:
             message = self._as_received(decode_router_frame(frame))
+            before = self.state.roles.num_switches
             self._perform(self.state.on_router_message(address, message, self._now()))
             self._check_router(address, message)
+            if self.state.roles.num_switches != before:
+                self.host.troubles.roles.note_planned(self.host.process.name)
 
         return Link(self.host.network, self.host.process, address, on_frame)
 
@@ -154,6 +166,8 @@ class SimWorkerProtocol:
     def _send(self, action: Send) -> None:
         message = action.message
         self.host.log(f"sends {action.link}", message)
+        if isinstance(message, Register):
+            self.host.troubles.roles.note(message.engine_id, message.role)
         self._links[action.link].send(encode_tokens(message) if isinstance(message, list) else encode_worker_message(message))
 
     def _stop(self, action: Stop) -> None:

@@ -7,18 +7,17 @@ runs it on real sockets, the simulation on a virtual clock.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
-from core.config_router import RouterSection
+from core.config_router import PlannerSection, RouterSection
 from core.errors import KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
 from core.wire.contents import ContentReport
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
-    EngineCall,
-    EngineReply,
     ErrorInfo,
     Goodbye,
     Heartbeat,
@@ -29,6 +28,7 @@ from core.wire.messages import (
     Rejected,
     RequestFailed,
     RouterMessage,
+    SwitchRefused,
     Tokens,
     WorkerMessage,
 )
@@ -36,11 +36,13 @@ from core.wire.version import VersionRefuser
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.engine_calls import Answered, EngineCalls
 from router.dispatch.members import EncodeWorker, GenerationWorker, WorkerKey
-from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled
+from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled, Switched
 from router.dispatch.policy import Demand, max_model_len, why_not_ready
 from router.dispatch.request_state import Deliver, DispatchAction, EncodeEnded, Ended, Retried, SendToWorker
 from router.dispatch.types import Submission
 from router.dispatch.wait_estimate import WaitEstimates
+from router.planner.loads import RoleLoads
+from router.planner.planner import Planner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +58,7 @@ class RouterLimits:
     encode_timeout_s: float = 20.0  # how long a request waits for the embeddings of its images
     routing: str = "predicted"  # how routes are chosen: by predicted time, or by load
     local_prefill_itl_ms: float = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
+    planner: PlannerSection = field(default_factory=PlannerSection)
 
     @classmethod
     def of(cls, config: RouterSection) -> RouterLimits:
@@ -70,6 +73,7 @@ class RouterLimits:
             encode_timeout_s=config.images.encode_timeout_s,
             routing=config.routing,
             local_prefill_itl_ms=config.local_prefill_itl_ms,
+            planner=config.planner,
         )
 
     @property
@@ -94,7 +98,8 @@ class RefuseVersion:
     frame: bytes
 
 
-Action = Transmit | RefuseVersion | Deliver | Answered | EncodeEnded | Retried | Ended | Joined | Left | Stalled | Resumed
+_Change = Joined | Left | Stalled | Resumed | Switched
+Action = Transmit | RefuseVersion | Deliver | Answered | EncodeEnded | Retried | Ended | _Change
 _Step = DispatchAction | Answered
 _RequestMessage = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply | list[Tokens]
 
@@ -105,7 +110,12 @@ class RouterCore:
     def __init__(self, model: str, router_id: str, limits: RouterLimits) -> None:
         is_predicted = limits.routing == "predicted"
         self.membership = Membership(
-            model, router_id, limits.heartbeat_interval_s, limits.heartbeat_timeout_s, takes_contents=is_predicted
+            model,
+            router_id,
+            limits.heartbeat_interval_s,
+            limits.heartbeat_timeout_s,
+            takes_contents=is_predicted,
+            plans_roles=limits.planner.enabled,
         )
         self.wait_estimates = WaitEstimates()
         self.calls = EngineCalls(self.membership)
@@ -123,6 +133,9 @@ class RouterCore:
         self.route_costs = self.dispatcher.route_costs
         self.route_costs.is_enabled = is_predicted
         self.route_costs.max_local_itl_ms = limits.local_prefill_itl_ms
+        self.route_costs.observes_steps = limits.planner.enabled and limits.planner.max_itl_ms > 0
+        loads = RoleLoads(self.route_costs, self.wait_estimates, limits.planner.max_wait_s, limits.planner.max_itl_ms)
+        self.planner = Planner(limits.planner, loads, limits.heartbeat_interval_s, limits.heartbeat_timeout_s)
 
     @property
     def max_model_len(self) -> int:
@@ -161,6 +174,9 @@ class RouterCore:
         if isinstance(message, ContentReport):
             self.route_costs.on_report(sender.key, message)
             return []
+        if isinstance(message, SwitchRefused):
+            self.planner.on_refused(sender.key, message.error.message)
+            return []
         if isinstance(message, Rejected):
             return self._resolve(self.dispatcher.on_rejected(sender, message.error, now), now)
         if isinstance(sender, GenerationWorker):
@@ -197,7 +213,7 @@ class RouterCore:
 
     def probe_connections(self) -> list[Action]:
         """Send every worker a message without effect; sending fails on a lost connection, and so detects it."""
-        return [Transmit(worker.peer, self.membership.welcome) for worker in self.membership.members]
+        return [Transmit(worker.peer, self.membership.welcome_of(worker)) for worker in self.membership.members]
 
     # ---- clients -----------------------------------------------------------------------------------------------------
 
@@ -255,7 +271,9 @@ class RouterCore:
             self.dispatcher.on_pause(self.membership.pauses.lateness_s, now)
             self.wait_estimates.on_pause(self.membership.pauses.lateness_s, now)
         due = [*self.dispatcher.on_timer(now), *self.calls.on_timer(now)]
-        return self._after(changes, now) + self._resolve(due, now)
+        orders = self.planner.on_timer(self.membership.workers, now, is_settling=self.membership.pauses.is_settling(now))
+        sent: list[Action] = [Transmit(order.worker.peer, order.message) for order in orders]
+        return self._after(changes, now) + self._resolve(due, now) + sent
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
@@ -265,7 +283,7 @@ class RouterCore:
         worker = self.membership.get(WorkerKey(message.engine_id, message.incarnation))
         if worker is None or not self.route_costs.on_heartbeat(worker, message, now):
             return actions
-        welcome = self.membership.welcome
+        welcome = self.membership.welcome_of(worker)
         request = Transmit(peer, msgspec.structs.replace(welcome, needs_snapshot=True))
         return [request if action == Transmit(peer, welcome) else action for action in actions]
 
@@ -318,15 +336,21 @@ class RouterCore:
                 continue
             result.append(action)
             if isinstance(action, Left):
+                self.planner.on_left(action.worker.key)
                 self.wait_estimates.forget(action.worker.key)
                 self.route_costs.forget(action.worker.key)
                 result += self._resolve([*self.dispatcher.on_left(action, now), *self.calls.on_left(action.worker.key)], now)
+            if isinstance(action, Switched):
+                self.planner.on_switched(action.worker)
+                self.route_costs.on_switched(action.worker)
             joined = action.worker if isinstance(action, Joined) or (isinstance(action, Left) and action.is_back) else None
             if isinstance(joined, GenerationWorker):
                 self.route_costs.join(joined)
         for action in actions:
             if isinstance(action, Joined):
                 result += self._resolve(self.dispatcher.on_joined(action.worker, now), now)
+            elif isinstance(action, Switched):
+                result += self._resolve(self.dispatcher.place_waiting(now), now)
         return result
 
     def _resolve(self, actions: Sequence[_Step], now: float) -> list[Action]:
@@ -338,6 +362,7 @@ class RouterCore:
         for action in actions:
             if not isinstance(action, SendToWorker):
                 result.append(action)
+                self._note_end(action)
                 continue
             worker = self.membership.member(action.worker)
             if worker is not None:
@@ -348,6 +373,11 @@ class RouterCore:
         if self.dispatcher.num_waiting and any(isinstance(action, Ended) for action in actions):
             result += self._resolve(self.dispatcher.place_waiting(now), now)
         return result
+
+    def _note_end(self, action: _Step) -> None:
+        """Learn how long requests hold their places at decode workers."""
+        if isinstance(action, Ended) and action.request.error is None and action.request.first_token_at is not None:
+            self.planner.loads.on_decoded(action.now - action.request.first_token_at)
 
 
 def _refuse(peer: bytes, error: ErrorInfo) -> Transmit:

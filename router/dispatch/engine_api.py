@@ -11,7 +11,8 @@ from contextlib import asynccontextmanager
 
 from core.clock import Clock
 from core.errors import NoWorker
-from core.wire.messages import EngineCall, EngineReply, ErrorInfo
+from core.wire.engine_calls import EngineCall, EngineReply
+from core.wire.messages import ErrorInfo
 from router.dispatch.core import Action, RouterCore
 from router.dispatch.engine_calls import Answered
 from router.dispatch.members import GenerationWorker, WorkerKey

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from core.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
-from core.wire.messages import Abort, EngineCall, EngineReply, ErrorInfo, RequestFailed
+from core.wire.engine_calls import EngineCall, EngineReply
+from core.wire.messages import Abort, ErrorInfo, RequestFailed
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.request_state import SendToWorker

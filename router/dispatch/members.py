@@ -148,6 +148,24 @@ class GenerationWorker(Member):
 
     facts: Register
     may_serve_alone: bool = False
+    heartbeat: Heartbeat | None = None  # the latest
+    heartbeat_at: float = 0.0  # router time
+
+    def note_load(self, heartbeat: Heartbeat, now: float) -> None:
+        """See ``Member``."""
+        Member.note_load(self, heartbeat, now)
+        self.heartbeat, self.heartbeat_at = heartbeat, now
+
+    @property
+    def num_of_former_role(self) -> int:
+        """Requests that it took in another role than the present one, by its latest heartbeat."""
+        return self.heartbeat.num_of_former_role if self.heartbeat is not None else 0
+
+    @property
+    def is_switching(self) -> bool:
+        """True while requests or leases of a former role are left, by its latest heartbeat."""
+        has_leases = self.num_leased_blocks > 0 and self.role != "prefill"
+        return self.facts.num_switches > 0 and (self.num_of_former_role > 0 or has_leases)
 
     @property
     def role(self) -> Role:

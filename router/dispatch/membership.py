@@ -13,6 +13,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
+
 from core.wire.messages import (
     ErrorInfo,
     Goodbye,
@@ -21,11 +23,12 @@ from core.wire.messages import (
     Register,
     Registered,
     RegisterEncoder,
+    Role,
     RouterMessage,
 )
 from router.dispatch.members import EncodeWorker, GenerationWorker, Member, WorkerKey
 from router.dispatch.pauses import OwnPauses
-from router.dispatch.policy import mismatch
+from router.dispatch.policy import can_hand_over
 from router.dispatch.progress import Standing
 
 NOT_REGISTERED = "not_registered"
@@ -76,14 +79,23 @@ class Resumed:
     worker: Member
 
 
-MembershipAction = ReplyToPeer | Joined | Left | Stalled | Resumed
+@dataclass(frozen=True, slots=True)
+class Switched:
+    """The worker has another role than ``before``; what it had in that role runs to its end."""
+
+    worker: GenerationWorker
+    before: Role
+
+
+MembershipAction = ReplyToPeer | Joined | Left | Stalled | Resumed | Switched
 
 
 class Membership:
     """The workers that this router may use.
 
     ``model`` is the name that clients use; workers with another model are refused. ``welcome`` answers registrations and
-    heartbeats; with ``takes_contents`` it asks for reports of contents. Times are seconds of one monotonic clock.
+    heartbeats; with ``takes_contents`` it asks for reports of contents, and with ``plans_roles`` for the right to change roles.
+    Times are seconds of one monotonic clock.
     """
 
     def __init__(
@@ -94,6 +106,7 @@ class Membership:
         heartbeat_timeout_s: float,
         *,
         takes_contents: bool = False,
+        plans_roles: bool = False,
     ) -> None:
         self._model = model
         self._timeout_s = heartbeat_timeout_s
@@ -104,10 +117,11 @@ class Membership:
             heartbeat_timeout_ms=round(heartbeat_timeout_s * 1000),
             takes_contents=takes_contents,
             takes_parts=takes_contents,
+            plans_roles=plans_roles,
         )
         self._members: dict[str, Member] = {}  # by engine_id
         # One prefill worker per combination of facts that handoffs depend on.
-        self._met_prefills: dict[tuple[object, ...], GenerationWorker] = {}
+        self._met_prefills: dict[tuple[object, ...], Register] = {}
         self._by_peer: dict[bytes, Member] = {}
         self._superseded: dict[WorkerKey, None] = {}  # insertion order = age
         self._gone: dict[str, WorkerKey] = {}  # by engine_id: the last holder of the name, no member now
@@ -154,9 +168,13 @@ class Membership:
         if before is not None and before.key != key:
             actions.append(self._remove(before, f"its connection registered as {facts.engine_id}"))
         known = self.member(key)
+        role_before = known.role if known is not None else None
         if known is not None and _take_facts(known, facts):
             actions += self._heard_from(known, peer, now)
             known.peer = peer
+            if isinstance(known, GenerationWorker) and role_before not in (None, known.role):
+                self._note_role(known)
+                actions.append(Switched(known, role_before))
         else:
             namesake = self._members.get(facts.engine_id)
             if namesake is not None:
@@ -167,7 +185,13 @@ class Membership:
             self._by_peer[peer] = member
             self._note_role(member)
             actions.append(Joined(member))
-        return [*actions, ReplyToPeer(peer, self.welcome)]
+        return [*actions, ReplyToPeer(peer, self.welcome_of(self._members[facts.engine_id]))]
+
+    def welcome_of(self, member: Member) -> Registered:
+        """Return the answer to a member's registration or heartbeat; it shows which registration this router has."""
+        if not isinstance(member, GenerationWorker) or not member.facts.num_switches:
+            return self.welcome
+        return msgspec.structs.replace(self.welcome, num_switches=member.facts.num_switches)
 
     def on_heartbeat(self, peer: bytes, heartbeat: Heartbeat, now: float) -> list[MembershipAction]:
         """Record the worker's load, and answer to show that this router is alive. An unknown worker is asked to register."""
@@ -179,7 +203,7 @@ class Membership:
             return [_refuse(peer, NOT_REGISTERED, f"{key.engine_id} is not registered here: register first", retryable=True)]
         actions = self._heard_from(worker, peer, now)
         worker.note_load(heartbeat, now)
-        return [*actions, ReplyToPeer(peer, self.welcome)]
+        return [*actions, ReplyToPeer(peer, self.welcome_of(worker))]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[MembershipAction]:
         """Remove a worker that leaves in order."""
@@ -251,12 +275,12 @@ class Membership:
         if isinstance(member, GenerationWorker) and member.role == "prefill":
             facts = member.facts
             kind = (facts.connector, facts.transports, facts.host_id, facts.model_fingerprint, facts.layout, facts.has_digests)
-            self._met_prefills[kind] = self._met_prefills.pop(kind, member)
+            self._met_prefills[kind] = self._met_prefills.pop(kind, facts)
             while len(self._met_prefills) > _MAX_MET_PREFILLS:
                 del self._met_prefills[next(iter(self._met_prefills))]
         for worker in self.workers:
             if worker.role == "decode" and not worker.may_serve_alone:
-                worker.may_serve_alone = any(mismatch(prefill, worker) is None for prefill in self._met_prefills.values())
+                worker.may_serve_alone = any(can_hand_over(prefill, worker.facts) for prefill in self._met_prefills.values())
 
     def _forget_peer(self, worker: Member, peer: bytes) -> None:
         if self._by_peer.get(peer) is worker:  # another worker may use the connection by now
@@ -291,9 +315,10 @@ def _new_member(key: WorkerKey, peer: bytes, facts: Register | RegisterEncoder, 
 
 
 def _take_facts(member: Member, facts: Register | RegisterEncoder) -> bool:
-    """Update a member's registration; return False if its kind of role has changed."""
+    """Update a member's registration, unless it is older than the known one; return False if its kind of role has changed."""
     if isinstance(member, GenerationWorker) and isinstance(facts, Register):
-        member.facts = facts
+        if facts.num_switches >= member.facts.num_switches:
+            member.facts = facts
         return True
     if isinstance(member, EncodeWorker) and isinstance(facts, RegisterEncoder):
         member.facts = facts

@@ -20,7 +20,7 @@ from core.errors import (
     Overloaded,
     PeerUnreachable,
 )
-from core.wire.messages import Role
+from core.wire.messages import Register, Role
 from core.wire.pairing import check_compatible, choose_transport
 from router.dispatch.members import GenerationWorker, WorkerKey
 
@@ -87,7 +87,15 @@ def mismatch(prefill: GenerationWorker, decode: GenerationWorker) -> KVFerryErro
 
     This is the decision of the handshake, made from the registrations of both workers.
     """
-    owner, reader = prefill.facts, decode.facts
+    return _mismatch(prefill.facts, decode.facts)
+
+
+def can_hand_over(owner: Register, reader: Register) -> bool:
+    """Return True if workers with these registrations can do a handoff, whatever roles they have now."""
+    return _mismatch(owner, reader) is None
+
+
+def _mismatch(owner: Register, reader: Register) -> KVFerryError | None:
     names = f"prefill {owner.engine_id} and decode {reader.engine_id}"
     if owner.connector != reader.connector:
         return ConnectorUnavailable(f"{names} use different connectors: {owner.connector!r} and {reader.connector!r}")
@@ -105,7 +113,9 @@ def why_not_read(prefill: GenerationWorker | None, successor: GenerationWorker) 
     """Return why ``successor`` cannot read the KV of a prefill worker; None if it can."""
     if prefill is None:
         return PeerUnreachable("the prefill worker was lost")
-    if successor.role != "decode":
+    if prefill.key == successor.key:  # after a switch of its role
+        return ConnectorUnavailable(f"worker {successor.key.engine_id} holds the KV in its own prefix cache")
+    if successor.role != "decode" and not successor.facts.can_switch_role:
         return ConnectorUnavailable(f"{successor.role} worker {successor.key.engine_id} reads no handoffs")
     return mismatch(prefill, successor)
 
@@ -240,7 +250,8 @@ def choose_decode(workers: Iterable[GenerationWorker], prefill: GenerationWorker
         NoWorker: no decode worker fits, or none can ever hold so many choices; says why.
         Overloaded: all that could take it are full.
     """
-    decoders = [worker for worker in _fitting(workers, demand) if worker.role == "decode"]
+    others = (worker for worker in _fitting(workers, demand) if worker.key != prefill.key)  # which may be decode worker now
+    decoders = [worker for worker in others if worker.role == "decode"]
     reasons = [mismatch(prefill, worker) for worker in decoders]
     able = [worker for worker, reason in zip(decoders, reasons, strict=True) if reason is None]
     if not able:
@@ -254,15 +265,15 @@ def choose_decode(workers: Iterable[GenerationWorker], prefill: GenerationWorker
 def choose_successor(workers: Iterable[GenerationWorker], model_fingerprint: bytes, demand: Demand) -> GenerationWorker:
     """Return the least loaded worker that can continue a request alone, by recomputing prompt and output so far.
 
+    A prefill worker that can switch its role can also do so; it is chosen if there is no other.
+
     Raises:
         NoWorker: no worker has this model, or none can ever hold so many choices.
         Overloaded: all that could take it are full.
     """
-    able = [
-        worker
-        for worker in _fitting(workers, demand)
-        if worker.role != "prefill" and worker.facts.model_fingerprint == model_fingerprint
-    ]
+    fitting = [worker for worker in _fitting(workers, demand) if worker.facts.model_fingerprint == model_fingerprint]
+    able = [worker for worker in fitting if worker.role != "prefill"]
+    able = able or [worker for worker in fitting if worker.facts.can_switch_role]
     if not able:
         raise NoWorker(f"no decode worker with model {model_fingerprint.hex()} is there to go on with the request")
     return _least_loaded_of(able, demand)

@@ -27,6 +27,7 @@ from router.routing.backlog import Backlog, QueuedPrompt
 from router.routing.cost import PrefillTime, patience_ms, score
 from router.routing.fit import PrefillFit
 from router.routing.local import LocalPrompt, StepTime, finish_ms, pays
+from router.routing.offered import OfferedLoad
 
 _LONGEST_PATIENCE_MS = 60_000.0
 
@@ -87,10 +88,12 @@ class RouteCosts:
         self.contents = KnownContents()
         self.sources = Sources()
         self.is_enabled = True
+        self.observes_steps = False  # also without local prefills
         self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
         self._workers: dict[WorkerKey, _Worker] = {}
         self._fits: dict[_Pool, PrefillFit] = {}
         self._placed: dict[str, _Placed] = {}  # by wire id
+        self._offered: dict[str, OfferedLoad] = {}  # by role
         self.num_predicted_hit_tokens = 0  # of all prompts that were computed
         self.num_real_hit_tokens = 0
 
@@ -161,6 +164,28 @@ class RouteCosts:
         """Return the recent mean of |real - predicted| / predicted prefill time of the worst pool; 0 before any prompt."""
         return max((fit.mean_error for fit in self._fits.values()), default=0.0)
 
+    # ---- load --------------------------------------------------------------------------------------------------------
+
+    def offered(self, role: str, now: float) -> float:
+        """Return how many workers of a role the prompts that this router has sent lately keep busy."""
+        load = self._offered.get(role)
+        return load.rate(now) if load is not None else 0.0
+
+    def wait_s(self, worker: GenerationWorker, now: float) -> float:
+        """Return how many seconds a worker needs for the prompts that it has, those of other routers included."""
+        known = self._worker(worker)
+        return (known.backlog.work_ms(now * 1e3) + known.wait_of_others_ms(now * 1e3)) / 1e3
+
+    def num_queued_tokens(self, worker: WorkerKey) -> int:
+        """Return how many tokens of this router's prompts a worker has yet to compute."""
+        known = self._workers.get(worker)
+        return known.backlog.num_new_tokens if known is not None else 0
+
+    def step_ms(self, worker: WorkerKey) -> float:
+        """Return the recent time of a worker's step; 0 if it is not known, or not observed."""
+        known = self._workers.get(worker)
+        return known.step.ms if known is not None else 0.0
+
     def _offer(
         self,
         worker: GenerationWorker,
@@ -205,6 +230,7 @@ class RouteCosts:
                 backlog = self._worker(worker).backlog
                 alone_since = None if backlog.prompts else now
                 backlog.add(message.request_id, prompt, now * 1e3)
+                self._offered.setdefault(worker.role, OfferedLoad()).add(offer.own_ms / 1e3, now)
                 self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, alone_since)
                 self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
             case Abort():
@@ -235,7 +261,7 @@ class RouteCosts:
     def on_step(self, worker: WorkerKey, now: float) -> None:
         """Record the tokens of one engine step."""
         known = self._workers.get(worker)
-        if known is not None and self.max_local_itl_ms:
+        if known is not None and (self.max_local_itl_ms or self.observes_steps):
             known.step.observe(now * 1e3)
 
     def on_prefill_done(self, message: PrefillDone, now: float) -> None:
@@ -289,6 +315,12 @@ class RouteCosts:
     def join(self, worker: GenerationWorker) -> None:
         """Expect reports of a new member."""
         self.contents.join(worker)
+
+    def on_switched(self, worker: GenerationWorker) -> None:
+        """Count a worker with those of its new role; its contents and its queue stay."""
+        known = self._workers.get(worker.key)
+        if known is not None:
+            known.pool = _pool_of(worker)
 
     def forget(self, worker: WorkerKey) -> None:
         """Forget a worker that has left."""

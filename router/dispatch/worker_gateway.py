@@ -21,14 +21,15 @@ from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
 from core.wire.curve import ClusterKeys
-from core.wire.messages import EngineCall, ErrorInfo, Generate, RouterMessage
+from core.wire.engine_calls import EngineCall
+from core.wire.messages import ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit
 from router.dispatch.engine_api import EngineApi
 from router.dispatch.engine_calls import Answered
 from router.dispatch.frame_reader import FrameReader
 from router.dispatch.gauges import add_gauges
-from router.dispatch.membership import Joined, Left, Resumed, Stalled
+from router.dispatch.membership import Joined, Left, Resumed, Stalled, Switched
 from router.dispatch.observer import ObservedRequest, RequestObserver
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
@@ -36,6 +37,7 @@ from router.dispatch.request_state import Deliver, EncodeEnded, Ended, RequestSt
 from router.dispatch.types import Submission, Update
 from router.dispatch.worker_log import WorkerLog
 from router.metrics import RouterMetrics
+from router.planner.gauges import add_planner_gauges
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +121,7 @@ class WorkerGateway:
         self._has_changed = asyncio.Event()  # something that the core knows
         self._death: asyncio.Future[BaseException] | None = None
         add_gauges(metrics, self.core, clock)
+        add_planner_gauges(metrics, self.core, clock)
 
     def trace_with(self, tracer: Tracer) -> None:
         """Record spans of all requests from now on."""
@@ -190,14 +193,15 @@ class WorkerGateway:
         """The port of the workers' socket."""
         return split_tcp(self.worker_address)[1]
 
-    def now(self) -> float:
-        """Return the time of the router's clock, in seconds."""
-        return self._clock.now()
-
     @property
     def is_alive(self) -> bool:
         """True while the socket is served."""
         return bool(self._tasks) and not any(task.done() for task in self._tasks)
+
+    @property
+    def now(self) -> float:
+        """The router's time, seconds."""
+        return self._clock.now()
 
     @property
     def retry_after_s(self) -> int:
@@ -355,7 +359,7 @@ class WorkerGateway:
                     self._on_ended(action.request, action.now)
                 case Answered():
                     self.engine_api.put(action)
-                case Joined() | Left() | Stalled() | Resumed():
+                case Joined() | Left() | Stalled() | Resumed() | Switched():
                     self._worker_log.note(action)
                     self._peer_log.unpaired(unpaired(self.core.membership.workers))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 
 from core.log import event
-from router.dispatch.membership import Joined, Left, Resumed, Stalled
+from router.dispatch.membership import Joined, Left, Resumed, Stalled, Switched
 from router.metrics import RouterMetrics
 
 logger = logging.getLogger("router.dispatch.worker_gateway")
@@ -17,7 +17,7 @@ class WorkerLog:
     def __init__(self, metrics: RouterMetrics) -> None:
         self._metrics = metrics
 
-    def note(self, change: Joined | Left | Stalled | Resumed) -> None:
+    def note(self, change: Joined | Left | Stalled | Resumed | Switched) -> None:
         """Log and count a change."""
         worker = change.worker
         role, engine_id = worker.role, worker.key.engine_id
@@ -29,6 +29,9 @@ class WorkerLog:
                 logger.warning(event("worker_stalled", role=role, engine_id=engine_id, reason=worker.progress.why))
             case Resumed():
                 logger.warning(event("worker_resumed", role=role, engine_id=engine_id))
+            case Switched():
+                self._metrics.count_switched(role)
+                logger.info(event("worker_switched", role=role, before=change.before, engine_id=engine_id))
             case Left(is_back=True):
                 logger.warning(event("worker_reconnected", role=role, engine_id=engine_id))
             case Left():

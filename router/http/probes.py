@@ -10,7 +10,7 @@ import msgspec
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from core.wire.codec import WIRE_VERSION
-from core.worker.ops_http import Lookups, OpsResponse, Routes
+from core.worker.ops_http import OpsResponse, Query, QueryRoutes, Routes
 from router.http.endpoints import Endpoints
 from router.http.status import requests_of, status_of
 from router.http.status_page import CONTENT_SECURITY_POLICY, PAGE
@@ -40,9 +40,12 @@ class ProbeAnswers:
         }
         return {("GET", path): answer for path, answer in answers.items()}
 
-    def lookups(self) -> Lookups:
-        """Return the answers that depend on an id, by path."""
-        return {"/status/requests.json": self.requests}
+    def query_routes(self) -> QueryRoutes:
+        """Return the answers that read the query: ``?id=NAME``."""
+        return {("GET", "/status/requests.json"): self._requests_of}
+
+    def _requests_of(self, query: Query) -> OpsResponse:
+        return self.requests(query.get("id", ""))
 
     def health(self) -> OpsResponse:
         """Report whether the process is alive and working."""
@@ -74,7 +77,7 @@ class ProbeAnswers:
     def history(self) -> OpsResponse:
         """Return the last ten minutes."""
         gateway = self._endpoints.gateway
-        return _json(200, gateway.observer.history.report(gateway.now()))
+        return _json(200, gateway.observer.history.report(gateway.now))
 
     def requests(self, name: str) -> OpsResponse:
         """Return the latest requests; with the id of a request also its timelines."""

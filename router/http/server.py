@@ -90,7 +90,7 @@ class Router:
         tls = server_context(config.tls_cert, config.tls_key)
         self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut, tls)
         answers = ProbeAnswers(self.endpoints, package_version())
-        ops = OpsServer(answers.routes(), setting="router.ops_port", lookups=answers.lookups())
+        ops = OpsServer(answers.routes(), setting="router.ops_port", query_routes=answers.query_routes())
         self._ops = ops if config.ops_port is not None else None
         self.ops_address: str | None = None  # of the probes' port, once it is bound
         self._socket: socket.socket | None = None

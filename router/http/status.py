@@ -6,6 +6,8 @@ cannot disagree. The page computes rates from two reports.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import msgspec
 
 from core.wire.codec import WIRE_VERSION
@@ -13,6 +15,7 @@ from router.dispatch.members import GenerationWorker, Member
 from router.dispatch.observer import RequestObserver
 from router.http.endpoints import Endpoints
 from router.metrics import CLIENT_ERRORS
+from router.planner.planner import Planner
 from router.records.readings import Readings
 from router.records.timelines import RequestSummary, Timeline
 from router.records.traffic import PairTraffic
@@ -26,6 +29,7 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
 
     engine_id: str
     role: str
+    is_switching: bool  # requests or leases of a former role are left
     version: str  # of the package; empty if not reported
     state: str  # "ready", "full", "draining", "stalled", or "closed" if it reported that it takes no requests
     num_running: int
@@ -37,6 +41,26 @@ class WorkerStatus(msgspec.Struct, kw_only=True):
     transport: str  # of its latest load, as reader or as source; empty if it had none in ten minutes
     prompts_per_s: float  # that it has computed for this router in the last minute
     is_agent: bool  # of a vLLM engine
+
+
+class PlannerStatus(msgspec.Struct, kw_only=True):
+    """The planner of this router: how many workers heed it, why it orders nothing now, and its last switch."""
+
+    is_enabled: bool
+    num_workers: int
+    why_idle: str
+    last: PlannedSwitch | None
+
+
+class PlannedSwitch(msgspec.Struct, kw_only=True):
+    """A switch that the planner has ordered; ``outcome`` is "ordered" until it is known."""
+
+    seconds_ago: float
+    engine_id: str
+    before: str
+    role: str
+    reason: str
+    outcome: str
 
 
 class PartStatus(msgspec.Struct, kw_only=True):
@@ -60,6 +84,7 @@ class Status(msgspec.Struct, kw_only=True):
     workers: list[WorkerStatus]
     traffic: list[PairTraffic]  # the busiest pairs first
     num_more_pairs: int
+    planner: PlannerStatus
     handoffs: dict[str, int]  # by outcome: "loaded", or the reason why not
     failures: dict[str, int]  # of requests, by code, without client errors
     refusals: dict[str, int]  # client errors and cancelled requests, by code
@@ -86,7 +111,7 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
     metrics = Readings(endpoints.metrics.registry)
     errors = metrics.events("request_failure_total", "code")
     reason = endpoints.not_ready_reason
-    gateway, now = endpoints.gateway, endpoints.gateway.now()
+    gateway, now = endpoints.gateway, endpoints.gateway.now
     traffic, rates = gateway.observer.traffic.pairs(now), gateway.observer.traffic.prompts_per_s(now)
     return Status(
         router_id=gateway.core.membership.welcome.router_id,
@@ -98,6 +123,7 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
         num_requests=endpoints.gateway.num_requests,
         requests_by_phase=metrics.by_label("num_requests_by_phase", "phase"),
         workers=[_worker_status(member, gateway.observer, rates) for member in gateway.core.membership.members],
+        planner=_planner_status(gateway.core.planner, gateway.core.membership.workers, now),
         traffic=traffic[:_MAX_PAIRS],
         num_more_pairs=max(0, len(traffic) - _MAX_PAIRS),
         handoffs=metrics.events("kv_handoffs_total", "outcome"),
@@ -117,7 +143,7 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
 
 def requests_of(endpoints: Endpoints, name: str = "") -> RequestsReport:
     """Return the latest requests, and those that ``name`` is an id of."""
-    timelines, now = endpoints.gateway.observer.timelines, endpoints.gateway.now()
+    timelines, now = endpoints.gateway.observer.timelines, endpoints.gateway.now
     return RequestsReport(latest=timelines.latest(_NUM_LATEST, now), found=timelines.find(name, now) if name else [])
 
 
@@ -125,6 +151,7 @@ def _worker_status(worker: Member, observer: RequestObserver, prompts_per_s: dic
     return WorkerStatus(
         engine_id=worker.key.engine_id,
         role=worker.role,
+        is_switching=isinstance(worker, GenerationWorker) and worker.is_switching,
         version=worker.version,
         state=_state_of(worker),
         num_running=worker.num_running,
@@ -137,6 +164,22 @@ def _worker_status(worker: Member, observer: RequestObserver, prompts_per_s: dic
         prompts_per_s=prompts_per_s.get(worker.key.engine_id, 0.0),
         is_agent=isinstance(worker, GenerationWorker) and worker.facts.takes_calls,
     )
+
+
+def _planner_status(planner: Planner, workers: Iterable[GenerationWorker], now: float) -> PlannerStatus:
+    last = planner.last
+    shown = None
+    if last is not None:
+        shown = PlannedSwitch(
+            seconds_ago=round(now - last.at, 1),
+            engine_id=last.engine_id,
+            before=last.before,
+            role=last.role,
+            reason=last.reason,
+            outcome=last.outcome,
+        )
+    num_workers = len(planner.owned(workers, now)) if planner.is_enabled else 0
+    return PlannerStatus(is_enabled=planner.is_enabled, num_workers=num_workers, why_idle=planner.why_idle, last=shown)
 
 
 def _state_of(worker: Member) -> str:

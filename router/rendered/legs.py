@@ -18,7 +18,8 @@ from core.errors import RequestError
 from core.ids import IdSource, new_hex_id
 from core.log import event
 from core.tracing import TraceContext
-from core.wire.messages import EngineCall, ErrorInfo
+from core.wire.engine_calls import EngineCall
+from core.wire.messages import ErrorInfo
 from router.dispatch.core import RouterCore
 from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi, deadline_ms
 from router.dispatch.members import GenerationWorker, WorkerKey

@@ -14,7 +14,8 @@ import msgspec
 
 from core.errors import NoWorker
 from core.ids import IdSource, new_hex_id
-from core.wire.messages import EngineCall, ErrorInfo
+from core.wire.engine_calls import EngineCall
+from core.wire.messages import ErrorInfo
 from router.dispatch.engine_api import CallFailed, EngineApi, deadline_ms
 from router.dispatch.members import WorkerKey
 from router.rendered.bodies import EngineBody

@@ -3,7 +3,8 @@
 import pytest
 
 from core.tracing import TraceContext
-from core.wire.messages import EngineCall, RequestFailed
+from core.wire.engine_calls import EngineCall
+from core.wire.messages import RequestFailed
 
 CHAT = "/v1/chat/completions"
 

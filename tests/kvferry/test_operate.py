@@ -8,7 +8,7 @@ from typer.testing import CliRunner
 
 from kvferry import cli
 from kvferry.demo_vllm import EngineReading
-from kvferry.operate import DrainFailed, ProbeFailed, drain_worker, probe_cluster
+from kvferry.operate import DrainFailed, ProbeFailed, RoleSwitchFailed, drain_worker, probe_cluster, worker_role
 
 TRANSFER = {"transport": "tcp", "verified_blocks": 1, "fallback_reason": ""}
 
@@ -49,6 +49,62 @@ def test_drain_asks_again_where_the_first_question_was_not_answered(monkeypatch)
     asked = worker_that_leaves(monkeypatch, [httpx.ReadTimeout("busy"), 202, httpx.ConnectError("refused")])
     drain_worker("http://localhost:1", 60.0, no_sleep)
     assert asked == [("POST", "/drain"), ("POST", "/drain"), ("GET", "/health")]
+
+
+# ---- role --------------------------------------------------------------------------------------------------------------
+
+REPORT = {
+    "engine_id": "w0",
+    "incarnation": "7f",
+    "role": "decode",
+    "num_switches": 2,
+    "requests_of_former_role": 3,
+    "leased_blocks": 4,
+}
+
+
+def worker_with_a_role(monkeypatch, outcome):
+    """Have worker_role talk to a worker that shows its role, and answers so to the command; returns the queries it got."""
+    asked = []
+
+    def answer(request):
+        asked.append(dict(request.url.params))
+        return httpx.Response(200, json=REPORT) if request.method == "GET" else outcome
+
+    make = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **options: make(transport=httpx.MockTransport(answer), **options))
+    return asked
+
+
+def test_role_names_the_life_and_the_role_that_the_worker_has_shown(monkeypatch):
+    after = httpx.Response(200, json=REPORT | {"role": "prefill", "num_switches": 3})
+    asked = worker_with_a_role(monkeypatch, after)
+    line = worker_role("http://localhost:1", "prefill")
+    assert asked == [{}, {"to": "prefill", "incarnation": "7f", "num_switches": "2"}]
+    assert line == "w0: prefill, 3 switches since its start, 3 requests of its former role and 4 leased blocks left"
+
+
+def test_role_alone_only_looks(monkeypatch):
+    asked = worker_with_a_role(monkeypatch, httpx.Response(500))
+    assert worker_role("http://localhost:1").startswith("w0: decode, 2 switches")
+    assert asked == [{}]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "reason"),
+    [
+        (httpx.Response(409, json={"error": "w0 has switched to prefill since"}), "has switched to prefill since"),
+        (httpx.Response(503, json={"status": "loading"}), "loading"),
+        (httpx.Response(403, text="only from the worker's own host or pod"), "HTTP 403: only from"),
+    ],
+)
+def test_role_says_why_a_worker_keeps_its_role(monkeypatch, outcome, reason):
+    worker_with_a_role(monkeypatch, outcome)
+    with pytest.raises(RoleSwitchFailed, match=reason):
+        worker_role("http://localhost:1", "prefill")
+
+
+# ---- drain -------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -21,14 +21,13 @@ from core.errors import VersionMismatch
 from core.model.hub import ModelFiles
 from core.model.tokenizer import Tokenizer
 from core.wire import codec
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import GroupBlocks, KVHandoff, KVLayoutInfo
 from core.wire.messages import (
     Abort,
     EncodeDone,
     EncodeFailed,
     EncodeRequest,
-    EngineCall,
-    EngineReply,
     ErrorInfo,
     Generate,
     Goodbye,

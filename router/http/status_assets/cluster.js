@@ -101,7 +101,7 @@ function showCluster(status) {
     `${bytes(moved)}/s${lost ? `, of which ${amount(lost)}/s were not loaded` : ""}.`);
   const order = {ready: 1, full: 1};
   rows("workers", [...status.workers].sort((a, b) => (order[a.state] || 0) - (order[b.state] || 0)).map(worker => [
-    {text: worker.engine_id, className: "id"}, worker.role + (worker.is_agent ? " (vLLM)" : ""),
+    {text: worker.engine_id, className: "id"}, worker.role + (worker.is_agent ? " (vLLM)" : "") + (worker.is_switching ? " (switching)" : ""),
     {text: worker.state, className: STATE_CLASSES[worker.state] || "off"}, worker.version, worker.transport || "none lately",
     worker.transports.join(", "), number(worker.role === "encode" ? "–" : percent(worker.kv_cache_usage)), worker.num_running,
     worker.num_waiting, worker.max_num_seqs, worker.num_leased_blocks, number(amount(worker.prompts_per_s)),
@@ -111,8 +111,16 @@ function showCluster(status) {
     number(amount(pair.handoffs_per_s)), number(amount(pair.failed_per_s)), number(bytes(pair.bytes_per_s)),
   ]), cells => JSON.stringify([cells[0].text, cells[1].text]));
   setText(byId("traffic-note"), status.num_more_pairs ? `${plural(status.num_more_pairs, "further pair")} had less traffic.` : "");
+  showPlanner(status.planner);
   showTransports();
   drawWires();
+}
+
+function showPlanner(planner) {
+  const last = planner.last;
+  const why = planner.why_idle ? `: ${planner.why_idle}` : "";
+  setText(byId("planner"), !planner.is_enabled ? "" : `The planner gives roles to ${plural(planner.num_workers, "worker")}${why}.` + (last ?
+    ` Last: ${last.engine_id} from ${last.before} to ${last.role}, ${age(last.seconds_ago)} ago, ${last.outcome}: ${last.reason}.` : ""));
 }
 
 function showTransports() {

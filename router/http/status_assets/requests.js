@@ -11,6 +11,7 @@ const STEP_NAMES = {
 const STATE_STYLES = {running: "", finished: "good", failed: "bad", refused: "off"};
 const REASONS = {
   prefix: "holds most of the prompt", wait: "sooner than the worker that holds more", load: "nobody holds any of it",
+  source: "loads it from another worker", session: "its session's worker, about as soon as any",
   availability: "a cheaper worker could not take it", local: "the decode worker is sooner alone", by_load: "least loaded, nothing predicted",
 };
 let shownId = "";

@@ -7,6 +7,7 @@ import pytest
 
 from core.tracing import TraceContext
 from core.wire.contents import ContentReport
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import (
     ControlError,
     GroupBlocks,
@@ -27,8 +28,6 @@ from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
     EncodeRequest,
-    EngineCall,
-    EngineReply,
     ErrorInfo,
     Generate,
     Goodbye,
@@ -43,6 +42,8 @@ from core.wire.messages import (
     Release,
     Renew,
     RequestFailed,
+    SwitchRefused,
+    SwitchRole,
     TokenLogprobs,
     Tokens,
     TransferUsage,
@@ -152,6 +153,10 @@ WORKER_MESSAGES = {
     "content_report": ContentReport(
         engine_id="p0", incarnation=1, number=7, is_snapshot=True, stored=bytes(range(16)), removed=b"removed."
     ),
+    "heartbeat_of_switched": Heartbeat(
+        engine_id="p0", incarnation=1, number=9, num_switches=2, num_of_former_role=3, is_planner=True
+    ),
+    "switch_refused": SwitchRefused(engine_id="p0", incarnation=1, error=ERROR),
     "goodbye": Goodbye(engine_id="p0", incarnation=1),
     "prefill_done": PrefillDone(
         request_id="r1",
@@ -215,6 +220,8 @@ ROUTER_MESSAGES = {
     "release": Release(transfer_ids=("t1",)),
     "renew": Renew(transfer_ids=("t1",)),
     "drain": Drain(deadline_ms=10),
+    "registered_planner": Registered(router_id="router", plans_roles=True, num_switches=2),
+    "switch_role": SwitchRole(role="prefill", incarnation=1, num_switches=2, heartbeat=9, reason="why"),
 }
 CONTROL_MESSAGES = {
     "handshake": Handshake(

@@ -22,7 +22,8 @@ async def address():
             ("GET", "/ready"): lambda: OpsResponse.of_json(503, {"status": "loading"}),
             ("GET", "/broken"): broken,
             ("POST", "/drain"): lambda: drained.append(1) or OpsResponse(202, str(len(drained)).encode()),
-        }
+        },
+        query_routes={("POST", "/role"): lambda query: OpsResponse.of_json(200, dict(query))},
     )
     yield await server.start("127.0.0.1", 0)
     await server.stop()
@@ -41,6 +42,13 @@ async def test_answers_get_head_and_post(client):
     assert (head.status_code, head.content, head.headers["content-length"]) == (200, b"", str(len(health.content)))
     assert (await client.get("/ready")).status_code == 503
     assert (await client.post("/drain", content=b"ignored")).text == "1"
+
+
+async def test_a_command_reads_its_query(client):
+    assert (await client.post("/role?to=decode&why=a%20b&empty=")).json() == {"to": "decode", "why": "a b", "empty": ""}
+    assert (await client.post("/role")).json() == {}
+    refused = await client.post("/role?to=decode", headers={"origin": "https://page.example"})
+    assert refused.status_code == 403
 
 
 @pytest.mark.parametrize(

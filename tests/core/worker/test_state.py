@@ -8,13 +8,12 @@ from core.engine.step_watch import StepReading
 from core.errors import ProtocolError, VersionMismatch
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, PrefillStats
+from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (
     Abort,
     ChoiceStart,
     Drain,
-    EngineCall,
-    EngineReply,
     ErrorInfo,
     Generate,
     Goodbye,

@@ -3,7 +3,8 @@
 import pytest
 
 from core.errors import ProtocolError
-from core.wire.messages import Abort, EngineCall, EngineReply, ErrorInfo, Generate, Goodbye, RequestFailed
+from core.wire.engine_calls import EngineCall, EngineReply
+from core.wire.messages import Abort, ErrorInfo, Generate, Goodbye, RequestFailed
 from router.dispatch.core import Transmit
 from router.dispatch.engine_calls import Answered
 from tests.router.dispatch.requests.conftest import Bench

@@ -14,6 +14,7 @@ from router.dispatch.membership import (
     Left,
     Membership,
     ReplyToPeer,
+    Switched,
 )
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
@@ -252,3 +253,43 @@ def test_superseded_incarnations_are_forgotten_in_the_end(membership):
         membership.on_register(b"%d" % incarnation, registration(incarnation=incarnation), now=0.0)
     assert refusal(membership.on_heartbeat(b"z", heartbeat(incarnation=1), now=0.0)) == NOT_REGISTERED
     assert refusal(membership.on_heartbeat(b"z", heartbeat(incarnation=1000), now=0.0)) == DUPLICATE_ENGINE_ID
+
+
+# ---- roles that change -------------------------------------------------------------------------------------------------
+
+
+def switched(role: str, num_switches: int) -> Register:
+    return registration(role=role, can_switch_role=True, num_switches=num_switches)
+
+
+def test_a_worker_that_registers_with_another_role_stays_a_member(membership):
+    worker = only(membership.on_register(b"a", switched("prefill", 0), now=0.0), Joined).worker
+    actions = membership.on_register(b"a", switched("decode", 1), now=1.0)
+    assert only(actions, Switched) == Switched(worker, "prefill")
+    assert worker.role == "decode"
+    assert not [action for action in actions if isinstance(action, Joined | Left)]
+
+
+def test_answers_show_the_latest_registration(membership):
+    membership.on_register(b"a", switched("prefill", 0), now=0.0)
+    membership.on_register(b"a", switched("decode", 1), now=1.0)
+    answers = (
+        membership.on_heartbeat(b"a", heartbeat(num_switches=2), 2.0),
+        membership.on_register(b"a", switched("decode", 1), 2.0),
+    )
+    assert [only(actions, ReplyToPeer).message.num_switches for actions in answers] == [1, 1]
+
+
+def test_a_registration_from_before_a_switch_changes_nothing(membership):
+    """It was under way on an earlier connection."""
+    worker = only(membership.on_register(b"a", switched("decode", 1), now=0.0), Joined).worker
+    actions = membership.on_register(b"b", switched("prefill", 0), now=1.0)
+    assert worker.role == "decode"
+    assert not [action for action in actions if isinstance(action, Switched)]
+    assert only(actions, ReplyToPeer).message.num_switches == 1
+
+
+def test_a_decode_worker_that_was_a_prefill_worker_may_serve_alone(membership):
+    membership.on_register(b"a", switched("prefill", 0), now=0.0)
+    membership.on_register(b"a", switched("decode", 1), now=1.0)
+    assert membership.workers[0].may_serve_alone

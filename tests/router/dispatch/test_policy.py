@@ -19,6 +19,7 @@ from router.dispatch.policy import (
     max_model_len,
     mismatch,
     unpaired,
+    why_not_read,
     why_not_ready,
 )
 
@@ -361,3 +362,30 @@ def test_a_worker_that_lacks_a_partner_altogether_or_drains_is_not_called_unpair
     dead = member("decode", "d0", model_fingerprint=b"v2")
     dead.note_failure(ErrorInfo.of(EngineDead("it died")))
     assert unpaired([member("prefill", "p0"), dead]) == {}
+
+
+# ---- workers that have changed their role ------------------------------------------------------------------------------
+
+
+def test_a_worker_does_not_read_its_own_kv_after_a_switch():
+    holder = member("decode", "w0", can_switch_role=True, num_switches=1)
+    reader = member("decode", "d0", load=5)
+    assert choose_decode([holder, reader], holder, Demand(num_tokens=10)) is reader
+    with pytest.raises(NoWorker):
+        choose_decode([holder], holder, Demand(num_tokens=10))
+    assert why_not_read(holder, holder).code == "connector_unavailable"
+
+
+def test_a_reader_that_has_become_a_prefill_worker_still_reads():
+    holder, reader = member("prefill", "p0"), member("prefill", "w0", can_switch_role=True, num_switches=1)
+    assert why_not_read(holder, reader) is None
+    assert why_not_read(holder, member("prefill", "p1")) is not None
+
+
+def test_a_prefill_worker_that_can_switch_continues_a_request_if_no_other_can():
+    able, other = member("prefill", "w0", can_switch_role=True), member("prefill", "p0")
+    assert choose_successor([able, other], b"w", Demand(num_tokens=10)) is able
+    decode = member("decode", "d0", load=5)
+    assert choose_successor([able, decode], b"w", Demand(num_tokens=10)) is decode
+    with pytest.raises(NoWorker):
+        choose_successor([other], b"w", Demand(num_tokens=10))

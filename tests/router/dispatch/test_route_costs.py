@@ -253,7 +253,9 @@ def test_a_fair_worker_makes_no_key_wait_for_a_flood_of_another(workers):
             name = f"{worker.key.engine_id}.{number}"
             message = Generate(request_id=name, prompt_token_ids=prompt, sampling=SamplingParams(), tenant=1)
             costs.on_sent(worker, message, 0.0)
-    found = {tenant: costs.offers([fair, workers[1]], tuple(range(90_000, 90_500)), (), 0.0, tenant=tenant) for tenant in (1, 2)}
+    found = {
+        tenant: costs.offers([fair, workers[1]], tuple(range(90_000, 90_500)), (), 0.0, tenant=tenant) for tenant in (1, 2)
+    }
     assert found[1][fair.key].wait_ms == found[1][workers[1].key].wait_ms == found[2][workers[1].key].wait_ms
     assert 0 < found[2][fair.key].wait_ms < 0.2 * found[1][fair.key].wait_ms
 

@@ -6,7 +6,8 @@ import json
 import pytest
 
 from core.tracing import TraceContext
-from core.wire.messages import EngineCall, ErrorInfo, Generate
+from core.wire.engine_calls import EngineCall
+from core.wire.messages import ErrorInfo, Generate
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RENDER, SPLIT = f"{CHAT}/render", f"{CHAT}/derender"

@@ -4,7 +4,8 @@ import asyncio
 from contextlib import AsyncExitStack
 from types import SimpleNamespace
 
-from core.wire.messages import EngineReply, ErrorInfo
+from core.wire.engine_calls import EngineReply
+from core.wire.messages import ErrorInfo
 from router.dispatch.engine_api import EngineAnswer
 from router.http.passed_on import PassedOn
 

@@ -1,0 +1,32 @@
+"""Calls of the API that a worker's engine has of its own, such as vLLM's: the body of a client, and the parts of the answer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from core.tracing import TraceContext
+from core.wire.limits import AnyHttpStatus, Count, Name, Text, WholeMilliseconds
+
+
+class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_defaults=True):
+    """Post a JSON body to the API of the worker's engine. An ``Abort`` ends it. Only for workers that ``takes_calls``.
+
+    ``deadline_ms`` is a duration from sending; 0 = none.
+    """
+
+    request_id: Name
+    path: Name
+    body: bytes
+    deadline_ms: WholeMilliseconds = 0
+    trace: TraceContext | None = None  # of the client; None = the call is not traced
+
+
+class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply", omit_defaults=True):
+    """A part of what the engine's API answers to an ``EngineCall``: status and type in the first part, then bytes in order."""
+
+    request_id: Name
+    position: Count  # of this part, from 0
+    body: bytes
+    status: AnyHttpStatus = 200
+    content_type: Text = ""
+    is_last: bool = False

@@ -1,0 +1,51 @@
+"""Which role each worker had at what time, and the check that no planner takes the last worker of a role away."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Set
+
+from core.wire.messages import Role
+
+
+class RoleHistory:
+    """The roles of a run's workers, by their registrations. ``now`` is the loop's time."""
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._changes: defaultdict[str, list[tuple[float, Role]]] = defaultdict(list)
+        self._abandoned: list[str] = []
+        self.num_switches = 0
+        self.num_planned = 0
+
+    def note(self, name: str, role: Role) -> None:
+        """Record a worker's registration; a new process may begin with another role than its predecessor had."""
+        changes = self._changes[name]
+        if not changes or changes[-1][1] != role:
+            self.num_switches += bool(changes)
+            changes.append((self._now(), role))
+
+    def note_planned(self, name: str) -> None:
+        """Check the switch, just recorded, of a worker that a planner has ordered: it must not have been the role's last."""
+        self.num_planned += 1
+        before = self._changes[name][-2][1]
+        if not any(changes[-1][1] == before for other, changes in self._changes.items() if other != name):
+            self._abandoned.append(f"{name}: a planner made the last {before} worker {self._changes[name][-1][1]}")
+
+    def find_abandoned(self) -> list[str]:
+        """Return the switches by planners that left a role without workers."""
+        return self._abandoned
+
+    def has_switched(self, name: str) -> bool:
+        """Return True if a worker had more than one role."""
+        return len(self._changes[name]) > 1
+
+    def between(self, name: str, first: Role, since: float, until: float) -> Set[Role]:
+        """Return the roles that a worker had in a period; ``first`` is the one before its first registration."""
+        found: set[Role] = set()
+        role, start = first, float("-inf")
+        for at, following in (*self._changes[name], (float("inf"), first)):
+            if start <= until and at > since:
+                found.add(role)
+            role, start = following, at
+        return found
