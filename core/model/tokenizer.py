@@ -59,6 +59,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder().items()
         self.special_token_ids = frozenset(token_id for token_id, token in added if token.special)
         self.byte_of_letter = _byte_level_alphabet()
+        self.byte_level_pieces: dict[int, str | bytes] = {}  # by id, as far as a stream has met them; one per token at most
         self.template = files.chat_template or ""
         self._template = _compile_template(files.chat_template, wall_clock) if files.chat_template else None
         self.template_variables = _variables(self._template, self.template)

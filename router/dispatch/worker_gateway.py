@@ -23,7 +23,7 @@ from core.wire import codec
 from core.wire.curve import ClusterKeys
 from core.wire.messages import EncodeRequest, EngineCall, ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
-from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit
+from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit, requests_of
 from router.dispatch.engine_api import EngineApi
 from router.dispatch.engine_calls import Answered
 from router.dispatch.frame_reader import FrameReader
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS_PER_TURN = 8  # prompts of one HTTP request that are started without a pause
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+TakeUpdate = Callable[[int, Update], bool]
 RECONNECT_S = 0.25  # a worker that only lost its connection has reconnected by then
 
 
@@ -53,10 +54,19 @@ class Generation:
         self._gateway = gateway
         self._updates: list[tuple[int, Update]] = []
         self._has_updates = asyncio.Event()
+        self._take: TakeUpdate | None = None
 
-    async def updates(self) -> list[tuple[int, Update]]:
-        """Wait for updates and return all pending ones, as (index of the prompt, update)."""
-        await self._has_updates.wait()
+    async def updates(self, take: TakeUpdate | None = None) -> list[tuple[int, Update]]:
+        """Wait for updates and return all pending ones, as (index of the prompt, update).
+
+        Those that come during the wait are offered to ``take`` first, which must not raise; the wait ends with one that it
+        does not take.
+        """
+        self._take = take
+        try:
+            await self._has_updates.wait()
+        finally:
+            self._take = None
         self._has_updates.clear()
         updates, self._updates = self._updates, []
         return updates
@@ -71,7 +81,9 @@ class Generation:
             self._gateway.abort(request_id, reason)
 
     def put(self, prompt_index: int, update: Update) -> None:
-        """Add an update."""
+        """Add an update, unless it is taken at once."""
+        if self._take is not None and not self._updates and self._take(prompt_index, update):
+            return
         self._updates.append((prompt_index, update))
         self._has_updates.set()
 
@@ -304,9 +316,8 @@ class WorkerGateway:
             self._peer_log.bad_frame(peer, error)
             self._guard(self.core.on_malformed, peer, error, now)
             return
-        request_ids = self.core.requests_of(message)
         if not self._guard(self.core.on_message, peer, message, now):
-            for request_id in request_ids:
+            for request_id in requests_of(message):
                 self._give_up(request_id, KVFerryError("the router failed on this request; its log says how"))
 
     def _guard(self, handle: Callable[..., list[Action]], *args: object) -> bool:
@@ -337,12 +348,12 @@ class WorkerGateway:
         queue = list(actions)
         for action in queue:  # grows during the loop
             match action:
+                case Deliver():  # first: there is one per token
+                    self._deliver(action)
                 case Transmit():
                     queue += self._transmit(action)
                 case RefuseVersion():
                     queue += self._send(action.peer, action.frame)
-                case Deliver():
-                    self._deliver(action)
                 case EncodeEnded():
                     self._metrics.count_encodes(action.outcome, action.num_images, action.num_cached)
                     self._traces.end_encode_leg(action, self._clock.now())
@@ -387,22 +398,22 @@ class WorkerGateway:
         return self._traces.begin_leg(request_id, message, worker.key, self._clock.now())
 
     def _deliver(self, action: Deliver) -> None:
-        listener = self._listeners[action.request_id]
-        if any(choice.token_ids for choice in action.update.choices):
+        listener, update = self._listeners[action.request_id], action.update
+        if update.has_tokens:
             now = self._clock.now()
             if listener.last_token_at is None:
                 self._metrics.observe_first_token(now - listener.arrival)
                 self._traces.note_first_token(action.request_id, now)
             else:
-                self._metrics.observe_inter_token(now - listener.last_token_at)
+                self._metrics.inter_token_s.observe(now - listener.last_token_at)
             listener.last_token_at = now
-        report, handoff = action.update.prompt, action.update.handoff
+        report, handoff = update.prompt, update.handoff
         if report is not None and report.timing is not None:
             self._metrics.observe_first_token_parts(report.timing)
         if handoff is not None and handoff.outcome is not None and not listener.has_handoff:
             listener.has_handoff = True
             self._metrics.observe_handoff(handoff.second_token, handoff.outcome)
-        listener.generation.put(listener.prompt_index, action.update)
+        listener.generation.put(listener.prompt_index, update)
 
     def _on_retried(self, retried: Retried) -> None:
         self._metrics.count_retry(retried.kind, retried.error.code)
