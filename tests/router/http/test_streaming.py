@@ -197,7 +197,7 @@ async def test_a_bug_in_one_answer_ends_only_that_one(start_router, monkeypatch)
     under_test = await start_router()
     worker = await under_test.add("aggregated")
     worker.script.is_silent = True
-    async with begun_stream(under_test, worker) as (lines, send, generation):
+    async with begun_stream(under_test, worker) as (lines, send, _):
         monkeypatch.setattr("router.openai.postprocess.ChoiceText.push_plain", None)
         send(1, "b")
         with pytest.raises(httpx.RemoteProtocolError):
@@ -208,7 +208,7 @@ async def test_a_bug_in_one_answer_ends_only_that_one(start_router, monkeypatch)
 
 @contextlib.asynccontextmanager
 async def begun_stream(under_test, worker):
-    """Start a stream with the token "a"; yield its lines, a function that has the router handle another token, and its updates."""
+    """Start a stream with the token "a"; yield its lines, a function that makes the router handle a token, and its updates."""
     core = under_test.router.gateway.core
 
     async def send_first() -> str:
