@@ -12,7 +12,7 @@ import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from core.errors import FALLBACK_REASONS, error_codes
-from core.metrics import start_at_zero
+from core.metrics import EventHistogram, start_at_zero
 from router.dispatch.request_state import LOCAL_PREFILL, NO_PREFILL
 from router.dispatch.timing import FirstTokenTiming, SecondTokenTiming
 
@@ -45,8 +45,8 @@ class RouterMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self.registry = registry
         self._first_token_s = self._histogram("time_to_first_token_seconds", "From submission to the first token.")
-        self._inter_token_s = self._histogram(
-            "inter_token_latency_seconds", "Between two arrivals of tokens of one request.", _TOKEN_BUCKETS_S
+        self.inter_token_s = EventHistogram(
+            registry, "inter_token_latency_seconds", "Between two arrivals of tokens of one request.", _TOKEN_BUCKETS_S
         )
         self._latency_s = self._histogram("e2e_request_latency_seconds", "From submission to the last token.")
         self._queue_s = self._histogram("request_queue_time_seconds", "Wait on the prefill worker, as it reports.")
@@ -153,10 +153,6 @@ class RouterMetrics:
         """Record the time to the first token of a request, seconds."""
         self._first_token_s.observe(seconds)
 
-    def observe_inter_token(self, seconds: float) -> None:
-        """Record the time between two arrivals of tokens, seconds."""
-        self._inter_token_s.observe(seconds)
-
     def observe_first_token_parts(self, timing: FirstTokenTiming) -> None:
         """Record the parts of the time to the first token."""
         self._queue_s.observe(timing.queue_ms / 1e3)
@@ -244,11 +240,9 @@ class RouterMetrics:
         """Count a worker that has taken this role."""
         self._switches.labels(role).inc()
 
-    def _histogram(
-        self, name: str, documentation: str, buckets: tuple[float, ...] = _LATENCY_BUCKETS_S, label: str = ""
-    ) -> Histogram:
+    def _histogram(self, name: str, documentation: str, label: str = "") -> Histogram:
         labels = [label] if label else []
-        return Histogram(PREFIX + name, documentation, labels, buckets=buckets, registry=self.registry)
+        return Histogram(PREFIX + name, documentation, labels, buckets=_LATENCY_BUCKETS_S, registry=self.registry)
 
 
 def _observe_parts(histogram: Histogram, timing: FirstTokenTiming | SecondTokenTiming) -> None:

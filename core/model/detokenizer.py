@@ -9,6 +9,7 @@ names stop strings, one ``StopStringMatcher`` after it per choice:
 from __future__ import annotations
 
 import codecs
+import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
@@ -59,19 +60,39 @@ class _ByteLevelStream:
 
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._pieces = tokenizer.byte_level_pieces
+        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._is_inside = False  # the last bytes have begun a character
         for token_id in context:
             self.step(token_id)
 
     def step(self, token_id: int) -> str:
-        if self._skip_special_tokens and token_id in self._tokenizer.special_token_ids:
+        if token_id in self._hidden:
             return ""
-        spelled = self._tokenizer.token(token_id)
-        return "" if spelled is None else self._decoder.decode(token_bytes(spelled, self._tokenizer.byte_of_letter))
+        piece = self._pieces.get(token_id)
+        if piece is None:
+            piece = self._learn(token_id)
+        if not self._is_inside and isinstance(piece, str):
+            return piece
+        text = self._decoder.decode(piece if isinstance(piece, bytes) else piece.encode())
+        self._is_inside = bool(self._decoder.getstate()[0])
+        return text
 
     def flush(self) -> str:
         return self._decoder.decode(b"", final=True)
+
+    def _learn(self, token_id: int) -> str | bytes:
+        """Return a token as text, or as bytes if these are not whole characters, and keep it; empty outside the vocabulary."""
+        spelled = self._tokenizer.token(token_id)
+        if spelled is None:
+            return ""
+        raw = token_bytes(spelled, self._tokenizer.byte_of_letter)
+        piece: str | bytes = raw
+        with contextlib.suppress(UnicodeDecodeError):
+            piece = raw.decode()
+        self._pieces[token_id] = piece
+        return piece
 
 
 class _WindowStream:

@@ -56,6 +56,7 @@ class Tokenizer:
         self.special_tokens = {token.content: token_id for token_id, token in added if token.special}
         self.special_token_ids = frozenset(self.special_tokens.values())
         self.byte_of_letter = _byte_level_alphabet()
+        self.byte_level_pieces: dict[int, str | bytes] = {}  # by id, as far as a stream has met them; one per token at most
         self.template = files.chat_template or ""
         self._sandbox = _sandbox(wall_clock, monotonic)
         try:

@@ -13,6 +13,7 @@ import msgspec
 
 from core.config_router import PlannerSection, RouterSection
 from core.errors import KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
+from core.ids import router_id
 from core.wire.contents import ContentReport
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import (
@@ -183,16 +184,6 @@ class RouterCore:
             return self._resolve(self._on_worker_message(sender, message, now), now)
         assert isinstance(sender, EncodeWorker)
         return self._resolve(self._on_encoder_message(sender, message, now), now)
-
-    def requests_of(self, message: WorkerMessage | list[Tokens]) -> list[str]:
-        """Return the router's ids of the requests that a message concerns."""
-        match message:
-            case PrefillDone() | RequestFailed() | EncodeDone() | EncodeFailed():
-                return self.dispatcher.find_requests([message.request_id])
-            case list():
-                return self.dispatcher.find_requests([item.request_id for item in message])
-            case _:
-                return []
 
     def on_malformed(self, peer: bytes, error: ProtocolError, now: float) -> list[Action]:
         """Refuse a frame. If a member sent it, a message is lost: its requests move on now, not at their deadline."""
@@ -378,6 +369,17 @@ class RouterCore:
         """Learn how long requests hold their places at decode workers."""
         if isinstance(action, Ended) and action.request.error is None and action.request.first_token_at is not None:
             self.planner.loads.on_decoded(action.now - action.request.first_token_at)
+
+
+def requests_of(message: WorkerMessage | list[Tokens]) -> list[str]:
+    """Return the router's ids of the requests that a message names, by any of their attempts, each once."""
+    match message:
+        case PrefillDone() | RequestFailed() | EncodeDone() | EncodeFailed():
+            return [router_id(message.request_id)]
+        case list():
+            return list(dict.fromkeys(router_id(item.request_id) for item in message))
+        case _:
+            return []
 
 
 def _refuse(peer: bytes, error: ErrorInfo) -> Transmit:

@@ -60,10 +60,11 @@ from router.dispatch.request_state import (
 from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.shares import EXTRA_SHARE, TenantShares
-from router.dispatch.types import Submission, Update
+from router.dispatch.types import ChoiceUpdate, Submission, Update
 from router.dispatch.waiting import Waiting
 from router.dispatch.worker_messages import (
     TokensLost,
+    apply_plain_token,
     apply_prefill_done,
     apply_tokens,
     find_prefill_done_problem,
@@ -213,6 +214,9 @@ class Dispatcher:
             request = self._attempts.get(item.request_id)
             if request is None or request.attempt.decode != sender.key or request.phase in _BEFORE_DECODE:
                 actions += self._unexpected(sender, item.request_id, now)
+                continue
+            if request.request_id not in updates and apply_plain_token(request, item):
+                actions.append(Deliver(request.request_id, Update([ChoiceUpdate(0, item.token_ids)])))
                 continue
             update = updates.get(request.request_id) or Update()
             try:

@@ -88,10 +88,8 @@ class RequestObserver:
 
     def on_update(self, observed: ObservedRequest, update: Update) -> None:
         """Record an update for the client."""
-        for choice in update.choices:
-            if choice.token_ids:
-                self._on_tokens(observed)
-                break
+        if update.has_tokens:
+            self._on_tokens(observed)
         if update.prompt is not None:
             self._on_prompt(observed, update.prompt)
         if update.handoff is not None and not observed.has_handoff:
@@ -153,7 +151,7 @@ class RequestObserver:
             self.timelines.note_first_token(observed.timeline, now)
             self._on_unreported_handoff(observed, now)
         else:
-            self._metrics.observe_inter_token(now - observed.last_token_at)
+            self._metrics.inter_token_s.observe(now - observed.last_token_at)
         observed.last_token_at = now
 
     def _on_prompt(self, observed: ObservedRequest, report: PromptReport) -> None:

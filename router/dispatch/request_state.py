@@ -17,6 +17,8 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
 
+import msgspec
+
 from core.wire.kv import KVHandoff, KVSource
 from core.wire.media import ECSource
 from core.wire.messages import ErrorInfo, FinishReason, RouterMessage, TransferUsage
@@ -216,8 +218,7 @@ class SendToWorker:
     message: RouterMessage
 
 
-@dataclass(frozen=True, slots=True)
-class Deliver:
+class Deliver(msgspec.Struct, frozen=True):
     """Pass an update to the client."""
 
     request_id: str

@@ -24,7 +24,7 @@ from core.wire.curve import ClusterKeys
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
-from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit
+from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit, requests_of
 from router.dispatch.engine_api import EngineApi
 from router.dispatch.engine_calls import Answered
 from router.dispatch.frame_reader import FrameReader
@@ -43,6 +43,7 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS_PER_TURN = 8  # prompts of one HTTP request that are started without a pause
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+TakeUpdate = Callable[[int, Update], bool]
 RECONNECT_S = 0.25  # a worker that only lost its connection has reconnected by then
 
 
@@ -55,10 +56,19 @@ class Generation:
         self._gateway = gateway
         self._updates: list[tuple[int, Update]] = []
         self._has_updates = asyncio.Event()
+        self._take: TakeUpdate | None = None
 
-    async def updates(self) -> list[tuple[int, Update]]:
-        """Wait for updates and return all pending ones, as (index of the prompt, update)."""
-        await self._has_updates.wait()
+    async def updates(self, take: TakeUpdate | None = None) -> list[tuple[int, Update]]:
+        """Wait for updates and return all pending ones, as (index of the prompt, update).
+
+        Those that come during the wait are offered to ``take`` first, which must not raise; the wait ends with one that it
+        does not take.
+        """
+        self._take = take
+        try:
+            await self._has_updates.wait()
+        finally:
+            self._take = None
         self._has_updates.clear()
         updates, self._updates = self._updates, []
         return updates
@@ -73,7 +83,9 @@ class Generation:
             self._gateway.abort(request_id, reason)
 
     def put(self, prompt_index: int, update: Update) -> None:
-        """Add an update."""
+        """Add an update, unless it is taken at once."""
+        if self._take is not None and not self._updates and self._take(prompt_index, update):
+            return
         self._updates.append((prompt_index, update))
         self._has_updates.set()
 
@@ -312,9 +324,8 @@ class WorkerGateway:
             self._peer_log.bad_frame(peer, error)
             self._guard(self.core.on_malformed, peer, error, now)
             return
-        request_ids = self.core.requests_of(message)
         if not self._guard(self.core.on_message, peer, message, now):
-            for request_id in request_ids:
+            for request_id in requests_of(message):
                 self._give_up(request_id, KVFerryError("the router failed on this request; its log says how"))
 
     def _guard(self, handle: Callable[..., list[Action]], *args: object) -> bool:
@@ -345,12 +356,12 @@ class WorkerGateway:
         queue = list(actions)
         for action in queue:  # grows during the loop
             match action:
+                case Deliver():  # first: there is one per token
+                    self._deliver(action)
                 case Transmit():
                     queue += self._transmit(action)
                 case RefuseVersion():
                     queue += self._send(action.peer, action.frame)
-                case Deliver():
-                    self._deliver(action)
                 case EncodeEnded():
                     self.observer.on_encoded(action)
                 case Retried():

@@ -129,6 +129,19 @@ def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) 
 # ---- Tokens --------------------------------------------------------------------------------------------------------
 
 
+def apply_plain_token(request: RequestState, item: Tokens) -> bool:
+    """Record a token in the midst of a decode leg of one choice, as most are; return False if ``apply_tokens`` has to."""
+    is_bare = item.usage is None and item.finish_reason is None and item.logprobs is None and len(item.token_ids) == 1
+    if not is_bare or item.index or request.phase is not RequestPhase.DECODE or request.submission.n != 1:
+        return False
+    output = request.output_token_ids[0]
+    is_next = item.position == len(output) and item.position > 0
+    if not is_next or not request.attempt.shown or request.free_retries or request.finish_reasons[0] is not None:
+        return False
+    output.append(item.token_ids[0])
+    return True
+
+
 def apply_tokens(request: RequestState, item: Tokens, update: Update, now: float) -> None:
     """Record one choice's tokens and add them to the request's update. An error changes nothing.
 

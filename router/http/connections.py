@@ -27,6 +27,7 @@ from uvicorn.server import ServerState
 
 from core.wire.messages import ErrorInfo
 from router.http.client_table import ClientTable
+from router.http.direct_write import offer_writer
 from router.http.errors import error_body
 
 CutReason = Literal["address", "head", "idle", "limit", "pipeline", "receive", "send"]
@@ -226,6 +227,7 @@ class GuardedConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 - as uvicorn has it
         self._served = cycle
+        offer_writer(cycle)
         super()._start_asgi_task(cycle, app)
 
     # ---- deadlines ---------------------------------------------------------------------------------------------------

@@ -38,15 +38,20 @@ class EventEncoder:
         self._prompts = output.prompts
         self._frames: dict[int, _Frame] = {}
 
+    def is_plain(self, index: int) -> bool:
+        """Return True if a choice's next event differs from its last one in nothing but text, unless it ends the choice."""
+        return index in self._frames or self._shaper.differs_in_text_only(index)
+
+    def encode_text(self, index: int, text: str) -> bytes:
+        """Return the event of new text, not empty, of a plain choice."""
+        frame = self._frame(index)
+        return frame.head + _encode(text) + frame.tail
+
     def encode(self, deltas: Sequence[Delta]) -> bytes:
         """Return the events of new output, one for each delta that is worth one."""
-        if len(deltas) == 1 and self._is_plain(deltas[0]):
-            frame = self._frame(deltas[0].index)
-            return frame.head + _encode(deltas[0].text) + frame.tail
+        if len(deltas) == 1 and deltas[0].finish_reason is None and deltas[0].text and self.is_plain(deltas[0].index):
+            return self.encode_text(deltas[0].index, deltas[0].text)
         return b"".join([sse.event(chunk) for chunk in self._shaper.chunks(deltas)])
-
-    def _is_plain(self, delta: Delta) -> bool:
-        return delta.finish_reason is None and delta.text != "" and self._shaper.differs_in_text_only(delta.index)
 
     def _frame(self, index: int) -> _Frame:
         report = self._prompts[0].report

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from litestar.types import Receive
 
 from core.wire.messages import ErrorInfo
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
 from router.http.streaming import HttpAnswer
-from router.openai.postprocess import RequestOutput
+from router.openai.postprocess import Delta, RequestOutput
 from router.openai.text_pool import TextPool
 from router.responses_api.bodies import ResponseEvent
 from router.responses_api.shaper import ResponsesShaper
@@ -23,9 +25,8 @@ class ResponsesAnswer(HttpAnswer):
         super().__init__(generation, output, shaper, receive, pool)
         self._responses_shaper = shaper
 
-    async def next(self) -> bytes:
-        """Wait for updates and return their events, possibly none. Raises as ``HttpAnswer.next``."""
-        return _named(self._responses_shaper.chunks(await self._deltas()))
+    def _events(self, deltas: Sequence[Delta]) -> bytes:
+        return _named(self._responses_shaper.chunks(deltas))
 
     def last(self) -> bytes:
         """Return nothing: the event with the whole answer was the last."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -10,9 +11,10 @@ from litestar.types import Receive
 
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
+from router.http.direct_write import DirectWriter
 from router.http.errors import RequestFailure
 from router.http.streaming import HttpAnswer
-from router.openai.postprocess import RequestOutput
+from router.openai.postprocess import Delta, RequestOutput
 from router.openai.responses import ChatShaper
 from router.openai.text_pool import TextPool
 from router.rendered.renderer import EngineRefusal
@@ -51,7 +53,7 @@ class SplitAnswer(HttpAnswer):
     async def next(self) -> bytes:
         """Wait for updates and return their events, possibly none. Raises as ``HttpAnswer.next``."""
         events = []
-        for delta in await self._deltas():
+        for delta in _joined(await self._deltas()):
             try:
                 choices = await self._splitter.part(delta)
             except EngineRefusal as refusal:
@@ -60,3 +62,17 @@ class SplitAnswer(HttpAnswer):
                 chunk: dict[str, Any] = msgspec.to_builtins(self._chat_shaper.empty_chunk())
                 events.append(sse.event(chunk | {"choices": choices}))
         return b"".join(events)
+
+    def write_to(self, writer: DirectWriter | None) -> None:
+        """Do nothing: the engine is asked about every piece, which takes a task."""
+
+
+def _joined(deltas: Sequence[Delta]) -> list[Delta]:
+    """Return one delta for each choice."""
+    joined: dict[int, Delta] = {}
+    for delta in deltas:
+        if delta.index in joined:
+            joined[delta.index].add(delta)
+        else:
+            joined[delta.index] = delta
+    return list(joined.values())

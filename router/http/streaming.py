@@ -1,13 +1,14 @@
 """Answers that take time: whole or as a stream of events, aborted when the client disconnects.
 
 Owns the loop from a generation's updates to bytes, and the watch on the client's connection, which lasts from before the first
-byte until the last.
+byte until the last. A stream has one event for each update that adds text. While the client keeps up, an update that ends
+nothing is written as it comes (``HttpAnswer._take``); the task of the stream wakes up for everything else.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 from litestar.response.base import ASGIResponse
@@ -15,8 +16,10 @@ from litestar.types import Receive, Scope, Send
 
 from core.errors import Cancelled
 from core.wire.messages import ErrorInfo
+from router.dispatch.types import Update
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
+from router.http.direct_write import DirectWriter, writer_of
 from router.http.errors import RequestFailure, error_body
 from router.http.event_encoder import EventEncoder
 from router.http.middleware import plain_send
@@ -47,6 +50,8 @@ class HttpAnswer:
         self._encoder = EventEncoder(shaper, output)
         self._pool = pool
         self._failure: ErrorInfo | None = None
+        self._bug: Exception | None = None
+        self._writer: DirectWriter | None = None
         self._watch = asyncio.create_task(_abort_when_gone(receive, generation))
 
     async def whole(self) -> ASGIResponse:
@@ -72,15 +77,28 @@ class HttpAnswer:
         return events
 
     async def next(self) -> bytes:
-        """Wait for updates and return their events, possibly none.
+        """Wait for updates that this task has to send and return their events, possibly none.
 
         Raises:
             RequestFailure: the request failed, or the client left.
         """
-        deltas = await self._deltas()
-        if not self._shaper.is_heavy:
-            return self._encoder.encode(deltas)
-        return await self._shaped(lambda: self._encoder.encode(deltas))
+        if self._shaper.is_heavy:
+            deltas = await self._deltas()
+            return await self._shaped(lambda: self._events(deltas))
+        events = []
+        for update in await self._updates():
+            if self._failure is None:
+                events.append(self._events(self._apply([update])))
+        if self._failure is not None and not any(events):
+            raise RequestFailure(self._failure)
+        return b"".join(events)
+
+    def write_to(self, writer: DirectWriter | None) -> None:
+        """Let updates be written directly from now on."""
+        self._writer = None if self._shaper.is_heavy or self._output.has_stops else writer
+
+    def _events(self, deltas: Sequence[Delta]) -> bytes:
+        return self._encoder.encode(deltas)
 
     async def _shaped(self, shape: Callable[[], bytes]) -> bytes:
         """Return the result of ``shape``; log-probabilities of a long prompt are encoded on a thread."""
@@ -106,14 +124,43 @@ class HttpAnswer:
 
     async def _deltas(self) -> list[Delta]:
         """Wait for updates. Output before a failure is returned first; the next call raises the failure."""
-        if self._failure is not None:
-            raise RequestFailure(self._failure)
-        deltas, stopped, self._failure = self._output.apply(await self._generation.updates())
-        for index in stopped:
-            self._generation.finish_choice(*self._output.locate(index))
+        deltas = self._apply(await self._updates())
         if self._failure is not None and not deltas:
             raise RequestFailure(self._failure)
         return deltas
+
+    async def _updates(self) -> list[tuple[int, Update]]:
+        if self._failure is not None:
+            raise RequestFailure(self._failure)
+        updates = await self._generation.updates(self._take if self._writer is not None else None)
+        if self._bug is not None:
+            raise self._bug
+        return updates
+
+    def _apply(self, updates: Sequence[tuple[int, Update]]) -> list[Delta]:
+        deltas, stopped, self._failure = self._output.apply(updates)
+        for index in stopped:
+            self._generation.finish_choice(*self._output.locate(index))
+        return deltas
+
+    def _take(self, prompt_index: int, update: Update) -> bool:
+        """Write the events of an update; return False if this is for the task. An error ends this answer alone."""
+        writer = self._writer
+        if writer is None or update.ends_something or not writer.is_open:
+            return False
+        try:
+            index = self._output.choice_of(prompt_index, update)
+            if index is not None and self._encoder.is_plain(index):
+                text = self._output.push_plain(index, update.choices[0].token_ids)
+                events = self._encoder.encode_text(index, text) if text else b""
+            else:
+                events = self._events(self._apply([(prompt_index, update)]))
+        except Exception as bug:
+            self._bug = bug
+            return False
+        if events:
+            writer.write(events)
+        return True
 
 
 class EventStream:
@@ -129,6 +176,7 @@ class EventStream:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
             send = plain_send(scope, send)
+            self._answer.write_to(writer_of(scope))
             events = self._first_events
             while not self._answer.is_finished:
                 if events:

@@ -68,6 +68,11 @@ class ChatOutput:
     _choices: dict[int, _Choice] = field(default_factory=dict)
 
     @property
+    def splits(self) -> bool:
+        """False if all output is text of the answer."""
+        return self.tools is not None or self.has_reasoning
+
+    @property
     def needs_special_tokens(self) -> bool:
         """True if the parser needs the special tokens of the text."""
         return self.tools is not None and self.tools.form is None and self.format.shows_special_tokens

@@ -60,6 +60,7 @@ class ChoiceText:
         self._detokenizer = IncrementalDetokenizer(tokenizer, prompt_token_ids, skip_special_tokens=options.skip_special_tokens)
         self._stops = StopStringMatcher(stops, include_stop_str_in_output=options.include_stop_str)
         self._options = options
+        self._has_stops = bool(stops.texts)
         self._eos_token_ids = frozenset(tokenizer.eos_token_ids)
         self._num_characters = 0  # in the tokens so far, without an incomplete character at the end
         self.num_tokens = 0
@@ -89,10 +90,17 @@ class ChoiceText:
         delta.text += self._stops.flush()
         return self._finish(delta, update.finish_reason, self._stop_reason(update.stop_reason))
 
+    def push_plain(self, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that end nothing, of a choice without stop strings."""
+        self.num_tokens += len(token_ids)
+        text = self._detokenizer.push(token_ids)
+        self._num_characters += len(text)
+        return text
+
     def _add(self, text: str, delta: Delta) -> str | None:
         """Add text to the delta, except what may begin a stop string; return the stop string that it completes."""
         self._num_characters += len(text)
-        if self.num_tokens <= self._options.min_tokens:
+        if not self._has_stops or self.num_tokens <= self._options.min_tokens:
             delta.text += text
             return None
         safe, stop = self._stops.push(text)
@@ -117,6 +125,7 @@ class RequestOutput:
     def __init__(self, tokenizer: Tokenizer, options: OutputOptions, prompts: Sequence[Prompt], n: int) -> None:
         self.prompts = [PromptState(prompt) for prompt in prompts]
         self._n = n
+        self.has_stops = bool(options.stop)
         stops = StopStrings(options.stop)
         self._choices = [ChoiceText(tokenizer, options, stops, prompt.token_ids) for prompt in prompts for _ in range(n)]
 
@@ -148,16 +157,27 @@ class RequestOutput:
         """Return the indices of a choice: of its prompt, and among the choices of this prompt."""
         return divmod(index, self._n)
 
+    def choice_of(self, prompt_index: int, update: Update) -> int | None:
+        """Return the choice that goes on with an update, if it holds nothing but its tokens; else None."""
+        if len(update.choices) != 1 or update.prompt is not None or update.handoff is not None:
+            return None
+        item, index = update.choices[0], prompt_index * self._n + update.choices[0].index
+        return None if item.finish_reason is not None or self._choices[index].is_finished else index
+
+    def push_plain(self, index: int, token_ids: Sequence[int]) -> str:
+        """Return the text of tokens that end nothing, of a choice without stop strings: ``apply`` without what is not text."""
+        return self._choices[index].push_plain(token_ids)
+
     def apply(self, updates: Iterable[tuple[int, Update]]) -> tuple[list[Delta], list[int], ErrorInfo | None]:
-        """Apply updates; return a delta for each choice with output, the choices ended by a stop string, and the error, if any.
+        """Apply updates; return a delta for each piece of output, the choices ended by a stop string, and the error, if any.
 
         After an error choices stay unfinished, and no further update may be applied.
         """
-        deltas: dict[int, Delta] = {}
+        deltas: list[Delta] = []
         stopped: list[int] = []
         for prompt_index, update in updates:
             if update.error is not None:
-                return list(deltas.values()), stopped, update.error
+                return deltas, stopped, update.error
             state = self.prompts[prompt_index]
             state.report = update.prompt or state.report
             state.handoff = update.handoff or state.handoff
@@ -169,8 +189,5 @@ class RequestOutput:
                 delta = choice.push(item, index)
                 if delta.finish_reason is not None and item.finish_reason is None:
                     stopped.append(index)
-                if index in deltas:
-                    deltas[index].add(delta)
-                else:
-                    deltas[index] = delta
-        return list(deltas.values()), stopped, None
+                deltas.append(delta)
+        return deltas, stopped, None

@@ -372,7 +372,8 @@ class ChatShaper(Shaper):
 
     def differs_in_text_only(self, index: int) -> bool:
         """See ``Shaper``."""
-        return self._splitting is None and super().differs_in_text_only(index)
+        splits = self._splitting is not None and self._splitting.splits
+        return not splits and super().differs_in_text_only(index)
 
     def chunks(self, deltas: Sequence[Delta]) -> list[ChatChunk]:
         """Return the events for new deltas; each choice's first event holds its role and no text."""

@@ -1,12 +1,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
 import json
 
 import httpx
 import pytest
 
-from core.wire.messages import Abort, ErrorInfo, Generate, Release, RequestFailed, Tokens
+from core.wire.messages import Abort, ErrorInfo, Generate, Release, RequestFailed, TokenLogprobs, Tokens
 
 USER = [{"role": "user", "content": "hi"}]
 
@@ -22,7 +24,7 @@ async def stream(under_test, path: str, parse, **body):
 
 
 async def read_until(lines, text: str) -> None:
-    """Read events until their texts add up to ``text``; how many tokens share an event depends on timing."""
+    """Read events until their texts add up to ``text``."""
     shown = ""
     while shown != text:
         line = await anext(lines)
@@ -138,6 +140,97 @@ async def test_the_first_token_is_streamed_before_decode_answers(start_router):
         decode.script.resume.set()
         rest = [line async for line in lines]
     assert rest[-2] == "data: [DONE]"
+
+
+# ---- one event per token -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fields", [{}, {"stop": "zzz"}, {"logprobs": 1}, {"stream_options": {"include_usage": True}}])
+async def test_each_token_is_an_event_also_if_they_come_at_once(start_router, sse_events, fields):
+    under_test = await start_router()
+    worker = await under_test.add("aggregated")
+    worker.script.is_silent = True
+    async with under_test.client() as client:
+        body = {"prompt": "p", "stream": True, "max_tokens": 6, **fields}
+        call = asyncio.create_task(client.post("/v1/completions", json=body))
+        request_id, core = (await worker.generated()).request_id, under_test.router.gateway.core
+        letters = under_test.tokenizer.encode("abcdef")
+        entry = (TokenLogprobs((97, 98), (-0.5, -1.0), 1),) if "logprobs" in fields else None
+        (member,) = core.membership.workers
+        for position, letter in enumerate(letters):  # before the task of the stream gets a turn
+            reason = "length" if position == len(letters) - 1 else None
+            item = Tokens(request_id, 0, position, (letter,), reason, logprobs=entry)
+            under_test.router.gateway._perform(core.on_message(member.peer, [item], 0.0))
+        events = sse_events((await call).text)[:-1]
+    texts = [event["choices"][0]["text"] for event in events if event["choices"]]
+    assert [text for text in texts if text] == list("abcdef")
+
+
+async def test_tokens_are_written_without_waking_the_stream_task(start_router):
+    under_test = await start_router()
+    worker = await under_test.add("aggregated")
+    worker.script.is_silent = True
+    async with begun_stream(under_test, worker) as (lines, send, generation):
+        send(1, "b")
+        assert generation._updates == []
+        await read_until(lines, "b")
+
+
+async def test_a_client_that_does_not_read_gets_every_token_later(start_router):
+    """While its connection is full, nothing is written past the task, which waits for it."""
+    under_test = await start_router()
+    worker = await under_test.add("aggregated")
+    worker.script.is_silent = True
+    async with begun_stream(under_test, worker) as (lines, send, generation):
+        (connection,) = under_test.router.http.clients._group_of
+        connection.pause_writing()
+        for position, letter in enumerate("bcd", 1):
+            send(position, letter)
+            await asyncio.sleep(0)
+        assert generation._updates
+        connection.resume_writing()
+        send(4, "e")
+        await read_until(lines, "bcde")
+
+
+async def test_a_bug_in_one_answer_ends_only_that_one(start_router, monkeypatch):
+    under_test = await start_router()
+    worker = await under_test.add("aggregated")
+    worker.script.is_silent = True
+    async with begun_stream(under_test, worker) as (lines, send, _):
+        monkeypatch.setattr("router.openai.postprocess.ChoiceText.push_plain", None)
+        send(1, "b")
+        with pytest.raises(httpx.RemoteProtocolError):
+            await read_until(lines, "b")
+    await worker.aborts((await worker.generated()).request_id)
+    assert under_test.router.gateway.is_alive
+
+
+@contextlib.asynccontextmanager
+async def begun_stream(under_test, worker):
+    """Start a stream with the token "a"; yield its lines, a function that makes the router handle a token, and its updates."""
+    core = under_test.router.gateway.core
+
+    async def send_first() -> str:
+        request_id = (await worker.generated()).request_id
+        send(request_id, 0, "a")
+        return request_id
+
+    def send(request_id: str, position: int, letter: str) -> None:
+        (member,) = core.membership.workers
+        item = Tokens(request_id, 0, position, tuple(under_test.tokenizer.encode(letter)))
+        under_test.router.gateway._perform(core.on_message(member.peer, [item], 0.0))
+
+    beginning = asyncio.create_task(send_first())
+    async with (
+        under_test.client() as client,
+        client.stream("POST", "/v1/completions", json={"prompt": "p", "stream": True, "max_tokens": 9}) as response,
+    ):
+        request_id, lines = await beginning, response.aiter_lines()
+        await read_until(lines, "a")
+        generation = under_test.router.gateway._listeners[request_id].generation
+        await under_test.until(lambda: generation._take is not None)
+        yield lines, functools.partial(send, request_id), generation
 
 
 # ---- failures ----------------------------------------------------------------------------------------------------------------

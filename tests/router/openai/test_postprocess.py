@@ -153,10 +153,10 @@ def test_choices_are_numbered_prompt_by_prompt(output, spell):
     assert output.prompt_of(3).prompt.text == "cde"
 
 
-def test_news_of_one_choice_make_one_delta(output, spell):
+def test_each_piece_of_a_choices_output_makes_a_delta(output, spell):
     first, second = Update(choices=[ChoiceUpdate(0, spell("x"))]), Update(choices=[ChoiceUpdate(0, spell("y"), None, "length")])
     deltas, _, _ = output.apply([(0, first), (0, second)])
-    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("xy", "length")]
+    assert [(delta.text, delta.finish_reason) for delta in deltas] == [("x", None), ("y", "length")]
 
 
 def test_choices_stopped_by_text_are_reported_once(output, spell):
