@@ -51,25 +51,26 @@ class ValueExtent:
     def feed(self, letter: str) -> Status:
         """Follow a letter of a string, object or list."""
         if self._in_string:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif letter == "\\":
-                self._is_escaped = True
-            elif letter == '"':
-                self._in_string = False
+            return self._follow_string(letter)
+        match letter:
+            case '"':
+                self._in_string = True
+            case "{" | "[":
+                if len(self._closers) >= MAX_DEPTH:
+                    return Status.WRONG
+                self._closers.append(_CLOSER[letter])
+            case "}" | "]":
+                if self._closers.pop() != letter:
+                    return Status.WRONG
                 return Status.MORE if self._closers else Status.DONE
-            return Status.MORE
-        if letter == '"':
-            self._in_string = True
-        elif letter in _CLOSER:
-            if len(self._closers) >= MAX_DEPTH:
-                return Status.WRONG
-            self._closers.append(_CLOSER[letter])
-        elif letter in "}]":
-            if self._closers.pop() != letter:
-                return Status.WRONG
-            return Status.MORE if self._closers else Status.DONE
         return Status.MORE
+
+    def _follow_string(self, letter: str) -> Status:
+        if self._is_escaped or letter != '"':
+            self._is_escaped = letter == "\\" and not self._is_escaped
+            return Status.MORE
+        self._in_string = False
+        return Status.MORE if self._closers else Status.DONE
 
 
 class ArgumentsReader:
