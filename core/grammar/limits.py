@@ -6,6 +6,7 @@ because they name what is too large in the client's own words.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import msgspec
@@ -20,6 +21,11 @@ MAX_REPETITIONS = 10_000  # of a part of a regex, those around it multiplied
 MAX_CHOICES = 1024
 MAX_CHOICE_BYTES = 64 << 10  # of all choices
 MAX_GRAMMAR_BYTES = 64 << 10
+
+_REGEX_PARTS = re.compile(  # an escape, a class, a bound, any other letter
+    r"\\.?|\[\]?(?:\\.|[^\]\\])*\]?|\{(?P<bound>\s*\d+\s*(?:,(?:\s*\d+\s*)?)?)\}|.", re.DOTALL
+)
+_JSON_PARTS = re.compile(r'"(?:\\.|[^"\\])*"?|[][{}]', re.DOTALL)  # a text, a bracket
 
 
 def check_limits(output: StructuredOutput) -> None:
@@ -135,41 +141,24 @@ def _most_repetitions(pattern: str) -> int:
     One number per open group is kept: the most of what it holds so far. An unbounded repetition counts as one.
     """
     groups, last = [1], 1  # of the open groups, and of the part that a bound would repeat
-    place, is_class = 0, False
-    while place < len(pattern):
-        letter = pattern[place]
-        if letter == "\\":
-            place += 1
-            last = 1
-        elif is_class:
-            is_class = letter != "]"
-        elif letter == "[":
-            is_class, last = True, 1
-            place += pattern[place + 1 : place + 2] == "]"
-        elif letter == "(":
-            groups.append(1)
-        elif letter == ")" and len(groups) > 1:
-            last = groups.pop()
-            groups[-1] = max(groups[-1], last)
-        elif letter == "{":
-            end = pattern.find("}", place)
-            bound = _bound(pattern[place + 1 : end]) if end > 0 else None
-            if bound is not None:
-                last *= bound
+    for part in _REGEX_PARTS.finditer(pattern):
+        match part[0][0]:
+            case "(":
+                groups.append(1)
+            case ")" if len(groups) > 1:
+                last = groups.pop()
                 groups[-1] = max(groups[-1], last)
-                place = end
-        else:
-            last = 1
-        place += 1
+            case "{" if part["bound"] is not None:
+                last *= _bound(part["bound"])
+                groups[-1] = max(groups[-1], last)
+            case _:
+                last = 1
     return max(groups)
 
 
-def _bound(text: str) -> int | None:
-    """Return the upper bound of ``m``, ``m,`` or ``m,n``; None if it is none of them."""
-    numbers = text.split(",")
-    if len(numbers) > 2 or not numbers[0].strip().isdecimal() or not numbers[-1].strip().isdecimal() | (numbers[-1] == ""):
-        return None
-    return max(1, *(int(number[:9]) for number in numbers if number.strip()))
+def _bound(text: str) -> int:
+    """Return the upper bound of ``m``, ``m,`` or ``m,n``."""
+    return max(1, *(int(number[:9]) for number in text.split(",") if number.strip()))
 
 
 def _check_regexes(schema: object) -> None:
@@ -200,20 +189,11 @@ def _parse_json(what: str, text: str) -> Any:  # noqa: ANN401
 
 def _check_depth(what: str, text: str) -> None:
     """Refuse JSON that is too deep, before it is parsed; what is not valid is found by the parser."""
-    depth = place = 0
-    while place < len(text):
-        letter = text[place]
-        if letter == '"':
-            place += 1
-            while place < len(text) and text[place] != '"':
-                place += 2 if text[place] == "\\" else 1
-        elif letter in "[{":
-            depth += 1
-            if depth > MAX_SCHEMA_DEPTH:
-                raise InvalidRequest(f"{what} is more than {MAX_SCHEMA_DEPTH} objects and lists deep")
-        elif letter in "]}":
-            depth -= 1
-        place += 1
+    depth = 0
+    for part in _JSON_PARTS.finditer(text):
+        depth += {"[": 1, "{": 1, "]": -1, "}": -1}.get(part[0], 0)
+        if depth > MAX_SCHEMA_DEPTH:
+            raise InvalidRequest(f"{what} is more than {MAX_SCHEMA_DEPTH} objects and lists deep")
 
 
 def _check_bytes(what: str, text: str, most: int) -> None:

@@ -152,22 +152,25 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         def bounded(*args: Any, **kwargs: Any) -> Any:  # noqa: ANN401
             self._look()
             values = [value for value in (*args, *kwargs.values()) if not isinstance(value, _NO_VALUES)]
-            if name in _SIZED_FILTERS:
-                _check_widths(name, values)
-            elif name == "sum" and any(isinstance(value, _CONTAINERS) for value in values[1:]):
-                raise InvalidRequest("the chat template sums lists, which is not allowed", param="messages")
-            elif name == "replace":
-                _check_replace(values)
-            elif name == "format":
-                self._check_format(str(values[0]), values[1:])
-            elif name == "join":
-                args = self._joinable(args)
+            self._check_filter(name, values)
+            args = self._joinable(args) if name == "join" else args
             result = function(*args, **kwargs)
             if isinstance(result, GeneratorType):
                 return self._watched(result)
             return self._weighed(result)
 
         return bounded
+
+    def _check_filter(self, name: str, values: Sequence[Any]) -> None:
+        match name:
+            case _ if name in _SIZED_FILTERS:
+                _check_widths(name, values)
+            case "sum" if any(isinstance(value, _CONTAINERS) for value in values[1:]):
+                raise InvalidRequest("the chat template sums lists, which is not allowed", param="messages")
+            case "replace":
+                _check_replace(values)
+            case "format":
+                self._check_format(str(values[0]), values[1:])
 
     def _joinable(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Return the arguments of ``join`` with its items as a list, none of them large, and all of them together neither."""
@@ -185,16 +188,17 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             yield item
 
     def _check_method(self, owner: str | bytes | int, name: str, args: tuple[Any, ...]) -> None:
-        if name in _PADDING:
-            _check_widths(name, [owner, *args])
-        elif name == "replace" and isinstance(owner, str):
-            _check_replace([owner, *args])
-        elif name == "join" and isinstance(owner, str) and args:
-            self._joinable((list(self._watched(args[0])), owner))
-        elif name in ("format", "format_map") and isinstance(owner, str):
-            self._check_format(owner, args)
-        elif name == "translate":
-            raise InvalidRequest("the chat template calls translate, which is not allowed", param="messages")
+        match name:
+            case _ if name in _PADDING:
+                _check_widths(name, [owner, *args])
+            case "replace":
+                _check_replace([owner, *args])
+            case "join" if isinstance(owner, str) and args:
+                self._joinable((list(self._watched(args[0])), owner))
+            case "format" | "format_map":
+                self._check_format(str(owner), args)
+            case "translate":
+                raise InvalidRequest("the chat template calls translate, which is not allowed", param="messages")
 
     def _check_format(self, text: str, values: Any) -> None:  # noqa: ANN401
         if _WIDE_FIELD.search(text):
@@ -246,19 +250,14 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         if known is not None and known[0] is value:
             return known[1]
         weight, rest = 0, [value]
-        while rest:
+        while rest and weight <= MAX_RENDERED:
             item = rest.pop()
             if isinstance(item, str):
                 weight += len(item)
-            elif isinstance(item, dict):
-                rest.extend(item)
-                rest.extend(item.values())
-                weight += 2 * _ITEM_WEIGHT * len(item)
-            elif isinstance(item, list | tuple):
-                rest.extend(item)
-                weight += _ITEM_WEIGHT * len(item)
-            if weight > MAX_RENDERED:
-                break
+                continue
+            parts = [*item, *item.values()] if isinstance(item, dict) else item if isinstance(item, list | tuple) else ()
+            rest.extend(parts)
+            weight += _ITEM_WEIGHT * len(parts)
         return weight
 
 

@@ -105,15 +105,12 @@ def _from_structured_outputs(value: object) -> StructuredOutput | None:
     field = "structured_outputs"
     if not isinstance(value, dict):
         raise InvalidRequest("structured_outputs must be an object", param=field)
-    given: dict[str, Any] = {}
     for name, one in value.items():
-        if name in _NEUTRAL_OPTIONS:
-            if one not in _NEUTRAL_OPTIONS[name]:
-                raise InvalidRequest(f"structured_outputs.{name} is not supported: leave it out", param=field)
-        elif name not in _KINDS:
+        if name not in _KINDS and name not in _NEUTRAL_OPTIONS:
             raise InvalidRequest(f"structured_outputs has no field {name!r}", param=field)
-        elif one is not None and one is not False:
-            given[name] = one
+        if one not in _NEUTRAL_OPTIONS.get(name, (one,)):
+            raise InvalidRequest(f"structured_outputs.{name} is not supported: leave it out", param=field)
+    given = {name: one for name, one in value.items() if name in _KINDS and one is not None and one is not False}
     if len(given) != 1:
         raise InvalidRequest(f"structured_outputs needs exactly one of {', '.join(_KINDS)}", param=field)
     ((name, one),) = given.items()

@@ -91,7 +91,8 @@ def _without_unknown(value: Any, kind: Type, path: str, ignored: list[str]) -> A
     for name, content in value.items():
         if name in types:
             kept[name] = _without_unknown(content, types[name], f"{path}.{name}", ignored)
-        elif name == struct.tag_field:
+            continue
+        if name == struct.tag_field:
             kept[name] = content
         elif content is not None and name not in HARMLESS:
             ignored.append(f"{path}.{name}")

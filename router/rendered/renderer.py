@@ -17,7 +17,7 @@ from core.ids import IdSource, new_hex_id
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo
 from router.dispatch.engine_api import CallFailed, EngineApi, deadline_ms
-from router.dispatch.members import WorkerKey
+from router.dispatch.members import GenerationWorker, WorkerKey
 from router.rendered.bodies import EngineBody
 
 MAX_TRIES = 3
@@ -115,28 +115,29 @@ class EngineRenderer:
         for _ in range(MAX_TRIES):
             try:
                 worker = self._api.choose(frozenset(avoid), model_fingerprint)
-                call_id, limit = new_hex_id(self._ids, "call-"), deadline_ms(timeout_s)
-                call = EngineCall(request_id=call_id, path=path, body=encoded, deadline_ms=limit)
-                async with self._api.call(worker, call) as answer:
-                    content = await answer.whole()
+                status, content = await self._call(worker, path, encoded, timeout_s)
+                if status == HTTPStatus.OK:
+                    return read(content), worker.facts.model_fingerprint
+                last = refusal(status, content)
+                is_final = last.http_status < HTTPStatus.INTERNAL_SERVER_ERROR
             except NoWorker as error:
                 raise EngineRefusal(ErrorInfo.of(error)) from None
             except CallFailed as failed:
-                last = failed.info
-                if last.code in NOT_RETRIED:
-                    break
-            else:
-                if answer.status == HTTPStatus.OK:
-                    try:
-                        return read(content), worker.facts.model_fingerprint
-                    except msgspec.MsgspecError as error:
-                        last = _engine_error(f"its answer to {path} cannot be read: {error}")
-                else:
-                    last = refusal(answer.status, content)
-                    if last.http_status < HTTPStatus.INTERNAL_SERVER_ERROR:
-                        break
+                last, is_final = failed.info, failed.info.code in NOT_RETRIED
+            except msgspec.MsgspecError as error:
+                last, is_final = _engine_error(f"its answer to {path} cannot be read: {error}"), False
+            if is_final:
+                break
             avoid.add(worker.key)
         raise EngineRefusal(last)
+
+    async def _call(self, worker: GenerationWorker, path: str, body: bytes, timeout_s: float) -> tuple[int, bytes]:
+        """Return the status and the content of an engine's answer."""
+        call_id, limit = new_hex_id(self._ids, "call-"), deadline_ms(timeout_s)
+        call = EngineCall(request_id=call_id, path=path, body=body, deadline_ms=limit)
+        async with self._api.call(worker, call) as answer:
+            content = await answer.whole()
+        return answer.status, content
 
 
 def refusal(status: int, content: bytes) -> ErrorInfo:

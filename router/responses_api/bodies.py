@@ -155,26 +155,25 @@ class PartEvent(_Event, kw_only=True):
     part: OutputText | ReasoningText
 
 
-class TextDeltaEvent(_Event, kw_only=True):
+class _TextEvent(_Event, kw_only=True):
+    item_id: str
+    output_index: int
+    content_index: int = 0
+    logprobs: list[Any] = msgspec.field(default_factory=list)
+
+
+class TextDeltaEvent(_TextEvent, kw_only=True):
     """New text."""
 
     type: Literal["response.output_text.delta", "response.reasoning_text.delta"]
-    item_id: str
-    output_index: int
-    content_index: int = 0
     delta: str
-    logprobs: list[Any] = msgspec.field(default_factory=list)
 
 
-class TextDoneEvent(_Event, kw_only=True):
+class TextDoneEvent(_TextEvent, kw_only=True):
     """A text is whole."""
 
     type: Literal["response.output_text.done", "response.reasoning_text.done"]
-    item_id: str
-    output_index: int
-    content_index: int = 0
     text: str
-    logprobs: list[Any] = msgspec.field(default_factory=list)
 
 
 class ArgumentsDeltaEvent(_Event, kw_only=True):

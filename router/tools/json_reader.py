@@ -7,12 +7,13 @@ finds something other than a call returns what it has read, so that it becomes t
 from __future__ import annotations
 
 import json
+import math
 from enum import Enum, auto
 from typing import Protocol
 
 from router.tools.output import PieceCollector
 
-MAX_DEPTH = 64  # of brackets in each other; deeper text is no call
+MAX_DEPTH = 64  # of brackets in each other, where a value is read and not passed on; deeper text is no call
 _MAX_NAME = 256  # characters of a key or a name with its quotes
 _SPACE = " \t\r\n"
 _CLOSER = {"{": "}", "[": "]"}
@@ -43,7 +44,8 @@ class CallReader(Protocol):
 class ValueExtent:
     """Finds the end of a JSON value; ``feed`` gets its letters from the first."""
 
-    def __init__(self) -> None:
+    def __init__(self, max_depth: float = MAX_DEPTH) -> None:
+        self._max_depth = max_depth
         self._closers: list[str] = []
         self._in_string = False
         self._is_escaped = False
@@ -51,25 +53,26 @@ class ValueExtent:
     def feed(self, letter: str) -> Status:
         """Follow a letter of a string, object or list."""
         if self._in_string:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif letter == "\\":
-                self._is_escaped = True
-            elif letter == '"':
-                self._in_string = False
+            return self._follow_string(letter)
+        match letter:
+            case '"':
+                self._in_string = True
+            case "{" | "[":
+                if len(self._closers) >= self._max_depth:
+                    return Status.WRONG
+                self._closers.append(_CLOSER[letter])
+            case "}" | "]":
+                if self._closers.pop() != letter:
+                    return Status.WRONG
                 return Status.MORE if self._closers else Status.DONE
-            return Status.MORE
-        if letter == '"':
-            self._in_string = True
-        elif letter in _CLOSER:
-            if len(self._closers) >= MAX_DEPTH:
-                return Status.WRONG
-            self._closers.append(_CLOSER[letter])
-        elif letter in "}]":
-            if self._closers.pop() != letter:
-                return Status.WRONG
-            return Status.MORE if self._closers else Status.DONE
         return Status.MORE
+
+    def _follow_string(self, letter: str) -> Status:
+        if self._is_escaped or letter != '"':
+            self._is_escaped = letter == "\\" and not self._is_escaped
+            return Status.MORE
+        self._in_string = False
+        return Status.MORE if self._closers else Status.DONE
 
 
 class ArgumentsReader:
@@ -86,7 +89,7 @@ class ArgumentsReader:
                 return Status.MORE
             if letter != "{":
                 return Status.WRONG
-            self._extent = ValueExtent()
+            self._extent = ValueExtent(math.inf)
         status = self._extent.feed(letter)
         if status is not Status.WRONG:
             self._output.arguments(letter)
@@ -186,7 +189,7 @@ class CallObjectReader:
         self._place = _Place.VALUE
         if self._key in _ARGUMENT_KEYS and letter == "{" and self._name is not None and not self._has_arguments:
             self._start()
-            self._is_passed_on = True
+            self._is_passed_on, self._extent = True, ValueExtent(math.inf)
         return self._in_value(letter)
 
     def _in_value(self, letter: str) -> Status:

@@ -66,18 +66,16 @@ class PythonicReader:
     def _follow(self, letter: str) -> bool:
         """Follow strings and brackets; return False if they do not match or are too deep."""
         if self._quote:
-            if self._is_escaped:
-                self._is_escaped = False
-            elif letter == "\\":
-                self._is_escaped = True
-            elif letter == self._quote:
-                self._quote = ""
-        elif letter in "\"'":
+            is_end = letter == self._quote and not self._is_escaped
+            self._is_escaped = letter == "\\" and not self._is_escaped
+            self._quote = "" if is_end else self._quote
+            return True
+        if letter in ")]}":
+            return self._closers.pop() == letter
+        if letter in "\"'":
             self._quote = letter
         elif letter in _CLOSER:
             self._closers.append(_CLOSER[letter])
-        elif letter in ")]}":
-            return self._closers.pop() == letter
         return len(self._closers) <= MAX_DEPTH
 
     def _end_call(self) -> Status:

@@ -10,7 +10,14 @@ import msgspec
 import pytest
 
 from core.errors import InvalidRequest
-from router.openai.requests import NEUTRAL, ChatCompletionRequest, ChatMessage, CompletionRequest
+from router.openai.requests import (
+    NEUTRAL,
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from router.openai.sampling import check_supported, parse_body
 from router.responses_api.requests import RESPONSES_NEUTRAL, ResponsesRequest
 
@@ -87,7 +94,7 @@ def test_fields_without_effect_are_accepted():
 
 def test_comparison_says_of_every_field_what_becomes_of_it():
     rows = re.findall(
-        r"^\| (?:(chats|completions|responses): )?`(\w+)` \| (served|refused|ignored) \| (?:taken|ignored) \|",
+        r"^\| (?:(chats|completions|responses|(?:de)?tokenize): )?`(\w+)` \| (served|refused|ignored) \| (?:taken|ignored) \|",
         PAGE,
         re.MULTILINE,
     )
@@ -98,6 +105,8 @@ def test_comparison_says_of_every_field_what_becomes_of_it():
         refused = {"best_of", *NEUTRAL} | ({"echo"} if endpoint == "chats" else set())
         expected = {name: "ignored" if name in ignored else "refused" if name in refused else "served" for name in said}
         assert said == expected
+    for endpoint, kind in (("tokenize", TokenizeRequest), ("detokenize", DetokenizeRequest)):
+        assert {name: outcome for where, name, outcome in rows if where == endpoint} == dict.fromkeys(fields_of(kind), "served")
     said = {name: outcome for where, name, outcome in rows if where == "responses"}
     ignored = ignored - {"reasoning", "store"} | {"include", "max_tool_calls", "stream_options"}
     assert said == {

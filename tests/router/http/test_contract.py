@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from http import HTTPStatus
 from typing import Any
 
 import hypothesis
@@ -35,6 +36,7 @@ def exercise(url: str, document: dict[str, Any], place: tuple[str, str], mode: A
     operation = schema[place[1]][place[0]]
     checks = [check for check in schemathesis.checks.CHECKS.get_all() if check.__name__ in CHECKS]
     assert len(checks) == len(CHECKS)
+    not_a_server_error = next(check for check in checks if check.__name__ == "not_a_server_error")
     statuses: list[int] = []
 
     @hypothesis.settings(
@@ -46,7 +48,11 @@ def exercise(url: str, document: dict[str, Any], place: tuple[str, str], mode: A
     )
     @hypothesis.given(case=operation.as_strategy(generation_mode=mode))
     def check_one(case: Any) -> None:
-        statuses.append(case.call_and_validate(checks=checks, timeout=30).status_code)
+        response = case.call(timeout=30)
+        is_too_short = response.status_code == HTTPStatus.GATEWAY_TIMEOUT and case.body["timeout_s"] < 1.0
+        excluded = [not_a_server_error] if is_too_short else []  # the client's own limit: 504 is what the document has
+        case.validate_response(response, checks=checks, excluded_checks=excluded)
+        statuses.append(response.status_code)
 
     check_one()
     return statuses

@@ -148,6 +148,13 @@ async def test_form_reaches_the_workers_and_is_repeated(ask, under_test):
     assert json.loads(sent.sampling.structured_output.value) == PARAMETERS
 
 
+async def test_output_is_of_its_form_or_calls_tools(ask):
+    text = {"format": {"type": "json_schema", "name": "x", "schema": PARAMETERS}}
+    (message,) = (await both(ask, '{"city": "<tool_call>"}', tools=TOOLS, text=text)).output
+    (call,) = (await both(ask, CALL, tools=TOOLS, text=text)).output
+    assert (message.content[0].text, call.name, call.arguments) == ('{"city": "<tool_call>"}', "weather", '{"city": "Oslo"}')
+
+
 async def test_the_next_turn_is_rendered_with_the_calls_of_the_last(ask, under_test):
     first = (await ask(CALL, tools=TOOLS)).json()
     (call,) = first["output"]

@@ -198,6 +198,20 @@ def test_deep_arguments_are_no_call():
 
 
 @pytest.mark.parametrize(
+    ("tool_format", "text"),
+    [
+        (REQUIRED, '[{"name": "f", "arguments": %s}]'),
+        (HERMES, '<tool_call>{"name": "f", "arguments": %s}</tool_call>'),
+        (MISTRAL, "[TOOL_CALLS]f%s"),
+        (FUNCTIONARY, "<function=f>%s</function>"),
+    ],
+)
+def test_arguments_that_are_passed_on_may_be_as_deep_as_a_grammar_lets_them(tool_format, text):
+    deep = '{"a": ' * 500 + "{}" + "}" * 500
+    assert parse(tool_format, text % deep) == call(0, "f", deep)
+
+
+@pytest.mark.parametrize(
     ("template", "expected"),
     [("{{ '<tool_call>' }}", HERMES), ("[TOOL_CALLS]", MISTRAL), ("<|python_tag|>", LLAMA3_JSON), ("{{ messages }}", HERMES)],
 )
