@@ -159,7 +159,7 @@ def vllm() -> Schema:
 
 
 def autoscaling() -> Schema:
-    """Return how a role is scaled; ``metrics`` maps names to their target per pod."""
+    """Return how a role is scaled: ``metrics`` maps names to their target per pod, ``load`` is a pod's by the router's view."""
     found = closed(
         type=one_of("hpa", "keda"),
         min=POSITIVE,
@@ -171,8 +171,10 @@ def autoscaling() -> Schema:
             "propertyNames": {"pattern": "^kvferry_[a-z_]+$"},
             "additionalProperties": {"type": ["string", "number"]},
         },
+        # --set makes texts of fractions
+        load={"type": ["string", "number"], "exclusiveMinimum": 0, "maximum": 1, "pattern": "^(0?[.][0-9]*[1-9]|1)$"},
     )
-    return {**found, "required": ["type", "min", "max", "metrics"]}
+    return {**found, "required": ["type", "min", "max"], "anyOf": [{"required": ["metrics"]}, {"required": ["load"]}]}
 
 
 def stores() -> dict[str, Schema]:

@@ -165,3 +165,23 @@ def test_routers_speak_tls_with_the_certificate_of_a_secret(find, helm):
     assert rendered.count("tls_cert: /etc/kvferry-tls/tls.crt") == 1
     assert rendered.count("https://kvferry-router") == 1
     assert "kvferry-tls" not in str(find("cpu-minimal", "Deployment", "prefill", *sets))
+
+
+SWITCHING = "config.worker.can_switch_role=true"
+
+
+@pytest.mark.parametrize(("source", "target"), [("decode", "prefill"), ("prefill", "decode"), ("decode", "decode")])
+def test_workers_that_can_switch_read_from_each_other(find, source, target):
+    policies = {role: find("external-redis", "NetworkPolicy", role, SWITCHING)["spec"] for role in (source, target)}
+    for port in (PORTS["control"], PORTS["data"]):
+        assert passes(policies[source]["egress"], "to", target, port)
+        assert passes(policies[target]["ingress"], "from", source, port)
+
+
+def test_only_workers_that_can_switch_serve_readers_as_decode_workers(find):
+    def ports(*sets):
+        (container,) = find("cpu-minimal", "Deployment", "decode", *sets)["spec"]["template"]["spec"]["containers"]
+        return {port["name"] for port in container["ports"]}, "--advertise-host" in container["args"]
+
+    assert ports() == ({"ops"}, False)
+    assert ports(SWITCHING) == ({"ops", "control", "data"}, True)

@@ -322,3 +322,11 @@ def test_replicas_are_left_to_the_scaler(find):
     assert scaler["metrics"][0]["pods"]["metric"]["name"] == "kvferry_num_requests_waiting"
     triggers = find("ha", "ScaledObject", "decode")["spec"]["triggers"]
     assert triggers[0]["metadata"]["query"] == 'sum(kvferry_kv_cache_usage_perc{namespace="llm",pod=~"kvferry-decode-.*"})'
+
+
+def test_keda_asks_the_router_how_many_workers_a_role_needs(find):
+    triggers = find("ha", "ScaledObject", "decode", "decode.autoscaling.load=0.8")["spec"]["triggers"]
+    asked = triggers[-1]["metadata"]
+    assert asked["query"].startswith('max(kvferry_role_demanded_workers{namespace="')
+    assert 'role="decode"' in asked["query"]
+    assert (triggers[-1]["metricType"], asked["threshold"]) == ("AverageValue", "0.8")

@@ -45,6 +45,14 @@ CASES = {
         [*(f"decode.autoscaling.{part}" for part in ("type=hpa", "min=3", "max=2", "metrics.kvferry_num_requests_running=9"))],
         "decode.autoscaling.min = 3 must be at most max = 2",
     ),
+    "load of nothing": (
+        [*(f"decode.autoscaling.{part}" for part in ("type=keda", "min=1", "max=2", "load=0.0"))],
+        "at '/decode/autoscaling/load'",
+    ),
+    "load without KEDA": (
+        [*(f"decode.autoscaling.{part}" for part in ("type=hpa", "min=1", "max=2", "load=0.8"))],
+        "decode.autoscaling.load: it is asked of the router's metrics, which only KEDA can",
+    ),
     "both scalers": (["decode.autoscaling.type=both"], "at '/decode/autoscaling"),
     "claim without a name": (["modelCache.kind=existingClaim"], "modelCache.existingClaim: name the claim"),
     "empty cache that is read-only": (["modelCache.readOnly=true"], "modelCache.readOnly: an emptyDir starts empty"),

@@ -182,6 +182,28 @@ known: change security.revision by hand there. */}}
 {{- if has "nixl" $config.connector.transports -}}true{{- end -}}
 {{- end -}}
 
+{{/* "true" if others read this role's blocks or embeddings: it listens for readers. */}}
+{{- define "kvferry.servesReaders" -}}
+{{- if has .role (list "encode" "prefill") -}}true
+{{- else if include "kvferry.canSwitchRole" . -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" if the role's workers may take another role while they run. */}}
+{{- define "kvferry.canSwitchRole" -}}
+{{- if has .role (list "prefill" "decode" "aggregated") -}}
+{{- if dig "worker" "can_switch_role" false (include "kvferry.config" . | fromYaml) -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* The roles whose pods may read KV blocks of this role's, as JSON: decode, and all whose workers can switch. */}}
+{{- define "kvferry.switchingRoles" -}}
+{{- $on := list -}}
+{{- range $role := include "kvferry.kvWorkers" . | fromJsonArray -}}
+{{- if include "kvferry.canSwitchRole" (dict "root" $ "role" $role) -}}{{- $on = append $on $role -}}{{- end -}}
+{{- end -}}
+{{- toJson $on -}}
+{{- end -}}
+
 {{/* The ports by which decode pods read from prefill pods, as a list of a NetworkPolicy. Sockets of vLLM's ranks have free ports. */}}
 {{- define "kvferry.dataPorts" -}}
 {{- $ports := .root.Values.ports -}}

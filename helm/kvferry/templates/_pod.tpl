@@ -158,7 +158,7 @@ volumeMounts:
 {{- if has .role (list "encode" "prefill" "decode" "aggregated") -}}
 {{- $command = concat $command (list "--engine-id" "$(POD_NAME)") -}}
 {{- end -}}
-{{- if and (has .role (list "encode" "prefill")) (not (include "kvferry.isVllm" .)) -}}
+{{- if and (include "kvferry.servesReaders" .) (not (include "kvferry.isVllm" .)) -}}
 {{- $command = concat $command (list "--advertise-host" "$(POD_IP)") -}}
 {{- end -}}
 {{- if eq .role "kvstore" -}}
@@ -219,7 +219,7 @@ volumeMounts:
 - {name: store, containerPort: {{ $ports.store }}}
 - {name: ops, containerPort: {{ $ports.ops }}}
 {{- else }}
-{{- if and (has .role (list "encode" "prefill")) (not (include "kvferry.isVllm" .)) }}
+{{- if and (include "kvferry.servesReaders" .) (not (include "kvferry.isVllm" .)) }}
 - {name: control, containerPort: {{ $ports.control }}}
 - {name: data, containerPort: {{ $ports.data }}}
 {{- end }}

@@ -68,6 +68,12 @@
 {{- if and (not $scaled) (lt (int $values.replicas) 1) -}}
 {{- fail (printf "%s.replicas = 0: the role is enabled but has no pod; set it to 1 or more, or %s.enabled to false" .role .role) -}}
 {{- end -}}
+{{- if and (dig "autoscaling" "load" 0 $values) (ne (dig "autoscaling" "type" "none" $values) "keda") -}}
+{{- fail (printf "%s.autoscaling.load: it is asked of the router's metrics, which only KEDA can; set %s.autoscaling.type to keda" .role .role) -}}
+{{- end -}}
+{{- if and (dig "autoscaling" "load" 0 $values) (eq .role "router") -}}
+{{- fail "router.autoscaling.load: it is the load of workers; use router.autoscaling.metrics" -}}
+{{- end -}}
 {{- range $label, $_ := default dict $values.podLabels -}}
 {{- if has $label (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component") -}}
 {{- fail (printf "%s.podLabels: %s is a label the selectors go by; use another name" $.role $label) -}}

@@ -58,6 +58,9 @@
 {{- end -}}
 
 {{- define "kvferry.validateVllmRole" -}}
+{{- if dig "worker" "can_switch_role" false (include "kvferry.config" . | fromYaml) -}}
+{{- fail (printf "%s.config.worker.can_switch_role: the role of a vLLM engine is part of its start; turn it off" .role) -}}
+{{- end -}}
 {{- $values := index .root.Values .role -}}
 {{- $own := default dict $values.vllm -}}
 {{- $connector := (include "kvferry.config" . | fromYaml).connector -}}
