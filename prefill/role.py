@@ -16,7 +16,16 @@ import msgspec
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, NewRequest
 from core.wire.kv import KVHandoff
-from core.wire.messages import ErrorInfo, FinishReason, Generate, PrefillChoice, PrefillDone, RequestFailed, TokenLogprobs
+from core.wire.messages import (
+    ErrorInfo,
+    FinishReason,
+    Generate,
+    PrefillChoice,
+    PrefillDone,
+    RequestFailed,
+    TokenLogprobs,
+    TransferUsage,
+)
 from core.worker.role import (
     EngineFacts,
     RoleHandler,
@@ -45,6 +54,7 @@ class _Prefill:
     queue_ms: float = 0.0
     recomputed_tokens: int = 0
     fallback_reason: str = ""
+    load: TransferUsage = field(default_factory=TransferUsage)  # of its first choice, from a tier
 
     def choice_ids(self) -> list[str]:
         """Return the engine requests that have not ended yet."""
@@ -127,6 +137,8 @@ class PrefillHandler(RoleHandler):
             prefill.queue_ms = output.prefill_stats.queue_s * 1e3
         if output.transfer_usage is not None:
             prefill.recomputed_tokens += output.transfer_usage.recomputed_tokens
+            if index == 0 and output.transfer_usage.transport:
+                prefill.load = output.transfer_usage
             prefill.fallback_reason = prefill.fallback_reason or output.transfer_usage.fallback_reason
         if not output.new_token_ids:
             return
@@ -165,6 +177,9 @@ class PrefillHandler(RoleHandler):
                 prefill_ms=max(0.0, total_ms - prefill.queue_ms),
                 recomputed_tokens=prefill.recomputed_tokens,
                 fallback_reason=prefill.fallback_reason,
+                loaded_tokens=prefill.load.transferred_tokens,
+                load_ms=min(prefill.load.transfer_ms, max(0.0, total_ms - prefill.queue_ms)),
+                loaded_by=prefill.load.transport,
             )
         )
         result.ended.append(request_id)

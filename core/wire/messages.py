@@ -193,6 +193,9 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_d
     prefill_ms: Milliseconds = 0.0
     recomputed_tokens: Count = 0  # prompt tokens of all choices that a tier should have loaded and that were computed
     fallback_reason: Text = ""  # why the tier's load failed; empty if it did not
+    loaded_tokens: Count = 0  # of a choice, from a tier; they are among the cached ones
+    load_ms: Milliseconds = 0.0  # part of ``prefill_ms``
+    loaded_by: Text = ""  # the connector that loaded them
 
 
 class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

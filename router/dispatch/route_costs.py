@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of
 from core.wire.contents import ContentReport
-from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens
+from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens, TransferUsage
 from router.contents.known import Hit, KnownContents
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.timing import RoutingReport
@@ -21,11 +21,13 @@ from router.routing.accuracy import HitAccuracy
 from router.routing.backlog import Backlog, QueuedPrompt
 from router.routing.cost import PrefillTime, patience_ms, score
 from router.routing.fit import PrefillFit
+from router.routing.loads import LoadPrice
 from router.routing.local import LocalPrompt, StepTime, finish_ms, pays
 
 _LONGEST_PATIENCE_MS = 60_000.0
 
 _NO_HIT = Hit()
+_NO_PRICE = LoadPrice()
 
 _Pool = tuple[bytes, str]  # model fingerprint and role
 
@@ -68,6 +70,7 @@ class _Placed:
     worker: WorkerKey
     num_tokens: int
     hit: Hit
+    num_predicted: int  # tokens that would not be computed, by the pool and the tiers
     alone_since: float | None  # when it was sent, if no other prompt was at the worker
 
 
@@ -80,6 +83,7 @@ class RouteCosts:
         self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
         self._workers: dict[WorkerKey, _Worker] = {}
         self._fits: dict[_Pool, PrefillFit] = {}
+        self._load_prices: dict[tuple[_Pool, str], LoadPrice] = {}  # by connector
         self._placed: dict[str, _Placed] = {}  # by wire id
         self.num_predicted_hit_tokens = 0  # of all prompts that were computed
         self.num_real_hit_tokens = 0
@@ -134,12 +138,27 @@ class RouteCosts:
         known = self._worker(worker)
         time = self.prefill_time(worker)
         hit = known.accuracy.credit(min(found.tokens, max(0, num_tokens - 1)))
-        own_ms = time.ms(num_tokens - hit, hit)
+        own_ms, loaded = self._own_ms(known.pool, time, num_tokens, hit, found)
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         fair_to = tenant if worker.facts.has_fair_shares else None
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3, fair_to)
         wait_ms += known.wait_of_others_ms(now * 1e3)
-        return Offer(hit, patience, wait_ms, own_ms, score(wait_ms, own_ms, num_delayed))
+        return Offer(hit + loaded, patience, wait_ms, own_ms, score(wait_ms, own_ms, num_delayed))
+
+    def _own_ms(self, pool: _Pool, time: PrefillTime, num_tokens: int, hit: int, found: Hit) -> tuple[float, int]:
+        """Return the time to compute a prompt, and how many tokens of it are loaded from the tier that makes it shortest.
+
+        Only after a hit that is believed in full: a tier's blocks follow those in the pool.
+        """
+        compute_ms = time.ms(num_tokens - hit, hit)
+        best = (compute_ms, 0)
+        for tier in found.tiers if hit == found.tokens else ():
+            loaded = min(tier.tokens, num_tokens - 1 - hit)
+            rest_ms = time.ms(num_tokens - hit - loaded, hit + loaded)
+            price = self._load_prices.get((pool, tier.connector), _NO_PRICE)
+            own_ms = rest_ms + price.ms(loaded, tier.medium, compute_ms - rest_ms)
+            best = min(best, (own_ms, loaded))
+        return best
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -155,7 +174,9 @@ class RouteCosts:
                 backlog = self._worker(worker).backlog
                 alone_since = None if backlog.prompts else now
                 backlog.add(message.request_id, prompt, now * 1e3)
-                self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, alone_since)
+                self._placed[message.request_id] = _Placed(
+                    worker.key, num_tokens, hit, max(hit.tokens, offer.hit_tokens), alone_since
+                )
                 self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
             case Abort():
                 for request_id in message.request_ids:
@@ -190,7 +211,8 @@ class RouteCosts:
 
     def on_prefill_done(self, message: PrefillDone, now: float) -> None:
         """Learn from a computed prompt. Unknown ids are ignored."""
-        prefill_ms = 0.0 if message.recomputed_tokens else message.prefill_ms  # 0 = teaches no time
+        self._learn_load(message.request_id, message.loaded_by, message.loaded_tokens, message.load_ms)
+        prefill_ms = 0.0 if message.recomputed_tokens else message.prefill_ms - message.load_ms  # 0 = teaches no time
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
 
     def on_first_token(self, message: Tokens, now: float) -> None:
@@ -203,8 +225,17 @@ class RouteCosts:
         if placed is None or message.usage is None:
             self.drop(message.request_id, now)
             return
-        elapsed_ms = 0.0 if placed.alone_since is None else (now - placed.alone_since) * 1e3
+        load = message.usage.kv_transfer or TransferUsage()
+        self._learn_load(message.request_id, load.transport, load.transferred_tokens, load.transfer_ms)
+        elapsed_ms = 0.0 if placed.alone_since is None else max(0.0, (now - placed.alone_since) * 1e3 - load.transfer_ms)
         self._on_computed(message.request_id, message.usage.num_cached_tokens, elapsed_ms, now)
+
+    def _learn_load(self, request_id: str, connector: str, num_tokens: int, load_ms: float) -> None:
+        """Learn what a tier's load took."""
+        placed = self._placed.get(request_id)
+        known = self._workers.get(placed.worker) if placed is not None else None
+        if known is not None and connector:
+            self._load_prices.setdefault((known.pool, connector), LoadPrice()).observe(num_tokens, load_ms)
 
     def _on_computed(self, request_id: str, num_reported_cached: int, prefill_ms: float, now: float) -> None:
         placed = self._placed.get(request_id)
@@ -216,7 +247,7 @@ class RouteCosts:
         num_cached = min(num_reported_cached, placed.num_tokens)
         if known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
             self.contents.distrust(placed.worker)
-        self.num_predicted_hit_tokens += placed.hit.tokens
+        self.num_predicted_hit_tokens += placed.num_predicted
         self.num_real_hit_tokens += num_cached
         self._fit(known.pool).observe(placed.num_tokens - num_cached, num_cached, prefill_ms)
 
