@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.errors import NoWorker, Overloaded, RequestError
+from core.errors import NoWorker, Overloaded, RequestError, WorkerStalled
 from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of
 from router.dispatch.inflight import InflightCounts
@@ -16,7 +16,7 @@ from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
-from router.dispatch.request_state import RequestState
+from router.dispatch.request_state import RequestPhase, RequestState
 from router.dispatch.route_costs import Offer, RouteCosts, report
 from router.routing import affinity
 
@@ -89,6 +89,20 @@ class Placement:
         except (NoWorker, Overloaded):
             pass  # another worker may serve without the handoff
         return choose_successor(workers, request.model_fingerprint, demand)
+
+    def why_move(self, request: RequestState, now: float) -> WorkerStalled | None:
+        """Return why a request should leave its worker for another one that can take it; None if it should stay.
+
+        The worker makes no progress; or readers keep its blocks, which moves a prompt once.
+        """
+        worker = self._membership.get(request.current)
+        if worker is None:
+            return None
+        if why := worker.why_unresponsive:
+            return WorkerStalled(why) if self.can_move(request, now) else None
+        may_move = request.phase is RequestPhase.PREFILL and WorkerStalled.code not in request.free_retries
+        why = worker.why_full(now) if may_move else ""
+        return WorkerStalled(why) if why and self.can_begin_elsewhere(request, worker.key, now) else None
 
     def can_move(self, request: RequestState, now: float) -> bool:
         """Return True if another worker could take over the request now."""

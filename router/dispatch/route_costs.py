@@ -291,19 +291,16 @@ class RouteCosts:
 def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False, slack_ms: float = 0.0) -> RoutingReport:
     """Return why one offer was chosen of all. Within ``slack_ms`` of the lowest score the request's session has chosen."""
     every = list(offers)
-    longest = max(offer.hit_tokens for offer in every)
-    if is_local:
-        reason = "local"
-    elif any(offer.score < chosen.score - slack_ms for offer in every):
-        reason = "availability"
-    elif any(offer.score < chosen.score for offer in every):
-        reason = "session"
-    elif not longest:
-        reason = "load"
-    else:
-        reason = "prefix" if chosen.hit_tokens == longest else "wait"
+    longest, lowest = max(offer.hit_tokens for offer in every), min(offer.score for offer in every)
+    rules = (
+        ("local", is_local),
+        ("availability", lowest < chosen.score - slack_ms),
+        ("session", lowest < chosen.score),
+        ("load", not longest),
+        ("prefix", chosen.hit_tokens == longest),
+    )
     return RoutingReport(
-        reason=reason,
+        reason=next((reason for reason, holds in rules if holds), "wait"),
         candidates=len(every),
         predicted_hit_tokens=chosen.hit_tokens,
         longest_hit_tokens=longest,
