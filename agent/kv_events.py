@@ -156,6 +156,7 @@ class KVEventReader:
         self._address, self._replay_address, self._blocks = address, replay_address, blocks
         self._context = zmq.asyncio.Context()
         self._next_number = 0
+        self._replayed: dict[int, bytes] = {}  # by the last replay, some of which may come once more by subscription
         self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -182,6 +183,8 @@ class KVEventReader:
         socket.setsockopt(zmq.MAXMSGSIZE, MAX_MESSAGE_BYTES)
         socket.subscribe(b"")
         socket.connect(self._address)
+        if self._replay_address:
+            await self._read_past()
         while True:
             frames = await socket.recv_multipart()
             try:
@@ -193,6 +196,9 @@ class KVEventReader:
         if len(frames) != _NUM_FRAMES or len(frames[1]) != SEQUENCE_BYTES:
             raise ProtocolError(f"KV events of {len(frames)} frames")
         number = int.from_bytes(frames[1], "big")
+        if self._replayed.get(number) == frames[2]:
+            return
+        self._replayed.clear()
         if number < self._next_number:  # the server began anew
             self._blocks.clear()
             self._next_number = 0
@@ -205,14 +211,29 @@ class KVEventReader:
         self._next_number = number + 1
         self._blocks.apply(payload)
 
+    async def _read_past(self) -> None:
+        """Read what the server has published before now, if it still has all of it: it may publish nothing for long."""
+        found = await self._replay(0)
+        if found and found[0][0] == 0:
+            try:
+                for number, payload in found:
+                    self._take(number, payload)
+            except ProtocolError as error:
+                self._lose(error.message)
+            self._replayed = dict(found)
+
+    async def _replay(self, first: int) -> list[tuple[int, bytes]]:
+        """Return the batches from a number on that the server still has; none without an answer."""
+        try:
+            async with asyncio.timeout(REPLAY_TIMEOUT_S):
+                return await replay(self._context, self._replay_address, first) if self._replay_address else []
+        except TimeoutError:
+            return []
+
     async def _catch_up(self, number: int) -> None:
         """Read what was missed before a batch; what cannot be had again makes all that is known uncertain."""
         first = self._next_number
-        try:
-            async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                found = await replay(self._context, self._replay_address, first) if self._replay_address else []
-        except TimeoutError:
-            found = []
+        found = await self._replay(first)
         if not found or found[0][0] != first:
             self._lose(f"batches {first} to {number - 1} are missing")
         for replayed, payload in found:

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from core.config_checks import check_address, check_both_or_neither, check_order, check_peer_addresses
+from core.config_checks import check_address, check_both_or_neither, check_local_addresses, check_order, check_peer_addresses
 from core.config_router import LocalSection, LogSection, RouterSection, SecuritySection, TracingSection
 from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_sizes
 from core.config_types import Section
@@ -89,7 +89,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)
         replay_address = worker.kv_events_replay_address or worker.kv_events_address
         check_address("worker.kv_events_replay_address", replay_address, lowest_port=0)
-        check_peer_addresses("agent", self.agent, "kv_events_address", "kv_events_replay_address")
+        check_local_addresses("agent", self.agent, "kv_events_address", "kv_events_replay_address")
         check_address("kvstore.bind_address", self.kvstore.bind_address, lowest_port=0)
         check_peer_addresses("kvstore", self.kvstore, "address")
         check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")

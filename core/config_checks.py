@@ -11,6 +11,7 @@ import re
 from core.errors import ConfigError
 
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")  # host: name, IPv4, [IPv6] or *
+_IPC_ADDRESS = re.compile(r"ipc://[^\s*]{1,100}")  # a path, or with @ a name in the network namespace
 
 
 def check_order(path: str, section: object, *rules: str) -> None:
@@ -42,6 +43,14 @@ def check_address(path: str, address: str, lowest_port: int) -> None:
     found = _ADDRESS.fullmatch(address)
     if found is None or not lowest_port <= int(found["port"]) <= 65535:
         raise ConfigError(f"{path} = {address!r}: expected tcp://host:port with port {lowest_port} to 65535", param=path)
+
+
+def check_local_addresses(path: str, section: object, *names: str) -> None:
+    """Refuse addresses of this machine to which ZeroMQ could not connect: also ipc://; those that are empty are not used."""
+    for name in names:
+        address = getattr(section, name)
+        if not _IPC_ADDRESS.fullmatch(address) and address:
+            check_address(f"{path}.{name}", address, lowest_port=1)
 
 
 def check_peer_addresses(path: str, section: object, *names: str) -> None:

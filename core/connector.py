@@ -9,7 +9,7 @@ thread. The sides share nothing but ``KVConnectorMetadata`` (one object per step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -22,6 +22,7 @@ from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.kv.pool_region import KVPoolRegion
 from core.request import KVConnectorMetadata, KVConnectorOutput, Request, SchedulerOutput
 from core.tracing import Tracer
+from core.wire.contents import ContentPart
 from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import keys_of
 from core.wire.kv import KVHandoff, KVLayoutInfo
@@ -179,6 +180,9 @@ class ConnectorContext(WorkerContext):
     layout: KVLayoutInfo
 
 
+ContentFollower = Callable[[str, Iterable[bytes], Iterable[bytes]], None]  # medium, hashes of blocks stored and removed
+
+
 class Connector:
     """Makes both sides of a connector, and runs in the worker's event loop.
 
@@ -207,6 +211,14 @@ class Connector:
     def has_digests(self) -> bool:
         """True if this worker can verify every read byte by byte."""
         return False
+
+    @property
+    def content_parts(self) -> tuple[ContentPart, ...]:
+        """The tiers below the pool from which this connector loads, as routers learn of them; at most one of each medium."""
+        return ()
+
+    def follow_contents(self, publish: ContentFollower) -> None:
+        """Call ``publish`` from now on, in any thread, with what enters and leaves these tiers. Before ``start``."""
 
     async def start(self) -> None:
         """Bind sockets and start tasks. The KV pool is registered by now.

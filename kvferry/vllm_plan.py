@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -43,6 +43,8 @@ _FORWARDED = (  # settings of section connector that the plug-in has under the s
     "max_quarantined_blocks",
 )
 _GIB = 1 << 30
+REPLAY_SUFFIX = "-replay"  # of the address that repeats KV events
+_OWN_EVENTS = frozenset({"--kv-events-config", "--data-parallel-size", "-dp"})
 
 
 def server_name(worker: str) -> str:
@@ -63,6 +65,11 @@ class VllmServerPlan:
     def name(self) -> str:
         """The name of its child process."""
         return server_name(self.worker)
+
+    @property
+    def events_address(self) -> str:
+        """Where its agent reads its KV events: a name in this network namespace, which only local processes reach."""
+        return f"ipc://@kv-events-{self.ports[0]}"
 
     @property
     def url(self) -> str:
@@ -92,9 +99,21 @@ class VllmServerPlan:
             command += ["--dtype", model.dtype]
         if model.max_model_len:
             command += ["--max-model-len", str(model.max_model_len)]
+        if publishes_kv_events(config, installation.arguments):
+            command += self.events_arguments()
         if self.role != "aggregated":
             command += ["--kv-transfer-config", json.dumps(self._transfer_config(config))]
         return [*command, *installation.arguments]
+
+    def events_arguments(self) -> list[str]:
+        """Return the options by which the server publishes; it binds an ``ipc`` endpoint, and would connect to ``tcp://host``."""
+        config = {
+            "enable_kv_cache_events": True,
+            "publisher": "zmq",
+            "endpoint": self.events_address,
+            "replay_endpoint": self.events_address + REPLAY_SUFFIX,
+        }
+        return ["--kv-events-config", json.dumps(config)]
 
     def _transfer_config(self, config: KVFerryConfig) -> dict[str, object]:
         connector = config.connector
@@ -158,13 +177,27 @@ class VllmServers:
 
     def agent_config(self, worker: str, config: KVFerryConfig) -> KVFerryConfig:
         """Return the configuration of a worker's agent."""
-        agent = msgspec.structs.replace(config.agent, engine=self._plans[worker].url)
+        assert self._installation is not None, "it is prepared"
+        plan = self._plans[worker]
+        agent = msgspec.structs.replace(config.agent, engine=plan.url)
+        if publishes_kv_events(config, self._installation.arguments):
+            address = plan.events_address
+            agent = msgspec.structs.replace(agent, kv_events_address=address, kv_events_replay_address=address + REPLAY_SUFFIX)
         return msgspec.structs.replace(config, agent=agent)
+
+
+def publishes_kv_events(config: KVFerryConfig, arguments: Sequence[str]) -> bool:
+    """Return True if servers publish KV events to their agents: unless nobody uses them, or the user's arguments have others.
+
+    An engine of several data-parallel ranks publishes on an endpoint for each, which an agent does not read.
+    """
+    flags = {argument.partition("=")[0].replace("_", "-") for argument in arguments}
+    return config.router.routing == "predicted" and not flags & _OWN_EVENTS
 
 
 def check_agent_settings(agent: AgentSection) -> None:
     """Refuse settings of agents that the cluster decides itself, rather than overwrite them silently."""
-    for name in ("engine", "api_key_file"):
+    for name in ("engine", "api_key_file", "kv_events_address", "kv_events_replay_address"):
         value = getattr(agent, name)
         if value != getattr(AgentSection(), name):
             raise ConfigError(

@@ -119,6 +119,13 @@ class BlockStore(Protocol):
         """Return the memory that holds all block contents if this process owns it until ``close``, otherwise None."""
         return None
 
+    def follow_evictions(self, on_evicted: Callable[[Sequence[StoreKey]], None]) -> bool:
+        """Call ``on_evicted`` with all blocks that the store gives up, in any thread; return False if it cannot tell.
+
+        The function must not call the store.
+        """
+        return False
+
     @abstractmethod
     def lookup(self, keys: Sequence[StoreKey]) -> LookupTicket:
         """Ask which of the keys the store has. It pins and moves no blocks."""

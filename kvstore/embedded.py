@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -18,6 +18,7 @@ from core.clock import Clock
 from core.ids import IdSource
 from kvstore.client_base import StoreClientBase
 from kvstore.client_state import ClientAction, ClientOptions, ClientState, ConnectionState, CopyIn, MapArena, SendToStore
+from kvstore.key import StoreKey
 from kvstore.messages import Parcel, ToStore
 from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob
 from kvstore.tiers.base import Tier, TierJob
@@ -56,6 +57,13 @@ class EmbeddedStore(StoreClientBase):
     def own_memory(self) -> memoryview | None:
         """See ``BlockStore``."""
         return None if self.machine.memory is None else self.machine.memory.arena.memory
+
+    def follow_evictions(self, on_evicted: Callable[[Sequence[StoreKey]], None]) -> bool:
+        """See ``BlockStore``. It cannot tell if there are lower tiers, which may still have what leaves memory."""
+        if self.machine.memory is None or self.workers:
+            return False
+        self.machine.memory.on_forgotten = lambda key: on_evicted([StoreKey.unpack(key)])
+        return True
 
     def flush(self, timeout_s: float = FLUSH_TIMEOUT_S) -> bool:
         """Save the dirty blocks; False if that takes too long."""

@@ -5,7 +5,7 @@ It knows no clients, messages or lower tiers. A block that is not saved in a low
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from core.errors import Full
@@ -33,6 +33,7 @@ class MemoryTier:
         self.arena = arena
         self._policy = policy
         self._residents: dict[bytes, Resident] = {}
+        self.on_forgotten: Callable[[bytes], None] = lambda key: None  # of a readable block
         self.num_evicted = 0
         self.num_dirty = 0
 
@@ -138,3 +139,4 @@ class MemoryTier:
         self.mark_clean(resident)
         del self._residents[resident.key]
         self.arena.free(resident.slot)
+        self.on_forgotten(resident.key)

@@ -15,7 +15,8 @@ import msgspec
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from connectors.registry import connector_factory
-from core.connector import Connector, ConnectorContext
+from core.connector import Connector, ConnectorContext, ContentFollower
+from core.wire.contents import ContentPart
 from core.wire.kv import KVHandoff
 
 
@@ -56,6 +57,19 @@ class MultiConnector(Connector):
         """True if every read of a handoff can be verified byte by byte."""
         with_transports = [connector for connector in self._connectors if connector.transports]
         return bool(with_transports) and all(connector.has_digests for connector in with_transports)
+
+    @property
+    def content_parts(self) -> tuple[ContentPart, ...]:
+        """The tiers of all parts; of two with one medium the first."""
+        every = [part for connector in self._connectors for part in connector.content_parts]
+        return tuple({part.medium: part for part in reversed(every)}.values())
+
+    def follow_contents(self, publish: ContentFollower) -> None:
+        """Follow the tiers of all parts that are in ``content_parts``."""
+        kept = self.content_parts
+        for connector in self._connectors:
+            if connector.content_parts and connector.content_parts[0] in kept:
+                connector.follow_contents(publish)
 
     async def start(self) -> None:
         """Start all in order; if one cannot start, stop those that have.

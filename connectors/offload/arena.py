@@ -10,6 +10,7 @@ from connectors.tier.scheduler import TierSettings
 from core.config_workers import KVStoreSection
 from core.connector import ConnectorContext
 from core.errors import ConfigError, Full
+from core.wire.contents import HOST, ContentPart
 from kvstore.base import BlockStore
 from kvstore.build import make_embedded_store
 
@@ -23,7 +24,9 @@ def offload_connector(context: ConnectorContext) -> TierConnector:
         load_timeout_s=context.config.connector.transfer_deadline_s,
         is_lazy=context.config.connector.offload.mode == "lazy",
     )
-    return TierConnector(context, settings, lambda: open_arena(context))
+    num_blocks = max(1, context.config.connector.offload.memory_bytes // context.layout.block_bytes)
+    part = ContentPart(medium=HOST, connector=NAME, num_blocks=num_blocks)
+    return TierConnector(context, settings, lambda: open_arena(context), part)
 
 
 def open_arena(context: ConnectorContext) -> BlockStore:

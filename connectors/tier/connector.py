@@ -10,40 +10,60 @@ import logging
 from collections.abc import Callable
 
 from connectors.pool_access import open_pool
+from connectors.tier.contents import TierContents
 from connectors.tier.messages import Report, TierConnectorMetadata
 from connectors.tier.metrics import publish_tier
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.thread import TierThread
 from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
-from core.connector import Connector, ConnectorContext
+from core.connector import Connector, ConnectorContext, ContentFollower
 from core.errors import ConnectorUnavailable
 from core.kv.pool_region import KVPoolRegion
 from core.log import event
+from core.wire.contents import ContentPart
 from kvstore.base import BlockStore, LookupTicket
 
 _log = logging.getLogger(__name__)
 
 
 class TierConnector(Connector):
-    """``open_store`` opens the tier. It may block, and is called once, when the connector starts."""
+    """``open_store`` opens the tier. It may block, and is called once, when the connector starts.
+
+    Routers know the tier as ``part``.
+    """
 
     scheduler: TierConnectorScheduler
     worker: TierConnectorWorker
 
-    def __init__(self, context: ConnectorContext, settings: TierSettings, open_store: Callable[[], BlockStore]) -> None:
+    def __init__(
+        self, context: ConnectorContext, settings: TierSettings, open_store: Callable[[], BlockStore], part: ContentPart
+    ) -> None:
         self._context = context
+        self._part = part
+        self._contents = TierContents(part.medium)
         self._settings = settings
         self._open_store = open_store
         self._store: BlockStore | None = None
         self._thread: TierThread[TierConnectorMetadata, Report] | None = None
         self._unpin: Callable[[], None] | None = None
-        self.scheduler = TierConnectorScheduler(settings, context.layout, context.clock, self._opened, self._watch)
+        self.scheduler = TierConnectorScheduler(
+            settings, context.layout, context.clock, self._opened, self._watch, self._contents
+        )
         self.worker = TierConnectorWorker(settings.name, self._submit)
 
     def num_saving_blocks(self) -> int:
         """Return the number of blocks pinned for saves."""
         return self.scheduler.num_saving_blocks
+
+    @property
+    def content_parts(self) -> tuple[ContentPart, ...]:
+        """The tier."""
+        return (self._part,)
+
+    def follow_contents(self, publish: ContentFollower) -> None:
+        """See ``Connector``."""
+        self._contents.follow(publish)
 
     async def start(self) -> None:
         """Open the tier and start the thread.
@@ -58,7 +78,9 @@ class TierConnector(Connector):
             raise ConnectorUnavailable(f"connector {name}: the engine makes no seals, and nothing is stored without")
         self._store = store = await asyncio.to_thread(self._open_store)
         pinned = await asyncio.to_thread(self._pin, pool, store)
+        self._contents.is_exact = store.follow_evictions(self._contents.remove)
         mover = TierTransfer(name, store, open_pool(pool, pinned), pool.seals, pool.block_bytes, self._context.clock)
+        mover.contents = self._contents
         self._thread = TierThread(mover, self.worker.report, self.worker.wake, self.worker.fail)
         self._thread.start()
         publish_tier(self._context.metrics, self.scheduler, mover, store, name)

@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from connectors.tier.contents import TierContents
 from connectors.tier.messages import TierConnectorMetadata, TierConnectorWorkerMetadata, TierLoad
 from connectors.tier.prefix_lookup import PrefixLookup
 from connectors.tier.save_planner import SavePlanner
@@ -75,8 +76,10 @@ class TierConnectorScheduler(KVConnectorScheduler):
         clock: Clock,
         store: Callable[[], BlockStore],
         watch: Callable[[LookupTicket], None],
+        contents: TierContents | None = None,
     ) -> None:
         self._settings = settings
+        self._contents = contents or TierContents()
         self._layout = layout
         self._clock = clock
         self._store = store
@@ -126,6 +129,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
             max_model_len=manager.max_model_len,
         )
         specs = [group.spec for group in manager.kv_cache_config.groups]
+        self._contents.bind(specs)
         self._coordinator = PrefixLookup(specs, sizes, layout_key(self._layout))
         max_pinned = max(1, int(MAX_PINNED_SHARE * pool.num_usable_blocks))
         self._planner = SavePlanner(pool, self._coordinator, min(max_pinned, MAX_KEYS))
@@ -151,6 +155,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
             return None, False
         if question.used_at is None:
             question.used_at = self._clock.now()
+            self._contents.answer(question.ticket.keys, question.ticket.hits)
         length = coordinator.find_hit(_hits(question.ticket), num_computed_tokens, end)
         if length <= num_computed_tokens:
             return 0, False

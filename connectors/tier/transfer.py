@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 
 from connectors.pool_access import PoolAccess
 from connectors.reports import ALL_BLOCKS, LoadEnded
+from connectors.tier.contents import TierContents
 from connectors.tier.messages import Report, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
 from core.clock import Clock
 from core.digest import BlockDigester
@@ -75,12 +76,22 @@ class _Save:
 
 
 class TierTransfer:
-    """Moves blocks of one pool. All calls come from one thread. ``name`` is that of the connector."""
+    """Moves blocks of one pool. All calls come from one thread. ``name`` is that of the connector.
+
+    ``contents`` is told what the tier has; it may be replaced before the first call.
+    """
 
     def __init__(
-        self, name: str, store: BlockStore, pool: PoolAccess, seals: SealTable, block_bytes: int, clock: Clock
+        self,
+        name: str,
+        store: BlockStore,
+        pool: PoolAccess,
+        seals: SealTable,
+        block_bytes: int,
+        clock: Clock,
     ) -> None:
         self._name = name
+        self.contents = TierContents()
         self._store = store
         self._pool = pool
         self._seals = seals
@@ -194,6 +205,8 @@ class TierTransfer:
         if block is None:
             error = NotFound(f"{self._name}: the block is not there{ticket.failure and ': '}{ticket.failure}")
             self._end_group(load, index, error)
+            if not ticket.failure:
+                self.contents.remove([load.job.keys[index]])
         elif self._pool.write_from(load.job.block_ids[index], block.content):
             landed[index] = block
         else:
@@ -269,6 +282,7 @@ class TierTransfer:
             hits = _answers(save.lookup, save.lookup.hits)
             save.missing = deque(item for item, is_hit in zip(save.items, hits, strict=True) if not is_hit)
             known = [item for item, is_hit in zip(save.items, hits, strict=True) if is_hit]
+            self.contents.answer(save.lookup.keys, save.lookup.hits)
             self.counts["known_blocks"] += len(known)
             self._end_saves(known)
         elif save.put is not None:
@@ -314,6 +328,7 @@ class TierTransfer:
                 self.counts["stale_blocks"] += 1
             else:
                 self.counts["saved_blocks" if is_stored else "refused_blocks"] += 1
+        self.contents.store([key for key, is_stored in zip(put.keys, _answers(put, put.stored), strict=True) if is_stored])
         self._end_saves(save.putting)
         save.put, save.putting = None, ()
 

@@ -49,7 +49,7 @@ from core.engine.trial_steps import run_largest_step, run_usual_step, run_widest
 from core.errors import ConfigError
 from core.grammar.child import Setup
 from core.grammar.compiler import GrammarCompiler
-from core.kv.content_feed import ContentFeed, pool_parts
+from core.kv.content_feed import ContentFeed, FeedPart, pool_parts
 from core.kv.events import KVEventFollower
 from core.kv.grouping import group_layers
 from core.kv.hashing import BlockHasher
@@ -147,7 +147,11 @@ def build_engine(
         events = _kv_event_publisher(config, model.sizing.config.groups)
         grammars = GrammarCompiler(partial(_vocabulary, files, arch.vocab_size))
         hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
-        contents = ContentFeed(config.worker.engine_id, incarnation, pool_parts(model.sizing.config.groups))
+        tiers = connector.content_parts if connector is not None else ()
+        parts = [*pool_parts(model.sizing.config.groups), *map(FeedPart, tiers)]
+        contents = ContentFeed(config.worker.engine_id, incarnation, parts)
+        if connector is not None:
+            connector.follow_contents(contents.publish_tier)
         followers: list[KVEventFollower] = [contents] if events is None else [contents, events]
         engine = EngineCore(scheduler, runner, hasher, arch.vocab_size, followers, grammars=grammars)
         on_failure.pop_all()

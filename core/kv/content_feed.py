@@ -95,9 +95,7 @@ class ContentFeed:
                     case BlockStored() | BlockRemoved():
                         self._follow(happened)
                     case _:
-                        for number, held in enumerate(self._parts):
-                            if held.part.group_ids:
-                                self._set(number, [(key, 0) for key in held.groups_of])
+                        self._clear_pool()
 
     def publish_tier(self, medium: str, stored: Iterable[bytes], removed: Iterable[bytes]) -> None:
         """Take in block hashes that a tier has now, or has no more; ignored without a part of this medium.
@@ -204,6 +202,11 @@ class ContentFeed:
                 self._set(number, [(key, held.groups_of.get(key, 0) | bit) for key in keys])
             else:
                 self._set(number, [(key, held.groups_of.get(key, 0) & ~bit) for key in keys])
+
+    def _clear_pool(self) -> None:
+        for number, held in enumerate(self._parts):
+            if held.part.group_ids:
+                self._set(number, [(key, 0) for key in held.groups_of])
 
     def _set(self, number: int, groups_of: Sequence[tuple[bytes, int]]) -> None:
         held = self._parts[number]

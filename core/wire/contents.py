@@ -28,6 +28,7 @@ class ContentPart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     medium: Text = DEVICE
     window: Count = 0
     is_chunked: bool = False
+    connector: Text = ""  # that loads blocks of a tier into the pool
     num_blocks: Count = 0  # the most keys that it holds; 0 = as many as the pool has blocks
     store: Text = ""  # workers whose parts name the same store hold its blocks together; empty = the worker's own
 

@@ -17,11 +17,23 @@ from router.contents.reports import ContentGroup, ReportedContents
 from router.dispatch.members import GenerationWorker, WorkerKey
 
 
+class TierHit(NamedTuple):
+    """Prompt tokens that a worker can load from a tier, after those in its pool."""
+
+    medium: str
+    connector: str
+    tokens: int
+
+
 class Hit(NamedTuple):
-    """Prompt tokens in a worker's cache: those expected, and those of them that the worker, or its placements, vouch for."""
+    """Prompt tokens in a worker's cache: those expected, and those of them that the worker, or its placements, vouch for.
+
+    ``tiers`` has those that follow in each tier.
+    """
 
     tokens: int = 0
     claimed_tokens: int = 0
+    tiers: tuple[TierHit, ...] = ()
 
 
 class _Holders(NamedTuple):
@@ -29,6 +41,7 @@ class _Holders(NamedTuple):
 
     claimed: dict[WorkerKey, int]
     pending: dict[WorkerKey, int]
+    tiers: dict[WorkerKey, tuple[TierHit, ...]]  # after the claimed ones
 
 
 class KnownContents:
@@ -90,11 +103,12 @@ class KnownContents:
         for worker in workers:
             by_group.setdefault(group_of(worker), []).append(worker.key)
         for group, members in by_group.items():
-            claimed, pending = self._held(group, token_ids, extra_keys)
+            claimed, pending, tiers = self._held(group, token_ids, extra_keys)
             for member in members:
                 num_claimed, num_pending = claimed.get(member, 0), pending.get(member, 0)
-                if num_claimed or num_pending:
-                    found[member] = Hit(max(num_claimed, num_pending) * group[1], num_claimed * group[1])
+                below = tiers.get(member, ()) if num_claimed >= num_pending else ()
+                if num_claimed or num_pending or below:
+                    found[member] = Hit(max(num_claimed, num_pending) * group[1], num_claimed * group[1], below)
         return found
 
     def on_placed(
@@ -122,7 +136,12 @@ class KnownContents:
         keys = self._keys(group, token_ids, extra_keys)
         if group not in self._prompt.held:
             claimed = self.reports.num_blocks_held(group, keys) | self._placed.num_blocks_held(keys)
-            self._prompt.held[group] = _Holders(claimed, self._pending.num_blocks_held(keys))
+            tiers: dict[WorkerKey, tuple[TierHit, ...]] = {}
+            for tier in self.reports.num_blocks_in_tiers(group, keys, claimed):
+                for worker, num_blocks in tier.num_blocks.items():
+                    found = TierHit(tier.medium, tier.connector, num_blocks * group[1])
+                    tiers[worker] = (*tiers.get(worker, ()), found)
+            self._prompt.held[group] = _Holders(claimed, self._pending.num_blocks_held(keys), tiers)
         return self._prompt.held[group]
 
     def _keys(self, group: ContentGroup, token_ids: Sequence[int], extra_keys: Sequence[ExtraKey]) -> array[int]:

@@ -7,7 +7,7 @@ next snapshot. Unknown contents count as none: that costs time only.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -32,6 +32,15 @@ class _Kind(NamedTuple):
     medium: str
     window: Window | None = None
     store: str = ""
+    connector: str = ""
+
+
+class BlocksInTier(NamedTuple):
+    """How many blocks each worker can load from one tier."""
+
+    medium: str
+    connector: str
+    num_blocks: dict[WorkerKey, int]
 
 
 @dataclass(slots=True)
@@ -140,26 +149,23 @@ class ReportedContents:
 
     def num_blocks_in_tiers(
         self, group: ContentGroup, keys: Sequence[int], hits: Mapping[WorkerKey, int]
-    ) -> dict[str, dict[WorkerKey, int]]:
-        """Return how many blocks after its hits each worker can load, by medium."""
-        found: dict[str, dict[WorkerKey, int]] = {}
+    ) -> Iterator[BlocksInTier]:
+        """Yield for each tier how many blocks after its hits each worker of a group can load from there."""
         for kind, index in self._indexes.items():
             if kind.group != group or kind.medium == DEVICE:
                 continue
-            members = [worker for worker, state in self._workers.items() if kind in state.kinds]
             by_depth: dict[int, list[WorkerKey]] = {}
-            for worker in members:
-                by_depth.setdefault(hits.get(worker, 0), []).append(worker)
+            for worker, state in self._workers.items():
+                if kind in state.kinds:
+                    by_depth.setdefault(hits.get(worker, 0), []).append(worker)
+            num_blocks: dict[WorkerKey, int] = {}
             for depth, workers in by_depth.items():
                 if kind.store:
-                    shared = sum(1 for _ in takewhile(index.is_held, keys[depth:]))
-                    held = dict.fromkeys(workers, shared)
+                    held = dict.fromkeys(workers, sum(1 for _ in takewhile(index.is_held, keys[depth:])))
                 else:
                     held = index.num_blocks_held(keys[depth:])
-                for worker in workers:
-                    if num_blocks := held.get(worker, 0):
-                        found.setdefault(kind.medium, {})[worker] = num_blocks
-        return found
+                num_blocks |= {worker: held[worker] for worker in workers if held.get(worker)}
+            yield BlocksInTier(kind.medium, kind.connector, num_blocks)
 
     def contents(self, worker: WorkerKey, part: int = 0) -> set[int]:
         """Return the keys of one part of a worker. Slow; for checks."""
@@ -197,7 +203,7 @@ def _known_part(group: ContentGroup, part: ContentPart, num_blocks: int) -> tupl
     if part.medium not in _MEDIA:
         return None
     window = Window(part.window, part.is_chunked) if part.window else None
-    return _Kind(group, part.medium, window, part.store), part.num_blocks or num_blocks
+    return _Kind(group, part.medium, window, part.store, part.connector), part.num_blocks or num_blocks
 
 
 def _keys(joined: bytes) -> array[int]:

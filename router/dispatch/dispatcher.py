@@ -31,7 +31,6 @@ from core.errors import (
     ProtocolError,
     RequestError,
     TransferTimeout,
-    WorkerStalled,
     fallback_reason,
 )
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, RequestFailed, Tokens
@@ -303,7 +302,7 @@ class Dispatcher:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)
             else:
-                actions += self._move_if_unresponsive(request, now) or self._move_if_leased_out(request, now)
+                actions += self._move(request, now)
         return [*actions, *self._handoffs.renewals(self.requests.values(), now), *self.place_waiting(now)]
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
@@ -434,22 +433,10 @@ class Dispatcher:
             request.attempt.prefill = request.attempt.decode = None
         return []
 
-    def _move_if_unresponsive(self, request: RequestState, now: float) -> list[DispatchAction]:
-        """Move a request away from a worker that makes no progress, if another one can take it."""
-        worker = self._membership.get(request.current)
-        why = worker.why_unresponsive if worker is not None else ""
-        if not why or not self._placement.can_move(request, now):
-            return []
-        return self._retry(request, ErrorInfo.of(WorkerStalled(why)), now, is_gone=False, is_free=True)
-
-    def _move_if_leased_out(self, request: RequestState, now: float) -> list[DispatchAction]:
-        """Move a prompt, once, away from a prefill worker whose blocks readers keep, if another worker has room for it."""
-        worker = self._membership.get(request.current) if request.phase is RequestPhase.PREFILL else None
-        if worker is None or not (why := worker.why_full(now)) or WorkerStalled.code in request.free_retries:
-            return []
-        if not self._placement.can_begin_elsewhere(request, worker.key, now):
-            return []
-        return self._retry(request, ErrorInfo.of(WorkerStalled(why)), now, is_gone=False, is_free=True)
+    def _move(self, request: RequestState, now: float) -> list[DispatchAction]:
+        """Move a request to another worker if its own one makes no progress."""
+        why = self._placement.why_move(request, now)
+        return self._retry(request, ErrorInfo.of(why), now, is_gone=False, is_free=True) if why is not None else []
 
     def _retry(
         self, request: RequestState, error: ErrorInfo, now: float, *, is_gone: bool, is_free: bool = False

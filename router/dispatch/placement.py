@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from core.errors import NoWorker, Overloaded, RequestError
+from core.errors import NoWorker, Overloaded, RequestError, WorkerStalled
 from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of
 from core.wire.kv import KVSource
@@ -17,7 +17,7 @@ from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
-from router.dispatch.request_state import RequestState
+from router.dispatch.request_state import RequestPhase, RequestState
 from router.dispatch.route_costs import Offer, RouteCosts, report, source_of
 from router.routing import affinity
 
@@ -110,6 +110,20 @@ class Placement:
             num_tokens=num_tokens,
             patience_ms=max(1, round(self._costs.prefill_time(decode).ms(num_tokens, 0))),
         )
+
+    def why_move(self, request: RequestState, now: float) -> WorkerStalled | None:
+        """Return why a request should leave its worker for another one that can take it; None if it should stay.
+
+        The worker makes no progress; or readers keep its blocks, which moves a prompt once.
+        """
+        worker = self._membership.get(request.current)
+        if worker is None:
+            return None
+        if why := worker.why_unresponsive:
+            return WorkerStalled(why) if self.can_move(request, now) else None
+        may_move = request.phase is RequestPhase.PREFILL and WorkerStalled.code not in request.free_retries
+        why = worker.why_full(now) if may_move else ""
+        return WorkerStalled(why) if why and self.can_begin_elsewhere(request, worker.key, now) else None
 
     def can_move(self, request: RequestState, now: float) -> bool:
         """Return True if another worker could take over the request now."""

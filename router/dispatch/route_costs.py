@@ -16,7 +16,7 @@ from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of
 from core.wire.contents import ContentReport
 from core.wire.kv import KVSource
-from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens
+from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens, TransferUsage
 from router.contents.known import Hit, KnownContents
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.sources import Holder, Source, Sources, holders_of
@@ -26,12 +26,14 @@ from router.routing.accuracy import HitAccuracy
 from router.routing.backlog import Backlog, QueuedPrompt
 from router.routing.cost import PrefillTime, patience_ms, score
 from router.routing.fit import PrefillFit
+from router.routing.loads import LoadPrice
 from router.routing.local import LocalPrompt, StepTime, finish_ms, pays
 from router.routing.offered import OfferedLoad
 
 _LONGEST_PATIENCE_MS = 60_000.0
 
 _NO_HIT = Hit()
+_NO_PRICE = LoadPrice()
 
 _Pool = tuple[bytes, str]  # model fingerprint and role
 
@@ -78,6 +80,7 @@ class _Placed:
     worker: WorkerKey
     num_tokens: int
     hit: Hit
+    num_predicted: int  # tokens that would not be computed, by the pool and the tiers
     alone_since: float | None  # when it was sent, if no other prompt was at the worker
 
 
@@ -92,6 +95,7 @@ class RouteCosts:
         self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
         self._workers: dict[WorkerKey, _Worker] = {}
         self._fits: dict[_Pool, PrefillFit] = {}
+        self._load_prices: dict[tuple[_Pool, str], LoadPrice] = {}  # by connector
         self._placed: dict[str, _Placed] = {}  # by wire id
         self._offered: dict[str, OfferedLoad] = {}  # by role
         self.num_predicted_hit_tokens = 0  # of all prompts that were computed
@@ -198,13 +202,14 @@ class RouteCosts:
         known = self._worker(worker)
         time = self.prefill_time(worker)
         hit = known.accuracy.credit(min(found.tokens, max(0, num_tokens - 1)))
-        alone_ms = own_ms = time.ms(num_tokens - hit, hit)
+        own_ms, loaded = self._own_ms(known.pool, time, num_tokens, hit, found)
+        alone_ms = own_ms
         transfer_ms, source = 0.0, self.sources.best(worker, hit, holders)
         if source is not None:
             num_held = min(source.holder.num_tokens, num_tokens - 1)
             rest_ms = time.ms(num_tokens - num_held, num_held)
             if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
-                transfer_ms, own_ms = source.transfer_ms, rest_ms
+                transfer_ms, own_ms, loaded = source.transfer_ms, rest_ms, 0
             else:
                 source = None
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
@@ -212,7 +217,22 @@ class RouteCosts:
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3, fair_to)
         wait_ms += known.wait_of_others_ms(now * 1e3)
         cost = score(wait_ms + transfer_ms, own_ms, num_delayed)
-        return Offer(hit, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms)
+        return Offer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms)
+
+    def _own_ms(self, pool: _Pool, time: PrefillTime, num_tokens: int, hit: int, found: Hit) -> tuple[float, int]:
+        """Return the time to compute a prompt, and how many tokens of it are loaded from the tier that makes it shortest.
+
+        Only after a hit that is believed in full: a tier's blocks follow those in the pool.
+        """
+        compute_ms = time.ms(num_tokens - hit, hit)
+        best = (compute_ms, 0)
+        for tier in found.tiers if hit == found.tokens else ():
+            loaded = min(tier.tokens, num_tokens - 1 - hit)
+            rest_ms = time.ms(num_tokens - hit - loaded, hit + loaded)
+            price = self._load_prices.get((pool, tier.connector), _NO_PRICE)
+            own_ms = rest_ms + price.ms(loaded, tier.medium, compute_ms - rest_ms)
+            best = min(best, (own_ms, loaded))
+        return best
 
     # ---- messages ----------------------------------------------------------------------------------------------------
 
@@ -231,7 +251,8 @@ class RouteCosts:
                 alone_since = None if backlog.prompts else now
                 backlog.add(message.request_id, prompt, now * 1e3)
                 self._offered.setdefault(worker.role, OfferedLoad()).add(offer.own_ms / 1e3, now)
-                self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, alone_since)
+                num_predicted = max(hit.tokens, offer.hit_tokens)
+                self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, num_predicted, alone_since)
                 self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
             case Abort():
                 for request_id in message.request_ids:
@@ -267,9 +288,10 @@ class RouteCosts:
     def on_prefill_done(self, message: PrefillDone, now: float) -> None:
         """Learn from a computed prompt. Unknown ids are ignored."""
         prefill_ms = 0.0 if message.recomputed_tokens else message.prefill_ms  # 0 = teaches no time
-        if loaded := message.kv_transfer:
-            self.sources.observe(msgspec.structs.replace(loaded, transfer_ms=loaded.transfer_ms + loaded.queue_ms))
-            prefill_ms = max(0.0, prefill_ms - loaded.transfer_ms - loaded.verify_ms)
+        if load := message.kv_transfer:
+            self._learn_load(message.request_id, load)
+            self.sources.observe(msgspec.structs.replace(load, transfer_ms=load.transfer_ms + load.queue_ms))
+            prefill_ms = max(0.0, prefill_ms - load.transfer_ms - load.verify_ms)
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
 
     def on_first_token(self, message: Tokens, now: float) -> None:
@@ -278,14 +300,23 @@ class RouteCosts:
         The time since the prompt was sent counts if it found no other prompt at the worker. It includes the delay by running
         requests, which the next prompt will meet too. Unknown ids and later tokens are ignored.
         """
-        if message.usage is not None and message.usage.kv_transfer is not None:
-            self.sources.observe(message.usage.kv_transfer)
+        load = (message.usage.kv_transfer if message.usage is not None else None) or TransferUsage()
+        self.sources.observe(load)
         placed = self._placed.get(message.request_id)
         if placed is None or message.usage is None:
             self.drop(message.request_id, now)
             return
-        elapsed_ms = 0.0 if placed.alone_since is None else (now - placed.alone_since) * 1e3
+        self._learn_load(message.request_id, load)
+        elapsed_ms = 0.0 if placed.alone_since is None else max(0.0, (now - placed.alone_since) * 1e3 - load.transfer_ms)
         self._on_computed(message.request_id, message.usage.num_cached_tokens, elapsed_ms, now)
+
+    def _learn_load(self, request_id: str, load: TransferUsage) -> None:
+        """Learn what a tier's load took; it is named as its transport."""
+        placed = self._placed.get(request_id)
+        known = self._workers.get(placed.worker) if placed is not None else None
+        if known is not None and load.transport:
+            price = self._load_prices.setdefault((known.pool, load.transport), LoadPrice())
+            price.observe(load.transferred_tokens, load.transfer_ms)
 
     def _on_computed(self, request_id: str, num_reported_cached: int, prefill_ms: float, now: float) -> None:
         placed = self._placed.get(request_id)
@@ -297,7 +328,7 @@ class RouteCosts:
         num_cached = min(num_reported_cached, placed.num_tokens)
         if known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
             self.contents.distrust(placed.worker)
-        self.num_predicted_hit_tokens += placed.hit.tokens
+        self.num_predicted_hit_tokens += placed.num_predicted
         self.num_real_hit_tokens += num_cached
         self._fit(known.pool).observe(placed.num_tokens - num_cached, num_cached, prefill_ms)
 
@@ -352,21 +383,17 @@ def source_of(offer: Offer) -> KVSource | None:
 def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False, slack_ms: float = 0.0) -> RoutingReport:
     """Return why one offer was chosen of all. Within ``slack_ms`` of the lowest score the request's session has chosen."""
     every = list(offers)
-    longest = max(offer.hit_tokens for offer in every)
-    if is_local:
-        reason = "local"
-    elif chosen.source is not None:
-        reason = "source"
-    elif any(offer.score < chosen.score - slack_ms for offer in every):
-        reason = "availability"
-    elif any(offer.score < chosen.score for offer in every):
-        reason = "session"
-    elif not longest:
-        reason = "load"
-    else:
-        reason = "prefix" if chosen.hit_tokens == longest else "wait"
+    longest, lowest = max(offer.hit_tokens for offer in every), min(offer.score for offer in every)
+    rules = (
+        ("local", is_local),
+        ("source", chosen.source is not None),
+        ("availability", lowest < chosen.score - slack_ms),
+        ("session", lowest < chosen.score),
+        ("load", not longest),
+        ("prefix", chosen.hit_tokens == longest),
+    )
     return RoutingReport(
-        reason=reason,
+        reason=next((reason for reason, holds in rules if holds), "wait"),
         candidates=len(every),
         predicted_hit_tokens=chosen.hit_tokens,
         longest_hit_tokens=longest,

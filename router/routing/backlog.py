@@ -71,15 +71,14 @@ class Backlog:
         num_delayed = 0
         others_ms: dict[int, float] = {}
         for name, prompt in self.prompts.items():
-            if name == self._running:
-                wait_ms += max(0.0, prompt.predicted_ms - (now_ms - self._since_ms))
-            elif prompt.due_ms <= due_ms:
-                wait_ms += prompt.predicted_ms
-                if tenant is not None and prompt.tenant != tenant:
-                    others_ms[prompt.tenant] = others_ms.get(prompt.tenant, 0.0) + prompt.predicted_ms
-            else:
+            is_running = name == self._running
+            if not is_running and prompt.due_ms > due_ms:
                 num_delayed += 1
                 continue
+            left_ms = max(0.0, prompt.predicted_ms - (now_ms - self._since_ms)) if is_running else prompt.predicted_ms
+            wait_ms += left_ms
+            if tenant is not None and prompt.tenant != tenant and not is_running:
+                others_ms[prompt.tenant] = others_ms.get(prompt.tenant, 0.0) + left_ms
             if name in self._unreported:
                 unreported_ms += prompt.predicted_ms
         if others_ms:

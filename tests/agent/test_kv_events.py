@@ -177,6 +177,16 @@ async def test_what_came_before_the_reader_is_replayed(server, blocks, feed):
     await reader.close()
 
 
+async def test_a_quiet_server_is_known_at_once(server, blocks, feed):
+    server.say(stored_here(0, 4))
+    reader = KVEventReader(server.publisher.address, server.publisher.replay_address, blocks)
+    reader.start()
+    await until(lambda: feed.contents() == keys(TOKENS[:64]))
+    await reader._on_frames([b"", bytes(8), reader._replayed[0]])  # it comes once more by subscription
+    assert feed.contents() == keys(TOKENS[:64])
+    await reader.close()
+
+
 async def test_missed_events_are_replayed(server, blocks, feed):
     reader = await reader_of(server, blocks, feed)
     reader._next_number -= 1  # as if the last batch had not come

@@ -43,6 +43,27 @@ def test_vllm_is_up_before_the_agent_and_gone_after_it(find, role):
     assert int(drain[-1]) <= spec["terminationGracePeriodSeconds"]
 
 
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_vllm_publishes_kv_events_to_the_agent_of_its_pod(find, role):
+    spec = pod(find, OURS, role)
+    events = json.loads(option(by_name(spec["initContainers"])["vllm"]["command"], "--kv-events-config"))
+    arguments = spec["containers"][0]["args"]
+    assert f"agent.kv_events_address={events['endpoint']}" in arguments
+    assert f"agent.kv_events_replay_address={events['replay_endpoint']}" in arguments
+    assert events["endpoint"] == "ipc://@kv-events-$(POD_NAME)", "a name of the pod, also in the node's network"
+    assert any(variable["name"] == "POD_NAME" for variable in by_name(spec["initContainers"])["vllm"]["env"])
+
+
+@pytest.mark.parametrize(
+    "setting",
+    ["config.router.routing=least_loaded", "vllm.arguments={--kv-events-config=x}", "prefill.vllm.dataParallelSize=1"],
+)
+def test_events_that_nobody_uses_or_the_operator_chose_are_not_set_up(find, setting):
+    spec = pod(find, OURS, "prefill", setting)
+    assert not any("kv_events" in argument for argument in spec["containers"][0]["args"])
+    assert "--kv-events-config" not in by_name(spec["initContainers"])["vllm"]["command"]
+
+
 def test_a_server_that_hangs_is_started_again_by_the_platform(find):
     vllm = by_name(pod(find, OURS, "decode")["initContainers"])["vllm"]
     for probe in ("startupProbe", "livenessProbe"):

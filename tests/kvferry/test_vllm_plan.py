@@ -124,6 +124,35 @@ def test_the_plug_in_understands_its_settings(install):
         assert settings.peer_rules(has_key=True).refusal("tcp://127.0.0.1:7000") is None
 
 
+def test_each_server_publishes_kv_events_to_its_own_agent(install):
+    cluster = prepared(install())
+    addresses = set()
+    for worker in ENGINES:
+        events = json.loads(options_of(cluster, worker)["--kv-events-config"])
+        agent = json.loads(cluster._spec(worker).read_input())["agent"]
+        assert events["enable_kv_cache_events"]
+        assert agent["kv_events_address"] == events["endpoint"]
+        assert agent["kv_events_replay_address"] == events["replay_endpoint"]
+        assert events["endpoint"].startswith("ipc://@"), "vLLM binds it, and no other machine reaches it"
+        addresses |= {events["endpoint"], events["replay_endpoint"]}
+    assert len(addresses) == 2 * len(ENGINES)
+
+
+@pytest.mark.parametrize(
+    "setting",
+    [
+        "router.routing=least_loaded",
+        "local.vllm_arguments=--kv-events-config {}",
+        "local.vllm_arguments=--kv_events_config={}",
+        "local.vllm_arguments=--data-parallel-size 2",
+    ],
+)
+def test_events_that_nobody_uses_or_the_user_chose_are_not_set_up(install, setting):
+    cluster = prepared(install(), setting)
+    assert json.loads(cluster._spec("decode-0").read_input())["agent"].get("kv_events_address", "") == ""
+    assert '"endpoint"' not in options_of(cluster, "decode-0").get("--kv-events-config", "")
+
+
 def test_no_two_servers_share_a_port(install):
     cluster = prepared(install(), "local.num_prefill=3", "local.num_decode=3")
     ports = []

@@ -158,6 +158,10 @@ volumeMounts:
 {{- if has .role (list "encode" "prefill" "decode" "aggregated") -}}
 {{- $command = concat $command (list "--engine-id" "$(POD_NAME)") -}}
 {{- end -}}
+{{- if include "kvferry.hasKvEvents" . -}}
+{{- $address := include "kvferry.eventsAddress" . -}}
+{{- $command = concat $command (list "--set" (printf "agent.kv_events_address=%s" $address) "--set" (printf "agent.kv_events_replay_address=%s-replay" $address)) -}}
+{{- end -}}
 {{- if and (include "kvferry.servesReaders" .) (not (include "kvferry.isVllm" .)) -}}
 {{- $command = concat $command (list "--advertise-host" "$(POD_IP)") -}}
 {{- end -}}

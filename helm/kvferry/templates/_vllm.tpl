@@ -51,6 +51,28 @@ vLLM is the main container itself, behind llm-d's proxy on decode pods.
       "kv_connector_extra_config" $extra | toJson -}}
 {{- end -}}
 
+{{/*
+"true" if vLLM tells the agent what its prefix cache holds: unless the router places by load, the engine has several data-parallel
+ranks with an endpoint each, or the values have endpoints of their own.
+*/}}
+{{- define "kvferry.hasKvEvents" -}}
+{{- if include "kvferry.hasAgent" . -}}
+{{- $config := include "kvferry.config" .  | fromYaml -}}
+{{- $own := default dict (index .root.Values .role).vllm -}}
+{{- $arguments := join " " (concat .root.Values.vllm.arguments (default list $own.arguments)) | replace "_" "-" -}}
+{{- $isUsed := eq (dig "router" "routing" "predicted" $config) "predicted" -}}
+{{- if and $isUsed (not (hasKey $own "dataParallelSize")) (not (contains "--kv-events-config" $arguments)) (not (dig "agent" "kv_events_address" "" $config)) -}}true{{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* A name in the pod's network namespace, or the node's: only processes there reach it, and vLLM binds it. */}}
+{{- define "kvferry.eventsAddress" -}}ipc://@kv-events-$(POD_NAME){{- end -}}
+
+{{- define "kvferry.vllmEvents" -}}
+{{- $address := include "kvferry.eventsAddress" . -}}
+{{- dict "enable_kv_cache_events" true "publisher" "zmq" "endpoint" $address "replay_endpoint" (printf "%s-replay" $address) | toJson -}}
+{{- end -}}
+
 {{/* The command line, of the node of this number for an engine of several: (dict "root" $ "role" "prefill" "headless" false). */}}
 {{- define "kvferry.vllmCommand" -}}
 {{- $config := include "kvferry.config" . | fromYaml -}}
@@ -68,6 +90,9 @@ vLLM is the main container itself, behind llm-d's proxy on decode pods.
 {{- if ne (default "auto" $config.model.dtype) "auto" -}}{{- $command = concat $command (list "--dtype" $config.model.dtype) -}}{{- end -}}
 {{- if include "kvferry.hasPlugin" . -}}
 {{- $command = concat $command (list "--kv-transfer-config" (include "kvferry.vllmTransfer" .)) -}}
+{{- end -}}
+{{- if and (include "kvferry.hasKvEvents" .) (not .headless) -}}
+{{- $command = concat $command (list "--kv-events-config" (include "kvferry.vllmEvents" .)) -}}
 {{- end -}}
 {{- if gt $nodes 1 -}}
 {{- $command = concat $command (list "--nnodes" (toString $nodes) "--node-rank" "$(LWS_WORKER_INDEX)" "--master-addr" "$(LWS_LEADER_ADDRESS)") -}}

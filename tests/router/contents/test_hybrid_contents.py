@@ -180,7 +180,7 @@ def test_a_part_of_an_unknown_medium_is_ignored():
     for report in feed.take_reports("r"):
         router.on_report(report)
     assert router.num_blocks_held(GROUP, hash_keys(CHAINS[0])) == {}
-    assert router.num_blocks_in_tiers(GROUP, hash_keys(CHAINS[0]), {}) == {}
+    assert list(router.num_blocks_in_tiers(GROUP, hash_keys(CHAINS[0]), {})) == []
     assert router.is_known(WorkerKey("w", 1))
 
 
