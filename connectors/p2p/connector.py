@@ -108,8 +108,9 @@ class P2PConnector(Connector):
 
     def num_leased_blocks(self) -> int:
         """Return how many blocks are leased to consumers."""
-        agent = self.driver.agent
-        return 0 if agent is None else agent.producer.leases.num_blocks
+        agent, pins = self.driver.agent, self.scheduler.pins
+        num_pinned = pins.num_blocks if pins is not None else 0  # the engine frees them a moment after their leases
+        return num_pinned if agent is None else max(num_pinned, agent.producer.leases.num_blocks)
 
     def longest_lease_s(self) -> float:
         """Return how long the longest lease lasts unless its consumer renews it, in seconds."""

@@ -17,6 +17,8 @@ from kvferry.sim.driver import SimDriver, WriteWatch
 from kvferry.sim.host import Host
 from kvferry.sim.timing_checks import TimingChecks
 
+_PATIENCE_S = (0.25, 1.0, 3.0)  # the least that a reader waits for a source
+
 
 class SimConnector(SimDriver):
     """Producer on prefill workers, consumer on decode workers; both on all workers if they serve beginnings of prompts."""
@@ -33,6 +35,8 @@ class SimConnector(SimDriver):
             post=self._post if config.peer_prefixes else None,
         )
         self.scheduler.control_address = control_address
+        if self.scheduler.pulls is not None:
+            self.scheduler.pulls.least_patience_s = _PATIENCE_S[identity.incarnation % len(_PATIENCE_S)]
         self.worker = P2PConnectorWorker(self._submit)
         self._ended_loads: Counter[str] = Counter()  # by outcome
 

@@ -26,7 +26,7 @@ from kvferry.sim.faults import (
     draw_kinds,
 )
 from kvferry.sim.image_plan import ImagePlan, draw_images
-from kvferry.sim.next_turns import draw_next_turns
+from kvferry.sim.next_turns import draw_conversations
 from kvferry.sim.plan import MAX_MODEL_LEN, ClusterPlan, RequestPlan, WorkerPlan, router_address
 from kvferry.sim.slow_reading import SEND_TIMEOUT_S, draw_slow_readers
 from kvferry.sim.step_loads import StepLoadPlan, draw_step_loads
@@ -94,17 +94,26 @@ class _Cluster:
     has_other_layout: bool
 
 
-def draw_plan(seed: int, chosen: Collection[Fault] | None = None, async_scheduling: bool | None = None) -> ClusterPlan:
+def draw_plan(
+    seed: int,
+    chosen: Collection[Fault] | None = None,
+    async_scheduling: bool | None = None,
+    peer_prefixes: bool | None = None,
+) -> ClusterPlan:
     """Return the plan of a seed, with the kinds of faults that it draws, or with all that are ``chosen``.
 
-    Other kinds give another run, not a part of the same. ``async_scheduling`` is drawn where it is None.
+    Other kinds give another run, not a part of the same. ``async_scheduling`` and ``peer_prefixes`` are drawn where they are
+    None.
     """
     random = Random(seed)
     cluster = _draw_cluster(seed, None if chosen is None else frozenset(chosen), async_scheduling, random)
     kinds, config, shape, workers = cluster.kinds, cluster.config, cluster.shape, cluster.workers
     requests = _draw_requests(random, kinds, cluster.routers, shape.attentions)
-    if config.connector.peer_prefixes:
-        requests += draw_next_turns(Random(f"{seed}/turns"), requests, shape.attentions, _MAX_PROMPT_TOKENS)
+    if peer_prefixes is None:
+        peer_prefixes = Random(f"{seed}/prefixes").random() < _PREFIXES_SHARE
+    if peer_prefixes:
+        config = replace_struct(config, connector=replace_struct(config.connector, peer_prefixes=True))
+        requests = draw_conversations(Random(f"{seed}/turns"), requests, shape.attentions)
     tier = draw_tier(seed, chosen, [worker.engine_id for worker in workers]) if config.cache.enable_prefix_caching else None
     if tier is not None:
         workers, requests = _let_tier_be_used(Random(f"{seed}/tier use"), shape, config, workers, requests)
@@ -151,8 +160,6 @@ def _draw_cluster(seed: int, chosen: frozenset[Fault] | None, async_scheduling: 
         async_scheduling = Random(f"{seed}/look ahead").random() < _ASYNC_SCHEDULING_SHARE
     if async_scheduling:
         config = replace_struct(config, scheduler=replace_struct(config.scheduler, async_scheduling="on"))
-    if Random(f"{seed}/prefixes").random() < _PREFIXES_SHARE:
-        config = replace_struct(config, connector=replace_struct(config.connector, peer_prefixes=True))
     shape = draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
     workers = _draw_workers(random, kinds, config, shape)
     if chosen is None:

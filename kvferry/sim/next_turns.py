@@ -13,16 +13,22 @@ from core.testing.hash_model import HashAttention, expected_tokens
 from kvferry.sim.plan import RequestPlan
 
 _DELAY_S = (0.5, 6.0)
+_MAX_TURNS = 2
+_MAX_PROMPT_TOKENS = 100
 _MAX_NEW_TOKENS = 20
 _MAX_OUTPUT_TOKENS = 12
 
 
-def draw_next_turns(
-    random: Random, requests: Sequence[RequestPlan], attentions: tuple[HashAttention, ...], max_prompt_tokens: int
+def draw_conversations(
+    random: Random, requests: Sequence[RequestPlan], attentions: tuple[HashAttention, ...]
 ) -> tuple[RequestPlan, ...]:
-    """Return the next turns of those conversations whose prompts stay short enough."""
-    turns = [_next_turn(random, request, attentions) for request in requests if not request.stop_token_ids]
-    return tuple(turn for turn in turns if len(turn.prompt_token_ids) <= max_prompt_tokens)
+    """Return the requests, each followed by up to two more turns as long as its prompt stays short enough."""
+    every = turns = list(requests)
+    for _ in range(_MAX_TURNS):
+        turns = [_next_turn(random, request, attentions) for request in turns if not request.stop_token_ids]
+        turns = [turn for turn in turns if len(turn.prompt_token_ids) <= _MAX_PROMPT_TOKENS]
+        every = every + turns
+    return tuple(every)
 
 
 def _next_turn(random: Random, request: RequestPlan, attentions: tuple[HashAttention, ...]) -> RequestPlan:

@@ -29,7 +29,7 @@ from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Retried
 from router.dispatch.types import Update
 from router.dispatch.worker_gateway import RECONNECT_S
 
-EAGER_MARGIN = 1e3  # half of the routers let prompts be loaded even where computing them is much faster
+EAGER_MARGIN = 1e3  # most routers let prompts be loaded even where computing them is much faster
 
 
 class SimRouter:
@@ -52,7 +52,7 @@ class SimRouter:
         self._retries = retries
         limits = replace(RouterLimits.of(config), encode_timeout_s=encode_timeout_s)
         self.core = RouterCore(MODEL, new_hex_id(SeededIds(ids_seed)), limits)
-        if ids_seed % 2:
+        if ids_seed % 4:
             self.core.route_costs.sources.margin = EAGER_MARGIN
         self._tick_s = limits.tick_s
         self._clients: dict[str, Client] = {}

@@ -14,6 +14,7 @@ FIRST_BYTES_PER_MS = 500_000.0
 MARGIN = 0.8  # a transfer must be predicted to take less than this share of the time that it saves
 _MEMORY = 0.9  # the means cover about the last ten transfers
 _LEAST_BYTES = 1 << 20  # smaller transfers tell nothing of the speed
+_MOST = 4.0
 
 
 @dataclass(slots=True)
@@ -29,10 +30,15 @@ class TransferTime:
         return self.base_ms + num_bytes / self.bytes_per_ms
 
     def observe(self, num_bytes: int, real_ms: float) -> None:
-        """Learn from a transfer. A slow one lowers the speed at once by its share; a small one tells of the fixed time only."""
+        """Learn from a transfer; a small one tells of the fixed time only.
+
+        The first transfer from a peer also opens it. So one that is much slower than predicted counts as ``_MOST`` times as slow;
+        if all are, the estimate follows within ten.
+        """
         if num_bytes <= 0 or real_ms <= 0:
             return
         self.num_seen += 1
+        real_ms = min(real_ms, _MOST * self.ms(num_bytes))
         if num_bytes < _LEAST_BYTES:
             self.base_ms = _MEMORY * self.base_ms + (1 - _MEMORY) * real_ms
             return

@@ -42,6 +42,7 @@ def known():
     p2p = P2PMetrics(worker)
     p2p.read_at_scrape(lambda: 0, lambda: 0, dict)
     p2p.read_broken_transports((), dict)
+    p2p.start_prefixes(lambda: 0)
     return families(router) | families(worker) | ELSEWHERE
 
 

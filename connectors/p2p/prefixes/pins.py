@@ -41,6 +41,7 @@ class PrefixPins:
         self._post = post
         self._asked: list[PrefixAsked] = []
         self._pins: dict[str, list[KVCacheBlock]] = {}
+        self.num_blocks = 0  # that are pinned, once for each reference
 
     @property
     def has_questions(self) -> bool:
@@ -67,6 +68,7 @@ class PrefixPins:
         """Free a pin whose lease is over. One that was freed early is ignored."""
         blocks = self._pins.pop(transfer_id, None)
         if blocks is not None:
+            self.num_blocks -= len(blocks)
             manager.block_pool.free_blocks(reversed(blocks))
 
     def free_all(self, manager: KVCacheManager) -> bool:
@@ -92,11 +94,12 @@ class PrefixPins:
         num_taken = sum(block.ref_cnt == 0 for block in blocks)
         if pool.num_free_blocks - num_taken < MIN_FREE_SHARE * pool.num_usable_blocks:
             return "pressure"
-        if sum(map(len, self._pins.values())) + len(blocks) > MAX_PINNED_SHARE * pool.num_usable_blocks:
+        if self.num_blocks + len(blocks) > MAX_PINNED_SHARE * pool.num_usable_blocks:
             return "limit"
         handoff = self._describe(manager, chain, tables, num_tokens)
         pool.touch(blocks)
         self._pins[handoff.transfer_id] = blocks
+        self.num_blocks += len(blocks)
         return PrefixFound(asked, handoff, len(blocks))
 
     def _describe(

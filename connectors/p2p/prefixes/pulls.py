@@ -23,6 +23,7 @@ class PrefixPulls:
     """Questions by request. ``post`` sends to the event loop; ``block_size`` is that of this worker's blocks."""
 
     def __init__(self, block_size: int, hash_block_size: int, post: Callable[[object], None]) -> None:
+        self.least_patience_s = LEAST_PATIENCE_S
         self._block_size = block_size
         self._hash_block_size = hash_block_size
         self._post = post
@@ -47,7 +48,7 @@ class PrefixPulls:
             return False
         self._asked[request.request_id] = request.num_preemptions
         self._waiting[request.request_id] = request
-        patience_s = max(LEAST_PATIENCE_S, source.patience_ms / 1e3) if source.patience_ms else DEFAULT_PATIENCE_S
+        patience_s = max(self.least_patience_s, source.patience_ms / 1e3) if source.patience_ms else DEFAULT_PATIENCE_S
         chain = b"".join(request.block_hashes[: most // self._hash_block_size])
         self._post(AskPrefix(request.request_id, source, self._block_size, chain, patience_s))
         return True

@@ -19,6 +19,9 @@ from core.wire.kv import (
     LeaseRelease,
     LeaseRenew,
     LeaseState,
+    PrefixHeld,
+    PrefixQuestion,
+    PrefixRefused,
 )
 from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import (
@@ -240,6 +243,11 @@ CONTROL_MESSAGES = {
     "lease_renew": LeaseRenew(transfer_ids=("t1", "t2")),
     "lease_state": LeaseState(incarnation=1, left_ms={"t1": 0}),
     "lease_release": LeaseRelease(transfer_ids=("t1",), reason="aborted"),
+    "prefix_question": PrefixQuestion(
+        number=4, engine_id="decode-0", incarnation=1, model_fingerprint=b"\x01\x02", block_size=64, chain=bytes(range(32))
+    ),
+    "prefix_held": PrefixHeld(number=4, kv_handoff=HANDOFF),
+    "prefix_refused": PrefixRefused(number=4, incarnation=1, reason="pressure"),
     "control_error": ControlError(code="protocol_error", message="bad"),
 }
 

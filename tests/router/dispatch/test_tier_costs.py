@@ -6,7 +6,7 @@ import pytest
 
 from core.kv.hashing import BlockHasher
 from core.wire.contents import HOST, STORE, ContentPart, ContentReport
-from core.wire.messages import Generate, PrefillDone
+from core.wire.messages import Generate, PrefillDone, TransferUsage
 from core.wire.sampling import SamplingParams
 from router.contents.keys import prompt_keys
 from router.dispatch.route_costs import RouteCosts

@@ -1,0 +1,116 @@
+"""Where the beginning of a prompt is loaded from, and what that changes in the cost of a worker."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+
+from core.wire.messages import Generate, PrefillDone, TransferUsage
+from core.wire.sampling import SamplingParams
+from router.dispatch.route_costs import RouteCosts, report, source_of
+from router.routing.transfer import FIRST_BASE_MS
+from tests.router.dispatch.test_policy import member
+
+PROMPT = tuple(range(5000))
+
+
+def serving(worker, **facts):
+    name = worker.key.engine_id
+    return replace(
+        worker, facts=msgspec.structs.replace(worker.facts, prefix_address=f"tcp://{name}:1", num_blocks=1000, **facts)
+    )
+
+
+@pytest.fixture
+def prefills():
+    return [serving(member("prefill", "p0")), serving(member("prefill", "p1"))]
+
+
+@pytest.fixture
+def decode():
+    return serving(member("decode", "d0"))
+
+
+def compute(costs, worker, prompt=PROMPT, request_id="before"):
+    """Let a worker have computed a prompt: without reports the router's own placements count as its contents."""
+    message = Generate(request_id=request_id, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=5))
+    costs.on_sent(worker, message, 0.0)
+    costs.on_prefill_done(PrefillDone(request_id=request_id, choices=(), prefill_ms=2000.0), 2.0)
+
+
+def offers(costs, workers, members, prompt=PROMPT):
+    found = costs.offers(workers, prompt, (), 3.0, members)
+    return {key.engine_id: offer for key, offer in found.items()}
+
+
+def test_the_decode_worker_that_holds_the_prompt_is_the_source(prefills, decode):
+    costs = RouteCosts()
+    compute(costs, decode)
+    found = offers(costs, prefills, [*prefills, decode])
+    for offer in found.values():
+        assert offer.source.holder.worker.key == decode.key
+        assert offer.own_ms < offer.alone_ms
+        source = source_of(offer)
+        assert (source.engine_id, source.control_address) == ("d0", "tcp://d0:1")
+        assert source.num_tokens > 4900
+        assert source.patience_ms == pytest.approx(offer.alone_ms - (offer.own_ms - offer.source.transfer_ms), abs=1)
+        assert report(offer, found.values()).source == "d0"
+        assert report(offer, found.values()).reason == "source"
+
+
+def test_only_what_the_reader_lacks_is_loaded(prefills, decode):
+    costs = RouteCosts()
+    compute(costs, decode)
+    compute(costs, prefills[0], PROMPT[:4000], "shorter")
+    found = offers(costs, prefills, [*prefills, decode])
+    assert found["p0"].source.transfer_ms < found["p1"].source.transfer_ms
+    assert found["p0"].score < found["p1"].score
+
+
+@pytest.mark.parametrize("why", ["serves none", "reads none", "draining", "holds as much", "another model"])
+def test_a_worker_that_cannot_help_is_no_source(prefills, decode, why):
+    costs = RouteCosts()
+    compute(costs, decode)
+    match why:
+        case "serves none":
+            decode = replace(decode, facts=msgspec.structs.replace(decode.facts, prefix_address=""))
+        case "reads none":
+            prefills = [replace(worker, facts=msgspec.structs.replace(worker.facts, prefix_address="")) for worker in prefills]
+        case "draining":
+            decode.is_draining = True
+        case "holds as much":
+            for number, worker in enumerate(prefills):
+                compute(costs, worker, request_id=str(number))
+        case "another model":
+            decode = serving(decode, model_fingerprint=b"other")
+    assert all(offer.source is None for offer in offers(costs, prefills, [*prefills, decode]).values())
+
+
+def test_a_slow_link_is_not_used(prefills, decode):
+    costs = RouteCosts()
+    compute(costs, decode)
+    transport = decode.facts.transports[0] if decode.facts.transports else "shm"
+    for _ in range(50):
+        costs.sources.observe(TransferUsage(transport=transport, transferred_bytes=1 << 20, transfer_ms=60_000.0))
+    assert all(offer.source is None for offer in offers(costs, prefills, [*prefills, decode]).values())
+
+
+def test_the_transfer_of_a_prefill_worker_teaches_the_link_and_not_the_prefill_time(prefills):
+    costs = RouteCosts()
+    message = Generate(request_id="a", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=5))
+    costs.on_sent(prefills[0], message, 0.0)
+    usage = TransferUsage(transport="shm", transferred_tokens=4000, transferred_bytes=1000, transfer_ms=400.0, queue_ms=5.0)
+    done = PrefillDone(request_id="a", choices=(), prefill_ms=500.0, num_cached_tokens=4000, kv_transfer=usage)
+    costs.on_prefill_done(done, 1.0)
+    assert costs.sources.times["shm"].base_ms > FIRST_BASE_MS
+    assert costs.prefill_time(prefills[0]).ms(1000, 4000) == pytest.approx(100.0, rel=0.1)
+
+
+def test_a_decode_worker_may_load_the_prompt_again_from_who_holds_most(prefills, decode):
+    costs = RouteCosts()
+    compute(costs, prefills[1])
+    source = costs.source_for(decode, PROMPT, (), [*prefills, decode])
+    assert source.engine_id == "p1"
+    assert costs.source_for(decode, tuple(range(9000, 9500)), (), [*prefills, decode]) is None
