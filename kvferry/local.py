@@ -21,7 +21,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import TracebackType
 from typing import Self
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -37,9 +36,9 @@ from kvferry.health import HealthLimits, HealthWatch, WatchedProcess
 from kvferry.http_get import get
 from kvferry.preflight import check_cluster, reserved_bytes
 from kvferry.processes import Backoff, Child, ChildSpec, ProcessKeeper
+from kvferry.router_plan import ROUTER, RouterPlan
 from kvferry.vllm_plan import VllmServers
 
-ROUTER = "router"
 STORE = "kvstore"
 _POLL_S = 0.05
 _PROBE_TIMEOUT_S = 2.0
@@ -119,7 +118,8 @@ class LocalCluster:
         self._options = options or ProcessOptions()
         self._control_ports: dict[str, int] = {}
         self._roles = worker_roles(self._config)
-        self._services = (ROUTER, STORE) if self._config.local.kvstore else (ROUTER,)
+        self._routers = RouterPlan(self._config.router)
+        self._stores = (STORE,) if self._config.local.kvstore else ()
         self._vllm = VllmServers(self._config, self._roles) if self._config.local.engine == "vllm" else None
         self._servers = self._vllm.names if self._vllm is not None else ()
         self._backoffs = {name: self._new_backoff() for name in self._names}
@@ -164,8 +164,8 @@ class LocalCluster:
             self._temporary_logs = Path(tempfile.mkdtemp(prefix="kvferry-"))
         self._keeper = ProcessKeeper(SystemClock(), self._on_exit)
         try:
-            self._start_router(deadline, is_cancelled)
-            if STORE in self._services:
+            self._start_routers(deadline, is_cancelled)
+            if self._stores:
                 self._start_store(deadline, is_cancelled)
             if self._options.keep_control_ports:
                 names = [name for name, role in self._roles.items() if role == "prefill"]
@@ -195,10 +195,10 @@ class LocalCluster:
         if keeper is None:
             return
         try:
-            keeper.end([ROUTER], grace_s if router_grace_s is None else router_grace_s)
+            keeper.end(self._routers.names, grace_s if router_grace_s is None else router_grace_s)
             keeper.end(list(self._roles), grace_s)
             keeper.end(list(self._servers), grace_s)
-            keeper.end(list(self._services[1:]), grace_s)
+            keeper.end(self._stores, grace_s)
         finally:
             keeper.close()
             if self._temporary_logs is not None:
@@ -230,7 +230,7 @@ class LocalCluster:
 
     @property
     def pids(self) -> dict[str, int]:
-        """The live processes by name, the router as ``router``, the store as ``kvstore``, vLLM's by their workers' names."""
+        """The live processes by name: ``router``, ``router-1``, ..., ``kvstore``, workers, and vLLM's by their workers."""
         children = {name: self._live(name) for name in self._names}
         return {name: child.pid for name, child in children.items() if child is not None}
 
@@ -304,7 +304,7 @@ class LocalCluster:
 
     @property
     def _names(self) -> tuple[str, ...]:
-        return (*self._services, *self._servers, *self._roles)
+        return (*self._routers.names, *self._stores, *self._servers, *self._roles)
 
     @property
     def _ready_timeout_s(self) -> float:
@@ -324,17 +324,15 @@ class LocalCluster:
     def _new_backoff(self) -> Backoff:
         return Backoff(self._config.local.restart_backoff_s, self._config.local.restart_backoff_max_s)
 
-    def _start_router(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
-        """Start the router on free ports, and pin them, so that a restarted router keeps its addresses."""
-        router = self._config.router
-        if router.worker_address == RouterSection().worker_address:  # any port, so that several clusters can run at once
-            router = msgspec.structs.replace(router, worker_address="tcp://127.0.0.1:0")
-        self._config = msgspec.structs.replace(self._config, router=router)
-        addresses = self._addresses(self._running().start(self._spec(ROUTER)), deadline, is_cancelled)
+    def _start_routers(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
+        """Start the routers on free ports, and pin them, so that a restarted router keeps its addresses."""
+        self._routers = RouterPlan(_on_any_worker_port(self._config.router))
+        first, *others = self._routers.names
+        addresses = self._addresses(self._running().start(self._spec(first)), deadline, is_cancelled)
         self._base_url = addresses["http_address"]
-        port = urlsplit(self._base_url).port or 0
-        router = msgspec.structs.replace(router, port=port, worker_address=addresses["worker_address"])
-        self._config = msgspec.structs.replace(self._config, router=router)
+        self._routers.pin(first, addresses)
+        for child in [self._running().start(self._spec(name)) for name in others]:
+            self._routers.pin(child.spec.name, self._addresses(child, deadline, is_cancelled))
 
     def _start_store(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
         """Start the store on a free port, and pin it; every worker gets its address."""
@@ -366,12 +364,15 @@ class LocalCluster:
         if self._vllm is not None and role is not None:
             words, variables = ["agent", "--role", role], {**self._vllm.agent_variables, **variables}
         else:
-            words = [name] if role is None else [*_ROLE_ARGUMENTS[role]]
+            own = STORE if name in self._stores else ROUTER
+            words = [own] if role is None else [*_ROLE_ARGUMENTS[role]]
         command = [sys.executable, "-P", "-m", "kvferry", *words, "--config", str(STDIN)]
         return ChildSpec(name, command, self._log_file(name), lambda: dump_config(self._config_of(name)), variables)
 
     def _config_of(self, name: str) -> KVFerryConfig:
-        return self._config if name in self._services else self._worker_config(name)
+        if name in self._routers.names:
+            return msgspec.structs.replace(self._config, router=self._routers.section(name))
+        return self._config if name in self._stores else self._worker_config(name)
 
     def _worker_configs(self) -> dict[str, tuple[Role, KVFerryConfig]]:
         return {name: (role, self._worker_config(name)) for name, role in self._roles.items()}
@@ -379,7 +380,7 @@ class LocalCluster:
     def _worker_config(self, name: str) -> KVFerryConfig:
         chosen: dict[str, object] = {
             "engine_id": name,
-            "router_addresses": (self._config.router.worker_address,),
+            "router_addresses": self._routers.worker_addresses,
             "control_address": f"tcp://127.0.0.1:{self._control_ports.get(name, 0)}",
             "ops_port": 0,
             "workers_on_host": len(self._roles),
@@ -467,6 +468,13 @@ class LocalCluster:
             return ""
         path = "started" if child.spec.name in self._roles and not has_started else "health"
         return f"{_ops_address(child)}/{path}"
+
+
+def _on_any_worker_port(router: RouterSection) -> RouterSection:
+    """Return the settings with any port in place of the default one, so that several clusters can run at once."""
+    if router.worker_address != RouterSection().worker_address:
+        return router
+    return msgspec.structs.replace(router, worker_address="tcp://127.0.0.1:0")
 
 
 def _ops_address(child: Child) -> str:

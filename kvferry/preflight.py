@@ -32,6 +32,7 @@ from core.wire.sockets import split_tcp
 from kvferry.machine import format_bytes, memory_limit_bytes, why_no_cuda, why_not_bindable, why_not_writable
 from kvferry.progress import shown_progress
 from kvferry.roles import check_exposure
+from kvferry.router_plan import RouterPlan
 
 Workers = Mapping[str, tuple[Role, KVFerryConfig]]  # by name, with the settings of each
 
@@ -159,11 +160,12 @@ def _check_bindable(setting: str, host: str, port: int) -> None:
 
 def _router_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, int]]]:
     """Return the addresses that a router binds; port 0 can always be bound if the host can."""
-    router = config.router
+    router, plan = config.router, RouterPlan(config.router)
     yield "router.port", (router.host, router.port)
-    if router.ops_port is not None:
-        yield "router.ops_port", (router.ops_host, router.ops_port)
-    yield "router.worker_address", split_tcp(router.worker_address)
+    for section in map(plan.section, plan.names):
+        if section.ops_port is not None:
+            yield "router.ops_port", (section.ops_host, section.ops_port)
+        yield "router.worker_address", split_tcp(section.worker_address)
 
 
 def _service_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, int]]]:

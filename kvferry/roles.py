@@ -80,6 +80,11 @@ def _check(role: Role | Literal["router"], config: KVFerryConfig) -> None:
 
 def _run(role: ProcessRole, config: KVFerryConfig, pipe: SupervisorPipe) -> int:
     is_json = config.log.format == "json"
+    if role == "router" and config.router.processes > 1:
+        from kvferry.router_group import run_group
+
+        configure_logging(config.log.level, "routers", is_json=is_json)
+        return run_group(config, pipe.announce)
     if role == "router":
         with without_collections():
             from router.main import run as run_router

@@ -126,7 +126,7 @@ class Router:
         Raises:
             ConfigError: an address cannot be bound.
         """
-        self._socket = _listen(self._config.host, self._config.port)
+        self._socket = _listen(self._config.host, self._config.port, is_shared=self._config.shares_port)
         try:
             if self._ops is not None:
                 self.ops_address = await self._ops.start(self._config.ops_host, self._config.ops_port or 0)
@@ -155,6 +155,8 @@ class Router:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, wait up to ``grace_s`` for those in flight, fail the rest, and close. Idempotent."""
         self.endpoints.is_closing = True
+        if self._config.shares_port and self._server is not None:
+            self._server.stop_listening()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
                 await self.gateway.wait_idle()
@@ -187,6 +189,11 @@ class _Server(uvicorn.Server):
         await super().startup(sockets)
         self.is_up.set()
 
+    def stop_listening(self) -> None:
+        """Accept no more connections: the other processes that listen at this port get them."""
+        for server in self.servers:
+            server.close()
+
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
         yield
@@ -204,8 +211,8 @@ def _client_limits(config: RouterSection) -> ClientLimits:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """Return a listening socket; the host ``""`` or ``*`` means all addresses.
+def _listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
+    """Return a listening socket; the host ``""`` or ``*`` means all addresses. A shared port takes sockets of other processes.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -213,7 +220,7 @@ def _listen(host: str, port: int) -> socket.socket:
     name = "" if host == "*" else host
     family = socket.AF_INET6 if ":" in name else socket.AF_INET
     try:
-        listening = socket.create_server((name, port), family=family, backlog=_BACKLOG)
+        listening = socket.create_server((name, port), family=family, backlog=_BACKLOG, reuse_port=is_shared)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="router.port") from None
     # asyncio sets it only for sockets of its own. Without it a token waits until the client's kernel acknowledges

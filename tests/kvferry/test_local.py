@@ -34,7 +34,7 @@ def test_encode_workers_are_read_by_a_connector_even_if_none_was_named():
 
 def keys_of(cluster):
     """Return the keys that the processes of a cluster read from their standard input."""
-    names = [*cluster._services, *cluster._roles]
+    names = [*cluster._routers.names, *cluster._stores, *cluster._roles]
     return {json.loads(cluster._spec(name).read_input())["security"]["cluster_key"] for name in names}
 
 
@@ -49,7 +49,7 @@ def test_a_cluster_makes_one_key_of_its_own_for_all_its_processes():
 def test_the_key_is_in_no_command_line_and_no_environment():
     cluster = LocalCluster(load_config(assignments=["local.kvstore=true"]))
     (key,) = keys_of(cluster)
-    for name in [*cluster._services, *cluster._roles]:
+    for name in [*cluster._routers.names, *cluster._stores, *cluster._roles]:
         assert not [part for part in cluster._spec(name).command if key in part]
     assert key not in os.environ.values()
 

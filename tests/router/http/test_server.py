@@ -54,6 +54,41 @@ async def test_a_taken_http_port_is_a_configuration_error(start_router):
         await start_router(port=under_test.router.port)
 
 
+async def test_routers_that_share_a_port_serve_it_together(start_router):
+    first = await start_router(shares_port=True)
+    second = await start_router(shares_port=True, port=first.router.port)
+    both = (first, second)
+    async with asyncio.timeout(20):
+        while min(each.metric("kvferry_http_requests_total", path="/health", status="200") for each in both) < 1:
+            async with first.client() as client:  # the kernel chooses for each connection
+                await client.get("/health")
+    await second.router.stop()
+    for _ in range(10):
+        async with first.client() as client:
+            assert (await client.get("/health")).status_code == 200
+
+
+async def test_a_router_that_drains_leaves_a_shared_port_to_the_others(start_router):
+    first = await start_router(shares_port=True)
+    await first.pair()
+    second = await start_router(shares_port=True, port=first.router.port)
+    _, decode = await second.pair(pause_after=1)
+    transport = httpx.ASGITransport(second.router.app)  # whatever the kernel chooses
+    waiting = asyncio.create_task(
+        httpx.AsyncClient(transport=transport, base_url=second.url).post("/v1/completions", json=BODY)
+    )
+    await decode.generated()
+    draining = asyncio.create_task(second.router.stop(grace_s=10))
+    await second.until(lambda: second.router.endpoints.is_closing)
+    await asyncio.sleep(0)
+    for _ in range(10):
+        async with first.client() as client:
+            assert (await client.post("/v1/completions", json=BODY)).status_code == 200
+    decode.script.resume.set()
+    assert (await waiting).status_code == 200
+    await draining
+
+
 async def test_a_failed_start_frees_the_http_port(start_router):
     under_test = await start_router()
     taken = under_test.router.worker_address

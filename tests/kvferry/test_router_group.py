@@ -1,0 +1,70 @@
+"""``kvferry router`` with several processes: real ones, started, killed and drained."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.usefixtures("no_child_left")]
+
+DEADLINE_S = 60.0
+SETTINGS = ("router.processes=2", "router.port=0", "router.worker_address=tcp://127.0.0.1:0")
+
+
+def until(read):
+    """Return the first value of ``read()`` that is not empty."""
+    deadline = time.monotonic() + DEADLINE_S
+    while time.monotonic() < deadline:
+        if found := read():
+            return found
+        time.sleep(0.1)
+    raise TimeoutError
+
+
+@pytest.fixture
+def group(tmp_path):
+    """A group of two routers: its process, and a function that returns the lines of its log with an event."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-P", "-m", "kvferry", "router"]
+    for setting in SETTINGS:
+        command += ["--set", setting]
+    with log.open("wb") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, start_new_session=True)
+
+    def lines(name):
+        return [line for line in log.read_text().splitlines() if f"event={name}" in line]
+
+    yield process, lines
+    process.kill()
+    process.wait()
+
+
+def field(line, name):
+    return line.partition(f" {name}=")[2].split()[0]
+
+
+def test_routers_share_a_port_and_one_that_dies_is_replaced(group):
+    process, lines = group
+    until(lambda: lines("routers_started"))
+    ports = {field(line, "http") for line in lines("router_started")}
+    assert len(ports) == 1
+    assert len({field(line, "workers") for line in lines("router_started")}) == 2
+    (url,) = ports
+    killed = int(field(lines("started")[1], "pid"))
+    os.kill(killed, signal.SIGKILL)
+    until(lambda: lines("died"))
+    until(lambda: len(lines("router_started")) == 3)
+    assert {field(line, "http") for line in lines("router_started")} == ports
+    for _ in range(8):  # connections go to both
+        assert httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 200
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(DEADLINE_S) == 0
+    assert len(lines("router_stopped")) == 2
+    assert Path(f"/proc/{killed}").exists() is False

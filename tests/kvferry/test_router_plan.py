@@ -1,0 +1,69 @@
+"""The settings of each router behind one port."""
+
+from __future__ import annotations
+
+import pytest
+
+from core.config import load_config
+from core.config_router import RouterSection
+from core.errors import ConfigError
+from kvferry import LocalCluster
+from kvferry.preflight import check_process
+from kvferry.router_plan import RouterPlan
+
+
+def sections(**settings):
+    plan = RouterPlan(RouterSection(**settings))
+    return plan, [plan.section(name) for name in plan.names]
+
+
+def test_one_process_has_the_settings_as_they_are():
+    router = RouterSection(port=8000, max_requests=7)
+    plan = RouterPlan(router)
+    assert plan.names == ("router",)
+    assert plan.section("router") is router
+
+
+def test_processes_share_the_port_and_nothing_else_that_is_bound():
+    plan, found = sections(processes=3, port=8000, worker_address="tcp://[::1]:5570", ops_port=9000)
+    assert plan.names == ("router", "router-1", "router-2")
+    assert {(section.port, section.shares_port, section.processes) for section in found} == {(8000, True, 1)}
+    assert [section.worker_address for section in found] == [f"tcp://[::1]:{port}" for port in (5570, 5571, 5572)]
+    assert [section.ops_port for section in found] == [9000, 9001, 9002]
+    assert plan.worker_addresses == tuple(section.worker_address for section in found)
+
+
+def test_each_of_several_has_an_operations_port_also_if_none_is_set():
+    assert [section.ops_port for section in sections(processes=2)[1]] == [0, 0]
+
+
+def test_limits_of_all_are_divided_and_those_of_a_client_are_not():
+    _, found = sections(processes=4, max_requests=10, max_connections=100, max_upload_bytes=40 << 20, max_requests_per_key=2)
+    assert {(one.max_requests, one.max_connections, one.max_requests_per_key) for one in found} == {(3, 25, 2)}
+    assert {one.max_upload_bytes for one in found} == {12 << 20}, "a body of the largest size still fits"
+
+
+def test_ports_are_kept_once_they_are_known():
+    plan, _ = sections(processes=2, port=0, worker_address="tcp://127.0.0.1:0")
+    for number, name in enumerate(plan.names):
+        addresses = {"worker_address": f"tcp://127.0.0.1:{7000 + number}", "ops_address": f"http://127.0.0.1:{9000 + number}"}
+        plan.pin(name, {"http_address": "http://127.0.0.1:8123", **addresses})
+    found = [plan.section(name) for name in plan.names]
+    assert [section.port for section in found] == [8123, 8123]
+    assert [section.ops_port for section in found] == [9000, 9001]
+    assert plan.worker_addresses == ("tcp://127.0.0.1:7000", "tcp://127.0.0.1:7001")
+
+
+def test_workers_of_a_local_cluster_connect_to_every_router():
+    assignments = ["router.processes=2", "router.worker_address=tcp://127.0.0.1:5590"]
+    cluster = LocalCluster(load_config(assignments=assignments))
+    addresses = ("tcp://127.0.0.1:5590", "tcp://127.0.0.1:5591")
+    assert cluster._worker_config("decode-0").worker.router_addresses == addresses
+    assert [cluster._config_of(name).router.worker_address for name in ("router", "router-1")] == list(addresses)
+
+
+def test_every_port_of_the_processes_is_tried_before_the_start(monkeypatch):
+    monkeypatch.setattr("kvferry.preflight.why_not_bindable", lambda host, port: "in use" if port == 5571 else None)
+    config = load_config(assignments=["router.processes=2"])
+    with pytest.raises(ConfigError, match="5571"):
+        check_process("router", config)
