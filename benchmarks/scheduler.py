@@ -4,11 +4,13 @@
 each. Timed are ``schedule`` + ``update_from_output``, and building + adding a request, block hashes included. The yardstick,
 an empty Python loop over as many requests, runs between the steps, so that figures of two machines can be compared.
 
-    python benchmarks/scheduler.py [--requests 256] [--prompt-tokens 512] [--steps 200] [--json]
+    python benchmarks/scheduler.py [--requests 256] [--prompt-tokens 512] [--steps 200] [--peer] [--json]
 
 The figures of steps are means over all steps; ``slowest`` is the 95th percentile. A request needs the KV cache manager in 2 of
 16 steps, when its token completes a block or opens the next. The prompts are computed in 16 waves, so each step has its share
-of those. ``add_request`` is a median.
+of those. ``add_request`` is a median. With ``--peer`` vLLM does the same (``scheduler_peer.py``, after ``make install-vllm``):
+both add as many requests in turns, to an engine, which checks them, and to a scheduler alone; medians of all. Hashing is
+included everywhere. Goal: a tenth of vLLM's time.
 """
 
 from __future__ import annotations
@@ -19,22 +21,33 @@ import json
 import random
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from common import MODEL
+from peer_process import PeerProcess
 
 from core.clock import SystemClock
+from core.config_types import default_cache_dir
 from core.config_workers import SchedulerSection
+from core.engine.core import EngineCore
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
-from core.request import ModelRunnerOutput, NewRequest, Request
+from core.model.hub import resolve_model
+from core.request import ModelRunnerOutput, NewRequest, Request, SchedulerOutput
 from core.sched.scheduler import Scheduler
 from core.wire.sampling import SamplingParams
 
 VOCAB_SIZE = 50_000
+PEER_ROUNDS, PEER_OUTPUT_TOKENS, PEER_VOCAB_SIZE = 5, 200, 49_000
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
+    """What is printed."""
+
     num_requests: int
     num_prompt_tokens: int
     num_steps: int
@@ -45,6 +58,17 @@ class Figures:
     yardstick_us: float
     step_per_yardstick: float
     add_request_us: float
+    peer: PeerFigures | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class PeerFigures:
+    """Adding a request here and in vLLM, in turns: to a scheduler, and to an engine."""
+
+    scheduler_us: float
+    engine_us: float
+    vllm_scheduler_us: float
+    vllm_engine_us: float
 
 
 def main() -> None:
@@ -53,9 +77,12 @@ def main() -> None:
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--block-size", type=int, default=16)
+    parser.add_argument("--peer", action="store_true", help="compare add_request with vLLM's")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     args = parser.parse_args()
     figures = measure(args.requests, args.prompt_tokens, args.steps, args.block_size)
+    if args.peer:
+        figures = replace(figures, peer=compare(args.requests, args.prompt_tokens, args.block_size))
     if args.json:
         print(json.dumps(asdict(figures)))
         return
@@ -67,6 +94,12 @@ def main() -> None:
         f"empty loop           {figures.yardstick_us:8.3f} us per request; both / empty loop = {figures.step_per_yardstick:.0f}"
     )
     print(f"add_request          {figures.add_request_us:8.2f} us, {figures.num_prompt_tokens} tokens hashed")
+    if figures.peer is not None:
+        for name, ours, theirs in (
+            ("engine", figures.peer.engine_us, figures.peer.vllm_engine_us),
+            ("scheduler", figures.peer.scheduler_us, figures.peer.vllm_scheduler_us),
+        ):
+            print(f"add to the {name:9s} {ours:8.2f} us, vLLM {theirs:.2f} us: {ours / theirs:.2f} of it (goal: at most 0.10)")
 
 
 def measure(num_requests: int, num_prompt_tokens: int, num_steps: int, block_size: int) -> Figures:
@@ -99,6 +132,72 @@ def measure(num_requests: int, num_prompt_tokens: int, num_steps: int, block_siz
         step_per_yardstick=step_us / yardstick_us,
         add_request_us=statistics.median(add_s) * 1e6,
     )
+
+
+def compare(num_requests: int, num_prompt_tokens: int, block_size: int) -> PeerFigures:
+    """Add the same prompts here and in vLLM, to engines and to schedulers, in turns."""
+    folder = resolve_model(MODEL, Path(default_cache_dir())).path
+    source = random.Random(1)
+    ours: dict[str, list[float]] = {"engine": [], "scheduler": []}
+    theirs: dict[str, list[float]] = {"engine": [], "scheduler": []}
+    with PeerProcess("scheduler_peer.py", str(folder), str(num_requests), str(block_size)) as peer:
+        for turn in range(1 + PEER_ROUNDS):
+            prompts = [[source.randrange(PEER_VOCAB_SIZE) for _ in range(num_prompt_tokens)] for _ in range(num_requests)]
+            found = peer.ask(prompts)
+            adders = (
+                add_to_scheduler(num_requests, num_prompt_tokens, block_size),
+                add_to_engine(num_requests, num_prompt_tokens, block_size),
+            )
+            for kind, add in zip(("scheduler", "engine"), adders, strict=True):
+                seconds = [timed(add, f"{kind}-{number}", prompt) for number, prompt in enumerate(prompts)]
+                if turn:  # the first round warms up
+                    ours[kind] += seconds
+                    theirs[kind] += found[kind]
+    medians = {f"{kind}_us": 1e6 * statistics.median(ours[kind]) for kind in ours}
+    return PeerFigures(**medians, **{f"vllm_{kind}_us": statistics.median(theirs[kind]) for kind in theirs})
+
+
+def add_to_scheduler(num_requests: int, num_prompt_tokens: int, block_size: int) -> Callable[[str, list[int]], None]:
+    """Return what makes a request, hashes it and adds it to a new scheduler."""
+    scheduler = make_scheduler(num_requests, num_prompt_tokens + PEER_OUTPUT_TOKENS + 1, block_size)
+    hasher, sampling = BlockHasher(b"benchmark"), SamplingParams(max_tokens=PEER_OUTPUT_TOKENS)
+
+    def add(name: str, prompt: list[int]) -> None:
+        new = NewRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling)
+        scheduler.add_request(Request(new, hasher))
+
+    return add
+
+
+def add_to_engine(num_requests: int, num_prompt_tokens: int, block_size: int) -> Callable[[str, list[int]], None]:
+    """Return what adds a request to a new engine, which checks it, hashes it and adds it to its scheduler."""
+    scheduler = make_scheduler(num_requests, num_prompt_tokens + PEER_OUTPUT_TOKENS + 1, block_size)
+    engine = EngineCore(scheduler, NoRunner(), BlockHasher(b"benchmark"), VOCAB_SIZE)
+    sampling = SamplingParams(max_tokens=PEER_OUTPUT_TOKENS)
+
+    def add(name: str, prompt: list[int]) -> None:
+        engine.add_request(NewRequest(request_id=name, prompt_token_ids=prompt, sampling=sampling))
+
+    return add
+
+
+class NoRunner:
+    """In the place of a model: requests are added to its engine, and no step is run."""
+
+    failure: Exception | None = None
+
+    def launch_model(self, scheduler_output: SchedulerOutput) -> Callable[[], ModelRunnerOutput]:
+        raise NotImplementedError
+
+    def shutdown(self) -> None:
+        pass
+
+
+def timed(add: Callable[[str, list[int]], None], name: str, prompt: list[int]) -> float:
+    """Add a request and return the seconds that it took."""
+    begin = time.perf_counter()
+    add(name, prompt)
+    return time.perf_counter() - begin
 
 
 def make_scheduler(num_requests: int, max_model_len: int, block_size: int) -> Scheduler:

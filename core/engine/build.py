@@ -135,15 +135,7 @@ def build_engine(
         ec_connector = ec_connector_factory(fingerprint) if ec_connector_factory and model.image_encoder else None
         encoder, encoder_inputs = _encoder_parts(config.scheduler, model.image_encoder, ec_connector)
         runner = _runner(config, model, pool, connector.worker if connector else None, encoder)
-        scheduler = Scheduler(
-            model.config.scheduler,
-            _kv_cache_manager(model.config, model.sizing, pool.seals),
-            model.sizing.max_model_len,
-            connector.scheduler if connector else None,
-            clock,
-            config.connector.kv_load_failure_policy,
-            encoder=encoder_inputs,
-        )
+        scheduler = _scheduler(model, pool, connector, encoder_inputs, clock)
         events = _kv_event_publisher(config, model.sizing.config.groups)
         grammars = GrammarCompiler(partial(_vocabulary, files, arch.vocab_size))
         hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
@@ -263,6 +255,20 @@ def _runner(
         sizes = batch_sizes(config.scheduler.max_num_seqs)
         runner.record_graphs(CudaRecorder(model.decoder.device), sizes, model.sizing.max_model_len)
     return runner
+
+
+def _scheduler(
+    model: _LoadedModel, pool: KVPool, connector: Connector | None, encoder_inputs: EncoderInputs | None, clock: Clock
+) -> Scheduler:
+    return Scheduler(
+        model.config.scheduler,
+        _kv_cache_manager(model.config, model.sizing, pool.seals),
+        model.sizing.max_model_len,
+        connector.scheduler if connector else None,
+        clock,
+        model.config.connector.kv_load_failure_policy,
+        encoder=encoder_inputs,
+    )
 
 
 def _encoder_parts(

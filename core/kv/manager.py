@@ -193,9 +193,7 @@ class KVCacheManager:
             coordinator.rewrite_sealed(request_id, num_computed)  # a loaded last token is computed again, in a sealed block
         if not delay_cache_blocks:
             num_known = min(num_computed + num_new_tokens, request.num_tokens)
-            coordinator.cache_blocks(
-                request.request_id, request.block_hashes, num_known, request.all_token_ids, request.extra_keys
-            )
+            coordinator.cache_blocks(request_id, request.block_hashes, num_known, request.all_token_ids, request.extra_keys)
         return KVCacheBlocks(new_blocks)
 
     def cache_blocks(self, request: KVCacheRequest, num_computed_tokens: int) -> None:
