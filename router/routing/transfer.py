@@ -32,7 +32,7 @@ class TransferTime:
     def observe(self, num_bytes: int, real_ms: float) -> None:
         """Learn from a transfer; a small one tells of the fixed time only.
 
-        The first transfer from a peer also opens it. So one that is much slower than predicted counts as ``_MOST`` times as slow;
+        The first transfer from a peer also opens it. So one much slower than predicted counts as ``_MOST`` times as slow;
         if all are, the estimate follows within ten.
         """
         if num_bytes <= 0 or real_ms <= 0:
