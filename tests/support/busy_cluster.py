@@ -32,7 +32,7 @@ class BusyCluster:
         self._gateway = gateway
         self._metrics = metrics
         self._random = random.Random(seed)
-        self.now = gateway.now()
+        self.now = gateway.now
         self.names: dict[str, list[str]] = {}
 
     @property

@@ -103,6 +103,7 @@ class RecordingConnector:
     transports = ("shm",)
     host_id = "here"
     has_digests = True
+    prefix_address = ""
 
     def __init__(self, journal):
         self.journal = journal

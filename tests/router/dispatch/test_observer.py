@@ -79,7 +79,7 @@ async def test_a_request_placed_by_load_says_so(start_router):
     assert [event["name"] for event in timeline["events"]] == ["alone", "first_token", "ended"]
     assert [step["name"] for step in timeline["steps"]] == ["first_token", "decode"]
     assert under_test.metric("kvferry_routing_placements_total", reason="by_load") == 1
-    assert record(under_test).traffic.prompts_per_s(under_test.router.gateway.now()) != {}
+    assert record(under_test).traffic.prompts_per_s(under_test.router.gateway.now) != {}
 
 
 async def test_a_failover_names_both_workers(start_router):
@@ -118,7 +118,7 @@ async def test_a_failed_load_is_a_handoff_with_its_reason(start_router):
     answer = await post(under_test)
     (timeline,) = (await requests_json(under_test, id=answer.json()["id"]))["found"]
     assert (timeline["handoff"]["outcome"], timeline["handoff"]["recomputed_tokens"]) == ("peer_lost", 6)
-    (pair,) = record(under_test).traffic.pairs(under_test.router.gateway.now())
+    (pair,) = record(under_test).traffic.pairs(under_test.router.gateway.now)
     assert pair.failed_per_s == pair.handoffs_per_s > 0
 
 
@@ -127,7 +127,7 @@ async def test_the_history_is_kept_by_the_router_s_own_timer(served):
     await served.until(lambda: history._totals is not None)
     history._began -= 5.0
     await post(served)
-    await served.until(lambda: len(history.report(served.router.gateway.now()).ages_s) == 1)
+    await served.until(lambda: len(history.report(served.router.gateway.now).ages_s) == 1)
     async with served.client() as client:
         report = (await client.get("/status/history.json")).json()
     assert report["num_intervals"] == 120
@@ -146,5 +146,5 @@ async def test_a_handoff_between_vllm_engines_is_traffic_of_which_nothing_is_rep
     (timeline,) = (await requests_json(under_test, id=answer.json()["id"]))["found"]
     assert [event["name"] for event in timeline["events"]] == ["prefill", "decode", "first_token", "ended"]
     assert timeline["handoff"]["outcome"] == "not_reported"
-    (pair,) = record(under_test).traffic.pairs(under_test.router.gateway.now())
+    (pair,) = record(under_test).traffic.pairs(under_test.router.gateway.now)
     assert (pair.prefill, pair.decode, pair.bytes_per_s, pair.transport) == (prefill.engine_id, decode.engine_id, 0, "")

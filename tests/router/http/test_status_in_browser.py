@@ -123,7 +123,7 @@ async def test_mistakes_of_clients_are_not_shown_as_failures(start_router, brows
     await under_test.pair()
     async with under_test.client() as client:
         assert (await client.post("/v1/completions", json={"prompt": "p", "temperature": 9})).status_code == 400
-    under_test.router.gateway.observer.history.tick(under_test.router.gateway.now() + 5)
+    under_test.router.gateway.observer.history.tick(under_test.router.gateway.now + 5)
     async with new_page(browser) as page:
         await page.open(f"{under_test.url}/status")
         await page.until(IS_LIVE)
