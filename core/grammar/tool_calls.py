@@ -139,7 +139,7 @@ class _CallsWriter:
         known = [re.escape(token) for token in sorted(self._special_tokens, key=len, reverse=True) if token in text]
         parts = re.split(f"({'|'.join(known)})", text) if known else [text]
         ids = self._special_tokens
-        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part) for part in parts if part)
+        return " ".join(f"<[{ids[part]}]>" if part in ids else json.dumps(part, ensure_ascii=False) for part in parts if part)
 
 
 def _moved(schema: Any, base: str) -> Any:  # noqa: ANN401 - JSON

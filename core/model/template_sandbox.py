@@ -33,14 +33,17 @@ from core.errors import InvalidRequest
 MAX_RENDERED = 64 << 20  # characters of a rendered conversation, and of any value on the way
 MAX_RENDER_S = 10.0
 _ITEM_WEIGHT = 64  # characters; an item of a list counts as so many
-_MAX_WEIGHTS = 256
+_MAX_WEIGHTS = 16
+_LARGE = 1 << 16  # characters of a value that counts
+_MAX_MADE = 1 << 30  # of large values together, since a template can keep them
 _MAX_WIDTH = 1000  # of indents and columns
 _MAX_INT_BITS = 8192
 _WIDE_FIELD = re.compile(r"%[^a-zA-Z%]*(?:\d{4,}|\*)|\{[^{}]*[:!][^{}]*(?:\d{4,}|\{)")  # of a format string
 _CONTAINERS = (list, tuple, dict)
 _NO_VALUES = (Context, jinja2.Environment, nodes.EvalContext)  # what jinja2 puts before the arguments of some filters
-_SIZED_FILTERS = frozenset(("batch", "center", "indent", "round", "slice", "tojson", "truncate"))
+_SIZED_FILTERS = frozenset(("batch", "center", "indent", "round", "slice", "tojson"))
 _UNBOUNDED_FILTERS = ("pprint", "striptags", "urlize", "wordwrap")  # of no use in a prompt, and slow on long texts
+_FILLING = ("batch", "slice")  # with a value; one that holds others would be in the result many times
 _PADDING = frozenset(("center", "ljust", "rjust", "zfill", "expandtabs", "to_bytes"))
 
 
@@ -60,12 +63,11 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         self.filters["tojson"] = self._tojson
         for name in _UNBOUNDED_FILTERS:
             del self.filters[name]
+        self.filters = {name: self._bounded_filter(name, function) for name, function in self.filters.items()}
         del self.globals["lipsum"]
 
     def template(self, source: str) -> jinja2.Template:
         """Compile a template. Raises TemplateError."""
-        for name, function in self.filters.items():
-            self.filters[name] = self._bounded_filter(name, function)
         tree = _Watched().visit(self.parse(source))
         tree.set_environment(self)
         return self.from_string(tree)
@@ -81,6 +83,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         present = self._present
         present.deadline, present.limit_s = self._monotonic() + limit_s, limit_s
         present.weights.clear()
+        present.made = 0
         pieces, num_characters = [], 0
         try:
             for piece in template.generate(variables):
@@ -111,18 +114,18 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         method = getattr(__obj, "__wrapped__", __obj)  # jinja2 wraps str.format
         name, owner = getattr(method, "__name__", ""), getattr(method, "__self__", None)
         if isinstance(owner, str | bytes | int):
-            self._check_method(owner, name, args)
+            args = self._checked_method(owner, name, args)
         elif name == "fromkeys":
             raise InvalidRequest("the chat template calls fromkeys, which is not allowed", param="messages")
         result = super().call(__context, __obj, *args, **kwargs)
-        return self._weighed(result) if __obj is dict else result
+        return self._weighed(result) if __obj is dict or isinstance(result, str) else result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:  # noqa: ANN401
         """Compute ``left operator right`` if the result cannot be large."""
         if operator == "+":
             result = left + right
             if isinstance(result, str):
-                _check_size(len(result))
+                self._count(len(result))
             elif isinstance(result, _CONTAINERS):
                 self._remember(result, self._weight(left) + self._weight(right))
             return result
@@ -144,7 +147,7 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
         """Join what a block, a macro or the whole template has put out."""
         self._look()
         found = list(parts)
-        _check_size(sum(map(len, found)))
+        self._count(sum(map(len, found)))
         return "".join(found)
 
     def _bounded_filter(self, name: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -187,18 +190,22 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
             self._look()
             yield item
 
-    def _check_method(self, owner: str | bytes | int, name: str, args: tuple[Any, ...]) -> None:
+    def _checked_method(self, owner: str | bytes | int, name: str, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """Return the arguments of a method; items that are made one by one are there as a list."""
         match name:
             case _ if name in _PADDING:
                 _check_widths(name, [owner, *args])
             case "replace":
                 _check_replace([owner, *args])
             case "join" if isinstance(owner, str) and args:
-                self._joinable((list(self._watched(args[0])), owner))
+                items = list(self._watched(args[0]))
+                self._joinable((items, owner))
+                return (items,)
             case "format" | "format_map":
                 self._check_format(str(owner), args)
             case "translate":
                 raise InvalidRequest("the chat template calls translate, which is not allowed", param="messages")
+        return args
 
     def _check_format(self, text: str, values: Any) -> None:  # noqa: ANN401
         if _WIDE_FIELD.search(text):
@@ -229,18 +236,25 @@ class TemplateSandbox(ImmutableSandboxedEnvironment):
     def _weighed(self, value: Any) -> Any:  # noqa: ANN401
         """Return a value unless it holds too much; what is in it several times counts as often."""
         if isinstance(value, str):
-            _check_size(len(value))
+            self._count(len(value))
         elif isinstance(value, _CONTAINERS):
             self._remember(value, self._weight(value))
         return value
 
     def _remember(self, value: Any, weight: int) -> None:  # noqa: ANN401
         """Keep the weight of a container, so that one that grows item by item is not weighed again at each."""
-        _check_size(weight)
+        self._count(weight)
         weights = self._present.weights
         if len(weights) >= _MAX_WEIGHTS:
-            weights.clear()
+            del weights[next(iter(weights))]
         weights[id(value)] = (value, weight)
+
+    def _count(self, size: int) -> None:
+        """Count a value that has been made. Raises InvalidRequest if it is large, or many are."""
+        if size > _LARGE:
+            self._present.made += size
+            if size > MAX_RENDERED or self._present.made > _MAX_MADE:
+                raise _too_large()
 
     def _weight(self, value: Any) -> int:  # noqa: ANN401
         """Return about how long the text of a value is, whose items do not change; more than the limit ends it early."""
@@ -267,6 +281,7 @@ class _Rendering(threading.local):
     def __init__(self) -> None:
         self.deadline: float | None = None
         self.limit_s = MAX_RENDER_S
+        self.made = 0  # characters of large values
         self.weights: dict[int, tuple[Any, int]] = {}  # by id, of containers that it has built
 
 
@@ -318,7 +333,11 @@ class _GenerationBlocks(Extension):
 
 def _check_size(num_characters: int) -> None:
     if num_characters > MAX_RENDERED:
-        raise InvalidRequest(f"the chat template makes more than {MAX_RENDERED} characters of this", param="messages")
+        raise _too_large()
+
+
+def _too_large() -> InvalidRequest:
+    return InvalidRequest(f"the chat template makes more than {MAX_RENDERED} characters of this", param="messages")
 
 
 def _check_product(operator: str, left: Any, right: Any) -> None:  # noqa: ANN401
@@ -335,10 +354,11 @@ def _check_product(operator: str, left: Any, right: Any) -> None:  # noqa: ANN40
 def _check_widths(name: str, values: Iterable[Any]) -> None:
     """Refuse numbers that say how wide a text becomes, and long texts with which it is filled."""
     text, *others = values
-    for value in others:
-        size = len(value) if isinstance(value, str) else value if isinstance(value, int) else 0
-        if abs(size) > _MAX_WIDTH or isinstance(value, _CONTAINERS):
-            raise InvalidRequest(f"the chat template calls {name} with more than {_MAX_WIDTH}", param="messages")
+    parts = [part for value in others for part in (value if isinstance(value, list | tuple) else [value])]
+    sizes = [len(part) if isinstance(part, str) else part if isinstance(part, int) else 0 for part in parts]
+    fills_with_many = name in _FILLING and any(isinstance(value, _CONTAINERS) for value in others)
+    if fills_with_many or max(map(abs, sizes), default=0) > _MAX_WIDTH:
+        raise InvalidRequest(f"the chat template calls {name} with more than {_MAX_WIDTH}", param="messages")
     if isinstance(text, str) and name in ("indent", "expandtabs"):
         widest = max((len(value) if isinstance(value, str) else int(value) for value in others if value is not None), default=8)
         _check_size(len(text) + (text.count("\n") + text.count("\t") + 1) * max(8, widest))

@@ -122,7 +122,7 @@ class Tokenizer:
         variables |= {"messages": conversation, "add_generation_prompt": add_generation_prompt}
         try:
             text = self._sandbox.render(self._template, variables, limit_s)
-        except (TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError) as error:
+        except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         return _cut_at_mark(text) if continue_final_message else text
 

@@ -91,7 +91,8 @@ def test_what_takes_too_long_ends_at_its_deadline(source):
 
 
 @pytest.mark.parametrize("source", LARGE.values(), ids=LARGE)
-def test_what_becomes_too_large_is_refused_before_it_is_made(source):
+def test_what_becomes_too_large_is_refused_before_it_is_made(source, monkeypatch):
+    monkeypatch.setattr("core.model.template_sandbox.MAX_RENDERED", 4 << 20)
     with pytest.raises(InvalidRequest, match="the chat template") as refused:
         render(source)
     assert not isinstance(refused.value, RenderTooSlow)
@@ -118,6 +119,7 @@ HARMLESS = [
     "{{ ('a', messages[1].content)[1][::-1] }}{{ {'a': [1]}['a'] }}{{ (1, 2) + (3,) }}{{ 2 ** 10 }}{{ [3, 1] | sort | sum }}",
     "{{ 'A' 'b' }}{{ 'aXb'.split('X') }}{{ messages | length }}{{ x | default('none') }}{{ 1 if x is defined else 2 }}",
     "{% filter upper %}ab{% endfilter %}{% set y %}{{ messages[0].content }}{% endset %}{{ y | length }}",
+    "{{ ', '.join(messages | map(attribute='role')) }}{{ ('a' * 3000) | truncate(2000) | length }}",
     "{{ messages | groupby('role') | map('first') | list }}{{ range(5) | batch(2) | list }}{{ 2.345 | round(1) }}",
 ]
 
@@ -141,3 +143,13 @@ def test_each_thread_and_each_rendering_has_its_own_deadline():
     with pytest.raises(RenderTooSlow, match="more than 5 s"):
         sandbox.render(template, {"later": later}, limit_s=5.0)
     assert sandbox.render(template, {"later": later}) == "xxx"
+
+
+def test_large_values_that_a_template_keeps_are_bounded_together(monkeypatch):
+    monkeypatch.setattr("core.model.template_sandbox._MAX_MADE", 100_000_000)
+    with pytest.raises(InvalidRequest, match="the chat template makes more"):
+        render(grown("[n.x, namespace(v='a' * 10000000)]"))
+
+
+def test_json_has_the_separators_that_a_template_wants():
+    assert render("{{ {'a': [1, 2]} | tojson(separators=(',', ':'), sort_keys=true) }}") == '{"a":[1,2]}'

@@ -91,6 +91,7 @@ def test_continuing_the_final_message_leaves_it_open(content, expected, model_fo
         (CHATML, [{"content": "no role"}], {}, "refused"),
         ("{{ messages[5].content }}", MESSAGES, {}, "refused"),
         ("{{ 1 / 0 }}", MESSAGES, {}, "refused"),
+        ("{{ '{}'.format() }}", MESSAGES, {}, "refused"),
         (CHATML, MESSAGES, {"continue_final_message": True}, "exclude each other"),
         (CHATML, [], {"continue_final_message": True, "add_generation_prompt": False}, "ends with text"),
         ("{{ messages[0].content }}", MESSAGES, {"continue_final_message": True, "add_generation_prompt": False}, "drops"),

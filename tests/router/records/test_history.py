@@ -61,12 +61,12 @@ def test_errors_of_clients_are_refusals_and_no_failures(bench):
 
 def test_percentiles_are_those_of_the_interval_alone(bench):
     for _ in range(100):
-        bench.metrics.observe_inter_token(5.0)
+        bench.metrics.inter_token_s.observe(5.0)
     bench.interval()
     for _ in range(99):
-        bench.metrics.observe_inter_token(0.004)
+        bench.metrics.inter_token_s.observe(0.004)
         bench.history.on_first_token(0.2)
-    bench.metrics.observe_inter_token(0.4)
+    bench.metrics.inter_token_s.observe(0.4)
     bench.interval()
     bench.interval()
     found = bench.report()

@@ -128,6 +128,20 @@ async def test_forced_calls_of_several_choices_have_ids_of_their_own(with_tools,
         assert joined(mine)[2][0]["arguments"] == '{"city": "Oslo"}'
 
 
+@pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
+async def test_calls_have_log_probabilities_and_end_at_stop_strings(with_tools, choice):
+    text = {"auto": CALL, "required": '[{"name": "weather", "arguments": {"city": "Oslo"}}]'}.get(
+        str(choice), '{"city": "Oslo"}'
+    )
+    fields = {"tools": TOOLS, "tool_choice": choice, "logprobs": True, "top_logprobs": 1}
+    (whole,) = (await with_tools(text, **fields)).json()["choices"]
+    (cut,) = (await with_tools(text, stop="slo", **fields)).json()["choices"]
+    assert "".join(token["token"] for token in whole["logprobs"]["content"]) == f"{text}<eos>"
+    assert whole["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
+    assert cut["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "O'
+    assert (cut["finish_reason"], cut["stop_reason"]) == (whole["finish_reason"], "slo")
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message", "self"])
 async def test_template_arguments_cannot_replace_the_conversation(with_tools, name):
     response = await with_tools("x", chat_template_kwargs={name: []})
