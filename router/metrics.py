@@ -120,6 +120,12 @@ class RouterMetrics:
         self._refused_handshakes = Counter(
             f"{PREFIX}refused_handshakes", "Connections to the workers' port without the cluster key.", registry=registry
         )
+        self._count_workers()
+        self._start_at_zero()
+
+    def _count_workers(self) -> None:
+        """Make the counters of what happens to workers."""
+        registry = self.registry
         self._lost = Counter(f"{PREFIX}workers_lost", "Workers that left without a goodbye.", ["role"], registry=registry)
         self._stalls = Counter(
             f"{PREFIX}worker_stalls", "Times that a worker's engine made no progress.", ["role"], registry=registry

@@ -14,19 +14,30 @@ class RoleHistory:
     def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
         self._changes: defaultdict[str, list[tuple[float, Role]]] = defaultdict(list)
+        self._lives: defaultdict[str, list[int]] = defaultdict(list)  # incarnations, the latest last
         self._abandoned: list[str] = []
         self.num_switches = 0
         self.num_planned = 0
 
-    def note(self, name: str, role: Role) -> None:
-        """Record a worker's registration; a new process may begin with another role than its predecessor had."""
+    def note(self, name: str, incarnation: int, role: Role) -> None:
+        """Record a worker's registration; a new process may begin with another role than its predecessor had.
+
+        A process that another one has replaced may still try to register; routers refuse it.
+        """
+        lives = self._lives[name]
+        if incarnation not in lives:
+            lives.append(incarnation)
+        if incarnation != lives[-1]:
+            return
         changes = self._changes[name]
         if not changes or changes[-1][1] != role:
             self.num_switches += bool(changes)
             changes.append((self._now(), role))
 
-    def note_planned(self, name: str) -> None:
+    def note_planned(self, name: str, incarnation: int) -> None:
         """Check the switch, just recorded, of a worker that a planner has ordered: it must not have been the role's last."""
+        if incarnation != self._lives[name][-1]:
+            return
         self.num_planned += 1
         before = self._changes[name][-2][1]
         if not any(changes[-1][1] == before for other, changes in self._changes.items() if other != name):

@@ -124,7 +124,7 @@ class SimWorkerProtocol:
             self._perform(self.state.on_router_message(address, message, self._now()))
             self._check_router(address, message)
             if self.state.roles.num_switches != before:
-                self.host.troubles.roles.note_planned(self.host.process.name)
+                self.host.troubles.roles.note_planned(self.host.process.name, self.state.roles.registration.incarnation)
 
         return Link(self.host.network, self.host.process, address, on_frame)
 
@@ -167,7 +167,7 @@ class SimWorkerProtocol:
         message = action.message
         self.host.log(f"sends {action.link}", message)
         if isinstance(message, Register):
-            self.host.troubles.roles.note(message.engine_id, message.role)
+            self.host.troubles.roles.note(message.engine_id, message.incarnation, message.role)
         self._links[action.link].send(encode_tokens(message) if isinstance(message, list) else encode_worker_message(message))
 
     def _stop(self, action: Stop) -> None:

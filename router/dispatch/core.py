@@ -327,7 +327,8 @@ class RouterCore:
                 continue
             result.append(action)
             if isinstance(action, Left):
-                self.planner.on_left(action.worker.key)
+                if not action.is_back:
+                    self.planner.on_left(action.worker.key)
                 self.wait_estimates.forget(action.worker.key)
                 self.route_costs.forget(action.worker.key)
                 result += self._resolve([*self.dispatcher.on_left(action, now), *self.calls.on_left(action.worker.key)], now)
