@@ -247,9 +247,9 @@ class WorkerGateway:
                 )
                 self._is_idle.clear()
                 self._perform(actions)
-        except (KVFerryError, asyncio.CancelledError) as error:
+        except BaseException as error:  # a bug must not leave prompts without a client, either
             generation.abort("another prompt of the request was refused, or the request was given up")
-            reason = ErrorInfo.of(error if isinstance(error, KVFerryError) else Cancelled("the request was given up"))
+            reason = ErrorInfo.of(_as_ours(error))
             for submission in submissions:
                 self.observer.on_failed(submission.request_id, reason)
             raise
@@ -410,3 +410,9 @@ class WorkerGateway:
         if not self._listeners:
             self._is_idle.set()
         self.observer.on_ended(request, now, listener.generation.client_id if listener is not None else None)
+
+
+def _as_ours(error: BaseException) -> KVFerryError:
+    if isinstance(error, KVFerryError):
+        return error
+    return Cancelled("the request was given up") if isinstance(error, asyncio.CancelledError) else KVFerryError(repr(error))

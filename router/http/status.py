@@ -122,7 +122,7 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
         reason=reason or "",
         num_requests=endpoints.gateway.num_requests,
         requests_by_phase=metrics.by_label("num_requests_by_phase", "phase"),
-        workers=[_worker_status(member, gateway.observer, rates) for member in gateway.core.membership.members],
+        workers=[_worker_status(member, gateway.observer, rates, now) for member in gateway.core.membership.members],
         planner=_planner_status(gateway.core.planner, gateway.core.membership.workers, now),
         traffic=traffic[:_MAX_PAIRS],
         num_more_pairs=max(0, len(traffic) - _MAX_PAIRS),
@@ -144,10 +144,11 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
 def requests_of(endpoints: Endpoints, name: str = "") -> RequestsReport:
     """Return the latest requests, and those that ``name`` is an id of."""
     timelines, now = endpoints.gateway.observer.timelines, endpoints.gateway.now
-    return RequestsReport(latest=timelines.latest(_NUM_LATEST, now), found=timelines.find(name, now) if name else [])
+    found = timelines.find(name, now) if name else []
+    return RequestsReport(latest=timelines.latest(_NUM_LATEST, now), found=found)
 
 
-def _worker_status(worker: Member, observer: RequestObserver, prompts_per_s: dict[str, float]) -> WorkerStatus:
+def _worker_status(worker: Member, observer: RequestObserver, prompts_per_s: dict[str, float], now: float) -> WorkerStatus:
     return WorkerStatus(
         engine_id=worker.key.engine_id,
         role=worker.role,
@@ -160,7 +161,7 @@ def _worker_status(worker: Member, observer: RequestObserver, prompts_per_s: dic
         kv_cache_usage=worker.kv_cache_usage,
         num_leased_blocks=worker.num_leased_blocks,
         transports=worker.transports,
-        transport=observer.traffic.transport(worker.key.engine_id),
+        transport=observer.traffic.transport(worker.key.engine_id, now),
         prompts_per_s=prompts_per_s.get(worker.key.engine_id, 0.0),
         is_agent=isinstance(worker, GenerationWorker) and worker.facts.takes_calls,
     )

@@ -8,8 +8,8 @@ running ones are bounded by the router's own limit.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain, islice
 
 import msgspec
 
@@ -184,32 +184,29 @@ class Timelines:
 
     # ---- reading -----------------------------------------------------------------------------------------------------
 
-    def find(self, name: str, now: float) -> list[Timeline]:
+    def find(self, name: str, now: float, limit: int = 32) -> list[Timeline]:
         """Return the timelines of a request id: the router's, that of an answer, or the client's ``X-Request-Id``.
 
         A client's id has one timeline per prompt, and may have been used before; the latest is the first.
         """
         own = next((name.removeprefix(prefix) for prefix in _ID_PREFIXES if name.startswith(prefix)), name)
-        running = [
+        running = (
             _timeline(found, now, None)
             for request_id, found in reversed(self._open.items())
             if request_id == own or found.client_id == name
-        ]
-        return running + [
-            self._aged(ended, now)
-            for ended in reversed(self._ended)
-            if ended.timeline.request_id == own or ended.client_id == name
-        ]
+        )
+        ended = (
+            self._aged(found, now)
+            for found in reversed(self._ended)
+            if found.timeline.request_id == own or found.client_id == name
+        )
+        return list(islice(chain(running, ended), limit))
 
     def latest(self, count: int, now: float) -> list[RequestSummary]:
         """Return one line about each of the latest requests, running ones first."""
-        return [_summary(timeline) for timeline, _ in zip(self._latest(now), range(count), strict=False)]
-
-    def _latest(self, now: float) -> Iterator[Timeline]:
-        for found in reversed(self._open.values()):
-            yield _timeline(found, now, None)
-        for ended in reversed(self._ended):
-            yield self._aged(ended, now)
+        running = (_timeline(found, now, None) for found in reversed(self._open.values()))
+        ended = (self._aged(found, now) for found in reversed(self._ended))
+        return [_summary(timeline) for timeline in islice(chain(running, ended), count)]
 
     def __len__(self) -> int:
         return len(self._open) + len(self._ended)

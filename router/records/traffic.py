@@ -105,9 +105,10 @@ class Traffic:
         seconds = self._seconds(now)
         return {worker: round(count / seconds, 3) for worker, count in total.items()}
 
-    def transport(self, worker: str) -> str:
+    def transport(self, worker: str, now: float) -> str:
         """Return the transport of a worker's latest load, as reader or as source; empty if it had none in ten minutes."""
-        return self._transports.get(worker, ("", 0.0))[0]
+        transport, at = self._transports.get(worker, ("", now))
+        return transport if now - at <= _KEEP_TRANSPORT_S else ""
 
     def _note_transport(self, transport: str, workers: tuple[str, str], now: float) -> None:
         for worker in workers:

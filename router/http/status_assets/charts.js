@@ -145,6 +145,13 @@ function outcomes(history) {
   }));
 }
 
+// The worker with the least free KV, of all roles.
+function fullest(history) {
+  const roles = Object.values(history.kv_usage_highest);
+  const values = history.ages_s.map((_, index) => Math.max(...roles.map(values => values[index] ?? -1)));
+  return roles.length ? [{name: "fullest", values: values.map(value => value < 0 ? null : value), color: "var(--gray)", isDashed: true}] : [];
+}
+
 const CHARTS = [
   new Chart({title: "Time to the first token", format: milliseconds, read: h => [
     {name: "p50", values: h.ttft_p50_ms}, {name: "p99", values: h.ttft_p99_ms, isDashed: true}]}),
@@ -152,8 +159,8 @@ const CHARTS = [
     {name: "p50", values: h.itl_p50_ms}, {name: "p99", values: h.itl_p99_ms, isDashed: true}]}),
   new Chart({title: "Tokens", format: perSecond, read: h => [
     {name: "output", values: h.output_tokens_per_s}, {name: "prompt", values: h.prompt_tokens_per_s, isDashed: true}]}),
-  new Chart({title: "KV in use, mean by role", format: percent, limit: 1, read: h =>
-    Object.entries(h.kv_usage_mean).map(([name, values]) => ({name, values}))}),
+  new Chart({title: "KV in use, mean by role", format: percent, limit: 1, read: h => [
+    ...Object.entries(h.kv_usage_mean).map(([name, values]) => ({name, values})), ...fullest(h)]}),
   new Chart({title: "Handoffs by outcome", format: perSecond, isStacked: true, read: outcomes}),
   new Chart({title: "Hit rate of prompt tokens", format: percent, limit: 1, read: h => [{name: "found in a cache", values: h.hit_rate}]}),
   new Chart({title: "Requests", format: perSecond, read: h => [

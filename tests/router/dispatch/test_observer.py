@@ -148,3 +148,14 @@ async def test_a_handoff_between_vllm_engines_is_traffic_of_which_nothing_is_rep
     assert timeline["handoff"]["outcome"] == "not_reported"
     (pair,) = record(under_test).traffic.pairs(under_test.router.gateway.now)
     assert (pair.prefill, pair.decode, pair.bytes_per_s, pair.transport) == (prefill.engine_id, decode.engine_id, 0, "")
+
+
+async def test_a_prompt_that_a_bug_has_stopped_is_no_open_request(served, monkeypatch):
+    def fail(*args):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(served.router.gateway.core, "submit", fail)
+    assert (await post(served)).status_code == 500
+    assert not record(served).timelines._open
+    (timeline,) = (await requests_json(served))["latest"]
+    assert (timeline["state"], timeline["outcome"]) == ("failed", "internal_error")

@@ -38,7 +38,8 @@ def test_a_failed_load_counts_as_handoff_and_keeps_the_transport():
     traffic.on_handoff("p0", "d0", FAILED, 1.0)
     (pair,) = traffic.pairs(10.0)
     assert (pair.handoffs_per_s, pair.failed_per_s, pair.transport) == (0.2, 0.1, "shm")
-    assert (traffic.transport("p0"), traffic.transport("d0"), traffic.transport("d1")) == ("shm", "shm", "")
+    assert [traffic.transport(name, 10.0) for name in ("p0", "d0", "d1")] == ["shm", "shm", ""]
+    assert traffic.transport("p0", 700.0) == ""
 
 
 def test_the_busiest_pair_comes_first():
