@@ -16,7 +16,7 @@ from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of
 from core.wire.contents import ContentReport
 from core.wire.kv import KVSource
-from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens
+from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens, TransferUsage
 from router.contents.known import Hit, KnownContents
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.sources import Holder, Source, Sources, holders_of
@@ -78,6 +78,8 @@ class _Placed:
     num_tokens: int
     hit: Hit
     alone_since: float | None  # when it was sent, if no other prompt was at the worker
+    source: WorkerKey | None = None  # that it was told of
+    num_source_tokens: int = 0  # that the source was said to hold
 
 
 class RouteCosts:
@@ -168,11 +170,12 @@ class RouteCosts:
         alone_ms = own_ms = time.ms(num_tokens - hit, hit)
         transfer_ms, source = 0.0, self.sources.best(worker, hit, holders)
         if source is not None:
-            num_held = min(source.holder.num_tokens, num_tokens - 1)
+            num_held = min(hit + self.sources.trust.credit(source.holder.num_tokens - hit), num_tokens - 1)
             rest_ms = time.ms(num_tokens - num_held, num_held)
             if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
                 transfer_ms, own_ms = source.transfer_ms, rest_ms
             else:
+                self.sources.trust.recover()
                 source = None
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3)
@@ -195,7 +198,9 @@ class RouteCosts:
                 backlog = self._worker(worker).backlog
                 alone_since = None if backlog.prompts else now
                 backlog.add(message.request_id, prompt, now * 1e3)
-                self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, alone_since)
+                source = _key_of(message.kv_source) if message.kv_source is not None else None
+                num_held = message.kv_source.num_tokens if message.kv_source is not None else 0
+                self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, alone_since, source, num_held)
                 self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
             case Abort():
                 for request_id in message.request_ids:
@@ -234,6 +239,7 @@ class RouteCosts:
         if loaded := message.kv_transfer:
             self.sources.observe(msgspec.structs.replace(loaded, transfer_ms=loaded.transfer_ms + loaded.queue_ms))
             prefill_ms = max(0.0, prefill_ms - loaded.transfer_ms - loaded.verify_ms)
+        self._note_source(message.request_id, message.kv_transfer)
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
 
     def on_first_token(self, message: Tokens, now: float) -> None:
@@ -248,8 +254,19 @@ class RouteCosts:
         if placed is None or message.usage is None:
             self.drop(message.request_id, now)
             return
+        self._note_source(message.request_id, message.usage.kv_transfer)
         elapsed_ms = 0.0 if placed.alone_since is None else (now - placed.alone_since) * 1e3
         self._on_computed(message.request_id, message.usage.num_cached_tokens, elapsed_ms, now)
+
+    def _note_source(self, request_id: str, loaded: TransferUsage | None) -> None:
+        """Learn how much of what a source was said to hold could be loaded."""
+        placed = self._placed.get(request_id)
+        if placed is None or placed.source is None:
+            return
+        num_loaded = loaded.transferred_tokens if loaded is not None else 0
+        self.sources.trust.observe(max(0, placed.num_source_tokens - placed.hit.claimed_tokens), num_loaded)
+        if not num_loaded:
+            self.sources.on_failed(placed.worker, placed.source)
 
     def _on_computed(self, request_id: str, num_reported_cached: int, prefill_ms: float, now: float) -> None:
         placed = self._placed.get(request_id)
@@ -283,6 +300,7 @@ class RouteCosts:
     def forget(self, worker: WorkerKey) -> None:
         """Forget a worker that has left."""
         self._workers.pop(worker, None)
+        self.sources.forget(worker)
         self.contents.leave(worker)
         for request_id in [name for name, placed in self._placed.items() if placed.worker == worker]:
             del self._placed[request_id]
@@ -300,6 +318,10 @@ class RouteCosts:
         if fit is None:
             fit = self._fits[pool] = PrefillFit()
         return fit
+
+
+def _key_of(source: KVSource) -> WorkerKey:
+    return WorkerKey(source.engine_id, source.incarnation)
 
 
 def source_of(offer: Offer) -> KVSource | None:
