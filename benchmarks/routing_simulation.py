@@ -212,7 +212,9 @@ class Scenario:
     until_ok: float = 0.0
 
 
-class _Run:
+class Run:
+    """One scenario with its routers. Subclasses change how long a prompt takes."""
+
     def __init__(self, scenario: Scenario, routers: Sequence[Router]) -> None:
         self.scenario = scenario
         self.routers = routers
@@ -252,14 +254,17 @@ class _Run:
         return self.results
 
     def _start(self, worker: PrefillWorker, job: Job, now: float) -> None:
-        request = job.request
-        job.hit = worker.hit_tokens(request.blocks)
-        worker.touch(request.blocks)
+        job.hit = worker.hit_tokens(job.request.blocks)
+        worker.touch(job.request.blocks)
         job.start_ms = now
-        job.work_ms *= self.scenario.prefill_ms(request.num_tokens - job.hit, job.hit)
+        job.work_ms *= self.own_ms(job)
         worker.running = job
         worker.busy_ms += job.work_ms
         heapq.heappush(self.running, (now + job.work_ms, worker.number))
+
+    def own_ms(self, job: Job) -> float:
+        """Return how long a prompt takes at a worker that holds ``job.hit`` tokens of it."""
+        return self.scenario.prefill_ms(job.request.num_tokens - job.hit, job.hit)
 
     def _finish_until(self, time: float) -> None:
         running = self.running
@@ -305,4 +310,4 @@ class _Run:
 
 def simulate(scenario: Scenario, routers: Sequence[Router]) -> Results:
     """Run all requests of a scenario through its routers, which take turns, and return what was measured."""
-    return _Run(scenario, routers).run()
+    return Run(scenario, routers).run()

@@ -109,14 +109,28 @@ class WorkerTraces:
             "kvferry.cached_tokens": message.num_cached_tokens,
             "kvferry.num_blocks": sum(len(group.block_ids) for group in message.kv_handoff.groups) if message.kv_handoff else 0,
         }
-        self._record_computed(PREFILL, found, attributes, message.queue_ms, now)
+        source = found.message.kv_source if isinstance(found.message, Generate) else None
+        if source is not None:
+            attributes["kvferry.source_engine_id"] = source.engine_id
+        self._record_computed(PREFILL, found, attributes, message.queue_ms, now, message.kv_transfer)
 
-    def _record_computed(self, name: str, found: _Open, attributes: Attributes, queue_ms: float, now: float) -> None:
-        """Record a request that first waits and then is computed."""
+    def _record_computed(
+        self,
+        name: str,
+        found: _Open,
+        attributes: Attributes,
+        queue_ms: float,
+        now: float,
+        loaded: TransferUsage | None = None,
+    ) -> None:
+        """Record a request that first waits, perhaps loads a part, and then is computed."""
         assert self.tracer is not None, "nothing is open without one"
         span = self.tracer.start(name, found.arrival, found.parent, attributes, "server")
         computing = min(now, found.arrival + queue_ms / 1e3)
         self.tracer.record("kvferry.queue", found.arrival, computing, span.context, {})
+        if loaded is not None:
+            begin, computing = computing, min(now, computing + (loaded.transfer_ms + loaded.verify_ms) / 1e3)
+            self.tracer.record("kvferry.kv_transfer", begin, computing, span.context, _transfer_attributes(loaded))
         self.tracer.record("kvferry.compute", computing, now, span.context, {})
         span.end(now)
 
@@ -164,13 +178,8 @@ class WorkerTraces:
         assert self.tracer is not None
         parts: list[tuple[str, float, Attributes]] = [("kvferry.first_step", cost.first_step_ms, {})]
         if cost.transport:
-            transfer: Attributes = {
-                "kvferry.transport": cost.transport,
-                "kvferry.transferred_bytes": cost.transferred_bytes,
-                "kvferry.transferred_tokens": cost.transferred_tokens,
-            }
             parts.append(("kvferry.kv_verify", cost.verify_ms, {"kvferry.verified_blocks": cost.verified_blocks}))
-            parts.append(("kvferry.kv_transfer", cost.transfer_ms, transfer))
+            parts.append(("kvferry.kv_transfer", cost.transfer_ms, _transfer_attributes(cost)))
         end = first_token_at
         for name, duration_ms, attributes in parts:
             start = max(found.arrival, end - duration_ms / 1e3)
@@ -193,6 +202,14 @@ class WorkerTraces:
             attributes["kvferry.fallback_reason"] = cost.fallback_reason
             attributes["kvferry.recomputed_tokens"] = cost.recomputed_tokens
         return attributes
+
+
+def _transfer_attributes(cost: TransferUsage) -> Attributes:
+    return {
+        "kvferry.transport": cost.transport,
+        "kvferry.transferred_bytes": cost.transferred_bytes,
+        "kvferry.transferred_tokens": cost.transferred_tokens,
+    }
 
 
 def _name_of(message: Generate | EncodeRequest) -> str:

@@ -12,8 +12,9 @@ from random import Random
 from core.testing.hash_model import HashAttention, expected_tokens
 from kvferry.sim.plan import RequestPlan
 
-_DELAY_S = (0.5, 6.0)
+_DELAY_S = (0.5, 4.0)
 _MAX_TURNS = 2
+_LATEST_S = 10.0  # of a turn, since faults that have ended excuse nothing
 _MAX_PROMPT_TOKENS = 100
 _MAX_NEW_TOKENS = 20
 _MAX_OUTPUT_TOKENS = 12
@@ -26,7 +27,7 @@ def draw_conversations(
     every = turns = list(requests)
     for _ in range(_MAX_TURNS):
         turns = [_next_turn(random, request, attentions) for request in turns if not request.stop_token_ids]
-        turns = [turn for turn in turns if len(turn.prompt_token_ids) <= _MAX_PROMPT_TOKENS]
+        turns = [turn for turn in turns if len(turn.prompt_token_ids) <= _MAX_PROMPT_TOKENS and turn.at <= _LATEST_S]
         every = every + turns
     return tuple(every)
 

@@ -82,6 +82,8 @@ class _Placed:
     hit: Hit
     num_predicted: int  # tokens that would not be computed, by the pool and the tiers
     alone_since: float | None  # when it was sent, if no other prompt was at the worker
+    source: WorkerKey | None = None  # that it was told of
+    num_source_tokens: int = 0  # that the source was said to hold
 
 
 class RouteCosts:
@@ -206,11 +208,12 @@ class RouteCosts:
         alone_ms = own_ms
         transfer_ms, source = 0.0, self.sources.best(worker, hit, holders)
         if source is not None:
-            num_held = min(source.holder.num_tokens, num_tokens - 1)
+            num_held = min(hit + self.sources.trust.credit(source.holder.num_tokens - hit), num_tokens - 1)
             rest_ms = time.ms(num_tokens - num_held, num_held)
             if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
                 transfer_ms, own_ms, loaded = source.transfer_ms, rest_ms, 0
             else:
+                self.sources.trust.recover()
                 source = None
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         fair_to = tenant if worker.facts.has_fair_shares else None
@@ -251,8 +254,12 @@ class RouteCosts:
                 alone_since = None if backlog.prompts else now
                 backlog.add(message.request_id, prompt, now * 1e3)
                 self._offered.setdefault(worker.role, OfferedLoad()).add(offer.own_ms / 1e3, now)
+                source = _key_of(message.kv_source) if message.kv_source is not None else None
+                num_held = message.kv_source.num_tokens if message.kv_source is not None else 0
                 num_predicted = max(hit.tokens, offer.hit_tokens)
-                self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, num_predicted, alone_since)
+                self._placed[message.request_id] = _Placed(
+                    worker.key, num_tokens, hit, num_predicted, alone_since, source, num_held
+                )
                 self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
             case Abort():
                 for request_id in message.request_ids:
@@ -292,6 +299,7 @@ class RouteCosts:
             self._learn_load(message.request_id, load)
             self.sources.observe(msgspec.structs.replace(load, transfer_ms=load.transfer_ms + load.queue_ms))
             prefill_ms = max(0.0, prefill_ms - load.transfer_ms - load.verify_ms)
+        self._note_source(message.request_id, message.kv_transfer)
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
 
     def on_first_token(self, message: Tokens, now: float) -> None:
@@ -307,6 +315,7 @@ class RouteCosts:
             self.drop(message.request_id, now)
             return
         self._learn_load(message.request_id, load)
+        self._note_source(message.request_id, load)
         elapsed_ms = 0.0 if placed.alone_since is None else max(0.0, (now - placed.alone_since) * 1e3 - load.transfer_ms)
         self._on_computed(message.request_id, message.usage.num_cached_tokens, elapsed_ms, now)
 
@@ -317,6 +326,16 @@ class RouteCosts:
         if known is not None and load.transport:
             price = self._load_prices.setdefault((known.pool, load.transport), LoadPrice())
             price.observe(load.transferred_tokens, load.transfer_ms)
+
+    def _note_source(self, request_id: str, loaded: TransferUsage | None) -> None:
+        """Learn how much of what a source was said to hold could be loaded."""
+        placed = self._placed.get(request_id)
+        if placed is None or placed.source is None:
+            return
+        num_loaded = loaded.transferred_tokens if loaded is not None else 0
+        self.sources.trust.observe(max(0, placed.num_source_tokens - placed.hit.claimed_tokens), num_loaded)
+        if not num_loaded:
+            self.sources.on_failed(placed.worker, placed.source)
 
     def _on_computed(self, request_id: str, num_reported_cached: int, prefill_ms: float, now: float) -> None:
         placed = self._placed.get(request_id)
@@ -356,6 +375,7 @@ class RouteCosts:
     def forget(self, worker: WorkerKey) -> None:
         """Forget a worker that has left."""
         self._workers.pop(worker, None)
+        self.sources.forget(worker)
         self.contents.leave(worker)
         for request_id in [name for name, placed in self._placed.items() if placed.worker == worker]:
             del self._placed[request_id]
@@ -373,6 +393,10 @@ class RouteCosts:
         if fit is None:
             fit = self._fits[pool] = PrefillFit()
         return fit
+
+
+def _key_of(source: KVSource) -> WorkerKey:
+    return WorkerKey(source.engine_id, source.incarnation)
 
 
 def source_of(offer: Offer) -> KVSource | None:

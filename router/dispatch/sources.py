@@ -14,7 +14,7 @@ from core.wire.messages import TransferUsage
 from core.wire.pairing import choose_transport
 from router.contents.known import Hit
 from router.dispatch.members import GenerationWorker, WorkerKey
-from router.routing.transfer import MARGIN, TransferTime
+from router.routing.transfer import MARGIN, SourceTrust, TransferTime
 
 _MAX_TRIES = 4  # holders that are compared with a reader
 
@@ -48,15 +48,30 @@ class Source:
 
 @dataclass(slots=True)
 class Sources:
-    """Finds sources. ``times`` are learned by transport; ``margin`` is that of ``transfer.pays``."""
+    """Finds sources. ``times`` are learned by transport; ``margin`` is that of ``transfer.pays``.
+
+    ``transports`` maps pairs of reader and source to the transport between them.
+    """
 
     margin: float = MARGIN
+    trust: SourceTrust = field(default_factory=SourceTrust)
+    transports: dict[tuple[WorkerKey, WorkerKey], str] = field(default_factory=dict)
     times: dict[str, TransferTime] = field(default_factory=dict)
 
     def observe(self, usage: TransferUsage) -> None:
         """Learn from a transfer of any kind."""
         if usage.transport and not usage.fallback_reason:
             self._time(usage.transport).observe(usage.transferred_bytes, usage.transfer_ms + usage.verify_ms)
+
+    def on_failed(self, reader: WorkerKey, source: WorkerKey) -> None:
+        """Learn from a source of which nothing was loaded."""
+        transport = self.transports.get((reader, source))
+        if transport is not None:
+            self._time(transport).fail()
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Forget a worker that has left."""
+        self.transports = {pair: transport for pair, transport in self.transports.items() if worker not in pair}
 
     def best(self, reader: GenerationWorker, num_own_tokens: int, holders: Iterable[Holder]) -> Source | None:
         """Return the holder of most tokens that ``reader`` can read, if it holds a block more than the reader.
@@ -76,6 +91,7 @@ class Sources:
                 transport = choose_transport(reader.facts, holder.worker.facts)
             except KVFerryError:
                 continue
+            self.transports[reader.key, holder.worker.key] = transport
             num_bytes = num_missing / layout.block_size * layout.block_bytes * layout.num_groups
             return Source(holder, self._time(transport).ms(num_bytes))
         return None

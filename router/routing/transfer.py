@@ -1,8 +1,9 @@
 """What it costs to load tokens from another worker instead of computing them, in predicted time.
 
 Owns the estimate of one kind of link. A transfer takes a fixed time, for the question, the answer between two steps of the
-source, and the verification, and a time for each byte. Before the first transfer both are figures that a loaded 10 Gbit/s
-network keeps.
+source, and the verification, and a time for each byte. A link of which nothing is known is taken to be fast, so that it is
+tried; the reader's patience bounds what the trial costs. What it shows is compared with figures that a loaded 10 Gbit/s network
+keeps, and so is a trial that has brought nothing.
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from dataclasses import dataclass
 
 FIRST_BASE_MS = 30.0
 FIRST_BYTES_PER_MS = 500_000.0
+TRIAL_SPEED = 20.0  # of an unknown link, times the first figure
 MARGIN = 0.8  # a transfer must be predicted to take less than this share of the time that it saves
 _MEMORY = 0.9  # the means cover about the last ten transfers
 _LEAST_BYTES = 1 << 20  # smaller transfers tell nothing of the speed
 _MOST = 4.0
+_FAILED = 0.97
+_RECOVERY = 0.002  # per prompt
 
 
 @dataclass(slots=True)
@@ -27,16 +31,18 @@ class TransferTime:
 
     def ms(self, num_bytes: float) -> float:
         """Return the predicted time of a transfer."""
-        return self.base_ms + num_bytes / self.bytes_per_ms
+        return self.base_ms + num_bytes / self.bytes_per_ms / (1.0 if self.num_seen else TRIAL_SPEED)
 
     def observe(self, num_bytes: int, real_ms: float) -> None:
         """Learn from a transfer; a small one tells of the fixed time only.
 
-        The first transfer from a peer also opens it. So one much slower than predicted counts as ``_MOST`` times as slow;
-        if all are, the estimate follows within ten.
+        The first transfer from a peer also opens it. So one that is much slower than predicted counts as ``_MOST`` times as
+        slow; if all are, the estimate follows within ten.
         """
         if num_bytes <= 0 or real_ms <= 0:
             return
+        if not self.num_seen:  # the first one says more than a guess
+            self.num_seen, self.bytes_per_ms = 1, max(FIRST_BYTES_PER_MS, num_bytes / real_ms)
         self.num_seen += 1
         real_ms = min(real_ms, _MOST * self.ms(num_bytes))
         if num_bytes < _LEAST_BYTES:
@@ -45,6 +51,35 @@ class TransferTime:
         moving_ms = max(real_ms - self.base_ms, real_ms / 2)
         ms_per_byte = _MEMORY / self.bytes_per_ms + (1 - _MEMORY) * moving_ms / num_bytes
         self.bytes_per_ms = 1 / ms_per_byte
+
+    def fail(self) -> None:
+        """Learn from a transfer that has brought nothing: the link, or the source, is slower than predicted."""
+        self.num_seen += 1
+        self.bytes_per_ms *= _FAILED
+
+
+@dataclass(slots=True)
+class SourceTrust:
+    """The share of what sources were said to hold that could be loaded lately.
+
+    A source is named when a prompt is placed and asked when its turn comes: behind a long queue, its blocks may be evicted by
+    then. Claims count by this share. It recovers slowly while no source is used, so that sources are tried again.
+    """
+
+    share: float = 1.0
+
+    def observe(self, num_claimed: int, num_loaded: int) -> None:
+        """Learn from one prompt that had a source."""
+        if num_claimed > 0:
+            self.share = _MEMORY * self.share + (1 - _MEMORY) * min(1.0, num_loaded / num_claimed)
+
+    def recover(self) -> None:
+        """A source was not used, though one was there."""
+        self.share = min(1.0, self.share + _RECOVERY)
+
+    def credit(self, num_tokens: int) -> int:
+        """Return how many claimed tokens to count on."""
+        return int(num_tokens * self.share)
 
 
 def pays(transfer_ms: float, compute_ms: float, rest_ms: float, margin: float = MARGIN) -> bool:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from router.routing.transfer import FIRST_BASE_MS, FIRST_BYTES_PER_MS, TransferTime, pays
+from router.routing.transfer import FIRST_BASE_MS, FIRST_BYTES_PER_MS, TRIAL_SPEED, SourceTrust, TransferTime, pays
 
 
-def test_before_the_first_transfer_the_figures_are_conservative():
-    assert TransferTime().ms(500_000_000) == FIRST_BASE_MS + 500_000_000 / FIRST_BYTES_PER_MS
+def test_an_unknown_link_is_tried_and_a_failed_trial_makes_the_figures_conservative():
+    time = TransferTime()
+    assert time.ms(500_000_000) == FIRST_BASE_MS + 500_000_000 / FIRST_BYTES_PER_MS / TRIAL_SPEED
+    time.fail()
+    assert time.ms(500_000_000) > FIRST_BASE_MS + 500_000_000 / FIRST_BYTES_PER_MS
+
+
+def test_a_first_transfer_that_is_slow_since_it_opens_the_peer_does_not_condemn_the_link():
+    time = TransferTime()
+    time.observe(5_000_000, 1000.0)
+    assert time.ms(5_000_000) < 2 * (FIRST_BASE_MS + 5_000_000 / FIRST_BYTES_PER_MS)
 
 
 def test_the_speed_follows_the_transfers():
@@ -33,6 +42,19 @@ def test_transfers_of_nothing_teach_nothing():
     time.observe(0, 5.0)
     time.observe(1 << 24, 0.0)
     assert (time.num_seen, time.base_ms) == (0, FIRST_BASE_MS)
+
+
+def test_sources_that_bring_less_than_they_claimed_count_less_and_are_tried_again():
+    trust = SourceTrust()
+    assert trust.credit(1000) == 1000
+    for _ in range(40):
+        trust.observe(1000, 0)
+    assert trust.credit(1000) < 50
+    for _ in range(500):
+        trust.recover()
+    assert trust.credit(1000) == 1000
+    trust.observe(0, 0)
+    assert trust.share == 1.0
 
 
 def test_a_transfer_must_save_clearly_more_than_it_takes():
