@@ -63,6 +63,7 @@ BENCHMARKS = (
     Benchmark("through_router"),
     Benchmark("structured"),
     Benchmark("router_scale"),
+    Benchmark("growth"),
     Benchmark("disaggregation", ("--quick", "--repeats", "1")),
     Benchmark("schema_corpus"),
     Benchmark("first_minutes"),
