@@ -1,7 +1,8 @@
 """A worker that computes nothing: each step it sends one token for every stream, all in one frame. For ``router_scale.py``.
 
-    python -c "import emitting_worker; emitting_worker.main()" ADDRESS STEP_MS
+    python -c "import emitting_worker; emitting_worker.main()" ADDRESS[,ADDRESS...] STEP_MS
 
+With several addresses it is a worker of each router and sends each the tokens of its own streams.
 A prompt of ``PROMPT_TOKENS`` times ``FIRST_TOKEN_ID`` + n belongs to stream n; stream -1 gets no token. A line on standard
 input asks for the times at which each stream's tokens were sent.
 """
@@ -10,10 +11,10 @@ from __future__ import annotations
 
 import asyncio
 import json
-import random
 import sys
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import zmq
@@ -27,7 +28,7 @@ from core.wire.sockets import SocketOptions, dealer_socket
 
 FIRST_TOKEN_ID = 1000
 PROMPT_TOKENS = 16
-TOKEN_IDS = (260, 20_000)  # words and parts of words in the usual vocabularies
+TOKEN_ID = 4662  # whole characters in the usual vocabularies: an event for each token
 
 
 @dataclass(slots=True)
@@ -46,7 +47,6 @@ class EmittingWorker:
         self._streams: dict[str, Stream] = {}
         self._sent: dict[int, list[float]] = {}
         self._incarnation = new_incarnation(RandomIds())
-        self._drawn = [random.Random(1).randrange(*TOKEN_IDS) for _ in range(4096)]
 
     def take_times(self) -> dict[int, list[float]]:
         taken, self._sent = self._sent, {}
@@ -91,9 +91,8 @@ class EmittingWorker:
             frame, now = [], time.monotonic()
             for request_id, stream in list(self._streams.items()):
                 is_last = stream.position + 1 >= stream.max_tokens
-                token_id = self._drawn[(stream.position + 97 * stream.number) % len(self._drawn)]
                 reason = "length" if is_last else None
-                frame.append(Tokens(request_id, 0, stream.position, (token_id,), reason))
+                frame.append(Tokens(request_id, 0, stream.position, (TOKEN_ID,), reason))
                 stream.position += 1
                 stream.sent.append(now)
                 if is_last:
@@ -101,13 +100,18 @@ class EmittingWorker:
             await self._socket.send(codec.encode_tokens(frame))
 
 
-def answer_questions(worker: EmittingWorker) -> None:
+def answer_questions(workers: Sequence[EmittingWorker]) -> None:
     for _ in sys.stdin:
-        print(json.dumps(worker.take_times()), flush=True)
+        times = {number: sent for worker in workers for number, sent in worker.take_times().items()}
+        print(json.dumps(times), flush=True)
+
+
+async def run_all(workers: Sequence[EmittingWorker]) -> None:
+    await asyncio.gather(*(worker.run() for worker in workers))
 
 
 def main() -> None:
-    address, step_ms = sys.argv[1:]
-    worker = EmittingWorker(address, float(step_ms) / 1e3)
-    threading.Thread(target=answer_questions, args=(worker,), daemon=True).start()
-    asyncio.run(worker.run())
+    addresses, step_ms = sys.argv[1:]
+    workers = [EmittingWorker(address, float(step_ms) / 1e3) for address in addresses.split(",")]
+    threading.Thread(target=answer_questions, args=(workers,), daemon=True).start()
+    asyncio.run(run_all(workers))

@@ -1,14 +1,15 @@
 """What a router costs per token and per stream, with a worker that emits tokens without computing.
 
-    python benchmarks/router_scale.py [--streams 10 100 1000] [--step-ms 25] [--seconds 6] [--json FILE] [--markdown] [--quick]
+    python benchmarks/router_scale.py [--streams 10 100 1000] [--step-ms 25] [--seconds 6] [--processes 1] [--json FILE]
 
-Three processes on this machine: the router as an operator starts it, a worker that answers every prompt with one token per
-step for all streams in one frame, as an engine does, and this one, whose clients read streams of events and do nothing with
-them. CPU time of the router's process (user and system, as the kernel counts it) over the tokens that its clients received in
-the same seconds gives microseconds per token; one core carries as many tokens per second as that allows. Relay: from the moment
-at which the worker sends a token until a client has its event, by the clock that all processes share; with many streams this
-includes the time in which the router, the worker and the clients share the cores. Memory: growth of the router's resident set
-by open streams that get no token.
+Processes on this machine: the router as an operator starts it, or several behind one port; a worker that answers every prompt
+with one token per step for all streams of a router in one frame, as an engine does; and this one, whose clients read streams
+of events and do nothing with them. CPU time of all router processes (user and system, as the kernel counts it) over the tokens
+that the clients received in the same seconds gives microseconds per token; one core carries as many tokens per second as that
+allows, and N cores N times as many, if the figure does not grow with the number of processes. Relay: from the moment at which
+the worker sends a token until a client has its event, by the clock that all processes share; with many streams this includes
+the time in which the router, the worker and the clients share the cores. Memory: growth of the routers' resident set by open
+streams that get no token.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ import psutil  # type: ignore[import-untyped]
 from common import Machine, Outcome, Table, make_parser, publish
 from emitting_worker import FIRST_TOKEN_ID, PROMPT_TOKENS
 
-from kvferry.cluster_plan import free_ports
+from kvferry.cluster_plan import free_port_ranges, free_ports
 
 TOKENS_GOAL, RELAY_GOAL_MS, STREAM_GOAL_KB = 35_000.0, 10.0, 50.0
 READY_TIMEOUT_S = 120.0
@@ -88,12 +89,13 @@ class Client(asyncio.Protocol):
 
 
 @contextlib.contextmanager
-def served(step_ms: float, model: str) -> Iterator[tuple[int, psutil.Process, subprocess.Popen[str]]]:
-    """Start router and worker; yield the port, the router's process, and the worker."""
-    port, worker_port = free_ports(2)
-    address = f"tcp://127.0.0.1:{worker_port}"
-    settings = {"router.port": port, "router.worker_address": address, "model.name": model, "model.served_name": "bench"}
+def served(step_ms: float, model: str, num_processes: int) -> Iterator[tuple[int, Routers, subprocess.Popen[str]]]:
+    """Start routers and worker; yield the port, the routers, and the worker."""
+    (port,), (worker_ports,) = free_ports(1), free_port_ranges(1, num_processes)
+    addresses = [f"tcp://127.0.0.1:{worker_port}" for worker_port in worker_ports]
+    settings = {"router.port": port, "router.worker_address": addresses[0], "model.name": model, "model.served_name": "bench"}
     settings |= {
+        "router.processes": num_processes,
         "log.level": "WARNING",
         "router.max_connections": 12_000,
         "router.max_connections_per_address": 0,
@@ -103,12 +105,12 @@ def served(step_ms: float, model: str) -> Iterator[tuple[int, psutil.Process, su
     with tempfile.TemporaryFile() as log:
         router = subprocess.Popen([sys.executable, "-m", "kvferry", "router", *assignments], stdout=log, stderr=log)
         emitter = subprocess.Popen(
-            [sys.executable, "-c", "import emitting_worker; emitting_worker.main()", address, str(step_ms)],
+            [sys.executable, "-c", "import emitting_worker; emitting_worker.main()", ",".join(addresses), str(step_ms)],
             cwd=Path(__file__).parent, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
         try:
-            wait_until_ready(port, router)
-            yield port, psutil.Process(router.pid), emitter
+            wait_until_ready(port, router, num_answers=1 if num_processes == 1 else 20 * num_processes)
+            yield port, Routers(router.pid), emitter
         finally:
             for process in (emitter, router):
                 process.terminate()
@@ -118,20 +120,41 @@ def served(step_ms: float, model: str) -> Iterator[tuple[int, psutil.Process, su
                 print(log.read().decode()[-2000:], file=sys.stderr)
 
 
-def wait_until_ready(port: int, router: subprocess.Popen[bytes]) -> None:
+class Routers:
+    """The router's process, or the one that keeps several, and all of these."""
+
+    def __init__(self, pid: int) -> None:
+        process = psutil.Process(pid)
+        self._processes = [process, *process.children(recursive=True)]
+
+    def cpu_s(self) -> float:
+        times = [process.cpu_times() for process in self._processes]
+        return float(sum(each.user + each.system for each in times))
+
+    def resident_bytes(self) -> int:
+        return sum(process.memory_info().rss for process in self._processes)
+
+
+def wait_until_ready(port: int, router: subprocess.Popen[bytes], num_answers: int) -> None:
+    """Wait for so many answers in a row that say so: each may come from another process."""
     import httpx
 
-    end = time.monotonic() + READY_TIMEOUT_S
+    end, num_ready = time.monotonic() + READY_TIMEOUT_S, 0
     while time.monotonic() < end and router.poll() is None:
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200:
-                return
-        time.sleep(0.1)
+        try:
+            is_ready = httpx.get(f"http://127.0.0.1:{port}/ready", timeout=5).status_code == 200
+        except httpx.HTTPError:
+            is_ready = False
+        num_ready = num_ready + 1 if is_ready else 0
+        if num_ready == num_answers:
+            return
+        if not is_ready:
+            time.sleep(0.1)
     raise RuntimeError("the router does not become ready")
 
 
 async def load(
-    port: int, router: psutil.Process, emitter: subprocess.Popen[str], num_streams: int, arguments: argparse.Namespace
+    port: int, routers: Routers, emitter: subprocess.Popen[str], num_streams: int, arguments: argparse.Namespace
 ) -> Found:
     """Open the streams, wait until all have tokens, and count for some seconds."""
     loop = asyncio.get_running_loop()
@@ -149,10 +172,10 @@ async def load(
             raise RuntimeError(f"a stream failed: {failed[0]!r}")
         await asyncio.sleep(0.05)
     await asyncio.sleep(SETTLE_S)
-    begin, events, cpu = time.monotonic(), sum(client.num_events for client in clients), cpu_s(router)
+    begin, events, cpu = time.monotonic(), sum(client.num_events for client in clients), routers.cpu_s()
     await asyncio.sleep(arguments.seconds)
     elapsed, events = time.monotonic() - begin, sum(client.num_events for client in clients) - events
-    cpu = cpu_s(router) - cpu
+    cpu = routers.cpu_s() - cpu
     for client in clients:
         client.close()
     await asyncio.gather(*(client.done for client in clients))
@@ -174,24 +197,19 @@ def times_of_steps(emitter: subprocess.Popen[str]) -> dict[int, list[float]]:
     return {int(number): times for number, times in json.loads(emitter.stdout.readline()).items()}
 
 
-async def idle_stream_bytes(port: int, router: psutil.Process, num_streams: int) -> float:
+async def idle_stream_bytes(port: int, routers: Routers, num_streams: int) -> float:
     """Return the growth of the router's memory by a stream that waits for its first token."""
     loop = asyncio.get_running_loop()
-    before, clients = router.memory_info().rss, []
+    before, clients = routers.resident_bytes(), []
     for _ in range(num_streams):
         _, client = await loop.create_connection(lambda: Client(port, -1, 1_000_000, is_watched=False), "127.0.0.1", port)
         clients.append(client)
     await asyncio.sleep(2 * SETTLE_S)
-    grown = router.memory_info().rss - before
+    grown = routers.resident_bytes() - before
     for client in clients:
         client.close()
     await asyncio.gather(*(client.done for client in clients))
     return grown / num_streams
-
-
-def cpu_s(process: psutil.Process) -> float:
-    times = process.cpu_times()
-    return float(times.user + times.system)
 
 
 def outcome(found: Sequence[Found], stream_bytes: float) -> Outcome:
@@ -224,14 +242,15 @@ def main() -> None:
     parser.add_argument("--streams", type=int, nargs="+", default=(10, 100, 400), metavar="N")
     parser.add_argument("--step-ms", type=float, default=25.0, help="between two tokens of a stream (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=6.0, help="that are counted (default: %(default)s)")
+    parser.add_argument("--processes", type=int, default=1, help="of the router, behind one port (default: %(default)s)")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.streams, arguments.seconds = (3,), 0.5
     machine, found = Machine.now(), []
-    with served(arguments.step_ms, arguments.model) as (port, router, emitter):
-        stream_bytes = asyncio.run(idle_stream_bytes(port, router, 5 if arguments.quick else 300))
+    with served(arguments.step_ms, arguments.model, arguments.processes) as (port, routers, emitter):
+        stream_bytes = asyncio.run(idle_stream_bytes(port, routers, 5 if arguments.quick else 300))
         for num_streams in arguments.streams:
-            found.append(asyncio.run(load(port, router, emitter, num_streams, arguments)))
+            found.append(asyncio.run(load(port, routers, emitter, num_streams, arguments)))
     publish(outcome(found, stream_bytes), machine, arguments)
 
 

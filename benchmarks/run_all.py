@@ -73,6 +73,7 @@ BENCHMARKS = (
     Benchmark("through_router"),
     Benchmark("structured"),
     Benchmark("router_scale"),
+    Benchmark("growth"),
     Benchmark("disaggregation", ("--quick", "--repeats", "1")),
     Benchmark("advised_sides"),
     Benchmark("schema_corpus"),

@@ -76,7 +76,9 @@ class RouterGroup:
     def _addresses(self, child: Child, deadline: float) -> Mapping[str, str]:
         while not child.addresses.done() and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        if not child.addresses.done() or child.addresses.exception() is not None:
+        if not child.addresses.done():
+            raise StartFailed(f"{child.spec.name} did not tell its address in time")
+        if child.addresses.exception() is not None:
             raise StartFailed(f"{child.spec.name} did not start: it {child.describe_end()}")
         addresses = child.addresses.result()
         self._plan.pin(child.spec.name, addresses)

@@ -15,11 +15,7 @@ from core.config_router import RouterSection
 from core.wire.sockets import join_tcp, split_tcp
 
 ROUTER = "router"
-_SHARED_LIMITS = (
-    "max_connections",
-    "max_requests",
-    "max_upload_bytes",
-)  # of the machine; those per client hold in each process
+_SHARED_LIMITS = ("max_connections", "max_requests", "max_upload_bytes")  # others hold in each process
 
 
 class RouterPlan:

@@ -49,10 +49,8 @@ class Submission:
         return limit_s if self.timeout_s is None else min(limit_s, self.timeout_s)
 
 
-class ChoiceUpdate(
-    msgspec.Struct, frozen=True
-):  # a struct is made in a fifth of a dataclass's time, and this is once per token
-    """New tokens of one choice."""
+class ChoiceUpdate(msgspec.Struct, frozen=True):
+    """New tokens of one choice. A struct, as is ``Update``: there is one per token, and a frozen dataclass takes far longer."""
 
     index: int
     token_ids: tuple[int, ...]

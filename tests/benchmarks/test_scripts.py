@@ -37,6 +37,16 @@ def test_through_router_measures_every_case_on_every_side(run_benchmark, tmp_pat
         assert all(value > 0 for values in sides.values() for value in values)
 
 
+@pytest.mark.full
+def test_growth_is_measured_on_every_axis(run_benchmark, tmp_path):
+    run_benchmark("growth", "--quick", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert {row["axis"] for row in figures["rows"]} == {"request", "block", "worker"}
+    assert all(len(row["us"]) == len(figures["sizes"][row["axis"]]) for row in figures["rows"])
+    assert all(us > 0 for row in figures["rows"] for us in row["us"])
+    assert len(figures["goals"]) == 1
+
+
 @pytest.mark.e2e
 @pytest.mark.full
 def test_router_is_measured_with_a_worker_that_only_emits(run_benchmark, tmp_path):
