@@ -27,6 +27,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
     """
 
     converts_blocks = True
+    reads_early = True
 
     def __init__(self, identity: WorkerIdentity, *, lease_ms: int, ids: IdSource, grant: Callable[[LeaseGrant], None]) -> None:
         super().__init__(identity, P2PConnectorMetadata, lease_ms=lease_ms, ids=ids)
@@ -41,6 +42,8 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
         if request.kv_handoff is None:
             return
         ref = self._refs[request.request_id] = HandoffRef.of(request.kv_handoff)
+        if request.is_early:  # nothing is leased yet
+            return
         readers = self._readers.setdefault(ref, set())
         if not readers:
             self.step.holds.append(ref)
@@ -72,7 +75,9 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
     def end_use(self, request_id: str) -> None:
         """Release the lease after its last reader."""
         ref = self._refs.pop(request_id)
-        readers = self._readers[ref]
+        readers = self._readers.get(ref)
+        if readers is None:  # an early pull has no lease
+            return
         readers.discard(request_id)
         if not readers:
             del self._readers[ref]
@@ -101,5 +106,11 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
             if found.is_partial:
                 self.manager.withhold_first_block(request.request_id, group_id)
         return PullRequest(
-            request.request_id, self._refs[request.request_id], tuple(units), num_tokens, request.deadline, handoff.layout
+            request.request_id,
+            self._refs[request.request_id],
+            tuple(units),
+            num_tokens,
+            request.deadline,
+            handoff.layout,
+            is_leased=not request.is_early,
         )

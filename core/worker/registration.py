@@ -9,7 +9,8 @@ import os
 import time
 from pathlib import Path
 
-from core.connector import WorkerContext
+from core.config import KVFerryConfig
+from core.connector import KVConnectorScheduler, WorkerContext
 from core.release import package_version
 from core.wire.messages import Register, RegisterEncoder
 from core.worker.actions import AdmissionLimits
@@ -49,6 +50,7 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         host_id=connector.host_id if connector is not None else ec_connector.host_id if ec_connector is not None else "",
         kv_verify=config.connector.kv_verify,
         has_digests=connector is not None and connector.has_digests,
+        reads_early=context.role == "decode" and reads_early(config, connector.scheduler if connector is not None else None),
         ops_address=ops_address,
         pid=os.getpid(),
         ec_connector=ec_connector.name if ec_connector is not None else "",
@@ -57,6 +59,12 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         start_ms=round(1e3 * _process_age_s()),
         is_supervised=config.worker.is_supervised,
     )
+
+
+def reads_early(config: KVFerryConfig, connector: KVConnectorScheduler | None) -> bool:
+    """Return True if the worker reads prompts while they are computed: what it has read it finds in its prefix cache."""
+    is_on = config.connector.early_pull and config.cache.enable_prefix_caching
+    return is_on and connector is not None and connector.reads_early
 
 
 def admission_limits(context: WorkerContext, assembled: Assembled) -> AdmissionLimits:

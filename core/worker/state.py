@@ -28,6 +28,7 @@ from core.metrics import WorkerMetrics
 from core.rate_limit import LOG_INTERVAL_S, RateLimit, limited_event
 from core.request import EngineCoreOutput
 from core.wire import messages
+from core.wire.early import PrefillProgress, PullEarly
 from core.wire.messages import (
     Abort,
     EncodeDone,
@@ -128,7 +129,7 @@ class WorkerState:
         times = [link.next_timer() for link in self._links.values()]
         if self._served.next_deadline is not None:
             times.append(self._served.next_deadline)
-        for time in (self._reports.next_timer(), self._drain.next_timer(now, DRAIN_POLL_S)):
+        for time in (self._handler.next_timer(), self._reports.next_timer(), self._drain.next_timer(now, DRAIN_POLL_S)):
             if time is not None:
                 times.append(time)
         return min(times) if times and not self.is_stopped else None
@@ -176,6 +177,9 @@ class WorkerState:
         match message:
             case Generate() | EncodeRequest() | EngineCall():
                 return self._on_request(link, message, now)
+            case PullEarly():
+                is_late = self.is_draining or message.request_id in self._served
+                return [] if is_late else self._follow(self._handler.on_pull_early(message, now))
             case Abort():
                 return self._on_abort(link, message, now)
             case Release():
@@ -364,6 +368,8 @@ class WorkerState:
                 self._metrics.count_prompt(
                     stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens
                 )
+            if output.transfer_usage is not None and output.transfer_usage.exposed_ms:
+                self._metrics.observe_exposed_transfer(output.transfer_usage.exposed_ms / 1e3)
             if output.new_token_ids:
                 self._metrics.count_generated(len(output.new_token_ids))
             if output.finish_reason is not None and output.error is None:
@@ -374,7 +380,7 @@ class WorkerState:
             self._metrics.count_failed(reply.error.code)
             self._log_failure(reply.request_id, reply.error)
             return
-        if isinstance(reply, EncodeDone):
+        if isinstance(reply, EncodeDone | PrefillProgress):
             return
         if isinstance(reply, Tokens) and reply.finish_reason is not None:
             self._served.free_choices(served, 1)
@@ -430,6 +436,7 @@ class WorkerState:
                 self._reports.stop(key)
                 actions += self._give_up_requests_of(key)
         actions += self._expire(now)
+        actions += self._follow(self._handler.on_timer(now))
         actions += self._do_duties(now)
         return actions + self._leave_if_done(now)
 

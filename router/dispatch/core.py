@@ -14,6 +14,7 @@ import msgspec
 from core.config_router import RouterSection
 from core.errors import KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
 from core.wire.contents import ContentReport
+from core.wire.early import PrefillProgress
 from core.wire.messages import (
     EncodeDone,
     EncodeFailed,
@@ -96,7 +97,7 @@ class RefuseVersion:
 
 Action = Transmit | RefuseVersion | Deliver | Answered | EncodeEnded | Retried | Ended | Joined | Left | Stalled | Resumed
 _Step = DispatchAction | Answered
-_RequestMessage = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply | list[Tokens]
+_RequestMessage = PrefillProgress | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply | list[Tokens]
 
 
 class RouterCore:
@@ -275,6 +276,9 @@ class RouterCore:
                 self.wait_estimates.on_first_token(message.request_id, now)
                 self.route_costs.on_prefill_done(message, now)
                 return self.dispatcher.on_prefill_done(sender, message, now)
+            case PrefillProgress():
+                sender.progress.on_answer(now)
+                return self.dispatcher.on_prefill_progress(sender, message)
             case EngineReply():
                 return self.calls.on_reply(sender.key, message)
             case RequestFailed() if message.request_id in self.calls:

@@ -34,9 +34,11 @@ from core.errors import (
     WorkerStalled,
     fallback_reason,
 )
+from core.wire.early import PrefillProgress
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, RequestFailed, Tokens
 from router.dispatch import retries
 from router.dispatch.attempts import Attempts
+from router.dispatch.early_pulls import EarlyPulls
 from router.dispatch.encode_legs import EncodeLegs
 from router.dispatch.handoffs import Handoffs, release
 from router.dispatch.inflight import InflightCounts
@@ -99,6 +101,7 @@ class Dispatcher:
         self._waiting = Waiting(self.restarts)
         self._pairs = PairHealth()
         self._handoffs = Handoffs(membership)
+        self._early_pulls = EarlyPulls(membership)
         self.route_costs = RouteCosts()
         self._placement = Placement(membership, self._inflight, self._pairs, self.route_costs)
 
@@ -169,6 +172,10 @@ class Dispatcher:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
+    def on_prefill_progress(self, sender: GenerationWorker, message: PrefillProgress) -> list[SendToWorker]:
+        """Let the decode worker read what is sealed of a prompt."""
+        return self._early_pulls.pass_on(sender, self._attempts.get(message.request_id), message)
+
     def on_prefill_done(self, sender: GenerationWorker, message: PrefillDone, now: float) -> list[DispatchAction]:
         """Deliver the first tokens and send the request to a decode worker."""
         request = self._attempts.get(message.request_id)
@@ -182,7 +189,8 @@ class Dispatcher:
         sender.progress.on_success()
         actions: list[DispatchAction] = [Deliver(request.request_id, apply_prefill_done(request, message, now))]
         if request.is_finished:
-            return [*actions, *release(sender.key, message.kv_handoff), self._end(request, now)]
+            ends = [*self._early_pulls.stop(request), *release(sender.key, message.kv_handoff)]
+            return [*actions, *ends, self._end(request, now)]
         self._inflight.free(request, sender.key)
         return actions + self._send_to_decode(request, now)
 
@@ -293,6 +301,7 @@ class Dispatcher:
         """Start a request on a route, from its beginning: first at encode workers if it has images for them."""
         request.attempt.prefill = route.prefill.key if route.prefill else None
         request.attempt.decode = route.decode.key
+        request.attempt.announces = self._early_pulls.is_wanted(route.decode, route.prefill)
         request.fallback_reason = NO_PREFILL if route.is_degraded else ""
         request.is_local = route.is_local
         first = route.workers[0]
@@ -335,7 +344,7 @@ class Dispatcher:
         except (NoWorker, Overloaded) as error:
             return self._wait(request, error, now)
         self._waiting.remove(request)
-        actions = self._handoffs.keep_or_release(request, decode)
+        actions = [*self._early_pulls.stop(request, decode.key), *self._handoffs.keep_or_release(request, decode)]
         request.attempt.decode = decode.key
         request.attempt.has_handoff = request.handoff is not None
         self._inflight.take(request, decode, request.num_live_choices)
@@ -445,6 +454,7 @@ class Dispatcher:
         if not is_refusal and not is_blameless:
             request.blamed.append(failed)
         request.avoid.add(failed)
+        actions += self._early_pulls.stop(request)
         self._attempts.begin_next(request, error, now)
         self._inflight.free_all(request)
         if len(request.blamed) > self._max_retries:
@@ -481,7 +491,8 @@ class Dispatcher:
         """Abort the request at its workers, and release a handoff that may be unread."""
         current = request.current
         aborts = [SendToWorker(current, Abort(request_ids=(request.wire_id,), reason=reason))] if current else []
-        return [*aborts, *self._encode_legs.aborts(request, reason), *release(request.attempt.prefill, request.handoff)]
+        others = [*self._encode_legs.aborts(request, reason), *self._early_pulls.stop(request)]
+        return [*aborts, *others, *release(request.attempt.prefill, request.handoff)]
 
     def _end(self, request: RequestState, now: float) -> Ended:
         del self.requests[request.request_id]
