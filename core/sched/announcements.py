@@ -17,16 +17,18 @@ def announce_prefixes(state: SchedulerState, step: Step, dropped: Container[str]
     After a preemption, or if what a step computed for it was ``dropped``, a prompt is announced from its beginning again.
     """
     outputs = []
-    for request_id, num_announced in list(state.announced_tokens.items()):
+    for request_id, announced in list(state.announced.items()):
         request = state.requests.get(request_id)
         if request is None or request.status.is_finished:
-            del state.announced_tokens[request_id]
-        elif request.status is not RequestStatus.RUNNING or request_id in dropped:
-            state.announced_tokens[request_id] = 0
-        elif request_id in step.output.num_scheduled_tokens:
-            prefix = _sealed_prefix(state, request, num_announced)
+            del state.announced[request_id]
+            continue
+        if announced.num_preemptions < request.num_preemptions or request_id in dropped:
+            announced.num_tokens, announced.num_preemptions = 0, request.num_preemptions
+        is_in_step = request_id in step.output.num_scheduled_tokens and request_id not in dropped
+        if is_in_step and request.status is RequestStatus.RUNNING:
+            prefix = _sealed_prefix(state, request, announced.num_tokens)
             if prefix is not None:
-                state.announced_tokens[request_id] = prefix.handoff.num_tokens
+                announced.num_tokens = prefix.handoff.num_tokens
                 outputs.append(EngineCoreOutput(request_id, [], sealed_prefix=prefix))
     return outputs
 

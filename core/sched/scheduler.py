@@ -55,7 +55,7 @@ from core.sched.queue import RequestQueue
 from core.sched.remote_kv import update_from_kv_xfer_finished
 from core.sched.running import schedule_running
 from core.sched.sealing import seal_computed_blocks
-from core.sched.state import SchedulerState, Step
+from core.sched.state import Announced, SchedulerState, Step
 from core.sched.stats import EngineStats, make_stats
 from core.wire.messages import ErrorInfo, LoadFailurePolicy
 from core.wire.sampling import StructuredOutput
@@ -153,7 +153,7 @@ class Scheduler:
         failed, dropped = self._collect_failures(step, model_output)
         self._seal_computed(step, failed, dropped)
         outputs = process_sampled_tokens(state, step, model_output, dropped)
-        if state.announced_tokens:
+        if state.announced:
             outputs += announce_prefixes(state, step, dropped)
         state.encoder.release_computed(state.requests)
         failed = state.encoder.take_unavailable(state.requests) | failed
@@ -229,7 +229,7 @@ class Scheduler:
             state.connector.on_new_request(request)
         state.requests[request.request_id] = request
         if request.announces:
-            state.announced_tokens[request.request_id] = 0
+            state.announced[request.request_id] = Announced()
         if request.sampling.structured_output is not None and request.grammar is None:
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
             state.grammar_waiting[request.request_id] = request

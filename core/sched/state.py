@@ -81,7 +81,7 @@ class SchedulerState:
         self.grammar_waiting: dict[str, Request] = {}
         self.inflight_prefills: dict[str, Request] = {}
         self.early_pulls = EarlyPulls()
-        self.announced_tokens: dict[str, int] = {}  # of prompts that report their progress, by request id
+        self.announced: dict[str, Announced] = {}  # of prompts that report their progress, by request id
 
         self.finished_req_ids: set[str] = set()  # flushed into every SchedulerOutput
         self.finished_recving_kv_req_ids: set[str] = set()  # loaded, not promoted yet
@@ -146,6 +146,14 @@ class SchedulerState:
         usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
         left = max(0, usage.recomputed_tokens - num_tokens)
         self.transfer_usage[request.request_id] = msgspec.structs.replace(usage, recomputed_tokens=left)
+
+
+@dataclass(slots=True)
+class Announced:
+    """How many tokens of a prompt were announced since it was preempted for the last time."""
+
+    num_tokens: int = 0
+    num_preemptions: int = 0
 
 
 @dataclass(slots=True)
