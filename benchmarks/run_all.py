@@ -53,6 +53,7 @@ BENCHMARKS = (
     Benchmark("engine_2_threads", ("--repeats", "1"), True, False, script="engine", arguments=("--threads", "2")),
     Benchmark("transport"),
     Benchmark("handoff"),
+    Benchmark("early_bytes"),
     Benchmark("plugin_digest"),
     Benchmark("vllm_plugin"),
     Benchmark("vllm_router"),

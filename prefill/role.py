@@ -92,13 +92,13 @@ class PrefillHandler(RoleHandler):
         for output in outputs:
             request_id, index = split_choice_id(output.request_id)
             prefill = self._live.get(request_id)
-            if output.sealed_prefix is not None:
-                if prefill is not None:
-                    result.replies.append(_progress(request_id, output.sealed_prefix))
-            elif prefill is not None:
+            if prefill is None:
+                if output.kv_handoff is not None:  # aborted in the meantime: no worker will read it
+                    result.release_transfer_ids.append(output.kv_handoff.transfer_id)
+            elif output.sealed_prefix is not None:
+                result.replies.append(_progress(request_id, output.sealed_prefix))
+            else:
                 self._on_output(prefill, index, output, now, result)
-            elif output.kv_handoff is not None:  # aborted in the meantime: no worker will read it
-                result.release_transfer_ids.append(output.kv_handoff.transfer_id)
         return result
 
     def on_abort(self, request_id: str) -> RoleOutput:

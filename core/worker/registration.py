@@ -10,9 +10,9 @@ import time
 from pathlib import Path
 
 from core.config import KVFerryConfig
-from core.connector import KVConnectorScheduler, WorkerContext
+from core.connector import WorkerContext
 from core.release import package_version
-from core.wire.messages import Register, RegisterEncoder
+from core.wire.messages import Register, RegisterEncoder, Role
 from core.worker.actions import AdmissionLimits
 from core.worker.builder import Assembled, BuiltEncoder
 
@@ -50,7 +50,7 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         host_id=connector.host_id if connector is not None else ec_connector.host_id if ec_connector is not None else "",
         kv_verify=config.connector.kv_verify,
         has_digests=connector is not None and connector.has_digests,
-        reads_early=context.role == "decode" and reads_early(config, connector.scheduler if connector is not None else None),
+        reads_early=may_read_early(context.role, config) and connector is not None and connector.scheduler.reads_early,
         ops_address=ops_address,
         pid=os.getpid(),
         ec_connector=ec_connector.name if ec_connector is not None else "",
@@ -61,10 +61,9 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
     )
 
 
-def reads_early(config: KVFerryConfig, connector: KVConnectorScheduler | None) -> bool:
-    """Return True if the worker reads prompts while they are computed: what it has read it finds in its prefix cache."""
-    is_on = config.connector.early_pull and config.cache.enable_prefix_caching
-    return is_on and connector is not None and connector.reads_early
+def may_read_early(role: Role, config: KVFerryConfig) -> bool:
+    """Return True if the worker may read prompts while they are computed: it finds what it has read in its prefix cache."""
+    return role == "decode" and config.connector.early_pull and config.cache.enable_prefix_caching
 
 
 def admission_limits(context: WorkerContext, assembled: Assembled) -> AdmissionLimits:

@@ -378,7 +378,8 @@ class WorkerState:
     def _note(self, served: Served, reply: Reply, now: float) -> None:
         if isinstance(reply, RequestFailed | EncodeFailed):
             self._metrics.count_failed(reply.error.code)
-            self._log_failure(reply.request_id, reply.error)
+            code, text = reply.error.code, reply.error.message
+            logger.warning(event("request_failed", request_id=reply.request_id, code=code, message=text))
             return
         if isinstance(reply, EncodeDone | PrefillProgress):
             return
@@ -388,9 +389,6 @@ class WorkerState:
         if served.first_token_s is None and served.num_output_tokens:
             served.first_token_s = now - served.arrival_time
             self._metrics.observe_first_token(served.first_token_s)
-
-    def _log_failure(self, request_id: str, error: ErrorInfo) -> None:
-        logger.warning(event("request_failed", request_id=request_id, code=error.code, message=error.message))
 
     def _finish(self, request_id: str, now: float) -> None:
         served = self._served.forget(request_id)

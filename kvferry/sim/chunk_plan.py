@@ -55,7 +55,8 @@ def _draw_calm_plan(seed: int, random: Random) -> ClusterPlan:
     scheduler = replace_struct(plan.config.scheduler, max_num_batched_tokens=_CHUNK_TOKENS, long_prefill_token_threshold=0)
     cache = replace_struct(plan.config.cache, enable_prefix_caching=True)
     router = replace_struct(plan.config.router, local_prefill_itl_ms=0.0)
-    config = replace_struct(plan.config, scheduler=scheduler, cache=cache, router=router)
+    connector = replace_struct(plan.config.connector, early_pull=True)
+    config = replace_struct(plan.config, scheduler=scheduler, cache=cache, router=router, connector=connector)
     shape = draw_shape(Random(f"{seed}/shape"), config)
     spare = random.randint(1, 6) if kinds else 60
     workers = [

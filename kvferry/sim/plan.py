@@ -133,6 +133,7 @@ class ClusterPlan:
             f"transport {', '.join(connector.transports)}{order}, verify {connector.kv_verify}, "
             f"lease {connector.lease_s:.3g} s, "
             f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
+            f"early pulls {'on' if connector.early_pull else 'off'}, "
             f"request timeout {self.config.router.request_timeout_s:.3g} s",
         ]
         for worker in self.workers:

@@ -30,7 +30,7 @@ from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_
 from core.wire.kv import KVHandoff
 from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
 from core.worker.actions import AdmissionLimits, EngineLoad, Send
-from core.worker.registration import reads_early
+from core.worker.registration import may_read_early
 from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
 from decode.role import DecodeHandler
@@ -238,7 +238,7 @@ class SimWorker(SimWorkerProtocol):
             is_supervised=plan.is_supervised,
             kv_verify=config.connector.kv_verify,
             has_digests=self.model.seals.has_digests,
-            reads_early=self.spec.role == "decode" and reads_early(config, self.engine.core.scheduler.connector),
+            reads_early=may_read_early(self.spec.role, config) and self.connector is not None,
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,

@@ -48,6 +48,7 @@ from router.dispatch.pair_health import PairHealth
 from router.dispatch.placement import Placement
 from router.dispatch.policy import Route
 from router.dispatch.request_state import (
+    BEFORE_DECODE,
     NO_PREFILL,
     Deliver,
     DispatchAction,
@@ -72,8 +73,6 @@ from router.dispatch.worker_messages import (
     new_generate,
     resuming_generate,
 )
-
-_BEFORE_DECODE = (RequestPhase.ENCODE, RequestPhase.PREFILL)
 
 
 class Dispatcher:
@@ -189,8 +188,8 @@ class Dispatcher:
         sender.progress.on_success()
         actions: list[DispatchAction] = [Deliver(request.request_id, apply_prefill_done(request, message, now))]
         if request.is_finished:
-            ends = [*self._early_pulls.stop(request), *release(sender.key, message.kv_handoff)]
-            return [*actions, *ends, self._end(request, now)]
+            actions += self._early_pulls.stop(request)
+            return [*actions, *release(sender.key, message.kv_handoff), self._end(request, now)]
         self._inflight.free(request, sender.key)
         return actions + self._send_to_decode(request, now)
 
@@ -200,7 +199,7 @@ class Dispatcher:
         updates: dict[str, Update] = {}
         for item in tokens:
             request = self._attempts.get(item.request_id)
-            if request is None or request.attempt.decode != sender.key or request.phase in _BEFORE_DECODE:
+            if request is None or request.attempt.decode != sender.key or request.phase in BEFORE_DECODE:
                 actions += self._unexpected(sender, item.request_id, now)
                 continue
             update = updates.get(request.request_id) or Update()
@@ -282,8 +281,8 @@ class Dispatcher:
         actions: list[DispatchAction] = []
         for request in list(self.requests.values()):
             if now >= request.deadline:
-                error = DeadlineExceeded(f"the request took longer than {request.deadline - request.arrival:g} s")
-                actions += self._fail(request, error, now)
+                limit_s = request.deadline - request.arrival
+                actions += self._fail(request, DeadlineExceeded(f"the request took longer than {limit_s:g} s"), now)
             elif request.phase is RequestPhase.ENCODE and request.encoding is not None and now >= request.encoding.deadline:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)
@@ -344,7 +343,7 @@ class Dispatcher:
         except (NoWorker, Overloaded) as error:
             return self._wait(request, error, now)
         self._waiting.remove(request)
-        actions = [*self._early_pulls.stop(request, decode.key), *self._handoffs.keep_or_release(request, decode)]
+        actions = self._early_pulls.stop(request, decode.key) + self._handoffs.keep_or_release(request, decode)
         request.attempt.decode = decode.key
         request.attempt.has_handoff = request.handoff is not None
         self._inflight.take(request, decode, request.num_live_choices)
@@ -446,7 +445,7 @@ class Dispatcher:
         failed = request.current
         assert failed is not None, f"{request.request_id} has no worker that could have failed it"
         kind = retries.kind_of(request)
-        actions: list[DispatchAction] = []
+        actions: list[DispatchAction] = [*self._early_pulls.stop(request)]
         if not is_gone:
             actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
         is_refusal = retries.is_free(request, error)
@@ -454,7 +453,6 @@ class Dispatcher:
         if not is_refusal and not is_blameless:
             request.blamed.append(failed)
         request.avoid.add(failed)
-        actions += self._early_pulls.stop(request)
         self._attempts.begin_next(request, error, now)
         self._inflight.free_all(request)
         if len(request.blamed) > self._max_retries:
@@ -491,8 +489,8 @@ class Dispatcher:
         """Abort the request at its workers, and release a handoff that may be unread."""
         current = request.current
         aborts = [SendToWorker(current, Abort(request_ids=(request.wire_id,), reason=reason))] if current else []
-        others = [*self._encode_legs.aborts(request, reason), *self._early_pulls.stop(request)]
-        return [*aborts, *others, *release(request.attempt.prefill, request.handoff)]
+        aborts += [*self._encode_legs.aborts(request, reason), *self._early_pulls.stop(request)]
+        return [*aborts, *release(request.attempt.prefill, request.handoff)]
 
     def _end(self, request: RequestState, now: float) -> Ended:
         del self.requests[request.request_id]

@@ -38,6 +38,9 @@ class RequestPhase(Enum):
     DECODE = "decode"
 
 
+BEFORE_DECODE = (RequestPhase.ENCODE, RequestPhase.PREFILL)
+
+
 @dataclass(frozen=True, slots=True)
 class InflightCount:
     """Choices or images of a request that are counted in a worker's ``num_inflight``."""
