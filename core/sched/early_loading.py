@@ -39,7 +39,7 @@ def take_early(state: SchedulerState, new: NewRequest, hasher: BlockHasher | Non
             return
         pull = EarlyPull(new.request_id, Request(new, hasher))
         state.early_pulls.add(pull)
-    if not pull.claimants:
+    if not pull.claimants and pull.num_failures < MAX_FAILURES:
         pull.handoff = new.kv_handoff
 
 
@@ -133,8 +133,8 @@ def _settle(state: SchedulerState, pull: EarlyPull, request: Request) -> None:
     if request.request_id in early.spoiled:
         pull.num_failures += 1
         _end_round(state, pull)
-        if pull.num_failures >= MAX_FAILURES and not pull.claimants:
-            early.remove(pull)
+        if pull.num_failures >= MAX_FAILURES:
+            pull.handoff = None
         return
     state.finished_recving_kv_req_ids.remove(request.request_id)
     request.status = RequestStatus.WAITING
@@ -158,7 +158,9 @@ def _begin_round(state: SchedulerState, pull: EarlyPull, handoff: KVHandoff, num
     num_missing = manager.get_num_missing_blocks(pull.prompt) - num_held
     if num_missing > manager.block_pool.num_free_blocks - num_reserved_blocks:
         return False
-    request = _round_request(pull, covered, manager.hash_block_size)
+    # An earlier pull of this name may have a round whose blocks are not free yet.
+    request_id = f"{pull.name}/{state.early_pulls.num_begun}"
+    request = _round_request(request_id, pull.prompt, covered, manager.hash_block_size)
     blocks, num_local_tokens = manager.get_computed_blocks(request)
     connector.on_new_request(request)
     state.requests[request.request_id] = request
@@ -186,15 +188,15 @@ def _begin_round(state: SchedulerState, pull: EarlyPull, handoff: KVHandoff, num
     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
     _end_round(state, pull)  # the next one holds its hits
     pull.round = request
-    pull.num_rounds += 1
+    state.early_pulls.num_begun += 1
     return True
 
 
-def _round_request(pull: EarlyPull, handoff: KVHandoff, hash_block_size: int) -> Request:
+def _round_request(request_id: str, prompt: Request, handoff: KVHandoff, hash_block_size: int) -> Request:
     """Return the request for a prefix of the prompt. It has one token more, the one that its next step would compute."""
-    prompt, num_tokens = pull.prompt, handoff.num_tokens
+    num_tokens = handoff.num_tokens
     new = NewRequest(
-        request_id=f"{pull.name}/{pull.num_rounds}",
+        request_id=request_id,
         prompt_token_ids=prompt.all_token_ids[: num_tokens + 1],
         sampling=_NEVER_RUNS,
         arrival_time=prompt.arrival_time,

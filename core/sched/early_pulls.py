@@ -26,7 +26,6 @@ class EarlyPull:
     prompt: Request
     handoff: KVHandoff | None = None
     round: Request | None = None
-    num_rounds: int = 0
     num_failures: int = 0
     claimants: set[str] = field(default_factory=set)  # the requests that continue with its blocks, once they are here
     num_bytes: int = 0  # of its rounds so far
@@ -45,6 +44,7 @@ class EarlyPulls:
         self._pulls: dict[str, EarlyPull] = {}
         self.spoiled: set[str] = set()  # rounds whose blocks must not be used: their loads failed, or their KV was evicted
         self.leaving: set[str] = set()  # aborted rounds whose blocks are free as soon as the connector says so
+        self.num_begun = 0  # rounds, since the start
         self.num_rounds = 0  # that were verified, since the start
         self.num_bytes = 0  # that they read
         self.num_given_way = 0  # pulls that ended because others needed their blocks

@@ -265,3 +265,37 @@ def test_preempted_prompt_is_announced_from_its_beginning_again():
     assert request.status is RequestStatus.PREEMPTED
     world.run()
     assert described == [(0, 32), (0, 32), (32, 64)]
+
+
+def test_pull_that_begins_again_does_not_meet_the_round_that_gave_way():
+    world = World(with_connector=True, num_blocks=8)
+    prompt = world.prompt(50)
+    announce(world, prompt, 32, 0)
+    world.step()
+    world.abort("r/early")
+    announce(world, prompt, 48, 1)
+    world.step()
+    assert set(world.script.loading) == {"r/early/0", "r/early/1"}
+    world.end_load("r/early/0")
+    world.complete_load("r/early/1")
+    world.step()
+    world.step()
+    assert num_early(world) == 3
+    world.abort("r/early")
+    check_nothing_left(world)
+
+
+def test_nothing_is_read_early_after_two_failed_rounds():
+    world = World(with_connector=True)
+    prompt = world.prompt(90)
+    for number, num_tokens in enumerate((16, 32)):
+        announce(world, prompt, num_tokens, number)
+        world.step()
+        world.fail_load(f"r/early/{number}")
+        world.step()
+        world.step()
+    announce(world, prompt, 64, 2)
+    world.step()
+    assert not world.script.loading
+    world.abort("r/early")
+    check_nothing_left(world)
