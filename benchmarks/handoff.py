@@ -239,6 +239,7 @@ def main() -> None:
     prompt_tokens, repeats = (QUICK_PROMPT, 1) if arguments.quick else (LONG_PROMPT, arguments.repeats)
     settings = {"model.name": arguments.model, "model.dtype": "float32", "worker.cpu_threads": 1, "router.port": 0}
     settings["security.insecure"] = True  # transports are compared, not the encryption of one of them
+    settings["connector.early_pull"] = False  # a whole prompt at once
     found = {}
     with LocalCluster(load_config(overrides=settings | {"local.aggregated": True})) as aggregated:
         benchmark = Benchmark(aggregated, arguments.model, prompt_tokens, repeats)

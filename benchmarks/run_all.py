@@ -63,6 +63,7 @@ BENCHMARKS = (
     Benchmark("transport"),
     Benchmark("codec"),
     Benchmark("handoff"),
+    Benchmark("early_bytes"),
     Benchmark("plugin_digest"),
     Benchmark("vllm_plugin"),
     Benchmark("vllm_router"),

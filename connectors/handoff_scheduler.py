@@ -196,6 +196,10 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
         block_ids = self.manager.get_block_ids_for_computed_tokens(request.request_id, num_tokens)
         hashes = self._block_end_hashes(request, num_tokens, self._owner.layout.block_size)
         self.manager.seal_partial_block(request, num_tokens, hashes[-1])
+        groups = tuple(self._describe_group(group_id, ids, hashes) for group_id, ids in enumerate(block_ids))
+        return self._handoff(groups, num_tokens, self._lease_ms)
+
+    def _handoff(self, groups: tuple[GroupBlocks, ...], num_tokens: int, lease_ms: int) -> KVHandoff:
         return KVHandoff(
             transfer_id=new_hex_id(self._ids, "kv-"),
             engine_id=self._owner.engine_id,
@@ -203,26 +207,35 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
             control_address=self.control_address,
             model_fingerprint=self._owner.model_fingerprint,
             layout=self._owner.layout,
-            groups=tuple(self._describe_group(group_id, ids, hashes) for group_id, ids in enumerate(block_ids)),
+            groups=groups,
             num_tokens=num_tokens,
-            lease_ms=self._lease_ms,
+            lease_ms=lease_ms,
         )
 
-    def _describe_group(self, group_id: int, ids: Sequence[int], hashes: tuple[bytes, ...]) -> GroupBlocks:
-        """Name the group's blocks from the first one that it still holds."""
-        blocks, end = self.manager.block_pool.blocks, len(hashes)
-        first = next((position for position in range(end) if ids[position] != NULL_BLOCK_ID), end)
+    def describe_prefix(self, request: Request, start: int, end: int) -> KVHandoff | None:
+        """Describe these blocks without a lease."""
+        block_size = self._owner.layout.block_size
+        first = start // block_size
+        block_ids = self.manager.get_block_ids_for_computed_tokens(request.request_id, end)
+        hashes = self._block_end_hashes(request, end, block_size, first)
+        groups = tuple(self._describe_group(group_id, ids, hashes, first) for group_id, ids in enumerate(block_ids))
+        return self._handoff(groups, end, lease_ms=0)
+
+    def _describe_group(self, group_id: int, ids: Sequence[int], hashes: tuple[bytes, ...], start: int = 0) -> GroupBlocks:
+        """Name the group's blocks from the first one that it still holds. ``hashes`` are those from position ``start`` on."""
+        blocks, end = self.manager.block_pool.blocks, start + len(hashes)
+        first = next((position for position in range(start, end) if ids[position] != NULL_BLOCK_ID), end)
         return GroupBlocks(
             group_id=group_id,
             first_block=first,
             block_ids=tuple(ids[first:end]),
             generations=tuple(blocks[block_id].generation for block_id in ids[first:end]),
-            block_hashes=hashes[first:],
+            block_hashes=hashes[first - start :],
         )
 
-    def _block_end_hashes(self, request: Request, num_tokens: int, block_size: int) -> tuple[bytes, ...]:
-        """Return the chain value at the end of each block that holds the first ``num_tokens`` tokens."""
-        ends = [min(end, num_tokens) for end in range(block_size, num_tokens + block_size, block_size)]
+    def _block_end_hashes(self, request: Request, num_tokens: int, block_size: int, first: int = 0) -> tuple[bytes, ...]:
+        """Return the chain value at the end of each block of the first ``num_tokens`` tokens, from block ``first`` on."""
+        ends = [min(end, num_tokens) for end in range((first + 1) * block_size, num_tokens + block_size, block_size)]
         return tuple(
             self._hasher.prefix_hash(request.block_hashes, request.all_token_ids, end, request.extra_keys) for end in ends
         )

@@ -134,6 +134,7 @@ class ConnectorSection(Section, frozen=True, kw_only=True, forbid_unknown_fields
     transports: tuple[str, ...] = ("shm", "tcp")  # of the p2p connector, in order of preference
     kv_load_failure_policy: Literal["recompute", "fail"] = "recompute"  # what becomes of a request whose KV cannot be loaded
     kv_verify: Literal["auto", "identity", "digest"] = "auto"  # auto: digest over tcp, identity over shm and nixl
+    early_pull: bool = False  # a decode worker reads sealed blocks of a prompt while its prefill worker computes the rest
     transfer_deadline_s: Seconds = 30.0
     transfer_stall_s: Seconds = 5.0  # a read that brings no byte for so long is ended if its producer answers messages; tcp
     transport_retry_s: Seconds = 1.0  # a transport that failed to a peer is probed after this, then after twice as long,

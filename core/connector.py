@@ -30,7 +30,13 @@ from core.wire.messages import Role
 
 
 class KVConnectorScheduler(ABC):
-    """The side inside the scheduler. All calls come from the engine thread."""
+    """The side inside the scheduler. All calls come from the engine thread.
+
+    With ``reads_early`` it also loads handoffs without a lease, of prompts that are still being computed, and verifies each
+    block. Requests for these have ``is_early`` and never run.
+    """
+
+    reads_early = False
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Store the manager. Called once, before any request."""
@@ -69,6 +75,14 @@ class KVConnectorScheduler(ABC):
         ``block_ids`` covers the computed tokens only, one list per group; all empty for a request that never ran.
         """
         return False, None
+
+    def describe_prefix(self, request: Request, start: int, end: int) -> KVHandoff | None:
+        """Describe the blocks with the tokens [start, end) of a prompt that is being computed; None if that is not supported.
+
+        Both ends are block boundaries, and the blocks are sealed. Nothing keeps them: a reader accepts what it has read by the
+        seals only.
+        """
+        return None
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Return and forget the connector's own KV events."""

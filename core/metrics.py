@@ -21,6 +21,7 @@ from core.errors import error_codes
 
 PREFIX = "kvferry_"
 _LATENCY_BUCKETS_S = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_TRANSFER_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +146,12 @@ class WorkerMetrics:
             buckets=_LATENCY_BUCKETS_S,
             registry=registry,
         )
+        self._exposed_s = Histogram(
+            f"{PREFIX}kv_exposed_transfer_seconds",
+            "From the arrival of a request with a handoff until all its KV was verified, or its load had failed.",
+            buckets=_TRANSFER_BUCKETS_S,
+            registry=registry,
+        )
         self._latency_s = Histogram(
             f"{PREFIX}e2e_request_latency_seconds",
             "From the arrival at this worker to the last token of the last choice.",
@@ -177,6 +184,10 @@ class WorkerMetrics:
     def observe_first_token(self, seconds: float) -> None:
         """Record the time to the first token of a request."""
         self._first_token_s.observe(seconds)
+
+    def observe_exposed_transfer(self, seconds: float) -> None:
+        """Record how long a request whose prompt was computed elsewhere waited for its KV."""
+        self._exposed_s.observe(seconds)
 
     def observe_latency(self, seconds: float) -> None:
         """Record the time that a successful request spent here."""

@@ -95,8 +95,11 @@ class NewRequest:
     tenant: int = 0  # who shares this engine fairly with others; 0 = nobody in particular
     cache_salt: str = ""
     needs_handoff: bool = False  # prefill worker: keep the blocks for a reader and describe them
+    announces: bool = False  # prefill worker: report the prompt's sealed prefix after each chunk
     kv_handoff: KVHandoff | None = None  # decode worker: the place of the prompt's KV
     kv_source: KVSource | None = None  # a worker that may hold the beginning of the prompt
+    early_pull: str = ""  # decode worker: the early pull that it ends
+    is_early: bool = False  # not a request: the prompt, or more sealed blocks, of the early pull ``request_id``
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the engine's own
     deadline: float | None = None  # when the request's budget ends, on the engine's clock
     mm_features: Sequence[MMFeature] = ()  # in the order of the prompt, not overlapping
@@ -119,11 +122,13 @@ class Request:
     __slots__ = (
         "_hasher",
         "all_token_ids",
+        "announces",
         "arrival_time",
         "block_hashes",
         "cache_salt",
         "choice_index",
         "deadline",
+        "early_pull",
         "ec_sources",
         "extra_keys",
         "first_scheduled_time",
@@ -131,6 +136,7 @@ class Request:
         "has_failed_embedding",
         "has_failed_load",
         "has_optional_load",
+        "is_early",
         "kv_handoff",
         "kv_load_failure_policy",
         "kv_source",
@@ -173,6 +179,9 @@ class Request:
         self.stop_token_ids = new.stop_token_ids
         self.max_tokens = new.sampling.max_tokens
         self.needs_handoff = new.needs_handoff
+        self.announces = new.announces
+        self.early_pull = new.early_pull
+        self.is_early = new.is_early  # it holds blocks that are loaded for another request, and never runs
         self.kv_handoff = new.kv_handoff
         self.kv_source = new.kv_source
         self.kv_load_failure_policy = new.kv_load_failure_policy
@@ -429,6 +438,15 @@ class EncodedImage:
     compute_s: float  # from there until others can read it
 
 
+@dataclass(frozen=True, slots=True)
+class SealedPrefix:
+    """More of a prompt is sealed: its blocks from ``first_token`` on. ``ready_s`` is the predicted time until all of it is."""
+
+    handoff: KVHandoff
+    first_token: int
+    ready_s: float
+
+
 @dataclass(slots=True)
 class EngineCoreOutput:
     """The output of a step for one request. ``finish_reason`` is set in its last one."""
@@ -443,5 +461,6 @@ class EngineCoreOutput:
     first_token_times: FirstTokenTimes | None = None  # with the first output only
     kv_handoff: KVHandoff | None = None  # with the last output of a request that was computed for another worker
     transfer_usage: TransferUsage | None = None  # with the first output of a request whose KV was loaded
+    sealed_prefix: SealedPrefix | None = None  # alone, after a chunk of a prompt whose progress is announced
     encoded: EncodedImage | None = None  # with the only output of a request that was one image to embed
     error: ErrorInfo | None = None

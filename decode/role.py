@@ -13,6 +13,7 @@ import msgspec
 
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, FirstTokenTimes, NewRequest, PrefillStats
+from core.wire.early import PullEarly
 from core.wire.messages import ChoiceStart, Generate, RequestFailed, Tokens, TransferUsage, Usage
 from core.worker.role import (
     EngineFacts,
@@ -23,6 +24,7 @@ from core.worker.role import (
     request_of_choice,
     split_choice_id,
 )
+from decode.early_pulls import EarlyPulls
 
 
 @dataclass(slots=True)
@@ -48,6 +50,7 @@ class DecodeHandler(RoleHandler):
 
     def __init__(self, facts: EngineFacts, *, loads_once: bool = False) -> None:
         self._facts = facts
+        self._early = EarlyPulls()
         self._loads_once = loads_once
         self._live: dict[str, dict[int, _Choice]] = {}
         self._followers: dict[str, list[NewRequest]] = {}  # choices that wait for the first one's prompt
@@ -68,12 +71,13 @@ class DecodeHandler(RoleHandler):
         if len(choices) < len(starts):
             raise InvalidRequest("a choice is named twice", param="choices")
         self._live[message.request_id] = choices
+        early_pull = self._early.pop(message.request_id)
         without_prompt = msgspec.structs.replace(message.sampling, prompt_logprobs=None)
         requests = []
         for start in starts:
             sampling = message.sampling if start is starts[0] and message.kv_handoff is None else without_prompt
             request = request_of_choice(message, start.index, sampling, self._facts, now)
-            requests.append(replace(request, output_token_ids=start.output_token_ids))
+            requests.append(replace(request, output_token_ids=start.output_token_ids, early_pull=early_pull))
         if len(requests) == 1 or (message.kv_handoff is not None and not self._loads_once):
             return requests
         self._followers[message.request_id] = [replace(request, kv_handoff=None) for request in requests[1:]]
@@ -98,11 +102,25 @@ class DecodeHandler(RoleHandler):
             self._end_if_empty(request_id, result)
         return result
 
+    def on_pull_early(self, message: PullEarly, now: float) -> RoleOutput:
+        """Read what a prefill worker has sealed of a prompt."""
+        new = self._early.on_message(message, now)
+        return RoleOutput(new_requests=[new] if new is not None else [])
+
+    def on_timer(self, now: float) -> RoleOutput:
+        """End the early pulls whose requests have not come."""
+        return RoleOutput(abort_ids=self._early.pop_due(now))
+
+    def next_timer(self) -> float | None:
+        """Return when the next early pull is overdue."""
+        return self._early.next_timer()
+
     def on_abort(self, request_id: str) -> RoleOutput:
-        """Stop all live choices."""
+        """Stop all live choices, and the early pull."""
         self._followers.pop(request_id, None)
         choices = self._live.pop(request_id, {})
-        return RoleOutput(abort_ids=[choice_id(request_id, index) for index in choices])
+        early = self._early.pop(request_id)
+        return RoleOutput(abort_ids=[choice_id(request_id, index) for index in choices] + ([early] if early else []))
 
     def on_abort_choice(self, request_id: str, index: int) -> RoleOutput:
         """Stop one choice; the last one ends the request."""

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field, replace
 import msgspec
 
 from core.errors import InvalidRequest
-from core.request import EngineCoreOutput, NewRequest
+from core.request import EngineCoreOutput, NewRequest, SealedPrefix
+from core.wire.early import PrefillProgress
 from core.wire.kv import KVHandoff
 from core.wire.messages import (
     ErrorInfo,
@@ -90,6 +91,7 @@ class PrefillHandler(RoleHandler):
             for index in range(message.n)
         ]
         requests[-1] = replace(requests[-1], needs_handoff=True)
+        requests[0] = replace(requests[0], announces=message.announces)  # it computes the prompt
         first, *waves = [wave for wave in (requests[:1], requests[1:-1], requests[1:][-1:]) if wave]
         self._live[message.request_id] = _Prefill(message, now, waves)
         return first
@@ -100,10 +102,13 @@ class PrefillHandler(RoleHandler):
         for output in outputs:
             request_id, index = split_choice_id(output.request_id)
             prefill = self._live.get(request_id)
-            if prefill is not None:
+            if prefill is None:
+                if output.kv_handoff is not None:  # aborted in the meantime: no worker will read it
+                    result.release_transfer_ids.append(output.kv_handoff.transfer_id)
+            elif output.sealed_prefix is not None:
+                result.replies.append(_progress(request_id, output.sealed_prefix))
+            else:
                 self._on_output(prefill, index, output, now, result)
-            elif output.kv_handoff is not None:  # aborted in the meantime: no worker will read it
-                result.release_transfer_ids.append(output.kv_handoff.transfer_id)
         return result
 
     def on_abort(self, request_id: str) -> RoleOutput:
@@ -198,3 +203,9 @@ class PrefillHandler(RoleHandler):
         result.replies.append(RequestFailed(request_id=request_id, error=error))
         result.ended.append(request_id)
         del self._live[request_id]
+
+
+def _progress(request_id: str, prefix: SealedPrefix) -> PrefillProgress:
+    return PrefillProgress(
+        request_id=request_id, kv_handoff=prefix.handoff, first_token=prefix.first_token, ready_ms=1e3 * prefix.ready_s
+    )

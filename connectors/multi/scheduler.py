@@ -44,6 +44,12 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         self._connectors = tuple(connectors)
         self._chosen: dict[str, KVConnectorScheduler] = {}  # by request id, from a hit until its blocks are allocated
         self._extra_async_saves: dict[str, int] = {}
+        self._early = tuple(connector for connector in connectors if connector.reads_early)
+        self.reads_early = bool(self._early)
+
+    def _concerned(self, request: Request) -> tuple[KVConnectorScheduler, ...]:
+        """Return all, or those that load early for a request whose prompt is still being computed elsewhere."""
+        return self._early if request.is_early else self._connectors
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Pass the manager on."""
@@ -51,8 +57,8 @@ class MultiConnectorScheduler(KVConnectorScheduler):
             connector.bind_kv_cache_manager(manager)
 
     def on_new_request(self, request: Request) -> None:
-        """Show the request to all."""
-        for connector in self._connectors:
+        """Show the request to all that it concerns."""
+        for connector in self._concerned(request):
             connector.on_new_request(request)
 
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
@@ -61,7 +67,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         While a connector has no answer yet, the later ones are not asked, because it takes precedence.
         """
         self._chosen.pop(request.request_id, None)
-        for connector in self._connectors:
+        for connector in self._concerned(request):
             num_tokens, is_async = connector.get_num_new_matched_tokens(request, num_computed_tokens)
             if num_tokens is None:
                 return None, False
@@ -74,7 +80,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         """Tell the chosen connector to load, and all others that there is nothing for them to load."""
         chosen = self._chosen.pop(request.request_id, None)
         assert chosen is not None or not num_external_tokens, f"{request!r} loads what was not offered"
-        for connector in self._connectors:
+        for connector in self._concerned(request):
             connector.update_state_after_alloc(request, blocks, num_external_tokens if connector is chosen else 0)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
@@ -96,7 +102,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         self._chosen.pop(request.request_id, None)
         handoff: KVHandoff | None = None
         num_saves = 0
-        for connector in self._connectors:
+        for connector in self._concerned(request):
             is_kept, found = connector.request_finished(request, block_ids)
             num_saves += is_kept
             assert handoff is None or found is None, f"two connectors hand {request!r} over"
@@ -104,6 +110,11 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         if num_saves > 1:
             self._extra_async_saves[request.request_id] = num_saves - 1
         return num_saves > 0, handoff
+
+    def describe_prefix(self, request: Request, start: int, end: int) -> KVHandoff | None:
+        """Return the description of the first that makes one."""
+        descriptions = (connector.describe_prefix(request, start, end) for connector in self._connectors)
+        return next((handoff for handoff in descriptions if handoff is not None), None)
 
     def take_events(self) -> Sequence[KVCacheEvent]:
         """Return the events of all."""

@@ -81,7 +81,8 @@ class PullRequest:
     """Consumer: read these units of the producer's pool, which hold ``num_tokens`` tokens together.
 
     ``deadline`` is when the request's own budget ends, on the worker's clock. ``layout`` is the layout of the producer's blocks
-    according to its handoff; None = the same as ours. Of converted blocks only these KV ``heads`` are used; None = all.
+    according to its handoff; None = the same as ours. Of converted blocks only these KV ``heads`` are used; None = all. Blocks
+    that are not leased may be reused while they are read, which their seals show.
     """
 
     request_id: str
@@ -91,6 +92,7 @@ class PullRequest:
     deadline: float | None = None
     layout: KVLayoutInfo | None = None
     heads: HeadRange | None = None
+    is_leased: bool = True
 
     @property
     def remote_rows(self) -> tuple[int, ...]:

@@ -34,6 +34,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
     """
 
     converts_blocks = True
+    reads_early = True
 
     def __init__(
         self,
@@ -63,6 +64,8 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
 
     def _hold(self, request: Request, handoff: KVHandoff) -> None:
         ref = self._refs[request.request_id] = HandoffRef.of(handoff)
+        if request.is_early:  # nothing is leased yet
+            return
         readers = self._readers.setdefault(ref, set())
         if not readers:
             self.step.holds.append(ref)
@@ -97,7 +100,9 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
         if self.pulls is not None:
             self.pulls.drop_answer(request_id)
         ref = self._refs.pop(request_id)
-        readers = self._readers[ref]
+        readers = self._readers.get(ref)
+        if readers is None:  # an early pull has no lease
+            return
         readers.discard(request_id)
         if not readers:
             del self._readers[ref]
@@ -207,4 +212,5 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
             num_tokens,
             self._deadline_of(request),
             handoff.layout,
+            is_leased=not request.is_early,
         )

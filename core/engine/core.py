@@ -124,6 +124,10 @@ class EngineCore:
         Raises:
             RequestError: it can never be served here; nothing is kept.
         """
+        if new.is_early:  # it never runs
+            self.scheduler.pull_early(new, self._hasher)
+            self._is_stalled = False
+            return
         self._check_token_ids(new)
         _check_can_sample(new, self._vocab_size)
         self.scheduler.check_length(len(new.prompt_token_ids) + len(new.output_token_ids))  # before so many are hashed

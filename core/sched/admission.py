@@ -17,6 +17,7 @@ from itertools import chain, islice
 
 from core.kv.manager import KVCacheBlocks
 from core.request import PrefillStats, Request, RequestStatus
+from core.sched.early_loading import give_way, is_arriving, take_over
 from core.sched.queue import priority_key
 from core.sched.remote_kv import promote_loaded_request, settle_failed_load
 from core.sched.running import next_chunk
@@ -70,6 +71,7 @@ def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: 
         elif outcome is not _Outcome.RUNS:
             step_skipped_kv_holding.appendleft(request)
             holder_lacks_blocks |= outcome is _Outcome.NO_BLOCKS
+    step.refuses_blocks |= holder_lacks_blocks
     state.waiting.prepend_requests(
         empty_handed
     )  # at the head, as after a preemption: they were admitted before the requests that wait here
@@ -88,6 +90,7 @@ def _admit_others(state: SchedulerState, step: Step, step_skipped_kv_holding: de
         elif outcome is not _Outcome.RUNS:
             step_skipped_waiting.appendleft(request)
         if outcome is _Outcome.NO_BLOCKS:
+            step.refuses_blocks = True
             break
     state.waiting.prepend_requests(step_skipped_waiting)
 
@@ -123,7 +126,9 @@ def _admit(state: SchedulerState, step: Step, request: Request) -> _Outcome:
 
 
 def _look_up_prefix(state: SchedulerState, request: Request) -> _Prefix | None:
-    """Find what is cached here and what the connector can add; None if the connector cannot tell yet."""
+    """Find what is cached here and what the connector can add; None if that is not known yet."""
+    if is_arriving(state, request):
+        return None
     blocks, num_local_tokens = state.kv_cache_manager.get_computed_blocks(request)
     prefix = _Prefix(blocks, num_local_tokens)
     if state.connector is None:
@@ -155,12 +160,10 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         num_new_tokens, plan = next_chunk(state, step, request, num_computed_tokens)
         if num_new_tokens == 0:
             return _Outcome.SKIPPED
-    if prefix.load_kv_async and not _may_load_ahead(state, step, request):
-        return _Outcome.NO_BLOCKS
-    if not _allocate(state, request, prefix, num_new_tokens) and not (
-        _frees_spare_blocks(state) and _allocate(state, request, prefix, num_new_tokens)
-    ):
-        return _Outcome.NO_BLOCKS
+    while not _get_blocks(state, step, request, prefix, num_new_tokens):
+        if not give_way(state, request) and not _frees_spare_blocks(state):
+            return _Outcome.NO_BLOCKS
+    take_over(state, request)
     if plan is not None:
         state.encoder.allocate(request, plan, step.output)
     if state.connector is not None:
@@ -174,6 +177,11 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
     return _begin_run(state, step, request, num_new_tokens, prefix.num_external_tokens)
 
 
+def _get_blocks(state: SchedulerState, step: Step, request: Request, prefix: _Prefix, num_new_tokens: int) -> bool:
+    may_begin = not prefix.load_kv_async or _may_load_ahead(state, step, request)
+    return may_begin and _allocate(state, request, prefix, num_new_tokens)
+
+
 def _allocate(state: SchedulerState, request: Request, prefix: _Prefix, num_new_tokens: int) -> bool:
     """Allocate slots for the prefix and the new tokens; False if the request does not get its blocks now."""
     blocks = state.kv_cache_manager.allocate_slots(
@@ -184,7 +192,7 @@ def _allocate(state: SchedulerState, request: Request, prefix: _Prefix, num_new_
         num_external_computed_tokens=prefix.num_external_tokens,
         delay_cache_blocks=prefix.num_external_tokens > 0,  # no hit before the data is there
         full_sequence_must_fit=True,
-        reserved_blocks=_reserved_blocks(state) if prefix.load_kv_async else 0,
+        reserved_blocks=reserved_blocks(state) if prefix.load_kv_async else 0,
         has_scheduled_reqs=bool(state.running),
     )
     return blocks is not None
@@ -242,6 +250,7 @@ def _begin_run(state: SchedulerState, step: Step, request: Request, num_new_toke
         step.output.has_sync_kv_loads = True
         step.synchronous_loads.append(request)
     if request.first_scheduled_time is None:
+        state.note_exposed(request)
         request.first_scheduled_time = state.clock.now()
     step.add_new(request, num_new_tokens, state.kv_cache_manager.get_block_ids(request.request_id))
     request.status = RequestStatus.RUNNING
@@ -249,8 +258,8 @@ def _begin_run(state: SchedulerState, step: Step, request: Request, num_new_toke
     return _Outcome.RUNS
 
 
-def _reserved_blocks(state: SchedulerState) -> int:
-    """Count the blocks that in-flight prefills and loads still need.
+def reserved_blocks(state: SchedulerState) -> int:
+    """Return how many blocks in-flight prefills and loads still need.
 
     A load pins its blocks without making progress and cannot be preempted, so it must not take the blocks that these need.
     """

@@ -71,6 +71,10 @@ def evict_departed_blocks(state: SchedulerState) -> None:
     """Evict the KV that departed requests have computed or that in-flight steps still compute for them, since it may be bad."""
     manager = state.kv_cache_manager
     manager.evict_blocks([block.block_id for block in manager.block_pool.free_block_queue])
+    for request in state.early_pulls.rounds():  # they hold hits that departed requests may have computed
+        state.early_pulls.spoiled.add(request.request_id)
+        for blocks in manager.get_blocks(request.request_id).blocks:
+            manager.evict_blocks([block.block_id for block in blocks if not block.is_null])
     for departure in state.departures:
         manager.evict_blocks([block.block_id for block, _, _ in _filled_blocks(state, departure)])
 

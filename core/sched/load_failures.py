@@ -115,6 +115,9 @@ def _handle_failed_recving(state: SchedulerState, failed_recving: Mapping[str, E
         request = state.requests.get(request_id)
         if request is None or request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
             continue
+        if request.is_early:
+            state.early_pulls.spoiled.add(request_id)
+            continue
         if _must_end(state, request, error):
             errors[request_id] = error
             continue
@@ -164,6 +167,8 @@ def _handle_invalid_blocks(state: SchedulerState, report: _Report, errors: dict[
     if any(pool.blocks[block_id].block_hash is not None for block_id in invalid & reported):
         # The block was a hit, so requests that have left may have computed from it and left blocks in the cache.
         evict_departed_blocks(state)
+    early = {request.request_id: set(_live_block_ids(state, request.request_id)) for request in state.early_pulls.rounds()}
+    state.early_pulls.spoil_holders(early, invalid)
     pool.invalidate_blocks(pool.blocks[block_id] for block_id in sorted(invalid))
     going_on = [holder for holder in holders if not holder.request.status.is_finished]
     if errors is not None:

@@ -24,6 +24,7 @@ def promote_loaded_request(state: SchedulerState, request: Request) -> bool:
         return False
     state.finished_recving_kv_req_ids.remove(request.request_id)
     request.has_optional_load = False
+    state.note_exposed(request)
     request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
     if request.request_id not in state.failed_recving_kv_req_ids:
         state.kv_cache_manager.cache_blocks(request, request.num_computed_tokens)

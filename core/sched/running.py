@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from core.kv.manager import KVCacheBlocks
 from core.request import Request, RequestStatus
+from core.sched.early_loading import give_way
 from core.sched.encoder_inputs import EncoderPlan
 from core.sched.inflight_steps import detach_from_inflight_steps
 from core.sched.queue import priority_key
@@ -141,9 +142,9 @@ def _position(running: list[Request], request: Request, index: int) -> int:
 def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, num_new_tokens: int) -> KVCacheBlocks | None:
     """Allocate slots, preempting victims until they fit; None if the request itself was the last victim.
 
-    No request is preempted while the connector is about to free blocks, or has some to spare. A request is never preempted for
-    its own next step: it would lose the token that is being computed, start again once it fits, and reach the same point
-    without progress.
+    Early pulls give way first, and blocks that the connector has to spare. No request is preempted while the connector is about
+    to free blocks. A request is never preempted for its own next step: it would lose the token that is being computed, start
+    again once it fits, and reach the same point without progress.
     """
     is_loading = any(request in earlier.synchronous_loads for earlier in state.inflight_steps)
     while True:
@@ -151,9 +152,13 @@ def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, nu
         blocks = state.kv_cache_manager.allocate_slots(request, num_new_tokens, delay_cache_blocks=is_loading)
         if blocks is not None:
             return blocks
+        if state.early_pulls and give_way(state):
+            continue
         if state.connector is not None and state.connector.free_spare_blocks():
             continue
         step.lacks_blocks = True
+        if state.early_pulls.leaving & state.awaiting_recving:
+            return None  # what was read early gives way: its blocks are free in a moment
         if state.connector is not None and state.connector.has_pending_block_frees():
             return None
         victim = _choose_victim(state)

@@ -7,8 +7,10 @@ Continuous batching with one token budget. There is no prefill or decode phase: 
 Each rule has a module of its own in this package. Names and behaviour follow vLLM V1.
 
 - before a step: ``running`` (tokens for running requests, preemption), ``admission`` (waiting requests, from ``queue``),
-  ``encoder_inputs`` (images) over ``encoder_cache``, ``inflight_steps`` (steps that are not processed yet)
-- after it: ``outputs`` and ``stop`` (new tokens), ``sealing`` (blocks that peers may read), ``finish`` (ends of requests),
+  ``encoder_inputs`` (images) over ``encoder_cache``, ``inflight_steps`` (steps that are not processed yet), ``early_loading``
+  (prompts that are still computed elsewhere, in ``early_pulls``)
+- after it: ``outputs`` and ``stop`` (new tokens), ``sealing`` (blocks that peers may read), ``announcements`` (of prompts that
+  are not computed yet), ``finish`` (ends of requests),
   ``remote_kv`` (ends of transfers), ``stats`` (gauges and counters)
 - after failures: ``load_failures`` with ``invalid_blocks`` (affected requests) and ``recompute_ownership`` (which request
   recomputes which block), ``encoder_failures``, ``quarantine`` (blocks that late bytes may still overwrite)
@@ -27,9 +29,20 @@ from core.connector import KVConnectorScheduler
 from core.ec_connector import ECConnectorScheduler
 from core.errors import ContextTooLong, InvalidRequest, NoWorker
 from core.kv.events import KVCacheEvent
+from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
-from core.request import EngineCoreOutput, KVConnectorOutput, ModelRunnerOutput, Request, RequestStatus, SchedulerOutput
-from core.sched.admission import schedule_waiting
+from core.request import (
+    EngineCoreOutput,
+    KVConnectorOutput,
+    ModelRunnerOutput,
+    NewRequest,
+    Request,
+    RequestStatus,
+    SchedulerOutput,
+)
+from core.sched.admission import reserved_blocks, schedule_waiting
+from core.sched.announcements import announce_prefixes
+from core.sched.early_loading import begin_rounds, claim_early, end_early, settle_rounds, take_early
 from core.sched.encoder_cache import EncoderCacheManager
 from core.sched.encoder_failures import handle_failed_embeddings
 from core.sched.encoder_inputs import EncoderInputs
@@ -42,7 +55,7 @@ from core.sched.queue import RequestQueue
 from core.sched.remote_kv import update_from_kv_xfer_finished
 from core.sched.running import schedule_running
 from core.sched.sealing import seal_computed_blocks
-from core.sched.state import SchedulerState, Step
+from core.sched.state import Announced, SchedulerState, Step
 from core.sched.stats import EngineStats, make_stats
 from core.wire.messages import ErrorInfo, LoadFailurePolicy
 from core.wire.sampling import StructuredOutput
@@ -90,9 +103,13 @@ class Scheduler:
             reassign_orphans(state)
         step = Step(token_budget=state.config.step_tokens)
         state.encoder.begin_step()
+        if state.early_pulls:
+            settle_rounds(state)
         schedule_running(state, step)
         if not step.lacks_blocks:
             schedule_waiting(state, step)
+        if state.early_pulls and not step.lacks_blocks and not step.refuses_blocks:
+            begin_rounds(state, reserved_blocks(state))
         self._complete_output(step)
         self._update_after_schedule(step)
         return step.output
@@ -136,6 +153,8 @@ class Scheduler:
         failed, dropped = self._collect_failures(step, model_output)
         self._seal_computed(step, failed, dropped)
         outputs = process_sampled_tokens(state, step, model_output, dropped)
+        if state.announced:
+            outputs += announce_prefixes(state, step, dropped)
         state.encoder.release_computed(state.requests)
         failed = state.encoder.take_unavailable(state.requests) | failed
         if model_output.refused:  # after sealing: the KV that the step computed for them is good
@@ -205,14 +224,22 @@ class Scheduler:
             request.arrival_time = state.clock.now()
         if request.mm_features:
             state.encoder.check_can_run(request)
+        claim_early(state, request)
         if state.connector is not None:
             state.connector.on_new_request(request)
         state.requests[request.request_id] = request
+        if request.announces:
+            state.announced[request.request_id] = Announced()
         if request.sampling.structured_output is not None and request.grammar is None:
             request.status = RequestStatus.WAITING_FOR_GRAMMAR
             state.grammar_waiting[request.request_id] = request
         else:
             state.waiting.add_request(request)
+
+    def pull_early(self, new: NewRequest, hasher: BlockHasher) -> None:
+        """Begin or continue an early pull. Nothing depends on it: it may never load anything, and end at any time."""
+        if len(new.prompt_token_ids) < self.max_model_len:
+            take_early(self.state, new, hasher)
 
     def take_grammar(self, output: StructuredOutput, grammar: CompiledGrammar) -> None:
         """Let the requests that wait for this grammar be admitted, in the order of their arrival."""
@@ -259,9 +286,13 @@ class Scheduler:
     def finish_requests(self, request_ids: Iterable[str] | None, status: RequestStatus) -> list[str]:
         """Abort or fail requests in any state, all of them for None; return the ids of those that had not ended yet.
 
-        Unknown and finished ids are ignored. Blocks that a transfer still touches are freed when it has ended.
+        Unknown and finished ids are ignored. Blocks that a transfer still touches are freed when it has ended. The name of an
+        early pull ends it.
         """
-        return finish_requests(self.state, request_ids, status)
+        ids = None if request_ids is None else list(request_ids)
+        if self.state.early_pulls:
+            end_early(self.state, [pull.name for pull in self.state.early_pulls] if ids is None else ids)
+        return finish_requests(self.state, ids, status)
 
     @property
     def async_scheduling(self) -> bool:
@@ -277,9 +308,10 @@ class Scheduler:
         return state.async_scheduling and state.encoder.connector is None and not state.encoder.cache.holder_ids
 
     def has_unfinished_requests(self) -> bool:
-        """True if a request waits, loads or runs."""
+        """True if a request waits, loads or runs, or one is loaded early."""
         state = self.state
-        return bool(state.running or state.waiting or state.kv_holding_waiting or state.grammar_waiting)
+        waits = state.waiting or state.kv_holding_waiting or state.grammar_waiting or state.early_pulls
+        return bool(state.running or waits)
 
     def has_finished_requests(self) -> bool:
         """True if ends are not flushed to the runner yet, or blocks of no living request wait for a transfer."""

@@ -6,6 +6,8 @@ Holds; decides nothing. Written by the modules of ``core.sched``, on the engine 
 |----------------------|----------------------------------|----------------------------------------|
 | `waiting`            | WAITING, PREEMPTED               | none                                   |
 | `grammar_waiting`    | WAITING_FOR_GRAMMAR              | none                                   |
+| `early_pulls`        | WAITING_FOR_REMOTE_KVS; once     | yes, until others need them; it never  |
+|                      | loaded WAITING                   | runs                                   |
 | `kv_holding_waiting` | WAITING_FOR_REMOTE_KVS; once its | yes: loading, or loaded and waiting to |
 |                      | load is seen WAITING, PREEMPTED  | run                                    |
 | `running`            | RUNNING                          | yes                                    |
@@ -29,6 +31,7 @@ from core.kv.block import NULL_BLOCK_ID, KVCacheBlock
 from core.kv.manager import KVCacheManager
 from core.kv.stats import PrefixCacheStats
 from core.request import CachedRequestData, NewRequestData, Request, SchedulerOutput
+from core.sched.early_pulls import EarlyPulls
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.fair_queue import FairRequestQueue
 from core.sched.queue import RequestQueue, create_request_queue
@@ -78,6 +81,8 @@ class SchedulerState:
         self.kv_holding_waiting: RequestQueue = create_request_queue(config.policy)
         self.grammar_waiting: dict[str, Request] = {}
         self.inflight_prefills: dict[str, Request] = {}
+        self.early_pulls = EarlyPulls()
+        self.announced: dict[str, Announced] = {}  # of prompts that report their progress, by request id
 
         self.finished_req_ids: set[str] = set()  # flushed into every SchedulerOutput
         self.finished_recving_kv_req_ids: set[str] = set()  # loaded, not promoted yet
@@ -102,8 +107,24 @@ class SchedulerState:
             if request is not None and not request.status.is_finished:
                 known = self.transfer_usage.get(request_id, cost)
                 self.transfer_usage[request_id] = msgspec.structs.replace(
-                    cost, recomputed_tokens=known.recomputed_tokens, fallback_reason=known.fallback_reason
+                    cost,
+                    early_tokens=known.early_tokens,
+                    early_bytes=known.early_bytes,
+                    recomputed_tokens=known.recomputed_tokens,
+                    fallback_reason=known.fallback_reason,
                 )
+
+    def note_early(self, request: Request, num_tokens: int, num_bytes: int) -> None:
+        """Record what was read for a request before it came."""
+        usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
+        self.transfer_usage[request.request_id] = msgspec.structs.replace(usage, early_tokens=num_tokens, early_bytes=num_bytes)
+
+    def note_exposed(self, request: Request) -> None:
+        """Record how long a request has waited until its KV was here, the first time that it is."""
+        usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
+        if request.kv_handoff is not None and request.first_scheduled_time is None and not usage.exposed_ms:
+            exposed_ms = 1e3 * max(0.0, self.clock.now() - request.arrival_time)
+            self.transfer_usage[request.request_id] = msgspec.structs.replace(usage, exposed_ms=exposed_ms)
 
     def add_recomputed(self, request: Request, num_tokens: int, reason: str) -> None:
         """Count tokens that should have been loaded and are computed here. Only the first reason is reported.
@@ -131,10 +152,19 @@ class SchedulerState:
 
 
 @dataclass(slots=True)
+class Announced:
+    """How many tokens of a prompt were announced since it was preempted for the last time."""
+
+    num_tokens: int = 0
+    num_preemptions: int = 0
+
+
+@dataclass(slots=True)
 class Step:
     """One step in the making. ``scheduled`` holds the requests of ``output.num_scheduled_tokens``, in its order.
 
     ``lacks_blocks`` is set if a running request did not get its blocks at once: no request is admitted in this step.
+    ``refuses_blocks`` is set if a waiting one did not: no early pull begins.
     ``synchronous_loads`` start in the step and are hits once it has run. While the step is in flight
     (``core.sched.inflight_steps``), ``void`` holds requests whose results are discarded, and ``pinned`` blocks that only the
     step still references. ``holders`` hold blocks and wait to run, newest first; loads that began in this step are included.
@@ -142,6 +172,7 @@ class Step:
 
     token_budget: int
     lacks_blocks: bool = False
+    refuses_blocks: bool = False
     output: SchedulerOutput = field(default_factory=SchedulerOutput)
     scheduled: list[Request] = field(default_factory=list)
     synchronous_loads: list[Request] = field(default_factory=list)

@@ -45,9 +45,17 @@ class EngineStats:
     num_quarantined_blocks: int = _gauge(
         "kv_quarantined_blocks", "Blocks of no request that an abandoned transfer may still write."
     )
+    num_early_blocks: int = _gauge(
+        "kv_early_blocks", "Blocks that hold, or wait for, KV of prompts that prefill workers still compute."
+    )
     encoder_cache_usage: float = _gauge(
         "encoder_cache_usage_perc", "Share of the encoder cache that requests refer to, 0 to 1."
     )
+    num_early_rounds: int = _counter(
+        "kv_early_loads", "Loads of the sealed part of a prompt, verified before its end was computed."
+    )
+    num_early_bytes: int = _counter("kv_early_bytes", "Bytes that these loads have read.")
+    num_early_given_way: int = _counter("kv_early_evictions", "Early pulls that ended because requests needed their blocks.")
     num_steps: int = _counter("engine_steps", "Steps of the engine.")
     num_preemptions: int = _counter("num_preemptions", "Running requests that were put back for lack of blocks.")
     num_prefix_queried_tokens: int = _counter("prefix_cache_queries", "Tokens that were looked up in the prefix cache.")
@@ -88,6 +96,10 @@ def make_stats(state: SchedulerState) -> EngineStats:
         num_loading_blocks=_count_blocks(state, loading),
         num_parked_blocks=_count_blocks(state, state.awaiting_sending | state.awaiting_recving),
         num_quarantined_blocks=len(state.quarantined),
+        num_early_blocks=_count_blocks(state, [request.request_id for request in state.early_pulls.rounds()]),
+        num_early_rounds=state.early_pulls.num_rounds,
+        num_early_bytes=state.early_pulls.num_bytes,
+        num_early_given_way=state.early_pulls.num_given_way,
         encoder_cache_usage=state.encoder.cache.usage,
         num_steps=state.num_steps,
         num_preemptions=state.num_preemptions,

@@ -82,7 +82,8 @@ class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """The place of a prompt's KV cache on a prefill worker, and the time for which it is kept.
 
     ``num_tokens`` prompt tokens are covered, the partial last block included. ``transfer_id`` names the handoff and its
-    lease. ``lease_ms`` is a duration from the moment the message was made; clocks are never compared across processes.
+    lease. ``lease_ms`` is a duration from the moment the message was made; clocks are never compared across processes. Without
+    a lease it is 0: the blocks may be reused at any time (``core.wire.early``).
     ``engine_params`` is the same in the words of an engine that is not ours, and then ``groups`` is empty.
     """
 

@@ -14,6 +14,7 @@ import msgspec
 from core.errors import KVFerryError
 from core.tracing import TraceContext
 from core.wire.contents import ContentPart, ContentReport
+from core.wire.early import PrefillProgress, PullEarly
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVSource, KVVerify
 from core.wire.limits import (
@@ -125,6 +126,7 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     can_switch_role: bool = False  # it serves requests of every role but encode, and heeds ``SwitchRole``
     home_role: Role | None = None  # it was started in; None = not reported
     num_switches: Count = 0  # of its role since its start: a registration with fewer is older than one with more
+    reads_early: bool = False  # a decode worker that takes ``PullEarly``
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -223,6 +225,9 @@ class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     queue_ms: Milliseconds = 0.0  # on the decode worker, before its first step with the request, without the load
     first_step_ms: Milliseconds = 0.0  # on the decode worker, from the start of that step to its first token
     verified_blocks: Count = 0
+    early_tokens: Count = 0  # verified before the prompt was computed to its end; not among ``transferred_tokens``
+    early_bytes: Count = 0  # read for them
+    exposed_ms: Milliseconds = 0.0  # from the arrival of the finished prompt's request until all its KV was verified
     recomputed_tokens: Count = 0  # prompt tokens that should have been loaded and were computed
     fallback_reason: Text = ""  # why the load failed, in whole or in part; empty if it did not
 
@@ -341,6 +346,7 @@ class Generate(msgspec.Struct, frozen=True, kw_only=True, tag="gen", omit_defaul
     media: MediaFiles = ()
     ec_sources: ECSources = ()  # of items whose embeddings an encode worker holds
     engine_request: bytes = b""  # JSON that the engine's own API has made of the client's body; only if it ``takes_calls``
+    announces: bool = False  # a prefill worker reports each sealed chunk by ``PrefillProgress``
 
 
 class ChoiceStart(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -411,6 +417,7 @@ WorkerMessage = (
     | ContentReport
     | Goodbye
     | SwitchRefused
+    | PrefillProgress
     | PrefillDone
     | RequestFailed
     | EncodeDone
@@ -418,4 +425,6 @@ WorkerMessage = (
     | EngineReply
     | Rejected
 )
-RouterMessage = Registered | Refused | Generate | EncodeRequest | EngineCall | Abort | Release | Renew | Drain | SwitchRole
+RouterMessage = (
+    Registered | Refused | Generate | PullEarly | EncodeRequest | EngineCall | Abort | Release | Renew | Drain | SwitchRole
+)

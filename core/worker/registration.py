@@ -9,9 +9,10 @@ import os
 import time
 from pathlib import Path
 
+from core.config import KVFerryConfig
 from core.connector import WorkerContext
 from core.release import package_version
-from core.wire.messages import Register, RegisterEncoder
+from core.wire.messages import Register, RegisterEncoder, Role
 from core.worker.actions import AdmissionLimits
 from core.worker.builder import Assembled, BuiltEncoder
 
@@ -50,6 +51,7 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         kv_verify=config.connector.kv_verify,
         has_digests=connector is not None and connector.has_digests,
         prefix_address=connector.prefix_address if connector is not None else "",
+        reads_early=may_read_early(context.role, config) and connector is not None and connector.scheduler.reads_early,
         ops_address=ops_address,
         pid=os.getpid(),
         ec_connector=ec_connector.name if ec_connector is not None else "",
@@ -62,6 +64,11 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         can_switch_role=context.can_switch_role,
         home_role=context.role,
     )
+
+
+def may_read_early(role: Role, config: KVFerryConfig) -> bool:
+    """Return True if the worker may read prompts while they are computed: it finds what it has read in its prefix cache."""
+    return role == "decode" and config.connector.early_pull and config.cache.enable_prefix_caching
 
 
 def admission_limits(context: WorkerContext, assembled: Assembled) -> AdmissionLimits:

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from core.log import event
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput
+from core.wire.early import PrefillProgress
 from core.wire.messages import EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, RequestFailed, Tokens
 from core.worker.role import Reply
 from core.worker.served import Served, ServedRequests
@@ -33,6 +34,8 @@ class RequestAccounts:
                 self._metrics.count_prompt(
                     stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens
                 )
+            if output.transfer_usage is not None and output.transfer_usage.exposed_ms:
+                self._metrics.observe_exposed_transfer(output.transfer_usage.exposed_ms / 1e3)
             if output.new_token_ids:
                 self._metrics.count_generated(len(output.new_token_ids))
             if output.finish_reason is not None and output.error is None:
@@ -44,7 +47,7 @@ class RequestAccounts:
             self._metrics.count_failed(reply.error.code)
             self._log_failure(reply.request_id, reply.error)
             return
-        if isinstance(reply, EncodeDone):
+        if isinstance(reply, EncodeDone | PrefillProgress):
             return
         if isinstance(reply, Tokens) and reply.finish_reason is not None:
             self._requests.free_choices(served, 1)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from core.errors import InvalidRequest
 from core.request import EngineCoreOutput, NewRequest
+from core.wire.early import PrefillProgress, PullEarly
 from core.wire.media import ECSource
 from core.wire.messages import (
     EncodeDone,
@@ -25,7 +26,7 @@ from core.wire.messages import (
 )
 from core.wire.sampling import SamplingParams
 
-Reply = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | Tokens
+Reply = PrefillProgress | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | Tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,6 +75,10 @@ class RoleHandler(ABC):
         """
         raise InvalidRequest("this worker embeds no images for others")
 
+    def on_pull_early(self, message: PullEarly, now: float) -> RoleOutput:
+        """The prompt of a request that will follow is computed and sealed up to here. Never refused: it may be ignored."""
+        return RoleOutput()
+
     @abstractmethod
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:
         """Process the outputs of one engine step; outputs of unknown requests are ignored."""
@@ -81,6 +86,14 @@ class RoleHandler(ABC):
     @abstractmethod
     def on_abort(self, request_id: str) -> RoleOutput:
         """Forget a request in any state, without a reply. Idempotent."""
+
+    def on_timer(self, now: float) -> RoleOutput:
+        """End what is due."""
+        return RoleOutput()
+
+    def next_timer(self) -> float | None:
+        """Return when ``on_timer`` has something to do; None = not before another event."""
+        return None
 
     def on_abort_choice(self, request_id: str, index: int) -> RoleOutput:
         """Stop one choice, because the router has seen its end in the text. Idempotent."""

@@ -28,6 +28,7 @@ from core.metrics import WorkerMetrics
 from core.rate_limit import LOG_INTERVAL_S, RateLimit, limited_event
 from core.request import EngineCoreOutput
 from core.wire import messages
+from core.wire.early import PullEarly
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import (
     Abort,
@@ -144,7 +145,7 @@ class WorkerState:
         times = [link.next_timer() for link in self._links.values()]
         if self._served.next_deadline is not None:
             times.append(self._served.next_deadline)
-        for time in (self._reports.next_timer(), self._drain.next_timer(now, DRAIN_POLL_S)):
+        for time in (self._handler.next_timer(), self._reports.next_timer(), self._drain.next_timer(now, DRAIN_POLL_S)):
             if time is not None:
                 times.append(time)
         return min(times) if times and not self.is_stopped else None
@@ -192,6 +193,9 @@ class WorkerState:
         match message:
             case Generate() | EncodeRequest() | EngineCall():
                 return self._on_request(link, message, now)
+            case PullEarly():
+                is_late = self.is_draining or message.request_id in self._served
+                return [] if is_late else self._follow(self._handler.on_pull_early(message, now))
             case Abort():
                 return self._on_abort(link, message, now)
             case Release():
@@ -407,6 +411,7 @@ class WorkerState:
                 self._forget_at(key)
                 actions += self._give_up_requests_of(key)
         actions += self._expire(now)
+        actions += self._follow(self._handler.on_timer(now))
         actions += self._do_duties(now)
         return actions + self._leave_if_done(now)
 

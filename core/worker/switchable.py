@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from core.request import EngineCoreOutput, NewRequest
+from core.wire.early import PullEarly
 from core.wire.messages import Generate
 from core.worker.role import RoleHandler, RoleOutput
 
@@ -23,6 +24,18 @@ class SwitchableHandler(RoleHandler):
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
         """See ``RoleHandler``."""
         return (self._prefill if message.handoff else self._decode).on_generate(message, now)
+
+    def on_pull_early(self, message: PullEarly, now: float) -> RoleOutput:
+        """See ``RoleHandler``."""
+        return self._decode.on_pull_early(message, now)
+
+    def on_timer(self, now: float) -> RoleOutput:
+        """See ``RoleHandler``."""
+        return _both(self._prefill.on_timer(now), self._decode.on_timer(now))
+
+    def next_timer(self) -> float | None:
+        """See ``RoleHandler``."""
+        return min(filter(None, (self._prefill.next_timer(), self._decode.next_timer())), default=None)
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:
         """See ``RoleHandler``: each ignores what is not its own, and the prefill handler releases handoffs of no request."""

@@ -198,6 +198,10 @@ class WorkerTraces:
         handoff, cost = found.message.kv_handoff, found.cost
         if handoff is not None:
             attributes["kvferry.prefill_engine_id"] = handoff.engine_id
+        if cost is not None and cost.early_bytes:
+            attributes["kvferry.early_tokens"] = cost.early_tokens
+            attributes["kvferry.early_bytes"] = cost.early_bytes
+            attributes["kvferry.exposed_us"] = round(1e3 * cost.exposed_ms)
         if cost is not None and cost.fallback_reason:
             attributes["kvferry.fallback_reason"] = cost.fallback_reason
             attributes["kvferry.recomputed_tokens"] = cost.recomputed_tokens

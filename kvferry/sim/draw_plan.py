@@ -40,6 +40,7 @@ _MAX_RETRIES = (0, 2, 2)  # where no kinds of faults are given
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
 _ASYNC_SCHEDULING_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
+_EARLY_PULL_SHARE = 0.8  # of runs in which decode workers read prompts that are still being computed
 _LOCAL_PREFILL_SHARE = 0.3  # of runs in which decode workers may compute prompts
 _LOCAL_PREFILL_ITL_MS = 1000.0
 _PREFIXES_SHARE = 0.4  # of runs in which workers load beginnings of prompts from each other
@@ -160,6 +161,8 @@ def _draw_cluster(seed: int, chosen: frozenset[Fault] | None, async_scheduling: 
         async_scheduling = Random(f"{seed}/look ahead").random() < _ASYNC_SCHEDULING_SHARE
     if async_scheduling:
         config = replace_struct(config, scheduler=replace_struct(config.scheduler, async_scheduling="on"))
+    early_pull = Random(f"{seed}/early pull").random() < _EARLY_PULL_SHARE
+    config = replace_struct(config, connector=replace_struct(config.connector, early_pull=early_pull))
     shape = draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
     workers = _draw_workers(random, kinds, config, shape)
     if chosen is None:

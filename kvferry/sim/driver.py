@@ -342,7 +342,8 @@ class SimDriver:
         assert self.agent is not None
         load = self.agent.consumer._reads._loads.get(read_id)
         if load is not None:  # the load continues
-            self._leases.on_read(load.request.handoff.transfer_id)
+            if load.request.is_leased:
+                self._leases.on_read(load.request.handoff.transfer_id)
             self._breakers.on_read(load)
 
     def _check_restored(self, agent: P2PAgent, probe_id: int) -> None:

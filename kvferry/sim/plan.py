@@ -135,6 +135,7 @@ class ClusterPlan:
             f"lease {connector.lease_s:.3g} s, "
             f"{'prefixes from peers, ' if connector.peer_prefixes else ''}"
             f"transfer deadline {connector.transfer_deadline_s:.3g} s, "
+            f"early pulls {'on' if connector.early_pull else 'off'}, "
             f"request timeout {self.config.router.request_timeout_s:.3g} s"
             + (", with a planner" if self.config.router.planner.enabled else ""),
         ]

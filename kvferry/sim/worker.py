@@ -30,6 +30,7 @@ from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_
 from core.wire.kv import KVHandoff
 from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
 from core.worker.actions import AdmissionLimits, EngineLoad, Send
+from core.worker.registration import may_read_early
 from core.worker.role import EngineFacts, RoleHandler
 from core.worker.state import WorkerState
 from core.worker.switchable import SwitchableHandler
@@ -113,6 +114,7 @@ class SimWorker(SimWorkerProtocol):
             "loading blocks on the gauge": stats.num_loading_blocks,
             "parked blocks on the gauge": stats.num_parked_blocks,
             "quarantined blocks on the gauge": stats.num_quarantined_blocks,
+            "early blocks on the gauge": stats.num_early_blocks,
             "unexpected reports": stats.num_ignored_reports,
         }
         if self.connector is not None:
@@ -132,6 +134,8 @@ class SimWorker(SimWorkerProtocol):
         happened = {
             "preemptions": stats.num_preemptions,
             "prefix_hit_tokens": stats.num_prefix_hit_tokens,
+            "early_loads": stats.num_early_rounds,
+            "early_evictions": stats.num_early_given_way,
             "embedded_images": stats.num_encoder_computed,
             "known_images": stats.num_encoder_hits,
             "decoded_images": len(self.images.prepared) if self.images is not None else 0,
@@ -244,6 +248,7 @@ class SimWorker(SimWorkerProtocol):
             prefix_address=self.spec.control_address if self.connector is not None and config.connector.peer_prefixes else "",
             can_switch_role=self.spec.can_switch_role,
             home_role=self.spec.role,
+            reads_early=may_read_early(self.spec.role, config) and self.connector is not None,
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,

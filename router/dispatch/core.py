@@ -15,6 +15,7 @@ from core.config_router import PlannerSection, RouterSection
 from core.errors import KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
 from core.ids import router_id
 from core.wire.contents import ContentReport
+from core.wire.early import PrefillProgress
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import (
     EncodeDone,
@@ -102,7 +103,7 @@ class RefuseVersion:
 _Change = Joined | Left | Stalled | Resumed | Switched
 Action = Transmit | RefuseVersion | Deliver | Answered | EncodeEnded | Retried | Ended | _Change
 _Step = DispatchAction | Answered
-_RequestMessage = PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply | list[Tokens]
+_RequestMessage = PrefillProgress | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply | list[Tokens]
 
 
 class RouterCore:
@@ -285,6 +286,9 @@ class RouterCore:
                 self.wait_estimates.on_first_token(message.request_id, now)
                 self.route_costs.on_prefill_done(message, now)
                 return self.dispatcher.on_prefill_done(sender, message, now)
+            case PrefillProgress():
+                sender.progress.on_answer(now)
+                return self.dispatcher.on_prefill_progress(sender, message)
             case EngineReply():
                 return self.calls.on_reply(sender.key, message)
             case RequestFailed() if message.request_id in self.calls:

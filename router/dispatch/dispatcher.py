@@ -33,9 +33,11 @@ from core.errors import (
     TransferTimeout,
     fallback_reason,
 )
+from core.wire.early import PrefillProgress
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, RequestFailed, Tokens
 from router.dispatch import retries
 from router.dispatch.attempts import Attempts
+from router.dispatch.early_pulls import EarlyPulls
 from router.dispatch.encode_legs import EncodeLegs
 from router.dispatch.handoffs import Handoffs, release
 from router.dispatch.inflight import InflightCounts
@@ -45,6 +47,7 @@ from router.dispatch.pair_health import PairHealth
 from router.dispatch.placement import Placement
 from router.dispatch.policy import Route
 from router.dispatch.request_state import (
+    BEFORE_DECODE,
     NO_PREFILL,
     Deliver,
     DispatchAction,
@@ -71,8 +74,6 @@ from router.dispatch.worker_messages import (
     new_generate,
     resuming_generate,
 )
-
-_BEFORE_DECODE = (RequestPhase.ENCODE, RequestPhase.PREFILL)
 
 
 class Dispatcher:
@@ -101,6 +102,7 @@ class Dispatcher:
         self._waiting = Waiting(self.restarts, self._shares)
         self._pairs = PairHealth()
         self._handoffs = Handoffs(membership)
+        self._early_pulls = EarlyPulls(membership)
         self.route_costs = RouteCosts()
         self._placement = Placement(membership, self._inflight, self._pairs, self.route_costs)
 
@@ -188,6 +190,10 @@ class Dispatcher:
 
     # ---- workers -----------------------------------------------------------------------------------------------------
 
+    def on_prefill_progress(self, sender: GenerationWorker, message: PrefillProgress) -> list[SendToWorker]:
+        """Let the decode worker read what is sealed of a prompt."""
+        return self._early_pulls.pass_on(sender, self._attempts.get(message.request_id), message)
+
     def on_prefill_done(self, sender: GenerationWorker, message: PrefillDone, now: float) -> list[DispatchAction]:
         """Deliver the first tokens and send the request to a decode worker."""
         request = self._attempts.get(message.request_id)
@@ -201,6 +207,7 @@ class Dispatcher:
         sender.progress.on_success()
         actions: list[DispatchAction] = [Deliver(request.request_id, apply_prefill_done(request, message, now))]
         if request.is_finished:
+            actions += self._early_pulls.stop(request)
             return [*actions, *release(sender.key, message.kv_handoff), self._end(request, now)]
         self._inflight.free(request, sender.key)
         return actions + self._send_to_decode(request, now)
@@ -211,7 +218,7 @@ class Dispatcher:
         updates: dict[str, Update] = {}
         for item in tokens:
             request = self._attempts.get(item.request_id)
-            if request is None or request.attempt.decode != sender.key or request.phase in _BEFORE_DECODE:
+            if request is None or request.attempt.decode != sender.key or request.phase in BEFORE_DECODE:
                 actions += self._unexpected(sender, item.request_id, now)
                 continue
             if request.request_id not in updates and apply_plain_token(request, item):
@@ -296,8 +303,8 @@ class Dispatcher:
         actions: list[DispatchAction] = []
         for request in list(self.requests.values()):
             if now >= request.deadline:
-                error = DeadlineExceeded(f"the request took longer than {request.deadline - request.arrival:g} s")
-                actions += self._fail(request, error, now)
+                limit_s = request.deadline - request.arrival
+                actions += self._fail(request, DeadlineExceeded(f"the request took longer than {limit_s:g} s"), now)
             elif request.phase is RequestPhase.ENCODE and request.encoding is not None and now >= request.encoding.deadline:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)
@@ -316,6 +323,7 @@ class Dispatcher:
         request.is_held = False
         request.attempt.prefill = route.prefill.key if route.prefill else None
         request.attempt.decode = route.decode.key
+        request.attempt.announces = self._early_pulls.is_wanted(route.decode, route.prefill)
         request.fallback_reason = NO_PREFILL if route.is_degraded else ""
         request.is_local = route.is_local
         first = route.workers[0]
@@ -358,7 +366,7 @@ class Dispatcher:
         except (NoWorker, Overloaded) as error:
             return self._wait(request, error, now)
         self._waiting.remove(request)
-        actions = self._handoffs.keep_or_release(request, decode)
+        actions = self._early_pulls.stop(request, decode.key) + self._handoffs.keep_or_release(request, decode)
         request.attempt.decode = decode.key
         request.attempt.has_handoff = request.handoff is not None
         request.source = self._placement.source_for(request, decode)
@@ -449,7 +457,7 @@ class Dispatcher:
         failed = request.current
         assert failed is not None, f"{request.request_id} has no worker that could have failed it"
         kind = retries.kind_of(request)
-        actions: list[DispatchAction] = []
+        actions: list[DispatchAction] = [*self._early_pulls.stop(request)]
         if not is_gone:
             actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
         is_refusal = retries.is_free(request, error)
@@ -493,7 +501,8 @@ class Dispatcher:
         """Abort the request at its workers, and release a handoff that may be unread."""
         current = request.current
         aborts = [SendToWorker(current, Abort(request_ids=(request.wire_id,), reason=reason))] if current else []
-        return [*aborts, *self._encode_legs.aborts(request, reason), *release(request.attempt.prefill, request.handoff)]
+        aborts += [*self._encode_legs.aborts(request, reason), *self._early_pulls.stop(request)]
+        return [*aborts, *release(request.attempt.prefill, request.handoff)]
 
     def _end(self, request: RequestState, now: float) -> Ended:
         del self.requests[request.request_id]

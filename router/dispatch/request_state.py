@@ -40,6 +40,9 @@ class RequestPhase(Enum):
     DECODE = "decode"
 
 
+BEFORE_DECODE = (RequestPhase.ENCODE, RequestPhase.PREFILL)
+
+
 @dataclass(frozen=True, slots=True)
 class InflightCount:
     """Choices or images of a request that are counted in a worker's ``num_inflight``."""
@@ -90,6 +93,8 @@ class Attempt:
     prefill: WorkerKey | None = None
     decode: WorkerKey | None = None  # reserved during PREFILL; None while the request waits for one
     previous_error: ErrorInfo | None = None
+    announces: bool = False  # the prefill worker reports its progress
+    early_decode: WorkerKey | None = None  # the decode worker that reads the prompt's KV meanwhile
     has_handoff: bool = False  # the decode worker was given the handoff
     shown: set[int] = field(default_factory=set)  # choices with a token of this decode leg
     is_judged: bool = False  # its pair of workers has been judged by the first report

@@ -114,6 +114,9 @@ def total_cost(costs: Iterable[TransferUsage]) -> TransferUsage:
         queue_ms=max((cost.queue_ms for cost in found), default=0.0),
         first_step_ms=max((cost.first_step_ms for cost in found), default=0.0),
         verified_blocks=sum(cost.verified_blocks for cost in found),
+        early_tokens=sum(cost.early_tokens for cost in found),
+        early_bytes=sum(cost.early_bytes for cost in found),
+        exposed_ms=max((cost.exposed_ms for cost in found), default=0.0),
         recomputed_tokens=sum(cost.recomputed_tokens for cost in found),
         fallback_reason=next((cost.fallback_reason for cost in found if cost.fallback_reason), ""),
     )

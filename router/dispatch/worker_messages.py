@@ -26,7 +26,9 @@ class TokensLost(ProtocolError):
 def new_generate(request: RequestState, now: float) -> Generate:
     """Return the message that starts a request on a prefill worker, or on a worker that serves it alone."""
     is_prefill = request.phase is RequestPhase.PREFILL
-    return msgspec.structs.replace(_message(request, now), handoff=is_prefill, patience_ms=round(request.patience_ms))
+    announces = is_prefill and request.attempt.announces
+    patience_ms = round(request.patience_ms)
+    return msgspec.structs.replace(_message(request, now), handoff=is_prefill, patience_ms=patience_ms, announces=announces)
 
 
 def resuming_generate(request: RequestState, now: float) -> Generate:

@@ -56,6 +56,9 @@ class KVTransferUsage(msgspec.Struct, kw_only=True):
     transferred_bytes: int
     transfer_ms: float
     verified_blocks: int
+    early_tokens: int  # loaded while the prompt was still being computed; not among the transferred ones
+    early_bytes: int
+    exposed_ms: float  # from the end of the prompt's computation, less the way by the router, until all was verified
     recomputed_tokens: int
     fallback_reason: str  # empty if nothing had to be recomputed
     retries: int
@@ -448,6 +451,9 @@ def _kv_transfer(prompts: Sequence[PromptState]) -> KVTransferUsage | UnsetType:
         transferred_bytes=cost.transferred_bytes,
         transfer_ms=cost.transfer_ms,
         verified_blocks=cost.verified_blocks,
+        early_tokens=cost.early_tokens,
+        early_bytes=cost.early_bytes,
+        exposed_ms=cost.exposed_ms,
         recomputed_tokens=cost.recomputed_tokens,
         fallback_reason=cost.fallback_reason,
         retries=sum(report.num_retries for report in reports),

@@ -9,6 +9,7 @@ CELLS: Mapping[str, tuple[str, Mapping[str, str]]] = {  # name → transport, en
     "nixl-tcp": ("nixl", {"UCX_TLS": "tcp"}),
 }
 HELD = (  # gauges of an idle worker that holds nothing are all 0
+    "kvferry_kv_early_blocks",
     "kvferry_kv_leaked_blocks",
     "kvferry_kv_leased_blocks",
     "kvferry_kv_loading_blocks",

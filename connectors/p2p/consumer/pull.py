@@ -140,8 +140,9 @@ class PullProtocol:
         return self._take_actions()
 
     def start(self, request: PullRequest, now: float) -> list[Action]:
-        """Begin a load. Its lease is held until ``release``."""
-        self.leases.hold(request.handoff, now)
+        """Begin a load. Its lease, if it has one, is held until ``release``."""
+        if request.is_leased:
+            self.leases.hold(request.handoff, now)
         deadline = now + self._settings.transfer_deadline_s
         if request.deadline is not None:
             deadline = min(deadline, request.deadline)

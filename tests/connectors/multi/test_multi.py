@@ -101,7 +101,7 @@ class LayerwiseWorker(FakeWorker):
         self.heard.append(layer)
 
 
-REQUEST = SimpleNamespace(request_id="r")
+REQUEST = SimpleNamespace(request_id="r", is_early=False)
 BLOCKS = object()
 
 

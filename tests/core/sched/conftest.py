@@ -189,6 +189,8 @@ class World:
         outputs = self.scheduler.update_from_output(step, result())
         for output in outputs:
             assert output.request_id not in self.ends, f"{output.request_id} speaks after its end"
+            if output.sealed_prefix is not None:
+                continue
             self.check_told(output)
             self.tokens.setdefault(output.request_id, []).extend(output.new_token_ids)
             if output.finish_reason is not None:

@@ -7,6 +7,7 @@ import pytest
 
 from core.tracing import TraceContext
 from core.wire.contents import ContentReport
+from core.wire.early import PrefillProgress, PullEarly
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import (
     ControlError,
@@ -113,6 +114,7 @@ SOURCE = ECSource(
 )
 
 WORKER_MESSAGES = {
+    "prefill_progress": PrefillProgress(request_id="r1", kv_handoff=HANDOFF, first_token=16, ready_ms=250.0),
     "register": Register(
         engine_id="p0",
         incarnation=1,
@@ -194,6 +196,9 @@ TOKENS = {
     ],
 }
 ROUTER_MESSAGES = {
+    "pull_early": PullEarly(
+        request_id="r1", kv_handoff=HANDOFF, ready_ms=250.0, prompt_token_ids=(1, 2, 3), cache_salt="tenant"
+    ),
     "registered": Registered(router_id="router", heartbeat_interval_ms=500),
     "registered_snapshot": Registered(router_id="router", takes_contents=True, needs_snapshot=True),
     "refused": Refused(error=ERROR),

@@ -62,6 +62,14 @@ PROFILES: Mapping[str, Sequence[str]] = {
     ),
     # Proxies between the processes, see ``Network``; the router's heartbeat is the default one.
     "network": ("local.num_decode=2", "cache.num_blocks=48", f"router.heartbeat_timeout_s={HEARTBEAT_TIMEOUT_S}"),
+    # Prompts are read by decode workers chunk by chunk.
+    "early pulls": (
+        "local.num_prefill=2",
+        "local.num_decode=2",
+        "cache.num_blocks=96",
+        "scheduler.max_num_batched_tokens=64",
+        "connector.early_pull=true",
+    ),
     # Deadlines end long before ZeroMQ notices that the other end of a connection is gone.
     "short deadlines": ("connector.transfer_deadline_s=3", "cache.num_blocks=48"),
 }
