@@ -35,7 +35,8 @@ class SwitchableHandler(RoleHandler):
 
     def next_timer(self) -> float | None:
         """See ``RoleHandler``."""
-        return min(filter(None, (self._prefill.next_timer(), self._decode.next_timer())), default=None)
+        times = (self._prefill.next_timer(), self._decode.next_timer())
+        return min((time for time in times if time is not None), default=None)
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:
         """See ``RoleHandler``: each ignores what is not its own, and the prefill handler releases handoffs of no request."""
