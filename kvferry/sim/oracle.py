@@ -19,6 +19,7 @@ from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.faults import Fault
 from kvferry.sim.plan import ClusterPlan, WorkerPlan
 from kvferry.sim.request_path import RequestPath, Setback
+from kvferry.sim.role_history import LEARN_ROLE_S
 from kvferry.sim.troubles import Kind, Troubles
 
 # Troubles that make a worker unavailable. The router's own pause is none of them.
@@ -29,7 +30,6 @@ _PATIENCE_S = 0.5  # shorter availability of a worker may go unnoticed
 _BEFORE_S = 0.5  # a trouble that ended this shortly before may still be the cause
 _SHORT_LEASE_S = 2.0  # drawn as a fault: delays of frames and steps are of this size
 _ROUNDING_S = 1e-3
-_LEARN_ROLE_S = 2.0  # from a switch until every router that hears the worker knows it
 _FREE_STALLS = 2  # in a row that cost a request no retry
 
 
@@ -53,11 +53,11 @@ class Case:
 
     def kept_role(self, worker: WorkerPlan, role: Role, since: float, until: float) -> bool:
         """Return True if a worker had this role all the time, and every router has had time to learn it."""
-        return self.troubles.roles.between(worker.engine_id, worker.role, since - _LEARN_ROLE_S, until) == {role}
+        return self.troubles.roles.between(worker.engine_id, worker.role, since - LEARN_ROLE_S, until) == {role}
 
     def never_had_role(self, worker: WorkerPlan, role: Role, since: float, until: float) -> bool:
         """Return True if a worker had other roles all the time, and every router has had time to learn them."""
-        return role not in self.troubles.roles.between(worker.engine_id, worker.role, since - _LEARN_ROLE_S, until)
+        return role not in self.troubles.roles.between(worker.engine_id, worker.role, since - LEARN_ROLE_S, until)
 
     def spec(self, engine_id: str) -> WorkerPlan:
         """Return the plan of a worker."""

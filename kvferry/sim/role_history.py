@@ -7,6 +7,8 @@ from collections.abc import Callable, Set
 
 from core.wire.messages import Role
 
+LEARN_ROLE_S = 2.0  # from a switch until every router that hears the worker knows it
+
 
 class RoleHistory:
     """The roles of a run's workers, by their registrations. ``now`` is the loop's time."""
@@ -15,6 +17,7 @@ class RoleHistory:
         self._now = now
         self._changes: defaultdict[str, list[tuple[float, Role]]] = defaultdict(list)
         self._lives: defaultdict[str, list[int]] = defaultdict(list)  # incarnations, the latest last
+        self._planned: set[tuple[str, float]] = set()  # switches by planners: worker, when
         self._abandoned: list[str] = []
         self.num_switches = 0
         self.num_planned = 0
@@ -39,9 +42,22 @@ class RoleHistory:
         if incarnation != self._lives[name][-1]:
             return
         self.num_planned += 1
-        before = self._changes[name][-2][1]
-        if not any(changes[-1][1] == before for other, changes in self._changes.items() if other != name):
+        at, before = self._changes[name][-1][0], self._changes[name][-2][1]
+        self._planned.add((name, at))
+        if not any(self._counts_as(other, before, at) for other in self._changes if other != name):
             self._abandoned.append(f"{name}: a planner made the last {before} worker {self._changes[name][-1][1]}")
+
+    def _counts_as(self, name: str, role: Role, at: float) -> bool:
+        """Return True if a planner could take a worker for one of this role at a time.
+
+        It has it, or has left it a moment ago without a planner's order: by command, or as a new process.
+        """
+        changes = self._changes[name]
+        if changes[-1][1] == role:
+            return True
+        left_at = changes[-1][0]
+        is_planned = (name, left_at) in self._planned
+        return len(changes) > 1 and changes[-2][1] == role and at - left_at <= LEARN_ROLE_S and not is_planned
 
     def find_abandoned(self) -> list[str]:
         """Return the switches by planners that left a role without workers."""

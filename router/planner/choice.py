@@ -1,7 +1,7 @@
 """Which worker should take which role now. Pure functions without time: ``router.planner.planner`` waits until a reason lasts.
 
-A role that needs more workers than it has gets one of the other, if the other can spare it. A worker away from the role that it
-was started in returns once its present role can spare it. Aggregated workers are left alone.
+A role that needs more workers than it has, or has fewer than its least number, gets one of the other, if that can spare one. A
+worker away from the role that it was started in returns once its present role can spare it. Aggregated workers are left alone.
 
 A role keeps at least one worker, and every worker that has a partner for handoffs keeps one. For that only workers count that
 take requests and whose role no other router may change: see ``core.worker.role_switch``.
@@ -56,7 +56,7 @@ def choose(
 
     ``owned`` are the workers that this router may switch, ``fixed`` those that none may.
     """
-    in_need = [role for role in _OTHER if loads[role].load >= 1.0]
+    in_need = [role for role in _OTHER if loads[role].load >= 1.0 or loads[role].num_available < limits.least[role]]
     if len(in_need) > 1:
         return Stay(f"both roles need more workers: {_describe(loads, 'prefill')}; {_describe(loads, 'decode')}")
     if in_need:

@@ -103,4 +103,9 @@ def test_a_planner_that_takes_the_last_worker_of_a_role_is_found():
     for name, role in (("a", "prefill"), ("b", "decode"), ("b", "prefill")):
         history.note(name, 1, role)
     history.note_planned("b", 1)
+    history.note("c", 1, "decode")
+    history.note("c", 1, "aggregated")  # by command, at the same moment: the planner could not know
+    history.note("b", 1, "decode")
+    history.note("b", 1, "prefill")
+    history.note_planned("b", 1)
     assert history.find_abandoned() == ["b: a planner made the last decode worker prefill"]

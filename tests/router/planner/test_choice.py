@@ -94,6 +94,13 @@ def test_a_lent_worker_returns_once_it_can_be_spared():
     assert (found.worker.key.engine_id, found.role) == ("d1", "decode")
 
 
+def test_a_role_without_workers_gets_one_though_nothing_waits_for_it():
+    """As after a command that has taken the last one; decode workers compute the prompts alone."""
+    found = choice(cluster("dd"), prefill=0.0, decode=0.3)
+    assert isinstance(found, Switch)
+    assert found.role == "prefill"
+
+
 def test_only_workers_that_heed_the_planner_count_for_the_floor():
     """Three decode workers take requests, but two of them may be switched by another router at any time."""
     workers = cluster("pd")
