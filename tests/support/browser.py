@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import itertools
 import json
+import os
 import shutil
+import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -140,9 +143,8 @@ def _write(path: Path, content: bytes) -> None:
 async def running_chromium(executable: str, profile: Path) -> AsyncIterator[str]:
     """Start a browser with a profile of its own, and end it; yields the base URL of its protocol."""
     pipe = asyncio.subprocess.DEVNULL
-    process = await asyncio.create_subprocess_exec(
-        executable, *FLAGS, f"--user-data-dir={profile}", "about:blank", stdout=pipe, stderr=pipe
-    )
+    command = (executable, *FLAGS, f"--user-data-dir={profile}", "about:blank")
+    process = await asyncio.create_subprocess_exec(*command, stdout=pipe, stderr=pipe, start_new_session=True)
     try:
         port_file = profile / "DevToolsActivePort"
         async with asyncio.timeout(DEADLINE_S):
@@ -151,8 +153,8 @@ async def running_chromium(executable: str, profile: Path) -> AsyncIterator[str]
                 await asyncio.sleep(0.05)
         yield f"http://127.0.0.1:{port_file.read_text().split()[0]}"
     finally:
-        if process.returncode is None:
-            process.terminate()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)  # Debian's command is a shell script: the browser is its child
         await process.wait()
 
 

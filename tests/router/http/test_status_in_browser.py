@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import psutil
 import pytest
 
 from core.wire.messages import TransferUsage
@@ -60,8 +61,11 @@ STICKING_OUT = """
 
 @pytest.fixture
 async def browser(tmp_path):
-    async with running_chromium(chromium(), tmp_path / "profile") as url:
+    profile = tmp_path / "profile"
+    async with running_chromium(chromium(), profile) as url:
         yield url
+    named = [process for process in psutil.process_iter(["cmdline"]) if str(profile) in " ".join(process.info["cmdline"] or ())]
+    assert psutil.wait_procs(named, timeout=30)[1] == [], "the browser has ended"
 
 
 @pytest.fixture
