@@ -58,11 +58,16 @@ class _Worker:
     step: StepTime = field(default_factory=StepTime)
     others_until_ms: float = 0.0  # when it would have computed the prompts that other routers had there at its last heartbeat
 
+    accuracy: HitAccuracy = field(default_factory=HitAccuracy)
+
+    @property
+    def is_special(self) -> bool:
+        """True if it differs from an idle worker of its pool with the same hit."""
+        return bool(self.backlog.prompts) or self.others_until_ms > 0 or self.accuracy.is_wrong
+
     def wait_of_others_ms(self, now_ms: float) -> float:
         """Return how long it still computes prompts of other routers."""
         return max(0.0, self.others_until_ms - now_ms)
-
-    accuracy: HitAccuracy = field(default_factory=HitAccuracy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +108,20 @@ class RouteCosts:
             return {}
         able = list(workers)
         hits = self.contents.hits(able, prompt, extra_keys)
-        return {worker.key: self._offer(worker, len(prompt), hits.get(worker.key, _NO_HIT), now, tenant) for worker in able}
+        offers: dict[WorkerKey, Offer] = {}
+        alike: dict[tuple[bytes, str, bool, Hit], Offer] = {}  # of a large cluster most workers are equal for a prompt
+        for worker in able:
+            key, facts = worker.key, worker.facts
+            known, found = self._workers.get(key), hits.get(key, _NO_HIT)
+            if known is not None and known.is_special:
+                offers[key] = self._offer(worker, len(prompt), found, now, tenant)
+                continue
+            kind = (facts.model_fingerprint, facts.role, facts.has_patience, found)
+            offer = alike.get(kind)
+            if offer is None:
+                offer = alike[kind] = self._offer(worker, len(prompt), found, now, tenant)
+            offers[key] = offer
+        return offers
 
     def choose_local(
         self, workers: Sequence[GenerationWorker], offers: Mapping[WorkerKey, Offer], remote: Offer, now: float
