@@ -233,11 +233,12 @@ class RouteCosts:
         prefill_ms = 0.0 if message.recomputed_tokens else message.prefill_ms - message.load_ms  # 0 = teaches no time
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
 
-    def on_first_token(self, message: Tokens, now: float) -> None:
+    def on_first_token(self, message: Tokens, now: float, *, tells_hits: bool = True) -> None:
         """Learn from a prompt whose first token comes from a worker that decodes it too, and so reports no prefill time.
 
         The time since the prompt was sent counts if it found no other prompt at the worker. It includes the delay by running
-        requests, which the next prompt will meet too. Unknown ids and later tokens are ignored.
+        requests, which the next prompt will meet too. A worker that does not tell its hits is believed to have had the
+        predicted ones. Unknown ids and later tokens are ignored.
         """
         placed = self._placed.get(message.request_id)
         if placed is None or message.usage is None:
@@ -246,7 +247,8 @@ class RouteCosts:
         load = message.usage.kv_transfer or TransferUsage()
         self._learn_load(message.request_id, load.transport, load.transferred_tokens, load.transfer_ms)
         elapsed_ms = 0.0 if placed.alone_since is None else max(0.0, (now - placed.alone_since) * 1e3 - load.transfer_ms)
-        self._on_computed(message.request_id, message.usage.num_cached_tokens, elapsed_ms, now)
+        num_cached = message.usage.num_cached_tokens if tells_hits else None
+        self._on_computed(message.request_id, num_cached, elapsed_ms, now)
 
     def _learn_load(self, request_id: str, connector: str, num_tokens: int, load_ms: float) -> None:
         """Learn what a tier's load took."""
@@ -255,18 +257,20 @@ class RouteCosts:
         if known is not None and connector:
             self._load_prices.setdefault((known.pool, connector), LoadPrice()).observe(num_tokens, load_ms)
 
-    def _on_computed(self, request_id: str, num_reported_cached: int, prefill_ms: float, now: float) -> None:
+    def _on_computed(self, request_id: str, num_reported_cached: int | None, prefill_ms: float, now: float) -> None:
         placed = self._placed.get(request_id)
         self.contents.on_computed(request_id)
         self._leave_backlog(request_id, now)
         known = self._workers.get(placed.worker) if placed is not None else None
         if placed is None or known is None:
             return
-        num_cached = min(num_reported_cached, placed.num_tokens)
-        if known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
-            self.contents.distrust(placed.worker)
         self.num_predicted_hit_tokens += placed.num_predicted
-        self.num_real_hit_tokens += num_cached
+        num_cached = min(placed.num_predicted, placed.num_tokens - 1)
+        if num_reported_cached is not None:
+            num_cached = min(num_reported_cached, placed.num_tokens)
+            self.num_real_hit_tokens += num_cached
+            if known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
+                self.contents.distrust(placed.worker)
         self._fit(known.pool).observe(placed.num_tokens - num_cached, num_cached, prefill_ms)
 
     def drop(self, request_id: str, now: float) -> None:

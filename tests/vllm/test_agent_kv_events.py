@@ -39,6 +39,7 @@ def routed(served_model, tmp_path_factory):
     with VllmServer(folder / "server.log", served_model, port, arguments) as server:
         roles = {"w": (server.wait(), "aggregated")}
         with RoutedServers(folder, served_model, roles, *settings) as running:
+            running.server = server
             yield running
 
 
@@ -54,12 +55,17 @@ def gauge(routed, name):
 
 def hits(routed, prompt):
     """Ask the router; return how many tokens of the prompt it expected in the server's cache, and how many there were."""
-    before = [gauge(routed, name) for name in ("predicted_hit_tokens", "real_hit_tokens")]
+    before = counts(routed)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{routed.base_url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
-    after = [gauge(routed, name) for name in ("predicted_hit_tokens", "real_hit_tokens")]
+    after = counts(routed)
     return after[0] - before[0], after[1] - before[1]
+
+
+def counts(routed):
+    """Return the hits that the router has expected, and those that the server has had, in tokens."""
+    return gauge(routed, "predicted_hit_tokens"), routed.server.metric("vllm:prefix_cache_hits_total")
 
 
 def num_indexed(routed):
