@@ -92,7 +92,7 @@ class NewRequest:
     priority: int = 0
     arrival_time: float = 0.0
     patience_s: float = 0.0  # by priority, it is served as if it had arrived so much later
-    tenant: int = 0  # who shares this engine fairly with others; 0 = nobody in particular
+    tenant: int = 0  # whose requests take turns with those of others; 0 = without an API key
     cache_salt: str = ""
     needs_handoff: bool = False  # prefill worker: keep the blocks for a reader and describe them
     announces: bool = False  # prefill worker: report the prompt's sealed prefix after each chunk

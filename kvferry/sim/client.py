@@ -6,7 +6,6 @@ A wrong token, an undeclared error, a missing end or two ends are violations. Kn
 from __future__ import annotations
 
 from collections.abc import Callable
-from zlib import crc32
 
 from core.errors import Cancelled, KVFerryError, RequestError
 from core.wire.messages import ErrorInfo
@@ -141,8 +140,6 @@ def submission_of(plan: RequestPlan) -> Submission:
         sampling=SamplingParams(max_tokens=plan.max_tokens, stop_token_ids=plan.stop_token_ids),
         n=plan.n,
         priority=plan.priority,
-        tenant=crc32(plan.name.encode()) % 3,
-        affinity=f"s{plan.priority}",
         cache_salt=plan.cache_salt,
         kv_load_failure_policy=plan.policy,
         mm_features=plan.mm_features,

@@ -84,10 +84,8 @@ class ContentIndex(Generic[Worker]):
     def num_blocks_held(self, keys: Sequence[int]) -> dict[Worker, int]:
         """Return how many leading blocks of a prompt each worker holds, for the workers that hold any."""
         held: dict[Worker, int] = {}
-        get = self._table.get
         alive, alive_set = frozenset[int](), 0
-        for depth, key in enumerate(keys):
-            found = get(key)
+        for depth, found in enumerate(self._table.find(keys)):
             if found == alive_set and depth:
                 continue  # all that are alive hold this block, too
             holders = self._sets.members(found)

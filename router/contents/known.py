@@ -101,7 +101,11 @@ class KnownContents:
         found: dict[WorkerKey, Hit] = {}
         by_group: dict[ContentGroup, list[WorkerKey]] = {}
         for worker in workers:
-            by_group.setdefault(group_of(worker), []).append(worker.key)
+            group = group_of(worker)
+            if group in by_group:
+                by_group[group].append(worker.key)
+            else:
+                by_group[group] = [worker.key]
         for group, members in by_group.items():
             claimed, pending, tiers = self._held(group, token_ids, extra_keys)
             for member in members:

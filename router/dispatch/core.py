@@ -303,7 +303,8 @@ class RouterCore:
                 self.route_costs.on_step(sender.key, now)
                 for item in message:
                     self.wait_estimates.on_first_token(item.request_id, now)
-                    self.route_costs.on_first_token(item, now)
+                    # The stream of a vLLM server tells what it found in its cache only at its end.
+                    self.route_costs.on_first_token(item, now, tells_hits=not sender.facts.takes_calls)
                 return self.dispatcher.on_tokens(sender, message, now)
             case _:
                 return []  # only encode workers answer encode requests

@@ -313,8 +313,14 @@ class Dispatcher:
         return [*actions, *self._handoffs.renewals(self.requests.values(), now), *self.place_waiting(now)]
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
-        """Give waiting requests to workers that have room now."""
-        return [action for request in self._waiting.requests() for action in self._continue(request, now)]
+        """Give waiting requests to workers that have room now; of those that are held, up to the first without room."""
+        actions: list[DispatchAction] = []
+        is_full = False
+        for request in self._waiting.requests():
+            if not (request.is_held and is_full):
+                actions += self._continue(request, now)
+                is_full = is_full or (request.is_held and request.error is None)
+        return actions
 
     # ---- prefill and decode legs -------------------------------------------------------------------------------------
 

@@ -68,11 +68,16 @@ class _Worker:
     step: StepTime = field(default_factory=StepTime)
     others_until_ms: float = 0.0  # when it would have computed the prompts that other routers had there at its last heartbeat
 
+    accuracy: HitAccuracy = field(default_factory=HitAccuracy)
+
+    @property
+    def is_special(self) -> bool:
+        """True if it differs from an idle worker of its pool with the same hit."""
+        return bool(self.backlog.prompts) or self.others_until_ms > 0 or self.accuracy.is_wrong
+
     def wait_of_others_ms(self, now_ms: float) -> float:
         """Return how long it still computes prompts of other routers."""
         return max(0.0, self.others_until_ms - now_ms)
-
-    accuracy: HitAccuracy = field(default_factory=HitAccuracy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +129,20 @@ class RouteCosts:
         serving = [member for member in members if member.facts.prefix_address]
         hits = self.contents.hits({member.key: member for member in (*able, *serving)}.values(), prompt, extra_keys)
         holders = holders_of(serving, hits)
-        found = {worker.key: hits.get(worker.key, _NO_HIT) for worker in able}
-        return {worker.key: self._offer(worker, len(prompt), found[worker.key], now, holders, tenant) for worker in able}
+        offers: dict[WorkerKey, Offer] = {}
+        alike: dict[tuple[bytes, str, bool, Hit], Offer] = {}  # of a large cluster most workers are equal for a prompt
+        for worker in able:
+            key, facts = worker.key, worker.facts
+            known, found = self._workers.get(key), hits.get(key, _NO_HIT)
+            if holders or (known is not None and known.is_special):
+                offers[key] = self._offer(worker, len(prompt), found, now, holders, tenant)
+                continue
+            kind = (facts.model_fingerprint, facts.role, facts.has_patience, found)
+            offer = alike.get(kind)
+            if offer is None:
+                offer = alike[kind] = self._offer(worker, len(prompt), found, now, tenant=tenant)
+            offers[key] = offer
+        return offers
 
     def source_for(
         self,
@@ -302,11 +319,12 @@ class RouteCosts:
         self._note_source(message.request_id, message.kv_transfer)
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
 
-    def on_first_token(self, message: Tokens, now: float) -> None:
+    def on_first_token(self, message: Tokens, now: float, *, tells_hits: bool = True) -> None:
         """Learn from a prompt whose first token comes from a worker that decodes it too, and so reports no prefill time.
 
         The time since the prompt was sent counts if it found no other prompt at the worker. It includes the delay by running
-        requests, which the next prompt will meet too. Unknown ids and later tokens are ignored.
+        requests, which the next prompt will meet too. A worker that does not tell its hits is believed to have had the
+        predicted ones. Unknown ids and later tokens are ignored.
         """
         load = (message.usage.kv_transfer if message.usage is not None else None) or TransferUsage()
         self.sources.observe(load)
@@ -317,7 +335,8 @@ class RouteCosts:
         self._learn_load(message.request_id, load)
         self._note_source(message.request_id, load)
         elapsed_ms = 0.0 if placed.alone_since is None else max(0.0, (now - placed.alone_since) * 1e3 - load.transfer_ms)
-        self._on_computed(message.request_id, message.usage.num_cached_tokens, elapsed_ms, now)
+        num_cached = message.usage.num_cached_tokens if tells_hits else None
+        self._on_computed(message.request_id, num_cached, elapsed_ms, now)
 
     def _learn_load(self, request_id: str, load: TransferUsage) -> None:
         """Learn what a tier's load took; it is named as its transport."""
@@ -337,18 +356,20 @@ class RouteCosts:
         if not num_loaded:
             self.sources.on_failed(placed.worker, placed.source)
 
-    def _on_computed(self, request_id: str, num_reported_cached: int, prefill_ms: float, now: float) -> None:
+    def _on_computed(self, request_id: str, num_reported_cached: int | None, prefill_ms: float, now: float) -> None:
         placed = self._placed.get(request_id)
         self.contents.on_computed(request_id)
         self._leave_backlog(request_id, now)
         known = self._workers.get(placed.worker) if placed is not None else None
         if placed is None or known is None:
             return
-        num_cached = min(num_reported_cached, placed.num_tokens)
-        if known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
-            self.contents.distrust(placed.worker)
         self.num_predicted_hit_tokens += placed.num_predicted
-        self.num_real_hit_tokens += num_cached
+        num_cached = min(placed.num_predicted, placed.num_tokens - 1)
+        if num_reported_cached is not None:
+            num_cached = min(num_reported_cached, placed.num_tokens)
+            self.num_real_hit_tokens += num_cached
+            if known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
+                self.contents.distrust(placed.worker)
         self._fit(known.pool).observe(placed.num_tokens - num_cached, num_cached, prefill_ms)
 
     def drop(self, request_id: str, now: float) -> None:

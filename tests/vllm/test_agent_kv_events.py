@@ -39,6 +39,7 @@ def routed(served_model, tmp_path_factory):
     with VllmServer(folder / "server.log", served_model, port, arguments) as server:
         roles = {"w": (server.wait(), "aggregated")}
         with RoutedServers(folder, served_model, roles, *settings) as running:
+            running.server = server
             yield running
 
 
@@ -46,18 +47,29 @@ def prompt_of(num_tokens):
     return [WORDS.randrange(300, VOCAB_SIZE) for _ in range(num_tokens)]
 
 
-def routing(routed, prompt):
-    """Ask the router; return why the prompt was placed, and what it hit."""
+def gauge(routed, name):
+    text = httpx.get(f"{routed.base_url}/metrics", timeout=20).text
+    line = next(line for line in text.splitlines() if line.startswith(f"kvferry_routing_{name}"))
+    return float(line.split()[-1])
+
+
+def hits(routed, prompt):
+    """Ask the router; return how many tokens of the prompt it expected in the server's cache, and how many there were."""
+    before = counts(routed)
     body = {"model": MODEL, "prompt": prompt, "max_tokens": 2, "temperature": 0, "ignore_eos": True}
     answer = httpx.post(f"{routed.base_url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
-    return answer.json()["usage"]["kv_transfer"]["routing"][0]
+    after = counts(routed)
+    return after[0] - before[0], after[1] - before[1]
+
+
+def counts(routed):
+    """Return the hits that the router has expected, and those that the server has had, in tokens."""
+    return gauge(routed, "predicted_hit_tokens"), routed.server.metric("vllm:prefix_cache_hits_total")
 
 
 def num_indexed(routed):
-    text = httpx.get(f"{routed.base_url}/metrics", timeout=20).text
-    line = next(line for line in text.splitlines() if line.startswith("kvferry_routing_indexed_blocks"))
-    return float(line.split()[-1])
+    return gauge(routed, "indexed_blocks")
 
 
 def wait_until(holds):
@@ -69,31 +81,29 @@ def wait_until(holds):
 
 def test_a_restarted_router_expects_what_the_server_has(routed):
     prompt = prompt_of(300)
-    assert routing(routed, prompt)["predicted_hit_tokens"] == 0
+    assert hits(routed, prompt) == (0, 0)
     routed.kill("router")
     routed.start_missing()
     routed.wait_for(f"{routed.base_url}/ready")
     wait_until(lambda: num_indexed(routed) >= 300 // BLOCK * (BLOCK // 16))
-    found = routing(routed, prompt)
-    assert found["predicted_hit_tokens"] == found["hit_tokens"] == 300 // BLOCK * BLOCK
+    assert hits(routed, prompt) == (300 // BLOCK * BLOCK,) * 2
 
 
 def test_a_restarted_agent_learns_what_was_published_before(routed):
     prompt = prompt_of(200)
-    routing(routed, prompt)
+    hits(routed, prompt)
     routed.kill("w")
     routed.start_missing()
     routed.wait_for_agent("w")
     wait_until(lambda: num_indexed(routed) >= 200 // BLOCK * (BLOCK // 16))
-    found = routing(routed, prompt)
-    assert found["predicted_hit_tokens"] == found["hit_tokens"] == 200 // BLOCK * BLOCK
+    assert hits(routed, prompt) == (200 // BLOCK * BLOCK,) * 2
 
 
 def test_evicted_blocks_are_not_expected(routed):
-    prompt = prompt_of(200)
-    routing(routed, prompt)
+    old = [prompt_of(100) for _ in range(8)]
+    for prompt in old:
+        hits(routed, prompt)
     for _ in range(4):
-        routing(routed, prompt_of(600))  # 40 blocks hold two of them
-    wait_until(lambda: routing(routed, prompt_of(16))["predicted_hit_tokens"] == 0)
-    found = routing(routed, prompt)
-    assert found["predicted_hit_tokens"] == found["hit_tokens"] == 0
+        hits(routed, prompt_of(600))  # 40 blocks hold two of them
+    unasked = iter(old)  # each once, since asking brings it back
+    wait_until(lambda: hits(routed, next(unasked)) == (0, 0))

@@ -265,3 +265,14 @@ def test_a_choice_by_session_says_so(score, reason):
     best = Offer(0, 0.0, 0.0, 50.0, 100.0)
     chosen = Offer(0, 0.0, 0.0, 50.0, score)
     assert report(chosen, [best, chosen], slack_ms=2.5).reason == reason
+
+
+def test_a_worker_that_does_not_tell_its_hits_is_believed(aggregated):
+    costs = RouteCosts()
+    for number in range(12):
+        send(costs, aggregated, str(number), now=float(number))
+        usage = Usage(num_cached_tokens=0)
+        costs.on_first_token(Tokens(str(number), 0, 0, (7,), usage=usage), number + 0.5, tells_hits=False)
+    assert costs.offers([aggregated], PROMPT, (), 20.0)[aggregated.key].hit_tokens > 1900
+    assert not costs.accuracies()[aggregated.key].is_wrong
+    assert costs.num_real_hit_tokens == 0 < costs.num_predicted_hit_tokens

@@ -90,6 +90,19 @@ def test_smaller_priority_gets_room_first(full):
     assert started(full)[-1] == "c1"
 
 
+def test_while_there_is_no_room_only_the_next_request_is_tried(full, monkeypatch):
+    for number in range(4):
+        submit(full, f"c{number}", CALM)
+    tried = []
+    placement = full.core.dispatcher._placement
+    route = placement.route
+    monkeypatch.setattr(placement, "route", lambda request, now: tried.append(request.request_id) or route(request, now))
+    full.do(full.core.dispatcher.place_waiting(0.0))
+    assert tried == ["c0"]
+    finish(full, "f0")
+    assert tried == ["c0", "c0", "c1"]
+
+
 def test_waiting_ends_at_the_deadline(full):
     submit(full, "c0", CALM, timeout_s=3.0)
     full.tick(4.0)
