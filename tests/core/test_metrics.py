@@ -1,8 +1,8 @@
 """A worker's metrics carry vLLM's names and read gauges only when scraped."""
 
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from core.metrics import Metric, WorkerMetrics, read_labelled_counter
+from core.metrics import EventHistogram, Metric, WorkerMetrics, read_labelled_counter
 
 
 def test_gauges_are_read_at_scrape_time():
@@ -49,3 +49,15 @@ def test_two_workers_of_one_process_do_not_share_counters():
     WorkerMetrics(first, {}).count_generated(2)
     WorkerMetrics(second, {})
     assert second.get_sample_value("kvferry_generation_tokens_total") == 0
+
+
+def test_a_histogram_of_events_shows_what_the_librarys_own_does():
+    ours, theirs = CollectorRegistry(), CollectorRegistry()
+    buckets = (0.001, 0.0025, 1.0, 10.0)
+    histogram = EventHistogram(ours, "gap_seconds", "Between tokens.", buckets)
+    reference = Histogram("kvferry_gap_seconds", "Between tokens.", buckets=buckets, registry=theirs)
+    for value in (0.0, 0.001, 0.002, 0.0025, 0.5, 10.0, 11.0):
+        histogram.observe(value)
+        reference.observe(value)
+    shown = [line for line in generate_latest(theirs).decode().splitlines() if "_created" not in line]
+    assert generate_latest(ours).decode().splitlines() == shown
