@@ -49,8 +49,9 @@ QUICK_PROMPT = 256
 SHORT_REPEATS = 15  # of short prompts, for each of the long ones
 VERIFIED_REPEATS = 5  # of verified loads, likewise
 SHARE_GOAL = 0.08  # transfer / prefill
-ADDED_GOAL_MS = 10.0  # from the first to the second token of a short prompt
-RATE_GOALS = {"shm": 0.50, "nixl": 0.25}  # plain copy's time / transfer's time
+FIRST_GOAL = 2.0  # first transfer / a later one, over shm
+ADDED_GOAL_MS = 2.0  # from the first to the second token of a short prompt, which is one block
+RATE_GOALS = {"shm": 0.70, "nixl": 0.25}  # plain copy's time / transfer's time
 REQUEST_TIMEOUT_S = 600.0
 MAX_TRIES = 10
 MAX_KILLS = 5
@@ -168,7 +169,7 @@ def transfer_row(name: str, found: Found) -> tuple[str, ...]:
     goal = f"{100 * RATE_GOALS[name]:.0f} %" if name in RATE_GOALS else ""
     return (
         name,
-        f"{found.first.transfer_ms:.1f}",
+        f"{found.first.transfer_ms:.1f} ({found.first.transfer_ms / Spread.of(milliseconds).median:.1f} x)",
         Spread.of(milliseconds).show(),
         Spread.of(prefills).show(),
         Spread.of_ratios(milliseconds, prefills).show(1, 100) + " %",
@@ -190,7 +191,7 @@ def make_outcome(
 ) -> Outcome:
     columns: Sequence[str] = (
         f"{prompt_tokens:,} tokens",
-        "first transfer, ms",
+        "first transfer, ms (x later)",
         "transfer, ms",
         "prefill, ms",
         "transfer / prefill",
@@ -205,6 +206,7 @@ def make_outcome(
     num_bytes = {each.first.num_bytes for each in found.values()}
     notes = (
         f"goal of transfer / prefill: at most {100 * SHARE_GOAL:.0f} %; the goal in the table is the least rate / plain copy",
+        f"goal of the first transfer over shm: at most {FIRST_GOAL:g} x a later one",
         f"{' or '.join(f'{count:,}' for count in sorted(num_bytes))} bytes per transfer; one torch thread per worker",
         "goals of verification: at most this share of the longest transfer without it",
     )
@@ -212,6 +214,7 @@ def make_outcome(
         "goals": {
             "share": SHARE_GOAL,
             "rate": RATE_GOALS,
+            "first": FIRST_GOAL,
             "added_ms": ADDED_GOAL_MS,
             "identity": IDENTITY_GOAL,
             "digest": DIGEST_GOALS,
