@@ -1,7 +1,7 @@
 """Early pulls: pass a prompt's sealed prefix on from its prefill worker to the decode worker that is reserved for it.
 
-Owns which decode worker was told. It is told no more, and gives up what it holds, once the attempt has another decode worker,
-is over, or has failed. Nothing waits for these messages.
+Owns which decode worker reads early. Its early pull ends when the attempt gets another decode worker, is over, or has failed.
+Nothing waits for these messages.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from router.dispatch.request_state import RequestPhase, RequestState, SendToWork
 
 
 class EarlyPulls:
-    """The early pulls of all requests; ``Attempt.early_decode`` is the worker that was told."""
+    """The early pulls of all requests; ``Attempt.early_decode`` is the reader."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
@@ -29,14 +29,14 @@ class EarlyPulls:
         handoff = message.kv_handoff
         if request is None or request.phase is not RequestPhase.PREFILL or request.attempt.prefill != sender.key:
             return []
-        decode, told = self._membership.get(request.attempt.decode), request.attempt.early_decode
-        is_other = told is not None and (decode is None or told != decode.key)
+        decode, reader = self._membership.get(request.attempt.decode), request.attempt.early_decode
+        is_other = reader is not None and (decode is None or reader != decode.key)
         if decode is None or decode.is_closed or is_other or not self.is_wanted(decode, sender):
             return self.stop(request)
-        if (handoff.engine_id, handoff.incarnation) != sender.key or (told is None and message.first_token):
+        if (handoff.engine_id, handoff.incarnation) != sender.key or (reader is None and message.first_token):
             return []
         request.attempt.early_decode = decode.key
-        wanted, is_first = request.submission, told is None
+        wanted, is_first = request.submission, reader is None
         pull = PullEarly(
             request_id=request.wire_id,
             kv_handoff=handoff,
@@ -50,7 +50,7 @@ class EarlyPulls:
 
     def stop(self, request: RequestState, successor: WorkerKey | None = None) -> list[SendToWorker]:
         """Return the end of the attempt's early pull, if it has one. For ``successor`` the request itself is the end."""
-        told, request.attempt.early_decode = request.attempt.early_decode, None
-        if told is None or told == successor:
+        reader, request.attempt.early_decode = request.attempt.early_decode, None
+        if reader is None or reader == successor:
             return []
-        return [SendToWorker(told, Abort(request_ids=(request.wire_id,), reason="early"))]
+        return [SendToWorker(reader, Abort(request_ids=(request.wire_id,), reason="early"))]
