@@ -61,6 +61,7 @@ BENCHMARKS = (
     Benchmark("encoder"),
     Benchmark("photographs"),
     Benchmark("through_router"),
+    Benchmark("multi_turn"),
     Benchmark("structured"),
     Benchmark("router_scale"),
     Benchmark("disaggregation", ("--quick", "--repeats", "1")),
