@@ -333,16 +333,7 @@ def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False) ->
     """Return why one offer was chosen of all."""
     every = list(offers)
     longest = max(offer.hit_tokens for offer in every)
-    if is_local:
-        reason = "local"
-    elif chosen.source is not None:
-        reason = "source"
-    elif any(offer.score < chosen.score for offer in every):
-        reason = "availability"
-    elif not longest:
-        reason = "load"
-    else:
-        reason = "prefix" if chosen.hit_tokens == longest else "wait"
+    reason = "local" if is_local else _reason(chosen, every, longest)
     return RoutingReport(
         reason=reason,
         candidates=len(every),
@@ -351,6 +342,16 @@ def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False) ->
         predicted_ttft_ms=chosen.ttft_ms,
         source=chosen.source.holder.worker.key.engine_id if chosen.source is not None else "",
     )
+
+
+def _reason(chosen: Offer, offers: Sequence[Offer], longest: int) -> str:
+    if chosen.source is not None:
+        return "source"
+    if any(offer.score < chosen.score for offer in offers):
+        return "availability"
+    if not longest:
+        return "load"
+    return "prefix" if chosen.hit_tokens == longest else "wait"
 
 
 def _pool_of(worker: GenerationWorker) -> _Pool:
