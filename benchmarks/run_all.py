@@ -72,6 +72,7 @@ BENCHMARKS = (
     Benchmark("encoder"),
     Benchmark("photographs"),
     Benchmark("through_router"),
+    Benchmark("multi_turn"),
     Benchmark("structured"),
     Benchmark("router_scale"),
     Benchmark("growth"),

@@ -85,7 +85,8 @@ class Sources:
             num_missing = holder.num_tokens - num_own_tokens
             if num_missing < layout.block_size or number >= _MAX_TRIES:
                 return None
-            if holder.worker.key == reader.key:
+            theirs = holder.worker.facts.layout
+            if holder.worker.key == reader.key or (layout.num_groups > 1 and layout.block_size != theirs.block_size):
                 continue
             try:
                 transport = choose_transport(reader.facts, holder.worker.facts)

@@ -11,13 +11,16 @@ from typing import Literal
 
 from core.wire.kv import ControlMessage, KVHandoff, KVSource, PrefixQuestion
 
-# Why a prefix is not pulled. By the source: it has restarted, has another model, holds nothing of it, has no blocks to spare,
-# keeps as many for readers as it may, has too many questions. By the reader: no answer in time, the source is lost, its answer
-# is not one to this question.
-PrefixRefusal = Literal["restarted", "model", "missing", "pressure", "limit", "busy", "deadline", "peer_lost", "invalid"]
+# Why a prefix is not pulled. By the source: it has restarted, has another model, has blocks of another size for a model with
+# windows, holds nothing of it, has no blocks to spare, keeps as many for readers as it may, has too many questions. By the
+# reader: no answer in time, the source is lost, its answer is not one to this question.
+PrefixRefusal = Literal[
+    "restarted", "model", "layout", "missing", "pressure", "limit", "busy", "deadline", "peer_lost", "invalid"
+]
 PREFIX_REFUSALS: tuple[PrefixRefusal, ...] = (
     "restarted",
     "model",
+    "layout",
     "missing",
     "pressure",
     "limit",

@@ -83,6 +83,8 @@ class PrefixPins:
     def _pin(self, asked: PrefixAsked, manager: KVCacheManager) -> PrefixFound | PrefixRefusal:
         """Keep what is held of a prefix, or return why not."""
         question, pool = asked.question, manager.block_pool
+        if question.block_size != self._identity.layout.block_size and _has_windows(manager):
+            return "layout"  # the reader's first block of a window would lack tokens, and could not be handed on
         size = BLOCK_HASH_BYTES
         chain = [question.chain[start : start + size] for start in range(0, len(question.chain) - size + 1, size)]
         tables, num_tokens = _find_sealed(
@@ -118,6 +120,10 @@ class PrefixPins:
             num_tokens=num_tokens,
             lease_ms=self._terms.lease_ms,
         )
+
+
+def _has_windows(manager: KVCacheManager) -> bool:
+    return any(group.spec.recycles for group in manager.kv_cache_config.groups)
 
 
 def _describe_group(group_id: int, table: Sequence[KVCacheBlock], hashes: Sequence[bytes]) -> GroupBlocks:
