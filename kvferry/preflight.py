@@ -149,7 +149,9 @@ def check_ports(config: KVFerryConfig, workers: Workers) -> None:
 
 def _serves_readers(role: Role | Literal["router"], config: KVFerryConfig) -> bool:
     """Return True if a worker binds sockets for readers of its blocks or embeddings."""
-    return role in ("encode", "prefill") or (role != "router" and config.worker.can_switch_role)
+    if role in ("router", "encode", "prefill"):
+        return role != "router"
+    return config.worker.can_switch_role or config.connector.peer_prefixes
 
 
 def _check_bindable(setting: str, host: str, port: int) -> None:

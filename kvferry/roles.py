@@ -146,7 +146,7 @@ def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:
         "prefill": ("worker.control_address", worker.control_address),
         "kvstore": ("kvstore.bind_address", config.kvstore.bind_address),
     }
-    if config.worker.can_switch_role and role in ("decode", "aggregated"):
+    if role in ("decode", "aggregated") and (config.worker.can_switch_role or config.connector.peer_prefixes):
         keyed[role] = keyed["prefill"]
     if role in keyed and not config.security.cluster_key:
         _refuse_exposed(*keyed[role], "set a cluster key (`kvferry keygen`, $KVFERRY_CLUSTER_KEY)")

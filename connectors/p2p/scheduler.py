@@ -121,6 +121,12 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
             return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
+    def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
+        """As for every handoff; a request that has its blocks waits for no answer any more."""
+        if self.pulls is not None:
+            self.pulls.stop_waiting(request.request_id)
+        super().update_state_after_alloc(request, blocks, num_external_tokens)
+
     def update_connector_output(self, output: KVConnectorOutput) -> None:
         """Release the handoffs of loads that have ended, and take in answers, questions, and ends of pins."""
         if self.pulls is not None:

@@ -128,13 +128,21 @@ class EngineCore:
             self.scheduler.pull_early(new, self._hasher)
             self._is_stalled = False
             return
+        try:
+            self._add(new)
+        except Exception:
+            if new.early_pull:  # its role has forgotten it, so nobody else would end it
+                self.abort_requests((new.early_pull,))
+            raise
+        self._is_stalled = False
+
+    def _add(self, new: NewRequest) -> None:
         self._check_token_ids(new)
         _check_can_sample(new, self._vocab_size)
         self.scheduler.check_length(len(new.prompt_token_ids) + len(new.output_token_ids))  # before so many are hashed
         request = Request(new, self._hasher)
         self._find_grammar(request)
         self.scheduler.add_request(request)
-        self._is_stalled = False
 
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Stop requests in any state; return the ids of those that had not ended. They get no more output."""

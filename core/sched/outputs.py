@@ -107,6 +107,10 @@ def unhash_failed(state: SchedulerState, step: Step, failed: Mapping[str, ErrorI
             manager.evict_blocks(block_ids)
     if evict_failed_departures(state, step, failed) or found:
         evict_departed_blocks(state)
+        for request in state.requests.values():
+            if request.status.is_finished:  # a transfer still reads its blocks
+                for block_ids in manager.get_block_ids(request.request_id):
+                    manager.evict_blocks(block_ids)
     return found
 
 

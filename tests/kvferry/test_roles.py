@@ -59,3 +59,12 @@ def test_decode_worker_does_not_open_ucx_to_other_machines_unasked(permission):
         check_exposure("decode", load_config(assignments=settings))
     check_exposure("decode", load_config(assignments=[*settings, permission]))
     check_exposure("decode", load_config(assignments=settings[:1]))
+
+
+@pytest.mark.parametrize("setting", ["connector.peer_prefixes=true", "worker.can_switch_role=true"])
+@pytest.mark.parametrize("role", ["decode", "aggregated"])
+def test_a_worker_that_others_read_from_is_protected_whatever_its_role(role, setting):
+    settings = [setting, EXPOSED["prefill"]]
+    with pytest.raises(ConfigError, match=r"can be reached from other machines"):
+        check_exposure(role, load_config(assignments=settings))
+    check_exposure(role, load_config(assignments=[*settings, KEY]))

@@ -68,6 +68,11 @@ class PrefixPulls:
         """The load from an answer is over, or not needed."""
         self._answers.pop(request_id, None)
 
+    def stop_waiting(self, request_id: str) -> None:
+        """The request has got its blocks without the answer: another connector loads them."""
+        if self._waiting.pop(request_id, None) is not None:
+            self._post(CancelPrefixAsk(request_id))
+
     def forget(self, request_id: str) -> None:
         """The request has ended."""
         if self._asked.pop(request_id, None) is not None:

@@ -14,7 +14,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from core.clock import SystemClock
 from core.config import load_config
-from core.connector import KVConnectorScheduler, KVConnectorWorker
+from core.connector import Connector, KVConnectorScheduler, KVConnectorWorker
 from core.engine.build import BuiltEngine, build_engine
 from core.engine.core import EngineCore
 from core.engine.sampling_state import SamplingRows, build_edits
@@ -367,7 +367,7 @@ class CopyConnectorWorker(KVConnectorWorker):
 
 
 @dataclass
-class CopyConnector:
+class CopyConnector(Connector):
     """Both sides."""
 
     scheduler: CopyConnectorScheduler

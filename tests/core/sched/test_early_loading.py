@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from core.engine.core import EngineCore
+from core.errors import InvalidRequest
 from core.kv.invariants import find_violations
 from core.request import NewRequest, RequestStatus
 from core.sched.running import preempt
@@ -298,4 +300,20 @@ def test_nothing_is_read_early_after_two_failed_rounds():
     world.step()
     assert not world.script.loading
     world.abort("r/early")
+    check_nothing_left(world)
+
+
+def test_early_pull_ends_when_its_request_is_refused():
+    world = World(with_connector=True)
+    prompt = world.prompt(70)
+    announce(world, prompt, 64, 0)
+    world.step()
+    world.complete_load("r/early/0")
+    world.step()
+    core = EngineCore(world.scheduler, world.model, world.hasher, vocab_size=50_000)
+    known = {"output_token_ids": (1,), "early_pull": "r/early"}
+    new = NewRequest(request_id="r/0", prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=1), **known)
+    with pytest.raises(InvalidRequest):
+        core.add_request(new)
+    assert not world.scheduler.has_unfinished_requests()
     check_nothing_left(world)

@@ -239,3 +239,44 @@ def test_refusal_of_a_request_that_was_aborted_meanwhile_changes_nothing(world):
     outputs = world.scheduler.update_from_output(output, ModelRunnerOutput(refused={"gone": REFUSED}))
     assert outputs == []
     assert len(world.manager.block_pool.cached_blocks) == 2
+
+
+def test_nothing_kept_for_readers_survives_a_failed_request(make_world):
+    world = make_world(with_connector=True)
+    prompt = world.prompt(48)
+    builder = world.add("builder", prompt, max_tokens=1)
+    while world.scheduler.has_unfinished_requests():
+        world.step()
+    pool = world.manager.block_pool
+    (found,), _ = world.manager.coordinator.find_longest_cache_hit(builder.block_hashes, 48)
+    blocks = list(found)
+    pool.touch(blocks)  # as pins of readers do
+
+    def free_spare_blocks() -> bool:
+        spare = list(blocks)
+        blocks.clear()
+        pool.free_blocks(spare)
+        return bool(spare)
+
+    world.scheduler.connector.free_spare_blocks = free_spare_blocks
+    world.add("failing", prompt[:20], max_tokens=40)
+    error = ErrorInfo(code="not_finite", message="no finite logits", http_status=500, retryable=False)
+    world.scheduler.update_from_output(world.schedule(), ModelRunnerOutput(failed={"failing": error}))
+    assert len(pool.cached_blocks) == 0
+    assert not any(is_sealed(world, block.block_id) for block in pool.blocks[1:])
+
+
+def test_a_handoff_that_was_built_on_a_failed_request_is_not_read(make_world, some_handoff):
+    world = make_world(with_connector=True)
+    world.script.keep.add("builder")
+    world.script.handoffs["builder"] = some_handoff
+    prompt = world.prompt(48)
+    world.add("builder", prompt, max_tokens=1, needs_handoff=True)
+    while "builder" not in world.ends:
+        world.step()
+    pool = world.manager.block_pool
+    world.add("failing", prompt[:20], max_tokens=40)
+    error = ErrorInfo(code="not_finite", message="no finite logits", http_status=500, retryable=False)
+    world.scheduler.update_from_output(world.schedule(), ModelRunnerOutput(failed={"failing": error}))
+    assert len(pool.cached_blocks) == 0
+    assert not any(is_sealed(world, block.block_id) for block in pool.blocks[1:])

@@ -253,3 +253,16 @@ async def test_blocks_that_are_hits_before_they_are_sealed_are_not_described(sou
     )[0][0][1]
     pool.break_seals([second])
     assert answer(source, asked).handoff.num_tokens == 32
+
+
+async def test_a_request_that_gets_its_blocks_otherwise_waits_for_no_answer(source, reader):
+    hold(source, PROMPT)
+    request = reader.request(PROMPT, named(source))
+    handoff = answer(source, ask(reader, request)).handoff
+    manager = reader.engine.manager
+    assert manager.allocate_slots(request, 100) is not None
+    reader.connector.update_state_after_alloc(request, manager.get_blocks("r"), 0)  # a tier before it loads them
+    assert reader.take(CancelPrefixAsk) == [CancelPrefixAsk("r")]
+    told = tell(reader, "r", handoff)
+    assert ([ref.transfer_id for ref in told.releases], told.holds) == ([handoff.transfer_id], [])
+    manager.free(request)
