@@ -99,9 +99,8 @@ class KVConnectorScheduler(ABC):
         """
         return False
 
-    def free_spare_blocks(self) -> bool:
-        """Free blocks that are kept as a favour only, since a request lacks blocks; return True if any were freed."""
-        return False
+    def free_spare_blocks(self) -> None:
+        """Free blocks that are kept as a favour only, since a request lacks blocks."""
 
     def shutdown(self) -> None:
         """Release everything; nothing is called afterwards."""

@@ -128,9 +128,10 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         """True if a part is about to free blocks."""
         return any(connector.has_pending_block_frees() for connector in self._connectors)
 
-    def free_spare_blocks(self) -> bool:
-        """Let the first part free what it can spare that has anything."""
-        return any(connector.free_spare_blocks() for connector in self._connectors)
+    def free_spare_blocks(self) -> None:
+        """Let all parts free what they can spare."""
+        for connector in self._connectors:
+            connector.free_spare_blocks()
 
     def shutdown(self) -> None:
         """End all, the last first, also if one fails."""

@@ -154,9 +154,10 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
         """True while an order or a question waits for the next step."""
         return super().has_pending_push_work() or (self.pins is not None and self.pins.has_questions)
 
-    def free_spare_blocks(self) -> bool:
+    def free_spare_blocks(self) -> None:
         """Free the blocks that are kept for readers of prefixes."""
-        return self.pins is not None and self.pins.free_all(self.manager)
+        if self.pins is not None:
+            self.pins.free_all(self.manager)
 
     def request_finished(self, request: Request, block_ids: tuple[list[int], ...]) -> tuple[bool, KVHandoff | None]:
         """As every handoff; the request waits for no answer any more."""

@@ -161,7 +161,7 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         if num_new_tokens == 0:
             return _Outcome.SKIPPED
     while not _get_blocks(state, step, request, prefix, num_new_tokens):
-        if not give_way(state, request) and not _frees_spare_blocks(state):
+        if not give_way(state, request) and not state.free_spare_blocks():
             return _Outcome.NO_BLOCKS
     take_over(state, request)
     if plan is not None:
@@ -196,11 +196,6 @@ def _allocate(state: SchedulerState, request: Request, prefix: _Prefix, num_new_
         has_scheduled_reqs=bool(state.running),
     )
     return blocks is not None
-
-
-def _frees_spare_blocks(state: SchedulerState) -> bool:
-    """Let the connector give up blocks that it keeps as a favour; return True if it had any."""
-    return state.connector is not None and state.connector.free_spare_blocks()
 
 
 def _may_load_ahead(state: SchedulerState, step: Step, request: Request) -> bool:

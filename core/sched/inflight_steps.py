@@ -70,8 +70,7 @@ def seal_departed_blocks(state: SchedulerState, step: Step) -> None:
 def evict_departed_blocks(state: SchedulerState) -> None:
     """Evict the KV that departed requests have computed or that in-flight steps still compute for them, since it may be bad."""
     manager = state.kv_cache_manager
-    while state.connector is not None and state.connector.free_spare_blocks():
-        pass  # what it keeps for readers may be bad as well
+    state.free_spare_blocks()  # what is kept for readers may be bad as well
     manager.evict_blocks([block.block_id for block in manager.block_pool.free_block_queue])
     for request in state.early_pulls.rounds():  # they hold hits that departed requests may have computed
         state.early_pulls.spoiled.add(request.request_id)

@@ -154,7 +154,7 @@ def _allocate_or_preempt(state: SchedulerState, step: Step, request: Request, nu
             return blocks
         if state.early_pulls and give_way(state):
             continue
-        if state.connector is not None and state.connector.free_spare_blocks():
+        if state.free_spare_blocks():
             continue
         step.lacks_blocks = True
         if state.early_pulls.leaving & state.awaiting_recving:

@@ -119,6 +119,15 @@ class SchedulerState:
         usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)
         self.transfer_usage[request.request_id] = msgspec.structs.replace(usage, early_tokens=num_tokens, early_bytes=num_bytes)
 
+    def free_spare_blocks(self) -> bool:
+        """Let the connector free what it keeps as a favour; return True if blocks have become free."""
+        if self.connector is None:
+            return False
+        pool = self.kv_cache_manager.block_pool
+        num_free = pool.num_free_blocks
+        self.connector.free_spare_blocks()
+        return pool.num_free_blocks > num_free
+
     def note_exposed(self, request: Request) -> None:
         """Record how long a request has waited until its KV was here, the first time that it is."""
         usage = self.transfer_usage.get(request.request_id, _NOTHING_LOADED)

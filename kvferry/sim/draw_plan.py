@@ -40,10 +40,11 @@ _MAX_RETRIES = (0, 2, 2)  # where no kinds of faults are given
 _MAX_PROMPT_TOKENS = 80
 _MAX_OUTPUT_TOKENS = 40
 _ASYNC_SCHEDULING_SHARE = 0.2  # of runs in which a step stays in flight while the next one is scheduled
-_EARLY_PULL_SHARE = 0.8  # of runs in which decode workers read prompts that are still being computed
+# Recorded defects are known to be found by other seeds than these, whose runs must stay as they were.
+_EARLY_PULL_PERIOD, _PREFIXES_PERIOD = 8, 16  # of the seeds with early pulls, and with prefixes from peers as well
+_EARLY_PULL_PLACE, _PREFIXES_PLACE = 1, 9
 _LOCAL_PREFILL_SHARE = 0.3  # of runs in which decode workers may compute prompts
 _LOCAL_PREFILL_ITL_MS = 1000.0
-_PREFIXES_SHARE = 0.15  # of runs in which workers load beginnings of prompts from each other
 _ORDER_SHARE = 0.5  # of runs in which transports that can keep reads in order
 _SUPERVISED_SHARE = 0.5
 _MANY_TRANSPORTS_SHARE = 0.3
@@ -111,7 +112,7 @@ def draw_plan(
     kinds, config, shape, workers = cluster.kinds, cluster.config, cluster.shape, cluster.workers
     requests = _draw_requests(random, kinds, cluster.routers, shape.attentions)
     if peer_prefixes is None:
-        peer_prefixes = Random(f"{seed}/prefixes").random() < _PREFIXES_SHARE
+        peer_prefixes = seed % _PREFIXES_PERIOD == _PREFIXES_PLACE
     if peer_prefixes:
         config = replace_struct(config, connector=replace_struct(config.connector, peer_prefixes=True))
         requests = draw_conversations(Random(f"{seed}/turns"), requests, shape.attentions)
@@ -161,7 +162,7 @@ def _draw_cluster(seed: int, chosen: frozenset[Fault] | None, async_scheduling: 
         async_scheduling = Random(f"{seed}/look ahead").random() < _ASYNC_SCHEDULING_SHARE
     if async_scheduling:
         config = replace_struct(config, scheduler=replace_struct(config.scheduler, async_scheduling="on"))
-    early_pull = Random(f"{seed}/early pull").random() < _EARLY_PULL_SHARE
+    early_pull = seed % _EARLY_PULL_PERIOD == _EARLY_PULL_PLACE
     config = replace_struct(config, connector=replace_struct(config.connector, early_pull=early_pull))
     shape = draw_shape(Random(f"{seed}/shape"), config)  # apart, so that all else is drawn as without
     workers = _draw_workers(random, kinds, config, shape)

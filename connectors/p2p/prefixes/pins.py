@@ -71,14 +71,13 @@ class PrefixPins:
             self.num_blocks -= len(blocks)
             manager.block_pool.free_blocks(reversed(blocks))
 
-    def free_all(self, manager: KVCacheManager) -> bool:
-        """Free all pins early; return True if there were any."""
+    def free_all(self, manager: KVCacheManager) -> None:
+        """Free all pins early."""
         if not self._pins:
-            return False
+            return
         self._post(PinsFreed(tuple(self._pins)))
         for transfer_id in list(self._pins):
             self.on_ended(transfer_id, manager)
-        return True
 
     def _pin(self, asked: PrefixAsked, manager: KVCacheManager) -> PrefixFound | PrefixRefusal:
         """Keep what is held of a prefix, or return why not."""

@@ -252,11 +252,10 @@ def test_nothing_kept_for_readers_survives_a_failed_request(make_world):
     blocks = list(found)
     pool.touch(blocks)  # as pins of readers do
 
-    def free_spare_blocks() -> bool:
+    def free_spare_blocks() -> None:
         spare = list(blocks)
         blocks.clear()
         pool.free_blocks(spare)
-        return bool(spare)
 
     world.scheduler.connector.free_spare_blocks = free_spare_blocks
     world.add("failing", prompt[:20], max_tokens=40)
