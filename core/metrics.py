@@ -79,6 +79,10 @@ class EventHistogram(Collector):
         self._counts[bisect_left(self._bounds, value)] += 1
         self._sum += value
 
+    def describe(self) -> Iterable[HistogramMetricFamily]:
+        """Return what names the samples: a reader of a few names (``RestrictedRegistry``) finds only described ones."""
+        return self.collect()
+
     def collect(self) -> Iterable[HistogramMetricFamily]:
         """Return the cumulative counts."""
         names = [*map(floatToGoString, self._bounds), "+Inf"]

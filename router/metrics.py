@@ -121,7 +121,6 @@ class RouterMetrics:
             f"{PREFIX}refused_handshakes", "Connections to the workers' port without the cluster key.", registry=registry
         )
         self._count_workers()
-        self._start_at_zero()
 
     def _count_workers(self) -> None:
         """Make the counters of what happens to workers."""

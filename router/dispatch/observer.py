@@ -70,9 +70,7 @@ class RequestObserver:
         """Record that a request has been placed; return what its updates are recorded in."""
         timeline = self.timelines.get(request_id)
         assert timeline is not None, f"{request_id} has not arrived"
-        request = timeline.request = self._core.dispatcher.requests.get(request_id)
-        routing = request.routing if request is not None else None
-        self._metrics.count_placement(routing.reason if routing is not None else BY_LOAD)
+        timeline.request = self._core.dispatcher.requests.get(request_id)
         return ObservedRequest(timeline, now)
 
     def on_sent(self, message: RouterMessage, worker: Member) -> RouterMessage:
@@ -81,10 +79,20 @@ class RequestObserver:
             return message
         now = self._clock.now()
         for request_id in self._core.dispatcher.find_requests([message.request_id]):
+            self._count_placement(request_id)
             self.timelines.note_leg(request_id, message, worker.key.engine_id, now)
             if self.traces.is_on:
                 return self.traces.begin_leg(request_id, message, worker.key, now)
         return message
+
+    def _count_placement(self, request_id: str) -> None:
+        """Count the placement of a request at its first leg, which comes later if it had to wait for room."""
+        timeline = self.timelines.get(request_id)
+        if timeline is None or timeline.request is None or timeline.is_placed:
+            return
+        timeline.is_placed = True
+        routing = timeline.request.routing
+        self._metrics.count_placement(routing.reason if routing is not None else BY_LOAD)
 
     def on_update(self, observed: ObservedRequest, update: Update) -> None:
         """Record an update for the client."""
@@ -156,11 +164,14 @@ class RequestObserver:
 
     def _on_prompt(self, observed: ObservedRequest, report: PromptReport) -> None:
         num_tokens = len(observed.timeline.submission.prompt_token_ids)
-        self._metrics.count_hit(num_tokens, min(num_tokens, report.num_cached_tokens))
         if report.timing is not None:
             self._metrics.observe_first_token_parts(report.timing)
         request = observed.timeline.request
         worker = (request.attempt.prefill or request.attempt.decode) if request is not None else None
+        member = self._core.membership.get(worker)
+        # The stream of a vLLM server tells what it found in its cache only at its end: 0 is no count.
+        if report.timing is not None or member is None or not member.facts.takes_calls:
+            self._metrics.count_hit(num_tokens, min(num_tokens, report.num_cached_tokens))
         if worker is not None:
             self.traffic.on_prompt(worker.engine_id, self._clock.now())
 

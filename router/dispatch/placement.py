@@ -45,7 +45,8 @@ class Placement:
         able = {w.key: offers[w.key] for w in workers if w.key in offers and not w.is_closed and w.has_room(wanted.n)}
         slack_ms = affinity.slack_ms((offer.score, offer.own_ms) for offer in able.values()) if wanted.affinity else 0.0
         if slack_ms:
-            costs |= affinity.with_preference({key: costs[key] for key in able}, slack_ms, _session_of(request))
+            crowded = affinity.crowded({w.key: w.load for w in workers if w.key in able})
+            costs |= affinity.with_preference({key: costs[key] for key in able}, slack_ms, _session_of(request), crowded)
         demand = replace(self._demand(request, now), costs=costs)
         route = choose_route(workers, demand)
         may_shorten = (
@@ -53,7 +54,7 @@ class Placement:
         )  # an encode worker's embeddings go to the other one
         if may_shorten and route.prefill is not None and route.prefill.key in offers:
             demand = replace(demand, model_fingerprint=route.prefill.facts.model_fingerprint)
-            route, offers = self._shorten(route, demand, offers, (wanted.prompt_token_ids, extra_keys), now)
+            route, offers = self._shorten(route, demand, offers, (wanted.prompt_token_ids, extra_keys), now, wanted.tenant)
         offer = offers.get(route.workers[0].key)
         request.patience_ms = offer.patience_ms if offer is not None else 0.0
         request.source = source_of(offer) if offer is not None else None
@@ -62,11 +63,13 @@ class Placement:
             request.routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
         return route
 
-    def _shorten(self, route: Route, demand: Demand, offers: _Offers, prompt: _Prompt, now: float) -> tuple[Route, _Offers]:
+    def _shorten(
+        self, route: Route, demand: Demand, offers: _Offers, prompt: _Prompt, now: float, tenant: int
+    ) -> tuple[Route, _Offers]:
         """Return the route of a decode worker that computes the prompt itself, if that is sooner, with all offers compared."""
         assert route.prefill is not None, "its caller has checked"
         workers = local_candidates(self._membership.workers, route.prefill, demand)
-        local_offers = self._costs.offers(workers, *prompt, now, self._membership.workers)
+        local_offers = self._costs.offers(workers, *prompt, now, self._membership.workers, tenant)
         chosen = self._costs.choose_local(workers, local_offers, offers[route.prefill.key], now)
         if chosen is None:
             return route, offers

@@ -280,7 +280,9 @@ class RouteCosts:
                 self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
             case Abort():
                 for request_id in message.request_ids:
-                    self.drop(request_id, now)
+                    placed = self._placed.get(request_id)
+                    if placed is not None and placed.worker == worker.key:  # else it ends an early pull, not the prompt
+                        self.drop(request_id, now)
 
     def on_report(self, worker: WorkerKey, report: ContentReport) -> None:
         """Apply what a worker reports of its prefix cache. A snapshot restores the credit that wrong claims have cost it."""

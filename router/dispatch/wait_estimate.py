@@ -74,7 +74,8 @@ class WaitEstimates:
                 self._places[message.request_id] = worker
             case Abort():
                 for request_id in message.request_ids:
-                    self.drop(request_id, now)
+                    if self._places.get(request_id) == worker:  # else it ends an early pull, not the prompt
+                        self.drop(request_id, now)
 
     def on_first_token(self, request_id: str, now: float) -> None:
         """Record that a prompt is computed. Unknown ids and repeated calls are ignored."""

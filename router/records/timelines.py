@@ -103,6 +103,7 @@ class OpenTimeline:
     client_id: str
     arrival: float
     request: RequestState | None = None
+    is_placed: bool = False  # its first leg was sent
     outcome: str = ""  # of its handoff
     events: list[TimelineEvent] = field(default_factory=list)
     num_more_events: int = 0

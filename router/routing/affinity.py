@@ -6,11 +6,12 @@ and a worker that comes or goes moves only its own sessions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from hashlib import blake2b
 from typing import TypeVar
 
 NEAR = 0.05  # of the own time of the cheapest: scores that differ by less are about equal, since predictions err by more
+CROWDED = 0.25  # of its slots: a worker that holds so many choices more than the emptiest is nobody's preferred one
 
 Worker = TypeVar("Worker", bound=tuple[str, int])  # name and incarnation
 
@@ -26,9 +27,21 @@ def slack_ms(candidates: Iterable[tuple[float, float]]) -> float:
     return NEAR * min(candidates, default=(0.0, 0.0))[1]
 
 
-def with_preference(scores: Mapping[Worker, float], slack: float, session: bytes) -> dict[Worker, float]:
-    """Return the scores within ``slack`` of the lowest, made equal but for the session's order of preference."""
+def crowded(loads: Mapping[Worker, float]) -> frozenset[Worker]:
+    """Return the workers that are much fuller than the emptiest, given choices per slot.
+
+    The cost of a prompt knows the prompts before it and not the choices that are being generated.
+    """
+    least = min(loads.values(), default=0.0)
+    return frozenset(worker for worker, load in loads.items() if load > least + CROWDED)
+
+
+def with_preference(
+    scores: Mapping[Worker, float], slack: float, session: bytes, last: Container[Worker] = ()
+) -> dict[Worker, float]:
+    """Return the scores within ``slack`` of the lowest, made equal but for the session's order; those in ``last`` come last."""
     lowest = min(scores.values(), default=0.0)
     near = [worker for worker, score in scores.items() if score <= lowest + slack]
     step = slack / (1 + len(near))
-    return {worker: lowest + step * place for place, worker in enumerate(rank(session, near))}
+    order = sorted(rank(session, near), key=lambda worker: worker in last)
+    return {worker: lowest + step * place for place, worker in enumerate(order)}

@@ -8,6 +8,7 @@ from router.tools.output import Piece, PieceCollector, ToolParser
 
 Opening = tuple[str, ...]  # parts of a text, with space between them if the model likes
 _SPACE = " \t\r\n"
+_MOST_SPACE = 32  # in a row, as the grammar of calls has it (``core.grammar.translation.WHITESPACE``); more is no call
 
 
 class FormOrCallsParser:
@@ -44,8 +45,11 @@ def _begins(text: str, opening: Opening) -> bool | None:
     """Return whether a text begins so; None if more of it must be seen."""
     place = 0
     for number, part in enumerate(opening):
+        start = place
         while number and place < len(text) and text[place] in _SPACE:
             place += 1
+        if place - start > _MOST_SPACE:
+            return False
         if not text.startswith(part, place):
             return None if part.startswith(text[place:]) else False
         place += len(part)

@@ -8,6 +8,7 @@ import pytest
 
 from core.errors import EngineDead
 from core.wire.messages import ErrorInfo, PrefillDone, TransferUsage
+from router.metrics import PLACEMENT_REASONS
 
 BODY = {"prompt": "say it", "max_tokens": 50}
 
@@ -159,3 +160,23 @@ async def test_a_prompt_that_a_bug_has_stopped_is_no_open_request(served, monkey
     assert not record(served).timelines._open
     (timeline,) = (await requests_json(served))["latest"]
     assert (timeline["state"], timeline["outcome"]) == ("failed", "internal_error")
+
+
+async def test_a_request_that_waits_for_room_is_counted_once_it_is_placed(start_router):
+    under_test = await start_router(has_http=False, api_key="one,two")
+    script = under_test.script(pause_after=2)
+    await under_test.add("aggregated", script=script, max_num_choices=2)
+    async with under_test.client() as client:
+
+        def ask(key):
+            headers = {"authorization": f"Bearer {key}"}
+            return client.post("/v1/completions", json={"prompt": "say it", "max_tokens": 5}, headers=headers)
+
+        running = [asyncio.create_task(ask("one")) for _ in range(2)]
+        await under_test.until(lambda: record(under_test).num_output_tokens == 4)
+        waiting = asyncio.create_task(ask("two"))
+        await under_test.until(lambda: under_test.router.gateway.core.dispatcher.num_waiting == 1)
+        script.resume.set()
+        assert [(await call).status_code for call in (*running, waiting)] == [200, 200, 200]
+    counts = {name: under_test.metric("kvferry_routing_placements_total", reason=name) for name in PLACEMENT_REASONS}
+    assert (counts["by_load"], sum(counts.values())) == (0, 3)

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer
 
 from core.errors import InvalidRequest
 from core.grammar.compiled import CompiledGrammar, Vocabulary
-from core.grammar.tool_calls import form_or_calls
+from core.grammar.tool_calls import CallSyntax, form_or_calls
 from core.wire.sampling import StructuredOutput
 from router.openai.requests import ChatCompletionRequest, ChatMessage
 from router.openai.tool_choice import form_or_free_calls, tool_use
@@ -190,3 +190,10 @@ def test_a_form_and_tools_that_are_too_large_together_are_refused():
     with pytest.raises(InvalidRequest, match="bytes together") as refused:
         form_or_free_calls(large, "guided_json", use_of(schemas), HERMES.syntaxes, {})
     assert refused.value.param == "guided_json"
+
+
+def test_a_text_with_much_space_is_no_call_and_is_not_held():
+    parser = FormOrCallsParser(list(CallSyntax().openings(["f", "g"])), LLAMA3_JSON.parser())
+    assert parser.push("{" + " " * 32) == []
+    assert parser.push(" ") == ["{" + " " * 33]
+    assert parser.push("x") == ["x"]

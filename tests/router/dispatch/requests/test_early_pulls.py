@@ -7,6 +7,7 @@ import pytest
 
 from core.wire.early import PrefillProgress, PullEarly
 from core.wire.messages import Abort, ErrorInfo, Generate, PrefillChoice
+from router.dispatch.members import WorkerKey
 
 LOST = ErrorInfo(code="engine_dead", message="it died", http_status=503, retryable=True)
 
@@ -101,3 +102,11 @@ def test_other_decode_worker_than_the_told_one_takes_over_without_early_pull(ear
     assert early.to("d1", PullEarly) == []
     early.prefill_done()
     assert early.to("d1", Generate)
+
+
+def test_the_end_of_an_early_pull_leaves_the_prompt_at_its_prefill_worker(early):
+    progress(early)
+    early.heartbeat("d0", is_draining=True)
+    progress(early, first_token=64)
+    assert early_aborts(early, "d0")
+    assert early.core.route_costs.num_queued_tokens(WorkerKey("p0", 1)) == len(early.generated("p0").prompt_token_ids)

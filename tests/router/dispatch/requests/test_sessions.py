@@ -47,3 +47,16 @@ def test_keys_do_not_share_sessions(make_bench):
     bench = make_bench(*WORKERS)
     places = [placed(bench, "s", tenant, tenant=tenant) for tenant in range(1, 12)]
     assert len(set(places)) > 1
+
+
+def test_a_session_of_many_long_answers_spreads(make_bench):
+    bench = make_bench("a0", "a1", "a2", "a3", max_requests=1000)
+    for number in range(64):
+        name = f"r{number}"
+        bench.do(bench.core.submit(bench.submission(name, affinity="app"), bench.now))
+        (worker,) = [to for to, message in bench.sent if isinstance(message, Generate) and message.request_id == name]
+        bench.now += 0.02
+        bench.tokens(0, 5, request_id=name, peer=worker)
+        bench.now += 0.05
+    counts = [len(bench.to(name, Generate)) for name in ("a0", "a1", "a2", "a3")]
+    assert max(counts) <= 2 * min(counts)
