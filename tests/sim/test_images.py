@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 NUM_RUNS = 20
 WITH_IMAGES = [seed for seed in range(300) if (plan := draw_images(seed)) is not None and plan.connector == "p2p"][:NUM_RUNS]
 RELEASED_LATE = 446  # a fetch ends when no request is left
-SLEPT_ON = 179  # an engine with orders and nothing to compute
+SLEPT_ON = 2021  # an engine with orders and nothing to compute
 
 
 @pytest.fixture(scope="module")

@@ -268,10 +268,10 @@ def forget_a_token_of_the_window_too_early(patch: Patch) -> None:
 def describe_less_than_the_window(patch: Patch) -> None:
     real = P2PConnectorScheduler._describe_group
 
-    def describe_group(self, group_id, ids, hashes):
+    def describe_group(self, group_id, ids, hashes, start=0):
         first = next((position for position, block_id in enumerate(ids) if block_id), 0)
         is_window = first > 0 and first + 1 < len(hashes)
-        return real(self, group_id, [*[0] * (first + 1), *ids[first + 1 :]] if is_window else ids, hashes)
+        return real(self, group_id, [*[0] * (first + 1), *ids[first + 1 :]] if is_window else ids, hashes, start)
 
     patch(P2PConnectorScheduler, "_describe_group", describe_group)
 
