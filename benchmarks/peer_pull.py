@@ -1,6 +1,6 @@
 """What loading beginnings of prompts from other workers gains over routing alone, on request traces.
 
-    python benchmarks/peer_pull.py [--traces FOLDER] [--seeds 3] [--quick] [--json FILE] [--markdown]
+    python benchmarks/peer_pull.py --traces DIR [--seeds 3] [--quick] [--json FILE] [--markdown]
 
 Simulates 6 prefill workers as ``routing.py`` does, and the prefix caches of 4 decode workers of the same size, which hold the
 prompts handed to them. The policy is that of kvferry's router, with and without sources: the real functions of
@@ -25,7 +25,6 @@ from pathlib import Path
 from common import Table
 from routing_policies import PredictedTime
 from routing_simulation import (
-    BLOCK_TOKENS,
     Contents,
     Job,
     PrefillMs,
@@ -33,18 +32,15 @@ from routing_simulation import (
     Results,
     Run,
     Scenario,
-    TraceRequest,
     count_hits,
     qwen_prefill_ms,
-    read_trace,
     simulate,
-    spread_arrivals,
 )
 
+from kvferry.advise.trace import BLOCK_TOKENS, TraceRequest, read_trace, spread_arrivals
 from router.routing.cost import score
 from router.routing.transfer import SourceTrust, TransferTime, pays
 
-TRACES = Path("/work/shared/data/traces")
 BYTES_PER_TOKEN = 262_144
 LINK_BYTES_PER_MS = 25_000_000.0
 LINK_BASE_MS = 8.0
@@ -186,7 +182,7 @@ def run_pair(requests: Sequence[TraceRequest], speed: float, num_blocks: int, se
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, default=TRACES, help="folder of mooncake_*.jsonl (default: %(default)s)")
+    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder of the traces of routing.py")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--quick", action="store_true", help="a smoke run of 600 requests: figures without meaning")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures and goals here")
@@ -194,7 +190,7 @@ def main() -> int:
     arguments = parser.parse_args()
     rows, goals = [], []
     for trace, speed, num_blocks in CASES:
-        every = read_trace(arguments.traces / f"mooncake_{trace}.jsonl")
+        every = read_trace(arguments.traces / f"mooncake_{trace}.jsonl").requests
         seeds = range(1, 2 if arguments.quick else arguments.seeds + 1)
         requests = every[:600] if arguments.quick else every
         pairs = [run_pair(spread_arrivals(requests, seed), speed, num_blocks, seed) for seed in seeds]

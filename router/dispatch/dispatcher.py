@@ -18,6 +18,7 @@ If no other worker can take it, it stays with a worker that has only stalled, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 
 from core.errors import (
@@ -63,7 +64,7 @@ from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.shares import EXTRA_SHARE, TenantShares
 from router.dispatch.types import ChoiceUpdate, Submission, Update
-from router.dispatch.waiting import Waiting
+from router.dispatch.waiting import Waiting, is_due
 from router.dispatch.worker_messages import (
     TokensLost,
     apply_plain_token,
@@ -141,9 +142,8 @@ class Dispatcher:
         request = open_request(submission, now, self._request_timeout_s)
         request.avoid |= avoid
         try:
-            if self._waiting.has_held:
-                raise Overloaded("requests with other API keys wait for room: try again later")
             route = self._placement.route(request, now)
+            self._waiting.check_turn(route.workers, now)
         except Overloaded as error:
             if not may_wait:
                 raise
@@ -313,13 +313,18 @@ class Dispatcher:
         return [*actions, *self._handoffs.renewals(self.requests.values(), now), *self.place_waiting(now)]
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
-        """Give waiting requests to workers that have room now; of those that are held, up to the first without room."""
+        """Give waiting requests to workers that have room now.
+
+        Of those that are held, one without room keeps back all that need as much of it, and after a while all others.
+        """
         actions: list[DispatchAction] = []
-        is_full = False
+        most = math.inf  # choices of a held request that may still find room
         for request in self._waiting.requests():
-            if not (request.is_held and is_full):
-                actions += self._continue(request, now)
-                is_full = is_full or (request.is_held and request.error is None)
+            if request.is_held and request.submission.n > most:
+                continue
+            actions += self._continue(request, now)
+            if request.is_held and request.error is None:
+                most = 0 if is_due(request, now) else min(most, request.submission.n - 1)
         return actions
 
     # ---- prefill and decode legs -------------------------------------------------------------------------------------

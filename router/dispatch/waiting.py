@@ -6,12 +6,16 @@ tenants with fewer open requests, then the oldest.
 
 from __future__ import annotations
 
-from core.errors import NoWorker, RequestError
+from collections.abc import Iterable
+
+from core.errors import NoWorker, Overloaded, RequestError
 from core.wire.messages import Role
+from router.dispatch.members import GenerationWorker
 from router.dispatch.request_state import RequestState
 from router.dispatch.restarts import Restarts
 from router.dispatch.shares import TenantShares
 
+PASS_S = 2.0  # so long a held request lets others pass that need less room, or the room of other workers
 _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
 
 
@@ -26,10 +30,11 @@ class Waiting:
     def __len__(self) -> int:
         return len(self._requests)
 
-    @property
-    def has_held(self) -> bool:
-        """True if a new request waits for room."""
-        return any(request.is_held for request in self._requests.values())
+    def check_turn(self, workers: Iterable[GenerationWorker], now: float) -> None:
+        """Raise Overloaded if a new request may not go to these workers: one that is held for long waits for their room."""
+        due = [request for request in self._requests.values() if is_due(request, now)]
+        if any(not worker.has_room(request.submission.n) for request in due for worker in workers):
+            raise Overloaded("requests with other API keys wait for room: try again later")
 
     def requests(self) -> list[RequestState]:
         """Return the waiting requests, the next one first."""
@@ -67,3 +72,8 @@ class Waiting:
         """Exclude a pause of the router of this many seconds that ends now from the waits."""
         for request in self._requests.values():
             request.waits_since = min(now, request.waits_since + lateness_s)
+
+
+def is_due(request: RequestState, now: float) -> bool:
+    """Return True if a request is held for so long that the room it needs is kept for it."""
+    return request.is_held and now >= request.arrival + PASS_S

@@ -9,6 +9,7 @@ import pytest
 from core.errors import DeadlineUnreachable, Overloaded
 from core.wire.messages import Generate
 from core.wire.sampling import SamplingParams
+from router.dispatch.waiting import PASS_S
 
 FLOOD, CALM, THIRD = 1, 2, 3
 
@@ -188,3 +189,33 @@ def test_priority_reaches_both_workers(pair):
     assert pair.generated("p0").priority == -3
     pair.prefill_done("r")
     assert pair.generated("d0").priority == -3
+
+
+def test_a_request_that_needs_much_room_keeps_it_from_others_only_after_a_while(full):
+    submit(full, "c0", CALM, n=4)
+    finish(full, "f0")
+    submit(full, "t0", THIRD)
+    assert started(full)[-1] == "t0"
+    finish(full, "t0")
+    full.now += PASS_S
+    with pytest.raises(Overloaded):
+        submit(full, "f9", FLOOD)
+    for number in range(1, 4):
+        finish(full, f"f{number}")
+    assert started(full)[-1] == "c0"
+
+
+def test_a_smaller_request_that_is_held_passes_one_that_needs_more(full):
+    submit(full, "c0", CALM, n=4)
+    submit(full, "t0", THIRD)
+    finish(full, "f0")
+    assert started(full)[-1] == "t0"
+
+
+def test_room_of_a_worker_that_has_enough_for_all_is_kept_for_nobody(full):
+    submit(full, "c0", CALM)
+    full.now += PASS_S
+    full.core.dispatcher._waiting.check_turn([], full.now)
+    full.join("a1", max_num_choices=4)
+    submit(full, "f9", FLOOD)
+    assert started(full, "a1") == ["c0", "f9"]
