@@ -88,4 +88,4 @@ def let_nobody_serve_alone_beside_another_layout(monkeypatch) -> None:
 def test_defect_is_found(apply, monkeypatch):
     apply(monkeypatch)
     kinds = (Fault.LAYOUT, Fault.CRASH, Fault.SLOW, Fault.DRAIN)
-    assert any(not SimCluster(draw_plan(seed, kinds)).run().is_good for seed in range(40)), "40 runs saw nothing wrong"
+    assert any(not SimCluster(draw_plan(seed, kinds)).run().is_good for seed in (19, *range(40))), "41 runs saw nothing wrong"
