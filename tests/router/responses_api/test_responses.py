@@ -28,7 +28,7 @@ STATUS = {"response.created", "response.in_progress", "response.completed", "res
 async def under_test(start_router, write_tiny_files, tmp_path):
     files = write_tiny_files(tmp_path)
     object.__setattr__(files, "chat_template", TEMPLATE)
-    found = await start_router(model=ServedModel(name="tiny", tokenizer=Tokenizer(files)))
+    found = await start_router(model=ServedModel(name="tiny", tokenizer=Tokenizer(files)), worker_wait_s=1.0)
     await found.pair()
     return found
 
