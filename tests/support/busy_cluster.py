@@ -95,7 +95,7 @@ class BusyCluster:
             for _ in range(round(9 * wave)):
                 self._serve_one(prefills, decodes, wave, at)
             for _ in range(round(300 * wave)):
-                self._metrics.observe_inter_token(self._random.lognormvariate(math.log(0.021 * wave**0.5), 0.35))
+                self._metrics.inter_token_s.observe(self._random.lognormvariate(math.log(0.021 * wave**0.5), 0.35))
             self.observer._num_ended_tokens += round(1700 * wave * self._random.uniform(0.9, 1.1))
             if number % 17 == 0:
                 self._metrics.count_failed("invalid_request")
