@@ -79,6 +79,12 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 param="scheduler.async_scheduling",
             )
         check_both_or_neither("router", router, "tls_cert", "tls_key")
+        if router.planner.enabled and router.processes > 1:
+            raise ConfigError(
+                f"router.planner.enabled = true with router.processes = {router.processes}: each process plans by its own "
+                "prompts only; set router.processes = 1, or switch roles by command",
+                param="router.planner.enabled",
+            )
         if router.planner.enabled and router.routing != "predicted":
             raise ConfigError(
                 f"router.planner.enabled = true: router.routing = {router.routing} predicts no times to plan by; set predicted",

@@ -71,7 +71,7 @@ class P2PConnector(Connector):
 
     @property
     def control_address(self) -> str:
-        """Where consumers connect to this worker; empty for a consumer."""
+        """Where readers connect to this worker; empty if it has none."""
         return self.scheduler.control_address
 
     # ---- start and stop --------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -139,11 +139,7 @@ def build_engine(
         events = _kv_event_publisher(config, model.sizing.config.groups)
         grammars = GrammarCompiler(partial(_vocabulary, files, arch.vocab_size))
         hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
-        tiers = connector.content_parts if connector is not None else ()
-        parts = [*pool_parts(model.sizing.config.groups), *map(FeedPart, tiers)]
-        contents = ContentFeed(config.worker.engine_id, incarnation, parts)
-        if connector is not None:
-            connector.follow_contents(contents.publish_tier)
+        contents = _content_feed(config.worker.engine_id, incarnation, model.sizing.config.groups, connector)
         followers: list[KVEventFollower] = [contents] if events is None else [contents, events]
         engine = EngineCore(scheduler, runner, hasher, arch.vocab_size, followers, grammars=grammars)
         on_failure.pop_all()
@@ -163,6 +159,15 @@ def build_engine(
         grammars=grammars,
         contents=contents,
     )
+
+
+def _content_feed(engine_id: str, incarnation: int, groups: Sequence[KVCacheGroup], connector: Connector | None) -> ContentFeed:
+    """Return what routers are told of the pool and of what the connector holds beside it."""
+    tiers = connector.content_parts if connector is not None else ()
+    feed = ContentFeed(engine_id, incarnation, [*pool_parts(groups), *map(FeedPart, tiers)])
+    if connector is not None:
+        connector.follow_contents(feed.publish_tier)
+    return feed
 
 
 def _vocabulary(files: ModelFiles, vocab_size: int) -> Setup:

@@ -5,7 +5,7 @@ Runs once per step and loops over the requests that the step computed, a hot pat
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 
 from core.request import (
     FINISH_REASONS,
@@ -78,9 +78,8 @@ def _attach_logprobs(output: EngineCoreOutput, model_output: ModelRunnerOutput) 
 def still_running(state: SchedulerState, step: Step, errors: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
     """Return the errors of the requests for which the step still counts.
 
-    A rolled-back request computed on bad KV, so its error is dropped and it continues. A new request that has reused the id of
-    a
-    request of the step is not affected either.
+    A rolled-back request computed on bad KV, so its error is dropped and it continues. A new request that has reused the id
+    of a request of the step is not affected either.
     """
     running = RequestStatus.RUNNING
     found = {request_id: state.requests.get(request_id) for request_id in errors}
@@ -97,21 +96,22 @@ def still_running(state: SchedulerState, step: Step, errors: Mapping[str, ErrorI
 def unhash_failed(state: SchedulerState, step: Step, failed: Mapping[str, ErrorInfo]) -> dict[str, ErrorInfo]:
     """Evict the KV of the failed requests, since it may be corrupt, and return those still running with their errors.
 
-    Requests that are gone may have left blocks computed from it, so all cached blocks without a reference are evicted. A
-    request that still runs on it gets no token either, and fails by itself.
+    Requests that are gone may have left blocks computed from it, so all cached blocks without a reference are evicted, and
+    those that transfers of finished requests still read. A request that still runs on it gets no token either, and fails by
+    itself.
     """
-    manager = state.kv_cache_manager
     found = still_running(state, step, failed)
-    for request_id in found:
-        for block_ids in manager.get_block_ids(request_id):
-            manager.evict_blocks(block_ids)
+    _evict_blocks_of(state, found)
     if evict_failed_departures(state, step, failed) or found:
         evict_departed_blocks(state)
-        for request in state.requests.values():
-            if request.status.is_finished:  # a transfer still reads its blocks
-                for block_ids in manager.get_block_ids(request.request_id):
-                    manager.evict_blocks(block_ids)
+        _evict_blocks_of(state, [name for name, request in state.requests.items() if request.status.is_finished])
     return found
+
+
+def _evict_blocks_of(state: SchedulerState, request_ids: Iterable[str]) -> None:
+    for request_id in request_ids:
+        for block_ids in state.kv_cache_manager.get_block_ids(request_id):
+            state.kv_cache_manager.evict_blocks(block_ids)
 
 
 def fail_requests(state: SchedulerState, failed: Mapping[str, ErrorInfo]) -> list[EngineCoreOutput]:

@@ -34,6 +34,7 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
             pid=os.getpid(),
             version=package_version(),
         )
+    reads_early = may_read_early(context.role, config, can_switch_role=context.can_switch_role)
     return Register(
         engine_id=context.engine_id,
         incarnation=context.incarnation,
@@ -51,7 +52,7 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         kv_verify=config.connector.kv_verify,
         has_digests=connector is not None and connector.has_digests,
         prefix_address=connector.prefix_address if connector is not None else "",
-        reads_early=may_read_early(context.role, config) and connector is not None and connector.scheduler.reads_early,
+        reads_early=reads_early and connector is not None and connector.scheduler.reads_early,
         ops_address=ops_address,
         pid=os.getpid(),
         ec_connector=ec_connector.name if ec_connector is not None else "",
@@ -66,9 +67,13 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
     )
 
 
-def may_read_early(role: Role, config: KVFerryConfig) -> bool:
-    """Return True if the worker may read prompts while they are computed: it finds what it has read in its prefix cache."""
-    return role == "decode" and config.connector.early_pull and config.cache.enable_prefix_caching
+def may_read_early(role: Role, config: KVFerryConfig, *, can_switch_role: bool) -> bool:
+    """Return True if the worker, in its role or a later one, may read prompts while they are computed.
+
+    It finds what it has read in its prefix cache.
+    """
+    decodes = role == "decode" or can_switch_role
+    return decodes and config.connector.early_pull and config.cache.enable_prefix_caching
 
 
 def admission_limits(context: WorkerContext, assembled: Assembled) -> AdmissionLimits:

@@ -492,8 +492,7 @@ class WorkerState:
         if not self._drain.is_over(now, self.num_requests, load.num_leased_blocks, load.longest_lease_s):
             return actions
         goodbye = Goodbye(engine_id=self._registration.engine_id, incarnation=self._registration.incarnation)
-        actions += [Send(key, goodbye) for key, link in self._links.items() if link.is_registered]
-        return actions + self._stop(0)
+        return [*actions, *(Send(key, goodbye) for key, link in self._links.items() if link.is_registered), *self._stop(0)]
 
     def _stop(self, exit_code: int) -> list[Action]:
         self._exit_code = exit_code

@@ -225,6 +225,7 @@ class SimWorker(SimWorkerProtocol):
 
     def _make_state(self, plan: ClusterPlan, max_model_len: int) -> WorkerState:
         config, images = plan.config, plan.images
+        reads_early = may_read_early(self.spec.role, config, can_switch_role=self.spec.can_switch_role)
         registration = Register(
             engine_id=self.spec.engine_id,
             incarnation=self.incarnation,
@@ -248,7 +249,7 @@ class SimWorker(SimWorkerProtocol):
             prefix_address=self.spec.control_address if self.connector is not None and config.connector.peer_prefixes else "",
             can_switch_role=self.spec.can_switch_role,
             home_role=self.spec.role,
-            reads_early=may_read_early(self.spec.role, config) and self.connector is not None,
+            reads_early=reads_early and self.connector is not None,
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from core.wire.messages import ErrorInfo
-from router.dispatch.request_state import RequestState
+from core.wire.messages import Abort, ErrorInfo
+from router.dispatch.members import WorkerKey
+from router.dispatch.request_state import RequestState, SendToWorker
 
 _MAX_REMEMBERED = 4096  # names of ended attempts
 _ABORT_AGAIN_S = 2.0  # a worker that still sends tokens this long after an abort did not receive it
@@ -48,16 +49,16 @@ class Attempts:
         del self._requests[request.wire_id]
         self._note_abort(request.wire_id, now)
 
-    def take_abort(self, wire_id: str, now: float) -> bool:
-        """Return True, and record it, if the worker should get an abort for this stale attempt.
+    def stop_stale(self, wire_id: str, worker: WorkerKey, now: float) -> list[SendToWorker]:
+        """Abort a stale attempt at a worker that still sends tokens of it.
 
         Tokens that were in flight when the last abort was sent cause no second one.
         """
         aborted_at = self._aborted_at.get(wire_id)
         if aborted_at is not None and now < aborted_at + _ABORT_AGAIN_S:
-            return False
+            return []
         self._note_abort(wire_id, now)
-        return True
+        return [SendToWorker(worker, Abort(request_ids=(wire_id,), reason="unknown"))]
 
     def _note_abort(self, wire_id: str, now: float) -> None:
         self._aborted_at.pop(wire_id, None)

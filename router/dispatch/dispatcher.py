@@ -18,7 +18,6 @@ If no other worker can take it, it stays with a worker that has only stalled, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 
 from core.errors import (
@@ -64,7 +63,7 @@ from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.shares import EXTRA_SHARE, TenantShares
 from router.dispatch.types import ChoiceUpdate, Submission, Update
-from router.dispatch.waiting import Waiting, is_due
+from router.dispatch.waiting import Waiting
 from router.dispatch.worker_messages import (
     TokensLost,
     apply_plain_token,
@@ -109,10 +108,6 @@ class Dispatcher:
 
     def __len__(self) -> int:
         return len(self.requests)
-
-    def count(self, phase: RequestPhase) -> int:
-        """Return how many requests are in a phase."""
-        return sum(request.phase is phase for request in self.requests.values())
 
     @property
     def num_waiting(self) -> int:
@@ -219,7 +214,7 @@ class Dispatcher:
         for item in tokens:
             request = self._attempts.get(item.request_id)
             if request is None or request.attempt.decode != sender.key or request.phase in BEFORE_DECODE:
-                actions += self._unexpected(sender, item.request_id, now)
+                actions += self._attempts.stop_stale(item.request_id, sender.key, now)
                 continue
             if request.request_id not in updates and apply_plain_token(request, item):
                 actions.append(Deliver(request.request_id, Update([ChoiceUpdate(0, item.token_ids)])))
@@ -265,14 +260,10 @@ class Dispatcher:
     def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[DispatchAction]:
         """Fail the requests that the rejected message may have been about: those without a token from this worker."""
         if isinstance(sender, EncodeWorker):
-            waiting = [
-                request for request in self.requests.values() if request.encoding and sender.key in request.encoding.waiting
-            ]
+            waiting = [each for each in self.requests.values() if each.encoding and sender.key in each.encoding.waiting]
             failures = [RequestFailed(request_id=request.wire_id, error=error) for request in waiting]
             return [action for failure in failures for action in self.on_encode_failed(sender, failure, now)]
-        affected = [
-            request for request in self.requests.values() if not request.attempt.shown and request.current == sender.key
-        ]
+        affected = [each for each in self.requests.values() if not each.attempt.shown and each.current == sender.key]
         return [action for request in affected for action in self._fail_with(request, error, now)]
 
     def on_left(self, left: Left, now: float) -> list[DispatchAction]:
@@ -313,19 +304,8 @@ class Dispatcher:
         return [*actions, *self._handoffs.renewals(self.requests.values(), now), *self.place_waiting(now)]
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
-        """Give waiting requests to workers that have room now.
-
-        Of those that are held, one without room keeps back all that need as much of it, and after a while all others.
-        """
-        actions: list[DispatchAction] = []
-        most = math.inf  # choices of a held request that may still find room
-        for request in self._waiting.requests():
-            if request.is_held and request.submission.n > most:
-                continue
-            actions += self._continue(request, now)
-            if request.is_held and request.error is None:
-                most = 0 if is_due(request, now) else min(most, request.submission.n - 1)
-        return actions
+        """Give waiting requests to workers that have room now."""
+        return [action for request in self._waiting.turns(now) for action in self._continue(request, now)]
 
     # ---- prefill and decode legs -------------------------------------------------------------------------------------
 
@@ -490,12 +470,6 @@ class Dispatcher:
         return actions + next_actions
 
     # ---- the end -----------------------------------------------------------------------------------------------------
-
-    def _unexpected(self, sender: GenerationWorker, wire_id: str, now: float) -> list[DispatchAction]:
-        """Abort a stale attempt at a worker that still sends tokens of it."""
-        if not self._attempts.take_abort(wire_id, now):
-            return []
-        return [SendToWorker(sender.key, Abort(request_ids=(wire_id,), reason="unknown"))]
 
     def _fail(self, request: RequestState, error: KVFerryError, now: float) -> list[DispatchAction]:
         return self._fail_with(request, ErrorInfo.of(error), now)

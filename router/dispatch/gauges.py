@@ -9,6 +9,7 @@ from router.dispatch.core import RouterCore
 from router.dispatch.policy import unpaired
 from router.dispatch.progress import Standing
 from router.dispatch.request_state import RequestPhase
+from router.dispatch.route_costs import RouteCosts
 from router.metrics import RouterMetrics
 
 _ROLES = ("encode", "prefill", "decode", "aggregated")
@@ -21,12 +22,15 @@ def add_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
     def count_role(role: str) -> Callable[[], float]:
         return lambda: sum(member.role == role for member in membership.members)
 
+    def count_phase(phase: RequestPhase) -> Callable[[], float]:
+        return lambda: sum(request.phase is phase for request in dispatcher.requests.values())
+
     metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(dispatcher))
     metrics.watch_each(
         "num_requests_by_phase",
         "Requests by the leg they are on.",
         "phase",
-        {phase.value: lambda phase=phase: dispatcher.count(phase) for phase in RequestPhase},  # type: ignore[misc]
+        {phase.value: count_phase(phase) for phase in RequestPhase},
     )
     metrics.watch("num_requests_waiting", "Requests that wait for a worker.", lambda: dispatcher.num_waiting)
     metrics.watch(
@@ -34,7 +38,26 @@ def add_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
         "How long a new prompt would wait where it is begun with first.",
         lambda: core.wait_estimates.shortest_wait_s(membership.workers, clock.now()),
     )
-    costs = core.route_costs
+    _add_routing_gauges(metrics, core.route_costs)
+    metrics.watch(
+        "workers_unpaired",
+        "Prefill and decode workers that none of the other role fits.",
+        lambda: len(unpaired(membership.workers)),
+    )
+    metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
+    metrics.watch(
+        "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in membership.members)
+    )
+    metrics.watch(
+        "workers_stalled",
+        "Workers whose engines make no progress.",
+        lambda: sum(member.progress.standing is Standing.STALLED for member in membership.members),
+    )
+    metrics.watch("ready", "1 if a request can be served now.", lambda: core.not_ready_reason is None)
+
+
+def _add_routing_gauges(metrics: RouterMetrics, costs: RouteCosts) -> None:
+    """Have the metrics read what routing knows, and how true it was."""
     metrics.watch(
         "routing_predicted_hit_tokens",
         "Prompt tokens that were expected in caches of prefill workers, since the start.",
@@ -60,18 +83,3 @@ def add_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
         "Recent mean error of the predicted prefill time, of the least predictable pool.",
         costs.mean_error,
     )
-    metrics.watch(
-        "workers_unpaired",
-        "Prefill and decode workers that none of the other role fits.",
-        lambda: len(unpaired(membership.workers)),
-    )
-    metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
-    metrics.watch(
-        "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in membership.members)
-    )
-    metrics.watch(
-        "workers_stalled",
-        "Workers whose engines make no progress.",
-        lambda: sum(member.progress.standing is Standing.STALLED for member in membership.members),
-    )
-    metrics.watch("ready", "1 if a request can be served now.", lambda: core.not_ready_reason is None)

@@ -275,12 +275,20 @@ class Membership:
         if isinstance(member, GenerationWorker) and member.role == "prefill":
             facts = member.facts
             kind = (facts.connector, facts.transports, facts.host_id, facts.model_fingerprint, facts.layout, facts.has_digests)
+            is_new = kind not in self._met_prefills
             self._met_prefills[kind] = self._met_prefills.pop(kind, facts)
             while len(self._met_prefills) > _MAX_MET_PREFILLS:
                 del self._met_prefills[next(iter(self._met_prefills))]
-        for worker in self.workers:
-            if worker.role == "decode" and not worker.may_serve_alone:
-                worker.may_serve_alone = any(can_hand_over(prefill, worker.facts) for prefill in self._met_prefills.values())
+            for worker in self.workers if is_new else ():
+                self._note_met(worker, (facts,))
+        elif isinstance(member, GenerationWorker):
+            self._note_met(member, self._met_prefills.values())
+
+    @staticmethod
+    def _note_met(worker: GenerationWorker, prefills: Iterable[Register]) -> None:
+        """Let a decode worker serve alone if one of these prefill workers could hand over to it."""
+        if worker.role == "decode" and not worker.may_serve_alone:
+            worker.may_serve_alone = any(can_hand_over(prefill, worker.facts) for prefill in prefills)
 
     def _forget_peer(self, worker: Member, peer: bytes) -> None:
         if self._by_peer.get(peer) is worker:  # another worker may use the connection by now

@@ -142,6 +142,8 @@ class RouteCosts:
             if offer is None:
                 offer = alike[kind] = self._offer(worker, len(prompt), found, now, tenant=tenant)
             offers[key] = offer
+        if holders and all(offer.source is None for offer in offers.values()):
+            self.sources.trust.recover()
         return offers
 
     def source_for(
@@ -230,7 +232,6 @@ class RouteCosts:
             if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
                 transfer_ms, own_ms, loaded = source.transfer_ms, rest_ms, 0
             else:
-                self.sources.trust.recover()
                 source = None
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         fair_to = tenant if worker.facts.has_fair_shares else None

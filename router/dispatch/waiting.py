@@ -6,7 +6,8 @@ tenants with fewer open requests, then the oldest.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator
 
 from core.errors import NoWorker, Overloaded, RequestError
 from core.wire.messages import Role
@@ -32,13 +33,22 @@ class Waiting:
 
     def check_turn(self, workers: Iterable[GenerationWorker], now: float) -> None:
         """Raise Overloaded if a new request may not go to these workers: one that is held for long waits for their room."""
-        due = [request for request in self._requests.values() if is_due(request, now)]
+        due = [request for request in self._requests.values() if _is_due(request, now)]
         if any(not worker.has_room(request.submission.n) for request in due for worker in workers):
             raise Overloaded("requests with other API keys wait for room: try again later")
 
-    def requests(self) -> list[RequestState]:
-        """Return the waiting requests, the next one first."""
-        return sorted(self._requests.values(), key=self._order)
+    def turns(self, now: float) -> Iterator[RequestState]:
+        """Yield the waiting requests that may look for a worker now, the next one first; each looks before the next is drawn.
+
+        Of those that are held, one without room keeps back all that need as much of it, and after a while all others.
+        """
+        most = math.inf  # choices of a held request that may still find room
+        for request in sorted(self._requests.values(), key=self._order):
+            if request.is_held and request.submission.n > most:
+                continue
+            yield request
+            if request.is_held and request.error is None:
+                most = 0 if _is_due(request, now) else min(most, request.submission.n - 1)
 
     def _order(self, request: RequestState) -> tuple[bool, int, int]:
         wanted = request.submission
@@ -74,6 +84,6 @@ class Waiting:
             request.waits_since = min(now, request.waits_since + lateness_s)
 
 
-def is_due(request: RequestState, now: float) -> bool:
+def _is_due(request: RequestState, now: float) -> bool:
     """Return True if a request is held for so long that the room it needs is kept for it."""
     return request.is_held and now >= request.arrival + PASS_S

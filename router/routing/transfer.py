@@ -74,7 +74,7 @@ class SourceTrust:
             self.share = _MEMORY * self.share + (1 - _MEMORY) * min(1.0, num_loaded / num_claimed)
 
     def recover(self) -> None:
-        """A source was not used, though one was there."""
+        """No worker would have used a source for a prompt, though one was there."""
         self.share = min(1.0, self.share + _RECOVERY)
 
     def credit(self, num_tokens: int) -> int:

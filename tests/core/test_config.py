@@ -309,3 +309,10 @@ def test_async_scheduling_is_refused_beside_a_connector_that_judges_each_step_fi
     with pytest.raises(ConfigError, match="lmcache judges each step") as caught:
         load_config(assignments=assignments)
     assert caught.value.param == "scheduler.async_scheduling"
+
+
+def test_a_planner_sees_all_prompts_of_its_router():
+    with pytest.raises(ConfigError, match=r"router\.processes = 2.*own prompts only") as caught:
+        load_config(assignments=["router.planner.enabled=true", "router.processes=2"])
+    assert caught.value.param == "router.planner.enabled"
+    assert load_config(assignments=["router.planner.enabled=true"]).router.planner.enabled

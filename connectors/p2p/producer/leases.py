@@ -1,8 +1,8 @@
-"""How long a prefill worker keeps blocks for a consumer: the lease table.
+"""How long a worker keeps blocks for a reader: the lease table.
 
-Owns which handoffs are held and until when. Pure: no sockets, no timers, no blocks. It returns the request ids of ended leases,
-to be reported as ``finished_sending``. Leases decide how long blocks are *kept*, never whether a read was correct. Durations
-only: clocks are never compared across processes.
+Owns which handoffs and pinned prefixes are held and until when. Pure: no sockets, no timers, no blocks. It returns the names
+of ended leases, to be reported as ``finished_sending`` or as ended pins. Leases decide how long blocks are *kept*, never
+whether a read was correct. Durations only: clocks are never compared across processes.
 
 Expiry is a heap with lazy deletion: a renewal pushes a new entry, an entry that no longer matches its lease is skipped. So a
 renewed lease at the head never hides expired ones further down.

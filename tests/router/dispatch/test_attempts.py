@@ -58,19 +58,19 @@ def test_an_ended_attempt_is_aborted_again_after_a_while(attempts):
     request = request_of("r1")
     attempts.begin(request)
     attempts.end(request, 10.0)
-    told = [now for now in (10.1, 11.9, 12.0, 13.9, 14.0) if attempts.take_abort("r1", now)]
+    told = [now for now in (10.1, 11.9, 12.0, 13.9, 14.0) if attempts.stop_stale("r1", D0, now)]
     assert told == [12.0, 14.0]
 
 
 def test_an_unknown_attempt_is_aborted_at_once(attempts):
-    assert [attempts.take_abort("r1", now) for now in (0.0, 0.1)] == [True, False]
+    assert [bool(attempts.stop_stale("r1", D0, now)) for now in (0.0, 0.1)] == [True, False]
 
 
 def test_ended_attempts_are_forgotten_in_the_order_in_which_they_were_last_heard_of(attempts, monkeypatch):
     monkeypatch.setattr(module, "_MAX_REMEMBERED", 2)
     for wire_id, now in (("a", 0.0), ("b", 0.0), ("a", 5.0), ("c", 5.0)):
-        assert attempts.take_abort(wire_id, now)
-    assert not attempts.take_abort("a", 6.0)
-    assert not attempts.take_abort("c", 6.0)
-    assert attempts.take_abort("b", 6.0), "forgotten, so it is told as if for the first time"
+        assert attempts.stop_stale(wire_id, D0, now)
+    assert not attempts.stop_stale("a", D0, 6.0)
+    assert not attempts.stop_stale("c", D0, 6.0)
+    assert attempts.stop_stale("b", D0, 6.0), "forgotten, so it is told as if for the first time"
     assert len(attempts._aborted_at) == 2

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -88,3 +89,80 @@ def test_tokens_and_wait_are_those_of_the_prompts_left(history):
     for name in left:
         backlog.remove(name, len(history))
     assert backlog.work_ms(10**6) == 0
+
+
+class PlainBacklog:
+    """Looks at every prompt for every question."""
+
+    def __init__(self):
+        self.prompts, self.unreported, self.running, self.since, self.reported = {}, set(), None, 0.0, (0.0, 0.0)
+
+    def add(self, name, queued, now):
+        self.remove(name, now)
+        self.prompts[name] = queued
+        self.unreported.add(name)
+        if self.running is None:
+            self.running, self.since = name, now
+
+    def remove(self, name, now):
+        queued = self.prompts.pop(name, None)
+        if queued is None:
+            return
+        self.unreported.discard(name)
+        running = self.prompts.get(self.running)
+        if name == self.running or (running is not None and now - self.since > running.predicted_ms):
+            self.running = min(self.prompts, key=lambda each: self.prompts[each].due_ms, default=None)
+            self.since = now
+
+    def report(self, work, now):
+        self.reported = work, now
+        self.unreported.clear()
+
+    def place_of(self, due, now, tenant):
+        before = {name: each for name, each in self.prompts.items() if name == self.running or each.due_ms <= due}
+        left = {name: each.predicted_ms for name, each in before.items()}
+        if self.running is not None:
+            left[self.running] = max(0.0, left[self.running] - (now - self.since))
+        wait, others = sum(left.values()), {}
+        for name, each in before.items():
+            if tenant is not None and each.tenant != tenant and name != self.running:
+                others[each.tenant] = others.get(each.tenant, 0.0) + left[name]
+        if others:
+            turn = wait - sum(others.values()) + wait / len(self.prompts)
+            wait -= sum(max(0.0, other - turn) for other in others.values())
+        reported = max(0.0, self.reported[0] - (now - self.reported[1]))
+        unreported = sum(before[name].predicted_ms for name in before if name in self.unreported)
+        return max(wait, reported + unreported) if reported else wait, len(self.prompts) - len(before)
+
+
+STEPS = st.lists(
+    st.tuples(
+        st.sampled_from(("add", "add", "add", "remove", "report")),
+        st.integers(0, 7),  # which prompt
+        st.floats(0, 500),  # predicted, or reported
+        st.floats(0, 300),  # patience
+        st.integers(0, 2),  # tenant
+        st.floats(0, 80),  # time until the next step
+    ),
+    max_size=40,
+)
+
+
+@given(STEPS, st.booleans())
+def test_a_wait_is_what_a_look_at_every_prompt_finds(steps, has_patience):
+    quick, plain, now = Backlog(), PlainBacklog(), 0.0
+    for kind, number, ms, patience, tenant, pause in steps:
+        for backlog in (quick, plain):
+            if kind == "add":
+                queued = QueuedPrompt(10, ms, now + patience * has_patience, tenant)
+                backlog.add(f"r{number}", queued, now)
+            elif kind == "remove":
+                backlog.remove(f"r{number}", now)
+            else:
+                backlog.report(ms, now)
+        now += pause
+        for due in (now, now + 150.0, float("inf")):
+            for of in (None, 0, 1):
+                found, expected = quick.place_of(due, now, of), plain.place_of(due, now, of)
+                assert found == (pytest.approx(expected[0], abs=1e-6), expected[1])
+    assert quick.prompts == plain.prompts

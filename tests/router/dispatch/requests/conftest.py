@@ -22,7 +22,7 @@ from core.wire.messages import (
 )
 from core.wire.sampling import SamplingParams
 from router.dispatch.core import RouterCore, RouterLimits, Transmit
-from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Retried
+from router.dispatch.request_state import Deliver, EncodeEnded, Ended, RequestPhase, Retried
 from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
@@ -111,6 +111,9 @@ class Bench:
     def submission(self, request_id: str = "r1", *, prompt: int = 10, **fields) -> Submission:
         defaults = {"sampling": SamplingParams(seed=7, max_tokens=20)}
         return Submission(request_id=request_id, prompt_token_ids=tuple(range(prompt)), **{**defaults, **fields})
+
+    def count(self, phase: RequestPhase) -> int:
+        return sum(request.phase is phase for request in self.core.dispatcher.requests.values())
 
     def receive(self, peer: str, message) -> None:
         self.do(self.core.on_message(peer.encode(), message, self.now))

@@ -40,15 +40,14 @@ def test_phases_are_counted(pair):
     pair.submit("r1")
     pair.submit("r2")
     pair.prefill_done("r2")
-    dispatcher = pair.core.dispatcher
-    assert {phase.value: dispatcher.count(phase) for phase in RequestPhase} == {
+    assert {phase.value: pair.count(phase) for phase in RequestPhase} == {
         "encode": 0,
         "prefill": 1,
         "handoff": 1,
         "decode": 0,
     }
     pair.tokens(1, 51, request_id="r2")
-    assert {phase.value: dispatcher.count(phase) for phase in RequestPhase} == {
+    assert {phase.value: pair.count(phase) for phase in RequestPhase} == {
         "encode": 0,
         "prefill": 1,
         "handoff": 0,

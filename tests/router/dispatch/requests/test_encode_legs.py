@@ -62,7 +62,7 @@ def test_embeddings_are_made_first_and_named_to_both_legs(bench):
     assert [feature.identifier for feature in message.mm_features] == [CAT, DOG]
     assert message.media == (b"cat", b"dog")
     assert not bench.to("p0", Generate)
-    assert bench.core.dispatcher.count(RequestPhase.ENCODE) == 1
+    assert bench.count(RequestPhase.ENCODE) == 1
     done(bench, CAT, DOG)
     bench.prefill_done()
     for name in ("p0", "d0"):

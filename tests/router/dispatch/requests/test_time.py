@@ -60,4 +60,4 @@ def test_a_handoff_is_renewed_until_every_choice_has_shown_a_token(after_handoff
 def test_a_choice_that_has_ended_is_not_waited_for(after_handoff):
     after_handoff.do(after_handoff.core.finish_choice("r1", 1, after_handoff.now))
     after_handoff.tokens(1, 60, index=0)
-    assert after_handoff.core.dispatcher.count(RequestPhase.DECODE) == 1
+    assert after_handoff.count(RequestPhase.DECODE) == 1
