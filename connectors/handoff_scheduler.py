@@ -10,30 +10,21 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, TypeVar
 
+from connectors.handoff_blocks import HandoffOwner, describe_blocks, describe_group
 from core.connector import KVConnectorScheduler
 from core.errors import KVFerryError, StaleBlock
 from core.ids import IdSource, new_hex_id
-from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.request import KVConnectorMetadata, KVConnectorOutput, Request, RequestStatus, SchedulerOutput
 from core.wire.kv import GroupBlocks, KVHandoff
-from core.wire.pairing import KVHolder, check_compatible
+from core.wire.pairing import check_compatible
 
 _ENDED_WELL = (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED)
 
 StepT = TypeVar("StepT", bound=KVConnectorMetadata)
-
-
-class HandoffOwner(KVHolder, Protocol):
-    """The identity of this worker in its handoffs (``ConnectorContext`` has it)."""
-
-    @property
-    def incarnation(self) -> int:
-        """Number of this start of the worker."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,15 +190,12 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
         groups = tuple(self._describe_group(group_id, ids, hashes) for group_id, ids in enumerate(block_ids))
         return self._handoff(groups, num_tokens, self._lease_ms)
 
-    def _handoff(self, groups: tuple[GroupBlocks, ...], num_tokens: int, lease_ms: int) -> KVHandoff:
-        return KVHandoff(
+    def _handoff(self, groups: Sequence[GroupBlocks], num_tokens: int, lease_ms: int) -> KVHandoff:
+        return describe_blocks(
+            self._owner,
+            groups,
             transfer_id=new_hex_id(self._ids, "kv-"),
-            engine_id=self._owner.engine_id,
-            incarnation=self._owner.incarnation,
             control_address=self.control_address,
-            model_fingerprint=self._owner.model_fingerprint,
-            layout=self._owner.layout,
-            groups=groups,
             num_tokens=num_tokens,
             lease_ms=lease_ms,
         )
@@ -223,15 +211,8 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
 
     def _describe_group(self, group_id: int, ids: Sequence[int], hashes: tuple[bytes, ...], start: int = 0) -> GroupBlocks:
         """Name the group's blocks from the first one that it still holds. ``hashes`` are those from position ``start`` on."""
-        blocks, end = self.manager.block_pool.blocks, start + len(hashes)
-        first = next((position for position in range(start, end) if ids[position] != NULL_BLOCK_ID), end)
-        return GroupBlocks(
-            group_id=group_id,
-            first_block=first,
-            block_ids=tuple(ids[first:end]),
-            generations=tuple(blocks[block_id].generation for block_id in ids[first:end]),
-            block_hashes=hashes[first - start :],
-        )
+        blocks = self.manager.block_pool.blocks
+        return describe_group(group_id, [blocks[block_id] for block_id in ids[start : start + len(hashes)]], hashes, start)
 
     def _block_end_hashes(self, request: Request, num_tokens: int, block_size: int, first: int = 0) -> tuple[bytes, ...]:
         """Return the chain value at the end of each block of the first ``num_tokens`` tokens, from block ``first`` on."""

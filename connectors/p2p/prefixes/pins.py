@@ -11,13 +11,14 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from connectors.handoff_blocks import describe_blocks, describe_group
 from connectors.p2p.prefixes.messages import PinsFreed, PrefixAsked, PrefixFound, PrefixNotFound, PrefixRefusal
 from connectors.p2p.producer.handshake import WorkerIdentity
 from core.ids import IdSource, new_hex_id
 from core.kv.block import KVCacheBlock
 from core.kv.hashing import BLOCK_HASH_BYTES
 from core.kv.manager import KVCacheManager
-from core.wire.kv import GroupBlocks, KVHandoff
+from core.wire.kv import KVHandoff
 
 MAX_PINNED_SHARE = 0.25  # of the pool, by all readers
 MIN_FREE_SHARE = 0.1  # of the pool, that must stay free beside new pins
@@ -108,14 +109,11 @@ class PrefixPins:
     ) -> KVHandoff:
         owner, per_block = self._identity, self._identity.layout.block_size // manager.hash_block_size
         hashes = chain[per_block - 1 : num_tokens // manager.hash_block_size : per_block]
-        return KVHandoff(
+        return describe_blocks(
+            owner,
+            [describe_group(group_id, table, hashes) for group_id, table in enumerate(tables)],
             transfer_id=new_hex_id(self._ids, "px-"),
-            engine_id=owner.engine_id,
-            incarnation=owner.incarnation,
             control_address=self._terms.control_address(),
-            model_fingerprint=owner.model_fingerprint,
-            layout=owner.layout,
-            groups=tuple(_describe_group(group_id, table, hashes) for group_id, table in enumerate(tables)),
             num_tokens=num_tokens,
             lease_ms=self._terms.lease_ms,
         )
@@ -123,18 +121,6 @@ class PrefixPins:
 
 def _has_windows(manager: KVCacheManager) -> bool:
     return any(group.spec.recycles for group in manager.kv_cache_config.groups)
-
-
-def _describe_group(group_id: int, table: Sequence[KVCacheBlock], hashes: Sequence[bytes]) -> GroupBlocks:
-    """Name the blocks that follow the last one that the group has freed."""
-    first = next((index + 1 for index in range(len(table) - 1, -1, -1) if table[index].is_null), 0)
-    return GroupBlocks(
-        group_id=group_id,
-        first_block=first,
-        block_ids=tuple(block.block_id for block in table[first:]),
-        generations=tuple(block.generation for block in table[first:]),
-        block_hashes=tuple(hashes[first:]),
-    )
 
 
 def _find_sealed(manager: KVCacheManager, chain: Sequence[bytes], unit: int) -> tuple[Sequence[Sequence[KVCacheBlock]], int]:

@@ -9,7 +9,6 @@ from prometheus_client import CollectorRegistry
 from core.errors import RoleSwitchRefused
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput
-from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (
     Generate,
     Heartbeat,
@@ -29,21 +28,9 @@ from core.worker.state import WorkerState
 from core.worker.switchable import SwitchableHandler
 from decode.role import DecodeHandler
 from prefill.role import PrefillHandler
+from tests.support.registrations import REGISTRATION as PLAIN
 
-REGISTRATION = Register(
-    engine_id="w0",
-    incarnation=7,
-    role="decode",
-    model="m",
-    model_fingerprint=b"f",
-    layout=KVLayoutInfo(
-        dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024
-    ),
-    max_model_len=64,
-    max_num_seqs=2,
-    num_blocks=8,
-    can_switch_role=True,
-)
+REGISTRATION = msgspec.structs.replace(PLAIN, can_switch_role=True)
 ENCODER = RegisterEncoder(
     engine_id="e0", incarnation=7, model="m", model_fingerprint=b"f", ec_connector="p2p", max_num_images=4
 )

@@ -9,7 +9,6 @@ from core.errors import ProtocolError, VersionMismatch
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, PrefillStats
 from core.wire.engine_calls import EngineCall, EngineReply
-from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (
     Abort,
     ChoiceStart,
@@ -19,7 +18,6 @@ from core.wire.messages import (
     Goodbye,
     Heartbeat,
     Refused,
-    Register,
     Registered,
     Rejected,
     Release,
@@ -44,20 +42,8 @@ from core.worker.role import EngineFacts
 from core.worker.router_membership import REGISTER_INTERVAL_S
 from core.worker.state import WorkerState
 from decode.role import DecodeHandler
+from tests.support.registrations import REGISTRATION
 
-REGISTRATION = Register(
-    engine_id="w0",
-    incarnation=7,
-    role="decode",
-    model="m",
-    model_fingerprint=b"f",
-    layout=KVLayoutInfo(
-        dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024
-    ),
-    max_model_len=64,
-    max_num_seqs=2,
-    num_blocks=8,
-)
 REGISTERED = Registered(router_id="R1", heartbeat_interval_ms=1000, heartbeat_timeout_ms=5000)
 
 
