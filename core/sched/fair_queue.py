@@ -13,6 +13,7 @@ one tenant the order is that of the policy.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterable, Iterator
 
 from core.request import Request
@@ -20,6 +21,8 @@ from core.sched.queue import RequestQueue, SchedulingPolicy, create_request_queu
 
 OUTPUT_WEIGHT = 2.0  # of a generated token against one of a prompt, as in the virtual token counter
 _MAX_TAGS = 1024  # of tenants that do not wait now
+
+_Order = tuple[int, float, float, int]
 
 
 class FairRequestQueue(RequestQueue):
@@ -31,10 +34,18 @@ class FairRequestQueue(RequestQueue):
         self._queues: dict[int, RequestQueue] = {}  # of the tenants that wait
         self._tags: dict[int, float] = {}
         self._virtual = 0.0  # the tag at which the last request was served
+        self._starts: dict[int, int] = {}  # of the tenants that wait: which was the first of equal ones to begin
+        self._num_starts = 0
+        # Heaps of the tenants that wait, by order and by tag. An entry holds while it has the tenant's last number.
+        self._by_order: list[tuple[_Order, int, int]] = []
+        self._by_tag: list[tuple[float, int, int]] = []
+        self._numbers: dict[int, int] = {}
+        self._num_changes = 0
 
     def add_request(self, request: Request) -> None:
         """Queue a request after the earlier ones of its tenant."""
         self._queue_of(request.tenant).add_request(request)
+        self._note_change(request.tenant)
 
     def pop_request(self) -> Request:
         """Remove and return the next request, and charge it to its tenant."""
@@ -47,8 +58,9 @@ class FairRequestQueue(RequestQueue):
         request.num_charged_tokens = request.num_tokens
         self._tags[tenant] += request.num_charged_tokens
         if not queue:
-            del self._queues[tenant]
+            self._drop_queue(tenant)
             self._forget_old_tags()
+        self._note_change(tenant)
         return request
 
     def prepend_request(self, request: Request) -> None:
@@ -57,6 +69,7 @@ class FairRequestQueue(RequestQueue):
         self._tags[request.tenant] -= request.num_charged_tokens
         request.num_charged_tokens = 0
         queue.prepend_request(request)
+        self._note_change(request.tenant)
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Prepend one after the other."""
@@ -73,7 +86,8 @@ class FairRequestQueue(RequestQueue):
             if queue is not None:
                 queue.remove_requests(removed)
                 if not queue:
-                    del self._queues[tenant]
+                    self._drop_queue(tenant)
+                self._note_change(tenant)
 
     def first_request(self) -> Request:
         """Return the next request."""
@@ -98,7 +112,7 @@ class FairRequestQueue(RequestQueue):
         waiting = {tenant: list(queue)[::-1] for tenant, queue in self._queues.items()}
         tags = {tenant: self._tags[tenant] for tenant in waiting}
         while waiting:
-            tenant = min(waiting, key=lambda name: self._order(waiting[name][-1], tags[name]))
+            tenant = min(waiting, key=lambda name: self._order(name, waiting[name][-1], tags[name]))
             request = waiting[tenant].pop()
             tags[tenant] += request.num_tokens
             if not waiting[tenant]:
@@ -106,35 +120,64 @@ class FairRequestQueue(RequestQueue):
             yield request
 
     def _next_tenant(self) -> int:
-        if len(self._queues) == 1:
-            return next(iter(self._queues))
-        return min(self._queues, key=lambda tenant: self._order(self._queues[tenant].first_request(), self._tags[tenant]))
+        while self._numbers.get(self._by_order[0][2]) != self._by_order[0][1]:
+            heapq.heappop(self._by_order)
+        return self._by_order[0][2]
 
-    def _order(self, first: Request, tag: float) -> tuple[int, float, float]:
+    def _least_tag(self) -> float:
+        """Return the smallest tag of the tenants that wait, or that of the last request if none does."""
+        while self._by_tag and self._numbers.get(self._by_tag[0][2]) != self._by_tag[0][1]:
+            heapq.heappop(self._by_tag)
+        return self._by_tag[0][0] if self._by_tag else self._virtual
+
+    def _note_change(self, tenant: int) -> None:
+        """Order a tenant anew, whose tag or first request may have changed."""
+        queue = self._queues.get(tenant)
+        if queue is None:
+            return
+        self._num_changes += 1
+        self._numbers[tenant] = self._num_changes
+        order = self._order(tenant, queue.first_request(), self._tags[tenant])
+        heapq.heappush(self._by_order, (order, self._num_changes, tenant))
+        heapq.heappush(self._by_tag, (self._tags[tenant], self._num_changes, tenant))
+        if len(self._by_order) + len(self._by_tag) > _MAX_TAGS + 8 * len(self._queues):
+            self._by_order = [entry for entry in self._by_order if self._numbers.get(entry[2]) == entry[1]]
+            self._by_tag = [entry for entry in self._by_tag if self._numbers.get(entry[2]) == entry[1]]
+            heapq.heapify(self._by_order)
+            heapq.heapify(self._by_tag)
+
+    def _drop_queue(self, tenant: int) -> None:
+        del self._queues[tenant], self._starts[tenant], self._numbers[tenant]
+
+    def _order(self, tenant: int, first: Request, tag: float) -> _Order:
         """Return the key by which the first requests of two tenants compare.
 
         By priority, and then by the tag after its service instead of before it, so that short prompts come before long ones.
         """
         if self._is_by_priority:
-            return first.priority, tag + first.num_tokens, first.arrival_time
-        return 0, tag, first.arrival_time
+            return first.priority, tag + first.num_tokens, first.arrival_time, self._starts[tenant]
+        return 0, tag, first.arrival_time, self._starts[tenant]
 
     def _queue_of(self, tenant: int) -> RequestQueue:
         queue = self._queues.get(tenant)
         if queue is None:
-            least = min((self._tags[name] for name in self._queues), default=self._virtual)
+            least = self._least_tag()
             self._tags[tenant] = max(self._tags.pop(tenant, least), least)
+            self._num_starts += 1
+            self._starts[tenant] = self._num_starts
+            self._numbers[tenant] = 0
             queue = self._queues[tenant] = create_request_queue(self._policy)
         return queue
 
     def _charge(self, tenant: int, num_tokens: float) -> None:
         self._tags[tenant] = self._tags.get(tenant, self._virtual) + num_tokens
+        self._note_change(tenant)
 
     def _forget_old_tags(self) -> None:
         """Forget tags that the tenants would not keep if they came back, and the oldest of too many."""
         if len(self._tags) <= _MAX_TAGS + len(self._queues):
             return
-        least = min((self._tags[name] for name in self._queues), default=self._virtual)
+        least = self._least_tag()
         idle = [tenant for tenant in self._tags if tenant not in self._queues]
         for tenant in [name for name in idle if self._tags[name] <= least] or idle[: len(idle) // 2]:
             del self._tags[tenant]

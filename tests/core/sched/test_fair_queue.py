@@ -155,3 +155,26 @@ def test_no_tenant_starves_in_random_histories():
             request = queue.pop_request()
             served[request.tenant] += request.num_tokens
             assert abs(served[1] - served[2]) <= 2 * longest
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_the_next_request_is_that_of_the_least_served_tenant_after_any_history(policy):
+    draws = random.Random(11)
+    queue, popped = FairRequestQueue(policy), []
+    for number in range(1500):
+        action = draws.random()
+        if action < 0.45:
+            fields = {"num_tokens": draws.randint(1, 9), "priority": draws.randint(0, 1), "arrival_time": draws.randint(0, 3)}
+            queue.add_request(make_request(str(number), draws.randint(0, 6), **fields))
+        elif action < 0.8 and len(queue):
+            expected = next(iter(queue))
+            assert queue.first_request() is expected
+            popped.append(queue.pop_request())
+            assert popped[-1] is expected
+        elif action < 0.9 and popped:
+            queue.prepend_request(popped.pop(draws.randrange(len(popped))))
+        elif len(queue):
+            queue.remove_requests(draws.sample(list(queue), min(2, len(queue))))
+        if popped and draws.random() < 0.2:
+            queue.refund_cached(popped[-1], draws.randint(0, 5))
+    assert len(queue._by_order) + len(queue._by_tag) <= 2000
