@@ -25,14 +25,12 @@ from dataclasses import asdict, dataclass, field
 from cluster_sides import PAIR, Load, Side, aggregated
 from common import Machine, Outcome, Table, make_parser, publish
 
-from core.config import load_config
 from kvferry.advise.cluster import Layout, Slo, run
 from kvferry.advise.costs import Costs, HandoffCost, PrefillCost, StepCost
 from kvferry.advise.study import Comparison, Study
 from kvferry.advise.trace import Trace, TraceRequest
 from kvferry.bench.client import RequestResult
 from kvferry.bench.workload import BenchRequest
-from kvferry.local import LocalCluster
 from router.routing.fit import PrefillFit
 
 SHARE = 0.9  # of good requests, for the goodput that is predicted
@@ -106,8 +104,8 @@ class Compared:
 def running(side: Side, model: str, seed: int = 1) -> Iterator[Load]:
     """Run the cluster of a side, warm."""
     print(f"{side.name} ...", file=sys.stderr, flush=True)
-    with LocalCluster(load_config(assignments=side.assignments(model))) as cluster:
-        load = Load(cluster, model, seed)
+    with side.running(model) as base_url:
+        load = Load(base_url, model, seed)
         load.send([BenchRequest(0.0, load.prompt(256), 8) for _ in range(4)])
         yield load
 

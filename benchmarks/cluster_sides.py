@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
+from core.config import load_config
 from kvferry.bench.client import RequestResult, Target
 from kvferry.bench.load import run_load
 from kvferry.bench.workload import FIRST_TOKEN_ID, BenchRequest
@@ -38,6 +40,12 @@ class Side:
             "router.port=0",
         ]
 
+    @contextmanager
+    def running(self, model: str) -> Iterator[str]:
+        """Yield the address of the cluster, which serves the model."""
+        with LocalCluster(load_config(assignments=self.assignments(model))) as cluster:
+            yield cluster.base_url
+
 
 PAIR = Side("1P1D", UNCHUNKED, False)
 
@@ -50,8 +58,8 @@ def aggregated(chunk: int) -> Side:
 class Load:
     """Sends requests with prompts that no two share."""
 
-    def __init__(self, cluster: LocalCluster, model: str, seed: int) -> None:
-        self._target = Target(base_url=cluster.base_url, model=model)
+    def __init__(self, base_url: str, model: str, seed: int) -> None:
+        self._target = Target(base_url=base_url, model=model)
         self.random = random.Random(seed)
 
     def prompt(self, num_tokens: int) -> tuple[int, ...]:

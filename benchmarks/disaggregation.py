@@ -1,10 +1,11 @@
 """What disaggregation buys: the time between tokens of running answers while long prompts arrive, and goodput.
 
-    python benchmarks/disaggregation.py [--goals] [--chunks 64 256 2048] [--json FILE] [--markdown] [--quick]
+    python benchmarks/disaggregation.py [--goals] [--peers] [--chunks 64 256 2048] [--plot FOLDER] [--json FILE] [--quick]
 
 Real processes on the same cores for each side: one prefill and one decode worker (1P1D), or two aggregated workers that cut
 prompts into chunks of so many tokens (``scheduler.max_num_batched_tokens``). Each worker has one thread, pinned to a core of
-its own if there are two or more; router and load are spread over all cores, on what the workers leave.
+its own if there are two or more; router and load are spread over all cores, on what the workers leave. ``--peers`` adds vLLM's
+CPU engine: a pair with NixlConnector, and two that chunk prompts (after ``make install-vllm``).
 
 ITL: some streams decode, once alone, and once while prompts of 1,024 tokens arrive one after another; then the gaps between
 tokens from the first arrival to the end of the last long answer count. The long prompts' rate is a share of what one worker
@@ -12,7 +13,7 @@ can compute, so all sides are offered the same work.
 
 Goodput: requests of drawn lengths arrive by chance (Poisson). A request is good if its first token comes within the SLO of the
 first token, and the mean time between its tokens is within the SLO of tokens; both are multiples of what one idle worker takes,
-measured in the same run. ``--goals`` leaves goodput out and measures the chunks that decide the goals.
+measured in the same run. ``--goals`` leaves goodput out and measures the chunks that decide the goals. ``--plot`` draws both.
 """
 
 from __future__ import annotations
@@ -23,17 +24,19 @@ import statistics
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 
 from cluster_sides import PAIR, UNCHUNKED, Load, Side, aggregated
 from common import Machine, Outcome, Table, make_parser, publish
+from curves import Curve, draw
+from vllm_sides import NIXL_PAIR, VllmSide, vllm_chunked
 
-from core.config import load_config
 from kvferry.bench.client import RequestResult
 from kvferry.bench.workload import BenchRequest
-from kvferry.local import LocalCluster
 
 CHUNKS = (64, 128, 256, 512, 1024, UNCHUNKED)
 GOAL_CHUNKS = (64, 256, UNCHUNKED)
+VLLM_CHUNK = 256
 UNCHUNKED_GOAL, CHUNKED_GOAL, IDLE_GOAL = 10.0, 2.0, 1.2
 
 
@@ -69,9 +72,10 @@ QUICK = Size(
 )
 
 
-def sides(chunks: Sequence[int]) -> list[Side]:
+def sides(chunks: Sequence[int], with_peers: bool) -> list[Side | VllmSide]:
     """Return 1P1D and two aggregated workers with each chunk."""
-    return [PAIR, *(aggregated(chunk) for chunk in chunks)]
+    peers = (NIXL_PAIR, vllm_chunked(VLLM_CHUNK)) if with_peers else ()
+    return [PAIR, *(aggregated(chunk) for chunk in chunks), *peers]
 
 
 @dataclass(slots=True)
@@ -86,8 +90,8 @@ class Intervals:
 class StreamLoad(Load):
     """Streams, long prompts beside them, and arrivals by chance."""
 
-    def __init__(self, cluster: LocalCluster, model: str, size: Size, seed: int) -> None:
-        super().__init__(cluster, model, seed)
+    def __init__(self, base_url: str, model: str, size: Size, seed: int) -> None:
+        super().__init__(base_url, model, seed)
         self._size = size
 
     def alone_s(self) -> float:
@@ -151,11 +155,11 @@ class Found:
     good: dict[float, float] = field(default_factory=dict)  # by requests per second
 
 
-def measure(side: Side, arguments: argparse.Namespace, size: Size, reference: Found | None) -> Found:
+def measure(side: Side | VllmSide, arguments: argparse.Namespace, size: Size, reference: Found | None) -> Found:
     """Start the cluster of a side and load it. ``reference``: 1P1D, whose idle times set rates and SLOs for all sides."""
     print(f"{side.name} ...", file=sys.stderr, flush=True)
-    with LocalCluster(load_config(assignments=side.assignments(arguments.model))) as cluster:
-        load = StreamLoad(cluster, arguments.model, size, seed=len(side.name))
+    with side.running(arguments.model) as base_url:
+        load = StreamLoad(base_url, arguments.model, size, seed=len(side.name))
         load.send([BenchRequest(0.0, load.prompt(size.long_prompt), 4) for _ in range(2)])  # warms up
         alone_s = load.alone_s()
         prefill_s = reference.alone_s if reference is not None else alone_s
@@ -173,9 +177,9 @@ def measure(side: Side, arguments: argparse.Namespace, size: Size, reference: Fo
     return found
 
 
-def goals(found: Mapping[Side, Found]) -> list[dict[str, object]]:
+def goals(found: Mapping[Side | VllmSide, Found]) -> list[dict[str, object]]:
     """Return the aims: how many times better the slowest percent of gaps is with 1P1D."""
-    pair, *others = found
+    pair, *others = (side for side in found if isinstance(side, Side))
     ours, unchunked = found[pair].intervals, found[max(others, key=lambda side: side.chunk)].intervals
     best = min(others, key=lambda side: quantile(found[side].intervals.busy_ms, 0.99))
     p99 = quantile(ours.busy_ms, 0.99)
@@ -192,8 +196,8 @@ def goals(found: Mapping[Side, Found]) -> list[dict[str, object]]:
     ]
 
 
-def outcome(found: Mapping[Side, Found]) -> Outcome:
-    def row(side: Side) -> list[str]:
+def outcome(found: Mapping[Side | VllmSide, Found]) -> Outcome:
+    def row(side: Side | VllmSide) -> list[str]:
         intervals = found[side].intervals
         quiet, busy = intervals.quiet_ms, intervals.busy_ms
         cells = [statistics.median(quiet), quantile(quiet, 0.99), statistics.median(busy), quantile(busy, 0.99), max(busy)]
@@ -201,27 +205,62 @@ def outcome(found: Mapping[Side, Found]) -> Outcome:
 
     columns = ("ms", "idle p50", "idle p99", "p50", "p99", "max", "first token of long prompts")
     tables = [Table(columns, [row(side) for side in found])]
-    rates = sorted({rate for one in found.values() for rate in one.good})
+    aims = goals(found)
+    notes = [f"{aim['name']}: {aim['value']:.2f} (goal {aim['goal']}): {'met' if aim['met'] else 'MISSED'}" for aim in aims]
+    rates = measured_rates(found)
     if rates:
         shares = [[side.name, *(f"{100 * found[side].good[rate]:.0f} %" for rate in rates)] for side in found]
         tables.append(Table(("good requests at requests/s", *(f"{rate:.2f}" for rate in rates)), shares))
-    aims = goals(found)
-    met = [f"{aim['name']}: {aim['value']:.2f} (goal {aim['goal']}): {'met' if aim['met'] else 'MISSED'}" for aim in aims]
+        notes += [compare_goodput(found[PAIR], found[side], side.name) for side in found if side != PAIR]
     figures = {side.name: asdict(found[side]) for side in found}
-    return Outcome(tables, met, {"goals": aims, "sides": figures})
+    return Outcome(tables, notes, {"goals": aims, "sides": figures})
+
+
+def measured_rates(found: Mapping[Side | VllmSide, Found]) -> list[float]:
+    return sorted({rate for one in found.values() for rate in one.good})
+
+
+def compare_goodput(pair: Found, other: Found, name: str) -> str:
+    """Say at which of the measured rates which side has more good requests."""
+    kinds = {
+        "more good requests than": [rate for rate in pair.good if pair.good[rate] > other.good[rate]],
+        "as many as": [rate for rate in pair.good if pair.good[rate] == other.good[rate]],
+        "fewer than": [rate for rate in pair.good if pair.good[rate] < other.good[rate]],
+    }
+    words = [f"{kind} {name} at {', '.join(f'{rate:.2f}' for rate in rates)}" for kind, rates in kinds.items() if rates]
+    return f"1P1D has {'; '.join(words)} requests/s"
+
+
+def plot(found: Mapping[Side | VllmSide, Found], folder: Path) -> None:
+    """Write pictures of the gaps between tokens and of the good requests, as far as they were measured."""
+    folder.mkdir(parents=True, exist_ok=True)
+    nines = [tenths / 10 for tenths in range(1, 31)]  # 1 is the 90th percentile, 2 the 99th, 3 the 99.9th
+    gaps_ms = [Curve(side.name, [(nine, quantile(one.intervals.busy_ms, 1 - 10**-nine)) for nine in nines])
+               for side, one in found.items()]  # fmt: skip
+    ticks = {1: "90th", 2: "99th", 3: "99.9th percentile"}
+    (folder / "gaps.svg").write_text(draw("ms between two tokens while long prompts arrive", gaps_ms, ticks, is_log=True))
+    if rates := measured_rates(found):
+        good = [Curve(side.name, [(rate, 100 * one.good[rate]) for rate in rates]) for side, one in found.items()]
+        ticks = {rate: f"{rate:.2f}" for rate in rates} | {rates[-1]: f"{rates[-1]:.2f} requests/s"}
+        (folder / "goodput.svg").write_text(draw("% of requests that are good", good, ticks))
 
 
 def main() -> None:
     parser = make_parser(__doc__ or "", repeats=2)
     parser.add_argument("--goals", action="store_true", help="only what decides the goals")
     parser.add_argument("--chunks", type=int, nargs="+", metavar="TOKENS", help="of the aggregated workers")
+    parser.add_argument("--peers", action="store_true", help="measure vLLM's CPU engine, too")
+    parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write pictures here, as SVG")
     arguments = parser.parse_args()
     size = QUICK if arguments.quick else Size()
     machine = Machine.now()
-    found: dict[Side, Found] = {}
-    for side in sides(arguments.chunks or (GOAL_CHUNKS if arguments.goals or arguments.quick else CHUNKS)):
+    found: dict[Side | VllmSide, Found] = {}
+    chunks = arguments.chunks or (GOAL_CHUNKS if arguments.goals or arguments.quick else CHUNKS)
+    for side in sides(chunks, arguments.peers):
         found[side] = measure(side, arguments, size, next(iter(found.values()), None))
     publish(outcome(found), machine, arguments)
+    if arguments.plot:
+        plot(found, arguments.plot)
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 It needs vLLM's environment (``make install-vllm``). One pair of ``vllm serve`` on CPU with a tiny Llama and the plug-in; both
 ways hand every prompt off. They take turns, request by request, with prompts of 256 tokens, streamed: answers of 1 token and
-of 128. The CPU time is that of our router and both agents together, and that of the proxy (``two_calls_proxy.py``), which
+of 128. The CPU time is that of our router and both agents together, and that of the proxy (``plain_proxies.py``), which
 checks, counts and retries nothing. The time per token is the difference between long and short answers, by token; what the
 processes do all the time, such as looks at the servers, is in it, and is measured alone at the end.
 """
@@ -12,20 +12,18 @@ processes do all the time, such as looks at the servers, is in it, and is measur
 from __future__ import annotations
 
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from common import Machine, Outcome, Spread, Table, make_parser, publish
+from plain_proxies import TWO_CALLS, running
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from kvferry.cluster_plan import free_ports
 from tests.support.routed_servers import RoutedServers
 from tests.support.streaming_client import Stream
 from tests.support.tiny_models import VOCAB_SIZE
@@ -71,20 +69,6 @@ class Way:
         return sum(int(path.read_text().split()[0]) for path in counts) / 1e9
 
 
-@contextmanager
-def proxy(p_url: str, d_url: str, wait_for: Callable[[str], None]) -> Iterator[tuple[str, int]]:
-    """Yield the address and the process of the proxy."""
-    (port,) = free_ports(1)
-    program = "import two_calls_proxy; two_calls_proxy.main()"
-    process = subprocess.Popen([sys.executable, "-c", program, str(port), p_url, d_url], cwd=Path(__file__).parent)
-    try:
-        wait_for(f"http://127.0.0.1:{port}/ready")
-        yield f"http://127.0.0.1:{port}", process.pid
-    finally:
-        process.kill()
-        process.wait()
-
-
 def benchmark(repeats: int, long_tokens: int) -> Outcome:
     """Measure both ways."""
     words = random.Random(3)
@@ -96,7 +80,7 @@ def benchmark(repeats: int, long_tokens: int) -> Outcome:
             roles = {"p0": (p, "prefill"), "d0": (d, "decode")}
             logs = folder / "routed"
             logs.mkdir()
-            with RoutedServers(logs, model, roles) as routed, proxy(p.base_url, d.base_url, routed.wait_for) as (url, pid):
+            with RoutedServers(logs, model, roles) as routed, running(TWO_CALLS, p.base_url, d.base_url) as (url, pid):
                 ways = [Way(OURS, routed.base_url, lambda: routed.pids), Way(PROXY, url, lambda: [pid])]
                 for number in range(repeats + 1):
                     for num_tokens in (1, long_tokens):

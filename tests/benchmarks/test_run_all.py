@@ -58,7 +58,7 @@ def test_figures_of_a_smoke_run_do_not_get_into_a_document(run_all, monkeypatch,
 def test_every_benchmark_is_known_to_run_all(run_all):
     scripts = {path.name for path in run_all.FOLDER.glob("*.py") if "__main__" in path.read_text()}
     needs_a_gpu, of_routing = {"gpu.py"}, {"routing.py", "routing_index.py", "local_prefill.py", "peer_pull.py"}
-    run_by_others = {"engine_peer.py", "scheduler_peer.py"}  # in vLLM's environment
+    run_by_others = {"engine_peer.py", "scheduler_peer.py", "plain_proxies.py"}
     assert scripts - {"run_all.py"} - needs_a_gpu - of_routing - run_by_others == {
         benchmark.file_name for benchmark in run_all.BENCHMARKS
     }
