@@ -15,7 +15,11 @@ from kvferry.bench.workload import FIRST_TOKEN_ID, BenchRequest
 from kvferry.local import LocalCluster
 
 UNCHUNKED = 2048  # tokens: no prompt here is longer
-TIMEOUT_S = 300.0
+TIMEOUT_S = 200.0
+
+
+class RequestsFailed(Exception):
+    """A side has not answered all requests."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,9 +70,13 @@ class Load:
         return tuple(self.random.randrange(FIRST_TOKEN_ID, 10_000) for _ in range(num_tokens))
 
     def send(self, requests: Sequence[BenchRequest]) -> list[RequestResult]:
-        """Return the results. Raises: RuntimeError if a request failed."""
+        """Return the results.
+
+        Raises:
+            RequestsFailed: not all were answered.
+        """
         results, _ = asyncio.run(run_load(self._target, requests, concurrency=None, timeout_s=TIMEOUT_S))
         errors = [result.error for result in results if result.error]
         if errors:
-            raise RuntimeError(f"{len(errors)} of {len(results)} requests failed: {errors[0]}")
+            raise RequestsFailed(f"{len(errors)} of {len(results)} requests failed: {errors[0]}")
         return results

@@ -5,7 +5,7 @@
 Real processes on the same cores for each side: one prefill and one decode worker (1P1D), or two aggregated workers that cut
 prompts into chunks of so many tokens (``scheduler.max_num_batched_tokens``). Each worker has one thread, pinned to a core of
 its own if there are two or more; router and load are spread over all cores, on what the workers leave. ``--peers`` adds vLLM's
-CPU engine: a pair with NixlConnector, and two that chunk prompts (after ``make install-vllm``).
+CPU engine: two that chunk prompts, and pairs with our plug-in and with NixlConnector (after ``make install-vllm``).
 
 ITL: some streams decode, once alone, and once while prompts of 1,024 tokens arrive one after another; then the gaps between
 tokens from the first arrival to the end of the last long answer count. The long prompts' rate is a share of what one worker
@@ -26,11 +26,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
-from cluster_sides import PAIR, UNCHUNKED, Load, Side, aggregated
+from cluster_sides import PAIR, UNCHUNKED, Load, RequestsFailed, Side, aggregated
 from common import Machine, Outcome, Table, make_parser, publish
 from curves import Curve, draw
-from vllm_sides import NIXL_PAIR, VllmSide, vllm_chunked
+from vllm_sides import PAIRS, VllmSide, vllm_chunked
 
+from core.errors import StartFailed
 from kvferry.bench.client import RequestResult
 from kvferry.bench.workload import BenchRequest
 
@@ -74,7 +75,7 @@ QUICK = Size(
 
 def sides(chunks: Sequence[int], with_peers: bool) -> list[Side | VllmSide]:
     """Return 1P1D and two aggregated workers with each chunk."""
-    peers = (NIXL_PAIR, vllm_chunked(VLLM_CHUNK)) if with_peers else ()
+    peers = (vllm_chunked(VLLM_CHUNK), *PAIRS) if with_peers else ()
     return [PAIR, *(aggregated(chunk) for chunk in chunks), *peers]
 
 
@@ -256,9 +257,16 @@ def main() -> None:
     machine = Machine.now()
     found: dict[Side | VllmSide, Found] = {}
     chunks = arguments.chunks or (GOAL_CHUNKS if arguments.goals or arguments.quick else CHUNKS)
+    failed: list[str] = []
     for side in sides(chunks, arguments.peers):
-        found[side] = measure(side, arguments, size, next(iter(found.values()), None))
-    publish(outcome(found), machine, arguments)
+        try:
+            found[side] = measure(side, arguments, size, next(iter(found.values()), None))
+        except (StartFailed, RequestsFailed) as error:
+            if isinstance(side, Side):
+                raise
+            failed.append(f"{side.name} could not be measured: {str(error).splitlines()[0]}")
+    result = outcome(found)
+    publish(Outcome(result.tables, [*result.notes, *failed], result.figures), machine, arguments)
     if arguments.plot:
         plot(found, arguments.plot)
 

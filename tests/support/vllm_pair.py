@@ -14,7 +14,7 @@ from tests.support.plugin_wheel import build_wheel, unpack_wheel
 from tests.support.tiny_models import write_tiny_llama, write_tiny_tokenizer
 from tests.support.vllm_server import VllmServer
 
-_CPU_LAYOUT = Path(__file__).parents[1] / "vllm/cpu_layout"
+CPU_LAYOUT = Path(__file__).parents[1] / "vllm/cpu_layout"
 _SERVE = (
     *("--dtype", "float32", "--enforce-eager", "--disable-uvicorn-access-log", "--max-model-len", "1024"),
     *("--block-size", "32", "--num-gpu-blocks-override", "100", "--enable-scale-out", "--enable-prompt-tokens-details"),
@@ -54,7 +54,7 @@ def vllm_servers(
     ``ports`` are two for each server, any free ones without.
     """
     unpacked = unpack_wheel(build_wheel(folder / "built"), folder / "unpacked")
-    environment = {"PYTHONPATH": os.pathsep.join(map(str, (unpacked, _CPU_LAYOUT, *([connector.parent] if connector else []))))}
+    environment = {"PYTHONPATH": os.pathsep.join(map(str, (unpacked, CPU_LAYOUT, *([connector.parent] if connector else []))))}
     ports = ports or free_ports(2 * len(settings))
     made = {}
     for (name, extra), port, control_port in zip(settings.items(), ports[::2], ports[1::2], strict=True):
