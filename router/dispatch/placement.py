@@ -17,8 +17,9 @@ from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
-from router.dispatch.request_state import RequestPhase, RequestState
+from router.dispatch.request_state import RequestPhase, RequestState, open_request
 from router.dispatch.route_costs import Offer, RouteCosts, report, source_of
+from router.dispatch.types import Submission
 from router.routing import affinity
 
 _Offers = dict[WorkerKey, Offer]
@@ -62,6 +63,15 @@ class Placement:
         if offer is not None:
             request.routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
         return route
+
+    def would_be_local(self, submission: Submission, now: float) -> bool:
+        """Return True if a decode worker would begin to compute the prompt of a new request at once."""
+        if not self._costs.max_local_itl_ms:
+            return False
+        try:
+            return self.route(open_request(submission, now, 0.0), now).is_local
+        except RequestError:
+            return False
 
     def _shorten(
         self, route: Route, demand: Demand, offers: _Offers, prompt: _Prompt, now: float, tenant: int
