@@ -72,7 +72,7 @@ class RenamedBlocks:
         self._decoder = msgspec.msgpack.Decoder(_Batch)
         self._names: dict[_EngineHash, list[bytes]] = {}  # of a block, our hash of each 16 tokens
         self._group: int | None = None  # the one that is followed; None before its first event
-        self._num_unnamed = 0
+        self._left_out: set[str] = set()  # the reasons that were logged
 
     def __len__(self) -> int:
         return len(self._names)
@@ -106,13 +106,17 @@ class RenamedBlocks:
 
     def _store(self, stored: _Stored) -> list[KVCacheEvent]:
         if not self._is_followed(stored.medium, stored.group_idx, stored.kv_cache_spec_kind):
-            return []
+            is_elsewhere = stored.medium not in (None, MEDIUM_GPU)
+            return self._leave_out(stored, "medium" if is_elsewhere else "not the group with full attention")
         chain = self._parent_chain(stored)
         has_more = stored.lora_id is not None or any(stored.extra_keys or ())
         size = stored.block_size
-        if chain is None or has_more or size % HASH_BLOCK_SIZE or len(stored.token_ids) != size * len(stored.block_hashes):
-            self._note_unnamed(stored)
-            return []
+        if has_more:
+            return self._leave_out(stored, "hashes of more than tokens")
+        if size % HASH_BLOCK_SIZE or len(stored.token_ids) != size * len(stored.block_hashes):
+            return self._leave_out(stored, f"no multiple of {HASH_BLOCK_SIZE} tokens")
+        if chain is None:
+            return self._leave_out(stored, "unknown beginning")
         num_before = len(chain)
         # Only the last value before these tokens enters the chain, so the tokens before it need not be known.
         padded = array("i", bytes(4 * HASH_BLOCK_SIZE * num_before)) + array("i", stored.token_ids)
@@ -142,11 +146,13 @@ class RenamedBlocks:
             self._group = number
         return medium in (None, MEDIUM_GPU) and number == self._group
 
-    def _note_unnamed(self, stored: _Stored) -> None:
-        """Say once that routers do not learn of some blocks."""
-        if not self._num_unnamed:
-            logger.warning(event("kv_events_left_out", block_size=stored.block_size, lora=stored.lora_name or ""))
-        self._num_unnamed += 1
+    def _leave_out(self, stored: _Stored, reason: str) -> list[KVCacheEvent]:
+        """Say once for each reason that routers do not learn of some blocks: their prompts are placed by wait and load."""
+        if reason not in self._left_out:
+            self._left_out.add(reason)
+            fields = {"block_size": stored.block_size, "kind": stored.kv_cache_spec_kind or "", "lora": stored.lora_name or ""}
+            logger.warning(event("kv_events_left_out", reason=reason, **fields))
+        return []
 
 
 class KVEventReader:

@@ -1,13 +1,15 @@
 """Prompts that decode workers compute themselves: what they gain and cost, on request traces, in a simulation.
 
-    python benchmarks/local_prefill.py --traces DIR                  # both set-ups and traces, 3 seeds
+    python benchmarks/local_prefill.py --traces DIR                  # all set-ups, under both cost models, 3 seeds
     python benchmarks/local_prefill.py --traces DIR --limit 2000     # the first requests only
+    python benchmarks/local_prefill.py --traces DIR --model mocker   # one cost model
 
 Runs the router's own functions (``router.routing``): cost of a placement, backlog, and the decision for a local prefill, once
 with ``router.local_prefill_itl_ms`` and once without, with the same arrivals. The prefill workers are those of
-``routing_simulation.py``. A decode worker computes steps of 14 ms + 0.05 ms per request + 0.05 us per token of context, adds up
-to 2,048 tokens of a local prompt to a step, and holds contexts of 300,000 tokens. A handoff takes 8 ms and the time of its
-bytes at 25 GB/s. Exact times and contents. The traces are those of ``routing.py``.
+``routing_simulation.py``. A decode worker adds up to 2,048 tokens of a local prompt to a step, and holds contexts of 300,000
+tokens. Its steps take 14 ms + 0.05 ms per request + 0.05 us per token of context under the first cost model (``qwen``), and
+5.74 + 54.01 u - 25.74 u^2 ms under the second (``mocker``), where contexts take the share u of its capacity. A handoff takes
+8 ms and the time of its bytes, at 25 or 64 GB/s. Exact times and contents. The traces are those of ``routing.py``.
 """
 
 from __future__ import annotations
@@ -15,15 +17,17 @@ from __future__ import annotations
 import argparse
 import heapq
 import itertools
+import json
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from common import Table
-from routing_simulation import PrefillWorker, quantile, qwen_prefill_ms
+from cost_models import CONTEXT_TOKENS, MODELS, CostModel
+from routing_simulation import PrefillMs, PrefillWorker, quantile
 
 from kvferry.advise.trace import TraceRequest, read_trace, spread_arrivals
 from router.routing.backlog import Backlog, QueuedPrompt
@@ -31,17 +35,26 @@ from router.routing.cost import score
 from router.routing.local import LocalPrompt, StepTime, finish_ms, pays
 
 NUM_BLOCKS = 6000
-CONTEXT_TOKENS = 300_000  # of one decode worker
 CHUNK_TOKENS = 2048
-COLUMNS = ("set-up, trace", "workers, speed", "local", "mean TTFT ms", "ratio", "in SLO, change", "ITL p99 ms", "ratio of it")
-BYTES_PER_TOKEN, BYTES_PER_MS = 262_144, 25e6
-HANDOFF_MS = 8.0
+COLUMNS = (
+    "set-up, trace",
+    "workers, speed",
+    "local",
+    "mean TTFT ms",
+    "ratio",
+    "in SLO, change",
+    "ITL p99 ms",
+    "ratio of it",
+    "without steps of local prompts",
+)
+MOST_WORSE = 0.02  # the goal: nothing is worse by more
 
 
 @dataclass(frozen=True, slots=True)
 class SetUp:
-    """How many workers of each role serve which trace, and at which multiple of its own speed."""
+    """How many workers of each role serve which trace, at which multiple of its own speed, under which cost model."""
 
+    model: str
     name: str
     trace: str
     num_prefill: int
@@ -50,11 +63,16 @@ class SetUp:
 
 
 SET_UPS = (
-    SetUp("prefill-bound", "conversation", 3, 6, 0.6),
-    SetUp("decode-bound", "conversation", 6, 2, 1.0),
-    SetUp("balanced", "conversation", 6, 4, 1.0),
-    SetUp("prefill-bound", "synthetic", 3, 6, 0.7),
-    SetUp("decode-bound", "synthetic", 6, 1, 0.6),
+    SetUp("qwen", "prefill-bound", "conversation", 3, 6, 0.6),
+    SetUp("qwen", "decode-bound", "conversation", 6, 2, 1.0),
+    SetUp("qwen", "balanced", "conversation", 6, 4, 1.0),
+    SetUp("qwen", "prefill-bound", "synthetic", 3, 6, 0.7),
+    SetUp("qwen", "decode-bound", "synthetic", 6, 1, 0.6),
+    SetUp("mocker", "prefill-bound", "conversation", 3, 12, 2.4),
+    SetUp("mocker", "decode-bound", "conversation", 6, 6, 4.0),
+    SetUp("mocker", "balanced", "conversation", 6, 12, 4.0),
+    SetUp("mocker", "prefill-bound", "synthetic", 3, 12, 2.4),
+    SetUp("mocker", "decode-bound", "synthetic", 6, 3, 2.4),
 )
 
 
@@ -78,35 +96,41 @@ class Served:
 class Results:
     """What one run measured."""
 
+    prefill_ms: PrefillMs
     ttft_ms: list[float] = field(default_factory=list)
     num_ok: int = 0
     num_local: int = 0
     itl_ms: dict[float, int] = field(default_factory=dict)  # rounded to 0.1 ms: how many
+    plain_itl_ms: dict[float, int] = field(default_factory=dict)  # those of steps without a local prompt
 
     def note_first(self, served: Served, now: float) -> None:
         ttft = now - served.arrival_ms
         self.ttft_ms.append(ttft)
-        self.num_ok += ttft <= max(2000.0, 1.5 * qwen_prefill_ms(served.request.num_tokens, 0))
+        self.num_ok += ttft <= max(2000.0, 1.5 * self.prefill_ms(served.request.num_tokens, 0))
 
-    def note_step(self, step_ms: float, num_running: int) -> None:
+    def note_step(self, step_ms: float, num_running: int, *, is_plain: bool) -> None:
         rounded = round(step_ms, 1)
-        self.itl_ms[rounded] = self.itl_ms.get(rounded, 0) + num_running
+        for counts in (self.itl_ms, self.plain_itl_ms) if is_plain else (self.itl_ms,):
+            counts[rounded] = counts.get(rounded, 0) + num_running
 
-    @property
-    def itl_p99_ms(self) -> float:
-        left = 0.01 * sum(self.itl_ms.values())
-        for step_ms in sorted(self.itl_ms, reverse=True):
-            left -= self.itl_ms[step_ms]
-            if left <= 0:
-                return step_ms
-        return 0.0
+
+def p99_of(counts: Mapping[float, int]) -> float:
+    """Return the 99th percentile of values that occur so many times."""
+    left = 0.01 * sum(counts.values())
+    for value in sorted(counts, reverse=True):
+        left -= counts[value]
+        if left <= 0:
+            return value
+    return 0.0
 
 
 class DecodeWorker:
     """Generates tokens of all its requests at once, and computes one local prompt beside them."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: CostModel) -> None:
+        self.model = model
         self.cache = PrefillWorker(0, NUM_BLOCKS)
+        self.num_present = 0  # requests that were sent here: loading, waiting or running
         self.num_reserved = 0  # tokens of all requests that were placed here
         self.num_admitted = 0  # tokens of those that run
         self.waiting: deque[Served] = deque()
@@ -116,6 +140,17 @@ class DecodeWorker:
         self.local: Served | None = None
         self.is_stepping = False
         self.step = StepTime()
+
+    def reserve(self, served: Served) -> None:
+        """Count a request that was placed here."""
+        self.num_reserved += served.num_reserved
+
+    def free(self, served: Served) -> None:
+        """Forget a request that has ended."""
+        self.num_present -= 1
+        self.num_reserved -= served.num_reserved
+        self.num_admitted -= served.num_reserved
+        self.kv_tokens -= served.request.num_tokens + max(1, served.request.num_output_tokens - 1)
 
     def admit(self) -> None:
         """Let waiting requests in as long as there is room for them."""
@@ -132,13 +167,13 @@ class DecodeWorker:
 
     def step_ms(self) -> float:
         """Return the time of the next step, with a chunk of the local prompt."""
-        running = 14 + 0.05 * len(self.ends) + 0.05e-3 * self.kv_tokens if self.ends else 0.0
+        running = self.model.step_ms(len(self.ends), self.kv_tokens) if self.ends else 0.0
         if self.local is None:
             return running
         chunk, before = min(CHUNK_TOKENS, self.local.num_new - self.local.num_done), self.local.hit + self.local.num_done
         self.local.num_done += chunk
-        alone = qwen_prefill_ms(chunk, before)
-        return running + alone - (qwen_prefill_ms(0, 0) if running else 0.0)
+        alone = self.model.prefill_ms(chunk, before)
+        return running + alone - (self.model.prefill_ms(0, 0) if running else 0.0)
 
 
 class Run:
@@ -146,11 +181,12 @@ class Run:
 
     def __init__(self, set_up: SetUp, requests: Sequence[TraceRequest], max_itl_ms: float) -> None:
         self.set_up, self.requests, self.max_itl_ms = set_up, requests, max_itl_ms
+        self.model = MODELS[set_up.model]
         self.prefills = [PrefillWorker(number, NUM_BLOCKS) for number in range(set_up.num_prefill)]
         self.backlogs = [Backlog() for _ in self.prefills]
         self.queues: list[deque[tuple[Served, int]]] = [deque() for _ in self.prefills]
-        self.decodes = [DecodeWorker() for _ in range(set_up.num_decode)]
-        self.results = Results()
+        self.decodes = [DecodeWorker(self.model) for _ in range(set_up.num_decode)]
+        self.results = Results(self.model.prefill_ms)
         self.events: list[tuple[float, int, str, int, Served | None, int]] = []
         self.order = itertools.count()
 
@@ -178,7 +214,7 @@ class Run:
         if local is not None:
             self.compute_locally(now, local, served)
             return
-        self.decodes[decode].num_reserved += served.num_reserved
+        self.decodes[decode].reserve(served)
         prompt = QueuedPrompt(request.num_tokens - hit, own_ms, now)
         self.backlogs[chosen].add(str(served.number), prompt, now)
         self.queues[chosen].append((served, decode))
@@ -189,7 +225,7 @@ class Run:
         """Return score, wait, own time and hit at a prefill worker; prompts under way count as cached."""
         queued = max((common_tokens(request, served.request) for served, _ in self.queues[number]), default=0)
         hit = max(self.prefills[number].hit_tokens(request.blocks), queued)
-        own_ms = qwen_prefill_ms(request.num_tokens - hit, hit)
+        own_ms = self.model.prefill_ms(request.num_tokens - hit, hit)
         wait_ms = self.backlogs[number].work_ms(now)
         return score(wait_ms, own_ms, 0), wait_ms, own_ms, hit
 
@@ -201,8 +237,8 @@ class Run:
             if worker.waiting or worker.num_reserved + needed > CONTEXT_TOKENS or worker.local is not None:
                 continue
             hit = worker.cache.hit_tokens(request.blocks)
-            own_ms = qwen_prefill_ms(request.num_tokens - hit, hit)
-            prompts[number] = LocalPrompt(own_ms, 0.0, worker.step.ms, len(worker.ends))
+            own_ms = self.model.prefill_ms(request.num_tokens - hit, hit)
+            prompts[number] = LocalPrompt(own_ms, 0.0, worker.step.ms, worker.num_present)
         best = min(prompts, key=lambda number: finish_ms(prompts[number]), default=None)
         return best if best is not None and pays(prompts[best], remote_wait_ms, self.max_itl_ms) else None
 
@@ -210,7 +246,8 @@ class Run:
         worker, request = self.decodes[number], served.request
         served.hit = worker.cache.hit_tokens(request.blocks)
         served.num_new = request.num_tokens - served.hit
-        worker.num_reserved += served.num_reserved
+        worker.reserve(served)
+        worker.num_present += 1
         worker.local = served
         self.results.num_local += 1
         self.step_on(now, number)
@@ -219,15 +256,16 @@ class Run:
         worker, (served, _) = self.prefills[number], self.queues[number][0]
         hit = worker.hit_tokens(served.request.blocks)
         worker.touch(served.request.blocks)
-        self.plan(now + qwen_prefill_ms(served.request.num_tokens - hit, hit), "computed", number)
+        self.plan(now + self.model.prefill_ms(served.request.num_tokens - hit, hit), "computed", number)
 
     def computed(self, now: float, number: int, _served: Served | None, _partner: int) -> None:
         served, decode = self.queues[number].popleft()
         self.prefills[number].store(served.request.blocks)
         self.backlogs[number].remove(str(served.number), now)
         self.results.note_first(served, now)
+        self.decodes[decode].num_present += 1
         num_loaded = served.request.num_tokens - self.decodes[decode].cache.hit_tokens(served.request.blocks)
-        self.plan(now + HANDOFF_MS + num_loaded * BYTES_PER_TOKEN / BYTES_PER_MS, "loaded", decode, served)
+        self.plan(now + self.model.handoff_ms(num_loaded), "loaded", decode, served)
         if self.queues[number]:
             self.compute_next(now, number)
 
@@ -245,8 +283,8 @@ class Run:
         if not worker.ends and worker.local is None:
             return
         worker.is_stepping = True
-        step_ms = worker.step_ms()
-        self.results.note_step(step_ms, len(worker.ends))
+        step_ms, is_plain = worker.step_ms(), worker.local is None
+        self.results.note_step(step_ms, len(worker.ends), is_plain=is_plain)
         self.plan(now + step_ms, "stepped", number)
 
     def stepped(self, now: float, number: int, _served: Served | None, _partner: int) -> None:
@@ -257,9 +295,7 @@ class Run:
         worker.step.observe(now)
         while worker.ends and worker.ends[0][0] <= worker.num_steps:
             _, _, served = heapq.heappop(worker.ends)
-            worker.num_reserved -= served.num_reserved
-            worker.num_admitted -= served.num_reserved
-            worker.kv_tokens -= served.request.num_tokens + max(1, served.request.num_output_tokens - 1)
+            worker.free(served)
         local = worker.local
         if local is not None and local.num_done == local.num_new:
             worker.local = None
@@ -286,6 +322,7 @@ class Figures:
     p90_ttft_ms: float
     ok_share: float
     itl_p99_ms: float
+    plain_itl_p99_ms: float  # of steps without a local prompt
     local_share: float
 
 
@@ -298,7 +335,8 @@ def measure(set_up: SetUp, folder: Path, seed: int, max_itl_ms: float, limit: in
         statistics.fmean(found.ttft_ms),
         quantile(found.ttft_ms, 0.9),
         found.num_ok / count,
-        found.itl_p99_ms,
+        p99_of(found.itl_ms),
+        p99_of(found.plain_itl_ms),
         found.num_local / count,
     )
 
@@ -315,6 +353,7 @@ def row(set_up: SetUp, without: Sequence[Figures], with_local: Sequence[Figures]
         spread([after.ok_share - before.ok_share for before, after in pairs], "{:+.4f}"),
         spread([before.itl_p99_ms for before, _ in pairs], "{:.1f}"),
         spread([after.itl_p99_ms / before.itl_p99_ms for before, after in pairs], "{:.3f}"),
+        spread([after.plain_itl_p99_ms / before.itl_p99_ms for before, after in pairs], "{:.3f}"),
     ]
 
 
@@ -323,29 +362,53 @@ def spread(values: Sequence[float], form: str) -> str:
     return f"{form.format(statistics.fmean(values))} [{form.format(min(values))}, {form.format(max(values))}]"
 
 
+def goals(set_up: SetUp, without: Sequence[Figures], with_local: Sequence[Figures]) -> list[dict[str, object]]:
+    """Return the goals' figures, for ``--json``: the mean of the seeds is not worse by more than 2 %."""
+    pairs = list(zip(without, with_local, strict=True))
+    losses = {
+        "mean TTFT": [after.mean_ttft_ms / before.mean_ttft_ms - 1 for before, after in pairs],
+        "share in SLO": [before.ok_share - after.ok_share for before, after in pairs],
+        "ITL p99": [after.itl_p99_ms / before.itl_p99_ms - 1 for before, after in pairs],
+    }
+    found: list[dict[str, object]] = []
+    for name, values in losses.items():
+        value = round(statistics.fmean(values), 4)
+        whole = f"local prefill, {set_up.name}, {set_up.trace}, {set_up.model}: loss of {name}"
+        found.append({"name": whole, "value": value, "goal": MOST_WORSE, "unit": "share", "met": value <= MOST_WORSE})
+    return found
+
+
 def main() -> None:
+    """Print a table for each cost model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--traces", type=Path, required=True)
+    parser.add_argument("--traces", type=Path, required=True, metavar="DIR", help="folder of the two traces")
+    parser.add_argument("--model", choices=list(MODELS), action="append", help="cost model (default: each)")
     parser.add_argument("--itl-ms", type=float, default=50.0)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--limit", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the goals here")
     options = parser.parse_args()
-    rows = []
-    with ProcessPoolExecutor(options.jobs) as pool:
-        tasks = [
-            (set_up, seed, max_itl_ms)
-            for set_up in SET_UPS
-            for seed in range(1, options.seeds + 1)
-            for max_itl_ms in (0.0, options.itl_ms)
-        ]
-        futures = [pool.submit(measure, task[0], options.traces, task[1], task[2], options.limit) for task in tasks]
-        figures = [future.result() for future in futures]
-    for number, set_up in enumerate(SET_UPS):
-        found = figures[2 * options.seeds * number : 2 * options.seeds * (number + 1)]
-        rows.append(row(set_up, found[::2], found[1::2]))
-    print(f"router.local_prefill_itl_ms = {options.itl_ms:g} against 0; {options.seeds} seeds, their range in brackets")
-    print(Table(COLUMNS, rows).markdown())
+    met: list[dict[str, object]] = []
+    for model in options.model or MODELS:
+        set_ups = [set_up for set_up in SET_UPS if set_up.model == model]
+        tasks = list(itertools.product(set_ups, range(1, options.seeds + 1), (0.0, options.itl_ms)))
+        with ProcessPoolExecutor(options.jobs) as pool:
+            futures = [pool.submit(measure, task[0], options.traces, task[1], task[2], options.limit) for task in tasks]
+            figures = [future.result() for future in futures]
+        rows = []
+        for number, set_up in enumerate(set_ups):
+            found = figures[2 * options.seeds * number : 2 * options.seeds * (number + 1)]
+            rows.append(row(set_up, found[::2], found[1::2]))
+            met += goals(set_up, found[::2], found[1::2])
+        print(f"{model}: router.local_prefill_itl_ms = {options.itl_ms:g} against 0; {options.seeds} seeds, ranges in brackets")
+        print(Table(COLUMNS, rows).markdown(), flush=True)
+    for goal in met:
+        if not goal["met"]:
+            print(f"MISSED {goal['name']}: {goal['value']} (goal <= {goal['goal']})")
+    if options.json is not None:
+        options.json.parent.mkdir(parents=True, exist_ok=True)
+        options.json.write_text(json.dumps({"goals": met}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

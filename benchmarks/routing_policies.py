@@ -199,6 +199,7 @@ class PredictedTime(BaseRouter):
         self.fit = PrefillFit() if learns else None
         self.preferences = [preference_of(worker, *rank) for worker in range(num_workers)]
         self.backlogs = [Backlog() for _ in range(num_workers)]
+        self.others_until_ms = [0.0] * num_workers  # when each has computed the prompts of other routers
         self.accuracy = [HitAccuracy() for _ in range(num_workers)]
 
     def own_ms(self, num_tokens: int, hit: int) -> float:
@@ -211,6 +212,7 @@ class PredictedTime(BaseRouter):
         for worker, backlog in enumerate(self.backlogs):
             own = self.own_ms(request.num_tokens, self.accuracy[worker].credit(hits[worker]))
             wait, num_delayed = backlog.place_of(self._due(own, now_ms), now_ms)
+            wait += max(0.0, self.others_until_ms[worker] - now_ms)
             costs.append(score(wait, own, num_delayed, self.preferences[worker], self.reuse_weight))
         return costs.index(min(costs))
 
@@ -230,13 +232,10 @@ class PredictedTime(BaseRouter):
             self.fit.observe(job.request.num_tokens - job.hit, job.hit, job.work_ms)
 
     def on_report(self, router: int, worker: PrefillWorker, now_ms: float) -> None:
-        """Hear how much work a worker has, of all routers, by the times that this router predicts."""
-        work_ms = sum(self.own_ms(job.request.num_tokens, job.predicted_hit) for _, _, job in worker.queue)
-        running = worker.running
-        if running is not None:
-            whole_ms = self.own_ms(running.request.num_tokens, running.hit)
-            work_ms += max(0.0, whole_ms - (now_ms - running.start_ms))
-        self.backlogs[worker.number].report(work_ms, now_ms)
+        """Hear the worker's heartbeat, which says how many tokens the prompts of other routers have there."""
+        jobs = [job for _, _, job in worker.queue] + ([worker.running] if worker.running is not None else [])
+        num_tokens = sum(job.request.num_tokens for job in jobs if job.router != router)
+        self.others_until_ms[worker.number] = now_ms + self.own_ms(num_tokens, 0) if num_tokens else 0.0
 
     def _due(self, own_ms: float, now_ms: float) -> float:
         return now_ms + patience_ms(own_ms, self.patience)

@@ -79,6 +79,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 param="scheduler.async_scheduling",
             )
         check_both_or_neither("router", router, "tls_cert", "tls_key")
+        check_order("router", router, "process_number < processes_at_port")
         if router.planner.enabled and router.processes > 1:
             raise ConfigError(
                 f"router.planner.enabled = true with router.processes = {router.processes}: each process plans by its own "

@@ -58,6 +58,8 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     port: Port = 8000
     processes: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # that share `port`; process k has the k-th worker and ops port
     shares_port: bool = False  # other routers of this machine may listen at `port` as well
+    processes_at_port: Annotated[int, msgspec.Meta(ge=1, le=64)] = 1  # of which this is one; what starts several sets it
+    process_number: NonNegative = 0  # which of them this is, from 0
     worker_address: str = "tcp://127.0.0.1:5570"  # ZeroMQ ROUTER; port 0 = any
     heartbeat_interval_s: Seconds = 1.0
     heartbeat_timeout_s: Seconds = 5.0

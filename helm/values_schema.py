@@ -43,6 +43,8 @@ CHART_OWNED = {
         "port",
         "processes",
         "shares_port",
+        "processes_at_port",
+        "process_number",
         "worker_address",
         "ops_host",
         "ops_port",

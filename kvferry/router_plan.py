@@ -64,6 +64,8 @@ def _of_process(router: RouterSection, number: int) -> RouterSection:
         router,
         processes=1,
         shares_port=True,
+        processes_at_port=router.processes,
+        process_number=number,
         worker_address=join_tcp(host, port + number if port else 0),
         ops_port=router.ops_port + number if router.ops_port else 0,
         **shares,

@@ -169,6 +169,8 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaul
     num_switches: Count = 0  # as that of ``Register``
     num_of_former_role: Count = 0  # requests that it took in another role than the present one
     is_planner: bool = False  # this router may change its role
+    num_other_routers: Count = 0  # that have taken the worker in, as has the router that this is for
+    router_rank: Count = 0  # of the latter among them, in the order of their ids
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):

@@ -27,8 +27,20 @@ class Heartbeats:
         if due is not None and now - due >= _LEAST_PAUSE_S:
             self._pauses.append((now, now - due))
 
-    def write(self, load: EngineLoad, now: float, *, is_draining: bool, num_reports: int = 0, num_others: int = 0) -> Heartbeat:
-        """Return the heartbeat for a router that has been sent so many reports; ``num_others`` tokens are of other routers."""
+    def write(
+        self,
+        load: EngineLoad,
+        now: float,
+        *,
+        is_draining: bool,
+        num_reports: int = 0,
+        num_others: int = 0,
+        place: tuple[int, int] = (0, 1),
+    ) -> Heartbeat:
+        """Return the heartbeat for a router that has been sent so many reports; ``num_others`` tokens are of other routers.
+
+        ``place`` is the router's place among the routers that have taken the worker in, from 0, and their number.
+        """
         progress = load.progress
         return Heartbeat(
             engine_id=self._registration.engine_id,
@@ -44,6 +56,8 @@ class Heartbeats:
             is_warming_up=progress.is_warming_up,
             num_reports=num_reports,
             num_queued_tokens_of_others=num_others,
+            num_other_routers=place[1] - 1,
+            router_rank=place[0],
         )
 
     def _without_pauses(self, since_progress_s: float, now: float) -> float:

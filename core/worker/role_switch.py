@@ -23,7 +23,7 @@ from core.wire.messages import ErrorInfo, Heartbeat, Register, Registered, Regis
 
 logger = logging.getLogger(__name__)
 
-_NUM_REMEMBERED = 64  # heartbeats
+_NUM_REMEMBERED = 256  # heartbeats
 _FRESH_SHARE = 0.5  # of the time after which a silent planner loses its right: a switch that comes later is refused
 _VLLM_CONNECTOR = "vllm"
 

@@ -6,6 +6,8 @@ nothing of sockets and requests: ``core.worker.state`` sends the messages, and a
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from enum import Enum
 
 from core.wire.messages import Registered
@@ -13,6 +15,7 @@ from core.wire.version import RetryBackoff
 
 REGISTER_INTERVAL_S = 0.2
 DEFAULT_TIMEOUT_S = 5.0
+_LEAST_SHARE = 0.25  # of the interval of heartbeats: an early one leaves no sooner after the one before
 
 
 class MembershipDuty(Enum):
@@ -36,6 +39,8 @@ class RouterMembership:
         self._timeout_s = DEFAULT_TIMEOUT_S
         self._heard_at = now
         self._due_at = now
+        self._sent_at = now
+        self._early_at = math.inf  # of a heartbeat between two regular ones
         self._refusal = ""
         self._other_version = RetryBackoff()
 
@@ -103,9 +108,12 @@ class RouterMembership:
 
     def take_duty(self, now: float) -> MembershipDuty:
         """Return the message that is due now, and plan the next one."""
-        if now < self._due_at:
+        is_due = now >= self._due_at
+        if not is_due and not (self.is_registered and now >= self._early_at):
             return MembershipDuty.NOTHING
-        self._due_at = now + self._pause_s()
+        self._sent_at, self._early_at = now, math.inf
+        if is_due:
+            self._due_at = now + self._pause_s()
         return MembershipDuty.HEARTBEAT if self.is_registered else MembershipDuty.REGISTER
 
     def _pause_s(self) -> float:
@@ -117,6 +125,16 @@ class RouterMembership:
         """Make the next message due at once, because the worker's state has changed, as at the start of a drain."""
         self._due_at = now
 
+    def send_early(self, now: float) -> None:
+        """Send a heartbeat before the next regular one: the worker has got a prompt of another router."""
+        self._early_at = min(self._early_at, max(now, self._sent_at + _LEAST_SHARE * self._interval_s))
+
     def next_timer(self) -> float:
         """Return when this link needs attention next."""
-        return min(self._due_at, self._heard_at + self._timeout_s) if self.is_registered else self._due_at
+        return min(self._due_at, self._early_at, self._heard_at + self._timeout_s) if self.is_registered else self._due_at
+
+
+def place_of(membership: RouterMembership, every: Iterable[RouterMembership]) -> tuple[int, int]:
+    """Return the place of a router among those that have taken the worker in, in the order of their ids, and their number."""
+    routers = sorted({each.router_id for each in (membership, *every) if each.is_registered})
+    return (routers.index(membership.router_id), len(routers)) if membership.is_registered else (0, 1)

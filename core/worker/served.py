@@ -63,9 +63,9 @@ class ServedRequests:
         """Return how many requests are not those of a prefill worker, or with False how many are."""
         return sum(item.is_handed_over is not is_prefill for item in self.values())
 
-    def begin(self, link: str, message: Generate | EncodeRequest | EngineCall, now: float) -> None:
+    def begin(self, link: str, message: Generate | EncodeRequest | EngineCall, now: float) -> Served:
         """Add a request that was admitted."""
-        self._requests[message.request_id] = Served(
+        served = self._requests[message.request_id] = Served(
             link=link,
             arrival_time=now,
             num_prompt_tokens=len(message.prompt_token_ids) if isinstance(message, Generate) else 0,
@@ -77,6 +77,7 @@ class ServedRequests:
         self.num_choices += num_choices(message)
         if message.deadline_ms:
             self._deadlines.add(message.request_id, now + message.deadline_ms / 1e3)
+        return served
 
     def forget(self, request_id: str) -> Served | None:
         """Remove a request; return it, None if it is unknown."""

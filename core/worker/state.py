@@ -70,7 +70,7 @@ from core.worker.heartbeats import Heartbeats
 from core.worker.request_accounts import RequestAccounts
 from core.worker.role import RoleHandler, RoleOutput, split_choice_id
 from core.worker.role_switch import RoleSwitch
-from core.worker.router_membership import MembershipDuty, RouterMembership
+from core.worker.router_membership import MembershipDuty, RouterMembership, place_of
 from core.worker.served import ServedRequests, num_choices
 
 logger = logging.getLogger(__name__)
@@ -253,7 +253,9 @@ class WorkerState:
             logger.exception(event("worker_bug", request_id=message.request_id))
             bug = KVFerryError("the worker failed on this request; its log says how")
             return [*self._drop(message.request_id, bug.code), self._refuse(link, message.request_id, bug)]
-        self._served.begin(link, message, now)
+        if self._served.begin(link, message, now).has_prompt:
+            for other in [membership for key, membership in self._links.items() if key != link]:
+                other.send_early(now)
         return actions
 
     def _admit(self, message: Generate | EncodeRequest | EngineCall, now: float) -> list[Action]:
@@ -434,9 +436,9 @@ class WorkerState:
         return actions + self._reports.take_due(now)
 
     def _heartbeat(self, link: str, now: float) -> Heartbeat:
-        others, num_reports = self._served.num_queued_tokens_of_others(link), self._reports.num_sent(link)
-        load, is_draining = self._load(), self.is_draining
-        heartbeat = self._heartbeats.write(load, now, is_draining=is_draining, num_reports=num_reports, num_others=others)
+        known = {"num_reports": self._reports.num_sent(link), "num_others": self._served.num_queued_tokens_of_others(link)}
+        place = place_of(self._links[link], self._links.values())
+        heartbeat = self._heartbeats.write(self._load(), now, is_draining=self.is_draining, place=place, **known)
         return self.roles.sign(heartbeat, link, self.num_of_former_role, now)
 
     # ---- role --------------------------------------------------------------------------------------------------------

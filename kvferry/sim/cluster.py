@@ -249,6 +249,7 @@ class SimCluster:
             corrupted_reads=reads.num_corrupted,
         )
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
+        happened["local_prefills"] = sum(each.report is not None and each.report.outcome == "local" for each in self.clients)
         happened["slow_clients"] = sum(client.plan.reading is not None for client in self.clients)
         happened["role_switches"] = self.troubles.roles.num_switches
         happened["planned_switches"] = self.troubles.roles.num_planned

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.config_router import PlannerSection, RouterSection
-from core.errors import KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
+from core.errors import DeadlineUnreachable, KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
 from core.ids import router_id
 from core.wire.contents import ContentReport
 from core.wire.early import PrefillProgress
@@ -213,7 +213,12 @@ class RouterCore:
         """Start a request. Raises the RequestError that refuses it."""
         demand = Demand(num_tokens=submission.num_tokens, model_fingerprint=submission.model_fingerprint)
         budget_s = submission.budget_s(self._request_timeout_s)
-        late = self.wait_estimates.too_late(self.membership.workers, demand, budget_s, now, submission.tenant)
+        try:
+            late = self.wait_estimates.too_late(self.membership.workers, demand, budget_s, now, submission.tenant)
+        except DeadlineUnreachable:
+            if not self.dispatcher.placement.would_be_local(submission, now):
+                raise
+            late = frozenset()
         try:
             return self._resolve(self.dispatcher.submit(submission, now, late), now)
         except NoWorker as error:

@@ -104,7 +104,7 @@ class Dispatcher:
         self._handoffs = Handoffs(membership)
         self._early_pulls = EarlyPulls(membership)
         self.route_costs = RouteCosts()
-        self._placement = Placement(membership, self._inflight, self._pairs, self.route_costs)
+        self.placement = Placement(membership, self._inflight, self._pairs, self.route_costs)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -137,7 +137,7 @@ class Dispatcher:
         request = open_request(submission, now, self._request_timeout_s)
         request.avoid |= avoid
         try:
-            route = self._placement.route(request, now)
+            route = self.placement.route(request, now)
             self._waiting.check_turn(route.workers, now)
         except Overloaded as error:
             if not may_wait:
@@ -321,7 +321,7 @@ class Dispatcher:
         request.model_fingerprint = first.facts.model_fingerprint
         self._attempts.begin(request)
         for worker in route.workers:
-            self._inflight.take(request, worker, request.submission.n)
+            self._inflight.take(request, worker, request.submission.n, is_reserved=worker is not first)
         request.phase = RequestPhase.ENCODE
         encodes = self._encode_legs.begin(request, first, now)
         return [*encodes] if encodes else [self._send_prompt(request, now)]
@@ -339,7 +339,7 @@ class Dispatcher:
     def _restart(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Start a request again from its beginning, before its first token."""
         try:
-            route = self._placement.route(request, now)
+            route = self.placement.route(request, now)
         except (NoWorker, Overloaded) as error:
             if request.attempt.previous_error is not None and request.attempt.previous_error.code == Overloaded.code:
                 return self._fail_with(request, request.attempt.previous_error, now)  # no worker has admitted it
@@ -353,20 +353,20 @@ class Dispatcher:
         """Send a request with its output so far to a decode worker, or let it wait for one."""
         self._handoffs.begin(request, now)
         try:
-            decode = self._placement.decode(request, now)
+            decode = self.placement.decode(request, now)
         except (NoWorker, Overloaded) as error:
             return self._wait(request, error, now)
         self._waiting.remove(request)
         actions = self._early_pulls.stop(request, decode.key) + self._handoffs.keep_or_release(request, decode)
         request.attempt.decode = decode.key
         request.attempt.has_handoff = request.handoff is not None
-        request.source = self._placement.source_for(request, decode)
+        request.source = self.placement.source_for(request, decode)
         self._inflight.take(request, decode, request.num_live_choices)
         return [*actions, SendToWorker(decode.key, resuming_generate(request, now))]
 
     def _wait(self, request: RequestState, error: NoWorker | Overloaded, now: float) -> list[DispatchAction]:
         """Let a request wait for a worker; end it if it has waited too long."""
-        is_only_busy = isinstance(error, Overloaded) or self._placement.may_resume(request)
+        is_only_busy = isinstance(error, Overloaded) or self.placement.may_resume(request)
         too_long = self._waiting.keep(request, error, now, is_only_busy=is_only_busy)
         return self._fail(request, too_long, now) if too_long is not None else []
 
@@ -434,7 +434,7 @@ class Dispatcher:
 
     def _move(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Move a request to another worker if its own one makes no progress."""
-        why = self._placement.why_move(request, now)
+        why = self.placement.why_move(request, now)
         return self._retry(request, ErrorInfo.of(why), now, is_gone=False, is_free=True) if why is not None else []
 
     def _retry(

@@ -1,7 +1,7 @@
 """Counts of what this router has in flight at each worker; heartbeats report the same load later.
 
-Owns ``Member.num_inflight``: choices at prefill, decode and aggregated workers, images at encode workers; and
-``Member.num_inflight_tokens``, the most tokens of these choices.
+Owns ``Member.num_inflight``: choices at prefill, decode and aggregated workers, images at encode workers; of these
+``Member.num_reserved``, at decode workers; and ``Member.num_inflight_tokens``, the most tokens of these choices.
 """
 
 from __future__ import annotations
@@ -16,14 +16,18 @@ class InflightCounts:
     def __init__(self) -> None:
         self._num_picks = 0
 
-    def take(self, request: RequestState, worker: Member, count: int) -> None:
-        """Count ``count`` choices or images of a request at a worker, in place of what was counted there before."""
+    def take(self, request: RequestState, worker: Member, count: int, *, is_reserved: bool = False) -> None:
+        """Count ``count`` choices or images of a request at a worker, in place of what was counted there before.
+
+        With ``is_reserved`` they are not there yet: another worker computes the prompt.
+        """
         self.free(request, worker.key)
         self._num_picks += 1
         worker.last_picked = self._num_picks
         worker.num_inflight += count
         worker.num_inflight_tokens += count * request.submission.num_tokens
-        request.inflight[worker.key] = InflightCount(worker, count)
+        worker.num_reserved += count if is_reserved else 0
+        request.inflight[worker.key] = InflightCount(worker, count, is_reserved)
 
     def shrink(self, request: RequestState, key: WorkerKey | None, count: int) -> None:
         """Reduce the count at a worker to ``count`` if it is higher."""
@@ -31,7 +35,8 @@ class InflightCounts:
         if held is not None and count < held.count:
             held.worker.num_inflight -= held.count - count
             held.worker.num_inflight_tokens -= (held.count - count) * request.submission.num_tokens
-            request.inflight[held.worker.key] = InflightCount(held.worker, count)
+            held.worker.num_reserved -= held.count - count if held.is_reserved else 0
+            request.inflight[held.worker.key] = InflightCount(held.worker, count, held.is_reserved)
 
     def free(self, request: RequestState, key: WorkerKey) -> None:
         """Remove the count at a worker, if there is one."""
@@ -39,6 +44,7 @@ class InflightCounts:
         if held is not None:
             held.worker.num_inflight -= held.count
             held.worker.num_inflight_tokens -= held.count * request.submission.num_tokens
+            held.worker.num_reserved -= held.count if held.is_reserved else 0
 
     def free_all(self, request: RequestState) -> None:
         """Remove all counts of a request."""

@@ -30,8 +30,9 @@ class Member(ABC):
     """A live process of the cluster as the router sees it.
 
     ``num_inflight`` counts choices or images of this router's own requests, ``num_inflight_tokens`` the most tokens of these
-    choices. ``is_refusing`` is set by a refusal for lack of
-    room, and ``closed_because`` by a failure that says why the process takes no requests; the next heartbeat clears both.
+    choices, and ``num_reserved`` those of them whose prompts another worker computes. ``is_refusing`` is set by a refusal for
+    lack of room, and ``closed_because`` by a failure that says why the process takes no requests; the next heartbeat clears
+    both.
     ``cut_peer`` is a connection that was found lost after a pause of the router itself: the process may be alive, and may
     return on another connection. ``awaits_readers_since`` is the router time of the first of its latest heartbeats that all
     reported waiting requests, leased blocks and no running request; None if the last one did not.
@@ -50,6 +51,7 @@ class Member(ABC):
     num_leased_blocks: int = 0
     num_inflight: int = 0
     num_inflight_tokens: int = 0
+    num_reserved: int = 0
     last_picked: int = 0
     progress: WorkerProgress = field(default_factory=WorkerProgress)
     cut_peer: bytes | None = None
@@ -136,6 +138,11 @@ class Member(ABC):
     def num_held(self) -> int:
         """The larger of this router's own count, which is current, and the heartbeat's, which covers all routers."""
         return max(self.num_inflight, self.num_running + self.num_waiting)
+
+    @property
+    def num_present(self) -> int:
+        """As ``num_held``, without those that are still elsewhere."""
+        return max(self.num_inflight - self.num_reserved, self.num_running + self.num_waiting)
 
 
 @dataclass(slots=True, kw_only=True)

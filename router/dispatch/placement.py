@@ -17,9 +17,11 @@ from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
-from router.dispatch.request_state import RequestPhase, RequestState
+from router.dispatch.request_state import RequestPhase, RequestState, open_request
 from router.dispatch.route_costs import Offer, RouteCosts, report, source_of
+from router.dispatch.types import Submission
 from router.routing import affinity
+from router.routing.cost import dislike_ms
 
 _Offers = dict[WorkerKey, Offer]
 _Prompt = tuple[Sequence[int], Sequence[ExtraKey]]
@@ -41,6 +43,8 @@ class Placement:
         offers = self._costs.offers(
             computing(workers), wanted.prompt_token_ids, extra_keys, now, members=workers, tenant=wanted.tenant
         )
+        if not wanted.affinity:  # a session has the same worker at every router
+            offers = self._with_preference(offers)
         costs = {key: offer.score for key, offer in offers.items()}
         able = {w.key: offers[w.key] for w in workers if w.key in offers and not w.is_closed and w.has_room(wanted.n)}
         slack_ms = affinity.slack_ms((offer.score, offer.own_ms) for offer in able.values()) if wanted.affinity else 0.0
@@ -62,6 +66,27 @@ class Placement:
         if offer is not None:
             request.routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
         return route
+
+    def _with_preference(self, offers: _Offers) -> _Offers:
+        """Return the offers with this router's preference among similar workers in their scores."""
+        disliked = self._costs.preferences.disliked & offers.keys()
+        if not disliked:
+            return offers
+        worse: dict[int, Offer] = {}  # by identity: most workers of a large cluster share one offer
+        for key in disliked:
+            offer = offers[key]
+            if id(offer) not in worse:
+                worse[id(offer)] = replace(offer, score=offer.score + dislike_ms(offer.own_ms))
+        return {**offers, **{key: worse[id(offers[key])] for key in disliked}}
+
+    def would_be_local(self, submission: Submission, now: float) -> bool:
+        """Return True if a decode worker would begin to compute the prompt of a new request at once."""
+        if not self._costs.max_local_itl_ms:
+            return False
+        try:
+            return self.route(open_request(submission, now, 0.0), now).is_local
+        except RequestError:
+            return False
 
     def _shorten(
         self, route: Route, demand: Demand, offers: _Offers, prompt: _Prompt, now: float, tenant: int

@@ -49,6 +49,7 @@ class InflightCount:
 
     worker: Member
     count: int
+    is_reserved: bool = False  # also in its ``num_reserved``
 
 
 @dataclass(slots=True)

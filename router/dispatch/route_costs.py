@@ -19,6 +19,7 @@ from core.wire.kv import KVSource
 from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens, TransferUsage
 from router.contents.known import Hit, KnownContents
 from router.dispatch.members import GenerationWorker, WorkerKey
+from router.dispatch.preferences import RouterPreferences
 from router.dispatch.sources import Holder, Source, Sources, holders_of
 from router.dispatch.timing import RoutingReport
 from router.routing import transfer
@@ -97,6 +98,7 @@ class RouteCosts:
     def __init__(self) -> None:
         self.contents = KnownContents()
         self.sources = Sources()
+        self.preferences = RouterPreferences()
         self.is_enabled = True
         self.observes_steps = False  # also without local prefills
         self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
@@ -168,7 +170,7 @@ class RouteCosts:
         for worker in workers:
             offer, known = offers[worker.key], self._worker(worker)
             wait_ms = known.backlog.work_ms(now * 1e3) + known.wait_of_others_ms(now * 1e3)
-            prompts[worker.key] = LocalPrompt(offer.own_ms, wait_ms, known.step.ms, worker.num_held)
+            prompts[worker.key] = LocalPrompt(offer.own_ms, wait_ms, known.step.ms, worker.num_present)
         best = min(workers, key=lambda worker: (finish_ms(prompts[worker.key]), worker.load), default=None)
         if best is None or not pays(prompts[best.key], remote.wait_ms, self.max_local_itl_ms):
             return None
@@ -300,6 +302,7 @@ class RouteCosts:
         """
         if not self.is_enabled:
             return False
+        self.preferences.on_heartbeat(heartbeat)
         if num_others := heartbeat.num_queued_tokens_of_others:
             self._worker(worker).others_until_ms = now * 1e3 + self.prefill_time(worker).ms(num_others, 0)
         elif worker.key in self._workers:
@@ -389,9 +392,11 @@ class RouteCosts:
     def join(self, worker: GenerationWorker) -> None:
         """Expect reports of a new member."""
         self.contents.join(worker)
+        self.preferences.join(worker)
 
     def on_switched(self, worker: GenerationWorker) -> None:
         """Count a worker with those of its new role; its contents and its queue stay."""
+        self.preferences.join(worker)
         known = self._workers.get(worker.key)
         if known is not None:
             known.pool = _pool_of(worker)
@@ -401,6 +406,7 @@ class RouteCosts:
         self._workers.pop(worker, None)
         self.sources.forget(worker)
         self.contents.leave(worker)
+        self.preferences.forget(worker)
         for request_id in [name for name, placed in self._placed.items() if placed.worker == worker]:
             del self._placed[request_id]
 

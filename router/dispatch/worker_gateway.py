@@ -133,6 +133,7 @@ class WorkerGateway:
         self._has_changed = asyncio.Event()  # something that the core knows
         self._death: asyncio.Future[BaseException] | None = None
         add_gauges(metrics, self.core, clock)
+        metrics.watch("router_processes", "Routers behind this one's port, itself included.", lambda: config.processes_at_port)
         add_planner_gauges(metrics, self.core, clock)
 
     def trace_with(self, tracer: Tracer) -> None:

@@ -108,6 +108,7 @@ class Endpoints:
         self.model = model.name
         self.gateway = gateway
         self.metrics = metrics
+        self.config = config
         self.is_closing = False
         self._defaults = model.defaults
         self._tokenizer = model.tokenizer

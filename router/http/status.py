@@ -74,6 +74,8 @@ class Status(msgspec.Struct, kw_only=True):
     """The report. Counts run since the start of the router, rates over the last minute."""
 
     router_id: str
+    num_processes: int  # behind this router's port; the report is of one of them
+    process_number: int  # which one, from 0
     model: str
     version: str
     wire_version: int  # of this router and all its workers
@@ -115,6 +117,8 @@ def status_of(endpoints: Endpoints, version: str) -> Status:
     traffic, rates = gateway.observer.traffic.pairs(now), gateway.observer.traffic.prompts_per_s(now)
     return Status(
         router_id=gateway.core.membership.welcome.router_id,
+        num_processes=endpoints.config.processes_at_port,
+        process_number=endpoints.config.process_number,
         model=endpoints.model,
         version=version,
         wire_version=WIRE_VERSION,

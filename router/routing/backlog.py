@@ -26,9 +26,6 @@ class QueuedPrompt:
 class Backlog:
     """The uncomputed prompts at one worker. The worker computes one at a time, the one that is due first.
 
-    If other routers use the worker too, it reports all its work. The report is more complete than this router's own count, but
-    older: the time since then and the prompts placed since then correct it.
-
     A prompt that is due after all others, as every new one of a worker without patience is, costs the same behind any number
     of them.
     """
@@ -37,10 +34,6 @@ class Backlog:
     num_new_tokens: int = 0
     _running: str | None = None
     _since_ms: float = 0.0
-    _reported_ms: float = 0.0  # at _reported_at_ms; 0 = no report, or an idle worker
-    _reported_at_ms: float = 0.0
-    _unreported: set[str] = field(default_factory=set)  # placed since the report
-    _unreported_ms: float = 0.0
     _tenant_ms: dict[int, float] = field(default_factory=dict)  # predicted times of the prompts, by tenant
     _tenant_counts: dict[int, int] = field(default_factory=dict)
     _by_due: list[tuple[float, int, str]] = field(default_factory=list)  # heap; entries of prompts that are gone are skipped
@@ -53,8 +46,6 @@ class Backlog:
         self.remove(request_id, now_ms)
         self.prompts[request_id] = prompt
         self.num_new_tokens += prompt.num_new_tokens
-        self._unreported.add(request_id)
-        self._unreported_ms += prompt.predicted_ms
         self._tenant_ms[prompt.tenant] = self._tenant_ms.get(prompt.tenant, 0.0) + prompt.predicted_ms
         self._tenant_counts[prompt.tenant] = self._tenant_counts.get(prompt.tenant, 0) + 1
         self._num_added += 1
@@ -75,49 +66,38 @@ class Backlog:
             self._running, self._since_ms = self._first_due(), now_ms
         return prompt
 
-    def report(self, work_ms: float, now_ms: float) -> None:
-        """Record how much work the worker has, in ms, of this and other routers."""
-        self._reported_ms, self._reported_at_ms = max(0.0, work_ms), now_ms
-        self._unreported.clear()
-        self._unreported_ms = 0.0
-
     def place_of(self, due_ms: float, now_ms: float, tenant: int | None = None) -> tuple[float, int]:
         """Return how many ms a prompt due then would wait, and how many queued prompts it would overtake.
 
         With a ``tenant`` the worker is fair: the prompts of each other tenant delay it by as much as those of its own, and by
         about one prompt more.
         """
-        unreported_ms = self._unreported_ms
         tenants_ms: Mapping[int, float] = self._tenant_ms
         num_delayed = 0
         if due_ms < self._last_due_ms:
-            unreported_ms, tenants_ms, num_delayed = self._due_before(due_ms)
+            tenants_ms, num_delayed = self._due_before(due_ms)
         running = self.prompts.get(self._running) if self._running is not None else None
         wait_ms = sum(tenants_ms.values())
         if running is not None:
             wait_ms -= min(running.predicted_ms, now_ms - self._since_ms)
         if tenant is not None:
             wait_ms -= self._fair_part(tenants_ms, wait_ms, tenant, running)
-        wait_ms = max(0.0, wait_ms)
-        reported_ms = max(0.0, self._reported_ms - (now_ms - self._reported_at_ms))
-        return max(wait_ms, reported_ms + unreported_ms) if reported_ms else wait_ms, num_delayed
+        return max(0.0, wait_ms), num_delayed
 
     def work_ms(self, now_ms: float) -> float:
         """Return the predicted time until all its prompts are computed."""
         return self.place_of(float("inf"), now_ms)[0]
 
-    def _due_before(self, due_ms: float) -> tuple[float, Mapping[int, float], int]:
-        """Return the unreported time and that of each tenant of the prompts due by then, and how many are due later."""
-        unreported_ms, num_delayed = 0.0, 0
+    def _due_before(self, due_ms: float) -> tuple[Mapping[int, float], int]:
+        """Return the time of each tenant of the prompts due by then, and how many are due later."""
+        num_delayed = 0
         tenants_ms: dict[int, float] = {}
         for name, prompt in self.prompts.items():
             if name != self._running and prompt.due_ms > due_ms:
                 num_delayed += 1
                 continue
             tenants_ms[prompt.tenant] = tenants_ms.get(prompt.tenant, 0.0) + prompt.predicted_ms
-            if name in self._unreported:
-                unreported_ms += prompt.predicted_ms
-        return unreported_ms, tenants_ms, num_delayed
+        return tenants_ms, num_delayed
 
     def _fair_part(self, tenants_ms: Mapping[int, float], wait_ms: float, tenant: int, running: QueuedPrompt | None) -> float:
         """Return how much of a wait falls away since the worker is fair to a tenant; the running prompt is waited for."""
@@ -132,9 +112,6 @@ class Backlog:
     def _forget(self, request_id: str, prompt: QueuedPrompt) -> None:
         """Take a removed prompt out of the sums, which begin anew when there is none, so that rounding does not add up."""
         self.num_new_tokens -= prompt.num_new_tokens
-        if request_id in self._unreported:
-            self._unreported.remove(request_id)
-            self._unreported_ms -= prompt.predicted_ms
         del self._numbers[request_id]
         self._tenant_ms[prompt.tenant] -= prompt.predicted_ms
         self._tenant_counts[prompt.tenant] -= 1
@@ -142,7 +119,7 @@ class Backlog:
             del self._tenant_ms[prompt.tenant], self._tenant_counts[prompt.tenant]
         if not self.prompts:
             self._by_due.clear()
-            self._unreported_ms, self._last_due_ms = 0.0, -math.inf
+            self._last_due_ms = -math.inf
 
     def _first_due(self) -> str | None:
         """Return the prompt that is due first; of equal ones the oldest."""

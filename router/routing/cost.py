@@ -40,7 +40,12 @@ def score(
     wait_ms: float, own_ms: float, num_delayed: int, preference: float = 0.0, reuse_weight: float = REUSE_WEIGHT
 ) -> float:
     """Return the cost of a placement, in ms: its predicted time to the first token and its externality."""
-    return wait_ms + own_ms * (1.0 + reuse_weight + num_delayed + PREFERENCE * preference)
+    return wait_ms + own_ms * (1.0 + reuse_weight + num_delayed) + dislike_ms(own_ms, preference)
+
+
+def dislike_ms(own_ms: float, preference: float = 1.0) -> float:
+    """Return what a router's dislike of a worker adds to the score."""
+    return PREFERENCE * preference * own_ms
 
 
 def preference_of(worker_rank: int, router_rank: int, num_routers: int) -> float:

@@ -93,7 +93,16 @@ def test_a_cleared_cache_is_empty(blocks, feed):
 def test_what_routers_could_not_name_is_left_out(blocks, feed, event, caplog):
     apply(blocks, event, event)
     assert feed.contents() == set()
-    assert caplog.text.count("event=kv_events_left_out") <= 1
+    assert caplog.text.count("event=kv_events_left_out") == 1
+
+
+def test_a_model_without_a_group_that_routers_could_name_is_said_once(blocks, feed, caplog):
+    window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 64}
+    for number in range(3):
+        apply(blocks, stored(group_idx=number % 2, **window))
+    assert feed.contents() == set()
+    assert caplog.text.count("event=kv_events_left_out") == 1
+    assert "kind=sliding_window" in caplog.text
 
 
 def test_only_the_first_group_with_full_attention_counts(blocks, feed):

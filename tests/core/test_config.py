@@ -230,6 +230,7 @@ def test_cache_dir_follows_the_environment(monkeypatch):
             "kvstore.heartbeat_interval_s = 5 must be below kvstore.client_timeout_s = 5",
         ),
         (["worker.host_slot=1"], "worker.host_slot = 1 must be below worker.workers_on_host = 1"),
+        (["router.process_number=1"], "router.process_number = 1 must be below router.processes_at_port = 1"),
     ],
 )
 def test_settings_that_contradict_each_other_are_refused_with_both_paths_and_the_fix(assignments, hint):

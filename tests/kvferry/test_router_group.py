@@ -50,6 +50,12 @@ def field(line, name):
     return line.partition(f" {name}=")[2].split()[0]
 
 
+def ops_addresses(lines):
+    """Return the operations addresses of the routers, in their order."""
+    (line,) = lines("routers_started")
+    return field(line, "ops_address").split(",")
+
+
 def test_routers_share_a_port_and_one_that_dies_is_replaced(group):
     process, lines = group
     until(lambda: lines("routers_started"))
@@ -62,6 +68,8 @@ def test_routers_share_a_port_and_one_that_dies_is_replaced(group):
     until(lambda: lines("died"))
     until(lambda: len(lines("router_started")) == 3)
     assert {field(line, "http") for line in lines("router_started")} == ports
+    reports = [httpx.get(f"{each}/status.json", timeout=DEADLINE_S).json() for each in ops_addresses(lines)]
+    assert [(report["process_number"], report["num_processes"]) for report in reports] == [(0, 2), (1, 2)]
     for _ in range(8):  # connections go to both
         assert httpx.get(f"{url}/health", timeout=DEADLINE_S).status_code == 200
     process.send_signal(signal.SIGTERM)

@@ -33,6 +33,12 @@ def test_processes_share_the_port_and_nothing_else_that_is_bound():
     assert plan.worker_addresses == tuple(section.worker_address for section in found)
 
 
+def test_each_process_knows_which_one_of_how_many_it_is():
+    _, found = sections(processes=3)
+    assert [(section.process_number, section.processes_at_port) for section in found] == [(0, 3), (1, 3), (2, 3)]
+    assert sections()[1][0].processes_at_port == 1
+
+
 def test_each_of_several_has_an_operations_port_also_if_none_is_set():
     assert [section.ops_port for section in sections(processes=2)[1]] == [0, 0]
 

@@ -43,8 +43,13 @@ function show(now) {
   setText(byId("model"), status.model);
   document.title = `${status.model}: kvferry status`;
   setText(byId("version"), `kvferry ${status.version}, wire ${status.wire_version}`);
-  setText(byId("router"), `as ${status.router_id.slice(0, 15)} sees it`);
+  const count = status.num_processes;
+  const process = count > 1 ? `process ${status.process_number + 1} of ${count}, ` : "";
+  setText(byId("router"), `as ${process}${status.router_id.slice(0, 15)} sees it`);
   byId("router").title = `${status.router_id}: each router shows its own requests, traffic and history`;
+  byId("partial").hidden = count === 1;
+  setText(byId("partial"), `${count} router processes serve one port. Requests, traffic, charts and counts on this page are those ` +
+    "of one process; each has a page of its own at its operations port.");
   showState(status.is_ready ? "ready" : `not ready: ${status.reason}`, status.is_ready ? "good" : "bad");
   showTiles(now, latestHistory);
   showCluster(status);

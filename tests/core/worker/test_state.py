@@ -461,7 +461,8 @@ def test_router_cannot_abort_the_request_of_another(worker):
 def test_deadline_aborts_and_answers(worker):
     worker.generate("slow", "a", deadline_ms=700)
     worker.generate("free", "a")
-    assert worker.state.next_timer(0.0) == 0.7
+    worker.state.on_timer(0.3)  # the other router hears of the prompts
+    assert worker.state.next_timer(0.3) == 0.7
     assert worker.state.on_timer(0.69) == []
     actions = worker.state.on_timer(0.7)
     assert actions[0] == SubmitAbort(["slow/0"])
@@ -472,6 +473,7 @@ def test_deadline_aborts_and_answers(worker):
 
 def test_deadline_of_a_finished_request_does_nothing(worker):
     worker.generate("r", "a", deadline_ms=700)
+    worker.state.on_timer(0.3)  # the other router hears of the prompts
     worker.state.on_outputs([EngineCoreOutput("r/0", [2], finish_reason="stop")], 0.5)
     assert worker.state.on_timer(0.7) == []
 
@@ -481,6 +483,7 @@ def test_reused_id_does_not_inherit_a_deadline(worker):
     worker.generate("r", "a", deadline_ms=700)
     worker.state.on_router_message("a", Abort(request_ids=("r",)), 0.1)
     worker.generate("r", "a", 0.2, deadline_ms=1200)
+    worker.state.on_timer(0.3)  # the other router hears of the prompts
     assert sent(worker.state.on_timer(0.7)) == []
     assert worker.state.num_requests == 2
     (reply,) = [message for message in sent(worker.state.on_timer(1.4)) if isinstance(message, RequestFailed)]

@@ -13,7 +13,7 @@ from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from core.kv.hashing import BlockHasher
 from core.metrics import WorkerMetrics
 from core.wire.contents import ContentReport
-from core.wire.messages import Abort, Generate, PrefillDone, Registered
+from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, Registered
 from core.wire.sampling import SamplingParams
 from core.worker.actions import AdmissionLimits, EngineLoad, Send
 from core.worker.role import EngineFacts
@@ -253,3 +253,41 @@ def test_the_work_of_another_router_is_waited_for(core, worker):
     worker.deliver(worker.state.on_router_message("b", Abort(request_ids=("r",)), 1.0), 1.0)
     worker.run(until=2.0, since=1.0)
     assert wait_ms(core, 1.0) == 0
+
+
+def test_each_router_learns_its_place_among_the_routers_of_a_worker(core, worker):
+    """By heartbeats, in the order of the routers' ids; a router that is gone does not count."""
+    other = RouterCore("tiny", "A", LIMITS)
+    worker.join(other, "b")
+    worker.run(until=1.0)
+    preferences = [each.route_costs.preferences for each in (core, other)]
+    assert [each.disliked for each in preferences] == [{worker.key}, frozenset()]
+    worker.deliver(worker.state.disconnect("b"), 1.5)
+    worker.run(until=2.0, since=1.5)
+    assert not preferences[0].disliked
+
+
+def test_a_prompt_of_another_router_is_told_before_the_next_heartbeat_is_due(core, worker):
+    """A quarter of the interval after the one before at the earliest; then at the usual pace."""
+    worker.join(RouterCore("tiny", "A", LIMITS), "b")
+    worker.run(until=2.0)
+    told = []
+    on_message = core.on_message
+    core.on_message = lambda peer, message, now: (told.append((now, message)), on_message(peer, message, now))[1]
+
+    def send_by_the_other(request_id, now):
+        message = Generate(request_id=request_id, prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=5), handoff=True)
+        worker.deliver(worker.state.on_router_message("b", message, now), now)
+        worker.run(until=now + 0.001, since=now)
+
+    def heartbeats():
+        return [(now, message.num_queued_tokens_of_others) for now, message in told if isinstance(message, Heartbeat)]
+
+    send_by_the_other("r1", 2.1)
+    assert heartbeats() == []
+    worker.run(until=2.6, since=2.2)
+    assert heartbeats() == [(pytest.approx(2.25), 1000)]
+    send_by_the_other("r2", 2.9)
+    assert heartbeats()[1:] == [(2.9, 2000)]
+    worker.run(until=3.9, since=3.0)
+    assert heartbeats()[2:] == [(3.0, 2000)]

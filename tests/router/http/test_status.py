@@ -44,6 +44,16 @@ async def test_report_names_the_versions_of_router_and_workers(start_router):
     assert (await get(under_test, "/version")).json() == {"version": package_version(), "wire_version": WIRE_VERSION}
 
 
+async def test_report_says_that_it_is_of_one_of_several_processes(start_router):
+    alone = await start_router(has_http=False)
+    report = (await get(alone, "/status.json")).json()
+    assert (report["num_processes"], report["process_number"]) == (1, 0)
+    second = await start_router(has_http=False, processes_at_port=4, process_number=1)
+    report = (await get(second, "/status.json")).json()
+    assert (report["num_processes"], report["process_number"]) == (4, 1)
+    assert second.metric("kvferry_router_processes") == 4
+
+
 async def test_report_tells_workers_that_are_full_from_those_that_take_nothing(served):
     prefill, decode = served.router.gateway.core.membership.workers
     prefill.note_failure(ErrorInfo.of(Overloaded("no room")))

@@ -111,6 +111,20 @@ async def test_page_shows_the_cluster_as_it_is(start_router, browser):
         assert page.errors == []
 
 
+async def test_page_says_that_it_is_of_one_of_several_processes(start_router, browser):
+    alone = await start_router()
+    second = await start_router(processes_at_port=4, process_number=1)
+    async with new_page(browser) as page:
+        await page.open(f"{alone.url}/status")
+        await page.until(IS_LIVE)
+        assert "process" not in await page.text("router")
+        assert await page.evaluate("document.getElementById('partial').hidden")
+        await page.open(f"{second.url}/status")
+        await page.until("document.getElementById('router').textContent.startsWith('as process 2 of 4, ')")
+        assert (await page.text("partial")).startswith("4 router processes serve one port.")
+        assert page.errors == []
+
+
 async def test_page_says_when_nothing_can_be_served_and_when_the_router_is_gone(start_router, browser):
     under_test = await start_router()
     async with new_page(browser) as page:

@@ -46,28 +46,6 @@ def test_the_prompt_due_first_runs_next():
     assert backlog.place_of(0, 105) == (5, 1)
 
 
-def test_reported_work_passes_with_time():
-    backlog = Backlog()
-    backlog.report(200, now_ms=1000)
-    assert backlog.work_ms(1050) == 150
-    assert backlog.work_ms(9000) == 0
-
-
-def test_a_report_counts_own_prompts_once():
-    backlog = Backlog()
-    backlog.add("before", prompt(100, 0), 0)
-    backlog.report(300, now_ms=0)
-    backlog.add("after", prompt(50, 1), 10)
-    assert backlog.work_ms(10) == 340
-
-
-def test_an_idle_report_leaves_the_own_count():
-    backlog = Backlog()
-    backlog.report(0, now_ms=0)
-    backlog.add("a", prompt(100, 0), 5)
-    assert backlog.work_ms(15) == 90
-
-
 def test_unknown_prompts_are_ignored():
     assert Backlog().remove("never", 5) is None
 
@@ -95,12 +73,11 @@ class PlainBacklog:
     """Looks at every prompt for every question."""
 
     def __init__(self):
-        self.prompts, self.unreported, self.running, self.since, self.reported = {}, set(), None, 0.0, (0.0, 0.0)
+        self.prompts, self.running, self.since = {}, None, 0.0
 
     def add(self, name, queued, now):
         self.remove(name, now)
         self.prompts[name] = queued
-        self.unreported.add(name)
         if self.running is None:
             self.running, self.since = name, now
 
@@ -108,15 +85,10 @@ class PlainBacklog:
         queued = self.prompts.pop(name, None)
         if queued is None:
             return
-        self.unreported.discard(name)
         running = self.prompts.get(self.running)
         if name == self.running or (running is not None and now - self.since > running.predicted_ms):
             self.running = min(self.prompts, key=lambda each: self.prompts[each].due_ms, default=None)
             self.since = now
-
-    def report(self, work, now):
-        self.reported = work, now
-        self.unreported.clear()
 
     def place_of(self, due, now, tenant):
         before = {name: each for name, each in self.prompts.items() if name == self.running or each.due_ms <= due}
@@ -130,16 +102,14 @@ class PlainBacklog:
         if others:
             turn = wait - sum(others.values()) + wait / len(self.prompts)
             wait -= sum(max(0.0, other - turn) for other in others.values())
-        reported = max(0.0, self.reported[0] - (now - self.reported[1]))
-        unreported = sum(before[name].predicted_ms for name in before if name in self.unreported)
-        return max(wait, reported + unreported) if reported else wait, len(self.prompts) - len(before)
+        return max(0.0, wait), len(self.prompts) - len(before)
 
 
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(("add", "add", "add", "remove", "report")),
+        st.sampled_from(("add", "add", "add", "remove")),
         st.integers(0, 7),  # which prompt
-        st.floats(0, 500),  # predicted, or reported
+        st.floats(0, 500),  # predicted
         st.floats(0, 300),  # patience
         st.integers(0, 2),  # tenant
         st.floats(0, 80),  # time until the next step
@@ -156,10 +126,8 @@ def test_a_wait_is_what_a_look_at_every_prompt_finds(steps, has_patience):
             if kind == "add":
                 queued = QueuedPrompt(10, ms, now + patience * has_patience, tenant)
                 backlog.add(f"r{number}", queued, now)
-            elif kind == "remove":
-                backlog.remove(f"r{number}", now)
             else:
-                backlog.report(ms, now)
+                backlog.remove(f"r{number}", now)
         now += pause
         for due in (now, now + 150.0, float("inf")):
             for of in (None, 0, 1):

@@ -109,8 +109,8 @@ def test_a_worker_that_has_left_leaves_nothing(paced):
 def make_router(make_bench):
     """Return a router whose prefill and aggregated workers are known to take 1 s for 10 tokens."""
 
-    def make(*workers):
-        bench = make_bench(*workers, max_requests=100)
+    def make(*workers, **limits):
+        bench = make_bench(*workers, max_requests=100, **limits)
         for number, worker in enumerate(name for name in workers if name[0] in "pa"):
             key = next(member.key for member in bench.core.membership.workers if member.key.engine_id == worker)
             message = Generate(request_id=f"past{number}", prompt_token_ids=(1,) * 10, sampling=SamplingParams())
@@ -170,6 +170,16 @@ def test_a_worker_that_would_be_too_late_is_left_out_if_another_is_not(make_rout
     for number in range(4):
         bench.do(bench.core.submit(bench.submission(f"hurried{number}", timeout_s=4.0, prompt=1), bench.now))
         assert bench.sent[-1][0] == free
+
+
+def test_a_request_that_a_decode_worker_would_compute_at_once_is_not_refused(make_router):
+    bench = make_router("p0", "d0", local_prefill_itl_ms=1000.0)
+    bench.do(bench.core.submit(bench.submission("r1", prompt=80), bench.now))
+    assert not bench.to("d0", Generate)
+    assert refusal(bench, timeout_s=2.0, prompt=80).retry_after_s > 0  # it would not be sooner
+    bench.do(bench.core.submit(bench.submission("short", timeout_s=2.0), bench.now))
+    assert [message.request_id for message in bench.to("d0", Generate)] == ["short"]
+    assert refusal(bench, timeout_s=2.0).retry_after_s > 0  # one local prompt at a time
 
 
 def test_an_aggregated_worker_s_queue_counts_until_the_first_token(make_router):

@@ -89,3 +89,19 @@ def test_a_lost_decode_worker_leaves_the_request_to_the_pair(busy):
     busy.leave("d0")
     assert busy.generated("p0").handoff or busy.to("d1", Generate)
     assert "r1" not in busy.ended
+
+
+def test_requests_whose_prompts_wait_elsewhere_are_not_delayed(make_bench):
+    """The decode worker has reserved room for both long prompts and runs nothing: no limit holds there yet."""
+    bench = make_bench("p0", "d0", local_prefill_itl_ms=0.5, max_requests=9)
+    submit_long(bench)
+    (d0,) = [worker for worker in bench.core.membership.workers if worker.role == "decode"]
+    assert (d0.num_inflight, d0.num_reserved, d0.num_present) == (2, 2, 0)
+    bench.submit()
+    assert [message.request_id for message in bench.to("d0", Generate)] == ["r1"]
+    assert d0.num_present == 1
+    bench.prefill_done("long")
+    assert (d0.num_inflight, d0.num_reserved, d0.num_present) == (3, 1, 2)
+    for name in ("long", "long as well", "r1"):
+        bench.do(bench.core.abort(name, "gone", bench.now))
+    assert (d0.num_inflight, d0.num_reserved, d0.num_present) == (0, 0, 0)

@@ -95,7 +95,7 @@ def test_while_there_is_no_room_only_the_next_request_is_tried(full, monkeypatch
     for number in range(4):
         submit(full, f"c{number}", CALM)
     tried = []
-    placement = full.core.dispatcher._placement
+    placement = full.core.dispatcher.placement
     route = placement.route
     monkeypatch.setattr(placement, "route", lambda request, now: tried.append(request.request_id) or route(request, now))
     full.do(full.core.dispatcher.place_waiting(0.0))
