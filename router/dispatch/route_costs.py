@@ -319,6 +319,7 @@ class RouteCosts:
         if load := message.kv_transfer:
             self._learn_load(message.request_id, load)
             self.sources.observe(load)
+            self.sources.asking.observe(load.queue_ms)  # other roles report their whole wait there
             prefill_ms = max(0.0, prefill_ms - load.transfer_ms - load.verify_ms)
         self._note_source(message.request_id, message.kv_transfer)
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
@@ -356,8 +357,6 @@ class RouteCosts:
         if placed is None or placed.source is None:
             return
         num_loaded = loaded.transferred_tokens if loaded is not None else 0
-        if loaded is not None and num_loaded:
-            self.sources.asking.observe(loaded.queue_ms)
         self.sources.trust.observe(max(0, placed.num_source_tokens - placed.hit.claimed_tokens), num_loaded)
         if not num_loaded:
             self.sources.on_failed(placed.worker, placed.source)

@@ -120,7 +120,7 @@ def test_the_transfer_of_a_prefill_worker_teaches_the_link_and_not_the_prefill_t
     done = PrefillDone(request_id="a", choices=(), prefill_ms=500.0, num_cached_tokens=4000, kv_transfer=usage)
     costs.on_prefill_done(done, 1.0)
     assert costs.sources.times["shm"].base_ms > FIRST_BASE_MS
-    assert costs.sources.asking.ms == FIRST_ASKED_MS  # nothing was asked
+    assert costs.sources.asking.ms < FIRST_ASKED_MS
     assert costs.prefill_time(prefills[0]).ms(1000, 4000) == pytest.approx(100.0, rel=0.1)
 
 
