@@ -11,6 +11,7 @@ the same tokens as without sources.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from dataclasses import dataclass
@@ -51,7 +52,8 @@ class Turn:
         return self.num_prompt - self.num_held + BLOCK_SIZE
 
 
-def hold_conversation(model: str, num_turns: int, num_answer: int, *, has_sources: bool) -> list[Turn]:
+def hold_conversation(model: str, num_turns: int, num_answer: int, *, has_sources: bool) -> tuple[list[Turn], dict[str, int]]:
+    """Return the turns, and the prefill worker's questions by outcome."""
     settings = [
         f"connector.peer_prefixes={str(has_sources).lower()}",
         f"model.name={model}",
@@ -87,7 +89,8 @@ def hold_conversation(model: str, num_turns: int, num_answer: int, *, has_source
             held = [*prompt, *choice["token_ids"][:-1]]  # the last token has no KV
             messages.append({"role": "assistant", "content": choice["message"]["content"]})
             time.sleep(REPORT_S)
-    return turns
+        found = re.findall(r'kv_prefix_pulls_total\{outcome="(\w+)"\} (\d+)', cluster.metrics("prefill-0"))
+    return turns, {outcome: int(count) for outcome, count in found if int(count)}
 
 
 def _row(number: int, one: Turn, other: Turn) -> list[str]:
@@ -102,8 +105,8 @@ def main() -> int:
     arguments = parser.parse_args()
     num_turns, num_answer = (3, 16) if arguments.quick else (arguments.turns, arguments.answer_tokens)
     machine = Machine.now()
-    pulled = hold_conversation(arguments.model, num_turns, num_answer, has_sources=True)
-    alone = hold_conversation(arguments.model, num_turns, num_answer, has_sources=False)
+    pulled, outcomes = hold_conversation(arguments.model, num_turns, num_answer, has_sources=True)
+    alone, _ = hold_conversation(arguments.model, num_turns, num_answer, has_sources=False)
     rows = [_row(number, *both) for number, both in enumerate(zip(pulled, alone, strict=True), 1)]
     columns = ["turn", "prompt", "after the difference", "loaded", "computed", "without", "TTFT ms", "without"]
     later = pulled[1:]
@@ -116,10 +119,11 @@ def main() -> int:
     notes = [
         f"{'met' if is_bounded else 'MISSED'}: from turn 2 on, the prefill worker computed at most {bound}",
         f"{'met' if is_same else 'MISSED'}: the answers are the same tokens as without sources",
+        f"questions to the decode worker: {', '.join(f'{count} {name}' for name, count in outcomes.items()) or 'none'}",
         f"of {num_answers} answer tokens {num_lost} came after the first difference in the next prompt",
     ]
     goals = [{"name": "computed is bounded", "met": is_bounded}, {"name": "same tokens", "met": is_same}]
-    publish(Outcome([Table(columns, rows)], notes, {"rows": rows, "goals": goals}), machine, arguments)
+    publish(Outcome([Table(columns, rows)], notes, {"rows": rows, "questions": outcomes, "goals": goals}), machine, arguments)
     return 0
 
 

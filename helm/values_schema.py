@@ -23,7 +23,6 @@ SCHEMA_PATH = Path(__file__).parent / "kvferry" / "values.schema.json"
 # Settings that the chart sets itself, by section. A section without any other setting is left out of the schema.
 CHART_OWNED = {
     "ModelSection": {"cache_dir"},
-    "ConnectorSection": {"peer_prefixes"},  # the chart opens the ports of prefill workers only
     "WorkerSection": {
         "engine_id",
         "router_addresses",

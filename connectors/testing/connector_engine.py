@@ -33,7 +33,7 @@ from core.kv.seals import (
 )
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
 from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
-from core.wire.kv import KVHandoff, KVLayoutInfo
+from core.wire.kv import KVHandoff, KVLayoutInfo, KVSource
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams
 
@@ -198,9 +198,14 @@ class ConnectorEngine:
     # ---- consumer ----------------------------------------------------------------------------------------------------
 
     def add(
-        self, request_id: str, prompt_token_ids: list[int], handoff: KVHandoff | None = None, cache_salt: str = ""
+        self,
+        request_id: str,
+        prompt_token_ids: list[int],
+        handoff: KVHandoff | None = None,
+        cache_salt: str = "",
+        kv_source: KVSource | None = None,
     ) -> Request:
-        """Add a request that continues a handoff after its first token."""
+        """Add a request that continues a handoff after its first token, or may load the beginning of its prompt."""
         return self._new_request(
             NewRequest(
                 request_id=request_id,
@@ -209,14 +214,20 @@ class ConnectorEngine:
                 output_token_ids=(7,),
                 kv_handoff=handoff,
                 cache_salt=cache_salt,
+                kv_source=kv_source,
             )
         )
+
+    def offered_tokens(self, request: Request) -> int | None:
+        """Return how many tokens the connector would load for a waiting request; None if it does not know yet."""
+        _, num_hits = self.manager.get_computed_blocks(request)
+        return self.scheduler.get_num_new_matched_tokens(request, num_hits)[0]
 
     def admit(self, request: Request) -> int:
         """Allocate the request's blocks and start its load; return how many tokens the connector loads."""
         hits, num_hits = self.manager.get_computed_blocks(request)
         num_external, is_async = self.scheduler.get_num_new_matched_tokens(request, num_hits)
-        assert num_external is not None, "a handoff is known at once; a tier has been asked before"
+        assert num_external is not None, "a handoff is known at once; a tier or a source has been asked before"
         assert is_async == (num_external > 0)
         num_new = 0 if is_async else request.num_tokens - num_hits
         allocated = self.manager.allocate_slots(

@@ -224,7 +224,8 @@ class TransferUsage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     transferred_bytes: Count = 0
     transfer_ms: Milliseconds = 0.0  # from the decision to load until the blocks could be used, verification apart
     verify_ms: Milliseconds = 0.0  # of seals and digests, after the last byte
-    queue_ms: Milliseconds = 0.0  # on the decode worker, before its first step with the request, without the load
+    queue_ms: Milliseconds = 0.0  # on the decode worker, before its first step with the request, without the load;
+    # of a prompt whose beginning a prefill worker has loaded from another worker: until that one had answered
     first_step_ms: Milliseconds = 0.0  # on the decode worker, from the start of that step to its first token
     verified_blocks: Count = 0
     early_tokens: Count = 0  # verified before the prompt was computed to its end; not among ``transferred_tokens``

@@ -67,6 +67,9 @@ class SimConnector(SimDriver):
     def _report_prefix(self, report: PrefixAnswered | PrefixAsked | PinEnded) -> None:
         if isinstance(report, PrefixAnswered):
             self._ended_loads[f"prefix_{report.refusal or 'held'}"] += 1
+            pulls = self.scheduler.pulls
+            if report.handoff is not None and pulls is not None and pulls.asks_again(report.request_id):
+                self._ended_loads["prefix_held_after_preemption"] += 1
         self.worker.report(report)
 
     def _submit(self, metadata: P2PConnectorMetadata) -> None:

@@ -10,8 +10,6 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-import msgspec
-
 from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of
 from core.wire.contents import ContentReport
@@ -231,7 +229,10 @@ class RouteCosts:
         if source is not None:
             num_held = min(hit + self.sources.trust.credit(source.holder.num_tokens - hit), num_tokens - 1)
             rest_ms = time.ms(num_tokens - num_held, num_held)
-            if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
+            hoped_ms = rest_ms
+            if not self._fit(known.pool).is_settled:
+                hoped_ms = min(rest_ms, transfer.trial_rest_ms(own_ms, num_tokens - hit, num_tokens - num_held))
+            if transfer.pays(source.transfer_ms, own_ms, hoped_ms, self.sources.margin):
                 transfer_ms, own_ms, loaded = source.transfer_ms, rest_ms, 0
             else:
                 source = None
@@ -320,7 +321,8 @@ class RouteCosts:
         prefill_ms = 0.0 if message.recomputed_tokens else message.prefill_ms  # 0 = teaches no time
         if load := message.kv_transfer:
             self._learn_load(message.request_id, load)
-            self.sources.observe(msgspec.structs.replace(load, transfer_ms=load.transfer_ms + load.queue_ms))
+            self.sources.observe(load)
+            self.sources.asking.observe(load.queue_ms)  # other roles report their whole wait there
             prefill_ms = max(0.0, prefill_ms - load.transfer_ms - load.verify_ms)
         self._note_source(message.request_id, message.kv_transfer)
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)

@@ -14,7 +14,7 @@ from core.wire.messages import TransferUsage
 from core.wire.pairing import choose_transport
 from router.contents.known import Hit
 from router.dispatch.members import GenerationWorker, WorkerKey
-from router.routing.transfer import MARGIN, SourceTrust, TransferTime
+from router.routing.transfer import MARGIN, AskTime, SourceTrust, TransferTime
 
 _MAX_TRIES = 4  # holders that are compared with a reader
 
@@ -55,6 +55,7 @@ class Sources:
 
     margin: float = MARGIN
     trust: SourceTrust = field(default_factory=SourceTrust)
+    asking: AskTime = field(default_factory=AskTime)
     transports: dict[tuple[WorkerKey, WorkerKey], str] = field(default_factory=dict)
     times: dict[str, TransferTime] = field(default_factory=dict)
 
@@ -94,7 +95,7 @@ class Sources:
                 continue
             self.transports[reader.key, holder.worker.key] = transport
             num_bytes = num_missing / layout.block_size * layout.block_bytes * layout.num_groups
-            return Source(holder, self._time(transport).ms(num_bytes))
+            return Source(holder, self.asking.ms + self._time(transport).ms(num_bytes))
         return None
 
     def _time(self, transport: str) -> TransferTime:

@@ -19,7 +19,7 @@ from router.routing.cost import PrefillTime
 _FORGETTING = 0.995  # the fit covers about the last 200 prompts
 _HUBER = 2.0  # errors beyond this multiple of the usual error count less
 _LEAST_ERROR = 0.02  # the usual error is never taken to be smaller
-_FEWEST = 8  # observations before an error is called unusual
+_FEWEST = 8  # observations before the fit counts, and an error is called unusual
 _MEMORY = 0.95  # of the usual error
 _UNITS = (1.0, 1e3, 1e7)  # of the features: a step, tokens, pairs of tokens
 _PRIOR = (10.0, 100.0, 10.0)  # ms for one unit
@@ -36,6 +36,11 @@ class PrefillFit:
     time: PrefillTime = field(default_factory=lambda: _time_of(_PRIOR))
     _squares: list[list[float]] = field(default_factory=lambda: [[0.0] * 3 for _ in range(3)])
     _products: list[float] = field(default_factory=lambda: [0.0] * 3)
+
+    @property
+    def is_settled(self) -> bool:
+        """True after enough prompts to tell the fixed time from that of the tokens."""
+        return self.num_seen >= _FEWEST
 
     def observe(self, num_new: int, num_hit: int, real_ms: float) -> None:
         """Learn from one prompt: it had ``num_hit`` cached tokens and ``num_new`` others, and took ``real_ms``.

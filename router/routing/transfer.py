@@ -1,16 +1,18 @@
 """What it costs to load tokens from another worker instead of computing them, in predicted time.
 
-Owns the estimate of one kind of link. A transfer takes a fixed time, for the question, the answer between two steps of the
-source, and the verification, and a time for each byte. A link of which nothing is known is taken to be fast, so that it is
-tried; the reader's patience bounds what the trial costs. What it shows is compared with figures that a loaded 10 Gbit/s network
-keeps, and so is a trial that has brought nothing.
+Owns the estimate of one kind of link, and that of the sources' answers. A question takes the time until the source answers it,
+between two of its steps; then a transfer takes a fixed time, for the lease and the verification, and a time for each byte.
+Handoffs teach the second, too. A link of which nothing is known is taken to be fast, so that it is tried; the reader's patience
+bounds what the trial costs. What it shows is compared with figures that a loaded 10 Gbit/s network keeps, and so is a trial
+that has brought nothing.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-FIRST_BASE_MS = 30.0
+FIRST_ASKED_MS = 20.0
+FIRST_BASE_MS = 10.0
 FIRST_BYTES_PER_MS = 500_000.0
 TRIAL_SPEED = 20.0  # of an unknown link, times the first figure
 MARGIN = 0.8  # a transfer must be predicted to take less than this share of the time that it saves
@@ -34,7 +36,7 @@ class TransferTime:
         return self.base_ms + num_bytes / self.bytes_per_ms / (1.0 if self.num_seen else TRIAL_SPEED)
 
     def observe(self, num_bytes: int, real_ms: float) -> None:
-        """Learn from a transfer; a small one tells of the fixed time only.
+        """Learn from a transfer; a small one tells of the fixed time only. That is at most half of the time of a larger one.
 
         The first transfer from a peer also opens it. So one that is much slower than predicted counts as ``_MOST`` times as
         slow; if all are, the estimate follows within ten.
@@ -49,6 +51,7 @@ class TransferTime:
             self.base_ms = _MEMORY * self.base_ms + (1 - _MEMORY) * real_ms
             return
         moving_ms = max(real_ms - self.base_ms, real_ms / 2)
+        self.base_ms = _MEMORY * self.base_ms + (1 - _MEMORY) * (real_ms - moving_ms)
         ms_per_byte = _MEMORY / self.bytes_per_ms + (1 - _MEMORY) * moving_ms / num_bytes
         self.bytes_per_ms = 1 / ms_per_byte
 
@@ -56,6 +59,18 @@ class TransferTime:
         """Learn from a transfer that has brought nothing: the link, or the source, is slower than predicted."""
         self.num_seen += 1
         self.bytes_per_ms *= _FAILED
+
+
+@dataclass(slots=True)
+class AskTime:
+    """How long sources take to answer."""
+
+    ms: float = FIRST_ASKED_MS
+
+    def observe(self, real_ms: float) -> None:
+        """Learn from one answer."""
+        if real_ms > 0:
+            self.ms = _MEMORY * self.ms + (1 - _MEMORY) * min(real_ms, _MOST * max(self.ms, FIRST_ASKED_MS))
 
 
 @dataclass(slots=True)
@@ -80,6 +95,14 @@ class SourceTrust:
     def credit(self, num_tokens: int) -> int:
         """Return how many claimed tokens to count on."""
         return int(num_tokens * self.share)
+
+
+def trial_rest_ms(compute_ms: float, num_computed: int, num_rest: int) -> float:
+    """Return the time to compute a part of the tokens, as if each took the same share of ``compute_ms``.
+
+    From the first prompts nobody can tell what each token adds to the fixed time of a step. Taken so, a source is tried.
+    """
+    return compute_ms * num_rest / max(1, num_computed)
 
 
 def pays(transfer_ms: float, compute_ms: float, rest_ms: float, margin: float = MARGIN) -> bool:

@@ -1,6 +1,7 @@
 """The network policies let through what the planes need and nothing else."""
 
 import pytest
+import yaml
 
 PORTS = {"http": 8000, "workers": 5570, "control": 5571, "data": 5572, "ops": 9400, "store": 5580}
 CLUSTER = ("router", "prefill", "decode", "aggregated", "kvstore", "test")
@@ -168,20 +169,47 @@ def test_routers_speak_tls_with_the_certificate_of_a_secret(find, helm):
 
 
 SWITCHING = "config.worker.can_switch_role=true"
+SHARING = "config.connector.peer_prefixes=true"
 
 
-@pytest.mark.parametrize(("source", "target"), [("decode", "prefill"), ("prefill", "decode"), ("decode", "decode")])
-def test_workers_that_can_switch_read_from_each_other(find, source, target):
-    policies = {role: find("external-redis", "NetworkPolicy", role, SWITCHING)["spec"] for role in (source, target)}
+@pytest.mark.parametrize("setting", [SWITCHING, SHARING])
+@pytest.mark.parametrize(
+    ("source", "target"), [("decode", "prefill"), ("prefill", "decode"), ("decode", "decode"), ("prefill", "prefill")]
+)
+def test_workers_that_can_switch_or_share_prefixes_read_from_each_other(find, source, target, setting):
+    policies = {role: find("external-redis", "NetworkPolicy", role, setting)["spec"] for role in (source, target)}
     for port in (PORTS["control"], PORTS["data"]):
         assert passes(policies[source]["egress"], "to", target, port)
         assert passes(policies[target]["ingress"], "from", source, port)
 
 
-def test_only_workers_that_can_switch_serve_readers_as_decode_workers(find):
+def test_aggregated_workers_that_share_prefixes_read_from_each_other(find):
+    nixl = ("config.connector.transports[0]=nixl", "config.connector.transports[1]=tcp")
+    sets = ("prefill.enabled=false", "decode.enabled=false", "aggregated.enabled=true")
+    alone = find("cpu-minimal", "NetworkPolicy", "aggregated", *sets, *nixl)["spec"]
+    policy = find("cpu-minimal", "NetworkPolicy", "aggregated", *sets, *nixl, SHARING)["spec"]
+    for port in (PORTS["control"], PORTS["data"], 20000):
+        for direction, rules in (("to", "egress"), ("from", "ingress")):
+            assert passes(policy[rules], direction, "aggregated", port)
+            assert not passes(alone[rules], direction, "aggregated", port)
+    pod = find("cpu-minimal", "Deployment", "aggregated", *sets, *nixl, SHARING)["spec"]["template"]["spec"]
+    environment = {entry["name"]: entry for entry in pod["containers"][0]["env"]}
+    assert environment["UCX_TCP_PORT_RANGE"]["value"] == "20000-20127"
+    assert "KVFERRY_CLUSTER_KEY" in environment
+
+
+def test_workers_that_share_prefixes_are_told_so_by_their_configuration(find):
+    for role in ("prefill", "decode"):
+        config = yaml.safe_load(find("cpu-minimal", "ConfigMap", role, SHARING)["data"]["config.yaml"])
+        assert config["connector"]["peer_prefixes"] is True
+        assert config["worker"]["control_address"] == f"tcp://0.0.0.0:{PORTS['control']}"
+
+
+@pytest.mark.parametrize("setting", [SWITCHING, SHARING])
+def test_only_workers_that_exchange_blocks_serve_readers_as_decode_workers(find, setting):
     def ports(*sets):
         (container,) = find("cpu-minimal", "Deployment", "decode", *sets)["spec"]["template"]["spec"]["containers"]
         return {port["name"] for port in container["ports"]}, "--advertise-host" in container["args"]
 
     assert ports() == ({"ops"}, False)
-    assert ports(SWITCHING) == ({"ops", "control", "data"}, True)
+    assert ports(setting) == ({"ops", "control", "data"}, True)

@@ -27,6 +27,14 @@ CASES = {
         ("decode.config.model.dtype=bfloat16",),
         'decode.config.model.dtype = "bfloat16", but prefill has "auto"',
     ),
+    "prefixes shared by some": (
+        ("decode.config.connector.peer_prefixes=true",),
+        'decode.config.connector.peer_prefixes = "true", but prefill has "false"',
+    ),
+    "prefixes without p2p": (
+        ("config.connector.peer_prefixes=true", "config.connector.name=offload"),
+        "config.connector.peer_prefixes: it is of connector p2p, which is not among offload",
+    ),
     "another connector": (("decode.config.connector.name=offload",), 'decode.config.connector.name = "offload", but prefill'),
     "other connectors": (
         ("config.connector.name=multi", "config.connector.connectors={p2p,store}", "decode.config.connector.connectors={p2p}"),

@@ -247,6 +247,7 @@ CASES = {
     "shared memory": ((*VLLM, "config.connector.transports={shm}"), "shm works between processes of one pod only"),
     "another connector": ((*VLLM, "config.connector.name=offload"), "vLLM engines hand KV over by p2p"),
     "our store": ((*VLLM, "kvstore.enabled=true"), "kvstore.enabled: vLLM engines do not use our store"),
+    "prefixes": ((*VLLM, "config.connector.peer_prefixes=true"), "vLLM engines do not share their prefix caches"),
     "LMCache": ((*VLLM, "lmcache.mode=external", "lmcache.host=x"), "lmcache.mode: vLLM has a connector of its own"),
     "encode workers": ((*VLLM, "encode.enabled=true"), "encode.enabled: vLLM engines compute embeddings"),
     "a flag of the chart": ((*VLLM, "vllm.arguments={--port=9}"), "--port is the chart's business"),

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.p2p.prefixes.pins import PrefixPins
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.runs import Summary
+from tests.sim.prefix_mutants import MUTANTS, violations_of
 
 pytestmark = pytest.mark.slow
 
@@ -31,9 +31,10 @@ def test_prefixes_are_loaded_and_refused(happening, runs):
     assert runs.happened[happening] > 0
 
 
-def test_a_pin_that_is_never_freed_is_noticed(monkeypatch):
-    monkeypatch.setattr(PrefixPins, "on_ended", lambda self, transfer_id, manager: None)
-    assert any(SimCluster(draw_plan(seed, peer_prefixes=True)).run().violations for seed in SEEDS)
+@pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.seed is not None], ids=lambda mutant: mutant.name)
+def test_a_defect_is_found(mutant, monkeypatch):
+    mutant.apply(monkeypatch.setattr)
+    assert violations_of(mutant.seed)
 
 
 def test_a_share_of_the_seeds_has_prefixes():

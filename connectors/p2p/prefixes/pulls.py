@@ -53,6 +53,10 @@ class PrefixPulls:
         self._post(AskPrefix(request.request_id, source, self._block_size, chain, patience_s))
         return True
 
+    def asks_again(self, request_id: str) -> bool:
+        """True if a request has asked since it was preempted."""
+        return self._asked.get(request_id, 0) > 0
+
     def take_answer(self, answer: PrefixAnswered) -> Request | None:
         """Return the request that an answer belongs to; None if it waits no more. An answer with a handoff is kept."""
         request = self._waiting.pop(answer.request_id, None)

@@ -185,7 +185,14 @@ known: change security.revision by hand there. */}}
 {{/* "true" if others read this role's blocks or embeddings: it listens for readers. */}}
 {{- define "kvferry.servesReaders" -}}
 {{- if has .role (list "encode" "prefill") -}}true
-{{- else if include "kvferry.canSwitchRole" . -}}true{{- end -}}
+{{- else if include "kvferry.exchangesBlocks" . -}}true{{- end -}}
+{{- end -}}
+
+{{/* "true" if the role's workers both read KV blocks and serve them, since they can switch, or share their prefix caches. */}}
+{{- define "kvferry.exchangesBlocks" -}}
+{{- if has .role (include "kvferry.kvWorkers" .root | fromJsonArray) -}}
+{{- if or (include "kvferry.canSwitchRole" .) (dig "connector" "peer_prefixes" false (include "kvferry.config" . | fromYaml)) -}}true{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{/* "true" if the role's workers may take another role while they run. */}}
@@ -195,16 +202,16 @@ known: change security.revision by hand there. */}}
 {{- end -}}
 {{- end -}}
 
-{{/* The roles whose pods may read KV blocks of this role's, as JSON: decode, and all whose workers can switch. */}}
-{{- define "kvferry.switchingRoles" -}}
+{{/* The roles whose workers both read KV blocks and serve them, as JSON. */}}
+{{- define "kvferry.exchangingRoles" -}}
 {{- $on := list -}}
 {{- range $role := include "kvferry.kvWorkers" . | fromJsonArray -}}
-{{- if include "kvferry.canSwitchRole" (dict "root" $ "role" $role) -}}{{- $on = append $on $role -}}{{- end -}}
+{{- if include "kvferry.exchangesBlocks" (dict "root" $ "role" $role) -}}{{- $on = append $on $role -}}{{- end -}}
 {{- end -}}
 {{- toJson $on -}}
 {{- end -}}
 
-{{/* The ports by which decode pods read from prefill pods, as a list of a NetworkPolicy. Sockets of vLLM's ranks have free ports. */}}
+{{/* The ports by which pods read KV blocks from each other, as a list of a NetworkPolicy. Sockets of vLLM's ranks have free ports. */}}
 {{- define "kvferry.dataPorts" -}}
 {{- $ports := .root.Values.ports -}}
 {{- if include "kvferry.isVllm" . -}}

@@ -12,6 +12,9 @@
 {{- $_ := set $found "connector.name" (dig "connector" "name" "p2p" $config) -}}
 {{- $_ := set $found "connector.connectors" (dig "connector" "connectors" list $config | join ",") -}}
 {{- end -}}
+{{- if has $role (include "kvferry.kvWorkers" $ | fromJsonArray) -}}
+{{- $_ := set $found "connector.peer_prefixes" (dig "connector" "peer_prefixes" false $config) -}}
+{{- end -}}
 {{- range $path, $value := $found -}}
 {{- $other := get $common $path -}}
 {{- if and $other (ne (toString $value) (toString $other.value)) -}}
@@ -42,6 +45,9 @@
 {{- fail (printf "%s.config.connector.transports: %q is no transport; take nixl or tcp" $.role .) -}}
 {{- end -}}
 {{- end -}}
+{{- end -}}
+{{- if and $connector.peer_prefixes (not (has "p2p" $names)) -}}
+{{- fail (printf "%s.config.connector.peer_prefixes: it is of connector p2p, which is not among %s; turn it off, or add p2p" .role (join ", " $names)) -}}
 {{- end -}}
 {{- if and (has "lmcache" $names) (eq .root.Values.lmcache.mode "none") -}}
 {{- fail (printf "%s.config.connector: connector lmcache needs a server; set lmcache.mode to sidecar or external" .role) -}}

@@ -64,6 +64,9 @@
 {{- $values := index .root.Values .role -}}
 {{- $own := default dict $values.vllm -}}
 {{- $connector := (include "kvferry.config" . | fromYaml).connector -}}
+{{- if $connector.peer_prefixes -}}
+{{- fail (printf "%s.config.connector.peer_prefixes: vLLM engines do not share their prefix caches; turn it off" .role) -}}
+{{- end -}}
 {{- if ne (default "p2p" $connector.name) "p2p" -}}
 {{- fail (printf "%s.config.connector.name = %s: vLLM engines hand KV over by p2p, the plug-in's; leave it at p2p" .role $connector.name) -}}
 {{- end -}}

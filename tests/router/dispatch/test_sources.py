@@ -10,7 +10,7 @@ import pytest
 from core.wire.messages import Generate, PrefillDone, TransferUsage
 from core.wire.sampling import SamplingParams
 from router.dispatch.route_costs import RouteCosts, report, source_of
-from router.routing.transfer import FIRST_BASE_MS
+from router.routing.transfer import FIRST_ASKED_MS, FIRST_BASE_MS, pays
 from tests.router.dispatch.test_policy import member
 
 PROMPT = tuple(range(5000))
@@ -33,11 +33,11 @@ def decode():
     return serving(member("decode", "d0"))
 
 
-def compute(costs, worker, prompt=PROMPT, request_id="before"):
+def compute(costs, worker, prompt=PROMPT, request_id="before", prefill_ms=2000.0):
     """Let a worker have computed a prompt: without reports the router's own placements count as its contents."""
     message = Generate(request_id=request_id, prompt_token_ids=prompt, sampling=SamplingParams(max_tokens=5))
     costs.on_sent(worker, message, 0.0)
-    costs.on_prefill_done(PrefillDone(request_id=request_id, choices=(), prefill_ms=2000.0), 2.0)
+    costs.on_prefill_done(PrefillDone(request_id=request_id, choices=(), prefill_ms=prefill_ms), 2.0)
 
 
 def offers(costs, workers, members, prompt=PROMPT):
@@ -97,6 +97,21 @@ def test_a_slow_link_is_not_used(prefills, decode):
     assert all(offer.source is None for offer in offers(costs, prefills, [*prefills, decode]).values())
 
 
+def test_a_block_is_loaded_before_enough_is_measured_to_tell_what_it_saves(prefills, decode):
+    """Turn 2 of the first conversation: of one short prompt's time, all but a little may be the fixed time of a step."""
+    costs = RouteCosts()
+    turns = PROMPT[:86], (*PROMPT[:86], *range(9000, 9030))
+    compute(costs, decode, turns[0], prefill_ms=100.0)
+    time = costs.prefill_time(prefills[0])
+    assert not pays(FIRST_ASKED_MS + FIRST_BASE_MS, time.ms(116, 0), time.ms(52, 64))
+    assert offers(costs, prefills, [*prefills, decode], turns[1])["p0"].source is not None
+    for number in range(10):
+        compute(
+            costs, prefills[1], tuple(range(10_000 + 100 * number, 10_000 + 100 * number + 70 + number)), f"{number}", 100.0
+        )
+    assert offers(costs, prefills, [*prefills, decode], turns[1])["p0"].source is None
+
+
 def test_the_transfer_of_a_prefill_worker_teaches_the_link_and_not_the_prefill_time(prefills):
     costs = RouteCosts()
     message = Generate(request_id="a", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=5))
@@ -105,6 +120,7 @@ def test_the_transfer_of_a_prefill_worker_teaches_the_link_and_not_the_prefill_t
     done = PrefillDone(request_id="a", choices=(), prefill_ms=500.0, num_cached_tokens=4000, kv_transfer=usage)
     costs.on_prefill_done(done, 1.0)
     assert costs.sources.times["shm"].base_ms > FIRST_BASE_MS
+    assert costs.sources.asking.ms < FIRST_ASKED_MS
     assert costs.prefill_time(prefills[0]).ms(1000, 4000) == pytest.approx(100.0, rel=0.1)
 
 

@@ -4,7 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from router.routing.transfer import FIRST_BASE_MS, FIRST_BYTES_PER_MS, TRIAL_SPEED, SourceTrust, TransferTime, pays
+from router.routing.transfer import (
+    FIRST_ASKED_MS,
+    FIRST_BASE_MS,
+    FIRST_BYTES_PER_MS,
+    TRIAL_SPEED,
+    AskTime,
+    SourceTrust,
+    TransferTime,
+    pays,
+    trial_rest_ms,
+)
 
 
 def test_an_unknown_link_is_tried_and_a_failed_trial_makes_the_figures_conservative():
@@ -35,6 +45,28 @@ def test_small_transfers_teach_the_fixed_time_only():
         time.observe(1000, 5.0)
     assert time.ms(0) == pytest.approx(5.0, rel=0.05)
     assert time.bytes_per_ms == FIRST_BYTES_PER_MS
+
+
+def test_a_large_transfer_that_takes_less_than_the_fixed_time_corrects_it():
+    time = TransferTime()
+    for _ in range(60):
+        time.observe(3_000_000, 2.0)
+    assert time.ms(3_000_000) == pytest.approx(2.0, rel=0.1)
+
+
+def test_a_source_that_answers_late_once_does_not_count_as_slow():
+    asking = AskTime()
+    asking.observe(60_000.0)
+    assert asking.ms < 2 * FIRST_ASKED_MS
+    for _ in range(60):
+        asking.observe(3.0)
+    assert asking.ms == pytest.approx(3.0, rel=0.1)
+    asking.observe(0.0)
+    assert asking.ms > 0
+
+
+def test_a_trial_takes_all_tokens_to_cost_alike():
+    assert trial_rest_ms(200.0, 100, 25) == 50.0
 
 
 def test_transfers_of_nothing_teach_nothing():
