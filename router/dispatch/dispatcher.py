@@ -164,8 +164,7 @@ class Dispatcher:
         request = self.requests.get(request_id)
         if request is None:
             return []
-        error = ErrorInfo.of(Cancelled(f"the request was aborted: {reason}"))
-        return self._fail_with(request, error, now, reason=reason)
+        return self._fail_with(request, ErrorInfo.of(Cancelled(f"the request was aborted: {reason}")), now, reason=reason)
 
     def fail(self, request_id: str, error: KVFerryError, now: float) -> list[DispatchAction]:
         """End a request that this router cannot continue; unknown ids are ignored."""
