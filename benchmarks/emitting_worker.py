@@ -1,8 +1,9 @@
-"""A worker that computes nothing: each step it sends one token for every stream, all in one frame. For ``router_scale.py``.
+"""A worker that computes nothing: each step it sends one token for every stream. For ``router_scale.py``.
 
     python -c "import emitting_worker; emitting_worker.main()" ADDRESS[,ADDRESS...] STEP_MS
 
-With several addresses it is a worker of each router and sends each the tokens of its own streams.
+A frame holds the tokens of at most ``STREAMS_PER_FRAME`` streams, and the frames of a step are spread over its time: so do
+several engines. With several addresses it is a worker of each router and sends each the tokens of its own streams.
 A prompt of ``PROMPT_TOKENS`` times ``FIRST_TOKEN_ID`` + n belongs to stream n; stream -1 gets no token. A line on standard
 input asks for the times at which each stream's tokens were sent.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import sys
 import threading
 import time
@@ -29,6 +31,7 @@ from core.wire.sockets import SocketOptions, dealer_socket
 FIRST_TOKEN_ID = 1000
 PROMPT_TOKENS = 16
 TOKEN_ID = 4662  # whole characters in the usual vocabularies: an event for each token
+STREAMS_PER_FRAME = 100
 
 
 @dataclass(slots=True)
@@ -84,20 +87,26 @@ class EmittingWorker:
     async def _step(self) -> None:
         due = time.monotonic()
         while True:
-            due = max(due + self._step_s, time.monotonic() - self._step_s)
-            await asyncio.sleep(max(0.0, due - time.monotonic()))
-            if not self._streams:
+            num_frames = max(1, math.ceil(len(self._streams) / STREAMS_PER_FRAME))
+            for turn in range(num_frames):
+                due = max(due + self._step_s / num_frames, time.monotonic() - self._step_s)
+                await asyncio.sleep(max(0.0, due - time.monotonic()))
+                frame = self._next_tokens(turn, num_frames)
+                if frame:
+                    await self._socket.send(codec.encode_tokens(frame))
+
+    def _next_tokens(self, turn: int, num_turns: int) -> list[Tokens]:
+        frame, now = [], time.monotonic()
+        for request_id, stream in list(self._streams.items()):
+            if stream.number % num_turns != turn:
                 continue
-            frame, now = [], time.monotonic()
-            for request_id, stream in list(self._streams.items()):
-                is_last = stream.position + 1 >= stream.max_tokens
-                reason = "length" if is_last else None
-                frame.append(Tokens(request_id, 0, stream.position, (TOKEN_ID,), reason))
-                stream.position += 1
-                stream.sent.append(now)
-                if is_last:
-                    del self._streams[request_id]
-            await self._socket.send(codec.encode_tokens(frame))
+            is_last = stream.position + 1 >= stream.max_tokens
+            frame.append(Tokens(request_id, 0, stream.position, (TOKEN_ID,), "length" if is_last else None))
+            stream.position += 1
+            stream.sent.append(now)
+            if is_last:
+                del self._streams[request_id]
+        return frame
 
 
 def answer_questions(workers: Sequence[EmittingWorker]) -> None:

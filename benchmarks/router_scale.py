@@ -3,13 +3,14 @@
     python benchmarks/router_scale.py [--streams 10 100 1000] [--step-ms 25] [--seconds 6] [--processes 1] [--json FILE]
 
 Processes on this machine: the router as an operator starts it, or several behind one port; a worker that answers every prompt
-with one token per step for all streams of a router in one frame, as an engine does; and this one, whose clients read streams
-of events and do nothing with them. CPU time of all router processes (user and system, as the kernel counts it) over the tokens
-that the clients received in the same seconds gives microseconds per token; one core carries as many tokens per second as that
-allows, and N cores N times as many, if the figure does not grow with the number of processes. Relay: from the moment at which
-the worker sends a token until a client has its event, by the clock that all processes share; with many streams this includes
-the time in which the router, the worker and the clients share the cores. Memory: growth of the routers' resident set by open
-streams that get no token.
+with one token per step, in frames of up to 100 streams, as engines do; and this one, whose clients read streams of events and
+do nothing with them. CPU time of all router processes (user and system, as the kernel counts it) over the tokens that the
+clients received in the same seconds gives microseconds per token; one core carries as many tokens per second as that allows,
+and N cores N times as many, if the figure does not grow with the number of processes. Relay: from the moment at which the
+worker sends a token until a client has its event, by the clock that all processes share; with many streams this includes the
+time in which the router, the worker and the clients share the cores. The last row drives 70 % of the tokens per second that one
+core carries by the row of the most tokens; where the clients are too slow for that, its relay misses its goal. Memory: growth
+of the routers' resident set by open streams that get no token.
 """
 
 from __future__ import annotations
@@ -34,6 +35,8 @@ from emitting_worker import FIRST_TOKEN_ID, PROMPT_TOKENS
 from kvferry.cluster_plan import free_port_ranges, free_ports
 
 TOKENS_GOAL, RELAY_GOAL_MS, STREAM_GOAL_KB = 35_000.0, 10.0, 50.0
+DRIVEN_SHARE = 0.7  # of the tokens per second that a core carries, at which the relay is judged
+REACHED_SHARE = 0.95  # of these, for the relay to count
 READY_TIMEOUT_S = 120.0
 SETTLE_S = 1.0
 
@@ -212,28 +215,32 @@ async def idle_stream_bytes(port: int, routers: Routers, num_streams: int) -> fl
     return grown / num_streams
 
 
-def outcome(found: Sequence[Found], stream_bytes: float) -> Outcome:
+def tokens_per_core(found: Sequence[Found]) -> float:
+    """Return how many tokens per second a core carries, by the row of the most tokens."""
+    return 1e6 / max(found, key=lambda one: one.tokens_per_s).router_us_per_token
+
+
+def outcome(found: Sequence[Found], driven: Found, stream_bytes: float) -> Outcome:
     columns = ("streams", "tokens/s", "router us per token", "tokens/s and core", "relay p50 ms", "p99 ms")
     rows = [
         [str(one.num_streams), f"{one.tokens_per_s:,.0f}", f"{one.router_us_per_token:.1f}",
          f"{1e6 / one.router_us_per_token:,.0f}", f"{one.relay_p50_ms:.1f}", f"{one.relay_p99_ms:.1f}"]
-        for one in found
+        for one in (*found, driven)
     ]  # fmt: skip
-    most = max(found, key=lambda one: one.tokens_per_s)
-    per_core = 1e6 / most.router_us_per_token
-    in_reach = [one for one in found if one.tokens_per_s <= 0.75 * per_core]
-    relay = max(in_reach or found[:1], key=lambda one: one.tokens_per_s).relay_p99_ms
+    per_core, relay = tokens_per_core(found), driven.relay_p99_ms
+    share, is_reached = driven.tokens_per_s / per_core, driven.tokens_per_s >= REACHED_SHARE * DRIVEN_SHARE * per_core
     goals: list[dict[str, Any]] = [
         {"name": "tokens per second and core", "value": per_core, "goal": TOKENS_GOAL, "unit": "1/s",
          "met": per_core >= TOKENS_GOAL},
-        {"name": "p99 of the relay at up to three quarters of that", "value": relay, "goal": RELAY_GOAL_MS, "unit": "ms",
-         "met": relay <= RELAY_GOAL_MS},
+        {"name": f"p99 of the relay at {100 * share:.0f} % of that ({100 * DRIVEN_SHARE:.0f} % wanted)", "value": relay,
+         "goal": RELAY_GOAL_MS, "unit": "ms", "met": relay <= RELAY_GOAL_MS and is_reached},
         {"name": "memory of an idle stream", "value": stream_bytes / 1e3, "goal": STREAM_GOAL_KB, "unit": "KB",
          "met": stream_bytes / 1e3 <= STREAM_GOAL_KB},
     ]  # fmt: skip
     notes = [f"{goal['name']}: {goal['value']:,.1f} {goal['unit']} (goal {goal['goal']:,.0f}): "
              f"{'met' if goal['met'] else 'MISSED'}" for goal in goals]  # fmt: skip
-    figures = {"goals": goals, "streams": [asdict(one) for one in found], "idle_stream_bytes": stream_bytes}
+    streams = [asdict(one) for one in (*found, driven)]
+    figures = {"goals": goals, "streams": streams, "idle_stream_bytes": stream_bytes}
     return Outcome([Table(columns, rows)], notes, figures)
 
 
@@ -251,7 +258,9 @@ def main() -> None:
         stream_bytes = asyncio.run(idle_stream_bytes(port, routers, 5 if arguments.quick else 300))
         for num_streams in arguments.streams:
             found.append(asyncio.run(load(port, routers, emitter, num_streams, arguments)))
-    publish(outcome(found, stream_bytes), machine, arguments)
+        num_driven = 5 if arguments.quick else round(DRIVEN_SHARE * tokens_per_core(found) * arguments.step_ms / 1e3)
+        driven = asyncio.run(load(port, routers, emitter, num_driven, arguments))
+    publish(outcome(found, driven, stream_bytes), machine, arguments)
 
 
 if __name__ == "__main__":

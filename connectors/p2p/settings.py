@@ -17,7 +17,8 @@ from core.wire.kv import KVVerify
 
 RENEWAL_S = 20.0  # what a renewal adds, at most
 LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
-READ_BYTES = 16 << 20  # a read by shm or CMA is a copy that cannot be interrupted; four converted ones fit the staging area
+READ_BYTES = 16 << 20  # a read by CMA is a copy that cannot be interrupted; four converted ones fit the staging area
+HOST_READ_BYTES = {"shm": 32 << 20}  # it cuts its copies itself; each read costs two changes of threads
 DEVICE_READ_BYTES = {"nixl": 128 << 20}  # copies to device memory are fast: in smaller reads the requests would dominate
 
 
@@ -111,7 +112,7 @@ def agent_settings(
             max_quarantined_blocks=max_quarantined_blocks,
             max_quarantined_blocks_in_total=max(max_quarantined_blocks, num_blocks // 2),
             max_read_bytes=READ_BYTES,
-            max_read_bytes_by=DEVICE_READ_BYTES if is_on_device else {},
+            max_read_bytes_by=DEVICE_READ_BYTES if is_on_device else HOST_READ_BYTES,
         ),
         leases=LeaseTerms(config.lease_s, min(RENEWAL_S, config.lease_s), config.lease_max_s),
     )

@@ -42,6 +42,8 @@ class IncrementalDetokenizer:
 
     def push(self, token_ids: Sequence[int]) -> str:
         """Return the text that ``token_ids`` complete; may be empty."""
+        if len(token_ids) == 1:
+            return self._stream.step(token_ids[0])
         return "".join([self._stream.step(token_id) for token_id in token_ids])
 
     def flush(self) -> str:

@@ -25,8 +25,7 @@ from router.dispatch.core import Action, RouterCore, RouterLimits, Transmit
 from router.dispatch.members import Member, WorkerKey
 from router.dispatch.membership import Joined, Left
 from router.dispatch.progress import Standing
-from router.dispatch.request_state import Deliver, EncodeEnded, Ended, Retried
-from router.dispatch.types import Update
+from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, Retried
 from router.dispatch.worker_gateway import RECONNECT_S
 
 EAGER_MARGIN = 1e3  # most routers let prompts be loaded even where computing them is much faster
@@ -175,12 +174,11 @@ class SimRouter:
                     self._note_turn(peer, message)
                     if not self._server.send(peer, encode_router_message(message)):
                         queue += self.core.on_unreachable(peer, self._now())
-                case Deliver(request_id, update):
-                    self.host.log(f"delivers {request_id}", update)
-                    client = self._clients[request_id]
-                    if update.choices:
-                        client.path.note_output(self.host.loop.now)
-                    self._deliver(client, update)
+                case Deliver():
+                    self._deliver(action)
+                case DeliverTokens():
+                    for each in action.updates():
+                        self._deliver(each)
                 case Ended(request):
                     self.host.log(f"ends {request.request_id}", request.error)
                     self._end(self._clients.pop(request.request_id), request.error)
@@ -196,7 +194,11 @@ class SimRouter:
                 case Left(worker, reason):
                     self.host.log(f"loses {worker.key.engine_id}: {reason}")
 
-    def _deliver(self, client: Client, update: Update) -> None:
+    def _deliver(self, action: Deliver) -> None:
+        self.host.log(f"delivers {action.request_id}", action.update)
+        client, update = self._clients[action.request_id], action.update
+        if update.choices:
+            client.path.note_output(self.host.loop.now)
         slow = self._slow.get(client.plan.name)
         if slow is not None:
             slow.put(update)

@@ -21,7 +21,7 @@ PACKAGE = "kvferry_vllm"
 PLUGIN = "connectors.vllm"
 INNER = f"{PACKAGE}._kvferry"
 OURS = ("core", "router", "encode", "prefill", "decode", "agent", "connectors", "kvstore", "kvferry")
-C_SOURCES = ("core/_multilinear.c", "core/_hash_chain.c")
+C_SOURCES = ("core/_multilinear.c", "core/_hash_chain.c", "core/_stream_copy.c")
 VERSION_MODULE = "core.release"
 
 

@@ -40,7 +40,7 @@ from router.dispatch.engine_calls import Answered, EngineCalls
 from router.dispatch.members import EncodeWorker, GenerationWorker, WorkerKey
 from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled, Switched
 from router.dispatch.policy import Demand, max_model_len, why_not_ready
-from router.dispatch.request_state import Deliver, DispatchAction, EncodeEnded, Ended, Retried, SendToWorker
+from router.dispatch.request_state import Deliver, DeliverTokens, DispatchAction, EncodeEnded, Ended, Retried, SendToWorker
 from router.dispatch.types import Submission
 from router.dispatch.wait_estimate import WaitEstimates
 from router.planner.loads import RoleLoads
@@ -101,7 +101,7 @@ class RefuseVersion:
 
 
 _Change = Joined | Left | Stalled | Resumed | Switched
-Action = Transmit | RefuseVersion | Deliver | Answered | EncodeEnded | Retried | Ended | _Change
+Action = Transmit | RefuseVersion | Deliver | DeliverTokens | Answered | EncodeEnded | Retried | Ended | _Change
 _Step = DispatchAction | Answered
 _RequestMessage = PrefillProgress | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply | list[Tokens]
 
@@ -306,10 +306,11 @@ class RouterCore:
             case list():
                 sender.progress.on_answer(now)
                 self.route_costs.on_step(sender.key, now)
+                # The stream of a vLLM server tells what it found in its cache only at its end.
+                tells_hits = not sender.facts.takes_calls
                 for item in message:
                     self.wait_estimates.on_first_token(item.request_id, now)
-                    # The stream of a vLLM server tells what it found in its cache only at its end.
-                    self.route_costs.on_first_token(item, now, tells_hits=not sender.facts.takes_calls)
+                    self.route_costs.on_first_token(item, now, tells_hits=tells_hits)
                 return self.dispatcher.on_tokens(sender, message, now)
             case _:
                 return []  # only encode workers answer encode requests

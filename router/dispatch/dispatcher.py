@@ -50,6 +50,7 @@ from router.dispatch.request_state import (
     BEFORE_DECODE,
     NO_PREFILL,
     Deliver,
+    DeliverTokens,
     DispatchAction,
     EncodeEnded,
     Ended,
@@ -62,7 +63,7 @@ from router.dispatch.request_state import (
 from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.shares import EXTRA_SHARE, TenantShares
-from router.dispatch.types import ChoiceUpdate, Submission, Update
+from router.dispatch.types import Submission, Update
 from router.dispatch.waiting import Waiting
 from router.dispatch.worker_messages import (
     TokensLost,
@@ -163,8 +164,7 @@ class Dispatcher:
         request = self.requests.get(request_id)
         if request is None:
             return []
-        error = ErrorInfo.of(Cancelled(f"the request was aborted: {reason}"))
-        return self._fail_with(request, error, now, reason=reason)
+        return self._fail_with(request, ErrorInfo.of(Cancelled(f"the request was aborted: {reason}")), now, reason=reason)
 
     def fail(self, request_id: str, error: KVFerryError, now: float) -> list[DispatchAction]:
         """End a request that this router cannot continue; unknown ids are ignored."""
@@ -208,7 +208,8 @@ class Dispatcher:
         return actions + self._send_to_decode(request, now)
 
     def on_tokens(self, sender: GenerationWorker, tokens: Sequence[Tokens], now: float) -> list[DispatchAction]:
-        """Deliver the tokens of one engine step, one update per request."""
+        """Deliver the tokens of one engine step: those that end nothing together, others in one update per request."""
+        plain: list[tuple[str, tuple[int, ...]]] = []
         actions: list[DispatchAction] = []
         updates: dict[str, Update] = {}
         for item in tokens:
@@ -217,7 +218,7 @@ class Dispatcher:
                 actions += self._attempts.stop_stale(item.request_id, sender.key, now)
                 continue
             if request.request_id not in updates and apply_plain_token(request, item):
-                actions.append(Deliver(request.request_id, Update([ChoiceUpdate(0, item.token_ids)])))
+                plain.append((request.request_id, item.token_ids))
                 continue
             update = updates.get(request.request_id) or Update()
             try:
@@ -241,7 +242,7 @@ class Dispatcher:
                 actions.append(self._end(request, now))
             else:
                 self._inflight.shrink(request, request.attempt.decode, request.num_live_choices)
-        return actions
+        return [DeliverTokens(plain), *actions] if plain else actions  # first: a request's later tokens are in an update
 
     def on_request_failed(self, sender: GenerationWorker, message: RequestFailed, now: float) -> list[DispatchAction]:
         """Retry on another worker, or fail the request. A prefill worker's failure counts only before the first token."""

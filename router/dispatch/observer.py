@@ -97,11 +97,19 @@ class RequestObserver:
     def on_update(self, observed: ObservedRequest, update: Update) -> None:
         """Record an update for the client."""
         if update.has_tokens:
-            self._on_tokens(observed)
+            self.on_tokens(observed, self._clock.now())
         if update.prompt is not None:
             self._on_prompt(observed, update.prompt)
         if update.handoff is not None and not observed.has_handoff:
             self._on_handoff(observed, update.handoff)
+
+    def on_tokens(self, observed: ObservedRequest, now: float) -> None:
+        """Record that new tokens of a request have arrived."""
+        last_token_at, observed.last_token_at = observed.last_token_at, now
+        if last_token_at is not None:
+            self._metrics.inter_token_s.observe(now - last_token_at)
+        else:
+            self._on_first_token(observed, now)
 
     def on_encoded(self, ended: EncodeEnded) -> None:
         """Record the end of an encode leg."""
@@ -150,17 +158,12 @@ class RequestObserver:
 
     # ---- what updates tell -------------------------------------------------------------------------------------------
 
-    def _on_tokens(self, observed: ObservedRequest) -> None:
-        now = self._clock.now()
-        if observed.last_token_at is None:
-            self._metrics.observe_first_token(now - observed.arrival)
-            self.history.on_first_token(now - observed.arrival)
-            self.traces.note_first_token(observed.timeline.submission.request_id, now)
-            self.timelines.note_first_token(observed.timeline, now)
-            self._on_unreported_handoff(observed, now)
-        else:
-            self._metrics.inter_token_s.observe(now - observed.last_token_at)
-        observed.last_token_at = now
+    def _on_first_token(self, observed: ObservedRequest, now: float) -> None:
+        self._metrics.observe_first_token(now - observed.arrival)
+        self.history.on_first_token(now - observed.arrival)
+        self.traces.note_first_token(observed.timeline.submission.request_id, now)
+        self.timelines.note_first_token(observed.timeline, now)
+        self._on_unreported_handoff(observed, now)
 
     def _on_prompt(self, observed: ObservedRequest, report: PromptReport) -> None:
         num_tokens = len(observed.timeline.submission.prompt_token_ids)

@@ -13,6 +13,7 @@ attempt changes nothing.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal
@@ -24,7 +25,7 @@ from core.wire.media import ECSource
 from core.wire.messages import ErrorInfo, FinishReason, RouterMessage, TransferUsage
 from router.dispatch.members import Member, WorkerKey
 from router.dispatch.timing import FirstTokenTiming, RoutingReport, SecondTokenTiming, total_cost
-from router.dispatch.types import Submission, Update
+from router.dispatch.types import Submission, Update, token_update
 
 RetryKind = Literal["prefill", "handoff", "replay"]
 LOCAL_PREFILL = "local"  # the outcome of a handoff that was not needed: the decode worker computed the prompt sooner
@@ -231,6 +232,19 @@ class Deliver(msgspec.Struct, frozen=True):
     update: Update
 
 
+class DeliverTokens(msgspec.Struct, frozen=True):
+    """Pass tokens of one engine step to clients whose requests have one choice, which goes on: (request id, token ids) each.
+
+    Most tokens are such: one action for all of them saves an update for each.
+    """
+
+    tokens: Sequence[tuple[str, tuple[int, ...]]]
+
+    def updates(self) -> Iterator[Deliver]:
+        """Return an update for each, which says the same."""
+        return (Deliver(request_id, token_update(token_ids)) for request_id, token_ids in self.tokens)
+
+
 @dataclass(frozen=True, slots=True)
 class EncodeEnded:
     """The request no longer waits for an encode worker. ``outcome`` is "done" or an error code."""
@@ -261,7 +275,7 @@ class Ended:
     now: float
 
 
-DispatchAction = SendToWorker | Deliver | EncodeEnded | Retried | Ended
+DispatchAction = SendToWorker | Deliver | DeliverTokens | EncodeEnded | Retried | Ended
 
 
 def open_request(submission: Submission, now: float, timeout_s: float) -> RequestState:

@@ -334,11 +334,13 @@ class RouteCosts:
         requests, which the next prompt will meet too. A worker that does not tell its hits is believed to have had the
         predicted ones. Unknown ids and later tokens are ignored.
         """
-        load = (message.usage.kv_transfer if message.usage is not None else None) or TransferUsage()
+        if message.usage is None:
+            self.drop(message.request_id, now)
+            return
+        load = message.usage.kv_transfer or TransferUsage()
         self.sources.observe(load)
         placed = self._placed.get(message.request_id)
-        if placed is None or message.usage is None:
-            self.drop(message.request_id, now)
+        if placed is None:
             return
         self._learn_load(message.request_id, load)
         self._note_source(message.request_id, load)

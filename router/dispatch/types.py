@@ -93,3 +93,8 @@ class Update(msgspec.Struct):
         if len(choices) == 1:
             return choices[0].finish_reason is not None
         return self.error is not None or any(choice.finish_reason is not None for choice in choices)
+
+
+def token_update(token_ids: tuple[int, ...]) -> Update:
+    """Return the update of a request's only choice with tokens that end nothing."""
+    return Update([ChoiceUpdate(0, token_ids)])

@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -33,8 +34,8 @@ from router.dispatch.membership import Joined, Left, Resumed, Stalled, Switched
 from router.dispatch.observer import ObservedRequest, RequestObserver
 from router.dispatch.peer_log import PeerLog
 from router.dispatch.policy import unpaired
-from router.dispatch.request_state import Deliver, EncodeEnded, Ended, RequestState, Retried
-from router.dispatch.types import Submission, Update
+from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, RequestState, Retried
+from router.dispatch.types import Submission, Update, token_update
 from router.dispatch.worker_log import WorkerLog
 from router.metrics import RouterMetrics
 from router.planner.gauges import add_planner_gauges
@@ -43,8 +44,19 @@ logger = logging.getLogger(__name__)
 
 _PROMPTS_PER_TURN = 8  # prompts of one HTTP request that are started without a pause
 _HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-TakeUpdate = Callable[[int, Update], bool]
 RECONNECT_S = 0.25  # a worker that only lost its connection has reconnected by then
+
+
+class UpdateTaker(Protocol):
+    """Takes updates at once, without a task; returns False for those that a task has to handle. Neither may raise."""
+
+    def take(self, prompt_index: int, update: Update) -> bool:
+        """Take any update."""
+        ...
+
+    def take_tokens(self, prompt_index: int, token_ids: Sequence[int]) -> bool:
+        """Take tokens that end nothing, of a prompt with one choice."""
+        ...
 
 
 class Generation:
@@ -56,19 +68,18 @@ class Generation:
         self._gateway = gateway
         self._updates: list[tuple[int, Update]] = []
         self._has_updates = asyncio.Event()
-        self._take: TakeUpdate | None = None
+        self._taker: UpdateTaker | None = None
 
-    async def updates(self, take: TakeUpdate | None = None) -> list[tuple[int, Update]]:
+    async def updates(self, taker: UpdateTaker | None = None) -> list[tuple[int, Update]]:
         """Wait for updates and return all pending ones, as (index of the prompt, update).
 
-        Those that come during the wait are offered to ``take`` first, which must not raise; the wait ends with one that it
-        does not take.
+        Those that come during the wait are offered to ``taker`` first; the wait ends with one that it does not take.
         """
-        self._take = take
+        self._taker = taker
         try:
             await self._has_updates.wait()
         finally:
-            self._take = None
+            self._taker = None
         self._has_updates.clear()
         updates, self._updates = self._updates, []
         return updates
@@ -84,10 +95,15 @@ class Generation:
 
     def put(self, prompt_index: int, update: Update) -> None:
         """Add an update, unless it is taken at once."""
-        if self._take is not None and not self._updates and self._take(prompt_index, update):
+        if self._taker is not None and not self._updates and self._taker.take(prompt_index, update):
             return
         self._updates.append((prompt_index, update))
         self._has_updates.set()
+
+    def put_tokens(self, prompt_index: int, token_ids: tuple[int, ...]) -> None:
+        """Add tokens that end nothing, of a prompt with one choice, unless they are taken at once."""
+        if self._taker is None or self._updates or not self._taker.take_tokens(prompt_index, token_ids):
+            self.put(prompt_index, token_update(token_ids))
 
 
 @dataclass(slots=True)
@@ -357,7 +373,9 @@ class WorkerGateway:
         queue = list(actions)
         for action in queue:  # grows during the loop
             match action:
-                case Deliver():  # first: there is one per token
+                case DeliverTokens():
+                    self._deliver_tokens(action)
+                case Deliver():
                     self._deliver(action)
                 case Transmit():
                     queue += self._transmit(action)
@@ -405,6 +423,14 @@ class WorkerGateway:
         listener = self._listeners[action.request_id]
         self.observer.on_update(listener.observed, action.update)
         listener.generation.put(listener.prompt_index, action.update)
+
+    def _deliver_tokens(self, action: DeliverTokens) -> None:
+        """Pass on most tokens of a step: here and below, each call is one per token."""
+        now = self._clock.now()
+        for request_id, token_ids in action.tokens:
+            listener = self._listeners[request_id]
+            self.observer.on_tokens(listener.observed, now)
+            listener.generation.put_tokens(listener.prompt_index, token_ids)
 
     def _on_ended(self, request: RequestState, now: float) -> None:
         listener = self._listeners.pop(request.request_id, None)

@@ -2,7 +2,7 @@
 
 Owns the loop from a generation's updates to bytes, and the watch on the client's connection, which lasts from before the first
 byte until the last. A stream has one event for each update that adds text. While the client keeps up, an update that ends
-nothing is written as it comes (``HttpAnswer._take``); the task of the stream wakes up for everything else.
+nothing is written as it comes (``HttpAnswer.take``); the task of the stream wakes up for everything else.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class HttpAnswer:
     async def _updates(self) -> list[tuple[int, Update]]:
         if self._failure is not None:
             raise RequestFailure(self._failure)
-        updates = await self._generation.updates(self._take if self._writer is not None else None)
+        updates = await self._generation.updates(self if self._writer is not None else None)
         if self._bug is not None:
             raise self._bug
         return updates
@@ -143,23 +143,33 @@ class HttpAnswer:
             self._generation.finish_choice(*self._output.locate(index))
         return deltas
 
-    def _take(self, prompt_index: int, update: Update) -> bool:
+    def take(self, prompt_index: int, update: Update) -> bool:
         """Write the events of an update; return False if this is for the task. An error ends this answer alone."""
         writer = self._writer
-        if writer is None or update.ends_something or not writer.is_open:
+        if writer is None or update.ends_something or not writer.is_open or self._bug is not None:
             return False
         try:
-            index = self._output.choice_of(prompt_index, update)
-            if index is not None and self._encoder.is_plain(index):
-                text = self._output.push_plain(index, update.choices[0].token_ids)
-                events = self._encoder.encode_text(index, text) if text else b""
-            else:
-                events = self._events(self._apply([(prompt_index, update)]))
+            events = self._events(self._apply([(prompt_index, update)]))
         except Exception as bug:
             self._bug = bug
             return False
         if events:
             writer.write(events)
+        return True
+
+    def take_tokens(self, prompt_index: int, token_ids: Sequence[int]) -> bool:
+        """Write the event of tokens if it differs from the choice's last one in nothing but text; else return False."""
+        writer, index = self._writer, prompt_index  # the prompt's only choice
+        if writer is None or not writer.is_open or not self._encoder.is_plain(index):
+            return False
+        try:
+            text = self._output.push_plain(index, token_ids)
+            event = self._encoder.encode_text(index, text) if text else b""
+        except Exception as bug:
+            self._bug = bug
+            return False
+        if event:
+            writer.write(event)
         return True
 
 

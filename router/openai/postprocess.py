@@ -157,13 +157,6 @@ class RequestOutput:
         """Return the indices of a choice: of its prompt, and among the choices of this prompt."""
         return divmod(index, self._n)
 
-    def choice_of(self, prompt_index: int, update: Update) -> int | None:
-        """Return the choice that goes on with an update, if it holds nothing but its tokens; else None."""
-        if len(update.choices) != 1 or update.prompt is not None or update.handoff is not None:
-            return None
-        item, index = update.choices[0], prompt_index * self._n + update.choices[0].index
-        return None if item.finish_reason is not None or self._choices[index].is_finished else index
-
     def push_plain(self, index: int, token_ids: Sequence[int]) -> str:
         """Return the text of tokens that end nothing, of a choice without stop strings: ``apply`` without what is not text."""
         return self._choices[index].push_plain(token_ids)

@@ -115,6 +115,12 @@ def test_wheel_holds_the_compiled_hash_chain(unpacked):
     assert run_on(unpacked, program).split() == ["True", "71bafceb5bc21cef43c1616582f16fc5"]
 
 
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+def test_wheel_holds_the_compiled_copy(unpacked):
+    program = "from kvferry_vllm._kvferry.core.stream_copy import compiled_library\nprint(compiled_library() is not None)\n"
+    assert run_on(unpacked, program).split() == ["True"]
+
+
 def test_it_holds_nothing_that_the_plugin_does_not_use(builder):
     modules = builder.closure(builder.plugin_modules())
     assert not [name for name in modules if name.startswith(("core.engine", "core.sched", "core.config", "router", "kvstore"))]

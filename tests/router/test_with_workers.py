@@ -19,7 +19,7 @@ from core.worker.state import WorkerState
 from decode.role import DecodeHandler
 from prefill.role import PrefillHandler
 from router.dispatch.core import RouterCore, RouterLimits, Transmit
-from router.dispatch.request_state import Deliver, Ended
+from router.dispatch.request_state import Deliver, DeliverTokens, Ended
 from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
@@ -151,6 +151,8 @@ class Cluster:
                 case Deliver(request_id, update):
                     for choice in update.choices:
                         self.output[request_id, choice.index] += choice.token_ids
+                case DeliverTokens():
+                    self.do(action.updates())
                 case Ended(request):
                     self.ended[request.request_id] = action
 

@@ -1,4 +1,4 @@
-"""Reads from the memory of another process on the same host: one memcpy per run of adjacent blocks, one for all short rows.
+"""Reads from the memory of another process on the same host: one copy per run of adjacent blocks, one for all short rows.
 
 The producer's pool is an anonymous memory file. The consumer opens it as ``/proc/<pid>/fd/<n>`` and maps it read-only: no
 name in ``/dev/shm``, nothing to clean up after a crash. The producer's identity is proven, not assumed: a pidfd taken first
@@ -6,15 +6,14 @@ shows that the process number was not reused until the files were open, and a se
 incarnation. Copies happen in ``poll``, some MiB at a time and read by read, on the caller's thread; therefore removing a
 peer is an exact fence, and seals that are requested after their blocks are read after them.
 
-The pages of a producer's pool are put into the page table while there is nothing to copy, some MiB at a time: mapping all of
-them at once would delay the first read by 0.1 s for each GiB, and hold the interpreter's lock meanwhile.
+The pages of a producer's pool are put into the page table beside the first reads, by a thread of their own: to wait for all of
+them would delay the first read by 0.1 s for each GiB.
 
-Sources: memfd_create(2), pidfd_open(2), proc_pid_fd(5), madvise(2).
+Sources: memfd_create(2), pidfd_open(2), proc_pid_fd(5).
 """
 
 from __future__ import annotations
 
-import ctypes
 import mmap
 import os
 import select
@@ -38,15 +37,14 @@ from connectors.p2p.transport.base import (
     region_at,
 )
 from connectors.p2p.transport.interface import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
+from connectors.p2p.transport.page_mapping import PageMapping
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
+from core.stream_copy import stream_copy
 
 TOKEN_BYTES = 32
 COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancellation or another peer waits
-PREPARED_BYTES_PER_POLL = 4 << 20  # of a producer's pages; a read that is posted meanwhile waits for them, some 0.3 ms
 MAX_SHORT_ROW_BYTES = 1024  # rows up to this size, seals, are gathered: a call for each run would cost more than the bytes
-
-MADV_POPULATE_READ = 22  # Linux 5.14; Python has no name for it
 
 Rows = npt.NDArray[np.uint8]  # [num_rows, row_bytes]
 
@@ -70,7 +68,7 @@ class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(slots=True)
 class _Peer:
-    """A producer whose files are mapped here."""
+    """A producer whose files are mapped here; ``pages`` puts them into the page table."""
 
     pidfd: int
     maps: list[mmap.mmap]
@@ -78,7 +76,7 @@ class _Peer:
     shapes: list[RowShape]
     landing: tuple[RowRegion, ...] = ()  # regions in which its rows land
     targets: list[Rows] = field(default_factory=list)
-    cold: deque[tuple[int, int]] = field(default_factory=deque)  # address and bytes of pages that are not in the page table yet
+    pages: PageMapping | None = None
 
 
 class _ShortRows(NamedTuple):
@@ -158,7 +156,10 @@ class ShmTransport(Transport):
             mapped = _map_producer(producer)
             mapped.landing = landing
             mapped.targets = [_as_rows(_host_memory(region), RowShape(region.num_rows, region.row_bytes)) for region in landing]
+            spans = [(rows.ctypes.data, len(each)) for rows, each in zip(mapped.rows, mapped.maps, strict=True)]
+            mapped.pages = PageMapping(spans)
             self._peers[peer] = mapped
+            mapped.pages.start()
 
     def pool_shape(self, peer: PeerId) -> tuple[int, int] | None:
         """Return the shape of its pool's file."""
@@ -190,8 +191,6 @@ class ShmTransport(Transport):
             budget -= self._copy_next(read)
             if not read.copies:
                 self._finish(read)
-        if budget == COPY_BYTES_PER_POLL and not self._ended:
-            self._prepare_pages()
         ended, self._ended = self._ended, []
         return ended
 
@@ -214,9 +213,8 @@ class ShmTransport(Transport):
         return [producer.pidfd for producer in self._peers.values()]
 
     def max_wait_s(self) -> float | None:
-        """Copies that are not done, and pages that are not prepared, are work for now."""
-        has_work = self._reads or self._ended or any(producer.cold for producer in self._peers.values())
-        return 0.0 if has_work else None
+        """Copies that are not done are work for now."""
+        return 0.0 if self._reads or self._ended else None
 
     def close(self) -> None:
         """Unmap all producers and withdraw the token."""
@@ -228,18 +226,6 @@ class ShmTransport(Transport):
         self._regions = ()
         self._staging = None
 
-    def _prepare_pages(self) -> None:
-        """Put some pages of one producer into the page table; an older kernel does it at the first copy from each page."""
-        producer = next((producer for producer in self._peers.values() if producer.cold), None)
-        if producer is None:
-            return
-        address, num_bytes = producer.cold.popleft()
-        size = min(num_bytes, PREPARED_BYTES_PER_POLL)
-        if _populate(address, size) != 0:
-            producer.cold.clear()
-        elif size < num_bytes:
-            producer.cold.appendleft((address + size, num_bytes - size))
-
     def _copy_next(self, read: _Read) -> int:
         copy = read.copies.popleft()
         producer = self._peers[read.peer_id]
@@ -247,8 +233,8 @@ class ShmTransport(Transport):
         if isinstance(copy, _ShortRows):
             target[copy.local] = source[copy.remote]
             return len(copy.local) * producer.landing[read.region].row_bytes
-        # numpy copies with the GIL released: the engine thread computes meanwhile.
-        target[copy.local : copy.local + copy.num_rows] = source[copy.remote : copy.remote + copy.num_rows]
+        # The GIL is released meanwhile: the engine thread computes.
+        stream_copy(target[copy.local : copy.local + copy.num_rows], source[copy.remote : copy.remote + copy.num_rows])
         return copy.num_rows * producer.landing[read.region].row_bytes
 
     def _finish(self, read: _Read) -> None:
@@ -294,7 +280,6 @@ def _map_producer(producer: ShmMetadata) -> _Peer:
             peer.maps.append(_map_file(producer.pid, file))
             peer.rows.append(_as_rows(peer.maps[-1], file.shape))
             peer.shapes.append(file.shape)
-            peer.cold.append((peer.rows[-1].ctypes.data, len(peer.maps[-1])))
         if _has_exited(pidfd):
             raise PeerUnreachable(f"process {producer.pid} died while its memory was mapped")
     except (OSError, ValueError) as error:
@@ -332,14 +317,9 @@ def _map_file(pid: int, file: MemoryFile) -> mmap.mmap:
         os.close(fd)
 
 
-def _populate(address: int, num_bytes: int) -> int:
-    """Call ``madvise`` without the interpreter's lock, which ``mmap.madvise`` keeps; returns 0 or -1."""
-    result: int = ctypes.CDLL(None).madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), MADV_POPULATE_READ)
-    return result
-
-
 def _unmap(peer: _Peer) -> None:
-    peer.cold.clear()
+    if peer.pages is not None:
+        peer.pages.close()
     peer.rows.clear()  # the arrays hold the maps open
     for mapped in peer.maps:
         mapped.close()

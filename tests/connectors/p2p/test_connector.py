@@ -153,14 +153,16 @@ async def test_transport_that_failed_for_a_peer_is_reported_and_no_longer_shown_
     await connector.stop()
 
 
-def test_reads_that_reach_the_memory_of_a_device_are_larger():
+def test_reads_without_a_wait_for_a_network_are_larger():
     config = ConnectorSection()
     host, device = (
         agent_settings(transfer_settings(config), 100, is_on_device=is_on_device).pull for is_on_device in (False, True)
     )
     assert set(device.max_read_bytes_by) == {"nixl"}, "tcp goes through host memory, and takes its time over a network"
     assert device.max_read_bytes_by["nixl"] > device.max_read_bytes
-    assert dataclasses.replace(device, max_read_bytes_by={}) == host
+    assert set(host.max_read_bytes_by) == {"shm"}, "nixl's copy through the kernel cannot be interrupted"
+    assert host.max_read_bytes_by["shm"] > host.max_read_bytes
+    assert dataclasses.replace(device, max_read_bytes_by=host.max_read_bytes_by) == host
 
 
 @pytest.mark.parametrize("is_on_device", [False, True])

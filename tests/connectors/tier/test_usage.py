@@ -13,7 +13,7 @@ from core.worker.role import EngineFacts
 from decode.role import DecodeHandler
 from prefill.role import PrefillHandler
 from router.dispatch.core import RouterCore, RouterLimits, Transmit
-from router.dispatch.request_state import Deliver
+from router.dispatch.request_state import Deliver, DeliverTokens
 from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
@@ -64,6 +64,8 @@ class Served:
                         self.engine.core.add_request(new)
                 case Deliver(_, update):
                     self.updates.append(update)
+                case DeliverTokens():
+                    self.do(action.updates())
 
     def on_outputs(self, outputs):
         for reply in self.handler.on_outputs(outputs, 0.0).replies:

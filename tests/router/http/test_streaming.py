@@ -229,7 +229,7 @@ async def begun_stream(under_test, worker):
         request_id, lines = await beginning, response.aiter_lines()
         await read_until(lines, "a")
         generation = under_test.router.gateway._listeners[request_id].generation
-        await under_test.until(lambda: generation._take is not None)
+        await under_test.until(lambda: generation._taker is not None)
         yield lines, functools.partial(send, request_id), generation
 
 

@@ -1,12 +1,13 @@
 import dataclasses
 import os
+import threading
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
 
-from connectors.p2p.transport import shm
+from connectors.p2p.transport import page_mapping
 from connectors.p2p.transport.base import RowShape
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegion
 from connectors.p2p.transport.shm import MemoryFile, ShmMetadata, ShmTransport
@@ -206,35 +207,42 @@ def num_mapped_kb(shared_as):
     return found
 
 
-def test_pages_of_a_new_owner_are_prepared_while_there_is_nothing_to_copy(reader, owner):
+def test_pages_of_a_new_owner_are_mapped_without_a_read(reader, owner):
     reader.transport.add_peer(PEER, owner.metadata)
-    assert num_mapped_kb("r--s") == 0
-    assert reader.transport.max_wait_s() == 0.0
-    reader.until(lambda: reader.transport.max_wait_s() is None)
-    assert num_mapped_kb("r--s") * 1024 >= NUM_ROWS * ROW_BYTES
+    assert reader.transport.max_wait_s() is None
+    reader.until(lambda: num_mapped_kb("r--s") * 1024 >= NUM_ROWS * ROW_BYTES)
     assert reader.read([3], [5]) is None
     reader.assert_rows(1, [3], [5])
 
 
 @pytest.mark.parametrize("is_known", [False, True])
-def test_reads_do_not_wait_for_prepared_pages(reader, owner, monkeypatch, is_known):
+def test_reads_do_not_wait_for_mapped_pages(reader, owner, monkeypatch, is_known):
     if not is_known:
-        monkeypatch.setattr(shm, "MADV_POPULATE_READ", 9999)  # as on an older kernel
+        monkeypatch.setattr(page_mapping, "MADV_POPULATE_READ", 9999)  # as on an older kernel
     reader.transport.add_peer(PEER, owner.metadata)
     assert reader.read([3, 7], [5, 6]) is None
     reader.assert_rows(1, [3, 7], [5, 6])
-    reader.until(lambda: reader.transport.max_wait_s() is None)
 
 
-def test_owner_may_leave_while_its_pages_are_prepared(reader, owner, monkeypatch):
-    monkeypatch.setattr(shm, "PREPARED_BYTES_PER_POLL", 4096)
+def test_owner_may_leave_while_its_pages_are_mapped(reader, owner, monkeypatch):
+    calls, may_end = [], threading.Event()
+
+    def populate(address, num_bytes):
+        calls.append(address)
+        may_end.wait(20)
+        return True
+
+    monkeypatch.setattr(page_mapping, "_populate", populate)
     before = num_maps()
     reader.transport.add_peer(PEER, owner.metadata)
-    reader.poll()
-    reader.transport.remove_peer(PEER)
-    reader.poll()
+    removing = threading.Thread(target=reader.transport.remove_peer, args=(PEER,))
+    removing.start()
+    reader.until(lambda: not reader.transport.pollables())  # it is removed, but for its memory
+    assert num_maps() == before + 2
+    may_end.set()
+    removing.join()
     assert num_maps() == before
-    assert reader.transport.max_wait_s() is None
+    assert len(calls) == 1, "the rest was given up"
 
 
 def test_nothing_has_a_name_in_the_file_system(owner):

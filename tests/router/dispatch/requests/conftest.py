@@ -22,7 +22,7 @@ from core.wire.messages import (
 )
 from core.wire.sampling import SamplingParams
 from router.dispatch.core import RouterCore, RouterLimits, Transmit
-from router.dispatch.request_state import Deliver, EncodeEnded, Ended, RequestPhase, Retried
+from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, RequestPhase, Retried
 from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
@@ -159,6 +159,8 @@ class Bench:
                 case Deliver(request_id, update):
                     assert request_id not in self.ended, "an update after the end"
                     self.updates.setdefault(request_id, []).append(update)
+                case DeliverTokens():
+                    self.do(action.updates())
                 case EncodeEnded():
                     assert action.request_id not in self.ended, "images after the end"
                     self.encodes.append((action.worker.engine_id, action.outcome, action.num_images))

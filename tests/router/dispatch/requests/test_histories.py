@@ -32,7 +32,7 @@ from core.wire.messages import (
 from core.wire.sampling import SamplingParams
 from router.dispatch.core import RouterCore, RouterLimits, Transmit
 from router.dispatch.membership import DUPLICATE_ENGINE_ID
-from router.dispatch.request_state import Deliver, Ended
+from router.dispatch.request_state import Deliver, DeliverTokens, Ended
 from router.dispatch.types import Submission
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
@@ -205,6 +205,8 @@ class Histories(RuleBasedStateMachine):
                     assert request_id not in self.ended, "an update after the end"
                     for choice in update.choices:
                         self.output[request_id, choice.index] += choice.token_ids
+                case DeliverTokens():
+                    self.do(action.updates())
                 case Ended(request):
                     assert request.request_id not in self.ended, "a request ended twice"
                     self.ended[request.request_id] = request.error

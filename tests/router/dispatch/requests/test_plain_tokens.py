@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from core.wire.messages import Tokens, Usage
 from router.dispatch import dispatcher
+from router.dispatch.request_state import DeliverTokens
 from tests.router.dispatch.requests.conftest import Bench
 
 FRAMES = st.lists(
@@ -96,3 +97,13 @@ def test_a_token_gives_back_free_retries(make_bench):
     request.free_retries["stalled"] = 1
     bench.tokens(2, 8)
     assert request.free_retries == {}
+
+
+def test_tokens_of_a_step_are_one_action(make_bench):
+    bench = make_bench("a0", max_requests=4)
+    for request_id in ("r1", "r2"):
+        bench.submit(request_id)
+        bench.tokens(0, 1, peer="a0", request_id=request_id, usage=Usage())
+    frame = [Tokens(request_id, 0, 1, (2,)) for request_id in ("r1", "r2")]
+    (action,) = bench.core.on_message(b"a0", frame, bench.now)
+    assert action == DeliverTokens([("r1", (2,)), ("r2", (2,))])
