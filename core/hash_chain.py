@@ -38,7 +38,8 @@ class CompiledChain:
         num_blocks = len(tokens) // block_bytes
         values = ctypes.create_string_buffer(num_blocks * HASH_BYTES)
         self._function(self._keyed, parent, tokens, block_bytes, num_blocks, values)
-        return list(struct.unpack(f"{HASH_BYTES}s" * num_blocks, values))
+        # Not ``struct.unpack``, which keeps the last formats: there is one for each length of a prompt.
+        return list(struct.Struct(f"{HASH_BYTES}s" * num_blocks).unpack(values))
 
 
 @cache
