@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import statistics
 import subprocess
 import sys
 import time
@@ -186,13 +187,30 @@ def make_outcome(
     )
     notes = (f"idle for {idle_s:g} s; one torch thread per worker; start: median (smallest..largest)",)
     figures: dict[str, object] = {
-        "goals": {"start_s": START_GOAL_S, "idle": IDLE_GOAL, "memory": MEMORY_GOALS},
+        "goals": goals(starts, memory, idle),
         "start_s": {name: [seconds for seconds, _ in each] for name, each in starts.items()},
         "start_cpu_s": {name: [cpu_s for _, cpu_s in each] for name, each in starts.items()},
         "memory": [asdict(each) for each in memory],
         "idle": {name: [asdict(each) for each in processes] for name, processes in idle.items()},
     }
     return Outcome(tables, notes, figures)
+
+
+def goals(
+    starts: Mapping[str, Sequence[tuple[float, float]]], memory: Sequence[Memory], idle: Mapping[str, Sequence[Idle]]
+) -> list[dict[str, object]]:
+    """Return each goal with what was measured: the median start, the memory after a handoff, the share of a core."""
+    values = [(f"start over {name}", statistics.median(s for s, _ in each), START_GOAL_S, "s") for name, each in starts.items()]
+    values += [(f"memory in {each.dtype}", each.after_handoff, MEMORY_GOALS[each.dtype], "bytes") for each in memory]
+    values += [
+        (f"idle {each.role} with {name}", each.share, IDLE_GOAL, "cores")
+        for name, processes in idle.items()
+        for each in processes
+        if name != "nixl" and each.role != "router"
+    ]
+    return [
+        {"name": name, "value": value, "goal": goal, "unit": unit, "met": value <= goal} for name, value, goal, unit in values
+    ]
 
 
 def main() -> None:

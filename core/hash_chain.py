@@ -9,12 +9,14 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import importlib.util
+import struct
 import sys
 from functools import cache
 
 HASH_BYTES = 16
 
 _PERSON_BYTES = 16
+_STATE_BYTES = 64
 _NO_EXTRA = bytes(4)
 
 
@@ -27,16 +29,17 @@ class CompiledChain:
     def __init__(self, key: bytes, person: bytes, library: ctypes.PyDLL | None = None) -> None:
         library = library or compiled_library()
         assert library is not None, "the caller has looked"
-        self._function = library.kvferry_hash_chain
-        self._key, self._person = key, person.ljust(_PERSON_BYTES, b"\0")
+        state = ctypes.create_string_buffer(_STATE_BYTES)
+        library.kvferry_hash_chain_start(key, len(key), person.ljust(_PERSON_BYTES, b"\0"), state)
+        self._function, self._keyed = library.kvferry_hash_chain, state.raw
 
     def hashes(self, parent: bytes, tokens: bytes, block_bytes: int) -> list[bytes]:
         """Return the hash of each whole block of ``tokens``, little-endian int32; ``parent`` is the hash before the first."""
         num_blocks = len(tokens) // block_bytes
         values = ctypes.create_string_buffer(num_blocks * HASH_BYTES)
-        self._function(self._key, len(self._key), self._person, parent, tokens, block_bytes, num_blocks, values)
-        found = values.raw
-        return [found[start : start + HASH_BYTES] for start in range(0, len(found), HASH_BYTES)]
+        self._function(self._keyed, parent, tokens, block_bytes, num_blocks, values)
+        # Not ``struct.unpack``, which keeps the last formats: there is one for each length of a prompt.
+        return list(struct.Struct(f"{HASH_BYTES}s" * num_blocks).unpack(values))
 
 
 @cache
@@ -47,12 +50,13 @@ def compiled_library() -> ctypes.PyDLL | None:
         return None
     try:
         library = ctypes.PyDLL(found.origin)
-        function = library.kvferry_hash_chain
+        start, function = library.kvferry_hash_chain_start, library.kvferry_hash_chain
     except (OSError, AttributeError):  # built for another system, or from another release
         return None
     text, size = ctypes.c_char_p, ctypes.c_size_t
-    function.restype = None
-    function.argtypes = [text, size, text, text, text, size, size, text]
+    start.restype = function.restype = None
+    start.argtypes = [text, size, text, text]
+    function.argtypes = [text, text, text, size, size, text]
     return library if _is_right(library) else None
 
 

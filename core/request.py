@@ -12,6 +12,7 @@ from enum import IntEnum
 from typing import TYPE_CHECKING
 
 from core.kv.hashing import BlockHasher, ExtraKey
+from core.token_ids import pack_token_ids
 from core.tracing import TraceContext
 from core.wire.kv import KVHandoff, KVSource
 from core.wire.media import ECSource, MMFeature
@@ -117,6 +118,9 @@ class Request:
     tokens that these steps sample, if the next step is scheduled before they are known. ``block_hashes`` holds one 16-byte
     chain value per full run of ``hash_block_size`` tokens and grows with the tokens. ``mm_end`` is the position after the last
     token of its media, 0 without any: once so much is computed, no embedding is needed any more.
+
+    ``prompt`` are the tokens of the prompt, packed, which become the request's; None = pack them here.
+    Raises: ValueError for a token id below 0 or above that of int32.
     """
 
     __slots__ = (
@@ -165,7 +169,7 @@ class Request:
         "tenant",
     )
 
-    def __init__(self, new: NewRequest, hasher: BlockHasher | None) -> None:
+    def __init__(self, new: NewRequest, hasher: BlockHasher | None, prompt: array[int] | None = None) -> None:
         self.request_id = new.request_id
         self.sampling = new.sampling
         self.grammar: CompiledGrammar | None = None  # of its structured output, once it is compiled
@@ -191,7 +195,7 @@ class Request:
         self.media = tuple(new.media)
         self.ec_sources: Mapping[bytes, ECSource] = {source.seal.identifier: source for source in new.ec_sources}
 
-        self.all_token_ids = array("i", new.prompt_token_ids)
+        self.all_token_ids = pack_token_ids(new.prompt_token_ids) if prompt is None else prompt
         self.num_prompt_tokens = len(self.all_token_ids)
         self.all_token_ids.extend(new.output_token_ids)
         self.num_tokens = len(self.all_token_ids)

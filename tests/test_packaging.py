@@ -107,11 +107,12 @@ def test_every_module_imports_from_the_wheel(unpacked):
 
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
-def test_wheel_holds_the_compiled_digest_hash_chain_copy_and_attention(unpacked):
+def test_wheel_holds_the_compiled_parts(unpacked):
     assert len(list(unpacked.glob("core/_stream_copy*.so"))) == 1
     assert len(list(unpacked.glob("core/_hash_chain*.so"))) == 1
     assert len(list(unpacked.glob("core/_multilinear*.so"))) == 1
     assert len(list(unpacked.glob("core/attention/_paged_decode*.so"))) == 1
+    assert len(list(unpacked.glob("core/engine/_allowed_tokens*.so"))) == 1
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ a worker, tests and benchmarks call it directly.
 
 from __future__ import annotations
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from core.kv.hashing import BlockHasher
 from core.request import EngineCoreOutput, ModelRunnerOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.sched.scheduler import Scheduler
 from core.sched.stats import EngineStats
+from core.token_ids import pack_token_ids
 from core.wire.messages import ErrorInfo
 from core.wire.sampling import IGNORES_END, check_tokens_left
 
@@ -137,10 +139,11 @@ class EngineCore:
         self._is_stalled = False
 
     def _add(self, new: NewRequest) -> None:
+        prompt = self._packed_prompt(new)
         self._check_token_ids(new)
         _check_can_sample(new, self._vocab_size)
         self.scheduler.check_length(len(new.prompt_token_ids) + len(new.output_token_ids))  # before so many are hashed
-        request = Request(new, self._hasher)
+        request = Request(new, self._hasher, prompt)
         self._find_grammar(request)
         self.scheduler.add_request(request)
 
@@ -279,17 +282,26 @@ class EngineCore:
         connector = self.scheduler.connector
         return connector is not None and connector.has_pending_block_frees()
 
+    def _packed_prompt(self, new: NewRequest) -> array[int]:
+        """Return the tokens of the prompt; refuse those that the model does not have, as below."""
+        try:
+            return pack_token_ids(new.prompt_token_ids, self._vocab_size)
+        except ValueError:
+            raise self._no_such_token("prompt") from None
+
     def _check_token_ids(self, new: NewRequest) -> None:
         """Refuse tokens that the model does not have: inside a batch they would end everybody's step."""
         for param, token_ids in (
-            ("prompt", new.prompt_token_ids),
             ("output_token_ids", new.output_token_ids),
             ("allowed_token_ids", new.sampling.allowed_token_ids),
             ("logit_bias", new.sampling.logit_bias),
             ("stop_token_ids", new.stop_token_ids),
         ):
             if token_ids and not (min(token_ids) >= 0 and max(token_ids) < self._vocab_size):
-                raise InvalidRequest(f"{param} holds a token id outside 0 to {self._vocab_size - 1}", param=param)
+                raise self._no_such_token(param)
+
+    def _no_such_token(self, param: str) -> InvalidRequest:
+        return InvalidRequest(f"{param} holds a token id outside 0 to {self._vocab_size - 1}", param=param)
 
 
 def _size_of(output: SchedulerOutput) -> StepSize:

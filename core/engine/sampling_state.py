@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from core.attention.torch_kernels import upload
+from core.engine.allowed_tokens import keep_allowed
 from core.errors import KVFerryError
 from core.wire.sampling import SamplingParams
 
@@ -153,35 +154,6 @@ class LogitsEdits:
         seen -= params.frequency_penalty * counts
         seen -= params.presence_penalty * (counts > 0)
         logits[token_ids] = seen
-
-
-def keep_allowed(logits: Tensor, bits: npt.NDArray[np.uint8] | None) -> None:
-    """Set to -inf, in place, the logits of tokens that are not allowed by ``bits``, eight a byte; all of them for None.
-
-    On the CPU each byte stands for eight upper bounds of logits. That takes the same time for any number of allowed tokens, and
-    a third of that of a masked fill. It goes in pieces, whose bounds stay in the processor's cache.
-    """
-    if bits is None:
-        logits.fill_(-torch.inf)
-    elif logits.device.type == "cpu":
-        row = logits.numpy()
-        for start in range(0, bits.size, _BYTES_PER_PIECE):
-            piece = row[8 * start : 8 * (start + _BYTES_PER_PIECE)]
-            bounds = np.take(_BOUNDS_OF_BITS, bits[start : start + _BYTES_PER_PIECE], axis=0)
-            np.minimum(piece, bounds.reshape(-1)[: piece.size], out=piece)
-    else:
-        forbidden = np.unpackbits(~bits, bitorder="little", count=logits.numel()).view(np.bool_)
-        logits.masked_fill_(upload(forbidden, logits.device), -torch.inf)
-
-
-def _bounds_of_bits() -> npt.NDArray[np.float32]:
-    """Return ``[256, 8]``: for each byte and each of its bits from the lowest on, inf if it is set, else -inf."""
-    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
-    return np.where(bits, np.float32(np.inf), np.float32(-np.inf))
-
-
-_BOUNDS_OF_BITS = _bounds_of_bits()
-_BYTES_PER_PIECE = 3072
 
 
 def build_edits(

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from core.constants import HASH_BLOCK_SIZE
 from core.kv.hashing import BlockHasher, ExtraKey
+from core.token_ids import pack_token_ids
 from core.wire.contents import KEY_BYTES
 
 
@@ -22,7 +23,7 @@ def prompt_keys(
 
 def prompt_chain(hasher: BlockHasher, token_ids: Sequence[int], extra_keys: Sequence[ExtraKey] = ()) -> list[bytes]:
     """Return the hash chain of a prompt without its last token: one value for each 16 tokens."""
-    return hasher.hash_request_blocks(array("i", token_ids[:-1]), extra_keys)
+    return hasher.hash_request_blocks(pack_token_ids(token_ids[:-1]), extra_keys)
 
 
 def chain_keys(chain: Sequence[bytes], block_size: int = HASH_BLOCK_SIZE) -> array[int]:

@@ -4,11 +4,13 @@ import shutil
 import subprocess
 from array import array
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from core import hash_chain
 from core.hash_chain import compiled_library
 from core.kv.hashing import BlockHasher
 
@@ -48,6 +50,18 @@ def test_compiled_chain_is_that_of_hashlib_for_any_key_and_block_size(key, block
     assert known == expected
 
 
+@needs_compiler
+def test_chain_is_the_same_on_a_cpu_without_the_vector_instructions(built, hashlib_only, monkeypatch, tmp_path):
+    library = tmp_path / "words.so"
+    source = Path(hash_chain.__file__).with_name("_hash_chain.c")
+    subprocess.run(["gcc", "-DWITHOUT_VECTORS", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
+    monkeypatch.setattr("core.kv.hashing.compiled_library", lambda: built(library))
+    tokens = array("i", range(1000))
+    for block_size in (1, 16, 27, 28, 59, 60, 100):  # 27 end one chunk of 128 bytes with the 20 before them
+        expected = hashlib_only(b"model", block_size).hash_request_blocks(tokens)
+        assert BlockHasher(b"model", block_size).hash_request_blocks(tokens) == expected
+
+
 @pytest.mark.parametrize("keys", [(), (("cache_salt", "tenant"),), (("mm", b"image", 20, 30),)])
 def test_hashes_are_the_same_without_a_compiler(hashlib_only, keys):
     tokens = array("i", range(200))
@@ -73,8 +87,8 @@ def test_a_library_that_cannot_be_loaded_is_none(built, tmp_path):
 
 
 @needs_compiler
-@pytest.mark.parametrize("source", ["void kvferry_hash_chain() {}", "void another() {}"])
-def test_a_library_that_computes_something_else_is_none(built, tmp_path, source):
-    (tmp_path / "other.c").write_text(source)
+@pytest.mark.parametrize("name", ["kvferry_hash_chain", "another"])
+def test_a_library_that_computes_something_else_is_none(built, tmp_path, name):
+    (tmp_path / "other.c").write_text(f"void kvferry_hash_chain_start() {{}} void {name}() {{}}")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True)
     assert built(tmp_path / "other.so") is None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import time
 
 import jsonschema
@@ -10,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
+from core.engine.allowed_tokens import compiled_library, keep_allowed
 from core.engine.core import EngineCore
-from core.engine.sampling_state import keep_allowed
 from core.errors import InvalidRequest
 from core.model.hub import resolve_model
 from core.model.tokenizer import Tokenizer
@@ -187,6 +188,18 @@ def test_ignore_eos_is_refused(build):
         build().engine.add_request(request("a", ignore_eos=True))
 
 
+@pytest.fixture(params=["compiled", "numpy"])
+def either_way(request, monkeypatch):
+    """Run a test with the compiled mask, and as where there is no compiler."""
+    if request.param == "numpy":
+        monkeypatch.setattr("core.engine.allowed_tokens.compiled_library", lambda: None)
+    elif shutil.which("gcc") is None:
+        pytest.skip("there is no C compiler")
+    else:
+        assert compiled_library() is not None, "core/engine/_allowed_tokens.c was not built: make install"
+
+
+@pytest.mark.usefixtures("either_way")
 @pytest.mark.parametrize("vocab_size", [5, 49_152, 50_001])
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.5, 1.0])
 def test_only_the_logits_of_allowed_tokens_stay(vocab_size, share):
@@ -197,6 +210,12 @@ def test_only_the_logits_of_allowed_tokens_stay(vocab_size, share):
     bits = np.packbits(np.pad(allowed, (0, -vocab_size % 32)), bitorder="little")  # as the library has them: whole words
     keep_allowed(logits, bits)
     assert torch.equal(logits, expected)
+
+
+@pytest.mark.skipif(compiled_library() is None, reason="core/engine/_allowed_tokens.c was not built")
+def test_a_mask_that_is_too_short_is_refused():
+    with pytest.raises(AssertionError, match="a bit for each"):
+        keep_allowed(torch.zeros(9), np.zeros(1, dtype=np.uint8))
 
 
 def test_no_logit_stays_without_a_mask():
