@@ -77,7 +77,8 @@ class KeyTable:
 
     def items(self) -> Iterator[tuple[int, int]]:
         """Every key with its value, in no order."""
-        for keys, values in zip(self._keys, self._values, strict=True):
+        used = ((keys, values) for keys, values, num in zip(self._keys, self._values, self._num_used, strict=True) if num)
+        for keys, values in used:
             yield from ((key, value) for key, value in zip(keys, values, strict=True) if value)
 
     def _slot(self, number: int, key: int) -> int:
