@@ -1,6 +1,6 @@
 """How much of a transfer a request still waits for, if bytes move before they are needed.
 
-    python benchmarks/early_bytes.py [--transports tcp shm nixl] [--repeats 7] [--json FILE] [--markdown] [--quick]
+    python benchmarks/early_bytes.py [--transports tcp shm nixl] [--repeats 5] [--json FILE] [--markdown] [--quick]
 
 Each part is a module of its own: ``early_pull`` (a decode worker reads the sealed chunks of a prompt while the prefill worker
 computes the rest).
@@ -15,14 +15,17 @@ TRANSPORTS = ("tcp", "shm", "nixl")
 
 
 def main() -> None:
-    parser = make_parser(__doc__, repeats=7)
+    parser = make_parser(__doc__, repeats=5)
     parser.add_argument("--transports", nargs="+", choices=TRANSPORTS, default=TRANSPORTS)
     arguments = parser.parse_args()
     machine = Machine.now()
     parts = {"early_pull": early_pull.measure(arguments)}
     tables = [table for part in parts.values() for table in part.tables]
     notes = [note for part in parts.values() for note in part.notes]
-    publish(Outcome(tables, notes, {name: part.figures for name, part in parts.items()}), machine, arguments)
+    goals = [goal for part in parts.values() for goal in part.figures.pop("goals")]
+    publish(
+        Outcome(tables, notes, {"goals": goals, **{name: part.figures for name, part in parts.items()}}), machine, arguments
+    )
 
 
 if __name__ == "__main__":

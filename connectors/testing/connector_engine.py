@@ -161,6 +161,11 @@ class ConnectorEngine:
         status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED,
     ) -> KVHandoff | None:
         """Compute a prompt, sample one token, finish the request, and return its handoff."""
+        request = self.begin_prefill(request_id, prompt_token_ids, len(prompt_token_ids))
+        return self.end_prefill(request, status)
+
+    def begin_prefill(self, request_id: str, prompt_token_ids: list[int], num_tokens: int) -> Request:
+        """Compute the first ``num_tokens`` tokens of a prompt, and seal their full blocks."""
         request = self._new_request(
             NewRequest(
                 request_id=request_id,
@@ -171,13 +176,29 @@ class ConnectorEngine:
         )
         hits, num_hits = self.manager.get_computed_blocks(request)
         assert self.scheduler.get_num_new_matched_tokens(request, num_hits) == (0, False)
-        blocks = self.manager.allocate_slots(request, request.num_tokens - num_hits, num_hits, hits)
+        blocks = self.manager.allocate_slots(request, max(0, num_tokens - num_hits), num_hits, hits)
         assert blocks is not None, "the pool of the test is too small"
         self.scheduler.update_state_after_alloc(request, self.manager.get_blocks(request_id), 0)
-        for position, block_id in enumerate(self.manager.get_block_ids(request_id)[0]):
-            self.pool.rows[block_id] = self.content(request, position)
-        request.num_computed_tokens = request.num_tokens
-        self.manager.seal_blocks(request, request.num_computed_tokens)
+        self._fill(request, max(num_tokens, num_hits))
+        return request
+
+    def continue_prefill(self, request: Request, num_tokens: int) -> None:
+        """Compute a prompt up to its first ``num_tokens`` tokens."""
+        blocks = self.manager.allocate_slots(request, num_tokens - request.num_computed_tokens)
+        assert blocks is not None, "the pool of the test is too small"
+        self._fill(request, num_tokens)
+
+    def _fill(self, request: Request, num_tokens: int) -> None:
+        """Write and seal the blocks up to a token."""
+        block_ids = self.manager.get_block_ids(request.request_id)[0]
+        for position in range(request.num_computed_tokens // self.layout.block_size, len(block_ids)):
+            self.pool.rows[block_ids[position]] = self.content(request, position)
+        request.num_computed_tokens = num_tokens
+        self.manager.seal_blocks(request, num_tokens)
+
+    def end_prefill(self, request: Request, status: RequestStatus = RequestStatus.FINISHED_LENGTH_CAPPED) -> KVHandoff | None:
+        """Sample one token, finish a request whose prompt is computed, and return its handoff."""
+        request_id = request.request_id
         request.append_output_token(7)
         request.status = status
         block_ids = self.manager.get_block_ids_for_computed_tokens(request_id, request.num_computed_tokens)
@@ -222,6 +243,18 @@ class ConnectorEngine:
         """Return how many tokens the connector would load for a waiting request; None if it does not know yet."""
         _, num_hits = self.manager.get_computed_blocks(request)
         return self.scheduler.get_num_new_matched_tokens(request, num_hits)[0]
+
+    def add_early(self, request_id: str, prompt_token_ids: list[int], handoff: KVHandoff) -> Request:
+        """Add a request that loads the computed part of a prompt and never runs."""
+        return self._new_request(
+            NewRequest(
+                request_id=request_id,
+                prompt_token_ids=prompt_token_ids[: handoff.num_tokens + 1],
+                sampling=SamplingParams(max_tokens=1),
+                kv_handoff=handoff,
+                is_early=True,
+            )
+        )
 
     def admit(self, request: Request) -> int:
         """Allocate the request's blocks and start its load; return how many tokens the connector loads."""

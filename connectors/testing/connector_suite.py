@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import abstractmethod
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import ClassVar
 
@@ -34,11 +34,8 @@ IMPATIENCE_S = 2.0  # of loads that should fail for want of an answer
 PROMPT_BLOCKS = ceil_div(len(PROMPT), BLOCK_SIZE)
 
 
-@pytest.mark.asyncio
-class ConnectorConformance:
-    """The tests. ``holds_until_read`` is False for a connector whose producer frees the blocks before they are read."""
-
-    holds_until_read: ClassVar[bool] = True
+class ConnectorPairs:
+    """Pairs of connectors, and what must hold after a load."""
 
     @abstractmethod
     def make_connector(self, role: Role, patience_s: float) -> Connector:
@@ -86,6 +83,28 @@ class ConnectorConformance:
             output = pair.consumer.engine.step()
             assert request_id not in output.failed_recving
             assert request_id not in output.finished_recving
+
+    async def assert_failed(self, pair: Pair, request_id: str, prompt: Sequence[int] = PROMPT) -> None:
+        """Check that a load failed, was reported once, and left neither blocks nor cached content."""
+        engine = pair.consumer.engine
+        error = engine.loads[request_id].error
+        assert error is not None
+        assert error.code
+        assert error.message
+        usage = engine.loads[request_id].usage
+        assert usage is not None, "a failed load has its costs too"
+        assert usage.transferred_tokens == usage.verified_blocks == 0
+        await self.assert_ended_once(pair, request_id)
+        await self.assert_consumer_is_empty(pair)
+        again = engine.add("again", list(prompt), None)
+        assert engine.manager.get_computed_blocks(again)[1] == 0, "blocks of a failed load are in the prefix cache"
+
+
+@pytest.mark.asyncio
+class ConnectorConformance(ConnectorPairs):
+    """The tests. ``holds_until_read`` is False for a connector whose producer frees the blocks before they are read."""
+
+    holds_until_read: ClassVar[bool] = True
 
     # ---- bytes -----------------------------------------------------------------------------------------------------
 
@@ -365,21 +384,6 @@ class ConnectorConformance:
         assert pair.consumer.engine.loads["a/1"].error is None
         assert pair.consumer.engine.has_content(second)
         await pair.drained()
-
-    async def assert_failed(self, pair: Pair, request_id: str) -> None:
-        """Check that a load failed, was reported once, and left neither blocks nor cached content."""
-        engine = pair.consumer.engine
-        error = engine.loads[request_id].error
-        assert error is not None
-        assert error.code
-        assert error.message
-        usage = engine.loads[request_id].usage
-        assert usage is not None, "a failed load has its costs too"
-        assert usage.transferred_tokens == usage.verified_blocks == 0
-        await self.assert_ended_once(pair, request_id)
-        await self.assert_consumer_is_empty(pair)
-        again = engine.add("again", PROMPT, None)
-        assert engine.manager.get_computed_blocks(again)[1] == 0, "blocks of a failed load are in the prefix cache"
 
     # ---- start and stop ----------------------------------------------------------------------------------------------
 

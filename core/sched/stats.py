@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
 
+from core.kv.block import NULL_BLOCK_ID
 from core.metrics import Metric
 from core.request import RequestStatus
 from core.sched.state import SchedulerState
@@ -119,4 +120,5 @@ def make_stats(state: SchedulerState) -> EngineStats:
 def _count_blocks(state: SchedulerState, request_ids: Iterable[str]) -> int:
     get_block_ids, quarantined = state.kv_cache_manager.get_block_ids, state.quarantined
     tables = [ids for request_id in request_ids for ids in get_block_ids(request_id)]
-    return sum(len(ids) for ids in tables) - sum(block_id in quarantined for ids in tables for block_id in ids)
+    count = sum(len(ids) - ids.count(NULL_BLOCK_ID) for ids in tables)
+    return count - sum(block_id in quarantined for ids in tables for block_id in ids) if quarantined else count

@@ -6,6 +6,7 @@
 - Every prefix hit and every sealed block holds the right content, whether or not it has been used. While steps are in flight
 this holds for sealed blocks only, because blocks that the steps compute may be hits already.
 - A sleeping engine has no work that it could do, and an engine without work sleeps.
+- No running request is preempted while blocks are held for prompts that are read early.
 - A block that a tier stores is kept in the pool until it has been read.
 
 ``WorkerChecks`` sees one incarnation of a worker. ``Oracle`` has the true content of a cache, by block hash.
@@ -100,6 +101,7 @@ class WorkerChecks:
         self._reads: dict[int, dict[int, int]] = {}  # open read → the same, at its posting
         self._known_quarantined: set[int] = set()
         self._num_empty_steps = 0  # since the last one that did something
+        self._num_preemptions = 0
         self.num_quarantined = 0  # blocks, over time
         self.num_pinned = 0  # by steps in flight, over time
 
@@ -184,6 +186,7 @@ class WorkerChecks:
         self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
         if self._num_empty_steps > _MAX_EMPTY_STEPS:
             self.complain(f"{self._name}: {self._num_empty_steps} steps in a row that do nothing: it should sleep")
+        self._check_preemptions()
         blocks = self._scheduler.kv_cache_manager.block_pool.blocks
         for metadata in _messages(step.output):
             if isinstance(metadata, P2PConnectorMetadata):
@@ -191,6 +194,12 @@ class WorkerChecks:
             else:
                 rows = [row for job in metadata.loads for row in job.block_ids]
             self._loading.update({row: blocks[row].generation for row in rows})
+
+    def _check_preemptions(self) -> None:
+        state = self._scheduler.state
+        if state.num_preemptions > self._num_preemptions and state.early_pulls.rounds():
+            self.complain(f"{self._name}: a request was preempted while blocks were held for prompts that are read early")
+        self._num_preemptions = state.num_preemptions
 
     def on_settled(self) -> None:
         """Check everything that must hold between two turns."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from dataclasses import dataclass, field
+from functools import partial
 from random import Random
 
 from kvferry.sim.checks import Oracle, WorkerChecks
@@ -17,7 +18,7 @@ from kvferry.sim.client import ROUTER_LOST, Client
 from kvferry.sim.content_checks import differences_of_contents, differences_of_roles
 from kvferry.sim.encoder import SimEncoder
 from kvferry.sim.eventlog import EventLog
-from kvferry.sim.faults import Fault
+from kvferry.sim.faults import ChunkFault, Fault, FaultEvent
 from kvferry.sim.host import Host, World
 from kvferry.sim.idempotent_messages import may_drop, may_repeat
 from kvferry.sim.loop import EventLoop, Process, ProcessClock
@@ -73,13 +74,15 @@ class SimCluster:
         self.troubles = Troubles(lambda: self.loop.now)
         network = Network(self.loop, Random(f"{plan.seed}/network"), plan.faults.network, may_repeat, self.troubles, may_drop)
         fabric = SimFabric(self.loop, network, Random(f"{plan.seed}/reads"), plan.faults.reads, plan.keeps_order)
-        self._world = World(self.loop, network, fabric, Random(f"{plan.seed}/threads"), self.log)
+        self._world = World(self.loop, network, fabric, Random(f"{plan.seed}/threads"), self.log, self._on_progress)
         self.stores = SimStores(self._world, plan.tier, plan.embedding_store)
         self._strikes = Strikes(plan, self, self.loop, network, self.troubles, self.log)
         self._oracle = Oracle(plan.requests, FINGERPRINT, plan.attentions)
         self._num_starts: Counter[str] = Counter()
         self._incarnations: list[SimWorker | SimEncoder] = []
         self._retries: Counter[str] = Counter()
+        self._num_chunks: Counter[str] = Counter()  # that were announced, by request
+        self._struck_at_chunks: list[FaultEvent] = []
         self._is_over = False
         self._wait_until = 0.0
 
@@ -170,6 +173,26 @@ class SimCluster:
             client.has_left = True
             self.routers[client.plan.router].disconnect(client)
 
+    # ---- faults at boundaries of chunks ------------------------------------------------------------------------------
+
+    def _on_progress(self, prefill: str, request_id: str) -> None:
+        """Plan the faults that strike at this chunk."""
+        name = request_id.partition(".")[0]  # without the number of the attempt
+        self._num_chunks[name] += 1
+        for fault in self.plan.faults.at_chunks:
+            if (fault.request, fault.number) == (name, self._num_chunks[name]):
+                self.loop.call_later(fault.delay_s, partial(self._strike_at_chunk, fault, prefill))
+
+    def _strike_at_chunk(self, fault: ChunkFault, prefill: str) -> None:
+        event = fault.event(self.loop.now, prefill)
+        if self.loop.now + event.seconds >= self.plan.faults.quiet_at:
+            return
+        self._struck_at_chunks.append(event)
+        if fault.kind is Fault.ABORT:
+            self._leave(next(client for client in self.clients if client.plan.name == fault.target))
+        else:
+            self._strikes.strike(event)
+
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _calm_down(self) -> None:
@@ -200,7 +223,8 @@ class SimCluster:
 
     def _latest_end(self, client: Client) -> float:
         """Return when a request must have ended. While the router is frozen its client gets nothing."""
-        frozen_s = sum(event.seconds for event in self.plan.faults.events if client.plan.router in event.targets)
+        events = (*self.plan.faults.events, *self._struck_at_chunks)
+        frozen_s = sum(event.seconds for event in events if client.plan.router in event.targets)
         reading, num_tokens = client.plan.reading, client.plan.n * client.plan.max_tokens
         reading_s = reading.longest_s(num_tokens) if reading is not None else 0.0
         return client.plan.at + self.plan.config.router.request_timeout_s + frozen_s + reading_s + _ANSWER_BOUND_S
@@ -255,6 +279,7 @@ class SimCluster:
         happened["planned_switches"] = self.troubles.roles.num_planned
         happened["cut_clients"] = sum(client.was_cut for client in self.clients)
         happened.update(self._retries)
+        happened.update(f"chunk_{event.kind}" for event in self._struck_at_chunks)
         happened.update(self.stores.count_what_happened())
         for worker in self._incarnations:
             happened.update(worker.count_what_happened())

@@ -21,16 +21,21 @@ def sim(
     runs: Annotated[int, typer.Option(min=1, help="How many seeds, this one and those that follow.")] = 1,
     jobs: Annotated[int, typer.Option(min=1, help="How many processes share the runs.")] = 1,
     faults: Annotated[str, typer.Option(help="Kinds of faults instead of those drawn: all, none, or some.")] = DRAWN,
+    chunks: Annotated[
+        bool, typer.Option("--chunks", help="Short runs: prompts that are read early, faults at boundaries of their chunks.")
+    ] = False,
     quiet: Annotated[bool, typer.Option("--quiet", help="Without the event log of a single run.")] = False,
 ) -> None:
     """Play a whole cluster under virtual time with faults drawn from a seed; the same seed gives the same events."""
     from kvferry.sim.runs import run_seed, silence
 
     kinds = parse_kinds(faults)
+    if chunks and kinds is not None:
+        raise ConfigError("--faults: runs with --chunks draw their own", param="faults")
     silence()
     if runs > 1:
-        raise typer.Exit(_play_many(seed, runs, jobs, kinds))
-    result = run_seed(seed, kinds, keeps_log=not quiet)
+        raise typer.Exit(_play_many(seed, runs, jobs, kinds, is_chunked=chunks))
+    result = run_seed(seed, kinds, is_chunked=chunks, keeps_log=not quiet)
     for line in result.log:
         print(line)
     for violation in result.violations:
@@ -39,14 +44,14 @@ def sim(
     raise typer.Exit(0 if result.is_good else 1)
 
 
-def _play_many(first: int, num_runs: int, num_processes: int, kinds: tuple[Fault, ...] | None) -> int:
+def _play_many(first: int, num_runs: int, num_processes: int, kinds: tuple[Fault, ...] | None, *, is_chunked: bool) -> int:
     from kvferry.sim.runs import Summary, command, run_in_processes
 
     total, started_at = Summary(), time.monotonic()
-    for summary in run_in_processes(first, num_runs, kinds, num_processes):
+    for summary in run_in_processes(first, num_runs, kinds, num_processes, is_chunked=is_chunked):
         total.merge(summary)
         for failure in summary.failures:
-            print(f"{command(failure.seed, kinds)}\n    {failure.violations[0]}", flush=True)
+            print(f"{command(failure.seed, kinds, is_chunked=is_chunked)}\n    {failure.violations[0]}", flush=True)
     print(f"{total.num_runs} runs, {total.num_events} events, {time.monotonic() - started_at:.0f} s, {len(total.failures)} bad")
     print(f"requests: {_listed(total.outcomes)}")
     print(f"happened: {_listed(total.happened)}")

@@ -48,14 +48,14 @@ _LOCAL_PREFILL_ITL_MS = 1000.0
 _ORDER_SHARE = 0.5  # of runs in which transports that can keep reads in order
 _SUPERVISED_SHARE = 0.5
 _MANY_TRANSPORTS_SHARE = 0.3
-_TRANSPORTS = ("tcp", "nixl", "shm")
+TRANSPORTS = ("tcp", "nixl", "shm")
 _OTHER_LAYOUT_SHARE = 0.08  # of runs with workers of a second layout
 _READER_OF_OTHER_LAYOUT_SHARE = 0.7  # of these, with a decode worker that can read them
 _TWO_HOSTS_SHARE = 0.3  # of runs with a transport that needs no common memory
 _HOSTS = ("host-0", "host-1")
 _PLAIN_SHARE = 0.5  # of runs with full attention only, and of runs with blocks of one size
 _OTHER_DTYPE = "bfloat16"
-_HYBRIDS = (  # no chunk ends within a block
+HYBRIDS = (  # no chunk ends within a block
     (HashAttention(), HashAttention(window=24)),
     (HashAttention(window=17), HashAttention(), HashAttention(window=40)),
     (HashAttention(window=48), HashAttention(window=48), HashAttention()),
@@ -226,7 +226,7 @@ def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ..
         ),
         worker=WorkerSection(router_addresses=tuple(map(router_address, routers)), drain_timeout_s=6.0),
         connector=ConnectorSection(
-            transports=(random.choice(_TRANSPORTS),),
+            transports=(random.choice(TRANSPORTS),),
             kv_verify=random.choice(("auto", "auto", "identity", "digest")),
             transfer_deadline_s=deadline_s,
             handshake_timeout_s=1.0,
@@ -245,7 +245,7 @@ def _draw_config(random: Random, kinds: frozenset[Fault], routers: tuple[str, ..
 
 def draw_shape(random: Random, config: KVFerryConfig) -> _Shape:
     """Return what the KV of a run looks like."""
-    attentions = FULL if random.random() < _PLAIN_SHARE else random.choice(_HYBRIDS)
+    attentions = FULL if random.random() < _PLAIN_SHARE else random.choice(HYBRIDS)
     block_sizes = (config.cache.block_size,) if random.random() < _PLAIN_SHARE else (16, 32, 64)
     return _Shape(attentions, block_sizes, random)
 
@@ -280,7 +280,7 @@ def _draw_places(
 ) -> tuple[KVFerryConfig, tuple[WorkerPlan, ...]]:
     """Return the cluster with more than one transport, or on two hosts, which share no memory."""
     if random.random() < _MANY_TRANSPORTS_SHARE:
-        transports = tuple(random.sample(_TRANSPORTS, random.randint(2, len(_TRANSPORTS))))
+        transports = tuple(random.sample(TRANSPORTS, random.randint(2, len(TRANSPORTS))))
         config = replace_struct(config, connector=replace_struct(config.connector, transports=transports))
     if set(config.connector.transports) != {"shm"} and random.random() < _TWO_HOSTS_SHARE:
         workers = tuple(replace(worker, host=random.choice(_HOSTS)) for worker in workers)

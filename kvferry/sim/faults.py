@@ -47,6 +47,7 @@ class Fault(StrEnum):
     DRAIN = "drain"  # a worker gets SIGTERM, and is replaced
     SWITCH = "switch"  # a worker takes another role, by command, while it serves
     TWIN = "twin"  # a worker is replaced without a signal
+    SQUEEZE = "squeeze"  # for a moment a pool has no block for a running request: others give way, or one is preempted
     # load
     PRESSURE = "pressure"  # pools that hold little more than one request
     SHORT_LEASE = "short_lease"  # leases and deadlines as short as other delays
@@ -68,8 +69,18 @@ class Fault(StrEnum):
 STORE_FAULTS = (Fault.STORE_CRASH, Fault.STORE_FREEZE, Fault.STORE_LOSS, Fault.STORE_CORRUPT, Fault.STORE_FULL)
 TIER_FAULTS = (Fault.TIER_FULL, Fault.TIER_UNREADABLE, Fault.TIER_LOSS)
 GRAY_FAULTS = (Fault.ONE_WAY, Fault.DATA_PARTITION, Fault.DROP, Fault.HANG, Fault.EARLY_TERM)  # a part of a process or a link
-_DRAWN_APART = (*STORE_FAULTS, *TIER_FAULTS, *GRAY_FAULTS, Fault.LAYOUT, Fault.SLOW_CLIENT, Fault.STEP_LOAD, Fault.SWITCH)
+_DRAWN_APART = (
+    *STORE_FAULTS,
+    *TIER_FAULTS,
+    *GRAY_FAULTS,
+    Fault.LAYOUT,
+    Fault.SLOW_CLIENT,
+    Fault.STEP_LOAD,
+    Fault.SWITCH,
+    Fault.SQUEEZE,
+)
 CLUSTER_FAULTS = tuple(kind for kind in Fault if kind not in _DRAWN_APART)
+_BETWEEN_TWO = frozenset({Fault.CUT, Fault.PARTITION, Fault.ONE_WAY, Fault.DATA_PARTITION})
 _GRAY_SHARE = 0.4  # of runs with faults
 
 
@@ -95,6 +106,30 @@ class FaultEvent:
         return f"{self.at:.3f} {self.kind} {' '.join(self.targets)}{lasting}"
 
 
+@dataclass(frozen=True, slots=True)
+class ChunkFault:
+    """A fault that strikes when a prefill worker has announced chunk ``number`` of a request, counted from 1, or a bit later.
+
+    ``target`` is a process, and of faults between two processes the second one; empty = that prefill worker.
+    """
+
+    request: str
+    number: int
+    delay_s: float
+    kind: Fault
+    target: str
+    seconds: float
+
+    def event(self, at: float, prefill: str) -> FaultEvent:
+        """Return the event, with the name of the prefill worker that computes the request."""
+        targets = (prefill, self.target) if self.kind in _BETWEEN_TWO else (self.target or prefill,)
+        return FaultEvent(at, self.kind, targets, self.seconds)
+
+    def __str__(self) -> str:
+        target, lasting = self.target or "its prefill worker", f" for {self.seconds:.3f} s" if self.seconds else ""
+        return f"{self.delay_s:.4f} s after chunk {self.number} of {self.request}: {self.kind} {target}{lasting}"
+
+
 @dataclass(slots=True)
 class FaultSchedule:
     """All faults of one run. After ``quiet_at`` there are no more faults, and the weather is good."""
@@ -103,6 +138,7 @@ class FaultSchedule:
     network: NetworkWeather = field(default_factory=NetworkWeather)
     reads: ReadWeather = field(default_factory=ReadWeather)
     events: list[FaultEvent] = field(default_factory=list)
+    at_chunks: list[ChunkFault] = field(default_factory=list)
     quiet_at: float = 0.0
 
     def add(self, kinds: frozenset[Fault], events: Sequence[FaultEvent]) -> None:
@@ -153,6 +189,7 @@ def draw_faults(
     draw(Fault.DRAIN, 2, each_worker, 0.1, 2.0)
     draw(Fault.TWIN, 2, each_worker, 0.0, 0.0)
     draw(Fault.JUMP, 4, each_worker, 0.5, 9.0)
+    draw(Fault.SQUEEZE, 8, each_worker, 0.0, 0.0)
     found.events.sort()
     found.quiet_at = max([*moments, *(event.end for event in found.events)]) + 1.0
     return found

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from random import Random
 
@@ -21,6 +22,7 @@ class World:
     fabric: SimFabric
     random: Random  # for durations inside a process
     log: EventLog
+    on_progress: Callable[[str, str], None] = lambda worker, request_id: None  # a prefill worker announces a chunk
 
 
 @dataclass(slots=True)

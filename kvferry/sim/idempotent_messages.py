@@ -17,6 +17,7 @@ from core.wire.codec import (
     decode_router_frame,
     decode_worker_frame,
 )
+from core.wire.early import PrefillProgress, PullEarly
 from core.wire.kv import Handshake, LeaseRelease
 from core.wire.messages import Abort, Goodbye, Heartbeat, Refused, Register, Registered, Release, Renew
 
@@ -25,7 +26,20 @@ _DECODERS: Mapping[int, Callable[[bytes], object]] = {
     KIND_ROUTER: decode_router_frame,
     KIND_CONTROL: decode_control_frame,
 }
-_REPEATABLE = (Abort, Goodbye, Handshake, Heartbeat, LeaseRelease, Refused, Register, Registered, Release, Renew)
+_REPEATABLE = (
+    Abort,
+    Goodbye,
+    Handshake,
+    Heartbeat,
+    LeaseRelease,
+    PrefillProgress,
+    PullEarly,
+    Refused,
+    Register,
+    Registered,
+    Release,
+    Renew,
+)
 
 
 def may_repeat(frame: bytes) -> bool:
@@ -37,5 +51,6 @@ def may_repeat(frame: bytes) -> bool:
 
 
 def may_drop(frame: bytes) -> bool:
-    """True if it is an answer of a producer of KV: the consumer has to cope without it."""
-    return frame[1] == KIND_CONTROL
+    """True if its receiver has to cope without it: an answer of a producer of KV, or what can be read early of a prompt."""
+    kind = frame[1]
+    return kind == KIND_CONTROL or (kind == KIND_ROUTER and isinstance(decode_router_frame(frame), PullEarly))

@@ -105,6 +105,7 @@ class ClusterPlan:
     embedding_store: TierPlan | None = None  # where embeddings have a store of their own
     step_loads: StepLoadPlan | None = None
     encoders: tuple[WorkerPlan, ...] = ()
+    max_model_len: int = MAX_MODEL_LEN
 
     @property
     def makes_digests(self) -> bool:
@@ -146,7 +147,11 @@ class ClusterPlan:
                 lines[-1] += f", layout {worker.kv_dtype}"
             lines[-1] += ", can switch its role" if worker.can_switch_role else ""
         lines += [str(part) for part in (self.tier, self.images, self.embedding_store, self.step_loads) if part is not None]
-        return lines + [str(request) for request in self.requests] + [str(event) for event in self.faults.events]
+        return (
+            lines
+            + [str(request) for request in self.requests]
+            + [str(event) for event in (*self.faults.events, *self.faults.at_chunks)]
+        )
 
 
 def router_address(name: str) -> str:

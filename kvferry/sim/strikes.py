@@ -73,6 +73,7 @@ class Strikes:
             Fault.ROUTER_CRASH: self._crash_router,
             Fault.TWIN: self._start_twin,
             Fault.JUMP: self._jump,
+            Fault.SQUEEZE: self._squeeze,
             Fault.DRAIN: self._drain,
             Fault.SWITCH: self._switch,
             Fault.STORE_CRASH: self._crash_store,
@@ -206,6 +207,11 @@ class Strikes:
     def _jump(self, event: FaultEvent) -> None:
         self._troubles.note(Kind.JUMPED, event.targets, self._soon_s)
         self._processes.workers[event.targets[0]].jump(event.seconds)
+
+    def _squeeze(self, event: FaultEvent) -> None:
+        worker = self._processes.workers[event.targets[0]]
+        if worker.is_serving and isinstance(worker, SimWorker):
+            worker.manager.num_refusals += 1
 
     def _drain(self, event: FaultEvent) -> None:
         """Ask a worker to leave; its supervisor starts another when it has gone."""

@@ -20,13 +20,13 @@ from core.engine.kv_sizing import max_in_flight_tokens
 from core.ids import SeededIds, new_incarnation
 from core.kv.content_feed import ContentFeed, pool_parts
 from core.kv.hashing import BlockHasher
-from core.kv.manager import KVCacheManager
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.hash_encoder import HashEncoder
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
+from core.wire.early import PrefillProgress
 from core.wire.kv import KVHandoff
 from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
 from core.worker.actions import AdmissionLimits, EngineLoad, Send
@@ -44,7 +44,8 @@ from kvferry.sim.image_plan import ImagePlan
 from kvferry.sim.images import SimImages, draw_decode_s
 from kvferry.sim.late_hash_model import LateHashModel
 from kvferry.sim.open_embeddings import open_embeddings
-from kvferry.sim.plan import MAX_MODEL_LEN, MODEL, ClusterPlan, WorkerPlan
+from kvferry.sim.plan import MODEL, ClusterPlan, WorkerPlan
+from kvferry.sim.squeeze import SqueezedManager
 from kvferry.sim.step_loads import StepLoads
 from kvferry.sim.stores import SimStores
 from kvferry.sim.tier import SimTier, scheduler_side, worker_side
@@ -87,7 +88,7 @@ class SimWorker(SimWorkerProtocol):
         self._connector_worker = worker_side(self._connectors)
         self.images = self._make_images(plan.images)
         self.model = self._make_model(plan)
-        core = self._make_engine(config, plan.images)
+        core = self._make_engine(plan)
         self.engine = SimEngine(host.process, core, self._put_outputs, self._draw_step_s, checks, host.log)
         self._times = TimingChecks(spec.engine_id, host.process.clock, checks.complain)
         checks.attach(core.scheduler, self.model, self._times, self.tier, self.connector)
@@ -194,12 +195,13 @@ class SimWorker(SimWorkerProtocol):
             return None
         return SimImages(self.host.process, images.decoded_embeds, draw_decode_s(images.decode_s, self.incarnation))
 
-    def _make_engine(self, config: KVFerryConfig, images: ImagePlan | None) -> EngineCore:
+    def _make_engine(self, plan: ClusterPlan) -> EngineCore:
+        config, images = plan.config, plan.images
         kv_config = hash_model_kv_config(self.spec.num_blocks, self.spec.block_size, self.model.attentions)
         self.contents = ContentFeed(self.spec.engine_id, self.incarnation, pool_parts(kv_config.groups))
-        manager = KVCacheManager(
+        self.manager = SqueezedManager(
             kv_config,
-            MAX_MODEL_LEN,
+            plan.max_model_len,
             scheduler_block_size=self.spec.block_size,
             hash_block_size=HASH_BLOCK_SIZE,
             max_in_flight_tokens=max_in_flight_tokens(config.scheduler),
@@ -213,7 +215,8 @@ class SimWorker(SimWorkerProtocol):
         if images is not None:
             ec_connector = self.embeddings.scheduler if self.embeddings is not None else None
             encoder = EncoderInputs(images.cache_size, images.max_embeds_per_step, ec_connector, self.images)
-        scheduler = Scheduler(config.scheduler, manager, MAX_MODEL_LEN, connector, self.host.process.clock, encoder=encoder)
+        clock = self.host.process.clock
+        scheduler = Scheduler(config.scheduler, self.manager, plan.max_model_len, connector, clock, encoder=encoder)
         hasher = BlockHasher(FINGERPRINT, HASH_BLOCK_SIZE)
         return EngineCore(scheduler, self.model, hasher, self.model.vocab_size, [self.contents])
 
@@ -266,6 +269,8 @@ class SimWorker(SimWorkerProtocol):
         super()._put_outputs(outputs)
 
     def _send(self, action: Send) -> None:
+        if isinstance(action.message, PrefillProgress):
+            self.host.world.on_progress(self.spec.engine_id, action.message.request_id)
         loads_prefixes = self.connector is not None and self.connector.scheduler.pulls is not None
         if isinstance(action.message, PrefillDone) and self.tier is None and not loads_prefixes:
             self._times.on_prefill_done(action.message)

@@ -19,12 +19,17 @@ _FULLEST = 0.7  # share of slots that are used or were
 _FULLEST_REBUILT = 0.45
 
 
+def _new_slots(num_slots: int) -> tuple[array[int], array[int]]:
+    """Return keys and values of an empty table."""
+    return array("Q", bytes(8 * num_slots)), array("I", bytes(4 * num_slots))
+
+
 class KeyTable:
     """Keys are 1 to 2^64 - 1; key 0 is never stored. A value of 0 is the same as no entry."""
 
     def __init__(self) -> None:
-        self._keys = [array("Q", bytes(8 * _LEAST_SLOTS)) for _ in range(1 << _NUM_TABLES_BITS)]
-        self._values = [array("I", bytes(4 * _LEAST_SLOTS)) for _ in range(1 << _NUM_TABLES_BITS)]
+        keys, values = _new_slots(_LEAST_SLOTS)  # shared by all tables without a key
+        self._keys, self._values = [keys] * (1 << _NUM_TABLES_BITS), [values] * (1 << _NUM_TABLES_BITS)
         self._num_used = [0] * (1 << _NUM_TABLES_BITS)  # slots with a key, also if its value is 0
 
     @property
@@ -56,6 +61,8 @@ class KeyTable:
         if not self._keys[number][slot]:
             if not (key and value):
                 return
+            if not self._num_used[number]:
+                self._keys[number], self._values[number] = _new_slots(len(self._keys[number]))
             self._keys[number][slot] = key
             self._num_used[number] += 1
         self._values[number][slot] = value
@@ -70,7 +77,8 @@ class KeyTable:
 
     def items(self) -> Iterator[tuple[int, int]]:
         """Every key with its value, in no order."""
-        for keys, values in zip(self._keys, self._values, strict=True):
+        used = ((keys, values) for keys, values, num in zip(self._keys, self._values, self._num_used, strict=True) if num)
+        for keys, values in used:
             yield from ((key, value) for key, value in zip(keys, values, strict=True) if value)
 
     def _slot(self, number: int, key: int) -> int:
@@ -88,7 +96,7 @@ class KeyTable:
         num_slots = _LEAST_SLOTS
         while len(live) > _FULLEST_REBUILT * num_slots:
             num_slots *= 2
-        self._keys[number], self._values[number] = array("Q", bytes(8 * num_slots)), array("I", bytes(4 * num_slots))
+        self._keys[number], self._values[number] = _new_slots(num_slots)
         self._num_used[number] = len(live)
         for key, value in live:
             slot = self._slot(number, key)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import heapq
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import connectors.p2p.consumer.verification
@@ -354,28 +354,28 @@ class Patched:
             setattr(owner, name, value)
 
 
-def find(mutant: Mutant, seeds: range) -> tuple[int, str] | None:
+def find(mutant: Mutant, seeds: range, play: Callable[[int], list[str]] = violations_of) -> tuple[int, str] | None:
     """Return the first seed that finds a mutant, and what it complains of."""
     with Patched(mutant):
         for seed in seeds:
-            violations = violations_of(seed)
+            violations = play(seed)
             if violations:
                 return seed, violations[0].strip().splitlines()[-1]
     return None
 
 
-def main() -> None:
+def main(all_mutants: Sequence[Mutant], num_runs: int, play: Callable[[int], list[str]]) -> None:
     """Print the table of all mutants, or of those whose names contain one of the arguments."""
     silence()
     chosen, num_found = sys.argv[1:], 0
-    mutants = [mutant for mutant in MUTANTS if not chosen or any(part in mutant.name for part in chosen)]
+    mutants = [mutant for mutant in all_mutants if not chosen or any(part in mutant.name for part in chosen)]
     for mutant in mutants:
-        found = find(mutant, range(NUM_RUNS))
+        found = find(mutant, range(num_runs), play)
         num_found += found is not None
         seed, why = found if found is not None else ("-", "not found")
         print(f"{seed:>4}  {mutant.name:<50} {why[:110]}", flush=True)
-    print(f"{num_found} of {len(mutants)} found within {NUM_RUNS} runs")
+    print(f"{num_found} of {len(mutants)} found within {num_runs} runs")
 
 
 if __name__ == "__main__":
-    main()
+    main(MUTANTS, NUM_RUNS, violations_of)

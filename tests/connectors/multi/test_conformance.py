@@ -8,15 +8,16 @@ from connectors.multi.connector import MultiConnector
 from connectors.offload.arena import offload_connector
 from connectors.p2p.connector import P2PConnector
 from connectors.store.shared import store_connector
-from connectors.testing.connector_suite import ConnectorConformance
+from connectors.testing.connector_suite import ConnectorConformance, ConnectorPairs
 from connectors.testing.contexts import connector_context
+from connectors.testing.early_suite import EarlyPullConformance
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.config_workers import ConnectorSection, KVStoreSection, OffloadSection
 
 ARENA_BYTES = 4 << 20
 
 
-class TestWithTiers(ConnectorConformance):
+class Pairs(ConnectorPairs):
     @pytest.fixture(autouse=True)
     def _fabric(self):
         self.fabric = InprocFabric()
@@ -41,3 +42,11 @@ class TestWithTiers(ConnectorConformance):
     def num_loading_blocks(self, connector):
         p2p = self.parts[connector]
         return p2p.num_loading_blocks() + p2p.num_quarantined_blocks()
+
+
+class TestWithTiers(Pairs, ConnectorConformance):
+    pass
+
+
+class TestEarlyWithTiers(Pairs, EarlyPullConformance):
+    pass

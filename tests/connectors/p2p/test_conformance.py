@@ -1,4 +1,4 @@
-"""The conformance suite of connectors, over every transport of the p2p connector."""
+"""The conformance suites of connectors and of early pulls, over every transport of the p2p connector."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import pytest
 
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import create_transport
-from connectors.testing.connector_suite import ConnectorConformance
+from connectors.testing.connector_suite import ConnectorConformance, ConnectorPairs
 from connectors.testing.contexts import connector_context
+from connectors.testing.early_suite import EarlyPullConformance
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
 from core.config_workers import ConnectorSection
 
 
-class P2PConformance(ConnectorConformance):
+class P2PPairs(ConnectorPairs):
     transport: ClassVar[str]
 
     def make_connector(self, role, patience_s):
@@ -29,30 +30,69 @@ class P2PConformance(ConnectorConformance):
         return connector.num_loading_blocks() + connector.num_quarantined_blocks()
 
 
-class TestInproc(P2PConformance):
+class OverInproc(P2PPairs):
     transport = "inproc"
+    late_bytes = False
 
     @pytest.fixture(autouse=True)
     def _fabric(self):
         self.fabric = InprocFabric()
 
     def create(self, name, settings):
-        return InprocTransport(self.fabric)
+        return InprocTransport(self.fabric, late_bytes=self.late_bytes)
 
 
-class TestInprocWithLateBytes(TestInproc):
-    def create(self, name, settings):
-        return InprocTransport(self.fabric, late_bytes=True)
-
-
-class TestTcp(P2PConformance):
+class OverTcp(P2PPairs):
     transport = "tcp"
 
 
-class TestShm(P2PConformance):
+class OverShm(P2PPairs):
     transport = "shm"
 
 
-@pytest.mark.slow
-class TestNixl(P2PConformance):
+class OverNixl(P2PPairs):
     transport = "nixl"
+
+
+class TestInproc(OverInproc, ConnectorConformance):
+    pass
+
+
+class TestInprocWithLateBytes(TestInproc):
+    late_bytes = True
+
+
+class TestTcp(OverTcp, ConnectorConformance):
+    pass
+
+
+class TestShm(OverShm, ConnectorConformance):
+    pass
+
+
+@pytest.mark.slow
+class TestNixl(OverNixl, ConnectorConformance):
+    pass
+
+
+class TestEarlyInproc(OverInproc, EarlyPullConformance):
+    pass
+
+
+class TestEarlyInprocWithLateBytes(TestEarlyInproc):
+    late_bytes = True
+
+
+@pytest.mark.slow
+class TestEarlyTcp(OverTcp, EarlyPullConformance):
+    pass
+
+
+@pytest.mark.slow
+class TestEarlyShm(OverShm, EarlyPullConformance):
+    pass
+
+
+@pytest.mark.slow
+class TestEarlyNixl(OverNixl, EarlyPullConformance):
+    pass

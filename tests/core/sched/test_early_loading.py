@@ -10,6 +10,7 @@ from core.kv.invariants import find_violations
 from core.request import NewRequest, RequestStatus
 from core.sched.running import preempt
 from core.sched.state import Step
+from core.testing.hash_model import HashAttention
 from core.testing.scripted_loads import Remote
 from core.wire.kv import GroupBlocks, KVHandoff, KVLayoutInfo
 from core.wire.messages import TransferUsage
@@ -256,6 +257,14 @@ def test_chunks_of_a_prompt_are_announced_and_its_end_is_not():
     assert not world.scheduler.state.announced
 
 
+def test_prompt_of_one_chunk_is_never_announced():
+    world = World(with_connector=True, max_num_batched_tokens=64)
+    world.scheduler.connector.describe_prefix = lambda request, start, end: pytest.fail("it is described")
+    world.add("p", 60, max_tokens=1, announces=True)
+    world.run()
+    assert not world.scheduler.state.announced
+
+
 def test_preempted_prompt_is_announced_from_its_beginning_again():
     world = World(with_connector=True, max_num_batched_tokens=32)
     described = []
@@ -316,4 +325,48 @@ def test_early_pull_ends_when_its_request_is_refused():
     with pytest.raises(InvalidRequest):
         core.add_request(new)
     assert not world.scheduler.has_unfinished_requests()
+    check_nothing_left(world)
+
+
+def test_every_choice_finds_what_was_read_early():
+    world = World(with_connector=True)
+    prompt = world.prompt(70)
+    announce(world, prompt, 64, 0)
+    world.step()
+    world.complete_load("r/early/0")
+    for index in range(2):
+        world.script.remote[f"r/{index}"] = Remote(70)
+        world.add(f"r/{index}", prompt, early_pull="r/early", kv_handoff=handoff(64))
+    world.step()
+    world.step()
+    assert {(load.start, load.end) for load in world.script.loading.values()} == {(64, 70)}
+    assert set(world.script.loading) == {"r/0", "r/1"}
+    for index in range(2):
+        world.complete_load(f"r/{index}")
+    world.run()
+    check_nothing_left(world)
+
+
+def test_round_loads_only_what_is_no_hit_here():
+    world = World(with_connector=True)
+    prompt = world.prompt(70)
+    world.add("before", [*prompt[:32], *world.prompt(8)], max_tokens=1)
+    world.run()
+    announce(world, prompt, 64, 0)
+    world.step()
+    assert (world.script.loading["r/early/0"].start, world.script.loading["r/early/0"].end) == (32, 64)
+    world.complete_load("r/early/0")
+    world.step()
+    world.abort("r/early")
+    check_nothing_left(world)
+
+
+def test_round_of_a_windowed_group_holds_the_blocks_of_its_window_only():
+    world = World(with_connector=True, attentions=(HashAttention(), HashAttention(window=20)))
+    announce(world, world.prompt(90), 80, 0)
+    world.step()
+    world.complete_load("r/early/0")
+    world.step()
+    assert num_early(world) == 5 + 2
+    world.abort("r/early")
     check_nothing_left(world)

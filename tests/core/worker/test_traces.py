@@ -116,6 +116,15 @@ def test_a_load_that_failed_gives_the_reason_and_has_no_transfer(bench):
     assert "kvferry.kv_transfer" not in spans
 
 
+def test_a_decode_tells_what_was_read_early_and_what_was_waited_for(bench):
+    bench.continue_(0)
+    cost = TransferUsage(early_tokens=64, early_bytes=4096, exposed_ms=2.5)
+    bench.tokens(1000.1, finish_reason="stop", usage=Usage(kv_transfer=cost))
+    attributes = bench.spans()["kvferry.decode"].attributes
+    names = ("kvferry.early_tokens", "kvferry.early_bytes", "kvferry.exposed_us")
+    assert [attributes[name] for name in names] == [64, 4096, 2500]
+
+
 def test_a_prefill_gives_the_reason_for_blocks_lost_by_a_tier(bench):
     bench.generate(handoff=True)
     choice = PrefillChoice(index=0, token_id=5)

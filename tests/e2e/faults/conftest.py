@@ -203,6 +203,10 @@ class FaultCluster:
         for command in self.folder.glob("*.hang"):
             command.unlink()
 
+    def squeeze(self, name: str) -> None:
+        """Let a worker's pool have no block for a running request, once."""
+        (self.folder / f"{name}.squeeze").touch()
+
     def kill(self, name: str, number: int) -> float:
         """Send a signal; returns when."""
         at = time.monotonic()

@@ -19,9 +19,11 @@ from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import TransportSettings, create_transport
 from connectors.p2p.transport.interface import PeerId, ReadResult, RowRegion, Transport
 from connectors.testing.fault_transport import FaultPlan, FaultTransport
-from core.connector import Connector, ConnectorContext, KVConnectorWorker
+from core.connector import Connector, ConnectorContext, KVConnectorScheduler, KVConnectorWorker
 from core.errors import KVFerryError, PeerUnreachable, TransferError
+from core.kv.manager import KVCacheBlocks, KVCacheManager
 from core.machine_driver import TimerDue
+from core.request import Request, RequestStatus
 
 _LOOK_AGAIN_S = 0.001  # at the plan, while a read waits for it
 
@@ -33,8 +35,10 @@ def make_connector(context: ConnectorContext) -> Connector:
     def create(name: str, settings: TransportSettings) -> Transport:
         return CommandedTransport(create_transport(name, settings), desk, made.end_deadlines)
 
+    folder = Path(context.config.connector.extra["faults"])
     made = (BoastfulConnector if context.config.connector.extra.get("boastful_leases") else CommandedConnector)(context, create)
-    hang_on_command(made.worker, Path(context.config.connector.extra["faults"]) / f"{context.engine_id}.hang")
+    hang_on_command(made.worker, folder / f"{context.engine_id}.hang")
+    squeeze_on_command(made.scheduler, folder / f"{context.engine_id}.squeeze")
     return made
 
 
@@ -48,6 +52,25 @@ def hang_on_command(worker: KVConnectorWorker, command: Path) -> None:
         wait_for_save()
 
     worker.wait_for_save = wait  # type: ignore[method-assign]
+
+
+def squeeze_on_command(scheduler: KVConnectorScheduler, command: Path) -> None:
+    """Let the pool have no block for a running request, once, when the file is there; the file is removed."""
+    bind = scheduler.bind_kv_cache_manager
+
+    def bind_kv_cache_manager(manager: KVCacheManager) -> None:
+        allocate_slots = manager.allocate_slots
+
+        def allocate(request: Request, *arguments: Any, **options: Any) -> KVCacheBlocks | None:
+            if request.status is RequestStatus.RUNNING and command.exists():
+                command.unlink()
+                return None
+            return allocate_slots(request, *arguments, **options)
+
+        manager.allocate_slots = allocate  # type: ignore[method-assign]
+        bind(manager)
+
+    scheduler.bind_kv_cache_manager = bind_kv_cache_manager  # type: ignore[method-assign]
 
 
 class CommandedConnector(P2PConnector):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from signal import SIGCONT, SIGKILL, SIGSTOP
 
 import pytest
@@ -15,6 +17,8 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 600  # ten chunks
+NUM_BOUNDARIES = 9
+NUM_OF_EACH = {"kill": 20, "freeze": 2, "abort": 4, "preempt": 4}  # faults at drawn boundaries; kills: 20 on each transport
 
 
 def reading(faulty) -> tuple[str, str]:
@@ -68,3 +72,59 @@ def test_client_that_leaves_in_mid_chunk_leaves_nothing(faulty):
     stream = faulty.start(NUM_TOKENS)
     reading(faulty)
     faulty.assert_released(stream.leave())
+
+
+@pytest.mark.timeout(900)
+def test_no_fault_of_a_prefill_worker_at_a_drawn_chunk_changes_an_answer(faulty):
+    """The boundary is drawn; the worker is the one that computes. Sixty kills over ``tcp``, ``shm`` and ``nixl``."""
+    drawn = random.Random(faulty.cell)
+    kinds = [kind for kind, number in NUM_OF_EACH.items() for _ in range(number)]
+    drawn.shuffle(kinds)
+    for kind in kinds:
+        FAULTS[kind](faulty, drawn.randint(1, NUM_BOUNDARIES))
+        faulty.assert_released()
+
+
+def start_and_wait(faulty, number: int):
+    """Start a prompt; return the stream and its prefill worker, once that has made ``number`` steps or has answered."""
+
+    def num_steps(name: str) -> float:
+        return faulty.gauge(name, "kvferry_engine_steps_total")
+
+    before = {name: num_steps(name) for name in ("prefill-0", "prefill-1")}
+    stream = faulty.start(NUM_TOKENS)
+    prefill = faulty.busy("prefill", "kvferry_num_requests_running")
+    faulty.eventually(lambda: num_steps(prefill) >= before[prefill] + number or stream.token_ids, f"{number} steps")
+    return stream, prefill
+
+
+def kill(faulty, number: int) -> None:
+    stream, prefill = start_and_wait(faulty, number)
+    pid = faulty.cluster.pids[prefill]
+    faulty.kill(prefill, SIGKILL)
+    faulty.assert_correct(stream)
+    faulty.wait_for_restart(prefill, pid)
+    faulty.wait_for_members("prefill", 2)
+
+
+def freeze(faulty, number: int) -> None:
+    stream, prefill = start_and_wait(faulty, number)
+    faulty.kill(prefill, SIGSTOP)
+    faulty.wait_for_members("prefill", 1)
+    faulty.kill(prefill, SIGCONT)
+    faulty.assert_correct(stream)
+    faulty.wait_for_members("prefill", 2)
+
+
+def abort(faulty, number: int) -> None:
+    stream, _ = start_and_wait(faulty, number)
+    stream.leave()
+
+
+def preempt(faulty, number: int) -> None:
+    stream, prefill = start_and_wait(faulty, number)
+    faulty.squeeze(prefill)
+    faulty.assert_correct(stream)
+
+
+FAULTS: dict[str, Callable[..., None]] = {"kill": kill, "freeze": freeze, "abort": abort, "preempt": preempt}
