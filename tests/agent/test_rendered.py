@@ -33,7 +33,7 @@ def test_a_prefill_engine_gets_the_prompt_and_nothing_of_the_output():
     assert "reasoning_ended" not in body
 
 
-async def test_an_answer_under_a_grammar_is_generated_again_and_only_new_tokens_are_passed_on(running):
+async def test_an_answer_under_a_grammar_is_generated_again_and_goes_on_with_new_tokens(running):
     request = new_request(
         engine_request=msgspec.json.encode(GRAMMAR), output_token_ids=(7, 8), sampling=SamplingParams(max_tokens=9, seed=5)
     )

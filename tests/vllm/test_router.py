@@ -179,7 +179,7 @@ def test_a_client_that_leaves_ends_its_request_at_both_servers(cluster, num_toke
         cluster.tokens(cluster.body(cluster.words()))
 
 
-def test_a_handoff_that_no_engine_will_read_is_freed_before_an_older_one_that_is_never_read(cluster):
+def test_a_handoff_that_no_engine_will_read_is_freed_before_an_older_unread_one(cluster):
     unread = cluster.body(cluster.words(128), max_tokens=1, kv_transfer_params=REMOTE_DECODE)
     with frozen(cluster.d.process("EngineCore")):
         assert cluster.p.post(COMPLETIONS, unread)[0] == 200

@@ -158,7 +158,7 @@ def test_early_blocks_give_way_before_a_running_request_is_preempted():
     check_nothing_left(world)
 
 
-def test_running_request_waits_for_the_blocks_of_an_aborted_round_instead_of_being_preempted():
+def test_running_request_waits_for_the_blocks_of_an_aborted_round_unpreempted():
     world = World(with_connector=True, num_blocks=8)
     world.add("a", 30, max_tokens=60)
     world.step()

@@ -120,7 +120,7 @@ def test_evictions_are_followed(core, worker):
     assert hit_of(core, worker) == 0
 
 
-def test_a_prompt_counts_from_its_placement_until_the_worker_s_report_tells_the_truth(core, worker):
+def test_a_prompt_counts_from_its_placement_until_the_worker_has_reported(core, worker):
     send(core, worker)
     assert hit_of(core, worker) == NUM_BLOCKS * 64
     finish(core)

@@ -27,7 +27,7 @@ def record(under_test):
     return under_test.router.gateway.observer
 
 
-async def test_a_served_request_is_found_by_the_id_of_its_answer_with_everything_that_happened(served):
+async def test_a_served_request_is_found_by_the_id_of_its_answer_with_all_that_happened(served):
     answer = await post(served, **{"x-request-id": "mine"})
     found = (await requests_json(served, id=answer.json()["id"]))["found"]
     assert found == (await requests_json(served, id="mine"))["found"]

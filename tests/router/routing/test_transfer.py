@@ -24,7 +24,7 @@ def test_an_unknown_link_is_tried_and_a_failed_trial_makes_the_figures_conservat
     assert time.ms(500_000_000) > FIRST_BASE_MS + 500_000_000 / FIRST_BYTES_PER_MS
 
 
-def test_a_first_transfer_that_is_slow_since_it_opens_the_peer_does_not_condemn_the_link():
+def test_a_first_transfer_that_is_slow_to_open_the_peer_does_not_condemn_the_link():
     time = TransferTime()
     time.observe(5_000_000, 1000.0)
     assert time.ms(5_000_000) < 2 * (FIRST_BASE_MS + 5_000_000 / FIRST_BYTES_PER_MS)

@@ -75,7 +75,7 @@ def test_without_its_prefill_worker_the_next_decode_worker_computes(bench):
     assert bench.output() == [7]
 
 
-def test_a_prompt_that_was_not_kept_is_computed_by_the_decode_worker_and_begins_again_after_it(bench):
+def test_a_prompt_that_was_not_kept_begins_again_when_its_decode_worker_dies(bench):
     rows = (None, TokenLogprobs((1,), (-0.5,), 1))
     bench.submit(prompt_logprobs=0)
     first = computed(bench, kv_handoff=None, prompt_logprobs=rows)
