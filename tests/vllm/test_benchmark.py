@@ -37,7 +37,13 @@ def test_our_router_is_measured_beside_a_proxy(tmp_path):
 
 def test_disaggregation_is_measured_with_vllm_too(tmp_path):
     figures = run("disaggregation.py", tmp_path, "--peers", "--chunks", "2048", "--repeats", "1", "--plot", str(tmp_path))
-    assert figures["sides"].keys() == {"1P1D", "2 aggregated, 2048", "2 vLLM, 256", "vLLM 1P1D, kvferry", "vLLM 1P1D, NixlConnector"}
+    assert figures["sides"].keys() == {
+        "1P1D",
+        "2 aggregated, 2048",
+        "2 vLLM, 256",
+        "vLLM 1P1D, kvferry",
+        "vLLM 1P1D, NixlConnector",
+    }
     for side in figures["sides"].values():
         assert len(side["intervals"]["long_ttft_ms"]) == 2
         assert side["intervals"]["busy_ms"]
