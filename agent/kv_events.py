@@ -107,14 +107,14 @@ class RenamedBlocks:
     def _store(self, stored: _Stored) -> list[KVCacheEvent]:
         if not self._is_followed(stored.medium, stored.group_idx, stored.kv_cache_spec_kind):
             is_elsewhere = stored.medium not in (None, MEDIUM_GPU)
-            return self._leave_out(stored, "medium" if is_elsewhere else "not the group with full attention")
+            return self._leave_out(stored, "not in GPU memory" if is_elsewhere else "not the group with full attention")
         chain = self._parent_chain(stored)
         has_more = stored.lora_id is not None or any(stored.extra_keys or ())
         size = stored.block_size
         if has_more:
             return self._leave_out(stored, "hashes of more than tokens")
         if size % HASH_BLOCK_SIZE or len(stored.token_ids) != size * len(stored.block_hashes):
-            return self._leave_out(stored, f"no multiple of {HASH_BLOCK_SIZE} tokens")
+            return self._leave_out(stored, f"no whole blocks of {HASH_BLOCK_SIZE} tokens")
         if chain is None:
             return self._leave_out(stored, "unknown beginning")
         num_before = len(chain)

@@ -138,3 +138,9 @@ def place_of(membership: RouterMembership, every: Iterable[RouterMembership]) ->
     """Return the place of a router among those that have taken the worker in, in the order of their ids, and their number."""
     routers = sorted({each.router_id for each in (membership, *every) if each.is_registered})
     return (routers.index(membership.router_id), len(routers)) if membership.is_registered else (0, 1)
+
+
+def send_early(memberships: Iterable[RouterMembership], now: float) -> None:
+    """Let some routers hear soon of a prompt of another router."""
+    for membership in memberships:
+        membership.send_early(now)

@@ -70,7 +70,7 @@ from core.worker.heartbeats import Heartbeats
 from core.worker.request_accounts import RequestAccounts
 from core.worker.role import RoleHandler, RoleOutput, split_choice_id
 from core.worker.role_switch import RoleSwitch
-from core.worker.router_membership import MembershipDuty, RouterMembership, place_of
+from core.worker.router_membership import MembershipDuty, RouterMembership, place_of, send_early
 from core.worker.served import ServedRequests, num_choices
 
 logger = logging.getLogger(__name__)
@@ -254,8 +254,7 @@ class WorkerState:
             bug = KVFerryError("the worker failed on this request; its log says how")
             return [*self._drop(message.request_id, bug.code), self._refuse(link, message.request_id, bug)]
         if self._served.begin(link, message, now).has_prompt:
-            for other in [membership for key, membership in self._links.items() if key != link]:
-                other.send_early(now)
+            send_early([other for key, other in self._links.items() if key != link], now)
         return actions
 
     def _admit(self, message: Generate | EncodeRequest | EngineCall, now: float) -> list[Action]:
@@ -431,8 +430,7 @@ class WorkerState:
                 actions.append(Send(key, self._registration))
             elif duty is MembershipDuty.HEARTBEAT:
                 actions += [] if self.roles.is_known_at(key) else [Send(key, self._registration)]
-                actions += self._reports.take(key, now)  # so a heartbeat shows that everything before it is reported
-                actions.append(Send(key, self._heartbeat(key, now)))
+                actions += [*self._reports.take(key, now), Send(key, self._heartbeat(key, now))]  # it tells of the reports
         return actions + self._reports.take_due(now)
 
     def _heartbeat(self, link: str, now: float) -> Heartbeat:

@@ -33,6 +33,7 @@ from kvferry.sim.transport import SimFabric
 from kvferry.sim.troubles import Troubles
 from kvferry.sim.worker import SimWorker
 from kvferry.sim.worker_protocol import FINGERPRINT
+from router.dispatch.request_state import LOCAL_PREFILL
 
 MAX_EVENTS = 100_000  # a run that needs more is in an endless loop
 _CHECK_END_S = 0.25
@@ -273,7 +274,8 @@ class SimCluster:
             corrupted_reads=reads.num_corrupted,
         )
         happened.update(f"fallback_{client.fallback_reason}" for client in self.clients if client.fallback_reason)
-        happened["local_prefills"] = sum(each.report is not None and each.report.outcome == "local" for each in self.clients)
+        reports = [client.report for client in self.clients if client.report is not None]
+        happened["local_prefills"] = sum(report.outcome == LOCAL_PREFILL for report in reports)
         happened["slow_clients"] = sum(client.plan.reading is not None for client in self.clients)
         happened["role_switches"] = self.troubles.roles.num_switches
         happened["planned_switches"] = self.troubles.roles.num_planned
