@@ -218,11 +218,6 @@ class ConnectorEngine:
             )
         )
 
-    def offered_tokens(self, request: Request) -> int | None:
-        """Return how many tokens the connector would load for a waiting request; None if it does not know yet."""
-        _, num_hits = self.manager.get_computed_blocks(request)
-        return self.scheduler.get_num_new_matched_tokens(request, num_hits)[0]
-
     def admit(self, request: Request) -> int:
         """Allocate the request's blocks and start its load; return how many tokens the connector loads."""
         hits, num_hits = self.manager.get_computed_blocks(request)
@@ -248,6 +243,11 @@ class ConnectorEngine:
         else:
             request.num_computed_tokens = num_hits
         return num_external
+
+    def offered_tokens(self, request: Request) -> int | None:
+        """Return how many tokens the connector would load for a waiting request; None if it does not know yet."""
+        _, num_hits = self.manager.get_computed_blocks(request)
+        return self.scheduler.get_num_new_matched_tokens(request, num_hits)[0]
 
     def compute_rest(self, request: Request) -> None:
         """Compute the rest of an admitted request's prompt, as the steps of a prefill do."""
