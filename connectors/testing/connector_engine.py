@@ -239,11 +239,6 @@ class ConnectorEngine:
             )
         )
 
-    def offered_tokens(self, request: Request) -> int | None:
-        """Return how many tokens the connector would load for a waiting request; None if it does not know yet."""
-        _, num_hits = self.manager.get_computed_blocks(request)
-        return self.scheduler.get_num_new_matched_tokens(request, num_hits)[0]
-
     def add_early(self, request_id: str, prompt_token_ids: list[int], handoff: KVHandoff) -> Request:
         """Add a request that loads the computed part of a prompt and never runs."""
         return self._new_request(
@@ -281,6 +276,11 @@ class ConnectorEngine:
         else:
             request.num_computed_tokens = num_hits
         return num_external
+
+    def offered_tokens(self, request: Request) -> int | None:
+        """Return how many tokens the connector would load for a waiting request; None if it does not know yet."""
+        _, num_hits = self.manager.get_computed_blocks(request)
+        return self.scheduler.get_num_new_matched_tokens(request, num_hits)[0]
 
     def compute_rest(self, request: Request) -> None:
         """Compute the rest of an admitted request's prompt, as the steps of a prefill do."""

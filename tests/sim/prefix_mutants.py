@@ -30,7 +30,7 @@ Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A defect, and a seed that finds it; None = none of a hundred does."""
+    """A defect, and a seed that finds it; None = none is known."""
 
     apply: Callable[[Patch], None]
     seed: int | None
