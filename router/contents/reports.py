@@ -131,7 +131,9 @@ class ReportedContents:
         if not state.is_known or part is None:
             return
         kind, num_blocks = part
-        index = self._indexes.setdefault(kind, ContentIndex())
+        if kind not in self._indexes:
+            self._indexes[kind] = ContentIndex()
+        index = self._indexes[kind]
         index.remove(worker, _keys(report.removed))
         index.add(worker, _keys(report.stored))
         if index.num_keys(worker) > num_blocks:

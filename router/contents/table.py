@@ -1,7 +1,8 @@
 """A map from 64-bit keys to 32-bit values in 12 bytes per slot, for millions of keys.
 
 Keys are parts of cryptographic hashes, so their bits are the hash. Open addressing with linear probing, in many small tables,
-so that no insertion waits for more than one of them to grow.
+so that no insertion waits for more than one of them to grow. Tables without a key are one shared table, so that few keys take
+little memory and little time.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ class KeyTable:
     """Keys are 1 to 2^64 - 1; key 0 is never stored. A value of 0 is the same as no entry."""
 
     def __init__(self) -> None:
-        self._keys = [array("Q", bytes(8 * _LEAST_SLOTS)) for _ in range(1 << _NUM_TABLES_BITS)]
-        self._values = [array("I", bytes(4 * _LEAST_SLOTS)) for _ in range(1 << _NUM_TABLES_BITS)]
-        self._num_used = [0] * (1 << _NUM_TABLES_BITS)  # slots with a key, also if its value is 0
+        self._keys = [array("Q", bytes(8 * _LEAST_SLOTS))] * (1 << _NUM_TABLES_BITS)
+        self._values = [array("I", bytes(4 * _LEAST_SLOTS))] * (1 << _NUM_TABLES_BITS)
+        self._num_used = [0] * (1 << _NUM_TABLES_BITS)  # slots with a key, also if its value is 0; 0 = the table is shared
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all slots."""
-        return sum(12 * len(keys) for keys in self._keys)
+        """Bytes of all slots, without those of the shared table."""
+        return sum(12 * len(keys) for keys, num_used in zip(self._keys, self._num_used, strict=True) if num_used)
 
     def get(self, key: int) -> int:
         """Return the value of a key, 0 without one."""
@@ -56,6 +57,8 @@ class KeyTable:
         if not self._keys[number][slot]:
             if not (key and value):
                 return
+            if not self._num_used[number]:
+                self._keys[number], self._values[number] = self._keys[number][:], self._values[number][:]
             self._keys[number][slot] = key
             self._num_used[number] += 1
         self._values[number][slot] = value
@@ -64,14 +67,16 @@ class KeyTable:
 
     def replace_values(self, new_values: npt.NDArray[np.uint32]) -> None:
         """Replace each value v by ``new_values[v]``; entry 0 is 0."""
-        for values in self._values:
-            view = np.frombuffer(values, dtype=np.uint32)
-            view[:] = new_values[view]
+        for values, num_used in zip(self._values, self._num_used, strict=True):
+            if num_used:
+                view = np.frombuffer(values, dtype=np.uint32)
+                view[:] = new_values[view]
 
     def items(self) -> Iterator[tuple[int, int]]:
         """Every key with its value, in no order."""
-        for keys, values in zip(self._keys, self._values, strict=True):
-            yield from ((key, value) for key, value in zip(keys, values, strict=True) if value)
+        for keys, values, num_used in zip(self._keys, self._values, self._num_used, strict=True):
+            if num_used:
+                yield from ((key, value) for key, value in zip(keys, values, strict=True) if value)
 
     def _slot(self, number: int, key: int) -> int:
         """Return the slot of a key, or the one where it belongs."""
