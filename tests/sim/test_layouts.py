@@ -29,16 +29,16 @@ def test_plan_without_the_fault_is_what_it_was_with_the_others():
 
 
 @pytest.mark.slow
-def test_two_layouts_alone_change_nothing():
-    summary = run_seeds(range(20), (Fault.LAYOUT,))
+def test_two_layouts_alone_change_nothing(first_seeds):
+    summary = run_seeds(first_seeds(10, 20), (Fault.LAYOUT,))
     assert not summary.failures, summary.failures[0].violations
     assert set(summary.outcomes) == {"ok"}
     assert not [name for name in summary.happened if name.startswith("fallback")]
 
 
 @pytest.fixture(scope="module")
-def lossy_runs() -> Summary:
-    return run_seeds(range(30), LOSSES)
+def lossy_runs(first_seeds) -> Summary:
+    return run_seeds(first_seeds(15, 30), LOSSES)
 
 
 @pytest.mark.slow
@@ -48,9 +48,9 @@ def test_a_successor_with_another_layout_recomputes_and_gives_the_reason(lossy_r
 
 
 @pytest.mark.slow
-def test_readers_refuse_another_layout_that_their_router_pairs_them_with(monkeypatch):
+def test_readers_refuse_another_layout_that_their_router_pairs_them_with(monkeypatch, first_seeds):
     monkeypatch.setattr(router.dispatch.policy, "mismatch", lambda prefill, decode: None)
-    runs = [SimCluster(draw_plan(seed, (Fault.LAYOUT,))).run() for seed in range(20)]
+    runs = [SimCluster(draw_plan(seed, (Fault.LAYOUT,))).run() for seed in first_seeds(10, 20)]
     assert sum(run.happened["fallback_layout"] for run in runs) > 0
     assert set().union(*(run.outcomes for run in runs)) <= {"ok", "layout"}
     violations = [violation for run in runs for violation in run.violations]

@@ -68,8 +68,8 @@ def tables_of_router(router: SimRouter) -> Iterator[tuple[object, str]]:
 
 
 @pytest.mark.parametrize("kinds", [None, (Fault.ABORT,), (Fault.STALL, Fault.READ_ERROR), (Fault.CUT, Fault.CRASH)], ids=str)
-def test_nothing_is_left(kinds):
-    for seed in range(15):
+def test_nothing_is_left(kinds, first_seeds):
+    for seed in first_seeds(8, 15):
         cluster = SimCluster(draw_plan(seed, kinds))
         cluster.run()
         alive = [worker for worker in cluster.workers.values() if worker.host.process.is_alive and not worker.is_stopped]

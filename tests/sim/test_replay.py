@@ -17,7 +17,7 @@ from kvferry.sim.runs import command, run_seed
 pytestmark = pytest.mark.slow
 
 SEEDS = (1, 4, 10)
-NUM_REPLAYED = 10
+NUM_REPLAYED = 4
 _DIGESTS = """
 import hashlib, sys
 from kvferry.sim.runs import run_seed, silence

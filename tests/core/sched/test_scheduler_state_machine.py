@@ -488,4 +488,4 @@ def test_random_histories_with_async_scheduling(run_machine):
 @pytest.mark.slow
 @pytest.mark.parametrize("async_scheduling", [False, True])
 def test_many_random_histories(run_machine, async_scheduling):
-    run_machine(2 * settings.default.max_examples, async_scheduling)
+    run_machine(settings.default.max_examples, async_scheduling)
