@@ -28,6 +28,7 @@ from core.kv.block import KVCacheBlock
 from core.kv.manager import KVCacheManager
 from core.kv.pool import BlockPool
 from core.kv.seals import BROKEN, SealTable, decode_seal
+from core.worker.router_membership import RouterMembership
 from core.worker.state import WorkerState
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.race_plan import draw_any_plan
@@ -282,6 +283,7 @@ def never_close_a_breaker(patch: Patch) -> None:
 
 def never_open_a_breaker(patch: Patch) -> None:
     patch(TransportHealth, "open_breaker", returns(None))
+    patch(RouterMembership, "send_early", returns(None))  # as no worker did when the seed was found
     patch(TransportHealth, "count_failure", returns(None))
 
 
