@@ -153,18 +153,18 @@ def merge_embeddings_one_row_too_late(patch: Patch) -> None:
 
 
 @pytest.mark.parametrize(
-    "defect",
+    ("defect", "first"),  # played first is a seed that shows the defect
     [
-        check_no_digests,
-        forget_images_in_block_hashes,
-        let_who_lacks_embeddings_for_good_wait,
-        load_other_embeddings,
-        merge_embeddings_one_row_too_late,
-        never_let_go_of_embeddings,
-        sleep_beside_the_room_that_a_batch_leaves,
-        sleep_on_orders,
+        (check_no_digests, RELEASED_LATE),
+        (forget_images_in_block_hashes, 67),
+        (let_who_lacks_embeddings_for_good_wait, RELEASED_LATE),
+        (load_other_embeddings, SLEPT_ON),
+        (merge_embeddings_one_row_too_late, RELEASED_LATE),
+        (never_let_go_of_embeddings, 13),
+        (sleep_beside_the_room_that_a_batch_leaves, 24),
+        (sleep_on_orders, SLEPT_ON),
     ],
 )
-def test_a_defect_is_noticed(defect, monkeypatch):
+def test_a_defect_is_noticed(defect, first, monkeypatch):
     defect(monkeypatch.setattr)
-    assert any(not run_seed(seed).is_good for seed in [RELEASED_LATE, SLEPT_ON, *WITH_IMAGES])
+    assert any(not run_seed(seed).is_good for seed in (first, RELEASED_LATE, SLEPT_ON, *WITH_IMAGES))

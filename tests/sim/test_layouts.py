@@ -81,11 +81,16 @@ def let_nobody_serve_alone_beside_another_layout(monkeypatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "apply",
-    [read_whatever_the_layout, name_another_reason, let_nobody_serve_alone_beside_another_layout],
-    ids=lambda apply: apply.__name__,
+    ("apply", "first"),  # played first is a seed that shows the defect
+    [
+        (read_whatever_the_layout, 0),
+        (name_another_reason, 19),
+        (let_nobody_serve_alone_beside_another_layout, 8),
+    ],
 )
-def test_defect_is_found(apply, monkeypatch):
+def test_defect_is_found(apply, first, monkeypatch):
     apply(monkeypatch)
     kinds = (Fault.LAYOUT, Fault.CRASH, Fault.SLOW, Fault.DRAIN)
-    assert any(not SimCluster(draw_plan(seed, kinds)).run().is_good for seed in (19, *range(40))), "41 runs saw nothing wrong"
+    assert any(not SimCluster(draw_plan(seed, kinds)).run().is_good for seed in (first, *range(40))), (
+        "41 runs saw nothing wrong"
+    )
