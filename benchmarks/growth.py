@@ -7,8 +7,8 @@ worker), the best of some repeats: a flat row is a cost that grows as the number
 the cost of all items from the third largest size to the largest; 1 = in proportion. The garbage collector is off, since every
 process freezes what it has after its start and a full collection comes once for each quarter of growth. An exponent above 1
 without a loop in the operation is the machine's caches, which do not hold a million blocks. The row ``control`` shows how much
-that is: keys that are looked up in a plain dict of as many entries, nothing else. No row may grow faster than the goal or the
-control, whichever is more.
+that is: keys that are looked up in a plain dict of as many entries, nothing else. The row of the same lookups in the pool may
+grow as fast as the control, no other row faster than the goal.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from router.dispatch.types import Submission
 
 REQUESTS, BLOCKS, WORKERS = (1, 16, 256, 4096), (1_000, 16_000, 256_000, 1_000_000), (1, 10, 100, 1_000)
 MAX_GROWTH = 1.35
-CONTROL = "control: look up a key in a dict"
+LOOKUP, CONTROL = "pool: look up a hash", "control: look up a key in a dict"
 BATCH = 64  # blocks that one call takes, as a long prompt does
 NUM_OPERATIONS = 4096  # timed at every size where one item's cost is asked for
 PROMPT = tuple(range(100, 116))
@@ -205,7 +205,7 @@ def time_pool(rows: Rows, num_blocks: int) -> None:
     rows.time("pool: make hits, with events", num_blocks, lambda: pool.cache_full_blocks(blocks, hashes, 0, 16, 0), 1)
     # Copies, as a request's hashes are: the objects that the pool keeps would be read from memory as well.
     drawn = [bytes(bytearray(value)) for value in random.Random(1).sample(hashes, num_timed)]
-    rows.time("pool: look up a hash", num_timed, lambda: [pool.get_cached_block(value, 0) for value in drawn])
+    rows.time(LOOKUP, num_timed, lambda: [pool.get_cached_block(value, 0) for value in drawn])
     time_control(rows, hashes, drawn)
     missing = hashes_of(num_timed, seed=2)
     rows.time("pool: look up an unknown hash", num_timed, lambda: [pool.get_cached_block(value, 0) for value in missing])
@@ -305,13 +305,14 @@ def table(rows: Rows, item: str) -> Table:
 def outcome(axes: dict[str, Rows]) -> Outcome:
     found = [row for rows in axes.values() for row in rows.rows.values()]
     control = max((row.growth for row in found if row.name == CONTROL), default=0.0)
-    worst = max((row for row in found if row.name != CONTROL), key=lambda row: row.growth)
-    most = max(MAX_GROWTH, control)
+    limits = {LOOKUP: max(MAX_GROWTH, control)}
+    judged = [(row.growth - limits.get(row.name, MAX_GROWTH), row) for row in found if row.name != CONTROL]
+    worst = max(judged, key=lambda each: each[0])[1]
+    most = limits.get(worst.name, MAX_GROWTH)
     is_met = worst.growth <= most
-    goal: dict[str, Any] = {"name": "largest growth", "value": worst.growth, "goal": most, "unit": "", "met": is_met}
+    goal: dict[str, Any] = {"name": f"growth, {worst.name}", "value": worst.growth, "goal": most, "unit": "", "met": is_met}
     met = "met" if is_met else "MISSED"
-    asked = f"goal at most {MAX_GROWTH}" if control <= MAX_GROWTH else f"goal at most the control's {control:.2f}"
-    notes = [f"largest growth: {worst.growth:.2f}, {worst.name} ({asked}): {met}"]
+    notes = [f"next to its limit: {worst.growth:.2f}, {worst.name} (goal at most {most:.2f}): {met}"]
     rows = [{"axis": axis, "name": row.name, "us": row.us, "growth": row.growth}
             for axis, part in axes.items() for row in part.rows.values()]  # fmt: skip
     sizes = {axis: list(part.sizes) for axis, part in axes.items()}
