@@ -6,7 +6,7 @@ Every message is encoded by ``core.wire.codec``, with a version byte and a size 
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -21,6 +21,8 @@ from core.wire.limits import (
     Unsigned64,
     WholeMilliseconds,
 )
+
+MAX_OTHER_SOURCES = 3  # of the beginning of one prompt, beside the best
 
 KVVerify = Literal["auto", "identity", "digest"]  # what a reader checks: seals, or the digests of the bytes too
 
@@ -103,6 +105,7 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A worker that holds the beginning of a prompt as far as the router knows: a reader may ask it with ``PrefixQuestion``.
 
     ``patience_ms`` is about how long the reader would take to compute these tokens itself; it waits no longer for them.
+    ``others`` hold some of it as well, and are asked in this order if this one has nothing to offer; theirs do not count.
     """
 
     engine_id: Name
@@ -110,6 +113,7 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     control_address: Text
     num_tokens: Positive
     patience_ms: WholeMilliseconds = 0
+    others: Annotated[tuple[KVSource, ...], msgspec.Meta(max_length=MAX_OTHER_SOURCES)] = ()
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaults=True):

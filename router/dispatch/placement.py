@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
+
 from core.errors import NoWorker, Overloaded, RequestError, WorkerStalled
 from core.kv.hashing import ExtraKey
 from core.request import extra_keys_of
@@ -19,6 +21,7 @@ from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
 from router.dispatch.request_state import RequestPhase, RequestState, open_request
 from router.dispatch.route_costs import Offer, RouteCosts, report, source_of
+from router.dispatch.sources import Holder, message_of, others_than
 from router.dispatch.types import Submission
 from router.routing import affinity
 from router.routing.cost import dislike_ms
@@ -123,21 +126,17 @@ class Placement:
         return choose_successor(workers, request.model_fingerprint, demand)
 
     def source_for(self, request: RequestState, decode: GenerationWorker) -> KVSource | None:
-        """Return where a decode worker may load the prompt again if it loses it: its prefill worker, else who holds most."""
+        """Return where a decode worker may load the prompt again if it loses it: its prefill worker, then who holds most."""
         wanted, prefill = request.submission, self._membership.get(request.attempt.prefill)
         if not decode.facts.prefix_address:
             return None
+        extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
+        most = self._costs.source_for(decode, wanted.prompt_token_ids, extra_keys, self._membership.workers)
         if request.handoff is None or not isinstance(prefill, GenerationWorker) or not prefill.facts.prefix_address:
-            extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
-            return self._costs.source_for(decode, wanted.prompt_token_ids, extra_keys, self._membership.workers)
+            return most
         num_tokens = len(wanted.prompt_token_ids)
-        return KVSource(
-            engine_id=prefill.key.engine_id,
-            incarnation=prefill.key.incarnation,
-            control_address=prefill.facts.prefix_address,
-            num_tokens=num_tokens,
-            patience_ms=max(1, round(self._costs.prefill_time(decode).ms(num_tokens, 0))),
-        )
+        first = message_of(Holder(prefill, num_tokens), self._costs.prefill_time(decode).ms(num_tokens, 0))
+        return msgspec.structs.replace(first, others=others_than(first, most))
 
     def why_move(self, request: RequestState, now: float) -> WorkerStalled | None:
         """Return why a request should leave its worker for another one that can take it; None if it should stay.

@@ -5,11 +5,14 @@ Owns the estimates of transfers, one for each transport.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from core.errors import KVFerryError
-from core.wire.kv import KVSource
+from core.wire.kv import MAX_OTHER_SOURCES, KVSource
 from core.wire.messages import TransferUsage
 from core.wire.pairing import choose_transport
 from router.contents.known import Hit
@@ -29,21 +32,19 @@ class Holder:
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A holder that a reader can read, and the predicted time to load what the reader lacks."""
+    """A holder that a reader can read, and the predicted time to load what the reader lacks. ``later`` hold no more."""
 
+    reader: GenerationWorker
     holder: Holder
     transfer_ms: float
+    later: Sequence[Holder] = ()
 
     def as_message(self, patience_ms: float) -> KVSource:
         """Return what the reader is told; it waits so long at most."""
-        facts = self.holder.worker.facts
-        return KVSource(
-            engine_id=facts.engine_id,
-            incarnation=facts.incarnation,
-            control_address=facts.prefix_address,
-            num_tokens=self.holder.num_tokens,
-            patience_ms=max(1, round(patience_ms)),
-        )
+        message = message_of(self.holder, patience_ms)
+        readable = (holder for holder in self.later if transport_between(self.reader, holder.worker))
+        others = tuple(message_of(holder, 0) for holder in itertools.islice(readable, MAX_OTHER_SOURCES))
+        return msgspec.structs.replace(message, others=others)
 
 
 @dataclass(slots=True)
@@ -74,7 +75,7 @@ class Sources:
         """Forget a worker that has left."""
         self.transports = {pair: transport for pair, transport in self.transports.items() if worker not in pair}
 
-    def best(self, reader: GenerationWorker, num_own_tokens: int, holders: Iterable[Holder]) -> Source | None:
+    def best(self, reader: GenerationWorker, num_own_tokens: int, holders: Sequence[Holder]) -> Source | None:
         """Return the holder of most tokens that ``reader`` can read, if it holds a block more than the reader.
 
         ``holders`` come from ``holders_of``.
@@ -82,24 +83,51 @@ class Sources:
         if not reader.facts.prefix_address:
             return None
         layout = reader.facts.layout
-        for number, holder in enumerate(holders):
+        for number, holder in enumerate(holders[:_MAX_TRIES]):
             num_missing = holder.num_tokens - num_own_tokens
-            if num_missing < layout.block_size or number >= _MAX_TRIES:
+            if num_missing < layout.block_size:
                 return None
-            theirs = holder.worker.facts.layout
-            if holder.worker.key == reader.key or (layout.num_groups > 1 and layout.block_size != theirs.block_size):
-                continue
-            try:
-                transport = choose_transport(reader.facts, holder.worker.facts)
-            except KVFerryError:
+            transport = transport_between(reader, holder.worker)
+            if transport is None:
                 continue
             self.transports[reader.key, holder.worker.key] = transport
             num_bytes = num_missing / layout.block_size * layout.block_bytes * layout.num_groups
-            return Source(holder, self.asking.ms + self._time(transport).ms(num_bytes))
+            transfer_ms = self.asking.ms + self._time(transport).ms(num_bytes)
+            return Source(reader, holder, transfer_ms, holders[number + 1 : number + 1 + _MAX_TRIES])
         return None
 
     def _time(self, transport: str) -> TransferTime:
         return self.times.setdefault(transport, TransferTime())
+
+
+def transport_between(reader: GenerationWorker, source: GenerationWorker) -> str | None:
+    """Return by which transport a worker can read the prefix cache of another one; None if it cannot."""
+    ours, theirs = reader.facts.layout, source.facts.layout
+    if source.key == reader.key or (ours.num_groups > 1 and ours.block_size != theirs.block_size):
+        return None
+    try:
+        return choose_transport(reader.facts, source.facts)
+    except KVFerryError:
+        return None
+
+
+def message_of(holder: Holder, patience_ms: float) -> KVSource:
+    """Return a holder as a reader is told of it; a patience of 0 is that of the source that it is asked after."""
+    facts = holder.worker.facts
+    return KVSource(
+        engine_id=facts.engine_id,
+        incarnation=facts.incarnation,
+        control_address=facts.prefix_address,
+        num_tokens=holder.num_tokens,
+        patience_ms=max(1, round(patience_ms)) if patience_ms else 0,
+    )
+
+
+def others_than(first: KVSource, most: KVSource | None) -> tuple[KVSource, ...]:
+    """Return ``most`` and its others, without the worker that is asked first."""
+    found = (most, *most.others) if most is not None else ()
+    every = (msgspec.structs.replace(each, others=()) for each in found if each.engine_id != first.engine_id)
+    return tuple(itertools.islice(every, MAX_OTHER_SOURCES))
 
 
 def holders_of(workers: Iterable[GenerationWorker], hits: Mapping[WorkerKey, Hit]) -> list[Holder]:

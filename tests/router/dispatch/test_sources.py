@@ -60,6 +60,19 @@ def test_the_decode_worker_that_holds_the_prompt_is_the_source(prefills, decode)
         assert report(offer, found.values()).reason == "source"
 
 
+def test_those_that_hold_less_are_named_behind_it_if_they_can_be_read(prefills, decode):
+    costs = RouteCosts()
+    other_model = serving(member("decode", "d9"), model_fingerprint=b"another")
+    holders = [decode, prefills[0], other_model]
+    for number, worker in enumerate(holders):
+        compute(costs, worker, PROMPT[: 5000 - 500 * number], f"r{number}")
+    found = offers(costs, prefills, [*prefills, decode, other_model])
+    source = source_of(found["p1"])
+    assert (source.engine_id, [each.engine_id for each in source.others]) == ("d0", ["p0"])
+    assert source.num_tokens > source.others[0].num_tokens > 4400
+    assert not source_of(found["p0"]).others  # not itself
+
+
 def test_only_what_the_reader_lacks_is_loaded(prefills, decode):
     costs = RouteCosts()
     compute(costs, decode)

@@ -131,8 +131,10 @@ def answer(source: Side, asked: AskPrefix, **changes: object):
     return found
 
 
-def tell(reader: Side, request_id: str, handoff: KVHandoff | None, refusal: str | None = None) -> P2PConnectorMetadata:
-    reader.worker.report(PrefixAnswered(request_id, handoff, refusal, 5.0, 0.01))
+def tell(
+    reader: Side, request_id: str, handoff: KVHandoff | None, refusal: str | None = None, asked_s: float = 0.01
+) -> P2PConnectorMetadata:
+    reader.worker.report(PrefixAnswered(request_id, handoff, refusal, 5.0, asked_s))
     reader.step()
     return reader.step()
 
@@ -213,6 +215,52 @@ async def test_a_refused_request_computes_and_asks_again_only_after_a_preemption
     tell(reader, "r", None, "missing")
     request.num_preemptions += 1
     assert ask(reader, request) is None
+
+
+def other(source, name, num_tokens=96):
+    return msgspec.structs.replace(named(source, num_tokens), engine_id=name, control_address=f"tcp://{name}:1")
+
+
+def named_with_others(source, *names, patience_ms=0):
+    others = tuple(other(source, name) for name in names)
+    return msgspec.structs.replace(named(source), others=others, patience_ms=patience_ms)
+
+
+async def test_the_next_source_is_asked_if_one_has_nothing_and_again_after_a_preemption(source, reader):
+    request = reader.request(PROMPT, named_with_others(source, "b", "c"))
+    first = named(source).engine_id
+    for expected in (first, "b", "c"):
+        assert ask(reader, request).source.engine_id == expected
+        tell(reader, "r", None, "missing")
+    assert ask(reader, request) is None
+    request.num_preemptions += 1
+    assert ask(reader, request).source.engine_id == first
+
+
+async def test_another_source_that_holds_no_block_more_is_passed_over(source, reader):
+    others = (other(source, "b", num_tokens=32), other(source, "c"))
+    request = reader.request(PROMPT, msgspec.structs.replace(named(source), others=others))
+    assert ask(reader, request, num_computed=32) is not None
+    tell(reader, "r", None, "pressure")
+    assert ask(reader, request, num_computed=32).source.engine_id == "c"
+
+
+async def test_all_sources_share_the_patience(source, reader):
+    request = reader.request(PROMPT, named_with_others(source, "b", "c", patience_ms=4000))
+    assert ask(reader, request).patience_s == 4.0
+    tell(reader, "r", None, "busy", asked_s=1.5)
+    assert ask(reader, request).patience_s == 2.5
+    tell(reader, "r", None, "deadline", asked_s=2.5)
+    assert ask(reader, request) is None
+
+
+async def test_no_other_source_is_asked_after_an_answer(source, reader):
+    hold(source, PROMPT)
+    request = reader.request(PROMPT, named_with_others(source, "b"))
+    handoff = answer(source, ask(reader, request)).handoff
+    tell(reader, "r", handoff)
+    assert reader.connector.get_num_new_matched_tokens(request, 0) == (handoff.num_tokens, True)
+    assert reader.take(AskPrefix) == []
 
 
 async def test_the_end_of_a_request_cancels_its_question_and_frees_a_late_answer(source, reader):
