@@ -13,7 +13,8 @@ can compute, so all sides are offered the same work.
 
 Goodput: requests of drawn lengths arrive by chance (Poisson). A request is good if its first token comes within the SLO of the
 first token, and the mean time between its tokens is within the SLO of tokens; both are multiples of what one idle worker takes,
-measured in the same run. ``--goals`` leaves goodput out and measures the chunks that decide the goals. ``--plot`` draws both.
+measured in the same run of 1P1D. vLLM's sides get the same requests and SLOs, so theirs also tells the pace of the engines.
+``--goals`` leaves goodput out and measures the chunks that decide the goals. ``--plot`` draws both.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import statistics
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -112,9 +114,7 @@ class StreamLoad(Load):
         answered, long_results = results[: size.num_streams], results[size.num_streams :]
         found.long_ttft_ms = [1e3 * (result.ttft_s or 0.0) for result in long_results]
         end = max(result.started_s + result.e2e_s for result in long_results)
-        found.busy_ms = [
-            1e3 * gap for result in answered for when, gap in gaps(result) if when - gap >= size.lead_s and when <= end
-        ]
+        found.busy_ms = [1e3 * gap for result in answered for when, gap in gaps(result) if size.lead_s <= when - gap <= end]
         return found
 
     def _streams(self, num_tokens: int) -> list[BenchRequest]:
@@ -202,9 +202,10 @@ def outcome(found: Mapping[Side | VllmSide, Found]) -> Outcome:
         intervals = found[side].intervals
         quiet, busy = intervals.quiet_ms, intervals.busy_ms
         cells = [statistics.median(quiet), quantile(quiet, 0.99), statistics.median(busy), quantile(busy, 0.99), max(busy)]
-        return [side.name, *(f"{cell:.1f}" for cell in cells), f"{statistics.median(intervals.long_ttft_ms):,.0f}"]
+        long_ms = 1e3 * found[side].alone_s, statistics.median(intervals.long_ttft_ms)
+        return [side.name, *(f"{cell:.1f}" for cell in cells), *(f"{cell:,.0f}" for cell in long_ms)]
 
-    columns = ("ms", "idle p50", "idle p99", "p50", "p99", "max", "first token of long prompts")
+    columns = ("ms", "idle p50", "idle p99", "p50", "p99", "max", "first token, alone", "first token of long prompts")
     tables = [Table(columns, [row(side) for side in found])]
     aims = goals(found)
     notes = [f"{aim['name']}: {aim['value']:.2f} (goal {aim['goal']}): {'met' if aim['met'] else 'MISSED'}" for aim in aims]
@@ -257,16 +258,17 @@ def main() -> None:
     machine = Machine.now()
     found: dict[Side | VllmSide, Found] = {}
     chunks = arguments.chunks or (GOAL_CHUNKS if arguments.goals or arguments.quick else CHUNKS)
-    failed: list[str] = []
+    failed: dict[str, str] = {}
     for side in sides(chunks, arguments.peers):
         try:
             found[side] = measure(side, arguments, size, next(iter(found.values()), None))
-        except (StartFailed, RequestsFailed) as error:
+        except (StartFailed, RequestsFailed, OSError, subprocess.CalledProcessError) as error:
             if isinstance(side, Side):
                 raise
-            failed.append(f"{side.name} could not be measured: {str(error).splitlines()[0]}")
+            failed[side.name] = str(error).partition("\n")[0]
     result = outcome(found)
-    publish(Outcome(result.tables, [*result.notes, *failed], result.figures), machine, arguments)
+    notes = [f"{name} could not be measured: {reason}" for name, reason in failed.items()]
+    publish(Outcome(result.tables, [*result.notes, *notes], result.figures | {"failed": failed}), machine, arguments)
     if arguments.plot:
         plot(found, arguments.plot)
 

@@ -17,7 +17,7 @@ import random
 import statistics
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 
@@ -35,6 +35,7 @@ NUM_STREAMS = 2
 EXPOSED_GOALS = {"tcp": 0.20, "shm": 0.35, "nixl": 0.35}  # new / old, at most
 ITL_GOAL = 1.03  # new / old, at most
 REQUEST_TIMEOUT_S = 600.0
+STREAMS_TIMEOUT_S = 60.0
 NUM_RESAMPLES = 2000
 
 
@@ -84,8 +85,7 @@ class Streams:
     def __enter__(self) -> Streams:
         for thread in self._threads:
             thread.start()
-        while not all(len(times) > 2 for times in self._arrivals):
-            time.sleep(0.05)
+        self._wait_for(lambda times: len(times) > 2)
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -97,6 +97,7 @@ class Streams:
         body = {"model": self._model, "prompt": self._prompt, "max_tokens": 1500, "ignore_eos": True, "stream": True}
         while not self._is_over.is_set():
             with httpx.stream("POST", self._url, json=body, timeout=REQUEST_TIMEOUT_S) as response:
+                response.raise_for_status()
                 for line in response.iter_lines():
                     if line.startswith("data:"):
                         times.append(time.perf_counter())
@@ -104,13 +105,22 @@ class Streams:
                         return
 
     def gaps_ms(self, start: float, end: float) -> tuple[list[float], int]:
-        """Return all gaps within a period, and how many streams had any."""
+        """Return all gaps that begin in a period, and how many streams had any; waits for the ends of the last ones."""
+        self._wait_for(lambda times: times[-1] > end)
         gaps, num_streams = [], 0
         for times in self._arrivals:
-            inside = [at for at in list(times) if start <= at <= end]
-            num_streams += len(inside) > 1
-            gaps += [1e3 * (after - before) for before, after in itertools.pairwise(inside)]
+            pairs = list(itertools.pairwise(list(times)))
+            begun = [1e3 * (after - before) for before, after in pairs if start <= before <= end]
+            num_streams += bool(begun)
+            gaps += begun
         return gaps, num_streams
+
+    def _wait_for(self, condition: Callable[[list[float]], bool]) -> None:
+        deadline = time.monotonic() + STREAMS_TIMEOUT_S
+        while not all(condition(times) for times in self._arrivals):
+            if time.monotonic() > deadline:
+                raise NothingMeasured(f"a stream had no token for {STREAMS_TIMEOUT_S} s")
+            time.sleep(0.01)
 
 
 class Side:

@@ -59,6 +59,8 @@ def application(kind: str, urls: tuple[str, str]) -> Litestar:
         if answer.status_code >= 400:
             raise PrefillFailed(answer)
         body["kv_transfer_params"] = answer.json()["kv_transfer_params"]
+        if not body["kv_transfer_params"]:
+            raise ValueError("P hands nothing off")
 
     @get("/ready")
     async def ready() -> None:

@@ -1,7 +1,7 @@
 """Two vLLM servers on the CPU as a side of ``disaggregation.py``: a pair with a KV connector, or two that chunk prompts.
 
 Needs vLLM's environment (``make install-vllm``). Each engine has one thread, bound to a core of its own if there are two, and
-eager float32, as ours. In front stands a proxy of ``plain_proxies.py``.
+eager float32, as ours. In front stands a proxy of ``plain_proxies.py``. In a pair every prompt is handed off, or the request fails.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class VllmSide:
             "max-num-batched-tokens": self.chunk,
         }
         if self.connector:
-            config = {"kv_connector": self.connector, "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+            config = {"kv_connector": self.connector, "kv_role": "kv_both", "kv_load_failure_policy": "fail"}
             extra = {"kv_connector_extra_config": {"kvferry.port": side_port}} if self.connector == OURS else {}
             arguments["kv-transfer-config"] = json.dumps(config | extra)
         words = [word for name, value in arguments.items() for word in (f"--{name}", str(value))]

@@ -157,9 +157,8 @@ class ShmTransport(Transport):
             mapped.landing = landing
             mapped.targets = [_as_rows(_host_memory(region), RowShape(region.num_rows, region.row_bytes)) for region in landing]
             spans = [(rows.ctypes.data, len(each)) for rows, each in zip(mapped.rows, mapped.maps, strict=True)]
-            mapped.pages = PageMapping(spans)
+            mapped.pages = _start_mapping(spans)
             self._peers[peer] = mapped
-            mapped.pages.start()
 
     def pool_shape(self, peer: PeerId) -> tuple[int, int] | None:
         """Return the shape of its pool's file."""
@@ -261,6 +260,16 @@ def _host_memory(region: RowRegion) -> memoryview:
 def _as_rows(memory: memoryview | mmap.mmap, shape: RowShape) -> Rows:
     flat = np.frombuffer(memory, dtype=np.uint8, count=shape.num_rows * shape.row_bytes)
     return flat.reshape(shape.num_rows, shape.row_bytes)
+
+
+def _start_mapping(spans: Sequence[tuple[int, int]]) -> PageMapping | None:
+    """Begin to map pages ahead of the reads; None where no thread can be started, and each read maps its own."""
+    pages = PageMapping(spans)
+    try:
+        pages.start()
+    except RuntimeError:
+        return None
+    return pages
 
 
 def _map_producer(producer: ShmMetadata) -> _Peer:

@@ -224,6 +224,17 @@ def test_reads_do_not_wait_for_mapped_pages(reader, owner, monkeypatch, is_known
     reader.assert_rows(1, [3, 7], [5, 6])
 
 
+def test_reads_go_on_where_no_thread_can_be_started(reader, owner, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(page_mapping.PageMapping, "start", refuse)
+    reader.transport.add_peer(PEER, owner.metadata)
+    assert reader.read([3], [5]) is None
+    reader.assert_rows(1, [3], [5])
+    reader.transport.remove_peer(PEER)
+
+
 def test_owner_may_leave_while_its_pages_are_mapped(reader, owner, monkeypatch):
     calls, may_end = [], threading.Event()
 
