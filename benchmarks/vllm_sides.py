@@ -1,7 +1,7 @@
 """Two vLLM servers on the CPU as a side of ``disaggregation.py``: a pair with a KV connector, or two that chunk prompts.
 
 Needs vLLM's environment (``make install-vllm``). Each engine has one thread, bound to a core of its own if there are two, and
-eager float32, as ours. In front stands a proxy of ``plain_proxies.py``. In a pair every prompt is handed off, or the request fails.
+eager float32, as ours. In front stands a proxy of ``plain_proxies.py``. A pair hands every prompt off, or the request fails.
 """
 
 from __future__ import annotations

@@ -20,8 +20,10 @@ def stream_copy(target: Bytes, source: Bytes) -> None:
     """Copy one array into another of as many bytes that does not overlap it, both contiguous. Any thread.
 
     The interpreter's lock is released meanwhile. All bytes are visible to other threads when this returns.
-    Raises: ValueError for arrays of different sizes, or with gaps.
+    Raises: ValueError for arrays of different sizes, or with gaps, or a target that is read-only.
     """
+    if not target.flags.writeable:
+        raise ValueError("the target is read-only")
     if target.nbytes != source.nbytes or not (target.flags.c_contiguous and source.flags.c_contiguous):
         raise ValueError(f"{source.nbytes} bytes cannot be copied into {target.nbytes} without a gap")
     library = compiled_library()

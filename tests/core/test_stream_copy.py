@@ -77,3 +77,9 @@ def test_a_library_that_does_not_copy_is_none(built, tmp_path, source):
     (tmp_path / "other.c").write_text(source)
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True)
     assert built(tmp_path / "other.so") is None
+
+
+def test_a_target_that_is_read_only_is_refused(implementation):
+    target = np.frombuffer(bytes(100), np.uint8)
+    with pytest.raises(ValueError, match="read-only"):
+        stream_copy(target, SOURCE[:100])

@@ -207,6 +207,13 @@ class FaultCluster:
         """Let a worker's pool have no block for a running request, once."""
         (self.folder / f"{name}.squeeze").touch()
 
+    def was_squeezed(self, name: str) -> bool:
+        """Return True if a worker has refused a request blocks as it was told; take the command back if not."""
+        command = self.folder / f"{name}.squeeze"
+        was_done = not command.exists()
+        command.unlink(missing_ok=True)
+        return was_done
+
     def kill(self, name: str, number: int) -> float:
         """Send a signal; returns when."""
         at = time.monotonic()

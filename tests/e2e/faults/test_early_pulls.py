@@ -17,6 +17,7 @@ pytestmark = [
 ]
 
 NUM_TOKENS = 600  # ten chunks
+LEAST_STRUCK = 0.7
 NUM_BOUNDARIES = 9
 NUM_OF_EACH = {"kill": 20, "freeze": 2, "abort": 4, "preempt": 4}  # faults at drawn boundaries; kills: 20 on each transport
 
@@ -80,9 +81,11 @@ def test_no_fault_of_a_prefill_worker_at_a_drawn_chunk_changes_an_answer(faulty)
     drawn = random.Random(faulty.cell)
     kinds = [kind for kind, number in NUM_OF_EACH.items() for _ in range(number)]
     drawn.shuffle(kinds)
+    num_struck = 0
     for kind in kinds:
-        FAULTS[kind](faulty, drawn.randint(1, NUM_BOUNDARIES))
+        num_struck += FAULTS[kind](faulty, drawn.randint(1, NUM_BOUNDARIES))
         faulty.assert_released()
+    assert num_struck >= LEAST_STRUCK * len(kinds), "most faults come while the prompt is computed"
 
 
 def start_and_wait(faulty, number: int):
@@ -98,33 +101,43 @@ def start_and_wait(faulty, number: int):
     return stream, prefill
 
 
-def kill(faulty, number: int) -> None:
+# Each returns whether the fault struck while the prompt was computed.
+
+
+def kill(faulty, number: int) -> bool:
     stream, prefill = start_and_wait(faulty, number)
     pid = faulty.cluster.pids[prefill]
     faulty.kill(prefill, SIGKILL)
+    is_in_time = not stream.token_ids
     faulty.assert_correct(stream)
     faulty.wait_for_restart(prefill, pid)
     faulty.wait_for_members("prefill", 2)
+    return is_in_time
 
 
-def freeze(faulty, number: int) -> None:
+def freeze(faulty, number: int) -> bool:
     stream, prefill = start_and_wait(faulty, number)
     faulty.kill(prefill, SIGSTOP)
+    is_in_time = not stream.token_ids
     faulty.wait_for_members("prefill", 1)
     faulty.kill(prefill, SIGCONT)
     faulty.assert_correct(stream)
     faulty.wait_for_members("prefill", 2)
+    return is_in_time
 
 
-def abort(faulty, number: int) -> None:
+def abort(faulty, number: int) -> bool:
     stream, _ = start_and_wait(faulty, number)
+    is_in_time = not stream.token_ids
     stream.leave()
+    return is_in_time
 
 
-def preempt(faulty, number: int) -> None:
+def preempt(faulty, number: int) -> bool:
     stream, prefill = start_and_wait(faulty, number)
     faulty.squeeze(prefill)
     faulty.assert_correct(stream)
+    return faulty.was_squeezed(prefill)
 
 
-FAULTS: dict[str, Callable[..., None]] = {"kill": kill, "freeze": freeze, "abort": abort, "preempt": preempt}
+FAULTS: dict[str, Callable[..., bool]] = {"kill": kill, "freeze": freeze, "abort": abort, "preempt": preempt}
