@@ -144,6 +144,7 @@ class RouteCosts:
             offers[key] = offer
         if holders and all(offer.source is None for offer in offers.values()):
             self.sources.trust.recover()
+            self.sources.asking.recover()
         return offers
 
     def source_for(

@@ -20,7 +20,7 @@ _MEMORY = 0.9  # the means cover about the last ten transfers
 _LEAST_BYTES = 1 << 20  # smaller transfers tell nothing of the speed
 _MOST = 4.0
 _FAILED = 0.97
-_RECOVERY = 0.002  # per prompt
+_RECOVERY = 0.002  # per prompt that no source was used for
 
 
 @dataclass(slots=True)
@@ -63,7 +63,11 @@ class TransferTime:
 
 @dataclass(slots=True)
 class AskTime:
-    """How long sources take to answer."""
+    """How long sources take to answer.
+
+    Only a source that is asked teaches it, and none is asked while they are taken to be slow. So a high estimate comes down by
+    itself while no source is used.
+    """
 
     ms: float = FIRST_ASKED_MS
 
@@ -71,6 +75,10 @@ class AskTime:
         """Learn from one answer."""
         if real_ms > 0:
             self.ms = _MEMORY * self.ms + (1 - _MEMORY) * min(real_ms, _MOST * max(self.ms, FIRST_ASKED_MS))
+
+    def recover(self) -> None:
+        """No worker would have used a source for a prompt, though one was there."""
+        self.ms -= _RECOVERY * max(0.0, self.ms - FIRST_ASKED_MS)
 
 
 @dataclass(slots=True)

@@ -124,6 +124,18 @@ def test_the_transfer_of_a_prefill_worker_teaches_the_link_and_not_the_prefill_t
     assert costs.prefill_time(prefills[0]).ms(1000, 4000) == pytest.approx(100.0, rel=0.1)
 
 
+def test_sources_that_answered_late_under_load_are_used_again(prefills, decode):
+    costs = RouteCosts()
+    compute(costs, decode)
+    for _ in range(60):
+        costs.sources.asking.observe(4000.0)
+    num_without = 0
+    while offers(costs, prefills, [*prefills, decode])["p0"].source is None:
+        num_without += 1
+        assert num_without < 2000
+    assert num_without > 100
+
+
 def test_a_decode_worker_may_load_the_prompt_again_from_who_holds_most(prefills, decode):
     costs = RouteCosts()
     compute(costs, prefills[1])
