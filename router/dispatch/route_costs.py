@@ -42,8 +42,8 @@ class Offer:
     """What one worker would cost: predicted hit in tokens, wait and own time in ms, and the score that decides.
 
     With a ``source`` the worker loads the beginning of the prompt from there, and ``own_ms`` includes the transfer; without, it
-    would take ``alone_ms``. ``patience_ms`` is how long shorter prompts that come later may be computed first; 0 if it serves
-    in order of arrival.
+    would take ``alone_ms``. If it ``has_declined``, a source was there and would not be sooner. ``patience_ms`` is how long
+    shorter prompts that come later may be computed first; 0 if it serves in order of arrival.
     """
 
     hit_tokens: int
@@ -53,6 +53,7 @@ class Offer:
     score: float
     source: Source | None = None
     alone_ms: float = 0.0
+    has_declined: bool = False
 
     @property
     def ttft_ms(self) -> float:
@@ -142,10 +143,13 @@ class RouteCosts:
             if offer is None:
                 offer = alike[kind] = self._offer(worker, len(prompt), found, now, tenant=tenant)
             offers[key] = offer
-        if holders and all(offer.source is None for offer in offers.values()):
+        return offers
+
+    def on_chosen(self, offer: Offer) -> None:
+        """Learn that a prompt goes to the worker of this offer."""
+        if offer.has_declined:
             self.sources.trust.recover()
             self.sources.asking.recover()
-        return offers
 
     def source_for(
         self,
@@ -227,6 +231,7 @@ class RouteCosts:
         own_ms, loaded = self._own_ms(known.pool, time, num_tokens, hit, found)
         alone_ms = own_ms
         transfer_ms, source = 0.0, self.sources.best(worker, hit, holders)
+        has_declined = False
         if source is not None:
             num_held = min(hit + self.sources.trust.credit(source.holder.num_tokens - hit), num_tokens - 1)
             rest_ms = time.ms(num_tokens - num_held, num_held)
@@ -236,13 +241,13 @@ class RouteCosts:
             if transfer.pays(source.transfer_ms, own_ms, hoped_ms, self.sources.margin):
                 transfer_ms, own_ms, loaded = source.transfer_ms, rest_ms, 0
             else:
-                source = None
+                source, has_declined = None, True
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         fair_to = tenant if worker.facts.has_fair_shares else None
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3, fair_to)
         wait_ms += known.wait_of_others_ms(now * 1e3)
         cost = score(wait_ms + transfer_ms, own_ms, num_delayed)
-        return Offer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms)
+        return Offer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms, has_declined)
 
     def _own_ms(self, pool: _Pool, time: PrefillTime, num_tokens: int, hit: int, found: Hit) -> tuple[float, int]:
         """Return the time to compute a prompt, and how many tokens of it are loaded from the tier that makes it shortest.

@@ -77,7 +77,7 @@ class AskTime:
             self.ms = _MEMORY * self.ms + (1 - _MEMORY) * min(real_ms, _MOST * max(self.ms, FIRST_ASKED_MS))
 
     def recover(self) -> None:
-        """No worker would have used a source for a prompt, though one was there."""
+        """A prompt was placed without a source, though its worker could have read one."""
         self.ms -= _RECOVERY * max(0.0, self.ms - FIRST_ASKED_MS)
 
 
@@ -97,7 +97,7 @@ class SourceTrust:
             self.share = _MEMORY * self.share + (1 - _MEMORY) * min(1.0, num_loaded / num_claimed)
 
     def recover(self) -> None:
-        """No worker would have used a source for a prompt, though one was there."""
+        """A prompt was placed without a source, though its worker could have read one."""
         self.share = min(1.0, self.share + _RECOVERY)
 
     def credit(self, num_tokens: int) -> int:

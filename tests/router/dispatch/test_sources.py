@@ -130,7 +130,8 @@ def test_sources_that_answered_late_under_load_are_used_again(prefills, decode):
     for _ in range(60):
         costs.sources.asking.observe(4000.0)
     num_without = 0
-    while offers(costs, prefills, [*prefills, decode])["p0"].source is None:
+    while (offer := offers(costs, prefills, [*prefills, decode])["p0"]).source is None:
+        costs.on_chosen(offer)
         num_without += 1
         assert num_without < 2000
     assert num_without > 100
