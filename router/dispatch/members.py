@@ -32,7 +32,8 @@ class Member(ABC):
     """A live process of the cluster as the router sees it.
 
     ``num_inflight`` counts choices or images of this router's own requests, ``num_inflight_tokens`` the most tokens of these
-    choices, and ``num_reserved`` those of them whose prompts another worker computes. ``is_refusing`` is set by a refusal for
+    choices, and ``num_reserved`` those of them whose prompts another worker computes; ``reserved_until`` tells by request when
+    that will be done, as was predicted when it was placed (router time; 0 = not known). ``is_refusing`` is set by a refusal for
     lack of room, and ``closed_because`` by a failure that says why the process takes no requests; the next regular
     heartbeat clears both, the last one at ``refusals_ended_at`` (router time).
     ``cut_peer`` is a connection that was found lost after a pause of the router itself: the process may be alive, and may
@@ -55,6 +56,7 @@ class Member(ABC):
     num_inflight: int = 0
     num_inflight_tokens: int = 0
     num_reserved: int = 0
+    reserved_until: dict[str, float] = field(default_factory=dict)
     last_picked: int = 0
     progress: WorkerProgress = field(default_factory=WorkerProgress)
     cut_peer: bytes | None = None
@@ -145,6 +147,10 @@ class Member(ABC):
     def num_held(self) -> int:
         """The larger of this router's own count, which is current, and the heartbeat's, which covers all routers."""
         return max(self.num_inflight, self.num_running + self.num_waiting)
+
+    def next_begins_in_s(self, now: float) -> float:
+        """Return in how many seconds the first request may begin here whose prompt is computed elsewhere; inf without any."""
+        return max(0.0, min(self.reserved_until.values(), default=math.inf) - now)
 
     @property
     def num_present(self) -> int:

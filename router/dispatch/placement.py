@@ -42,8 +42,9 @@ class Placement:
         offer = offers.get(route.workers[0].key)
         request.patience_ms = offer.patience_ms if offer is not None else 0.0
         request.source = source_of(offer) if offer is not None else None
-        request.routing = None
+        request.routing, request.prompt_until = None, 0.0
         if offer is not None:
+            request.prompt_until = now + offer.ttft_ms / 1e3
             request.routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
             self._costs.on_chosen(offer)
         return route

@@ -173,7 +173,8 @@ class RouteCosts:
         for worker in workers:
             offer, known = offers[worker.key], self._worker(worker)
             wait_ms = known.backlog.work_ms(now * 1e3) + known.wait_of_others_ms(now * 1e3)
-            prompts[worker.key] = LocalPrompt(offer.own_ms, wait_ms, known.step.ms, worker.num_present)
+            next_ms = worker.next_begins_in_s(now) * 1e3
+            prompts[worker.key] = LocalPrompt(offer.own_ms, wait_ms, known.step.ms, worker.num_present, next_ms)
         best = min(workers, key=lambda worker: (finish_ms(prompts[worker.key]), worker.load), default=None)
         if best is None or not pays(prompts[best.key], remote.wait_ms, self.max_local_itl_ms):
             return None
