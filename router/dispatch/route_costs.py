@@ -103,6 +103,7 @@ class RouteCosts:
         self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
         self._workers: dict[WorkerKey, _Worker] = {}
         self._fits: dict[_Pool, PrefillFit] = {}
+        self._num_trials: dict[_Pool, int] = {}  # prompts that were sent with a source before the fit is settled
         self._load_prices: dict[tuple[_Pool, str], LoadPrice] = {}  # by connector
         self._placed: dict[str, _Placed] = {}  # by wire id
         self._offered: dict[str, OfferedLoad] = {}  # by role
@@ -236,10 +237,9 @@ class RouteCosts:
         if source is not None:
             num_held = min(hit + self.sources.trust.credit(source.holder.num_tokens - hit), num_tokens - 1)
             rest_ms = time.ms(num_tokens - num_held, num_held)
-            hoped_ms = rest_ms
-            if not self._fit(known.pool).is_settled:
-                hoped_ms = min(rest_ms, transfer.trial_rest_ms(own_ms, num_tokens - hit, num_tokens - num_held))
-            if transfer.pays(source.transfer_ms, own_ms, hoped_ms, self.sources.margin):
+            if self._tries_sources(known.pool):
+                rest_ms = min(rest_ms, transfer.trial_rest_ms(time.ms(num_tokens, 0), num_tokens, num_tokens - num_held))
+            if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
                 transfer_ms, own_ms, loaded = source.transfer_ms, rest_ms, 0
             else:
                 source, has_declined = None, True
@@ -284,6 +284,8 @@ class RouteCosts:
                 self._offered.setdefault(worker.role, OfferedLoad()).add(offer.own_ms / 1e3, now)
                 source = _key_of(message.kv_source) if message.kv_source is not None else None
                 num_held = message.kv_source.num_tokens if message.kv_source is not None else 0
+                if source is not None and self._tries_sources(pool := _pool_of(worker)):
+                    self._num_trials[pool] = self._num_trials.get(pool, 0) + 1
                 num_predicted = max(hit.tokens, offer.hit_tokens)
                 self._placed[message.request_id] = _Placed(
                     worker.key, num_tokens, hit, num_predicted, alone_since, source, num_held
@@ -428,6 +430,10 @@ class RouteCosts:
         if known is None:
             known = self._workers[worker.key] = _Worker(_pool_of(worker))
         return known
+
+    def _tries_sources(self, pool: _Pool) -> bool:
+        """Return True while too little is known of a pool to tell what a source saves."""
+        return not self._fit(pool).is_settled and self._num_trials.get(pool, 0) < transfer.MOST_TRIALS
 
     def _fit(self, pool: _Pool) -> PrefillFit:
         fit = self._fits.get(pool)

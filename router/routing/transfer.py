@@ -15,6 +15,7 @@ FIRST_ASKED_MS = 20.0
 FIRST_BASE_MS = 10.0
 FIRST_BYTES_PER_MS = 500_000.0
 TRIAL_SPEED = 20.0  # of an unknown link, times the first figure
+MOST_TRIALS = 8  # prompts of a role that try a source before it is known what that saves
 MARGIN = 0.8  # a transfer must be predicted to take less than this share of the time that it saves
 _MEMORY = 0.9  # the means cover about the last ten transfers
 _LEAST_BYTES = 1 << 20  # smaller transfers tell nothing of the speed
@@ -108,7 +109,8 @@ class SourceTrust:
 def trial_rest_ms(compute_ms: float, num_computed: int, num_rest: int) -> float:
     """Return the time to compute a part of the tokens, as if each took the same share of ``compute_ms``.
 
-    From the first prompts nobody can tell what each token adds to the fixed time of a step. Taken so, a source is tried.
+    From the first prompts nobody can tell what each token adds to the fixed time of a step. Taken so, a source is tried, at
+    most ``MOST_TRIALS`` times: aggregated workers under load may not show it for long.
     """
     return compute_ms * num_rest / max(1, num_computed)
 
