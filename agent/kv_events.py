@@ -2,7 +2,8 @@
 
 vLLM names blocks by hashes of its own, which a router cannot compute, but its events hold the tokens. ``RenamedBlocks`` chains
 our hashes over them. Blocks with more than tokens in their hashes (adapters, images, salts) are left out, and so are blocks
-after those, and those of other groups than the first with full attention. ``KVEventReader`` reads the events.
+after those, which is logged once for each reason. Of a model with several groups the first one with full attention is followed,
+in GPU memory; that the others are not is logged only while there is none to follow. ``KVEventReader`` reads the events.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 REPLAY_TIMEOUT_S = 5.0
 MAX_MESSAGE_BYTES = 64 << 20
 _FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention"})
+_GPU = frozenset({None, MEDIUM_GPU})
 _NUM_FRAMES = 3  # topic, number, batch
 
 _EngineHash = bytes | int  # depends on the server's hash function
@@ -88,15 +90,21 @@ class RenamedBlocks:
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ProtocolError(f"the server's KV events cannot be read: {error}") from None
         events: list[KVCacheEvent] = []
+        strange: _Stored | None = None
         for happened in batch.events:
             match happened:
-                case _Stored():
+                case _Stored() if self._is_followed(happened):
                     events += self._store(happened)
+                case _Stored():
+                    strange = strange or happened
                 case _Removed():
                     events += self._remove(happened)
                 case _:
                     self._names.clear()
                     events.append(AllBlocksCleared())
+        if strange is not None and self._group is None:  # a step stores blocks of all groups, in any order
+            is_elsewhere = strange.medium not in _GPU
+            self._leave_out(strange, "not in GPU memory" if is_elsewhere else "not the group with full attention")
         self._feed.publish(events)
 
     def clear(self) -> None:
@@ -105,9 +113,6 @@ class RenamedBlocks:
         self._feed.publish([AllBlocksCleared()])
 
     def _store(self, stored: _Stored) -> list[KVCacheEvent]:
-        if not self._is_followed(stored.medium, stored.group_idx, stored.kv_cache_spec_kind):
-            is_elsewhere = stored.medium not in (None, MEDIUM_GPU)
-            return self._leave_out(stored, "not in GPU memory" if is_elsewhere else "not the group with full attention")
         chain = self._parent_chain(stored)
         has_more = stored.lora_id is not None or any(stored.extra_keys or ())
         size = stored.block_size
@@ -135,16 +140,19 @@ class RenamedBlocks:
         return names[-1:] if names is not None else None
 
     def _remove(self, removed: _Removed) -> list[KVCacheEvent]:
-        if not self._is_followed(removed.medium, removed.group_idx):
+        if removed.medium not in _GPU or (removed.group_idx or 0) != self._group:
             return []
         gone = [name for value in removed.block_hashes for name in self._names.pop(value, ())]
         return [BlockRemoved(tuple(gone), 0)] if gone else []
 
-    def _is_followed(self, medium: str | None, group: int | None, kind: str | None = None) -> bool:
-        number = group or 0
-        if self._group is None and kind in _FULL_ATTENTION:
+    def _is_followed(self, stored: _Stored) -> bool:
+        """Return True for blocks of the followed group in GPU memory; the first with full attention there are of that group."""
+        if stored.medium not in _GPU:
+            return False
+        number = stored.group_idx or 0
+        if self._group is None and stored.kv_cache_spec_kind in _FULL_ATTENTION:
             self._group = number
-        return medium in (None, MEDIUM_GPU) and number == self._group
+        return number == self._group
 
     def _leave_out(self, stored: _Stored, reason: str) -> list[KVCacheEvent]:
         """Say once for each reason that routers do not learn of some blocks: their prompts are placed by wait and load."""

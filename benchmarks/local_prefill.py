@@ -18,6 +18,7 @@ import argparse
 import heapq
 import itertools
 import json
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -131,6 +132,7 @@ class DecodeWorker:
         self.model = model
         self.cache = PrefillWorker(0, NUM_BLOCKS)
         self.num_present = 0  # requests that were sent here: loading, waiting or running
+        self.reserved_until: dict[int, float] = {}  # by request, when its prompt is predicted to be computed elsewhere
         self.num_reserved = 0  # tokens of all requests that were placed here
         self.num_admitted = 0  # tokens of those that run
         self.waiting: deque[Served] = deque()
@@ -210,11 +212,12 @@ class Run:
         offers = [self.offer(number, request, now) for number in range(len(self.prefills))]
         chosen = min(range(len(offers)), key=lambda number: offers[number][0])
         _, wait_ms, own_ms, hit = offers[chosen]
-        local = self.local_worker(request, wait_ms) if self.max_itl_ms else None
+        local = self.local_worker(request, wait_ms, now) if self.max_itl_ms else None
         if local is not None:
             self.compute_locally(now, local, served)
             return
         self.decodes[decode].reserve(served)
+        self.decodes[decode].reserved_until[served.number] = now + wait_ms + own_ms
         prompt = QueuedPrompt(request.num_tokens - hit, own_ms, now)
         self.backlogs[chosen].add(str(served.number), prompt, now)
         self.queues[chosen].append((served, decode))
@@ -229,7 +232,7 @@ class Run:
         wait_ms = self.backlogs[number].work_ms(now)
         return score(wait_ms, own_ms, 0), wait_ms, own_ms, hit
 
-    def local_worker(self, request: TraceRequest, remote_wait_ms: float) -> int | None:
+    def local_worker(self, request: TraceRequest, remote_wait_ms: float, now: float) -> int | None:
         """Return the decode worker that should compute a prompt, None without one."""
         prompts = {}
         for number, worker in enumerate(self.decodes):
@@ -238,7 +241,8 @@ class Run:
                 continue
             hit = worker.cache.hit_tokens(request.blocks)
             own_ms = self.model.prefill_ms(request.num_tokens - hit, hit)
-            prompts[number] = LocalPrompt(own_ms, 0.0, worker.step.ms, worker.num_present)
+            next_ms = max(0.0, min(worker.reserved_until.values(), default=math.inf) - now)
+            prompts[number] = LocalPrompt(own_ms, 0.0, worker.step.ms, worker.num_present, next_ms)
         best = min(prompts, key=lambda number: finish_ms(prompts[number]), default=None)
         return best if best is not None and pays(prompts[best], remote_wait_ms, self.max_itl_ms) else None
 
@@ -264,6 +268,7 @@ class Run:
         self.backlogs[number].remove(str(served.number), now)
         self.results.note_first(served, now)
         self.decodes[decode].num_present += 1
+        del self.decodes[decode].reserved_until[served.number]
         num_loaded = served.request.num_tokens - self.decodes[decode].cache.hit_tokens(served.request.blocks)
         self.plan(now + self.model.handoff_ms(num_loaded), "loaded", decode, served)
         if self.queues[number]:

@@ -90,6 +90,7 @@ class PeerRouter(PredictedTime):
             self.sources[number] = self._best
         elif self._best[0] > placed[1]:
             self.trust.recover()
+            self.asking.recover()
         return placed
 
     def choose(self, request: TraceRequest, hits: list[int], now_ms: float) -> int:

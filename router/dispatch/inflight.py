@@ -1,7 +1,8 @@
 """Counts of what this router has in flight at each worker; heartbeats report the same load later.
 
 Owns ``Member.num_inflight``: choices at prefill, decode and aggregated workers, images at encode workers; of these
-``Member.num_reserved``, at decode workers; and ``Member.num_inflight_tokens``, the most tokens of these choices.
+``Member.num_reserved`` and ``Member.reserved_until``, at decode workers; and ``Member.num_inflight_tokens``, the most tokens of
+these choices.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class InflightCounts:
         worker.last_picked = self._num_picks
         worker.num_inflight += count
         worker.num_inflight_tokens += count * request.submission.num_tokens
-        worker.num_reserved += count if is_reserved else 0
+        if is_reserved:
+            worker.num_reserved += count
+            worker.reserved_until[request.request_id] = request.prompt_until
         request.inflight[worker.key] = InflightCount(worker, count, is_reserved)
 
     def shrink(self, request: RequestState, key: WorkerKey | None, count: int) -> None:
@@ -44,7 +47,9 @@ class InflightCounts:
         if held is not None:
             held.worker.num_inflight -= held.count
             held.worker.num_inflight_tokens -= held.count * request.submission.num_tokens
-            held.worker.num_reserved -= held.count if held.is_reserved else 0
+            if held.is_reserved:
+                held.worker.num_reserved -= held.count
+                held.worker.reserved_until.pop(request.request_id, None)
 
     def free_all(self, request: RequestState) -> None:
         """Remove all counts of a request."""

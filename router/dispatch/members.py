@@ -6,6 +6,7 @@ suit a request.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -15,6 +16,7 @@ from core.wire.messages import ErrorInfo, Heartbeat, Register, RegisterEncoder, 
 from router.dispatch.progress import Standing, WorkerProgress
 
 _MAX_WAIT_FOR_READERS_S = 2.0
+_REGULAR_SHARE = 0.9  # of the interval of heartbeats: the network may bring two closer together
 _CLOSED = frozenset({NoWorker.code, EngineDead.code})  # it drains or has died, however much room it has
 
 
@@ -30,9 +32,10 @@ class Member(ABC):
     """A live process of the cluster as the router sees it.
 
     ``num_inflight`` counts choices or images of this router's own requests, ``num_inflight_tokens`` the most tokens of these
-    choices, and ``num_reserved`` those of them whose prompts another worker computes. ``is_refusing`` is set by a refusal for
-    lack of room, and ``closed_because`` by a failure that says why the process takes no requests; the next heartbeat clears
-    both.
+    choices, and ``num_reserved`` those of them whose prompts another worker computes; ``reserved_until`` tells by request when
+    that will be done, as was predicted when it was placed (router time; 0 = not known). ``is_refusing`` is set by a refusal for
+    lack of room, and ``closed_because`` by a failure that says why the process takes no requests; the next regular
+    heartbeat clears both, the last one at ``refusals_ended_at`` (router time).
     ``cut_peer`` is a connection that was found lost after a pause of the router itself: the process may be alive, and may
     return on another connection. ``awaits_readers_since`` is the router time of the first of its latest heartbeats that all
     reported waiting requests, leased blocks and no running request; None if the last one did not.
@@ -45,6 +48,7 @@ class Member(ABC):
     is_draining: bool = False
     is_refusing: bool = False
     closed_because: str = ""
+    refusals_ended_at: float = -math.inf
     num_running: int = 0
     num_waiting: int = 0
     kv_cache_usage: float = 0.0
@@ -52,20 +56,25 @@ class Member(ABC):
     num_inflight: int = 0
     num_inflight_tokens: int = 0
     num_reserved: int = 0
+    reserved_until: dict[str, float] = field(default_factory=dict)
     last_picked: int = 0
     progress: WorkerProgress = field(default_factory=WorkerProgress)
     cut_peer: bytes | None = None
     awaits_readers_since: float | None = None
 
-    def note_load(self, heartbeat: Heartbeat, now: float) -> None:
-        """Record how loaded it is at router time ``now``, in seconds, by its heartbeat."""
+    def note_load(self, heartbeat: Heartbeat, now: float, interval_s: float = 0.0) -> None:
+        """Record how loaded it is at router time ``now``, in seconds, by its heartbeat.
+
+        A regular one comes each ``interval_s``. Only that ends a refusal: there are others between two of these while other
+        routers send it prompts, and so most while it is full.
+        """
         self.num_running = heartbeat.num_running
         self.num_waiting = heartbeat.num_waiting
         self.kv_cache_usage = heartbeat.kv_cache_usage
         self.num_leased_blocks = heartbeat.num_leased_blocks
         self.is_draining = heartbeat.is_draining
-        self.is_refusing = False
-        self.closed_because = ""
+        if now - self.refusals_ended_at >= _REGULAR_SHARE * interval_s:
+            self.is_refusing, self.closed_because, self.refusals_ended_at = False, "", now
         self.progress.on_heartbeat(heartbeat, now)
         if not heartbeat.num_waiting or not heartbeat.num_leased_blocks or heartbeat.num_running:
             self.awaits_readers_since = None
@@ -139,6 +148,10 @@ class Member(ABC):
         """The larger of this router's own count, which is current, and the heartbeat's, which covers all routers."""
         return max(self.num_inflight, self.num_running + self.num_waiting)
 
+    def next_begins_in_s(self, now: float) -> float:
+        """Return in how many seconds the first request may begin here whose prompt is computed elsewhere; inf without any."""
+        return max(0.0, min(self.reserved_until.values(), default=math.inf) - now)
+
     @property
     def num_present(self) -> int:
         """As ``num_held``, without those that are still elsewhere."""
@@ -158,9 +171,9 @@ class GenerationWorker(Member):
     heartbeat: Heartbeat | None = None  # the latest
     heartbeat_at: float = 0.0  # router time
 
-    def note_load(self, heartbeat: Heartbeat, now: float) -> None:
+    def note_load(self, heartbeat: Heartbeat, now: float, interval_s: float = 0.0) -> None:
         """See ``Member``."""
-        Member.note_load(self, heartbeat, now)
+        Member.note_load(self, heartbeat, now, interval_s)
         self.heartbeat, self.heartbeat_at = heartbeat, now
 
     @property

@@ -202,7 +202,7 @@ class Membership:
                 return [_refuse_duplicate(peer, key)]
             return [_refuse(peer, NOT_REGISTERED, f"{key.engine_id} is not registered here: register first", retryable=True)]
         actions = self._heard_from(worker, peer, now)
-        worker.note_load(heartbeat, now)
+        worker.note_load(heartbeat, now, self.welcome.heartbeat_interval_ms / 1e3)
         return [*actions, ReplyToPeer(peer, self.welcome_of(worker))]
 
     def on_goodbye(self, goodbye: Goodbye) -> list[MembershipAction]:

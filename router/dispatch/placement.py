@@ -41,6 +41,19 @@ class Placement:
 
     def route(self, request: RequestState, now: float) -> Route:
         """Return the workers that serve the request from its beginning. Raises the errors of ``choose_route``."""
+        route, offers, slack_ms = self._find(request, now)
+        offer = offers.get(route.workers[0].key)
+        request.patience_ms = offer.patience_ms if offer is not None else 0.0
+        request.source = source_of(offer) if offer is not None else None
+        request.routing, request.prompt_until = None, 0.0
+        if offer is not None:
+            request.prompt_until = now + offer.ttft_ms / 1e3
+            request.routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
+            self._costs.on_chosen(offer)
+        return route
+
+    def _find(self, request: RequestState, now: float) -> tuple[Route, _Offers, float]:
+        """Return a route, what was compared, and by how many ms of cost its session may prefer another worker."""
         workers, wanted = self._membership.workers, request.submission
         extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
         offers = self._costs.offers(
@@ -62,13 +75,7 @@ class Placement:
         if may_shorten and route.prefill is not None and route.prefill.key in offers:
             demand = replace(demand, model_fingerprint=route.prefill.facts.model_fingerprint)
             route, offers = self._shorten(route, demand, offers, (wanted.prompt_token_ids, extra_keys), now, wanted.tenant)
-        offer = offers.get(route.workers[0].key)
-        request.patience_ms = offer.patience_ms if offer is not None else 0.0
-        request.source = source_of(offer) if offer is not None else None
-        request.routing = None
-        if offer is not None:
-            request.routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
-        return route
+        return route, offers, slack_ms
 
     def _with_preference(self, offers: _Offers) -> _Offers:
         """Return the offers with this router's preference among similar workers in their scores."""
@@ -82,14 +89,22 @@ class Placement:
                 worse[id(offer)] = replace(offer, score=offer.score + dislike_ms(offer.own_ms))
         return {**offers, **{key: worse[id(offers[key])] for key in disliked}}
 
-    def would_be_local(self, submission: Submission, now: float) -> bool:
-        """Return True if a decode worker would begin to compute the prompt of a new request at once."""
-        if not self._costs.max_local_itl_ms:
+    def would_be_local(self, submission: Submission, now: float, budget_s: float) -> bool:
+        """Return True if a decode worker would compute a new request's prompt at once, the first token within ``budget_s``.
+
+        Under overload most requests are refused, so no placement is tried if no decode worker could begin the prompt.
+        """
+        if not self._costs.max_local_itl_ms or submission.mm_features:
+            return False
+        request = open_request(submission, now, budget_s)
+        able = local_candidates(self._membership.workers, None, self._demand(request, now))
+        if all(self._costs.wait_s(worker, now) for worker in able):
             return False
         try:
-            return self.route(open_request(submission, now, 0.0), now).is_local
+            route, offers, _ = self._find(request, now)
         except RequestError:
             return False
+        return route.is_local and offers[route.decode.key].ttft_ms <= budget_s * 1e3
 
     def _shorten(
         self, route: Route, demand: Demand, offers: _Offers, prompt: _Prompt, now: float, tenant: int
@@ -158,7 +173,7 @@ class Placement:
             if request.has_begun:
                 choose_successor(self._membership.workers, request.model_fingerprint, self._demand(request, now))
             else:
-                self.route(request, now)
+                self._find(request, now)
         except RequestError:
             return False
         return True

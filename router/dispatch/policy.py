@@ -147,10 +147,13 @@ def computing(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
     return [worker for worker in members if worker.role != "decode" or worker.key in alone]
 
 
-def local_candidates(workers: Iterable[GenerationWorker], prefill: GenerationWorker, demand: Demand) -> list[GenerationWorker]:
+def local_candidates(
+    workers: Iterable[GenerationWorker], prefill: GenerationWorker | None, demand: Demand
+) -> list[GenerationWorker]:
     """Return the decode workers that could compute the prompt at once, instead of reading it from a prefill worker.
 
-    They have no queue, and room for prompt and output of every choice beside what they hold.
+    They have no queue, and room for prompt and output of every choice beside what they hold. Without ``prefill``, they need
+    not fit any.
     """
     num_tokens = demand.num_choices * demand.num_tokens
     return [
@@ -160,7 +163,7 @@ def local_candidates(workers: Iterable[GenerationWorker], prefill: GenerationWor
         and worker.has_room(demand.num_choices)
         and not (worker.num_waiting or worker.is_reserve or worker.key in demand.avoid)
         and worker.has_free_tokens(num_tokens)
-        and mismatch(prefill, worker) is None
+        and (prefill is None or mismatch(prefill, worker) is None)
     ]
 
 

@@ -120,6 +120,7 @@ class RequestState:
     model_fingerprint: bytes = b""
     routing: RoutingReport | None = None  # of its latest placement
     source: KVSource | None = None  # where its worker may load the beginning of the prompt
+    prompt_until: float = 0.0  # when its prompt will be computed, as predicted by its latest placement; 0 = not known
     patience_ms: float = 0.0  # how long shorter prompts that come later may be computed first
     encoding: Encoding | None = None  # None before its encode leg
     ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: where embeddings can be loaded

@@ -42,8 +42,8 @@ class Offer:
     """What one worker would cost: predicted hit in tokens, wait and own time in ms, and the score that decides.
 
     With a ``source`` the worker loads the beginning of the prompt from there, and ``own_ms`` includes the transfer; without, it
-    would take ``alone_ms``. ``patience_ms`` is how long shorter prompts that come later may be computed first; 0 if it serves
-    in order of arrival.
+    would take ``alone_ms``. If it ``has_declined``, a source was there and would not be sooner. ``patience_ms`` is how long
+    shorter prompts that come later may be computed first; 0 if it serves in order of arrival.
     """
 
     hit_tokens: int
@@ -53,6 +53,7 @@ class Offer:
     score: float
     source: Source | None = None
     alone_ms: float = 0.0
+    has_declined: bool = False
 
     @property
     def ttft_ms(self) -> float:
@@ -102,6 +103,7 @@ class RouteCosts:
         self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
         self._workers: dict[WorkerKey, _Worker] = {}
         self._fits: dict[_Pool, PrefillFit] = {}
+        self._num_trials: dict[_Pool, int] = {}  # prompts that were sent with a source before the fit is settled
         self._load_prices: dict[tuple[_Pool, str], LoadPrice] = {}  # by connector
         self._placed: dict[str, _Placed] = {}  # by wire id
         self._offered: dict[str, OfferedLoad] = {}  # by role
@@ -142,9 +144,13 @@ class RouteCosts:
             if offer is None:
                 offer = alike[kind] = self._offer(worker, len(prompt), found, now, tenant=tenant)
             offers[key] = offer
-        if holders and all(offer.source is None for offer in offers.values()):
-            self.sources.trust.recover()
         return offers
+
+    def on_chosen(self, offer: Offer) -> None:
+        """Learn that a prompt goes to the worker of this offer."""
+        if offer.has_declined:
+            self.sources.trust.recover()
+            self.sources.asking.recover()
 
     def source_for(
         self,
@@ -168,7 +174,8 @@ class RouteCosts:
         for worker in workers:
             offer, known = offers[worker.key], self._worker(worker)
             wait_ms = known.backlog.work_ms(now * 1e3) + known.wait_of_others_ms(now * 1e3)
-            prompts[worker.key] = LocalPrompt(offer.own_ms, wait_ms, known.step.ms, worker.num_present)
+            next_ms = worker.next_begins_in_s(now) * 1e3
+            prompts[worker.key] = LocalPrompt(offer.own_ms, wait_ms, known.step.ms, worker.num_present, next_ms)
         best = min(workers, key=lambda worker: (finish_ms(prompts[worker.key]), worker.load), default=None)
         if best is None or not pays(prompts[best.key], remote.wait_ms, self.max_local_itl_ms):
             return None
@@ -226,22 +233,22 @@ class RouteCosts:
         own_ms, loaded = self._own_ms(known.pool, time, num_tokens, hit, found)
         alone_ms = own_ms
         transfer_ms, source = 0.0, self.sources.best(worker, hit, holders)
+        has_declined = False
         if source is not None:
             num_held = min(hit + self.sources.trust.credit(source.holder.num_tokens - hit), num_tokens - 1)
             rest_ms = time.ms(num_tokens - num_held, num_held)
-            hoped_ms = rest_ms
-            if not self._fit(known.pool).is_settled:
-                hoped_ms = min(rest_ms, transfer.trial_rest_ms(own_ms, num_tokens - hit, num_tokens - num_held))
-            if transfer.pays(source.transfer_ms, own_ms, hoped_ms, self.sources.margin):
+            if self._tries_sources(known.pool):
+                rest_ms = min(rest_ms, transfer.trial_rest_ms(time.ms(num_tokens, 0), num_tokens, num_tokens - num_held))
+            if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
                 transfer_ms, own_ms, loaded = source.transfer_ms, rest_ms, 0
             else:
-                source = None
+                source, has_declined = None, True
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         fair_to = tenant if worker.facts.has_fair_shares else None
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3, fair_to)
         wait_ms += known.wait_of_others_ms(now * 1e3)
         cost = score(wait_ms + transfer_ms, own_ms, num_delayed)
-        return Offer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms)
+        return Offer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms, has_declined)
 
     def _own_ms(self, pool: _Pool, time: PrefillTime, num_tokens: int, hit: int, found: Hit) -> tuple[float, int]:
         """Return the time to compute a prompt, and how many tokens of it are loaded from the tier that makes it shortest.
@@ -277,6 +284,8 @@ class RouteCosts:
                 self._offered.setdefault(worker.role, OfferedLoad()).add(offer.own_ms / 1e3, now)
                 source = _key_of(message.kv_source) if message.kv_source is not None else None
                 num_held = message.kv_source.num_tokens if message.kv_source is not None else 0
+                if source is not None and self._tries_sources(pool := _pool_of(worker)):
+                    self._num_trials[pool] = self._num_trials.get(pool, 0) + 1
                 num_predicted = max(hit.tokens, offer.hit_tokens)
                 self._placed[message.request_id] = _Placed(
                     worker.key, num_tokens, hit, num_predicted, alone_since, source, num_held
@@ -421,6 +430,10 @@ class RouteCosts:
         if known is None:
             known = self._workers[worker.key] = _Worker(_pool_of(worker))
         return known
+
+    def _tries_sources(self, pool: _Pool) -> bool:
+        """Return True while too little is known of a pool to tell what a source saves."""
+        return not self._fit(pool).is_settled and self._num_trials.get(pool, 0) < transfer.MOST_TRIALS
 
     def _fit(self, pool: _Pool) -> PrefillFit:
         fit = self._fits.get(pool)

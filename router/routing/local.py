@@ -1,14 +1,15 @@
 """Whether a decode worker should compute a prompt itself instead of loading its KV from a prefill worker. Pure functions.
 
 A prompt at a decode worker shares its steps with the requests that run there: each of them gets its next token later by the
-prompt's own time. So a local prefill must find an empty queue and keep the step within the inter-token latency that the
-operator allows. It must also be done before the prefill worker would begin: what the prefill worker does not compute is not in
-its cache either, and the next prompt with this prefix pays for that. A fixed number of tokens as the limit helps where prefill
-workers are the bottleneck and hurts where decode workers are.
+prompt's own time, and one that begins meanwhile by what is left of it then. So a local prefill must find an empty queue and
+keep the step within the inter-token latency that the operator allows. It must also be done before the prefill worker would
+begin: what the prefill worker does not compute is not in its cache either, and the next prompt with this prefix pays for that.
+A fixed number of tokens as the limit helps where prefill workers are the bottleneck and hurts where decode workers are.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 INTERFERENCE = 0.5  # of the own time: running requests slow a local prompt down, and it takes time from them
@@ -33,17 +34,26 @@ class StepTime:
 
 @dataclass(frozen=True, slots=True)
 class LocalPrompt:
-    """A prompt at a decode worker: its predicted own time there, and what it would meet."""
+    """A prompt at a decode worker: its predicted own time there, and what it would meet.
+
+    ``next_ms`` is when the next request is predicted to begin there whose prompt is computed elsewhere; inf if there is none.
+    """
 
     own_ms: float
     wait_ms: float
     step_ms: float
     num_running: int
+    next_ms: float = math.inf
+
+    @property
+    def delay_ms(self) -> float:
+        """By how much the prompt delays a token of a request that runs there, or that begins before the prompt is computed."""
+        return self.own_ms if self.num_running else max(0.0, self.own_ms - self.next_ms)
 
 
 def finish_ms(prompt: LocalPrompt) -> float:
     """Return the predicted time to the first token of a local prefill."""
-    return prompt.wait_ms + prompt.own_ms * (1 + INTERFERENCE if prompt.num_running else 1)
+    return prompt.wait_ms + prompt.own_ms + INTERFERENCE * prompt.delay_ms
 
 
 def pays(prompt: LocalPrompt, remote_wait_ms: float, max_itl_ms: float) -> bool:
@@ -51,6 +61,6 @@ def pays(prompt: LocalPrompt, remote_wait_ms: float, max_itl_ms: float) -> bool:
 
     The chunks of the decode worker are not known here: its whole prompt counts as one step, which is the most that it can add.
     """
-    if prompt.wait_ms or (prompt.num_running and prompt.step_ms + prompt.own_ms > max_itl_ms):
+    if prompt.wait_ms or (prompt.delay_ms and prompt.step_ms + prompt.delay_ms > max_itl_ms):
         return False
     return finish_ms(prompt) < remote_wait_ms

@@ -15,12 +15,13 @@ FIRST_ASKED_MS = 20.0
 FIRST_BASE_MS = 10.0
 FIRST_BYTES_PER_MS = 500_000.0
 TRIAL_SPEED = 20.0  # of an unknown link, times the first figure
+MOST_TRIALS = 8  # prompts of a role that try a source before it is known what that saves
 MARGIN = 0.8  # a transfer must be predicted to take less than this share of the time that it saves
 _MEMORY = 0.9  # the means cover about the last ten transfers
 _LEAST_BYTES = 1 << 20  # smaller transfers tell nothing of the speed
 _MOST = 4.0
 _FAILED = 0.97
-_RECOVERY = 0.002  # per prompt
+_RECOVERY = 0.002  # per prompt that no source was used for
 
 
 @dataclass(slots=True)
@@ -63,7 +64,11 @@ class TransferTime:
 
 @dataclass(slots=True)
 class AskTime:
-    """How long sources take to answer."""
+    """How long sources take to answer.
+
+    Only a source that is asked teaches it, and none is asked while they are taken to be slow. So a high estimate comes down by
+    itself while no source is used.
+    """
 
     ms: float = FIRST_ASKED_MS
 
@@ -71,6 +76,10 @@ class AskTime:
         """Learn from one answer."""
         if real_ms > 0:
             self.ms = _MEMORY * self.ms + (1 - _MEMORY) * min(real_ms, _MOST * max(self.ms, FIRST_ASKED_MS))
+
+    def recover(self) -> None:
+        """A prompt was placed without a source, though its worker could have read one."""
+        self.ms -= _RECOVERY * max(0.0, self.ms - FIRST_ASKED_MS)
 
 
 @dataclass(slots=True)
@@ -89,7 +98,7 @@ class SourceTrust:
             self.share = _MEMORY * self.share + (1 - _MEMORY) * min(1.0, num_loaded / num_claimed)
 
     def recover(self) -> None:
-        """No worker would have used a source for a prompt, though one was there."""
+        """A prompt was placed without a source, though its worker could have read one."""
         self.share = min(1.0, self.share + _RECOVERY)
 
     def credit(self, num_tokens: int) -> int:
@@ -100,7 +109,8 @@ class SourceTrust:
 def trial_rest_ms(compute_ms: float, num_computed: int, num_rest: int) -> float:
     """Return the time to compute a part of the tokens, as if each took the same share of ``compute_ms``.
 
-    From the first prompts nobody can tell what each token adds to the fixed time of a step. Taken so, a source is tried.
+    From the first prompts nobody can tell what each token adds to the fixed time of a step. Taken so, a source is tried, at
+    most ``MOST_TRIALS`` times: aggregated workers under load may not show it for long.
     """
     return compute_ms * num_rest / max(1, num_computed)
 

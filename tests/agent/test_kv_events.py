@@ -112,6 +112,22 @@ def test_only_the_first_group_with_full_attention_counts(blocks, feed):
     assert feed.contents() == keys(TOKENS[:64])
 
 
+def test_a_hybrid_whose_full_attention_is_followed_warns_of_nothing(blocks, feed, caplog):
+    window = {"group_idx": 0, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 64}
+    full = {"group_idx": 1, "kv_cache_spec_kind": "full_attention"}
+    apply(blocks, stored(0, 4, **window), stored(0, 4, **full))
+    apply(blocks, stored(4, 8, **window), stored(0, 4, **full | {"medium": "CPU"}))
+    assert feed.contents() == keys(TOKENS[:64])
+    assert not caplog.records
+
+
+def test_an_eviction_does_not_choose_the_group_that_is_followed(blocks, feed):
+    """A reader that has missed the beginning may hear first that a block of another group is gone."""
+    apply(blocks, removed(9, group_idx=0))
+    apply(blocks, stored(group_idx=1, kv_cache_spec_kind="full_attention"))
+    assert feed.contents() == keys()
+
+
 @pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode({"ts": 0.0}), msgspec.msgpack.encode([0.0, [{}], 0])])
 def test_other_bytes_are_refused(blocks, payload):
     with pytest.raises(ProtocolError, match="KV events"):

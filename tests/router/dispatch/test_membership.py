@@ -3,8 +3,9 @@ from __future__ import annotations
 import msgspec
 import pytest
 
+from core.errors import EngineDead, Overloaded
 from core.wire.kv import KVLayoutInfo
-from core.wire.messages import Goodbye, Heartbeat, Refused, Register, Registered
+from core.wire.messages import ErrorInfo, Goodbye, Heartbeat, Refused, Register, Registered
 from router.dispatch.members import WorkerKey
 from router.dispatch.membership import (
     DUPLICATE_ENGINE_ID,
@@ -71,6 +72,20 @@ def test_a_repeated_registration_is_answered_and_changes_nothing(membership):
     actions = membership.on_register(b"a", registration(), now=1.0)
     assert [type(action) for action in actions] == [ReplyToPeer]
     assert len(list(membership.workers)) == 1
+
+
+@pytest.mark.parametrize("error", [Overloaded("full"), EngineDead("it died")])
+def test_heartbeats_between_two_regular_ones_end_no_refusal(membership, error):
+    worker = only(membership.on_register(b"a", registration(), now=0.0), Joined).worker
+    membership.on_heartbeat(b"a", heartbeat(), now=0.5)
+    worker.note_failure(ErrorInfo.of(error))
+    for early in (0.75, 1.0, 1.25):
+        membership.on_heartbeat(b"a", heartbeat(num_running=2), now=early)
+        assert worker.is_closed or not worker.has_room(1)
+    assert worker.num_running == 2
+    membership.on_heartbeat(b"a", heartbeat(), now=1.48)  # the network brought this one sooner
+    assert worker.has_room(1)
+    assert not worker.is_closed
 
 
 def test_a_heartbeat_is_answered_and_updates_the_load(membership):

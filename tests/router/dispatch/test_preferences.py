@@ -6,6 +6,7 @@ import msgspec
 from hypothesis import given
 from hypothesis import strategies as st
 
+import router.dispatch.preferences as module
 from core.wire.messages import Heartbeat
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.preferences import RouterPreferences
@@ -17,15 +18,16 @@ def worker(name, role="prefill", incarnation=1):
     return GenerationWorker(key=WorkerKey(name, incarnation), peer=b"", last_seen=0.0, facts=facts)
 
 
-def heartbeat(rank=0, num_others=0):
-    return Heartbeat(engine_id="p0", incarnation=1, router_rank=rank, num_other_routers=num_others)
+def heartbeat(of, rank=0, num_others=0):
+    key = of.key
+    return Heartbeat(engine_id=key.engine_id, incarnation=key.incarnation, router_rank=rank, num_other_routers=num_others)
 
 
 def preferences(workers, rank=0, num_routers=1):
     found = RouterPreferences()
     for each in workers:
         found.join(each)
-    found.on_heartbeat(heartbeat(rank, num_routers - 1))
+        found.on_heartbeat(heartbeat(each, rank, num_routers - 1))
     return found
 
 
@@ -64,5 +66,26 @@ def test_preferences_follow_the_membership_and_the_roles():
 def test_a_restarted_worker_keeps_its_place():
     found = preferences([worker("p0"), worker("p1")], rank=1, num_routers=2)
     found.forget(WorkerKey("p0", 1))
-    found.join(worker("p0", incarnation=9))
+    again = worker("p0", incarnation=9)
+    found.join(again)
+    assert not found.disliked, "it has not said yet how many routers it serves"
+    found.on_heartbeat(heartbeat(again, 1, 1))
     assert found.disliked == {WorkerKey("p0", 9)}
+
+
+def test_each_worker_s_own_word_counts(monkeypatch):
+    """During a rolling upgrade workers of the earlier release say at each heartbeat that there is one router."""
+    old, new = [worker("p0"), worker("p2")], [worker("p1"), worker("p3")]
+    found = RouterPreferences()
+    for each in (*old, *new):
+        found.join(each)
+    assert not found.disliked
+    monkeypatch.setattr(module, "_places_of", None)  # nothing is sorted again
+    for _ in range(3):
+        for each in new:
+            found.on_heartbeat(heartbeat(each, rank=0, num_others=1))
+        for each in old:
+            found.on_heartbeat(heartbeat(each))
+        assert names(found) == {"p1", "p3"}
+    found.on_heartbeat(heartbeat(new[0], rank=1, num_others=1))
+    assert names(found) == {"p3"}

@@ -125,6 +125,27 @@ def test_a_block_is_loaded_before_enough_is_measured_to_tell_what_it_saves(prefi
     assert offers(costs, prefills, [*prefills, decode], turns[1])["p0"].source is None
 
 
+def test_a_trial_has_the_time_that_it_is_hoped_to_save(prefills, decode):
+    costs = RouteCosts()
+    compute(costs, decode, PROMPT[:86], prefill_ms=100.0)
+    offer = offers(costs, prefills, [*prefills, decode], (*PROMPT[:86], *range(9000, 9030)))["p0"]
+    assert source_of(offer).patience_ms > offer.source.transfer_ms
+    assert offer.own_ms < offer.alone_ms
+
+
+def test_trials_end_where_nothing_is_measured(prefills, decode):
+    """Aggregated workers under load: only prompts that meet no other one show what a prompt takes."""
+    costs = RouteCosts()
+    turns = PROMPT[:86], (*PROMPT[:86], *range(9000, 9030))
+    compute(costs, decode, turns[0], prefill_ms=100.0)
+    for number in range(8):
+        source = source_of(offers(costs, prefills, [*prefills, decode], turns[1])["p0"])
+        other = tuple(range(10_000 + 100 * number, 10_090 + 100 * number))
+        message = Generate(request_id=f"{number}", prompt_token_ids=other, sampling=SamplingParams(), kv_source=source)
+        costs.on_sent(prefills[1], message, 3.0)
+    assert offers(costs, prefills, [*prefills, decode], turns[1])["p0"].source is None
+
+
 def test_the_transfer_of_a_prefill_worker_teaches_the_link_and_not_the_prefill_time(prefills):
     costs = RouteCosts()
     message = Generate(request_id="a", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=5))
@@ -135,6 +156,19 @@ def test_the_transfer_of_a_prefill_worker_teaches_the_link_and_not_the_prefill_t
     assert costs.sources.times["shm"].base_ms > FIRST_BASE_MS
     assert costs.sources.asking.ms < FIRST_ASKED_MS
     assert costs.prefill_time(prefills[0]).ms(1000, 4000) == pytest.approx(100.0, rel=0.1)
+
+
+def test_sources_that_answered_late_under_load_are_used_again(prefills, decode):
+    costs = RouteCosts()
+    compute(costs, decode)
+    for _ in range(60):
+        costs.sources.asking.observe(4000.0)
+    num_without = 0
+    while (offer := offers(costs, prefills, [*prefills, decode])["p0"]).source is None:
+        costs.on_chosen(offer)
+        num_without += 1
+        assert num_without < 2000
+    assert num_without > 100
 
 
 def test_a_decode_worker_may_load_the_prompt_again_from_who_holds_most(prefills, decode):

@@ -35,6 +35,15 @@ def test_an_idle_decode_worker_has_nobody_to_delay():
     assert pays(long, remote_wait_ms=401.0, max_itl_ms=50.0)
 
 
+@pytest.mark.parametrize(
+    ("next_ms", "pays_off"), [(0.0, False), (360.0, False), (370.0, True), (400.0, True), (1e9, True)], ids=str
+)
+def test_a_request_that_begins_meanwhile_is_delayed_by_the_rest_only(next_ms, pays_off):
+    long = prompt(own_ms=400.0, num_running=0, next_ms=next_ms)
+    assert long.delay_ms == max(0.0, 400.0 - next_ms)
+    assert pays(long, remote_wait_ms=10_000.0, max_itl_ms=50.0) is pays_off
+
+
 def test_the_step_time_follows_the_frames_and_ignores_pauses():
     step = StepTime()
     for number in range(50):

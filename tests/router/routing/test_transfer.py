@@ -65,6 +65,19 @@ def test_a_source_that_answers_late_once_does_not_count_as_slow():
     assert asking.ms > 0
 
 
+def test_slow_sources_are_asked_again_after_a_while():
+    asking = AskTime()
+    for _ in range(30):
+        asking.observe(1500.0)
+    assert asking.ms > 1000.0
+    for _ in range(1000):
+        asking.recover()
+    assert FIRST_ASKED_MS < asking.ms < 200.0
+    fast = AskTime(ms=3.0)
+    fast.recover()
+    assert fast.ms == 3.0
+
+
 def test_a_trial_takes_all_tokens_to_cost_alike():
     assert trial_rest_ms(200.0, 100, 25) == 50.0
 

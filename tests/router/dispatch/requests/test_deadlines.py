@@ -3,7 +3,7 @@
 import pytest
 
 from core.errors import ContextTooLong, DeadlineUnreachable
-from core.wire.messages import Abort, ChoiceStart, Generate
+from core.wire.messages import Abort, ChoiceStart, Generate, PrefillDone
 from core.wire.sampling import SamplingParams
 from router.dispatch.members import WorkerKey
 from router.dispatch.wait_estimate import WaitEstimates
@@ -180,6 +180,42 @@ def test_a_request_that_a_decode_worker_would_compute_at_once_is_not_refused(mak
     bench.do(bench.core.submit(bench.submission("short", timeout_s=2.0), bench.now))
     assert [message.request_id for message in bench.to("d0", Generate)] == ["short"]
     assert refusal(bench, timeout_s=2.0).retry_after_s > 0  # one local prompt at a time
+
+
+@pytest.fixture
+def slow_tokens(make_router):
+    """Return a router that predicts 1.3 s for a prompt by what it has measured; its prefill worker has two prompts."""
+    bench = make_router("p0", "d0", local_prefill_itl_ms=1000.0)
+    costs, (p0,) = bench.core.route_costs, [worker for worker in bench.core.membership.workers if worker.role == "prefill"]
+    for number in range(10):
+        name, num_tokens = f"fit{number}", 10 + number
+        costs.on_sent(p0, Generate(request_id=name, prompt_token_ids=(1,) * num_tokens, sampling=SamplingParams()), 0.0)
+        costs.on_prefill_done(PrefillDone(request_id=name, choices=(), prefill_ms=100.0 * num_tokens), 0.0)
+    for name in ("long", "long as well"):
+        bench.do(bench.core.submit(bench.submission(name, prompt=70), bench.now))
+    return bench
+
+
+def test_a_local_prompt_that_would_itself_miss_its_deadline_is_refused_at_once(slow_tokens):
+    assert refusal(slow_tokens, timeout_s=1.0, prompt=60).retry_after_s > 0
+    assert not slow_tokens.to("d0", Generate)
+    slow_tokens.do(slow_tokens.core.submit(slow_tokens.submission("patient", timeout_s=2.0, prompt=60), slow_tokens.now))
+    assert [message.request_id for message in slow_tokens.to("d0", Generate)] == ["patient"]
+
+
+def test_a_refusal_compares_no_workers_if_no_decode_worker_could_begin(slow_tokens, monkeypatch):
+    slow_tokens.heartbeat("d0", num_waiting=1)
+    monkeypatch.setattr(slow_tokens.core.route_costs, "offers", None)
+    refusal(slow_tokens, timeout_s=2.0)
+
+
+def test_only_a_placement_that_is_made_teaches_of_sources(slow_tokens, monkeypatch):
+    chosen = []
+    monkeypatch.setattr(slow_tokens.core.route_costs, "on_chosen", chosen.append)
+    refusal(slow_tokens, timeout_s=1.0, prompt=60)
+    assert not chosen
+    slow_tokens.do(slow_tokens.core.submit(slow_tokens.submission("r1", timeout_s=2.0, prompt=60), slow_tokens.now))
+    assert [offer.ttft_ms for offer in chosen] == [pytest.approx(1341.0, abs=1.0)]
 
 
 def test_an_aggregated_worker_s_queue_counts_until_the_first_token(make_router):

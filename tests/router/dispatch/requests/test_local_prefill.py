@@ -92,7 +92,7 @@ def test_a_lost_decode_worker_leaves_the_request_to_the_pair(busy):
 
 
 def test_requests_whose_prompts_wait_elsewhere_are_not_delayed(make_bench):
-    """The decode worker has reserved room for both long prompts and runs nothing: no limit holds there yet."""
+    """The decode worker has reserved room for both long prompts and runs nothing: no limit holds before the first is there."""
     bench = make_bench("p0", "d0", local_prefill_itl_ms=0.5, max_requests=9)
     submit_long(bench)
     (d0,) = [worker for worker in bench.core.membership.workers if worker.role == "decode"]
@@ -105,3 +105,26 @@ def test_requests_whose_prompts_wait_elsewhere_are_not_delayed(make_bench):
     for name in ("long", "long as well", "r1"):
         bench.do(bench.core.abort(name, "gone", bench.now))
     assert (d0.num_inflight, d0.num_reserved, d0.num_present) == (0, 0, 0)
+    assert not d0.reserved_until
+
+
+def test_a_request_whose_prompt_ends_elsewhere_meanwhile_counts_as_running(make_bench):
+    """The first long prompt takes 17 ms at the prefill worker; the local one takes 11 ms."""
+    bench = make_bench("p0", "d0", local_prefill_itl_ms=3.0, max_requests=9)
+    submit_long(bench)
+    bench.now = 0.012
+    bench.submit("due soon")
+    assert not bench.to("d0", Generate)
+    bench = make_bench("p0", "d0", local_prefill_itl_ms=3.0, max_requests=9)
+    submit_long(bench)
+    bench.now = 0.004
+    bench.submit("in time")
+    assert [message.request_id for message in bench.to("d0", Generate)] == ["in time"]
+
+
+def test_a_prompt_that_takes_longer_than_predicted_may_end_at_any_moment(make_bench):
+    bench = make_bench("p0", "d0", local_prefill_itl_ms=3.0, max_requests=9)
+    submit_long(bench)
+    bench.now = 0.018
+    bench.submit()
+    assert not bench.to("d0", Generate)

@@ -281,8 +281,7 @@ def test_refusals_after_the_first_token_are_not_counted_as_retries(make_bench):
     bench.prefill_done("r1.2", "p1")
     for refusal, request_id in ((FULL, "r1.2"), (DRAINING, "r1.3")):
         bench.fails("d0", refusal, request_id)
-        bench.heartbeat("d0")
-        bench.do(bench.core.on_timer(0.0))
+        bench.tick(bench.now + 1.0)
     bench.tokens(1, 51, request_id="r1.4", usage=Usage(kv_transfer=TransferUsage()))
     report = bench.updates["r1"][-1].handoff
     assert (report.num_retries, report.num_replays, report.num_refusals) == (1, 0, 2)
