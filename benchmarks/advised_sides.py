@@ -2,8 +2,9 @@
 
     python benchmarks/advised_sides.py [--mixes NAME ...] [--requests 30] [--json FILE] [--markdown] [--quick]
 
-First the costs of a worker are measured: prompts of several lengths on an idle worker, decode steps at several batch sizes, and
-the gap that a handoff leaves. Then, for each mix of requests, the advice is computed from these costs for two workers, and both
+First the costs of a worker are measured while the other one works, because two workers of one machine share its memory and
+caches: prompts of several lengths beside streams, decode steps at several batch sizes beside prompts, and the gap that a
+handoff leaves. Then, for each mix of requests, the advice is computed from these costs for two workers, and both
 sides are run: one prefill and one decode worker, and two aggregated workers with the chunk that the advice found best. They get
 the same requests at the same times, at rates around the goodputs that were predicted. The side with more good requests over
 all rates wins; two sides within ``NOISE`` of each other are a draw.
@@ -19,6 +20,7 @@ import random
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
@@ -36,12 +38,13 @@ from router.routing.fit import PrefillFit
 SHARE = 0.9  # of good requests, for the goodput that is predicted
 NOISE = 0.06  # in the mean share of good requests: two of 30
 EVEN = 0.1  # the model's error, as of ``kvferry advise``
+NUM_STREAMS = 4  # beside the prompts whose times are measured
 NUM_MODELLED = 400  # requests of the trace for the advice
 
 
 @dataclass(frozen=True, slots=True)
 class Mix:
-    """Lengths in tokens, drawn evenly, and the SLO in multiples of an idle worker's times. ``itl`` 0 = any."""
+    """Lengths in tokens, drawn evenly, and the SLO in multiples of the measured times. ``itl`` 0 = any."""
 
     name: str
     prompt: tuple[int, int]
@@ -65,12 +68,14 @@ class Effort:
     """How much is measured. ``rates`` are multiples of the larger predicted goodput."""
 
     prompts: tuple[int, ...] = (64, 256, 512, 768, 1024)
-    batches: tuple[int, ...] = (1, 4, 8)
+    batches: tuple[int, ...] = (1, 4, 8, 16)
     step_tokens: int = 60
+    num_beside: int = 3  # prompts while steps are measured
+    stream_tokens: int = 120  # of each stream while prompts are measured
     rates: tuple[float, ...] = (0.6, 0.9, 1.3)
 
 
-QUICK = Effort(prompts=(16, 64), batches=(1, 2), step_tokens=6, rates=(0.5,))
+QUICK = Effort(prompts=(16, 64), batches=(1, 2), step_tokens=6, num_beside=1, stream_tokens=8, rates=(0.5,))
 
 
 @dataclass(slots=True)
@@ -111,16 +116,17 @@ def running(side: Side, model: str, seed: int = 1) -> Iterator[Load]:
 
 
 def measure_costs(model: str, effort: Effort, repeats: int) -> Costs:
-    """Measure 1P1D while it is idle: the prefill worker's times, the decode worker's steps, and the gap between the two."""
+    """Measure 1P1D while both work: the prefill worker's times, the decode worker's steps, and the gap between the two."""
     fit, steps, handoffs = PrefillFit(), [], []
     with running(PAIR, model) as load:
         for _ in range(max(2, repeats)):
-            for length in effort.prompts:
-                result = load.send([BenchRequest(0.0, load.prompt(length), 6)])[0]
+            for length, result in times_of_prompts(load, effort):
                 fit.observe(length, 0, 1e3 * (result.ttft_s or 0.0))
                 handoffs.append((length, 1e3 * (result.itl_s[0] - statistics.median(result.itl_s[1:]))))
             for batch in effort.batches:
-                results = load.send([BenchRequest(0.0, load.prompt(64), effort.step_tokens) for _ in range(batch)])
+                streams = [BenchRequest(0.0, load.prompt(64), effort.step_tokens) for _ in range(batch)]
+                prompts = [BenchRequest(0.0, load.prompt(effort.prompts[-1]), 1) for _ in range(effort.num_beside)]
+                results = load.send([*streams, *prompts])[:batch]
                 last = [gap for result in results for gap in result.itl_s[len(result.itl_s) // 2 :]]
                 steps.append((batch, 1e3 * statistics.median(last)))
     step_base, per_request = line_through(steps)
@@ -135,6 +141,17 @@ def measure_costs(model: str, effort: Effort, repeats: int) -> Costs:
     )
 
 
+def times_of_prompts(load: Load, effort: Effort) -> list[tuple[int, RequestResult]]:
+    """Send one prompt of each length after the other, while streams are decoded."""
+    streams = [BenchRequest(0.0, load.prompt(64), effort.stream_tokens) for _ in range(NUM_STREAMS)]
+    prompts = [BenchRequest(0.0, load.prompt(length), 6) for length in effort.prompts]
+    with ThreadPoolExecutor(1) as threads:
+        beside = threads.submit(load.send, streams)
+        found = [(length, load.send([prompt])[0]) for length, prompt in zip(effort.prompts, prompts, strict=True)]
+        beside.result()
+    return found
+
+
 def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Return base and slope of the line through points (least squares), neither below 0."""
     xs, ys = zip(*points, strict=True)
@@ -143,9 +160,9 @@ def line_through(points: Sequence[tuple[float, float]]) -> tuple[float, float]:
 
 
 def slo_of(mix: Mix, costs: Costs) -> Slo:
-    idle_ms = costs.step_ms(1, 0)
-    limits = {"itl_ms": mix.itl * idle_ms} if mix.itl else {}
-    return Slo(ttft_ms=mix.ttft * costs.prefill_time.ms(mix.prompt[1], 0), tpot_ms=mix.tpot * idle_ms, **limits)
+    step_ms = costs.step_ms(1, 0)
+    limits = {"itl_ms": mix.itl * step_ms} if mix.itl else {}
+    return Slo(ttft_ms=mix.ttft * costs.prefill_time.ms(mix.prompt[1], 0), tpot_ms=mix.tpot * step_ms, **limits)
 
 
 def draw(mix: Mix, rate: float, number: int, seed: int) -> list[TraceRequest]:
