@@ -8,6 +8,7 @@ to the one server and the other in turn.
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import subprocess
 import sys
@@ -113,9 +114,13 @@ def _wait_for(url: str) -> None:
 
 
 def main() -> None:
-    kind, port, first_url, second_url = sys.argv[1:]
-    app = application(kind, (first_url, second_url))
-    uvicorn.run(app, host="127.0.0.1", port=int(port), log_level="warning", access_log=False)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kind", choices=(TWO_CALLS, IN_TURN))
+    parser.add_argument("port", type=int)
+    parser.add_argument("urls", nargs=2, metavar="URL", help="of P and D, or of two servers that are alike")
+    arguments = parser.parse_args()
+    app = application(arguments.kind, tuple(arguments.urls))
+    uvicorn.run(app, host="127.0.0.1", port=arguments.port, log_level="warning", access_log=False)
 
 
 if __name__ == "__main__":

@@ -314,7 +314,7 @@ MUTANTS = (
     Mutant(end_requests_with_their_first_loss, 2),
     Mutant(forget_requests_of_lost_workers, 5),
     Mutant(take_a_replaced_process_back, 2),
-    Mutant(keep_requests_of_a_router_that_was_replaced, 0),
+    Mutant(keep_requests_of_a_router_that_was_replaced, 11),
     Mutant(do_not_leave_a_hung_worker, 78),
     Mutant(never_trust_a_worker_again_that_has_stalled, 0),
     Mutant(let_pauses_cost_retries, 4),
