@@ -26,18 +26,11 @@ from litestar.response import Stream
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from agent.vllm_protocol import REMOTE_DECODE
 from kvferry.cluster_plan import free_ports
 
 TWO_CALLS, IN_TURN = "two-calls", "in-turn"
 START_TIMEOUT_S = 60.0
-REMOTE_DECODE = {
-    "do_remote_decode": True,
-    "do_remote_prefill": False,
-    "remote_engine_id": None,
-    "remote_block_ids": None,
-    "remote_host": None,
-    "remote_port": None,
-}
 
 
 class PrefillFailed(Exception):

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import importlib.util
 import struct
-import sys
 from functools import cache
+
+from core.compiled import load_library
 
 HASH_BYTES = 16
 
@@ -45,14 +45,10 @@ class CompiledChain:
 @cache
 def compiled_library() -> ctypes.PyDLL | None:
     """Return the library built from ``core/_hash_chain.c``; None if there is none, or none with the right hashes here."""
-    found = importlib.util.find_spec("._hash_chain", __package__)
-    if found is None or found.origin is None or sys.byteorder != "little":
+    library = load_library(ctypes.PyDLL, "_hash_chain", __package__, "kvferry_hash_chain_start", "kvferry_hash_chain")
+    if library is None:
         return None
-    try:
-        library = ctypes.PyDLL(found.origin)
-        start, function = library.kvferry_hash_chain_start, library.kvferry_hash_chain
-    except (OSError, AttributeError):  # built for another system, or from another release
-        return None
+    start, function = library.kvferry_hash_chain_start, library.kvferry_hash_chain
     text, size = ctypes.c_char_p, ctypes.c_size_t
     start.restype = function.restype = None
     start.argtypes = [text, size, text, text]

@@ -7,13 +7,13 @@ a C compiler; otherwise numpy computes the same sums, more slowly. ``core.digest
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import sys
 from functools import cache
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
+
+from core.compiled import load_library
 
 CHUNK_ROWS = 256  # 1 MiB of rows of 512 words: few calls for a block, and little scratch memory
 
@@ -93,16 +93,11 @@ def fastest_sums() -> type[Sums]:
 @cache
 def compiled_library() -> ctypes.CDLL | None:
     """Return the library built from ``core/_multilinear.c``; None if there is none, or none with the right sums here."""
-    found = importlib.util.find_spec("._multilinear", __package__)
-    if found is None or found.origin is None or sys.byteorder != "little":
+    library = load_library(ctypes.CDLL, "_multilinear", __package__, "kvferry_multilinear")
+    if library is None:
         return None
-    try:
-        library = ctypes.CDLL(found.origin)
-        function = library.kvferry_multilinear
-    except (OSError, AttributeError):  # built for another system, or from another release
-        return None
-    function.restype = ctypes.c_uint64
-    function.argtypes = [ctypes.c_void_p, ctypes.c_size_t] * 3
+    library.kvferry_multilinear.restype = ctypes.c_uint64
+    library.kvferry_multilinear.argtypes = [ctypes.c_void_p, ctypes.c_size_t] * 3
     return library if _is_right(library) else None
 
 

@@ -7,11 +7,12 @@ time.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from functools import cache
 
 import numpy as np
 import numpy.typing as npt
+
+from core.compiled import load_library
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -36,16 +37,11 @@ def stream_copy(target: Bytes, source: Bytes) -> None:
 @cache
 def compiled_library() -> ctypes.CDLL | None:
     """Return the library built from ``core/_stream_copy.c``; None if there is none, or none that copies right here."""
-    found = importlib.util.find_spec("._stream_copy", __package__)
-    if found is None or found.origin is None:
+    library = load_library(ctypes.CDLL, "_stream_copy", __package__, "kvferry_stream_copy")
+    if library is None:
         return None
-    try:
-        library = ctypes.CDLL(found.origin)
-        function = library.kvferry_stream_copy
-    except (OSError, AttributeError):  # built for another system, or from another release
-        return None
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    library.kvferry_stream_copy.restype = None
+    library.kvferry_stream_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     return library if _is_right(library) else None
 
 

@@ -8,8 +8,6 @@ split of a large step over torch's number of threads. Does not know: prefill. Wh
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import sys
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -22,6 +20,7 @@ import torch
 from torch import Tensor
 
 from core.attention.base import AttentionSpec, BatchedSequence, KVLayout, PagedKVCache
+from core.compiled import load_library
 
 _LANES = 16  # of the C code: head_dim is a multiple
 _MAX_GROUP = 4
@@ -148,14 +147,8 @@ def can_compile_decode(cache: PagedKVCache) -> bool:
 
 @cache
 def _library() -> ctypes.CDLL | None:
-    found = importlib.util.find_spec("._paged_decode", __package__)
-    if found is None or found.origin is None or sys.byteorder != "little":
-        return None
-    try:
-        library = ctypes.CDLL(found.origin)
-        function = library.kvferry_paged_decode
-    except (OSError, AttributeError):  # built for another system, or from another release
-        return None
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    library = load_library(ctypes.CDLL, "_paged_decode", __package__, "kvferry_paged_decode")
+    if library is not None:
+        library.kvferry_paged_decode.restype = None
+        library.kvferry_paged_decode.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
     return library

@@ -7,8 +7,6 @@ the interpreter's lock is kept. Knows no grammar.
 from __future__ import annotations
 
 import ctypes
-import importlib.util
-import sys
 from functools import cache
 
 import numpy as np
@@ -17,6 +15,7 @@ import torch
 from torch import Tensor
 
 from core.attention.torch_kernels import upload
+from core.compiled import load_library
 
 _BYTES_PER_PIECE = 3072
 
@@ -68,15 +67,20 @@ _BOUNDS_OF_BITS = _bounds_of_bits()
 
 @cache
 def compiled_library() -> ctypes.PyDLL | None:
-    """Return the library built from ``core/engine/_allowed_tokens.c``; None if there is none, or another release's."""
-    found = importlib.util.find_spec("._allowed_tokens", __package__)
-    if found is None or found.origin is None or sys.byteorder != "little":
+    """Return the library built from ``core/engine/_allowed_tokens.c``; None if there is none, or none that is right here."""
+    library = load_library(ctypes.PyDLL, "_allowed_tokens", __package__, "kvferry_keep_allowed")
+    if library is None:
         return None
-    try:
-        library = ctypes.PyDLL(found.origin)
-        function = library.kvferry_keep_allowed
-    except (OSError, AttributeError):  # built for another system, or from another release
-        return None
-    function.restype = None
-    function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    return library
+    library.kvferry_keep_allowed.restype = None
+    library.kvferry_keep_allowed.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+    return library if _is_right(library) else None
+
+
+def _is_right(library: ctypes.PyDLL) -> bool:
+    """Compare with numpy: a library that was not rebuilt after a change of its file may keep other tokens."""
+    bits = np.arange(3, 256, 23, dtype=np.uint8)
+    found = torch.linspace(-1, 1, 8 * bits.size - 3)
+    expected = found.clone()
+    _apply_compiled(library, found, bits)
+    _apply_bounds(expected.numpy(), bits)
+    return torch.equal(found, expected)

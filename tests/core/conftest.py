@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from importlib.machinery import ModuleSpec
 from typing import TYPE_CHECKING
 
 import pytest
@@ -44,3 +45,16 @@ def handoff() -> KVHandoff:
         num_tokens=2,
         lease_ms=1000,
     )
+
+
+@pytest.fixture
+def load_from(monkeypatch):
+    """Return a function: what a ``compiled_library`` loads if a given file stands in for the one that was built."""
+
+    def load(compiled_library, path):
+        spec = ModuleSpec("library", None, origin=str(path))
+        with monkeypatch.context() as patch:
+            patch.setattr("importlib.util.find_spec", lambda name, package=None: spec)
+            return compiled_library.__wrapped__()
+
+    return load

@@ -3,7 +3,6 @@
 import shutil
 import subprocess
 from array import array
-from importlib.machinery import ModuleSpec
 from pathlib import Path
 
 import pytest
@@ -30,11 +29,6 @@ def hashlib_only(monkeypatch):
     return make
 
 
-@needs_compiler
-def test_where_there_is_a_compiler_the_chain_is_compiled():
-    assert compiled_library() is not None, "core/_hash_chain.c was not built: make install, or pip install --editable ."
-
-
 @pytest.mark.skipif(compiled_library() is None, reason="core/_hash_chain.c was not built")
 @given(key=st.binary(min_size=1, max_size=64), block_size=st.integers(1, 100), tokens=token_lists, data=st.data())
 @settings(max_examples=300, deadline=None)
@@ -51,11 +45,11 @@ def test_compiled_chain_is_that_of_hashlib_for_any_key_and_block_size(key, block
 
 
 @needs_compiler
-def test_chain_is_the_same_on_a_cpu_without_the_vector_instructions(built, hashlib_only, monkeypatch, tmp_path):
+def test_chain_is_the_same_on_a_cpu_without_the_vector_instructions(load_from, hashlib_only, monkeypatch, tmp_path):
     library = tmp_path / "words.so"
     source = Path(hash_chain.__file__).with_name("_hash_chain.c")
     subprocess.run(["gcc", "-DWITHOUT_VECTORS", "-shared", "-fPIC", "-O1", "-o", library, source], check=True)
-    monkeypatch.setattr("core.kv.hashing.compiled_library", lambda: built(library))
+    monkeypatch.setattr("core.kv.hashing.compiled_library", lambda: load_from(compiled_library, library))
     tokens = array("i", range(1000))
     for block_size in (1, 16, 27, 28, 59, 60, 100):  # 27 end one chunk of 128 bytes with the 20 before them
         expected = hashlib_only(b"model", block_size).hash_request_blocks(tokens)
@@ -66,29 +60,3 @@ def test_chain_is_the_same_on_a_cpu_without_the_vector_instructions(built, hashl
 def test_hashes_are_the_same_without_a_compiler(hashlib_only, keys):
     tokens = array("i", range(200))
     assert BlockHasher(b"model").hash_request_blocks(tokens, keys) == hashlib_only(b"model").hash_request_blocks(tokens, keys)
-
-
-@pytest.fixture
-def built(monkeypatch):
-    """Return what is loaded if a given file stands in for the library that was built."""
-
-    def build(path):
-        spec = ModuleSpec("core._hash_chain", None, origin=str(path))
-        monkeypatch.setattr("importlib.util.find_spec", lambda name, package=None: spec)
-        return compiled_library.__wrapped__()
-
-    return build
-
-
-def test_a_library_that_cannot_be_loaded_is_none(built, tmp_path):
-    (tmp_path / "broken.so").write_bytes(b"no library")
-    assert built(tmp_path / "broken.so") is None
-    assert built(tmp_path / "missing.so") is None
-
-
-@needs_compiler
-@pytest.mark.parametrize("name", ["kvferry_hash_chain", "another"])
-def test_a_library_that_computes_something_else_is_none(built, tmp_path, name):
-    (tmp_path / "other.c").write_text(f"void kvferry_hash_chain_start() {{}} void {name}() {{}}")
-    subprocess.run(["gcc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True)
-    assert built(tmp_path / "other.so") is None

@@ -5,12 +5,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from dataclasses import dataclass
-
-import pytest
-
 from connectors.p2p.actions import ControlReceived
 from connectors.p2p.consumer.verification import SealCheck, Verdict
 from connectors.p2p.prefixes.asks import PrefixAsks
@@ -21,24 +15,9 @@ from connectors.p2p.scheduler import P2PConnectorScheduler
 from core.wire.kv import PrefixHeld
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.draw_plan import draw_plan
-from kvferry.sim.runs import silence
+from tests.sim.protocol_mutants import Mutant, Patch, main
 
 NUM_SEEDS = 100
-
-Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
-
-
-@dataclass(frozen=True, slots=True)
-class Mutant:
-    """A defect, and a seed that finds it; None = none is known."""
-
-    apply: Callable[[Patch], None]
-    seed: int | None
-
-    @property
-    def name(self) -> str:
-        """The defect."""
-        return self.apply.__name__.replace("_", " ")
 
 
 def violations_of(seed: int) -> list[str]:
@@ -129,16 +108,5 @@ MUTANTS = [
 ]
 
 
-def main() -> int:
-    silence()
-    for mutant in MUTANTS:
-        with pytest.MonkeyPatch.context() as patch:
-            mutant.apply(patch.setattr)
-            found = ((seed, violations) for seed in range(NUM_SEEDS) if (violations := violations_of(seed)))
-            seed, violations = next(found, (None, ["is not found"]))
-        print(f"{mutant.name}: {seed} {violations[0]}", flush=True)
-    return 0
-
-
 if __name__ == "__main__":
-    sys.exit(main())
+    main(MUTANTS, NUM_SEEDS, violations_of)
