@@ -6,8 +6,9 @@ First the costs of a worker are measured while the other one works, because two 
 caches: prompts of several lengths beside streams, decode steps at several batch sizes beside prompts, and the gap that a
 handoff leaves. Then, for each mix of requests, the advice is computed from these costs for two workers, and both
 sides are run: one prefill and one decode worker, and two aggregated workers with the chunk that the advice found best. They get
-the same requests at the same times, at rates around the goodputs that were predicted. The side with more good requests over
-all rates wins; two sides within ``NOISE`` of each other are a draw.
+the same requests at the same times, at rates around the goodputs that were predicted, and at higher ones until 1P1D falls below
+``FALLEN`` of good requests: sides that both serve everything tell nothing. The side with more good requests over all rates
+wins; two sides within ``NOISE`` of each other are a draw.
 
 The advice agrees if the side that it finds better wins, or if it calls the two even (``EVEN``) and they are a draw.
 """
@@ -37,6 +38,8 @@ from router.routing.fit import PrefillFit
 
 SHARE = 0.9  # of good requests, for the goodput that is predicted
 NOISE = 0.06  # in the mean share of good requests: two of 30
+FALLEN = 0.7  # of good requests: a side below has met its limit
+STEP = 1.4  # from one rate to the next, beyond those of ``Effort``
 EVEN = 0.1  # the model's error, as of ``kvferry advise``
 NUM_STREAMS = 4  # beside the prompts whose times are measured
 NUM_MODELLED = 400  # requests of the trace for the advice
@@ -73,9 +76,10 @@ class Effort:
     num_beside: int = 3  # prompts while steps are measured
     stream_tokens: int = 120  # of each stream while prompts are measured
     rates: tuple[float, ...] = (0.6, 0.9, 1.3)
+    num_more: int = 4  # rates, until a side falls
 
 
-QUICK = Effort(prompts=(16, 64), batches=(1, 2), step_tokens=6, num_beside=1, stream_tokens=8, rates=(0.5,))
+QUICK = Effort(prompts=(16, 64), batches=(1, 2), step_tokens=6, num_beside=1, stream_tokens=8, rates=(0.5,), num_more=0)
 
 
 @dataclass(slots=True)
@@ -84,7 +88,7 @@ class Compared:
 
     mix: Mix
     study: Study
-    rates: list[float]
+    rates: list[float] = field(default_factory=list)
     real: dict[str, list[float]] = field(default_factory=dict)
     predicted: dict[str, list[float]] = field(default_factory=dict)
 
@@ -178,17 +182,24 @@ def compare(mix: Mix, costs: Costs, effort: Effort, arguments: argparse.Namespac
     modelled = Trace(tuple(draw(mix, 1.0, NUM_MODELLED, seed=7)), knows_prefixes=False)
     study = Comparison(modelled, costs, slo, SHARE).study(2)
     most = max(study.aggregated.goodput.mean, study.disaggregated.goodput.mean)
-    found = Compared(mix, study, [share * most for share in effort.rates])
+    found = Compared(mix, study)
     chunk = study.aggregated.layout.chunk
+    highest = [share * most for share in effort.rates]
+    highest += [highest[-1] * STEP**number for number in range(1, effort.num_more + 1)]
     sides = {
-        "aggregated": (aggregated(chunk), study.aggregated.layout),
         "1P1D": (PAIR, Layout(num_prefill=1, num_decode=1)),
+        "aggregated": (aggregated(chunk), study.aggregated.layout),
     }
     for name, (side, layout) in sides.items():
+        real, predicted = found.real.setdefault(name, []), found.predicted.setdefault(name, [])
         with running(side, arguments.model) as load:
-            loads = [draw(mix, rate, arguments.requests, seed=round(1e3 * rate)) for rate in found.rates]
-            found.real[name] = [good_share(load, requests, costs, slo) for requests in loads]
-            found.predicted[name] = [run(requests, costs, layout, slo).good_share for requests in loads]
+            for number, rate in enumerate(found.rates or highest):
+                if not found.rates and number >= len(effort.rates) and real[-1] < FALLEN:
+                    break
+                requests = draw(mix, rate, arguments.requests, seed=round(1e3 * rate))
+                real.append(good_share(load, requests, costs, slo))
+                predicted.append(run(requests, costs, layout, slo).good_share)
+        found.rates = highest[: len(real)]
     return found
 
 
