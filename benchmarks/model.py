@@ -49,13 +49,14 @@ class Paged:
         arch = decoder.arch
         per_sequence = -(-max_tokens // BLOCK_SIZE)
         num_blocks = 1 + num_sequences * per_sequence
-        pool = torch.zeros(num_blocks, arch.num_layers, 2, arch.num_kv_heads, BLOCK_SIZE, arch.head_dim)
+        shape = (num_blocks, arch.num_layers, 2, arch.num_kv_heads, BLOCK_SIZE, arch.head_dim)
+        pool = torch.zeros(shape, dtype=decoder._weights.embedding.dtype)
         self._decoder = decoder
         self._backend: AttentionBackend = PagedCpuBackend(PagedKVCache(pool, PagedCpuBackend.preferred_layout))
         self._tables = 1 + np.arange(num_sequences * per_sequence, dtype=np.int32).reshape(num_sequences, per_sequence)
 
-    def step(self, input_ids: Tensor, start: int) -> Tensor:
-        """Feed ``input_ids`` ``[num_sequences, new]`` at positions from ``start`` on; return the last tokens' logits."""
+    def step(self, input_ids: Tensor, start: int, *, every_token: bool = False) -> Tensor:
+        """Feed ``input_ids`` ``[num_sequences, new]`` at positions from ``start`` on; return logits of the last or of all."""
         num_sequences, new = input_ids.shape
         positions = np.arange(start, start + new)
         slots = self._tables[:, positions // BLOCK_SIZE].astype(np.int64) * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -66,7 +67,7 @@ class Paged:
             slot_mapping=slots.flatten(),
         )
         plans: list[AttentionPlan] = [self._backend.plan(batch)]
-        rows = torch.arange(new - 1, num_sequences * new, new)
+        rows = torch.arange(0 if every_token else new - 1, num_sequences * new, 1 if every_token else new)
         flat_positions = torch.from_numpy(np.tile(positions, num_sequences))
         hidden = self._decoder.forward(input_ids.flatten(), flat_positions, self._backend, plans, rows)
         return self._decoder.compute_logits(hidden)

@@ -50,7 +50,8 @@ def put_together(context: WorkerContext) -> Assembled:
     apply_cpu_threads(config.worker)
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     device = device_of(config.model)
-    encoder = load_image_encoder(files, dtype_of(config.model, parse_arch(files.config), device), device)
+    dtype = dtype_of(config.model, parse_arch(files.config), device)
+    encoder = load_image_encoder(files, dtype, device, config.model.quantization)
     if encoder is None:
         raise ConfigError(f"model.name = {config.model.name}: it reads text only, an encode worker has nothing to do")
     if make_connector is None:

@@ -98,6 +98,12 @@ def check_settings(config: KVFerryConfig) -> None:
             "vLLM computes the embeddings of images itself",
             param="local.num_encode",
         )
+    if config.model.quantization != "none":
+        raise ConfigError(
+            f"model.quantization = {config.model.quantization}: it is for kvferry's own engine; leave it out, "
+            "and give vLLM its --quantization in local.vllm_arguments",
+            param="model.quantization",
+        )
     if local.kvstore:
         raise ConfigError("local.kvstore = true: the store is for kvferry's own engine; leave it out", param="local.kvstore")
     if connector.name != "p2p":

@@ -125,7 +125,7 @@ def build_engine(
     """
     model = _load_model(config)
     files, arch = model.files, model.arch
-    fingerprint = model_fingerprint(arch, files.weights_id)
+    fingerprint = model_fingerprint(arch, files.weights_id, config.model.quantization)
     pool = _allocate_pool(config, model, incarnation, makes_digests=has_readers and _readers_demand_digests(config.connector))
     with ExitStack() as on_failure:
         on_failure.callback(pool.close)
@@ -200,8 +200,11 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
     is_measured = device.type == "cuda" and not config.cache.num_blocks
     sizing = None if is_measured else size_kv_cache(config, arch, dtype.itemsize)  # what does not fit is refused at once
     layers = KVCacheConfig(2, group_layers(layer_specs(arch, config.cache.block_size, dtype.itemsize)))
-    decoder = load_decoder(arch, files.weight_files, dtype=dtype, device=device, layer_groups=layers.layer_groups)
-    image_encoder = load_image_encoder(files, dtype, device)
+    quantization = config.model.quantization
+    decoder = load_decoder(
+        arch, files.weight_files, dtype=dtype, device=device, layer_groups=layers.layer_groups, quantization=quantization
+    )
+    image_encoder = load_image_encoder(files, dtype, device, quantization)
 
     def run_largest() -> None:
         run_largest_step(decoder, backend, layers, config.scheduler, dtype)

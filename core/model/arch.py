@@ -212,15 +212,19 @@ def _parse_text_arch(config: Mapping[str, Any]) -> ModelArch:
     )
 
 
-def model_fingerprint(arch: ModelArch, weights_id: str) -> bytes:
+def model_fingerprint(arch: ModelArch, weights_id: str, quantization: str = "none") -> bytes:
     """Hash everything that KV depends on into 16 bytes: equal in every process for equal files, different for other weights.
 
-    Hashed with BLAKE2b: the fields of ``arch`` (rope included) and ``weights_id``, the digest of the content of every
-    weight file (``core.model.hub.ModelFiles.weights_id``; quantized weights differ in content). Left out are fields that do
-    not change any key or value: context length, bos, eos, and the dtype, which ``layout_fingerprint`` carries.
+    Hashed with BLAKE2b: the fields of ``arch`` (rope included), ``weights_id``, the digest of the content of every weight
+    file (``core.model.hub.ModelFiles.weights_id``), and how the weights are quantized at load (``model.quantization``). Left
+    out are fields that do not change any key or value: context length, bos, eos, and the dtype, which ``layout_fingerprint``
+    carries.
     """
     fields = {name: value for name, value in asdict(arch).items() if name not in _NOT_IN_FINGERPRINT}
-    canonical = json.dumps({"arch": fields, "weights": weights_id}, sort_keys=True, separators=(",", ":"))
+    hashed: dict[str, object] = {"arch": fields, "weights": weights_id}
+    if quantization != "none":
+        hashed["quantization"] = quantization
+    canonical = json.dumps(hashed, sort_keys=True, separators=(",", ":"))
     return hashlib.blake2b(canonical.encode(), digest_size=16, person=b"kvferry-model").digest()
 
 

@@ -16,18 +16,22 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from core.errors import ConfigError
-from core.model.linear import Linear, make_linear
+from core.model.linear import Linear, MakeLinear, make_linear
 
 
 @contextmanager
-def open_checkpoint(weight_files: Sequence[Path], dtype: torch.dtype, device: torch.device | str) -> Iterator[Checkpoint]:
+def open_checkpoint(
+    weight_files: Sequence[Path], dtype: torch.dtype, device: torch.device | str, make: MakeLinear = make_linear
+) -> Iterator[Checkpoint]:
     """Yield the tensors of safetensors files, in ``dtype`` and on ``device``, for as long as the block runs.
+
+    ``make`` makes the linear layers that are read.
 
     Raises:
         ConfigError: a file cannot be read.
     """
     with ExitStack() as open_files:
-        yield Checkpoint(_open_all(weight_files, open_files), dtype, torch.device(device))
+        yield Checkpoint(_open_all(weight_files, open_files), dtype, torch.device(device), make)
 
 
 def _open_all(weight_files: Sequence[Path], open_files: ExitStack) -> dict[str, Any]:
@@ -45,10 +49,11 @@ def _open_all(weight_files: Sequence[Path], open_files: ExitStack) -> dict[str, 
 class Checkpoint:
     """The named tensors of a model; checks every shape, and at the end that all were used."""
 
-    def __init__(self, sources: Mapping[str, Any], dtype: torch.dtype, device: torch.device) -> None:
+    def __init__(self, sources: Mapping[str, Any], dtype: torch.dtype, device: torch.device, make: MakeLinear) -> None:
         self._sources = sources
         self._dtype = dtype
         self._device = device
+        self._make_linear = make
         self._unused = set(sources)
 
     @property
@@ -90,7 +95,7 @@ class Checkpoint:
         if order is not None:
             order = order.to(self._device)
             weight, bias = weight[order], None if bias is None else bias[order]
-        return make_linear(weight, bias)
+        return self._make_linear(weight, bias)
 
     def _fused(self, parts: Sequence[Tensor]) -> Tensor:
         """Return the rows of all parts as one tensor with memory of its own."""

@@ -96,8 +96,12 @@ class ImageEncoder:
         self._tower.embed(torch.zeros(self._tower.tiles_per_pass, self.arch.num_channels, side, side))
 
 
-def load_image_encoder(files: ModelFiles, dtype: torch.dtype, device: torch.device | str = "cpu") -> ImageEncoder | None:
+def load_image_encoder(
+    files: ModelFiles, dtype: torch.dtype, device: torch.device | str = "cpu", quantization: str = "none"
+) -> ImageEncoder | None:
     """Load the image half of a checkpoint, None for a model that reads text only.
+
+    ``quantization`` is that of the text half; the image half has ``dtype``.
 
     Raises:
         ConfigError: Pillow is missing, or files of the checkpoint are wrong, missing or not supported.
@@ -109,4 +113,4 @@ def load_image_encoder(files: ModelFiles, dtype: torch.dtype, device: torch.devi
     processor = parse_image_processor(files.image_processor_config)
     embeds_per_tile(arch, processor, files.processor_config)
     tower = load_vision_tower(arch, files.weight_files, dtype=dtype, device=device)
-    return ImageEncoder(processor, tower, model_fingerprint(parse_arch(files.config), files.weights_id))
+    return ImageEncoder(processor, tower, model_fingerprint(parse_arch(files.config), files.weights_id, quantization))

@@ -42,6 +42,14 @@ class Linear(Protocol):
         ...
 
 
+class MakeLinear(Protocol):
+    """Makes a layer of ``weight`` ``[out_features, in_features]`` and ``bias`` ``[out_features]``, which it need not keep."""
+
+    def __call__(self, weight: Tensor, bias: Tensor | None = None) -> Linear:
+        """Return the layer."""
+        ...
+
+
 class DenseLinear:
     """A linear layer on ``F.linear``: any dtype and device."""
 

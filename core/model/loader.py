@@ -17,8 +17,9 @@ from core.model.arch import VISION_WEIGHTS, ModelArch
 from core.model.checkpoint import Checkpoint, open_checkpoint
 from core.model.decoder import Decoder, DecoderWeights, LayerWeights
 from core.model.embedding import Embedding, TableEmbedding, tied_embedding
+from core.model.int8_linear import make_int8_linear
 from core.model.layers import RMSNorm, residual_dtype
-from core.model.linear import Linear, make_linear
+from core.model.linear import Linear, MakeLinear, make_linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,15 +50,19 @@ def load_decoder(
     dtype: torch.dtype,
     device: torch.device | str = "cpu",
     layer_groups: Sequence[Sequence[int]] | None = None,
+    quantization: str = "none",
 ) -> Decoder:
     """Load the weights of ``arch`` from safetensors files into a decoder on ``device``.
 
-    ``layer_groups``: the layers of each KV cache group; None for one group of all layers.
+    ``layer_groups``: the layers of each KV cache group; None for one group of all layers. ``quantization``: ``int8`` for 8-bit
+    weights in the linear layers of attention and MLP; embeddings and the output layer keep ``dtype``.
 
     Raises:
-        ConfigError: a file cannot be read, or a tensor is missing, has another shape, or has no place in ``arch``.
+        ConfigError: a file cannot be read, a tensor is missing, has another shape, or has no place in ``arch``, or the machine
+            cannot compute with quantized weights.
     """
-    with open_checkpoint(weight_files, dtype, device) as tensors, torch.inference_mode():
+    make: MakeLinear = make_int8_linear if quantization == "int8" else make_linear
+    with open_checkpoint(weight_files, dtype, device, make) as tensors, torch.inference_mode():
         weights = _decoder_weights(tensors, arch)
         tensors.require_all_used(but=VISION_WEIGHTS if arch.weights_prefix != "model" else ())
     return Decoder(arch, weights, layer_groups or [range(arch.num_layers)])
@@ -73,7 +78,7 @@ def _decoder_weights(tensors: Checkpoint, arch: ModelArch) -> DecoderWeights:
 def _embedding_and_head(tensors: Checkpoint, arch: ModelArch) -> tuple[Embedding, Linear]:
     table = tensors.take(f"{arch.weights_prefix}.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
     if not arch.tie_word_embeddings:
-        return TableEmbedding(table), tensors.linear(["lm_head"], [arch.vocab_size], arch.hidden_size, has_bias=False)
+        return TableEmbedding(table), make_linear(tensors.take("lm_head.weight", arch.vocab_size, arch.hidden_size))
     tensors.ignore("lm_head.weight")
     head = make_linear(table)
     return tied_embedding(table, head), head

@@ -27,6 +27,14 @@ CASES = {
         ("decode.config.model.dtype=bfloat16",),
         'decode.config.model.dtype = "bfloat16", but prefill has "auto"',
     ),
+    "weights of 8 bits in one role": (
+        ("decode.config.model.quantization=int8",),
+        'decode.config.model.quantization = "int8", but prefill has "none"',
+    ),
+    "weights of 8 bits on a GPU": (
+        (*CUDA, "config.model.quantization=int8"),
+        "config.model.quantization = int8, but its pods compute on a GPU: set it to none",
+    ),
     "prefixes shared by some": (
         ("decode.config.connector.peer_prefixes=true",),
         'decode.config.connector.peer_prefixes = "true", but prefill has "false"',

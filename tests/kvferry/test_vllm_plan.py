@@ -284,6 +284,7 @@ def test_a_python_as_the_command_is_asked_itself():
         ("local.vllm_arguments=--kv_transfer_config={}", "--kv-transfer-config: a local cluster chooses it"),
         ("local.vllm_arguments='unbalanced", "No closing quotation"),
         ("local.num_encode=1", "encode workers are for kvferry's own engine"),
+        ("model.quantization=int8", "for kvferry's own engine; leave it out"),
         ("local.kvstore=true", "the store is for kvferry's own engine"),
         ("connector.name=shared", "vLLM engines hand off by p2p"),
         ("connector.transports=shm", "vLLM engines have no pool in shared memory"),

@@ -7,6 +7,9 @@
 {{- range $role := concat (include "kvferry.kvWorkers" . | fromJsonArray) (ternary (list "encode") list .Values.encode.enabled) (list "router") -}}
 {{- $config := include "kvferry.config" (dict "root" $ "role" $role) | fromYaml -}}
 {{- $found := dict "model.name" $config.model.name "model.served_name" (default $config.model.name $config.model.served_name) -}}
+{{- if ne $role "router" -}}
+{{- $_ := set $found "model.quantization" (dig "model" "quantization" "none" $config) -}}
+{{- end -}}
 {{- if has $role (list "prefill" "decode") -}}
 {{- $_ := set $found "model.dtype" (dig "model" "dtype" "auto" $config) -}}
 {{- $_ := set $found "connector.name" (dig "connector" "name" "p2p" $config) -}}
@@ -104,6 +107,9 @@
 {{- end -}}
 {{- if and $gpu (eq $device "cpu") -}}
 {{- fail (printf "%s.gpu.count = %d, but config.model.device is cpu: set it to cuda, or the GPU idles" .role $gpu) -}}
+{{- end -}}
+{{- if and (ne (dig "model" "quantization" "none" .config) "none") (or $gpu (eq $device "cuda")) -}}
+{{- fail (printf "%s.config.model.quantization = %s, but its pods compute on a GPU: set it to none" .role .config.model.quantization) -}}
 {{- end -}}
 {{- if and (eq $device "cuda") (eq $gpu 0) (not .values.resourceClaims) -}}
 {{- fail (printf "%s.config.model.device = cuda, but its pods get no GPU: set %s.gpu.count to 1, or %s.resourceClaims" .role .role .role) -}}

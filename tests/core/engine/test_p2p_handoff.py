@@ -152,6 +152,33 @@ async def test_handoff_to_another_dtype_is_refused_with_both_values(build_tiny, 
     assert f"dtype {first} at the peer, {second} at decode-0" in caplog.text
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_handoff_with_8_bit_weights_changes_no_token(build_tiny, greedy_for, run_engine, dtype):
+    settings = {"model__device": "cpu", "model__dtype": dtype, "model__quantization": "int8"}
+    prefill, decode = (Worker(role, build_tiny, "tcp", **settings) for role in ("prefill", "decode"))
+    texts = await make_handoff(prefill, decode, greedy_for)
+    assert_handoff_succeeded(decode, "tcp")
+    # Integer sums have no order: one worker computes the same bits, whatever the batch.
+    requests = [
+        NewRequest(request_id=f"a{n}", prompt_token_ids=prompt, sampling=greedy_for(NUM_TOKENS))
+        for n, prompt in enumerate(PROMPTS)
+    ]
+    alone = run_engine(build_tiny(**settings).engine, requests)
+    assert texts == [alone[request.request_id].token_ids for request in requests]
+
+
+@pytest.mark.parametrize(("first", "second"), [("none", "int8"), ("int8", "none")])
+async def test_handoff_between_whole_and_8_bit_weights_is_refused(build_tiny, greedy_for, caplog, first, second):
+    prefill = Worker("prefill", build_tiny, "tcp", model__device="cpu", model__quantization=first)
+    policy = {"connector__kv_load_failure_policy": "recompute"}
+    decode = Worker("decode", build_tiny, "tcp", model__device="cpu", model__quantization=second, **policy)
+    await make_handoff(prefill, decode, greedy_for)
+    for n in range(len(PROMPTS)):
+        (usage,) = [output.transfer_usage for output in decode.last[f"d{n}"] if output.transfer_usage is not None]
+        assert (usage.transferred_tokens, usage.fallback_reason) == (0, "layout")
+    assert "model.name, the weights or model.quantization differ" in caplog.text
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("transport", ["tcp", "nixl"])
 async def test_handoff_between_two_gpus(build_tiny, greedy_for, oracle, make_oracle, transport):

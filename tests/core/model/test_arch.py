@@ -211,6 +211,11 @@ def test_fingerprint_differs_where_keys_and_values_would(change):
     assert model_fingerprint(parse(**change), "weights") != model_fingerprint(parse(), "weights")
 
 
+def test_fingerprint_differs_where_weights_are_quantized_at_load():
+    assert model_fingerprint(parse(), "weights", "int8") != model_fingerprint(parse(), "weights")
+    assert model_fingerprint(parse(), "weights", "none") == model_fingerprint(parse(), "weights")
+
+
 def test_fingerprint_differs_for_other_weights():
     assert model_fingerprint(parse(), "weights") != model_fingerprint(parse(), "other weights")
 
