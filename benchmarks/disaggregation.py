@@ -1,6 +1,7 @@
 """What disaggregation buys: the time between tokens of running answers while long prompts arrive, and goodput.
 
-    python benchmarks/disaggregation.py [--goals] [--peers] [--chunks 64 256 2048] [--plot FOLDER] [--json FILE] [--quick]
+    python benchmarks/disaggregation.py [--goals] [--peers] [--chunks 64 256 2048] [--requests 30] [--plot FOLDER]
+                                        [--json FILE] [--quick]
 
 Real processes on the same cores for each side: one prefill and one decode worker (1P1D), or two aggregated workers that cut
 prompts into chunks of so many tokens (``scheduler.max_num_batched_tokens``). Each worker has one thread, pinned to a core of
@@ -57,7 +58,7 @@ class Size:
     lead_s: float = 2.0  # from the start of the streams to the first long prompt
     utilization: float = 0.6  # of one worker, by the long prompts
     num_requests: int = 30  # of a rate of the goodput
-    rates: tuple[float, ...] = (0.4, 0.7, 1.0, 1.3)  # times what one worker can prefill
+    rates: tuple[float, ...] = (0.7, 1.2, 1.8, 2.6)  # times one over the time of a long prompt; 1.8 fill a prefill worker
     ttft_slo: float = 3.0  # times the first token of the longest prompt on an idle worker
     itl_slo: float = 2.0  # times the gap between tokens of the streams on an idle worker
 
@@ -160,7 +161,7 @@ def measure(side: Side | VllmSide, arguments: argparse.Namespace, size: Size, re
     """Start the cluster of a side and load it. ``reference``: 1P1D, whose idle times set rates and SLOs for all sides."""
     print(f"{side.name} ...", file=sys.stderr, flush=True)
     with side.running(arguments.model) as base_url:
-        load = StreamLoad(base_url, arguments.model, size, seed=len(side.name))
+        load = StreamLoad(base_url, arguments.model, size, seed=1)  # the same requests for every side
         load.send([BenchRequest(0.0, load.prompt(size.long_prompt), 4) for _ in range(2)])  # warms up
         alone_s = load.alone_s()
         prefill_s = reference.alone_s if reference is not None else alone_s
@@ -252,9 +253,10 @@ def main() -> None:
     parser.add_argument("--goals", action="store_true", help="only what decides the goals")
     parser.add_argument("--chunks", type=int, nargs="+", metavar="TOKENS", help="of the aggregated workers")
     parser.add_argument("--peers", action="store_true", help="measure vLLM's CPU engine, too")
+    parser.add_argument("--requests", type=int, default=Size().num_requests, help="of a rate (default: %(default)s)")
     parser.add_argument("--plot", type=Path, metavar="FOLDER", help="write pictures here, as SVG")
     arguments = parser.parse_args()
-    size = QUICK if arguments.quick else Size()
+    size = QUICK if arguments.quick else Size(num_requests=arguments.requests)
     machine = Machine.now()
     found: dict[Side | VllmSide, Found] = {}
     chunks = arguments.chunks or (GOAL_CHUNKS if arguments.goals or arguments.quick else CHUNKS)
