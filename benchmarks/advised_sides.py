@@ -6,11 +6,11 @@ First the costs of a worker are measured while the other one works, because two 
 caches: prompts of several lengths beside streams, decode steps at several batch sizes beside prompts, and the gap that a
 handoff leaves. Then, for each mix of requests, the advice is computed from these costs for two workers, and both
 sides are run: one prefill and one decode worker, and two aggregated workers with the chunk that the advice found best. They get
-the same requests at the same times, at rates around the goodputs that were predicted, and at higher ones until 1P1D falls below
-``FALLEN`` of good requests: sides that both serve everything tell nothing. The side with more good requests over all rates
-wins; two sides within ``NOISE`` of each other are a draw.
+the same requests at the same times, at rising rates around the goodputs that were predicted, each side until it falls below
+``FALLEN`` of good requests. Its goodput is the rate at which the share of good ones crosses ``SHARE``, on straight lines from
+each rate to the next (and from all good at rate 0): the quantity that the advice predicts.
 
-The advice agrees if the side that it finds better wins, or if it calls the two even (``EVEN``) and they are a draw.
+The advice agrees if the side that it finds better has the larger goodput, or if both say that the two are even (``EVEN``).
 """
 
 from __future__ import annotations
@@ -36,9 +36,8 @@ from kvferry.bench.client import RequestResult
 from kvferry.bench.workload import BenchRequest
 from router.routing.fit import PrefillFit
 
-SHARE = 0.9  # of good requests, for the goodput that is predicted
-NOISE = 0.06  # in the mean share of good requests: two of 30
-FALLEN = 0.7  # of good requests: a side below has met its limit
+SHARE = 0.9  # of good requests, for goodput
+FALLEN = 0.75  # of good requests: a side below has met its limit
 STEP = 1.4  # from one rate to the next, beyond those of ``Effort``
 EVEN = 0.1  # the model's error, as of ``kvferry advise``
 NUM_STREAMS = 4  # beside the prompts whose times are measured
@@ -84,29 +83,37 @@ QUICK = Effort(prompts=(16, 64), batches=(1, 2), step_tokens=6, num_beside=1, st
 
 @dataclass(slots=True)
 class Compared:
-    """One mix: what was advised, and the share of good requests of each side at each rate, real and predicted."""
+    """One mix: what was advised, and the share of good requests of each side at its rates, real and predicted."""
 
     mix: Mix
     study: Study
-    rates: list[float] = field(default_factory=list)
+    rates: list[float]  # a side was run at the first ones, as many as it has shares
     real: dict[str, list[float]] = field(default_factory=dict)
     predicted: dict[str, list[float]] = field(default_factory=dict)
 
     @property
     def advised(self) -> float:
-        """How much more 1P1D is predicted to carry; 0 = as much."""
-        return self.study.ratio.mean - 1
+        """How many times the goodput of the aggregated workers 1P1D is predicted to have."""
+        return self.study.ratio.mean
 
     @property
-    def gain(self) -> float:
-        """The mean share of good requests of 1P1D, less that of the aggregated workers."""
-        return statistics.mean(self.real["1P1D"]) - statistics.mean(self.real["aggregated"])
+    def measured(self) -> float:
+        """How many times it has it."""
+        return self.goodput("1P1D") / self.goodput("aggregated")
 
     @property
     def agrees(self) -> bool:
-        if abs(self.gain) <= NOISE:
-            return abs(self.advised) <= EVEN
-        return (self.gain > 0) == (self.advised > 0)
+        are_even = [abs(ratio - 1) <= EVEN for ratio in (self.advised, self.measured)]
+        return all(are_even) or (self.measured > 1) == (self.advised > 1)
+
+    def goodput(self, side: str) -> float:
+        """Return the rate at which a side's share of good requests crosses ``SHARE``; its last rate if it never does."""
+        before = (0.0, 1.0)
+        for rate, share in zip(self.rates, self.real[side], strict=False):
+            if share < SHARE:
+                return before[0] + (rate - before[0]) * (before[1] - SHARE) / (before[1] - share)
+            before = (rate, share)
+        return before[0]
 
 
 @contextmanager
@@ -182,10 +189,10 @@ def compare(mix: Mix, costs: Costs, effort: Effort, arguments: argparse.Namespac
     modelled = Trace(tuple(draw(mix, 1.0, NUM_MODELLED, seed=7)), knows_prefixes=False)
     study = Comparison(modelled, costs, slo, SHARE).study(2)
     most = max(study.aggregated.goodput.mean, study.disaggregated.goodput.mean)
-    found = Compared(mix, study)
+    rates = [share * most for share in effort.rates]
+    rates += [rates[-1] * STEP**number for number in range(1, effort.num_more + 1)]
+    found = Compared(mix, study, rates)
     chunk = study.aggregated.layout.chunk
-    highest = [share * most for share in effort.rates]
-    highest += [highest[-1] * STEP**number for number in range(1, effort.num_more + 1)]
     sides = {
         "1P1D": (PAIR, Layout(num_prefill=1, num_decode=1)),
         "aggregated": (aggregated(chunk), study.aggregated.layout),
@@ -193,13 +200,12 @@ def compare(mix: Mix, costs: Costs, effort: Effort, arguments: argparse.Namespac
     for name, (side, layout) in sides.items():
         real, predicted = found.real.setdefault(name, []), found.predicted.setdefault(name, [])
         with running(side, arguments.model) as load:
-            for number, rate in enumerate(found.rates or highest):
-                if not found.rates and number >= len(effort.rates) and real[-1] < FALLEN:
-                    break
+            for rate in rates:
                 requests = draw(mix, rate, arguments.requests, seed=round(1e3 * rate))
                 real.append(good_share(load, requests, costs, slo))
                 predicted.append(run(requests, costs, layout, slo).good_share)
-        found.rates = highest[: len(real)]
+                if real[-1] < FALLEN:
+                    break
     return found
 
 
@@ -228,25 +234,25 @@ def outcome(costs: Costs, found: Sequence[Compared]) -> Outcome:
         for side in ("1P1D", "aggregated"):
             pairs = zip(one.real[side], one.predicted[side], strict=True)
             cells.append(" / ".join(f"{real:.0%} ({predicted:.0%})" for real, predicted in pairs))
-        winner = "draw" if abs(one.gain) <= NOISE else "1P1D" if one.gain > 0 else "aggregated"
         chunk = one.study.aggregated.layout.chunk
-        rates = " / ".join(f"{rate:.2f}" for rate in one.rates)
-        advised = f"{1 + one.advised:.2f}, chunks of {chunk}"
-        return [one.mix.name, advised, rates, *cells, winner, "yes" if one.agrees else "NO"]
+        rates = " / ".join(f"{rate:.2f}" for rate in one.rates[: max(map(len, one.real.values()))])
+        goodputs = f"{one.measured:.2f} ({one.goodput('1P1D'):.2f} / {one.goodput('aggregated'):.2f})"
+        advised = f"{one.advised:.2f}, chunks of {chunk}"
+        return [one.mix.name, rates, *cells, advised, goodputs, "yes" if one.agrees else "NO"]
 
-    columns = ("mix", "advised: 1P1D carries, times", "requests/s", "good, 1P1D", "good, aggregated", "won", "agrees")
+    columns = ("mix", "requests/s", "good, 1P1D", "good, aggregated", "advised: 1P1D carries, times", "measured", "agrees")
     num_agreed = sum(one.agrees for one in found)
     goal = {"name": "mixes in which the advised side wins", "value": num_agreed, "goal": len(found), "unit": "mixes"}
     notes = [
         f"costs, ms: prefill {costs.prefill.base_ms:.0f} + {costs.prefill.token_ms:.2f} a token "
         f"+ {costs.prefill.pair_ms:.1e} a pair; step {costs.step.base_ms:.0f} + {costs.step.request_ms:.1f} a request; "
         f"handoff {costs.handoff.base_ms:.0f} + {costs.handoff.token_ms:.3f} a token",
-        "good: real (predicted), at each rate",
+        "good: real (predicted), at each rate of the side; measured: goodput of 1P1D over that of the aggregated workers",
         f"advice and measurement agree in {num_agreed} of {len(found)} mixes",
     ]
     figures: dict[str, object] = {
         "goals": [{**goal, "met": num_agreed == len(found)}],
-        "mixes": [{"mix": asdict(one.mix), "advised": one.advised, "gain": one.gain, "rates": one.rates,
+        "mixes": [{"mix": asdict(one.mix), "advised": one.advised, "measured": one.measured, "rates": one.rates,
                    "real": one.real, "predicted": one.predicted} for one in found],
     }  # fmt: skip
     return Outcome([Table(columns, [row(one) for one in found])], notes, figures)
