@@ -2,15 +2,18 @@
 
 Owns the choice of pages and the fallback from huge ones. Knows nothing of the content: ``core.engine.kv_pool`` keeps the KV
 pool in such a file, ``kvstore.arena`` the store's arena. Every page is allocated when a file is made, so that a host without
-enough memory refuses the file and does not kill its owner later.
+enough memory refuses the file and does not kill its owner later. Its size is sealed: an owner that shrinks its file would kill
+every process that has mapped it, by SIGBUS.
 
 Huge pages (hugetlb) are reserved by the operator, beforehand; a pool in them has fewer entries in page tables and TLB. In
-Kubernetes a container may take those of its limit ``hugepages-2Mi``. Sources: memfd_create(2), hugetlbpage.rst.
+Kubernetes a container may take those of its limit ``hugepages-2Mi``. Sources: memfd_create(2), fcntl(2),
+hugetlbpage.rst.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
 import logging
 import mmap
 import os
@@ -85,6 +88,14 @@ def create_memory_file(name: str, num_bytes: int, huge_pages: HugePages = "never
     return _create(name, num_bytes, mmap.PAGESIZE, 0)
 
 
+def has_sealed_size(fd: int) -> bool:
+    """Return True if the file behind ``fd``, of any process, is a memory file that nobody can shrink."""
+    try:
+        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False  # no memory file
+
+
 def _create_huge(name: str, num_bytes: int) -> MemoryFile:
     stock = huge_page_stock()
     missing = stock.lacks(num_bytes)
@@ -99,10 +110,11 @@ def _create_huge(name: str, num_bytes: int) -> MemoryFile:
 
 
 def _create(name: str, num_bytes: int, page_bytes: int, flags: int) -> MemoryFile:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC | flags)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     size = -(-num_bytes // page_bytes) * page_bytes if flags else num_bytes
     try:
         os.posix_fallocate(fd, 0, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
     except OSError:
         os.close(fd)
         raise

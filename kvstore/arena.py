@@ -30,7 +30,7 @@ from enum import IntEnum
 from core.config_types import HugePages
 from core.errors import Full, PeerUnreachable, ProtocolError
 from core.kv.seals import SEAL_BYTES
-from core.memory_file import create_memory_file
+from core.memory_file import create_memory_file, has_sealed_size
 from kvstore.messages import ArenaFile
 
 NONCE_BYTES = 32
@@ -267,6 +267,8 @@ def map_arena(file: ArenaFile, incarnation: int) -> ArenaView:
         status = os.fstat(fd)
         if (status.st_ino, status.st_size) != (file.inode, file.num_bytes):
             raise PeerUnreachable(f"descriptor {file.fd} of process {file.pid} is another file than described")
+        if not has_sealed_size(fd):
+            raise ProtocolError(f"the arena of process {file.pid} is not sealed against shrinking")
         memory = memoryview(mmap.mmap(fd, file.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
     except (OSError, ValueError) as error:
         raise PeerUnreachable(f"the arena of process {file.pid} cannot be mapped: {error}") from None

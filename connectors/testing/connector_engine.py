@@ -32,6 +32,7 @@ from core.kv.seals import (
     seal_memory_bytes,
 )
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
+from core.memory_file import create_memory_file
 from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVSource
 from core.wire.messages import ErrorInfo, TransferUsage
@@ -60,8 +61,9 @@ class MemoryPool:
 
     def __init__(self, num_blocks: int, layout: KVLayoutInfo, incarnation: int = 0) -> None:
         num_bytes = num_blocks * layout.block_bytes
-        self.fd = _memory_file("kvferry-test-pool", num_bytes)
-        self._seals_fd = _memory_file("kvferry-test-seals", seal_memory_bytes(num_blocks, num_landing_rows(layout.block_size)))
+        num_seal_bytes = seal_memory_bytes(num_blocks, num_landing_rows(layout.block_size))
+        self.fd = create_memory_file("kvferry-test-pool", num_bytes).fd
+        self._seals_fd = create_memory_file("kvferry-test-seals", num_seal_bytes).fd
         self._memory = mmap.mmap(self.fd, num_bytes)
         flat: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
         self.rows = flat.reshape(num_blocks, layout.block_bytes)
@@ -88,12 +90,6 @@ class MemoryPool:
         """Close the files; the memory is freed with its last reference."""
         os.close(self.fd)
         os.close(self._seals_fd)
-
-
-def _memory_file(name: str, num_bytes: int) -> int:
-    fd = os.memfd_create(name, os.MFD_CLOEXEC)
-    os.ftruncate(fd, num_bytes)
-    return fd
 
 
 @dataclass(slots=True)

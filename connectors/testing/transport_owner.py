@@ -27,6 +27,7 @@ import zmq
 
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegion, Transport
 from core.kv.seals import BROKEN, SEAL_BYTES
+from core.memory_file import create_memory_file
 from core.wire.kv import OPAQUE, KVLayoutInfo
 
 START_TIMEOUT_S = 60.0
@@ -39,8 +40,7 @@ class HostRows:
     """Rows in an anonymous memory file. ``rows`` is [num_rows, row_bytes] uint8."""
 
     def __init__(self, num_rows: int, row_bytes: int) -> None:
-        self.fd = os.memfd_create("kvferry-test-rows", os.MFD_CLOEXEC)
-        os.ftruncate(self.fd, num_rows * row_bytes)
+        self.fd = create_memory_file("kvferry-test-rows", num_rows * row_bytes).fd
         self._memory = mmap.mmap(self.fd, num_rows * row_bytes)
         flat: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
         self.rows = flat.reshape(num_rows, row_bytes)

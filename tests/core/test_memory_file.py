@@ -9,7 +9,7 @@ import pytest
 
 from core import memory_file
 from core.errors import ConfigError
-from core.memory_file import HugePageStock, create_memory_file, huge_page_stock
+from core.memory_file import HugePageStock, create_memory_file, has_sealed_size, huge_page_stock
 
 STOCK = huge_page_stock()
 needs_huge_pages = pytest.mark.skipif(STOCK.num_free < 4, reason="no huge pages are reserved here: sysctl vm.nr_hugepages=8")
@@ -38,6 +38,23 @@ def test_ordinary_file_has_the_bytes_that_were_asked_for_all_of_them_there_and_z
     assert bytes(memory) == bytes(10_000)
     memory[9_999] = 7
     assert os.pread(file.fd, 1, 9_999) == b"\7"
+
+
+def test_nobody_can_shrink_a_file_under_those_who_have_mapped_it(make):
+    file = make(10_000)
+    assert has_sealed_size(file.fd)
+    for size in (0, 9_999, 10_001):
+        with pytest.raises(PermissionError):
+            os.ftruncate(file.fd, size)
+    os.pwrite(file.fd, b"\7", 9_999)
+
+
+def test_other_files_have_no_sealed_size(tmp_path):
+    with (tmp_path / "file").open("wb") as ordinary:
+        assert not has_sealed_size(ordinary.fileno())
+    fd = os.memfd_create("kvferry-test", os.MFD_ALLOW_SEALING)
+    assert not has_sealed_size(fd)
+    os.close(fd)
 
 
 def test_what_cannot_be_had_is_refused_and_leaves_nothing_open():

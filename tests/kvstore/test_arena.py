@@ -209,6 +209,16 @@ def test_a_file_that_is_not_the_one_described_is_refused(shared, change):
         map_arena(file, INCARNATION)
 
 
+def test_a_file_that_its_owner_could_shrink_is_refused(shared):
+    arena = shared.describe()
+    unsealed = os.memfd_create("kvferry-test-unsealed")
+    os.ftruncate(unsealed, arena.num_bytes)
+    file = msgspec.structs.replace(arena, fd=unsealed, inode=os.fstat(unsealed).st_ino, pid=os.getpid())
+    with pytest.raises(ProtocolError, match="not sealed against shrinking"):
+        map_arena(file, INCARNATION)
+    os.close(unsealed)
+
+
 def test_the_arena_of_another_incarnation_is_refused(shared):
     with pytest.raises(PeerUnreachable, match="incarnation"):
         map_arena(shared.describe(), INCARNATION + 1)

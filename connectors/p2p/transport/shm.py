@@ -9,6 +9,8 @@ peer is an exact fence, and seals that are requested after their blocks are read
 The pages of a producer's pool are put into the page table beside the first reads, by a thread of their own: to wait for all of
 them would delay the first read by 0.1 s for each GiB.
 
+A file whose size is not sealed is refused: its owner could shrink it, and the reader's next access would be a SIGBUS.
+
 Sources: memfd_create(2), pidfd_open(2), proc_pid_fd(5).
 """
 
@@ -40,6 +42,7 @@ from connectors.p2p.transport.interface import POOL_REGION, PeerId, ReadResult, 
 from connectors.p2p.transport.page_mapping import PageMapping
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
+from core.memory_file import has_sealed_size
 from core.stream_copy import stream_copy
 
 TOKEN_BYTES = 32
@@ -319,6 +322,8 @@ def _map_file(pid: int, file: MemoryFile) -> mmap.mmap:
             raise PeerUnreachable(f"descriptor {file.fd} of process {pid} is another file than described")
         if num_bytes <= 0 or status.st_size < num_bytes:
             raise ProtocolError(f"memory file of {status.st_size} bytes cannot hold the {num_bytes} bytes described")
+        if not has_sealed_size(fd):
+            raise ProtocolError(f"the memory file of process {pid} is not sealed against shrinking")
         page_bytes = status.st_blksize  # huge pages count, too: a mapping that ends within one could not be unmapped
         size = min(status.st_size, -(-num_bytes // page_bytes) * page_bytes)
         return mmap.mmap(fd, size, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)

@@ -134,6 +134,17 @@ def test_file_that_is_too_small_for_its_description_is_refused(reader, owner):
     assert_refused(reader, changed_file(owner, shape=RowShape(NUM_ROWS + 1, ROW_BYTES)), ProtocolError)
 
 
+def test_file_that_its_owner_could_shrink_is_refused(reader, memory):
+    unsealed = os.memfd_create("kvferry-test-unsealed")
+    os.ftruncate(unsealed, NUM_ROWS * ROW_BYTES)
+    transport = ShmTransport(RandomIds())
+    transport.register([dataclasses.replace(region, memory_fd=unsealed) for region in memory.regions])
+    with pytest.raises(ProtocolError, match="not sealed against shrinking"):
+        reader.transport.add_peer(PEER, transport.describe())
+    transport.close()
+    os.close(unsealed)
+
+
 def test_descriptor_of_something_that_is_no_memory_is_refused(reader, owner):
     pipe = os.pipe()
     transport = ShmTransport(RandomIds())
