@@ -95,7 +95,7 @@ check-tools:
 	@command -v promtool >/dev/null || echo "The tests of the chart's alerts are skipped. To run them: apt-get install prometheus"
 
 # torch first and spelled exactly: any other spelling may pass by a build for CPUs, and pull gigabytes of CUDA libraries.
-$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard core/*.c core/attention/*.c core/engine/*.c)
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard core/*.c core/attention/*.[ch] core/engine/*.c)
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; try: make PYTHON=python3.11")'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0

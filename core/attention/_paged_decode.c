@@ -7,23 +7,14 @@
 
 #ifndef VARIANT /* the part that is read once; the kernels follow in #else */
 
-#include <stdint.h>
+#include "_vectors.h"
 
-#define INLINE static inline __attribute__((always_inline))
-
-#define UNROLL _Pragma("GCC unroll 4")
 #define SHUFFLE __builtin_shufflevector
-#define LANES 16
 #define MAX_GROUP 4 /* query heads that are computed together: their sums fit the registers */
 #define MAX_HEAD_DIM 256
 
-typedef float floats __attribute__((vector_size(4 * LANES)));
-typedef float any_floats __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef float quad __attribute__((vector_size(16)));
 typedef float any_quad __attribute__((vector_size(16), aligned(1), may_alias));
-typedef uint32_t words __attribute__((vector_size(4 * LANES)));
-typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
-typedef uint16_t any_halves __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 /* Sizes in elements. Strides lead from one block, KV head or token to the next; a value is ``value_offset`` after its key.
  * block_ids, block_starts: the blocks of sequence s are block_ids[block_starts[s]] to block_ids[block_starts[s + 1] - 1].
@@ -74,49 +65,7 @@ void kvferry_paged_decode(const struct problem *p, int64_t first, int64_t end, f
 
 #else
 
-INLINE floats VARIANT(load)(const char *address, int64_t element, int is_bfloat16)
-{
-    if (!is_bfloat16)
-        return *(const any_floats *)(address + 4 * element);
-    words wide = __builtin_convertvector(*(const any_halves *)(address + 2 * element), words);
-    return (floats)(wide << 16);
-}
-
-/* Round to nearest, ties to even; NaN stays NaN. */
-INLINE void VARIANT(store)(char *address, int64_t element, floats values, int is_bfloat16)
-{
-    if (!is_bfloat16) {
-        *(any_floats *)(address + 4 * element) = values;
-        return;
-    }
-    words bits = (words)values, is_nan = (words)(values != values);
-    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-    *(any_halves *)(address + 2 * element) = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), halves);
-}
-
-INLINE floats VARIANT(largest)(floats a, floats b)
-{
-    words is_larger = (words)(a > b);
-    return (floats)(((words)a & is_larger) | ((words)b & ~is_larger));
-}
-
-/* 2 ** x for x <= 0, within 2 ** -22; NaN for NaN. */
-INLINE floats VARIANT(exp2_of)(floats x)
-{
-    const float shifter = 12582912.0f; /* 1.5 * 2 ** 23: adding it rounds to an integer */
-    floats lowest = (floats){0} - 126.0f;
-    words is_low = (words)(x < lowest);
-    x = (floats)(((words)x & ~is_low) | ((words)lowest & is_low));
-    floats shifted = x + shifter;
-    floats rest = x - (shifted - shifter);
-    floats power = rest * 1.5403530e-4f + 1.3333558e-3f;
-    power = power * rest + 9.6181291e-3f;
-    power = power * rest + 5.5504109e-2f;
-    power = power * rest + 2.4022651e-1f;
-    power = power * rest + 6.9314718e-1f;
-    power = power * rest + 1.0f;
-    return power * (floats)(((words)shifted + 127) << 23);
-}
+#include "_vectors.h"
 
 /* The sums of the lanes of a, b, c and d, in this order. */
 INLINE quad VARIANT(sums_of)(floats a, floats b, floats c, floats d)

@@ -1,6 +1,6 @@
 """CPU attention of one sequence at a time: gather its pages into a scratch buffer, then attend tile by tile.
 
-Owns: the kernel for prefill chunks (and for decode where the pool is not fp32). Does not know: plans of whole batches.
+Owns: the kernel for prefill chunks (and decode) where the compiled ones cannot be used. Does not know: plans of whole batches.
 
 The gather is one ``index_select`` of contiguous chunks for keys and values together (HND: one chunk per head and page; NHD:
 one per page), which runs at the speed of memcpy. Queries are taken ``TILE`` at a time against the keys that any of them sees,
@@ -54,6 +54,7 @@ class GatherIndex:
     num_pages: int
     keys: slice
     tiles: list[Tile]
+    scale: float
 
 
 class GatherKernel:
@@ -87,6 +88,7 @@ class GatherKernel:
                 self._tile(first_position + start, min(first_position + start + TILE, sequence.seq_len), sequence, spec)
                 for start in range(0, sequence.num_queries, TILE)
             ],
+            scale=spec.scale,
         )
 
     def _tile(self, first: int, end: int, sequence: BatchedSequence, spec: AttentionSpec) -> Tile:
@@ -103,17 +105,17 @@ class GatherKernel:
         queries = slice(first - sequence.first_position, end - sequence.first_position)
         return Tile(queries, slice(lowest_key - lowest, end - lowest), mask)
 
-    def attend(self, layer: int, query: Tensor, scale: float, index: GatherIndex, output: Tensor) -> None:
+    def attend(self, layer: int, query: Tensor, index: GatherIndex, output: Tensor) -> None:
         """Fill ``output`` ``[num_queries, num_heads, head_dim]`` for the sequence's queries of that shape."""
         key, value = self._gather(layer, index)
         if len(query) == 1:
             # Heads that share a KV head become its queries: faster than enable_gqa.
             folded = query.reshape(1, self._cache.num_kv_heads, -1, query.shape[-1])
             key, value = key[None].to(query.dtype), value[None].to(query.dtype)
-            output.copy_(F.scaled_dot_product_attention(folded, key, value, scale=scale).view(query.shape))
+            output.copy_(F.scaled_dot_product_attention(folded, key, value, scale=index.scale).view(query.shape))
             return
         by_kv_head = (len(query), len(key), -1, query.shape[-1])
-        operands = _fold(query.float().view(by_kv_head), scale * _LOG2_E), key.float().transpose(1, 2), value.float()
+        operands = _fold(query.float().view(by_kv_head), index.scale * _LOG2_E), key.float().transpose(1, 2), value.float()
         output = output.view(by_kv_head)
         totals = [self._attend_tile(operands, tile, output[tile.queries]) for tile in index.tiles]
         if not _is_exact(torch.cat(totals, dim=1)):

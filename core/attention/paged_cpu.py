@@ -1,10 +1,11 @@
-"""The CPU backend: decode rows through a kernel without copies, prefill chunks by gather and tiles, in any mixture.
+"""The CPU backend: decode rows through one kernel, prefill chunks through another, in any mixture.
 
-Owns: the split of a batch between the two kernels. Does not know: how either of them works.
+Owns: the split of a batch between the kernels. Does not know: how any of them works.
 
 The rule: a sequence with one query goes to ``CompiledDecode`` if it was built and takes the heads, else to ``DecodeRows`` if
-the pool is fp32 (``sampled_addmm`` has no bf16 on the CPU), everything else to ``GatherKernel``. In this order they were the
-fastest at every batch size (1 to 16) and context (256 to 4096) that was measured, so the rule needs no thresholds.
+the pool is fp32 (``sampled_addmm`` has no bf16 on the CPU); everything else to ``CompiledPrefill`` under the same condition,
+else to ``GatherKernel``. In this order they were the fastest at every batch size (1 to 16) and context (256 to 4096) that was
+measured, so the rule needs no thresholds.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from core.attention.base import (
     split_sequences,
 )
 from core.attention.compiled_decode import CompiledDecode, CompiledDecodeIndex, can_compile_decode
+from core.attention.compiled_prefill import CompiledPrefill, CompiledPrefillIndex, can_compile_prefill
 from core.attention.decode_rows import DecodeIndex, DecodeRows
 from core.attention.gathered import GatherIndex, GatherKernel
 
@@ -36,7 +38,7 @@ class MaskedStep:
 
     decode: CompiledDecodeIndex | DecodeIndex | None
     decode_rows: Tensor | None
-    gathers: list[GatherIndex]
+    prefills: list[CompiledPrefillIndex | GatherIndex]
 
 
 @dataclass(slots=True)
@@ -53,11 +55,12 @@ class PagedCpuBackend(AttentionBackend):
     name = "paged_cpu"
     preferred_layout = KVLayout.HND
     device_types = frozenset({"cpu"})
-    may_be_compiled: ClassVar[bool] = True  # False: decode by torch's operators even where the C kernel was built
+    may_be_compiled: ClassVar[bool] = True  # False: torch's operators even where the C kernels were built
 
     def __init__(self, cache: PagedKVCache) -> None:
         super().__init__(cache)
-        self._gather = GatherKernel(cache)
+        is_compiled = self.may_be_compiled and can_compile_prefill(cache)
+        self._prefill: CompiledPrefill | GatherKernel = CompiledPrefill(cache) if is_compiled else GatherKernel(cache)
         self._decode = _decode_kernel(cache, self.may_be_compiled)
 
     def plan(self, batch: AttentionBatch) -> PagedCpuPlan:
@@ -76,8 +79,8 @@ class PagedCpuBackend(AttentionBackend):
         if step.decode is not None and step.decode_rows is not None:
             decoded = self._attend_decode(layer, query[step.decode_rows], spec.scale, step.decode)
             output.index_copy_(0, step.decode_rows, decoded)
-        for index in step.gathers:
-            self._gather.attend(layer, query[index.rows], spec.scale, index, output[index.rows])
+        for index in step.prefills:
+            self._attend_prefill(layer, query[index.rows], index, output[index.rows])
         return output
 
     def _attend_decode(self, layer: int, query: Tensor, scale: float, index: CompiledDecodeIndex | DecodeIndex) -> Tensor:
@@ -89,12 +92,20 @@ class PagedCpuBackend(AttentionBackend):
         assert isinstance(index, DecodeIndex)
         return self._decode.attend(layer, exact, scale, index).to(query.dtype)
 
+    def _attend_prefill(self, layer: int, query: Tensor, index: CompiledPrefillIndex | GatherIndex, output: Tensor) -> None:
+        if isinstance(self._prefill, CompiledPrefill):
+            assert isinstance(index, CompiledPrefillIndex)
+            self._prefill.attend(layer, query, index, output)
+            return
+        assert isinstance(index, GatherIndex)
+        self._prefill.attend(layer, query, index, output)
+
     def _masked_step(self, sequences: list[BatchedSequence], spec: AttentionSpec) -> MaskedStep:
         decoding = [s for s in sequences if s.num_queries == 1] if self._decode is not None else []
-        gathered = [s for s in sequences if s.num_queries > 1 or self._decode is None]
+        others = [s for s in sequences if s.num_queries > 1 or self._decode is None]
         decode = self._decode.index(decoding, spec) if self._decode is not None and decoding else None
-        rows = torch.tensor([s.query_start for s in decoding]) if gathered and decoding else None
-        return MaskedStep(decode, rows, [self._gather.index(s, spec) for s in gathered])
+        rows = torch.tensor([s.query_start for s in decoding]) if others and decoding else None
+        return MaskedStep(decode, rows, [self._prefill.index(s, spec) for s in others])
 
 
 def _decode_kernel(cache: PagedKVCache, may_be_compiled: bool) -> CompiledDecode | DecodeRows | None:

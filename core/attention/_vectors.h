@@ -1,0 +1,72 @@
+/* Vectors of 16 floats, for the C code of attention: types, loads and stores of float32 and bfloat16, and 2 ** x.
+ *
+ * Included twice: without VARIANT for the types, then with VARIANT(name) defined for functions that are compiled for one kind of
+ * CPU, whose instructions the compiler chooses by the target in effect.
+ */
+
+#ifndef VARIANT
+#ifndef KVFERRY_VECTORS
+#define KVFERRY_VECTORS
+
+#include <stdint.h>
+
+#define INLINE static inline __attribute__((always_inline))
+
+#define UNROLL _Pragma("GCC unroll 4")
+#define UNROLL_ALL _Pragma("GCC unroll 8")
+#define LANES 16
+
+typedef float floats __attribute__((vector_size(4 * LANES)));
+typedef float any_floats __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef uint32_t words __attribute__((vector_size(4 * LANES)));
+typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
+typedef uint16_t any_halves __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
+
+#endif
+#else
+
+INLINE floats VARIANT(load)(const char *address, int64_t element, int is_bfloat16)
+{
+    if (!is_bfloat16)
+        return *(const any_floats *)(address + 4 * element);
+    words wide = __builtin_convertvector(*(const any_halves *)(address + 2 * element), words);
+    return (floats)(wide << 16);
+}
+
+/* Round to nearest, ties to even; NaN stays NaN. */
+INLINE void VARIANT(store)(char *address, int64_t element, floats values, int is_bfloat16)
+{
+    if (!is_bfloat16) {
+        *(any_floats *)(address + 4 * element) = values;
+        return;
+    }
+    words bits = (words)values, is_nan = (words)(values != values);
+    words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+    *(any_halves *)(address + 2 * element) = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), halves);
+}
+
+INLINE floats VARIANT(largest)(floats a, floats b)
+{
+    words is_larger = (words)(a > b);
+    return (floats)(((words)a & is_larger) | ((words)b & ~is_larger));
+}
+
+/* 2 ** x for x <= 0, within 2 ** -22; NaN for NaN. */
+INLINE floats VARIANT(exp2_of)(floats x)
+{
+    const float shifter = 12582912.0f; /* 1.5 * 2 ** 23: adding it rounds to an integer */
+    floats lowest = (floats){0} - 126.0f;
+    words is_low = (words)(x < lowest);
+    x = (floats)(((words)x & ~is_low) | ((words)lowest & is_low));
+    floats shifted = x + shifter;
+    floats rest = x - (shifted - shifter);
+    floats power = rest * 1.5403530e-4f + 1.3333558e-3f;
+    power = power * rest + 9.6181291e-3f;
+    power = power * rest + 5.5504109e-2f;
+    power = power * rest + 2.4022651e-1f;
+    power = power * rest + 6.9314718e-1f;
+    power = power * rest + 1.0f;
+    return power * (floats)(((words)shifted + 127) << 23);
+}
+
+#endif
