@@ -10,7 +10,7 @@ the same requests at the same times, at rising rates around the goodputs that we
 ``FALLEN`` of good requests. Its goodput is the rate at which the share of good ones crosses ``SHARE``, on straight lines from
 each rate to the next (and from all good at rate 0): the quantity that the advice predicts.
 
-The advice agrees if the side that it finds better has the larger goodput, or if both say that the two are even (``EVEN``).
+The advice agrees if it and the measurement both find the same side better by more than ``EVEN``, or both find the two even.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ class Compared:
 
     @property
     def agrees(self) -> bool:
-        are_even = [abs(ratio - 1) <= EVEN for ratio in (self.advised, self.measured)]
-        return all(are_even) or (self.measured > 1) == (self.advised > 1)
+        if all(min(shares) >= SHARE for shares in self.real.values()):
+            return False  # neither side has met its limit: the measurement decides nothing
+        verdicts = [0 if abs(ratio - 1) <= EVEN else 1 if ratio > 1 else -1 for ratio in (self.advised, self.measured)]
+        return verdicts[0] == verdicts[1]
 
     def goodput(self, side: str) -> float:
         """Return the rate at which a side's share of good requests crosses ``SHARE``; its last rate if it never does."""

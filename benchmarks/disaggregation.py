@@ -240,7 +240,7 @@ def plot(found: Mapping[Side | VllmSide, Found], folder: Path) -> None:
     nines = [tenths / 10 for tenths in range(1, 31)]  # 1 is the 90th percentile, 2 the 99th, 3 the 99.9th
     gaps_ms = [Curve(side.name, [(nine, quantile(one.intervals.busy_ms, 1 - 10**-nine)) for nine in nines])
                for side, one in found.items()]  # fmt: skip
-    ticks = {1: "90th", 2: "99th", 3: "99.9th percentile"}
+    ticks: dict[float, str] = {1: "90th", 2: "99th", 3: "99.9th percentile"}
     (folder / "gaps.svg").write_text(draw("ms between two tokens while long prompts arrive", gaps_ms, ticks, is_log=True))
     if rates := measured_rates(found):
         good = [Curve(side.name, [(rate, 100 * one.good[rate]) for rate in rates]) for side, one in found.items()]

@@ -1,10 +1,10 @@
-"""What weights of 8 bits (``model.quantization = int8``) and bfloat16 win and lose, against float32, in one process and thread.
+"""What 8-bit weights and inputs (``model.quantization = int8``) and bfloat16 win and lose against float32, with one thread.
 
     python benchmarks/quantized.py [--model smollm2-135m] [--windows 32] [--repeats 7] [--json FILE] [--markdown] [--quick]
 
-Quality: every position of windows of English (the Markdown files of ``docs``) is predicted from the tokens before it in its
-window. ``perplexity`` of the token that follows; ``divergence``, the mean over positions of KL(float32 || this), in nats;
-``same token``, the share of positions at which the most probable token is that of float32.
+Quality: every position of windows of English (prose of ``docs``, without tables and code) is predicted from the tokens before
+it in its window. ``perplexity`` of the token that follows; ``divergence``, the mean over positions of KL(float32 || this), in
+nats; ``same token``, the share of positions at which the most probable token is that of float32.
 
 Speed: a prompt of 256 tokens, and one step of 1 and of 16 sequences with 128 tokens each, turn by turn; times of float32 over
 those of the variant.
@@ -58,9 +58,14 @@ def load(files: ModelFiles, variant: str) -> Decoder:
 
 
 def windows_of(files: ModelFiles, number: int) -> Tensor:
-    """Return ``[number, WINDOW]`` token ids of the documents, in the order of their names."""
-    text = "\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))
-    return torch.tensor(Tokenizer(files).encode(text)[: number * WINDOW]).view(number, WINDOW)
+    """Return ``[number, WINDOW]`` token ids, windows at equal distances in the prose of the documents."""
+    lines = []
+    for path in sorted(DOCS.glob("*.md")):
+        parts = path.read_text().split("```")[::2]  # between blocks of code
+        lines += [line for part in parts for line in part.splitlines() if line and line[0] not in "|#<"]
+    ids = torch.tensor(Tokenizer(files).encode("\n".join(lines)))
+    starts = torch.linspace(0, len(ids) - WINDOW, number).long()
+    return torch.stack([ids[start : start + WINDOW] for start in starts.tolist()])
 
 
 def log_probabilities(decoder: Decoder, window: Tensor) -> Tensor:

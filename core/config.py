@@ -65,12 +65,6 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             raise ConfigError(
                 "cache.kv_events = true: there are no events without cache.enable_prefix_caching", param="cache.kv_events"
             )
-        if self.model.quantization != "none" and self.model.device == "cuda":
-            raise ConfigError(
-                f"model.quantization = {self.model.quantization} with model.device = cuda: only a CPU computes it; "
-                "set it to none",
-                param="model.quantization",
-            )
         connector, router, worker = self.connector, self.router, self.worker
         check_order("connector", connector, "lease_renew_interval_s < lease_s", "lease_s <= lease_max_s")
         check_order("connector", connector, "transport_retry_s <= transport_retry_max_s")

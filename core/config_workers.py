@@ -34,7 +34,7 @@ class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     name: str = "smollm2-135m"  # alias, folder, GGUF file, or Hugging Face id
     served_name: str = ""  # the name clients use; empty = ``name``
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA, and on CPU for such weights
-    quantization: Literal["none", "int8"] = "none"  # int8: weights of 8 bits in attention and MLP; on a CPU only
+    quantization: Literal["none", "int8"] = "none"  # int8: 8-bit weights and inputs in attention and MLP; on a CPU only
     device: Literal["auto", "cpu", "cuda"] = "auto"
     generation_config: Literal["auto", "none"] = "auto"  # auto: sampling defaults of the model's generation_config.json
     max_model_len: NonNegative = 0  # tokens; 0 = what the model allows, at most what the pool holds

@@ -2,18 +2,15 @@
 
 Owns the choice of pages and the fallback from huge ones. Knows nothing of the content: ``core.engine.kv_pool`` keeps the KV
 pool in such a file, ``kvstore.arena`` the store's arena. Every page is allocated when a file is made, so that a host without
-enough memory refuses the file and does not kill its owner later. Its size is sealed: an owner that shrinks its file would kill
-every process that has mapped it, by SIGBUS.
+enough memory refuses the file and does not kill its owner later. Its size is sealed (``core.sealed_size``).
 
 Huge pages (hugetlb) are reserved by the operator, beforehand; a pool in them has fewer entries in page tables and TLB. In
-Kubernetes a container may take those of its limit ``hugepages-2Mi``. Sources: memfd_create(2), fcntl(2),
-hugetlbpage.rst.
+Kubernetes a container may take those of its limit ``hugepages-2Mi``. Sources: memfd_create(2), hugetlbpage.rst.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import mmap
 import os
@@ -23,6 +20,7 @@ from pathlib import Path
 from core.config_types import HugePages
 from core.errors import ConfigError
 from core.log import event
+from core.sealed_size import seal_size
 
 logger = logging.getLogger(__name__)
 
@@ -88,14 +86,6 @@ def create_memory_file(name: str, num_bytes: int, huge_pages: HugePages = "never
     return _create(name, num_bytes, mmap.PAGESIZE, 0)
 
 
-def has_sealed_size(fd: int) -> bool:
-    """Return True if the file behind ``fd``, of any process, is a memory file that nobody can shrink."""
-    try:
-        return bool(fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK)
-    except OSError:
-        return False  # no memory file
-
-
 def _create_huge(name: str, num_bytes: int) -> MemoryFile:
     stock = huge_page_stock()
     missing = stock.lacks(num_bytes)
@@ -114,7 +104,7 @@ def _create(name: str, num_bytes: int, page_bytes: int, flags: int) -> MemoryFil
     size = -(-num_bytes // page_bytes) * page_bytes if flags else num_bytes
     try:
         os.posix_fallocate(fd, 0, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        seal_size(fd)
     except OSError:
         os.close(fd)
         raise

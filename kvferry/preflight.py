@@ -23,7 +23,7 @@ from core.engine.kv_sizing import size_kv_cache
 from core.errors import ConfigError
 from core.memory_file import huge_page_stock
 from core.model.arch import ModelArch, parse_arch
-from core.model.dtype_name import resolve_dtype_name
+from core.model.dtype_name import check_quantization, resolve_dtype_name
 from core.model.hub import peek_config, resolve_model
 from core.model.vision_arch import parse_vision_arch
 from core.wire.key_rotation import keys_of
@@ -276,11 +276,12 @@ def _num_stores(config: KVFerryConfig, workers: Workers) -> int:
 
 
 def check_model(arch: ModelArch, workers: Workers) -> None:
-    """Compare the settings of every worker with the model: context length, blocks, and the size of the pool."""
+    """Compare the settings of every worker with the model: context length, blocks, quantization, and the size of the pool."""
     for role, config in workers.values():
         if role == "encode":
             continue
         is_gpu = computes_on_gpu(config)
+        check_quantization(config.model, "cuda" if is_gpu else "cpu")
         if is_gpu and not config.cache.num_blocks:
             _check_length(config, arch)  # the pool gets the rest of the GPU's memory
             continue

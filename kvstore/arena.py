@@ -30,7 +30,8 @@ from enum import IntEnum
 from core.config_types import HugePages
 from core.errors import Full, PeerUnreachable, ProtocolError
 from core.kv.seals import SEAL_BYTES
-from core.memory_file import create_memory_file, has_sealed_size
+from core.memory_file import create_memory_file
+from core.sealed_size import cannot_shrink
 from kvstore.messages import ArenaFile
 
 NONCE_BYTES = 32
@@ -257,7 +258,7 @@ def map_arena(file: ArenaFile, incarnation: int) -> ArenaView:
 
     Raises:
         PeerUnreachable: it cannot be reached from here, or has another incarnation.
-        ProtocolError: the memory is no arena.
+        ProtocolError: the memory is no arena, or its owner could shrink it.
     """
     try:
         fd = os.open(f"/proc/{file.pid}/fd/{file.fd}", os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -267,7 +268,7 @@ def map_arena(file: ArenaFile, incarnation: int) -> ArenaView:
         status = os.fstat(fd)
         if (status.st_ino, status.st_size) != (file.inode, file.num_bytes):
             raise PeerUnreachable(f"descriptor {file.fd} of process {file.pid} is another file than described")
-        if not has_sealed_size(fd):
+        if not cannot_shrink(fd):
             raise ProtocolError(f"the arena of process {file.pid} is not sealed against shrinking")
         memory = memoryview(mmap.mmap(fd, file.num_bytes, flags=mmap.MAP_SHARED | mmap.MAP_POPULATE))
     except (OSError, ValueError) as error:

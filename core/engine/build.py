@@ -59,7 +59,7 @@ from core.kv.spec import KVCacheConfig, KVCacheGroup
 from core.log import event
 from core.model.arch import ModelArch, model_fingerprint, parse_arch
 from core.model.decoder import Decoder, attention_spec
-from core.model.dtype_name import resolve_dtype_name
+from core.model.dtype_name import check_quantization, resolve_dtype_name
 from core.model.hub import ModelFiles, resolve_model
 from core.model.image_encoder import ImageEncoder, load_image_encoder
 from core.model.loader import load_decoder
@@ -194,6 +194,7 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     arch = parse_arch(files.config)
     device = device_of(config.model)
+    check_quantization(config.model, device.type)
     dtype = dtype_of(config.model, arch, device)
     config = resolve_scheduling(config, device)
     backend, config = _choose_attention(config, arch, dtype, device)

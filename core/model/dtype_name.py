@@ -1,8 +1,10 @@
-"""The element type of weights, keys and values that ``model.dtype = auto`` stands for. Imports no torch."""
+"""What settings of a model's numbers mean on a device: ``model.dtype = auto``, ``model.quantization``. Imports no torch."""
 
 from __future__ import annotations
 
+from core.config_workers import ModelSection
 from core.cpu_features import has_bfloat16_instructions
+from core.errors import ConfigError
 
 
 def resolve_dtype_name(setting: str, checkpoint: str, device_type: str) -> str:
@@ -15,3 +17,17 @@ def resolve_dtype_name(setting: str, checkpoint: str, device_type: str) -> str:
     if device_type != "cpu" or (checkpoint == "bfloat16" and has_bfloat16_instructions()):
         return "bfloat16"
     return "float32"
+
+
+def check_quantization(section: ModelSection, device_type: str) -> None:
+    """Check that a worker that computes text on this type of device can compute with the weights as they are to be quantized.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if section.quantization != "none" and device_type != "cpu":
+        raise ConfigError(
+            f"model.quantization = {section.quantization}: only a CPU computes it, and this worker is on {device_type}; "
+            "set model.device to cpu, or model.quantization to none",
+            param="model.quantization",
+        )

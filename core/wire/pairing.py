@@ -107,7 +107,7 @@ def check_compatible(ours: KVHolder, model_fingerprint: bytes, layout: KVLayoutI
     if model_fingerprint != ours.model_fingerprint:
         raise LayoutMismatch(
             f"model fingerprint {_shown(model_fingerprint)} at the peer, {_shown(ours.model_fingerprint)} at {ours.engine_id}: "
-            "model.name, the weights or model.quantization differ"
+            "the weights, config.json or model.quantization differ"
         )
     check_convertible(ours.layout, layout, ours.engine_id, converts_blocks=converts_blocks)
 

@@ -215,12 +215,6 @@ def test_cache_dir_follows_the_environment(monkeypatch):
     assert default_cache_dir() == "/explicit"
 
 
-def test_weights_of_8_bits_are_for_a_cpu():
-    with pytest.raises(ConfigError, match=r"with model\.device = cuda: only a CPU computes it") as refused:
-        load_config(assignments=["model.quantization=int8", "model.device=cuda"])
-    assert refused.value.param == "model.quantization"
-
-
 @pytest.mark.parametrize(
     ("assignments", "hint"),
     [

@@ -9,7 +9,8 @@ import pytest
 
 from core import memory_file
 from core.errors import ConfigError
-from core.memory_file import HugePageStock, create_memory_file, has_sealed_size, huge_page_stock
+from core.memory_file import HugePageStock, create_memory_file, huge_page_stock
+from core.sealed_size import cannot_shrink
 
 STOCK = huge_page_stock()
 needs_huge_pages = pytest.mark.skipif(STOCK.num_free < 4, reason="no huge pages are reserved here: sysctl vm.nr_hugepages=8")
@@ -42,18 +43,18 @@ def test_ordinary_file_has_the_bytes_that_were_asked_for_all_of_them_there_and_z
 
 def test_nobody_can_shrink_a_file_under_those_who_have_mapped_it(make):
     file = make(10_000)
-    assert has_sealed_size(file.fd)
+    assert cannot_shrink(file.fd)
     for size in (0, 9_999, 10_001):
         with pytest.raises(PermissionError):
             os.ftruncate(file.fd, size)
     os.pwrite(file.fd, b"\7", 9_999)
 
 
-def test_other_files_have_no_sealed_size(tmp_path):
+def test_other_files_can_shrink(tmp_path):
     with (tmp_path / "file").open("wb") as ordinary:
-        assert not has_sealed_size(ordinary.fileno())
+        assert not cannot_shrink(ordinary.fileno())
     fd = os.memfd_create("kvferry-test", os.MFD_ALLOW_SEALING)
-    assert not has_sealed_size(fd)
+    assert not cannot_shrink(fd)
     os.close(fd)
 
 
@@ -122,6 +123,7 @@ def test_pages_that_are_promised_to_others_are_not_free(tmp_path):
 def test_file_in_huge_pages_is_mapped_by_another_process_and_given_back(make):
     file = make(STOCK.page_bytes + 1, "always")
     assert (file.num_bytes, file.page_bytes) == (2 * STOCK.page_bytes, STOCK.page_bytes)
+    assert cannot_shrink(file.fd)
     assert huge_page_stock().num_free == STOCK.num_free - 2
     file.map()[STOCK.page_bytes] = 9
     program = (

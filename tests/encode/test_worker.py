@@ -30,7 +30,11 @@ def put_together(monkeypatch):
     monkeypatch.setattr(worker, "device_of", lambda section: torch.device("cpu"))
 
     def put(*assignments: str, sees: bool = True):
-        monkeypatch.setattr(worker, "load_image_encoder", lambda files, dtype, device: encoder if sees else None)
+        def load(files, dtype, device, quantization):
+            encoder.model_fingerprint = b"weights" if quantization == "none" else b"other weights"
+            return encoder if sees else None
+
+        monkeypatch.setattr(worker, "load_image_encoder", load)
         config = load_config(assignments=["model.served_name=tiny", *assignments])
         context = replace(worker_context("encode", engine_id="e0", incarnation=7), config=config, clock=FakeClock())
         return context, worker.put_together(context)
@@ -49,6 +53,12 @@ def test_it_introduces_itself_by_what_it_holds_and_how_it_is_read(put_together):
     assert limits.max_num_seqs + limits.max_waiting_requests == 8
     assert isinstance(assembled.handler, EncodeHandler)
     assert assembled.connector is None
+    assembled.built.engine.shutdown()
+
+
+def test_it_is_of_the_model_that_its_readers_quantize(put_together):
+    context, assembled = put_together("ec_connector.name=p2p", "model.quantization=int8")
+    assert registration(context, assembled, "http://here:1").model_fingerprint == b"other weights"
     assembled.built.engine.shutdown()
 
 

@@ -27,13 +27,17 @@ CASES = {
         ("decode.config.model.dtype=bfloat16",),
         'decode.config.model.dtype = "bfloat16", but prefill has "auto"',
     ),
-    "weights of 8 bits in one role": (
+    "8-bit weights in one role": (
         ("decode.config.model.quantization=int8",),
         'decode.config.model.quantization = "int8", but prefill has "none"',
     ),
-    "weights of 8 bits on a GPU": (
+    "8-bit weights of vLLM": (
+        ("engine=vllm", "config.model.quantization=int8"),
+        "prefill.config.model.quantization: it is for our own engine; remove it, and give vLLM its --quantization",
+    ),
+    "8-bit weights on a GPU": (
         (*CUDA, "config.model.quantization=int8"),
-        "config.model.quantization = int8, but its pods compute on a GPU: set it to none",
+        "config.model.quantization = int8, but its pods compute on a GPU: set prefill.config.model.device to cpu",
     ),
     "prefixes shared by some": (
         ("decode.config.connector.peer_prefixes=true",),

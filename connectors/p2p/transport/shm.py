@@ -42,7 +42,7 @@ from connectors.p2p.transport.interface import POOL_REGION, PeerId, ReadResult, 
 from connectors.p2p.transport.page_mapping import PageMapping
 from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
-from core.memory_file import has_sealed_size
+from core.sealed_size import cannot_shrink
 from core.stream_copy import stream_copy
 
 TOKEN_BYTES = 32
@@ -322,7 +322,7 @@ def _map_file(pid: int, file: MemoryFile) -> mmap.mmap:
             raise PeerUnreachable(f"descriptor {file.fd} of process {pid} is another file than described")
         if num_bytes <= 0 or status.st_size < num_bytes:
             raise ProtocolError(f"memory file of {status.st_size} bytes cannot hold the {num_bytes} bytes described")
-        if not has_sealed_size(fd):
+        if not cannot_shrink(fd):
             raise ProtocolError(f"the memory file of process {pid} is not sealed against shrinking")
         page_bytes = status.st_blksize  # huge pages count, too: a mapping that ends within one could not be unmapped
         size = min(status.st_size, -(-num_bytes // page_bytes) * page_bytes)

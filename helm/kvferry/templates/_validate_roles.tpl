@@ -108,8 +108,8 @@
 {{- if and $gpu (eq $device "cpu") -}}
 {{- fail (printf "%s.gpu.count = %d, but config.model.device is cpu: set it to cuda, or the GPU idles" .role $gpu) -}}
 {{- end -}}
-{{- if and (ne (dig "model" "quantization" "none" .config) "none") (or $gpu (eq $device "cuda")) -}}
-{{- fail (printf "%s.config.model.quantization = %s, but its pods compute on a GPU: set it to none" .role .config.model.quantization) -}}
+{{- if and (ne .role "encode") (ne (dig "model" "quantization" "none" .config) "none") (or $gpu (eq $device "cuda")) -}}
+{{- fail (printf "%s.config.model.quantization = %s, but its pods compute on a GPU: set %s.config.model.device to cpu and %s.gpu.count to 0, or it to none" .role .config.model.quantization .role .role) -}}
 {{- end -}}
 {{- if and (eq $device "cuda") (eq $gpu 0) (not .values.resourceClaims) -}}
 {{- fail (printf "%s.config.model.device = cuda, but its pods get no GPU: set %s.gpu.count to 1, or %s.resourceClaims" .role .role .role) -}}

@@ -17,6 +17,12 @@
 
 {{- define "kvferry.validateVllm" -}}
 {{- $vllm := .Values.vllm -}}
+{{- range $role := include "kvferry.kvWorkers" . | fromJsonArray -}}
+{{- $config := include "kvferry.config" (dict "root" $ "role" $role) | fromYaml -}}
+{{- if ne (dig "model" "quantization" "none" $config) "none" -}}
+{{- fail (printf "%s.config.model.quantization: it is for our own engine; remove it, and give vLLM its --quantization in vllm.arguments" $role) -}}
+{{- end -}}
+{{- end -}}
 {{- if ne .Values.router.enabled $vllm.agent.enabled -}}
 {{- fail "vllm.agent.enabled and router.enabled: our router reaches vLLM engines by agents; set both, or neither where llm-d routes" -}}
 {{- end -}}

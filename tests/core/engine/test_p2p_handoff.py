@@ -14,6 +14,7 @@ from connectors.p2p.transport.nixl import installed_module
 from connectors.testing.contexts import connector_context
 from core.config_workers import ConnectorSection
 from core.kv.seals import decode_seal
+from core.model.int8_linear import Int8Linear
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
 
@@ -156,6 +157,7 @@ async def test_handoff_to_another_dtype_is_refused_with_both_values(build_tiny, 
 async def test_handoff_with_8_bit_weights_changes_no_token(build_tiny, greedy_for, run_engine, dtype):
     settings = {"model__device": "cpu", "model__dtype": dtype, "model__quantization": "int8"}
     prefill, decode = (Worker(role, build_tiny, "tcp", **settings) for role in ("prefill", "decode"))
+    assert isinstance(prefill.built.engine.runner.decoder._weights.layers[0].qkv, Int8Linear)
     texts = await make_handoff(prefill, decode, greedy_for)
     assert_handoff_succeeded(decode, "tcp")
     # Integer sums have no order: one worker computes the same bits, whatever the batch.
@@ -176,7 +178,7 @@ async def test_handoff_between_whole_and_8_bit_weights_is_refused(build_tiny, gr
     for n in range(len(PROMPTS)):
         (usage,) = [output.transfer_usage for output in decode.last[f"d{n}"] if output.transfer_usage is not None]
         assert (usage.transferred_tokens, usage.fallback_reason) == (0, "layout")
-    assert "model.name, the weights or model.quantization differ" in caplog.text
+    assert "the weights, config.json or model.quantization differ" in caplog.text
 
 
 @pytest.mark.gpu

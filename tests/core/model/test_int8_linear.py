@@ -66,18 +66,53 @@ def test_numbers_of_both_ends_are_kept():
 
 def test_a_layer_that_computes_wrong_ends_the_start(monkeypatch):
     correct = Int8Linear.__call__
-    monkeypatch.setattr(Int8Linear, "__call__", lambda self, x: correct(self, x) + 0.01)
+    monkeypatch.setattr(Int8Linear, "__call__", lambda self, x: correct(self, x) * 1.001)
     with pytest.raises(ConfigError, match=r"shape \(11, 8\) gives wrong results on this CPU; set it to 'none'") as caught:
         make_int8_linear(torch.randn(11, 8))  # a shape that nothing else has
     assert caught.value.param == "model.quantization"
 
 
-def test_another_device_and_another_torch_are_refused(monkeypatch):
+def test_another_device_is_refused():
     with pytest.raises(ConfigError, match="only a CPU computes it here, not meta"):
         make_int8_linear(torch.zeros(8, 8, device="meta"))
+
+
+def test_a_torch_that_lacks_the_ops_or_their_kernels_is_refused(monkeypatch):
+    def fail(self, quantized, scale, bias):
+        raise RuntimeError("no kernel\nat line 1")
+
+    with monkeypatch.context() as without_kernels:
+        without_kernels.setattr(Int8Linear, "__init__", fail)
+        with pytest.raises(ConfigError, match=r"cannot compute it on this CPU \(no kernel\); set it to 'none'"):
+            make_int8_linear(torch.zeros(12, 8))  # a shape that nothing else has
     monkeypatch.setattr(torch.ops, "onednn", object())
-    with pytest.raises(ConfigError, match="has no oneDNN linear layers of 8 bits"):
-        make_int8_linear(torch.zeros(8, 8))
+    with pytest.raises(ConfigError, match="cannot compute it on this CPU"):
+        make_int8_linear(torch.zeros(13, 8))
+
+
+def test_the_check_finds_products_that_are_added_in_16_bits(monkeypatch):
+    """As on a CPU without the instructions: the sum of two products is cut at the largest number of 16 bits."""
+
+    def saturated(self, x):
+        rows, row_scale = quantize_rows(x)
+        products = (rows.int() + 128)[:, None] * self.quantized.int()
+        pairs = products.view(len(x), len(self.quantized), -1, 2).sum(3).clamp(-(2**15), 2**15 - 1).sum(2)
+        return (pairs - 128 * self.quantized.int().sum(1)) * row_scale * self.scale.T
+
+    def keep(self, quantized, scale, bias):
+        self.quantized, self.scale = quantized, scale
+
+    monkeypatch.setattr(Int8Linear, "__init__", keep)
+    monkeypatch.setattr(Int8Linear, "__call__", saturated)
+    with pytest.raises(ConfigError, match="wrong results"):
+        make_int8_linear(torch.zeros(14, 64))
+
+
+def test_large_weights_are_quantized_in_parts(monkeypatch):
+    weight, x = torch.randn(96, 64), torch.randn(3, 64)
+    whole = make_int8_linear(weight)(x)
+    monkeypatch.setattr(int8_linear, "_ROWS_AT_ONCE", 7)
+    assert torch.equal(make_int8_linear(weight)(x), whole)
 
 
 @pytest.mark.parametrize("changes", [{}, {"tie_word_embeddings": True}])
