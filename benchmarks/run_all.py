@@ -48,6 +48,7 @@ BENCHMARKS = (
     Benchmark("handoff_admission"),
     Benchmark("hybrid"),
     Benchmark("attention"),
+    Benchmark("prefill_attention"),
     Benchmark("model", ("--repeats", "1", "--only", "linear"), False, False),
     Benchmark("quantized"),
     Benchmark("engine", ("--repeats", "1"), True, False),
