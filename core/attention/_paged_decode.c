@@ -9,7 +9,6 @@
 
 #include "_vectors.h"
 
-#define SHUFFLE __builtin_shufflevector
 #define MAX_GROUP 4 /* query heads that are computed together: their sums fit the registers */
 #define MAX_HEAD_DIM 256
 

@@ -7,8 +7,9 @@
  *     for each block of keys:  copy K transposed, and V
  *         for each ROWS rows:  S = Q K^T;  mask;  running maximum and sum of each row;  O = O * old weight + exp2(S) V
  *
- * A row's result is a sum over the same blocks in the same order whatever other rows there are, so it does not depend on how a
- * prompt is cut into chunks. The online softmax is that of FlashAttention (Dao et al., 2022). For CPUs with AVX-512: the tiles
+ * Of finite values, a row's result is a sum over the same blocks in the same order whatever other rows there are, so it does not
+ * depend on how a prompt is cut into chunks. (A value that is not finite also spoils up to ROWS - 1 rows before its own: their
+ * weight for it is 0, and 0 * inf is NaN.) The online softmax is that of FlashAttention (Dao et al., 2022). For CPUs with AVX-512: the tiles
  * are made for 32 registers of 16 floats. Knows no Python: called by ctypes with the interpreter lock released.
  */
 
@@ -18,8 +19,6 @@
 
 #define KEYS 64
 #define ROWS 6
-#define MAX_HEAD_DIM 256
-#define SHUFFLE __builtin_shufflevector
 
 /* Sizes in elements. Strides lead from one block, KV head, token or query to the next; a value is ``value_offset`` after its key.
  * block_ids: the blocks of the sequence, from its first token on. window, chunk: 0, or what limits the visible keys. */
@@ -34,7 +33,8 @@ struct prefill {
     double scale;
 };
 
-/* What is summed of a query row: its largest score, and the sums of its weights, lane by lane. */
+/* What is summed of a query row: its largest score, at least -__FLT_MAX__ so that a difference from it is a number, and the sums of
+ * its weights, lane by lane. */
 struct row_sums {
     floats total;
     float top;
@@ -269,7 +269,7 @@ INLINE void VARIANT(attend_head)(const struct prefill *p, int64_t head, float *m
     at.values = at.keys + KEYS * p->head_dim;
     __builtin_memset(at.query, 0, 2 * size * sizeof(float));
     for (int64_t row = 0; row < padded; row++) {
-        at.rows[row] = (struct row_sums){.total = {0}, .top = -__builtin_inff()};
+        at.rows[row] = (struct row_sums){.total = {0}, .top = -__FLT_MAX__};
         int64_t source = row / p->group * p->query_stride + (head * p->group + row % p->group) * p->head_dim;
         if (row < num_rows && by_pairs)
             __builtin_memcpy(at.query + row * p->head_dim / 2, p->query + 2 * source, 2 * p->head_dim);

@@ -14,6 +14,7 @@
 
 #define UNROLL _Pragma("GCC unroll 4")
 #define UNROLL_ALL _Pragma("GCC unroll 8")
+#define SHUFFLE __builtin_shufflevector
 #define LANES 16
 
 typedef float floats __attribute__((vector_size(4 * LANES)));

@@ -70,7 +70,7 @@ class CompiledDecode:
             "value_offset": planes,
         }
         self._layer_bytes = 2 * planes * cache.dtype.itemsize
-        self._scores = torch.empty(0)
+        self._scores = torch.empty(0, dtype=torch.float32, device="cpu")
         self._threads: ThreadPoolExecutor | None = None
 
     def index(self, sequences: Sequence[BatchedSequence], spec: AttentionSpec) -> CompiledDecodeIndex:
@@ -109,7 +109,7 @@ class CompiledDecode:
             query = query.contiguous()
         output = torch.empty(query.shape, dtype=query.dtype)
         if self._scores.numel() < index.scores_size * len(index.parts):
-            self._scores = torch.empty(index.scores_size * len(index.parts))
+            self._scores = torch.empty(index.scores_size * len(index.parts), dtype=torch.float32, device="cpu")
         problem = index.problem
         problem.query, problem.query_stride = query.data_ptr(), query.stride(0)
         problem.output = output.data_ptr()

@@ -1,19 +1,20 @@
 """CPU attention of prefill chunks by compiled C over the pages of the pool; fp32 and bf16 pools, sums in fp32.
 
 Owns: the call of ``core/attention/_paged_prefill.c``, which is built when kvferry is installed if there is a C compiler, and
-the split of a sequence's KV heads over torch's number of threads. Does not know: decode. Where the library is missing or the
-CPU has no AVX-512, ``core.attention.gathered`` does the same by torch's operations.
+the split of a sequence over torch's number of threads. Does not know: decode. Where the library is missing, was not compiled by
+GCC 12 or newer for x86-64 Linux, or runs on a CPU without AVX-512, ``core.attention.gathered`` does the same by torch's
+operations.
 
-A query's result does not depend on the chunk that it is computed in: see the C code.
+Finite values given, a query's result does not depend on the chunk that it is computed in: see the C code.
 """
 
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
-from itertools import pairwise
+from itertools import accumulate, pairwise
 
 import numpy as np
 import numpy.typing as npt
@@ -27,8 +28,8 @@ from core.compiled import load_library
 _LANES = 16  # head_dim is a multiple
 _KEYS = 64
 _ROWS = 6
-_MAX_HEAD_DIM = 256
-_PAIRS_PER_THREAD = 1 << 14  # of query rows and keys: less is not worth another thread
+_MAX_HEAD_DIM = 256  # what is tested
+_PAIRS_PER_THREAD = 1 << 16  # of query heads and keys: less is not worth another thread
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
 
@@ -45,14 +46,22 @@ class _Prefill(ctypes.Structure):
 
 
 @dataclass(slots=True)
+class _Part:
+    """The work of one thread: some KV heads of some of a sequence's queries. queries: those, among the sequence's own."""
+
+    problem: _Prefill
+    queries: slice
+    heads: tuple[int, int]
+    scratch_size: int  # floats
+
+
+@dataclass(slots=True)
 class CompiledPrefillIndex:
-    """One sequence under one mask. rows: its query rows. block_ids: int64, read by the C code. parts: ranges of KV heads."""
+    """One sequence under one mask. rows: its query rows. block_ids: int64, read by the C code."""
 
     rows: slice
-    problem: _Prefill
     block_ids: npt.NDArray[np.int64]
-    parts: list[tuple[int, int]]
-    scratch_size: int  # floats of a thread
+    parts: list[_Part]
 
 
 class CompiledPrefill:
@@ -72,38 +81,22 @@ class CompiledPrefill:
             "value_offset": planes,
         }
         self._layer_bytes = 2 * planes * cache.dtype.itemsize
-        self._scratch = torch.empty(0)
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
         self._threads: ThreadPoolExecutor | None = None
 
     def index(self, sequence: BatchedSequence, spec: AttentionSpec) -> CompiledPrefillIndex:
         """Prepare one sequence under the mask of ``spec``."""
-        cache, first = self._cache, sequence.first_position
-        visible = sequence.block_ids[spec.first_visible(first) // cache.block_size :]
+        cache = self._cache
+        assert (spec.num_kv_heads, spec.head_dim) == (cache.num_kv_heads, cache.head_dim), "the heads are not the cache's"
+        visible = sequence.block_ids[spec.first_visible(sequence.first_position) // cache.block_size :]
         # The C code checks no index: a wrong one makes it read any address.
         assert 0 <= visible.min() <= visible.max() < cache.num_blocks, "a block id is outside the pool"
         assert len(sequence.block_ids) * cache.block_size >= sequence.seq_len, "the sequence is longer than its blocks"
-        block_ids = np.ascontiguousarray(sequence.block_ids)
-        problem = _Prefill(
-            **self._strides,
-            block_ids=block_ids.ctypes.data,
-            block_size=cache.block_size,
-            num_kv_heads=spec.num_kv_heads,
-            group=spec.num_heads // spec.num_kv_heads,
-            head_dim=spec.head_dim,
-            is_bfloat16=cache.dtype is torch.bfloat16,
-            num_queries=sequence.num_queries,
-            first_position=first,
-            window=spec.sliding_window or 0,
-            chunk=spec.chunk_size or 0,
-            scale=spec.scale,
-        )
-        num_rows = -(-sequence.num_queries * problem.group // _ROWS) * _ROWS
-        pairs = num_rows * sequence.seq_len * spec.num_kv_heads
-        num_parts = max(1, min(torch.get_num_threads(), spec.num_kv_heads, pairs // _PAIRS_PER_THREAD))
-        borders = [spec.num_kv_heads * number // num_parts for number in range(num_parts + 1)]
-        scratch_size = 2 * (num_rows * (spec.head_dim + _LANES) + _KEYS * spec.head_dim)
-        rows = slice(sequence.query_start, sequence.query_end)
-        return CompiledPrefillIndex(rows, problem, block_ids, list(pairwise(borders)), scratch_size)
+        block_ids = np.ascontiguousarray(sequence.block_ids, dtype=np.int64)
+        parts = [
+            self._part(block_ids, sequence.first_position, queries, heads, spec) for queries, heads in _split(sequence, spec)
+        ]
+        return CompiledPrefillIndex(slice(sequence.query_start, sequence.query_end), block_ids, parts)
 
     def attend(self, layer: int, query: Tensor, index: CompiledPrefillIndex, output: Tensor) -> None:
         """Fill ``output`` ``[num_queries, num_heads, head_dim]`` for the sequence's queries of that shape, in any dtype."""
@@ -111,25 +104,72 @@ class CompiledPrefill:
         if exact.stride(-1) != 1 or exact.stride(-2) != exact.shape[-1]:
             exact = exact.contiguous()
         fits = output.dtype is self._cache.dtype and output.is_contiguous()
-        result = output if fits else torch.empty(query.shape, dtype=self._cache.dtype)
-        if self._scratch.numel() < index.scratch_size * len(index.parts):
-            self._scratch = torch.empty(index.scratch_size * len(index.parts))
-        problem = index.problem
-        problem.query, problem.query_stride, problem.output = exact.data_ptr(), exact.stride(0), result.data_ptr()
-        problem.pool = self._cache.pool.data_ptr() + layer * self._layer_bytes
-        reference, scratch = ctypes.byref(problem), self._scratch.data_ptr()
-        calls = [(reference, *heads, scratch + 4 * number * index.scratch_size) for number, heads in enumerate(index.parts)]
+        result = output if fits else torch.empty(query.shape, dtype=self._cache.dtype, device="cpu")
+        offsets = list(accumulate((part.scratch_size for part in index.parts), initial=0))
+        if self._scratch.numel() < offsets[-1]:
+            self._scratch = torch.empty(offsets[-1], dtype=torch.float32, device="cpu")
+        calls = []
+        for part, offset in zip(index.parts, offsets, strict=False):
+            problem = part.problem
+            problem.query, problem.query_stride = exact[part.queries].data_ptr(), exact.stride(0)
+            problem.output = result[part.queries].data_ptr()
+            problem.pool = self._cache.pool.data_ptr() + layer * self._layer_bytes
+            calls.append((ctypes.byref(problem), *part.heads, self._scratch.data_ptr() + 4 * offset))
         others = [self._pool().submit(self._function, *call) for call in calls[1:]]
-        self._function(*calls[0])
+        try:
+            self._function(*calls[0])
+        finally:
+            wait(others)  # they read and write memory of this call
         for other in others:
             other.result()
         if not fits:
             output.copy_(result)
 
+    def _part(
+        self, block_ids: npt.NDArray[np.int64], first_position: int, queries: slice, heads: tuple[int, int], spec: AttentionSpec
+    ) -> _Part:
+        num_queries, group = queries.stop - queries.start, spec.num_heads // spec.num_kv_heads
+        problem = _Prefill(
+            **self._strides,
+            block_ids=block_ids.ctypes.data,
+            block_size=self._cache.block_size,
+            num_kv_heads=spec.num_kv_heads,
+            group=group,
+            head_dim=spec.head_dim,
+            is_bfloat16=self._cache.dtype is torch.bfloat16,
+            num_queries=num_queries,
+            first_position=first_position + queries.start,
+            window=spec.sliding_window or 0,
+            chunk=spec.chunk_size or 0,
+            scale=spec.scale,
+        )
+        num_rows = -(-num_queries * group // _ROWS) * _ROWS
+        return _Part(problem, queries, heads, 2 * (num_rows * (spec.head_dim + _LANES) + _KEYS * spec.head_dim))
+
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:
             self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="attention")
         return self._threads
+
+
+def _split(sequence: BatchedSequence, spec: AttentionSpec) -> list[tuple[slice, tuple[int, int]]]:
+    """Cut a sequence into parts of about equal work, at most one for each of torch's threads: by KV heads and by queries."""
+    positions = np.arange(sequence.first_position, sequence.seq_len)
+    most = spec.sliding_window or spec.chunk_size or sequence.seq_len
+    work = np.minimum(positions + 1, most).cumsum()  # keys that the queries up to each see, or a little more
+    num_threads = min(torch.get_num_threads(), int(work[-1]) * spec.num_heads // _PAIRS_PER_THREAD)
+    num_heads = spec.num_kv_heads
+    head_parts = num_heads if num_threads >= num_heads else num_threads if num_threads and num_heads % num_threads == 0 else 1
+    query_parts = max(1, min(num_threads // head_parts, sequence.num_queries))
+    cuts = np.searchsorted(work, work[-1] * np.arange(1, query_parts) / query_parts) + 1
+    borders = [0, *cuts.tolist(), sequence.num_queries]
+    per_part = num_heads // head_parts
+    return [
+        (slice(start, end), (head, head + per_part))
+        for start, end in pairwise(borders)
+        if start < end
+        for head in range(0, num_heads, per_part)
+    ]
 
 
 def can_compile_prefill(cache: PagedKVCache) -> bool:

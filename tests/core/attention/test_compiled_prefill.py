@@ -85,7 +85,7 @@ def test_agrees_with_float64_under_masks(dtype, mask):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize("chunk", [2, 7, 16, 64, 100, 256])
-def test_no_bit_depends_on_the_chunks_of_a_prompt(dtype, mask, chunk):
+def test_no_result_depends_on_the_chunks_of_a_prompt(dtype, mask, chunk):
     prompt = Prompt(dtype, **mask)
     whole = prompt.attend(0, 310)
     for first in range(0, 310, chunk):
@@ -94,14 +94,31 @@ def test_no_bit_depends_on_the_chunks_of_a_prompt(dtype, mask, chunk):
 
 
 @needs_library
-@pytest.mark.parametrize("num_threads", [2, 5])
-def test_threads_share_the_heads_and_change_no_bit(monkeypatch, num_threads):
-    prompt = Prompt(torch.bfloat16)
+@pytest.mark.parametrize("mask", MASKS)
+@pytest.mark.parametrize(("num_threads", "num_parts"), [(2, 2), (3, 2), (4, 4), (9, 8), (16, 16)])
+def test_threads_share_heads_and_queries_and_change_no_bit(monkeypatch, num_threads, num_parts, mask):
+    prompt = Prompt(torch.bfloat16, **mask)
     expected = prompt.attend(100, 200)
     monkeypatch.setattr(torch, "get_num_threads", lambda: num_threads)
+    monkeypatch.setattr(compiled_prefill, "_PAIRS_PER_THREAD", 1)
     index = prompt.kernel.index(BatchedSequence(0, 100, 200, prompt.table[:13]), prompt.spec)
-    assert index.parts == [(0, 1), (1, 2)]
+    assert len(index.parts) == num_parts
+    done = sorted((head, query) for part in index.parts for head in range(*part.heads) for query in range(100)[part.queries])
+    assert done == [(head, query) for head in range(2) for query in range(100)]
     assert torch.equal(prompt.attend(100, 200), expected)
+
+
+@needs_library
+def test_queries_are_shared_by_the_keys_that_they_see(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(compiled_prefill, "_PAIRS_PER_THREAD", 1)
+    spec = AttentionSpec(4, 4, 64, 1.0)
+    cuts = compiled_prefill._split(BatchedSequence(0, 300, 300, np.arange(19)), spec)
+    assert [heads for _, heads in cuts] == [(0, 4)] * 3
+    seen = [sum(range(1, 301)[queries]) for queries, _ in cuts]
+    assert max(seen) < 1.05 * min(seen)
+    monkeypatch.setattr(compiled_prefill, "_PAIRS_PER_THREAD", 1 << 30)
+    assert compiled_prefill._split(BatchedSequence(0, 300, 300, np.arange(19)), spec) == [(slice(0, 300), (0, 4))]
 
 
 @needs_library
@@ -109,6 +126,16 @@ def test_threads_share_the_heads_and_change_no_bit(monkeypatch, num_threads):
 def test_large_and_tiny_scores_neither_overflow_nor_vanish(factor):
     prompt = Prompt(torch.float32, factor=factor)
     torch.testing.assert_close(prompt.attend(50, 200).double(), prompt.exact(50, 200), rtol=1e-2, atol=1e-3)
+
+
+@needs_library
+def test_a_score_beyond_the_largest_number_weighs_nothing():
+    prompt = Prompt(torch.float32, head_dim=16)
+    prompt.query[:] = 1.0
+    prompt.cache.key(1)[torch.from_numpy(prompt.table[:4])] = -3e38  # the first block of keys: every score is -inf
+    found = prompt.attend(100, 200)
+    assert found.isfinite().all()
+    assert_close(found, prompt.exact(100, 200))
 
 
 @needs_library
