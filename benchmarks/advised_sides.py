@@ -39,6 +39,7 @@ from router.routing.fit import PrefillFit
 SHARE = 0.9  # of good requests, for goodput
 FALLEN = 0.75  # of good requests: a side below has met its limit
 STEP = 1.4  # from one rate to the next, beyond those of ``Effort``
+SECONDS = 40.0  # of arrivals at a rate, at least: a short burst is served at any rate, and the advice is of a steady state
 EVEN = 0.1  # the model's error, as of ``kvferry advise``
 NUM_STREAMS = 4  # beside the prompts whose times are measured
 NUM_MODELLED = 400  # requests of the trace for the advice
@@ -76,9 +77,19 @@ class Effort:
     stream_tokens: int = 120  # of each stream while prompts are measured
     rates: tuple[float, ...] = (0.6, 0.9, 1.3)
     num_more: int = 4  # rates, until a side falls
+    seconds: float = SECONDS
 
 
-QUICK = Effort(prompts=(16, 64), batches=(1, 2), step_tokens=6, num_beside=1, stream_tokens=8, rates=(0.5,), num_more=0)
+QUICK = Effort(
+    prompts=(16, 64),
+    batches=(1, 2),
+    step_tokens=6,
+    num_beside=1,
+    stream_tokens=8,
+    rates=(0.5,),
+    num_more=0,
+    seconds=0.0,
+)
 
 
 @dataclass(slots=True)
@@ -203,7 +214,7 @@ def compare(mix: Mix, costs: Costs, effort: Effort, arguments: argparse.Namespac
         real, predicted = found.real.setdefault(name, []), found.predicted.setdefault(name, [])
         with running(side, arguments.model) as load:
             for rate in rates:
-                requests = draw(mix, rate, arguments.requests, seed=round(1e3 * rate))
+                requests = draw(mix, rate, max(arguments.requests, round(rate * effort.seconds)), seed=round(1e3 * rate))
                 real.append(good_share(load, requests, costs, slo))
                 predicted.append(run(requests, costs, layout, slo).good_share)
                 if real[-1] < FALLEN:
@@ -264,7 +275,7 @@ def main() -> None:
     parser = make_parser(__doc__ or "", repeats=3)
     names = [mix.name for mix in MIXES]
     parser.add_argument("--mixes", nargs="+", choices=names, default=names, metavar="NAME")
-    parser.add_argument("--requests", type=int, default=30, help="of a side at each rate (default: %(default)s)")
+    parser.add_argument("--requests", type=int, default=30, help="of a side at each rate, at least (default: %(default)s)")
     arguments = parser.parse_args()
     machine, effort = Machine.now(), QUICK if arguments.quick else Effort()
     if arguments.quick:
