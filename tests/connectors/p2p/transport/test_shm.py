@@ -247,16 +247,18 @@ def test_reads_go_on_where_no_thread_can_be_started(reader, owner, monkeypatch):
 
 
 def test_owner_may_leave_while_its_pages_are_mapped(reader, owner, monkeypatch):
-    calls, may_end = [], threading.Event()
+    calls, has_begun, may_end = [], threading.Event(), threading.Event()
 
     def populate(address, num_bytes):
         calls.append(address)
+        has_begun.set()
         may_end.wait(20)
         return True
 
     monkeypatch.setattr(page_mapping, "_populate", populate)
     before = num_maps()
     reader.transport.add_peer(PEER, owner.metadata)
+    assert has_begun.wait(20), "its pages are not mapped"  # else it may leave before the thread has looked
     removing = threading.Thread(target=reader.transport.remove_peer, args=(PEER,))
     removing.start()
     reader.until(lambda: not reader.transport.pollables())  # it is removed, but for its memory
