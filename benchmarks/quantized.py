@@ -57,15 +57,15 @@ def load(files: ModelFiles, variant: str) -> Decoder:
     return load_decoder(parse_arch(files.config), files.weight_files, dtype=dtype, quantization=quantization)
 
 
-def windows_of(files: ModelFiles, number: int) -> Tensor:
-    """Return ``[number, WINDOW]`` token ids, windows at equal distances in the prose of the documents."""
+def windows_of(files: ModelFiles, number: int, length: int) -> Tensor:
+    """Return ``[number, length]`` token ids, windows at equal distances in the prose of the documents."""
     lines = []
     for path in sorted(DOCS.glob("*.md")):
         parts = path.read_text().split("```")[::2]  # between blocks of code
         lines += [line for part in parts for line in part.splitlines() if line and line[0] not in "|#<"]
     ids = torch.tensor(Tokenizer(files).encode("\n".join(lines)))
-    starts = torch.linspace(0, len(ids) - WINDOW, number).long()
-    return torch.stack([ids[start : start + WINDOW] for start in starts.tolist()])
+    starts = torch.linspace(0, len(ids) - length, number).long()
+    return torch.stack([ids[start : start + length] for start in starts.tolist()])
 
 
 def log_probabilities(decoder: Decoder, window: Tensor) -> Tensor:
@@ -160,7 +160,7 @@ def main() -> None:
     torch.manual_seed(0)
     files = resolve_model(arguments.model, Path(default_cache_dir()))
     decoders = {name: load(files, name) for name in VARIANTS}
-    windows = windows_of(files, arguments.windows)
+    windows = windows_of(files, arguments.windows, WINDOW)
     seconds = measure_speed(decoders, arguments.repeats)
     quality = measure_quality(decoders, windows)
     publish(outcome(quality, seconds, windows.shape[0] * (WINDOW - 1)), machine, arguments)

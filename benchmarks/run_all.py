@@ -51,6 +51,7 @@ BENCHMARKS = (
     Benchmark("prefill_attention"),
     Benchmark("model", ("--repeats", "1", "--only", "linear"), False, False),
     Benchmark("quantized"),
+    Benchmark("same_results"),
     Benchmark("engine", ("--repeats", "1"), True, False),
     Benchmark("engine_2_threads", ("--repeats", "1"), True, False, script="engine", arguments=("--threads", "2")),
     Benchmark("engine_peers", ("--repeats", "1"), True, False, script="engine", arguments=("--peers",)),

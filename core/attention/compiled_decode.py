@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
@@ -19,12 +18,11 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.attention.base import AttentionSpec, BatchedSequence, KVLayout, PagedKVCache
+from core.attention.base import AttentionSpec, BatchedSequence, PagedKVCache
+from core.attention.compiled_kernel import LANES, CompiledKernel, declare, takes
 from core.compiled import load_library
 
-_LANES = 16  # of the C code: head_dim is a multiple
 _MAX_GROUP = 4
-_MAX_HEAD_DIM = 256
 _BYTES_PER_THREAD = 1 << 20  # handing work to another thread takes as long as reading some 100 KiB
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
@@ -53,29 +51,17 @@ class CompiledDecodeIndex:
     scores_size: int
 
 
-class CompiledDecode:
-    """The compiled kernel over one cache in host memory. Not thread-safe: it owns scratch memory."""
+class CompiledDecode(CompiledKernel):
+    """The compiled kernel over one cache in host memory."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         library = _library()
         assert library is not None, "the caller has looked"
-        self._function = library.kvferry_paged_decode
-        self._cache = cache
-        planes = cache.block_size * cache.num_kv_heads * cache.head_dim
-        is_hnd = cache.layout is KVLayout.HND
-        self._strides = {
-            "block_stride": 2 * cache.num_layers * planes,
-            "head_stride": cache.head_dim * (cache.block_size if is_hnd else 1),
-            "token_stride": cache.head_dim * (1 if is_hnd else cache.num_kv_heads),
-            "value_offset": planes,
-        }
-        self._layer_bytes = 2 * planes * cache.dtype.itemsize
-        self._scores = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._threads: ThreadPoolExecutor | None = None
+        super().__init__(cache, library.kvferry_paged_decode)
 
     def index(self, sequences: Sequence[BatchedSequence], spec: AttentionSpec) -> CompiledDecodeIndex:
         """Prepare one-query sequences under the mask of ``spec``."""
-        cache, size = self._cache, self._cache.block_size
+        cache, size = self.cache, self.cache.block_size
         firsts = np.array([spec.first_visible(sequence.first_position) for sequence in sequences])
         ends = np.array([sequence.seq_len for sequence in sequences])
         pages = firsts // size
@@ -88,7 +74,7 @@ class CompiledDecode:
         assert (end_slots <= np.diff(starts) * size).all(), "a sequence is longer than its blocks"
         arrays = (block_ids, starts, first_slots, end_slots)
         problem = _Problem(
-            **self._strides,
+            **self.strides,
             **{name: array.ctypes.data for name, array in zip(("block_ids", "block_starts"), arrays[:2], strict=True)},
             first_slots=first_slots.ctypes.data,
             end_slots=end_slots.ctypes.data,
@@ -100,7 +86,7 @@ class CompiledDecode:
             scale=spec.scale,
         )
         lengths = end_slots - first_slots
-        longest = (-(-int(lengths.max()) // _LANES) + 1) * _LANES
+        longest = (-(-int(lengths.max()) // LANES) + 1) * LANES
         return CompiledDecodeIndex(problem, arrays, self._split(lengths, spec), _MAX_GROUP * longest)
 
     def attend(self, layer: int, query: Tensor, index: CompiledDecodeIndex) -> Tensor:
@@ -108,47 +94,30 @@ class CompiledDecode:
         if query.stride(-1) != 1 or query.stride(-2) != query.shape[-1]:
             query = query.contiguous()
         output = torch.empty(query.shape, dtype=query.dtype)
-        if self._scores.numel() < index.scores_size * len(index.parts):
-            self._scores = torch.empty(index.scores_size * len(index.parts), dtype=torch.float32, device="cpu")
         problem = index.problem
         problem.query, problem.query_stride = query.data_ptr(), query.stride(0)
-        problem.output = output.data_ptr()
-        problem.pool = self._cache.pool.data_ptr() + layer * self._layer_bytes
-        reference, scores = ctypes.byref(problem), self._scores.data_ptr()
-        calls = [
-            (reference, start, end, scores + 4 * number * index.scores_size) for number, (start, end) in enumerate(index.parts)
-        ]
-        others = [self._pool().submit(self._function, *call) for call in calls[1:]]
-        self._function(*calls[0])
-        for other in others:
-            other.result()
+        problem.output, problem.pool = output.data_ptr(), self.address_of(layer)
+        self.run([(problem, *part) for part in index.parts], [index.scores_size] * len(index.parts))
         return output
 
     def _split(self, lengths: npt.NDArray[np.int64], spec: AttentionSpec) -> list[tuple[int, int]]:
         """Cut the items into runs of about equal bytes, at most one for each of torch's threads."""
-        row_bytes = 2 * spec.head_dim * self._cache.dtype.itemsize
+        row_bytes = 2 * spec.head_dim * self.cache.dtype.itemsize
         work = np.repeat(lengths, spec.num_kv_heads).cumsum()
         num_parts = int(min(torch.get_num_threads(), max(1, work[-1] * row_bytes // _BYTES_PER_THREAD)))
         borders = np.searchsorted(work, work[-1] * np.arange(1, num_parts) / num_parts) + 1
         ends = [0, *borders.tolist(), len(work)]
         return [(start, end) for start, end in pairwise(ends) if start < end]
 
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="attention")
-        return self._threads
-
 
 def can_compile_decode(cache: PagedKVCache) -> bool:
     """Return True if the library was built here and takes the dtype and heads of this cache."""
-    has_type = cache.dtype in (torch.float32, torch.bfloat16) and cache.device.type == "cpu"
-    return has_type and cache.head_dim % _LANES == 0 and cache.head_dim <= _MAX_HEAD_DIM and _library() is not None
+    return takes(cache) and _library() is not None
 
 
 @cache
 def _library() -> ctypes.CDLL | None:
     library = load_library(ctypes.CDLL, "_paged_decode", __package__, "kvferry_paged_decode")
     if library is not None:
-        library.kvferry_paged_decode.restype = None
-        library.kvferry_paged_decode.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+        declare(library.kvferry_paged_decode)
     return library

@@ -11,24 +11,22 @@ Finite values given, a query's result does not depend on the chunk that it is co
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from functools import cache
-from itertools import accumulate, pairwise
+from itertools import pairwise
 
 import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from core.attention.base import AttentionSpec, BatchedSequence, KVLayout, PagedKVCache
+from core.attention.base import AttentionSpec, BatchedSequence, PagedKVCache
+from core.attention.compiled_kernel import LANES, CompiledKernel, declare, takes
 from core.compiled import load_library
 
 # Of the C code.
-_LANES = 16  # head_dim is a multiple
 _KEYS = 64
 _ROWS = 6
-_MAX_HEAD_DIM = 256  # what is tested
 _PAIRS_PER_THREAD = 1 << 16  # of query heads and keys: less is not worth another thread
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
@@ -64,29 +62,17 @@ class CompiledPrefillIndex:
     parts: list[_Part]
 
 
-class CompiledPrefill:
-    """The compiled kernel over one cache in host memory. Not thread-safe: it owns scratch memory."""
+class CompiledPrefill(CompiledKernel):
+    """The compiled kernel over one cache in host memory."""
 
     def __init__(self, cache: PagedKVCache) -> None:
         library = _library()
         assert library is not None, "the caller has looked"
-        self._function = library.kvferry_paged_prefill
-        self._cache = cache
-        planes = cache.block_size * cache.num_kv_heads * cache.head_dim
-        is_hnd = cache.layout is KVLayout.HND
-        self._strides = {
-            "block_stride": 2 * cache.num_layers * planes,
-            "head_stride": cache.head_dim * (cache.block_size if is_hnd else 1),
-            "token_stride": cache.head_dim * (1 if is_hnd else cache.num_kv_heads),
-            "value_offset": planes,
-        }
-        self._layer_bytes = 2 * planes * cache.dtype.itemsize
-        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._threads: ThreadPoolExecutor | None = None
+        super().__init__(cache, library.kvferry_paged_prefill)
 
     def index(self, sequence: BatchedSequence, spec: AttentionSpec) -> CompiledPrefillIndex:
         """Prepare one sequence under the mask of ``spec``."""
-        cache = self._cache
+        cache = self.cache
         assert (spec.num_kv_heads, spec.head_dim) == (cache.num_kv_heads, cache.head_dim), "the heads are not the cache's"
         visible = sequence.block_ids[spec.first_visible(sequence.first_position) // cache.block_size :]
         # The C code checks no index: a wrong one makes it read any address.
@@ -100,28 +86,18 @@ class CompiledPrefill:
 
     def attend(self, layer: int, query: Tensor, index: CompiledPrefillIndex, output: Tensor) -> None:
         """Fill ``output`` ``[num_queries, num_heads, head_dim]`` for the sequence's queries of that shape, in any dtype."""
-        exact = query.to(self._cache.dtype)
+        exact = query.to(self.cache.dtype)
         if exact.stride(-1) != 1 or exact.stride(-2) != exact.shape[-1]:
             exact = exact.contiguous()
-        fits = output.dtype is self._cache.dtype and output.is_contiguous()
-        result = output if fits else torch.empty(query.shape, dtype=self._cache.dtype, device="cpu")
-        offsets = list(accumulate((part.scratch_size for part in index.parts), initial=0))
-        if self._scratch.numel() < offsets[-1]:
-            self._scratch = torch.empty(offsets[-1], dtype=torch.float32, device="cpu")
-        calls = []
-        for part, offset in zip(index.parts, offsets, strict=False):
+        fits = output.dtype is self.cache.dtype and output.is_contiguous()
+        result = output if fits else torch.empty(query.shape, dtype=self.cache.dtype, device="cpu")
+        work = []
+        for part in index.parts:
             problem = part.problem
             problem.query, problem.query_stride = exact[part.queries].data_ptr(), exact.stride(0)
-            problem.output = result[part.queries].data_ptr()
-            problem.pool = self._cache.pool.data_ptr() + layer * self._layer_bytes
-            calls.append((ctypes.byref(problem), *part.heads, self._scratch.data_ptr() + 4 * offset))
-        others = [self._pool().submit(self._function, *call) for call in calls[1:]]
-        try:
-            self._function(*calls[0])
-        finally:
-            wait(others)  # they read and write memory of this call
-        for other in others:
-            other.result()
+            problem.output, problem.pool = result[part.queries].data_ptr(), self.address_of(layer)
+            work.append((problem, *part.heads))
+        self.run(work, [part.scratch_size for part in index.parts])
         if not fits:
             output.copy_(result)
 
@@ -130,13 +106,13 @@ class CompiledPrefill:
     ) -> _Part:
         num_queries, group = queries.stop - queries.start, spec.num_heads // spec.num_kv_heads
         problem = _Prefill(
-            **self._strides,
+            **self.strides,
             block_ids=block_ids.ctypes.data,
-            block_size=self._cache.block_size,
+            block_size=self.cache.block_size,
             num_kv_heads=spec.num_kv_heads,
             group=group,
             head_dim=spec.head_dim,
-            is_bfloat16=self._cache.dtype is torch.bfloat16,
+            is_bfloat16=self.cache.dtype is torch.bfloat16,
             num_queries=num_queries,
             first_position=first_position + queries.start,
             window=spec.sliding_window or 0,
@@ -144,12 +120,7 @@ class CompiledPrefill:
             scale=spec.scale,
         )
         num_rows = -(-num_queries * group // _ROWS) * _ROWS
-        return _Part(problem, queries, heads, 2 * (num_rows * (spec.head_dim + _LANES) + _KEYS * spec.head_dim))
-
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="attention")
-        return self._threads
+        return _Part(problem, queries, heads, 2 * (num_rows * (spec.head_dim + LANES) + _KEYS * spec.head_dim))
 
 
 def _split(sequence: BatchedSequence, spec: AttentionSpec) -> list[tuple[slice, tuple[int, int]]]:
@@ -174,8 +145,7 @@ def _split(sequence: BatchedSequence, spec: AttentionSpec) -> list[tuple[slice, 
 
 def can_compile_prefill(cache: PagedKVCache) -> bool:
     """Return True if the library was built here, runs on this CPU, and takes the dtype and heads of this cache."""
-    has_type = cache.dtype in (torch.float32, torch.bfloat16) and cache.device.type == "cpu"
-    return has_type and cache.head_dim % _LANES == 0 and cache.head_dim <= _MAX_HEAD_DIM and _library() is not None
+    return takes(cache) and _library() is not None
 
 
 @cache
@@ -183,6 +153,5 @@ def _library() -> ctypes.CDLL | None:
     library = load_library(ctypes.CDLL, "_paged_prefill", __package__, "kvferry_paged_prefill", "kvferry_has_paged_prefill")
     if library is None or not library.kvferry_has_paged_prefill():
         return None
-    library.kvferry_paged_prefill.restype = None
-    library.kvferry_paged_prefill.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
+    declare(library.kvferry_paged_prefill)
     return library

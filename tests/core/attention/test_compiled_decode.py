@@ -35,7 +35,7 @@ def make(dtype, head_dim=64, group=3, layout=KVLayout.HND):
 
 def exact(kernel, sequences, query, spec, layer):
     """Return the same in float64."""
-    cache, rows = kernel._cache, []
+    cache, rows = kernel.cache, []
     for sequence, each in zip(sequences, query.double(), strict=True):
         pages = [pages[torch.from_numpy(sequence.block_ids)].double() for pages in (cache.key(layer), cache.value(layer))]
         if cache.layout is KVLayout.HND:
@@ -100,7 +100,7 @@ def test_a_visible_key_that_is_no_number_is_seen_in_the_result(dtype, bits):
     kernel, sequences, query, spec = make(dtype)
     before = kernel.attend(0, query, kernel.index(sequences, spec))
     page = int(sequences[4].block_ids[2])
-    kernel._cache.key(0)[page, 1, 5] = bits
+    kernel.cache.key(0)[page, 1, 5] = bits
     found = kernel.attend(0, query, kernel.index(sequences, spec))
     assert not found[4, 3:].isfinite().any()
     assert torch.equal(found[4, :3], before[4, :3])
@@ -110,7 +110,7 @@ def test_a_visible_key_that_is_no_number_is_seen_in_the_result(dtype, bits):
 @needs_library
 def test_refuses_blocks_outside_the_pool():
     kernel, sequences, _, spec = make(torch.float32)
-    sequences[2].block_ids[0] = kernel._cache.num_blocks
+    sequences[2].block_ids[0] = kernel.cache.num_blocks
     with pytest.raises(AssertionError, match="outside the pool"):
         kernel.index(sequences, spec)
 

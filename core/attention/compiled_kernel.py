@@ -1,0 +1,81 @@
+"""What the compiled attention kernels share: the pool as the C code sees it, the call of a library, and its threads.
+
+Owns: strides and addresses of a pool, scratch memory, and the work of several threads in one call. Does not know: what a kernel
+computes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from core.attention.base import KVLayout, PagedKVCache
+
+LANES = 16  # of the C code: head_dim is a multiple
+_MAX_HEAD_DIM = 256  # the largest that is tested; the decode kernel has room for no more
+
+
+class CompiledKernel:
+    """A function ``(problem, first, end, scratch)`` of a library over one cache in host memory.
+
+    Not thread-safe: it owns scratch memory. strides: by the names in the C code's structs, in elements.
+    """
+
+    def __init__(self, cache: PagedKVCache, function: Callable[..., None]) -> None:
+        self.cache = cache
+        planes = cache.block_size * cache.num_kv_heads * cache.head_dim
+        is_hnd = cache.layout is KVLayout.HND
+        self.strides = {
+            "block_stride": 2 * cache.num_layers * planes,
+            "head_stride": cache.head_dim * (cache.block_size if is_hnd else 1),
+            "token_stride": cache.head_dim * (1 if is_hnd else cache.num_kv_heads),
+            "value_offset": planes,
+        }
+        self._function = function
+        self._layer_bytes = 2 * planes * cache.dtype.itemsize
+        self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
+        self._threads: ThreadPoolExecutor | None = None
+
+    def address_of(self, layer: int) -> int:
+        """Return the address of the first key of a layer in block 0."""
+        return self.cache.pool.data_ptr() + layer * self._layer_bytes
+
+    def run(self, work: Sequence[tuple[Any, int, int]], scratch_sizes: Sequence[int]) -> None:
+        """Compute (problem, first, end) each on a thread of its own, the first on this one, with so many floats of scratch."""
+        offsets = list(accumulate(scratch_sizes, initial=0))
+        if self._scratch.numel() < offsets[-1]:
+            self._scratch = torch.empty(offsets[-1], dtype=torch.float32, device="cpu")
+        scratch = self._scratch.data_ptr()
+        calls = [
+            (ctypes.byref(problem), first, end, scratch + 4 * offset)
+            for (problem, first, end), offset in zip(work, offsets, strict=False)
+        ]
+        others = [self._pool().submit(self._function, *call) for call in calls[1:]]
+        try:
+            self._function(*calls[0])
+        finally:
+            wait(others)  # they read and write memory of the caller
+        for other in others:
+            other.result()
+
+    def _pool(self) -> ThreadPoolExecutor:
+        if self._threads is None:
+            self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="attention")
+        return self._threads
+
+
+def takes(cache: PagedKVCache) -> bool:
+    """Return True if the kernels take the device, dtype and heads of this cache."""
+    has_type = cache.dtype in (torch.float32, torch.bfloat16) and cache.device.type == "cpu"
+    return has_type and cache.head_dim % LANES == 0 and cache.head_dim <= _MAX_HEAD_DIM
+
+
+def declare(function: Any) -> None:  # noqa: ANN401 - ctypes names no type for it
+    """Tell ctypes the arguments of a kernel's function."""
+    function.restype = None
+    function.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p]
