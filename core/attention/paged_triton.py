@@ -53,6 +53,7 @@ class TritonBackend(PagesBackend):
         """See ``AttentionBackend.write_kv``; one kernel reads the strided view."""
         if key_value[0].is_contiguous():
             self._kernels.write_rows(key_value, plan.write_rows, self.cache.layer_rows(layer))
+            self._keep_written(key_value, plan)
         else:
             super().write_kv(layer, key_value, plan)
 

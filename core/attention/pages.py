@@ -13,7 +13,8 @@ against each other. Tables are dense, ``[N, pages]``: where a sequence has no pa
 weight 0. Shapes depend on N and the width only, so that a decode step can be recorded, once per power of two. A call of
 the kernel takes a bounded number of pages; a sequence is in one call, so one of more than 65,535 pages cannot be attended.
 
-Prefill chunks gather their keys and values, which takes little time compared with attention, and run as one causal batch.
+Prefill chunks run as one causal batch. They gather their keys and values, which takes little time compared with attention,
+unless a step has whole prompts only: those are attended where they were computed, which spares five launches a layer.
 
 The tests drive this file on the CPU with a stand-in that follows the documentation of ``varlen_attn``, and with the kernel on a
 GPU; docs/gpu.md says when that was.
@@ -68,10 +69,14 @@ class _Intervals:
 
 @dataclass(frozen=True, slots=True)
 class _Chunks:
-    """Prefill chunks under one mask. rows: their query rows; slots: the pool rows of their keys; both int64, in order."""
+    """Prefill chunks under one mask, in order.
 
-    rows: Tensor
-    slots: Tensor
+    rows: int64, their query rows; None if they are all rows of the step. slots: int64, the pool rows of their keys; None if
+    these are the keys of the step itself, row by row.
+    """
+
+    rows: Tensor | None
+    slots: Tensor | None
     query_starts: Tensor
     key_starts: Tensor
     max_query_len: int
@@ -83,6 +88,7 @@ class PagesPlan(AttentionPlan):
     """The decode rows on the device, the prefill chunks on the host, and both under a layer's mask, once a layer needs it.
 
     decode_rows: int64, their query rows, None if all rows are. seq_lens: int64 ``[N]``. block_tables: int64 ``[N, pages]``.
+    written: ``[T, 2, num_kv_heads, head_dim]``, what the layer has just written, if that is of the pool's dtype.
     """
 
     decode_rows: Tensor | None
@@ -91,6 +97,7 @@ class PagesPlan(AttentionPlan):
     prefills: list[BatchedSequence] = field(default_factory=list)
     intervals: dict[AttentionSpec, _Intervals] = field(default_factory=dict)
     chunks: dict[AttentionSpec, _Chunks] = field(default_factory=dict)
+    written: Tensor | None = None
 
 
 class PagesBackend(AttentionBackend):
@@ -128,16 +135,29 @@ class PagesBackend(AttentionBackend):
             prefills=prefills,
         )
 
+    def write_kv(self, layer: int, key_value: Tensor, plan: AttentionPlan) -> None:
+        """See ``AttentionBackend.write_kv``."""
+        super().write_kv(layer, key_value, plan)
+        self._keep_written(key_value, plan)
+
+    def _keep_written(self, key_value: Tensor, plan: AttentionPlan) -> None:
+        """Keep a layer's keys and values for its attention, which then need not be gathered from the pool."""
+        if isinstance(plan, PagesPlan) and plan.prefills and key_value.dtype == self.cache.dtype:
+            plan.written = key_value
+
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
         """See ``AttentionBackend.attend``."""
         assert isinstance(plan, PagesPlan)
         if plan.decode_rows is None:
             return self._attend_decode(layer, query, spec, plan)
-        output = query.new_empty(query.shape)
         chunks = plan.chunks.get(spec)
         if chunks is None:
-            chunks = plan.chunks[spec] = self._chunks(plan.prefills, spec)
-        output.index_copy_(0, chunks.rows, self._attend_chunks(layer, query[chunks.rows], spec, chunks))
+            chunks = plan.chunks[spec] = self._chunks(plan, spec)
+        written, plan.written = plan.written, None
+        if chunks.rows is None:
+            return self._attend_chunks(layer, query, spec, chunks, written)
+        output = query.new_empty(query.shape)
+        output.index_copy_(0, chunks.rows, self._attend_chunks(layer, query[chunks.rows], spec, chunks, None))
         if len(plan.seq_lens):
             output.index_copy_(0, plan.decode_rows, self._attend_decode(layer, query[plan.decode_rows], spec, plan))
         return output
@@ -245,10 +265,10 @@ class PagesBackend(AttentionBackend):
         merged = (output * weights[..., None]).sum(1)
         return merged.transpose(1, 2).reshape(query.shape).to(query.dtype)
 
-    def _chunks(self, prefills: Sequence[BatchedSequence], spec: AttentionSpec) -> _Chunks:
+    def _chunks(self, plan: PagesPlan, spec: AttentionSpec) -> _Chunks:
         """Concatenate the prefill chunks; a chunk of local attention ends where its next one begins."""
         rows, slots, num_queries, num_keys = [], [], [], []
-        for sequence in prefills:
+        for sequence in plan.prefills:
             position = sequence.first_position
             while position < sequence.seq_len:
                 limit = sequence.seq_len
@@ -264,22 +284,29 @@ class PagesBackend(AttentionBackend):
                 num_keys.append(len(seen))
                 position = limit
         device = self.cache.device
+        is_all = not len(plan.seq_lens)
+        is_written_now = is_all and plan.written is not None and num_keys == num_queries
         return _Chunks(
-            rows=upload(np.concatenate(rows), device),
-            slots=upload(np.concatenate(slots), device),
+            rows=None if is_all else upload(np.concatenate(rows), device),
+            slots=None if is_written_now else upload(np.concatenate(slots), device),
             query_starts=upload(np.cumsum([0, *num_queries], dtype=np.int32), device),
             key_starts=upload(np.cumsum([0, *num_keys], dtype=np.int32), device),
             max_query_len=max(num_queries),
             max_key_len=max(num_keys),
         )
 
-    def _attend_chunks(self, layer: int, query: Tensor, spec: AttentionSpec, chunks: _Chunks) -> Tensor:
+    def _attend_chunks(self, layer: int, query: Tensor, spec: AttentionSpec, chunks: _Chunks, written: Tensor | None) -> Tensor:
+        if chunks.slots is None:
+            assert written is not None, "write_kv comes before attend"
+            keys, values = written.unbind(1)
+        else:
+            keys, values = (plane[layer][chunks.slots].to(query.dtype) for plane in (self._keys, self._values))
         # The kernel counts the keys left of the query; a window counts the query too. -1: no limit.
         left = -1 if spec.sliding_window is None else spec.sliding_window - 1
         output, _ = type(self).kernel(
             query,
-            self._keys[layer][chunks.slots].to(query.dtype),
-            self._values[layer][chunks.slots].to(query.dtype),
+            keys,
+            values,
             chunks.query_starts,
             chunks.key_starts,
             chunks.max_query_len,

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import groupby
+from operator import attrgetter
 
 from core.kv.block import NULL_BLOCK_ID, KVCacheBlock
 from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
@@ -19,6 +20,7 @@ from core.kv.hashing import ExtraKey, block_extra_keys
 from core.kv.seals import ExpectedSeal, SealTable
 
 _SENTINEL_ID = -1
+_block_id = attrgetter("block_id")
 
 
 class FreeKVCacheBlockQueue:
@@ -214,6 +216,9 @@ class BlockPool:
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
         """Allocate blocks with one reference each; their old content is lost and their generation grows.
 
+        They come in the order of their ids, whatever the order in which they were freed: neighbours in a prompt are neighbours
+        in memory as often as may be, and a transport reads such runs at once.
+
         Raises: ValueError if fewer are free; then nothing has changed.
         """
         blocks = self.free_block_queue.popleft_n(count)
@@ -224,6 +229,8 @@ class BlockPool:
             block.generation += 1
             block.ref_cnt = 1
         self.break_seals(blocks)
+        if count > 1:
+            blocks.sort(key=_block_id)
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:

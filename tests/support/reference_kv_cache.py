@@ -71,13 +71,13 @@ class NaivePool:
         self.sealed: dict[int, Prefix] = {}  # of the tokens up to the last one in the block, while it has a seal
 
     def allocate(self, count: int) -> list[int]:
-        """Take blocks from the head of the queue."""
+        """Take blocks from the head of the queue, in the order of their ids."""
         taken, self.free = self.free[:count], self.free[count:]
         for block_id in taken:
             assert self.refs[block_id] == 0
             self.rewrite(block_id)
             self.refs[block_id] = 1
-        return taken
+        return sorted(taken)
 
     def touch(self, block_ids: Iterable[int]) -> None:
         """Add references."""

@@ -112,6 +112,42 @@ def test_pages_are_attended_in_calls_of_bounded_size(paged, monkeypatch, num_hea
     assert max(calls) <= 8
 
 
+WHOLE, LATER, DECODING = (20, 20), (40, 8), (9, 1)  # tokens of a sequence, and how many of them are the step's
+
+
+@pytest.mark.parametrize(
+    ("seqs", "mask", "is_gathered"),
+    [
+        ([WHOLE, (33, 33)], {}, False),
+        ([WHOLE, (33, 33)], {"sliding_window": 16}, False),
+        ([WHOLE, (33, 33)], {"chunk_size": 16}, False),
+        ([WHOLE, LATER], {}, True),
+        ([WHOLE, LATER], {"chunk_size": 32}, False),  # tokens 32 to 40 see no others
+        ([WHOLE, DECODING], {}, True),
+    ],
+)
+def test_prompts_from_their_first_token_on_are_attended_where_they_were_computed(paged, seqs, mask, is_gathered):
+    step = paged.Step(paged.Case([paged.Seq(*seq) for seq in seqs], **mask), KVLayout.NHD)
+    written, seen = step.new_key_values(), []
+
+    def watching(query, keys, *args, **options):
+        seen.append(keys.untyped_storage().data_ptr())
+        return documented_varlen_attn_with_sums(query, keys, *args, **options)
+
+    class Watching(PagesBackend):
+        kernel = watching
+
+    backend, case = Watching(step.cache), step.case
+    plan = backend.plan(step.batch)
+    for _ in range(2):  # layers
+        backend.write_kv(case.layer, written, plan)
+        output = backend.attend(case.layer, step.query, case.spec, plan)
+        torch.testing.assert_close(output.double(), step.expected(), rtol=0, atol=2e-5)
+        assert (written.untyped_storage().data_ptr() in seen) != is_gathered
+        seen.clear()
+        assert plan.written is None, "it would keep a layer's memory"
+
+
 def test_a_call_for_wide_tables_stays_within_the_kernels_grid_and_its_scratch(paged):
     step = paged.Step(paged.Case([paged.Seq(3)]), KVLayout.NHD)
     backend = StandInPagesBackend(step.cache)
