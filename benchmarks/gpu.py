@@ -11,6 +11,7 @@ Sections, in this order:
                at the pace of the copy
 * prefill      one prompt from its arrival to its first token; the roofline is its multiplications at the pace of the product
 * host         how long the scheduler takes beside a step, and how much of a step the device is idle
+* reads       NIXL alone between two processes: as many rows as a handoff has, side by side in memory and scattered
 * handoff     a prefill and a decode worker as two processes on this device, by each transport that works here
 * transformers ``generate`` of the same weights, for comparison
 
@@ -37,10 +38,13 @@ from gpu_ceilings import Ceilings, CeilingSize, measure_ceilings
 from gpu_engine import EngineBench, EngineSize
 from gpu_models import LLAMA_8B, NUMERICS, SMOLLM2, TINY, Shape, write_model, write_small
 from gpu_pair import PairSize, measure_pair, transports_here
+from gpu_reads import ReadSize, measure_reads
 from gpu_reference import compare_numbers, generation_rates
 from gpu_report import Report, measure_in_processes
 
-SECTIONS = ("numerics", "ceilings", "decode", "prefill", "host", "handoff", "transformers")
+from connectors.p2p.transport.nixl import installed_module
+
+SECTIONS = ("numerics", "ceilings", "decode", "prefill", "host", "reads", "handoff", "transformers")
 AIMS = {"decode": 0.75, "prefill": 0.55, "handoff": 0.70, "idle": 0.05}
 
 
@@ -60,6 +64,7 @@ class Plan:
     prompts: tuple[int, ...]  # tokens
     prefill_repeats: int
     host_batch: int
+    reads: ReadSize
     pair: PairSize
     generate: tuple[tuple[int, int], ...]  # batch and context
     generate_tokens: int
@@ -80,6 +85,7 @@ def full_plan(shapes: tuple[Shape, ...]) -> Plan:
         prompts=(512, 2048, 8192),
         prefill_repeats=5,
         host_batch=64,
+        reads=ReadSize(num_rows=128, row_bytes=2 << 20, repeats=9),  # 2,048 tokens of Llama-3.1-8B
         pair=PairSize(
             engine=EngineSize(max_num_seqs=64, max_context=8192 + 448, step_tokens=8192, num_blocks=1024),
             prompt=2048,
@@ -110,6 +116,7 @@ def smoke_plan() -> Plan:
         prompts=(32,),
         prefill_repeats=1,
         host_batch=2,
+        reads=ReadSize(num_rows=4, row_bytes=4096, repeats=1),
         pair=PairSize(engine=tiny, prompt=80, repeats=1, streams=2, stream_prompt=8, stream_tokens=6, busy_prompt=64),
         generate=((1, 16),),
         generate_tokens=2,
@@ -139,6 +146,9 @@ class GpuBenchmark:
             if is_wanted:
                 self._numerics()
         self._measure_ceilings()
+        with report.part("reads") as is_wanted:
+            if is_wanted and installed_module() is not None:
+                self._reads()
         for shape in plan.shapes:
             if not self._has_room(shape):
                 report.notes.append(f"{shape.name}: its weights do not fit twice into this device's memory; left out")
@@ -170,6 +180,12 @@ class GpuBenchmark:
                 self._show_ceilings(found)
         if report.figures.get("ceilings"):
             self._ceilings = Ceilings(**report.figures["ceilings"][plan.device])
+
+    def _reads(self) -> None:
+        for found in measure_reads(self._plan.device, self._plan.reads):
+            text = f"{found.ended_ms:.2f} ms for {found.num_bytes / 1e6:,.1f} MB, posting {found.posted_ms:.2f} ms"
+            self._report.add("reads", f"nixl, {found.order}", text, found.copy_ms / found.ended_ms)
+            self._report.keep("reads", found.order, asdict(found))
 
     def _transformers(self, model: Path, shape: Shape) -> None:
         plan, report = self._plan, self._report

@@ -121,6 +121,10 @@ class Host:
         self._thread.submit_add(requests)
         return heard
 
+    def expect(self, handoff: KVHandoff) -> None:
+        """Say that a request with this handoff comes, as a worker does when it has read it."""
+        self._loop.call_soon_threadsafe(self._connector.expect, handoff)
+
     def wait(self, heard: Sequence[Heard]) -> None:
         """Return once all have ended.
 
@@ -271,6 +275,7 @@ class _Pair:
         self._pipe.send(("prefill", prompt))
         tokens, handoff = _expect(self._pipe, "done")
         middle = time.perf_counter()
+        self._host.expect(handoff)
         (heard,) = self._host.submit(self._request(prompt, 1 + TEXT_TOKENS, output_token_ids=tokens, kv_handoff=handoff))
         self._host.wait([heard])
         if heard.usage is None:
