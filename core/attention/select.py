@@ -4,8 +4,8 @@ Owns: the order of preference per device, and the probe that a kernel must pass 
 work. The choice comes before the pool is allocated, because the pool's layout depends on it.
 
 The probe runs a mixed batch (decode rows and a prefill chunk over a cached prefix, scattered, shared and partly filled pages)
-with the actual dtype, heads, block size, number of layers (hence strides) and masks, and compares with the reference. The
-slots that no query sees hold NaN, so a kernel that reads them fails, too.
+and one of whole prompts, with the actual dtype, heads, block size, number of layers (hence strides) and masks, and compares
+with the reference. The slots that no query of the mixed batch sees hold NaN, so a kernel that reads them fails, too.
 """
 
 from __future__ import annotations
@@ -161,13 +161,15 @@ def _probe_spec(backend_type: type[AttentionBackend], problem: AttentionProblem,
     reference, backend = SdpaBackend(cache), backend_type(cache)
     prefix_rows = cache.rows_of_slots(prefix_slots)
     reference.write_kv(layer, normal(len(prefix_slots), 2, spec.num_kv_heads), AttentionPlan(prefix_rows))
-    plan = backend.plan(batch)
-    num_tokens = len(batch.slot_mapping)
-    backend.write_kv(layer, normal(num_tokens, 2, spec.num_kv_heads), plan)
-    query = normal(num_tokens, spec.num_heads)
-    expected = reference.attend(layer, query, spec, reference.plan(batch))
-    actual = backend.attend(layer, query, spec, plan)
-    return float((actual.float() - expected.float()).abs().max())
+    differences = []
+    for step in (batch, _whole_prompts(problem.block_size)):
+        heads = normal(len(step.slot_mapping), spec.num_heads + 2 * spec.num_kv_heads)  # in one buffer, as the decoder has them
+        query, key_value = heads[:, : spec.num_heads], heads[:, spec.num_heads :]
+        plan = backend.plan(step)
+        backend.write_kv(layer, key_value.view(-1, 2, spec.num_kv_heads, spec.head_dim), plan)
+        expected = reference.attend(layer, query, spec, reference.plan(step))
+        differences.append((backend.attend(layer, query, spec, plan).float() - expected.float()).abs().max())
+    return float(torch.stack(differences).max())
 
 
 def _tightened(spec: AttentionSpec, block_size: int) -> AttentionSpec:
@@ -196,6 +198,18 @@ def _probe_batch(block_size: int) -> tuple[AttentionBatch, npt.NDArray[np.int64]
         ),
     )
     return batch, np.concatenate((chunk[:-3], slots_of_block[4][:-2]))
+
+
+def _whole_prompts(block_size: int) -> AttentionBatch:
+    """Return two prompts from their first token on: block_size + 5 tokens in the blocks [1, 4], and 3 in [2]."""
+    long, short = np.arange(block_size + 5), np.arange(3)
+    slots = np.where(long < block_size, block_size + long, 3 * block_size + long)
+    return AttentionBatch(
+        query_start_loc=np.array([0, len(long), len(long) + len(short)], dtype=np.int32),
+        seq_lens=np.array([len(long), len(short)], dtype=np.int32),
+        block_tables=np.array([[1, 4], [2, 0]], dtype=np.int32),
+        slot_mapping=np.concatenate((slots, 2 * block_size + short)),
+    )
 
 
 def _probe_cache(layout: KVLayout, problem: AttentionProblem, spec: AttentionSpec) -> PagedKVCache:

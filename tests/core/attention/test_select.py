@@ -12,10 +12,12 @@ import torch
 from core.attention import select
 from core.attention.base import AttentionSpec, KVLayout
 from core.attention.paged_cpu import PagedCpuBackend
+from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
 from core.attention.select import AttentionChoice, AttentionProblem, choose_attention, probe
 from core.attention.varlen import VarlenBackend
 from core.errors import ConfigError
+from tests.support.varlen_kernel import documented_varlen_attn_with_sums
 
 SPEC = AttentionSpec(num_heads=9, num_kv_heads=3, head_dim=64, scale=0.125)
 
@@ -27,6 +29,10 @@ def select_backend(*args, **options):
 
 def problem(dtype=torch.float32, specs=(SPEC,), block_size=64):
     return AttentionProblem(torch.device("cpu"), dtype, specs, num_layers=3, block_size=block_size)
+
+
+class StandInPagesBackend(PagesBackend):
+    kernel = documented_varlen_attn_with_sums
 
 
 class SlightlyWrong(SdpaBackend):
@@ -50,6 +56,14 @@ class WritesWrongLayer(SdpaBackend):
         super().write_kv(layer - 1, key_value, plan)
 
 
+class WrongOnWholePrompts(SdpaBackend):
+    name = "paged_cpu"
+
+    def attend(self, layer, query, spec, plan):
+        output = super().attend(layer, query, spec, plan)
+        return output if len(query) <= 6 else output * 1.01
+
+
 class Refusing(SdpaBackend):
     name = "paged_cpu"
 
@@ -70,9 +84,10 @@ def test_probe_accepts_the_working_kernels(dtype, block_size, mask):
     asked = problem(dtype, (SPEC, AttentionSpec(4, 1, 32, 0.2, **mask)), block_size)
     assert probe(PagedCpuBackend, asked) is None
     assert probe(SdpaBackend, asked) is None
+    assert probe(StandInPagesBackend, asked) is None
 
 
-@pytest.mark.parametrize("wrong", [SlightlyWrong, WritesWrongLayer, Refusing])
+@pytest.mark.parametrize("wrong", [SlightlyWrong, WritesWrongLayer, WrongOnWholePrompts, Refusing])
 def test_auto_falls_back_to_the_next_candidate_and_gives_the_reason(caplog, wrong):
     with caplog.at_level(logging.INFO):
         assert select_backend(problem(), candidates=(wrong, SdpaBackend)) is SdpaBackend
