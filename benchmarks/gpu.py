@@ -7,12 +7,12 @@ Sections, in this order:
 
 * numerics     greedy text of the engine, computed once more by transformers in float32 and in bfloat16
 * ceilings     a copy on the device, a bfloat16 matrix product, copies to the host and back: what the rest is held against
+* reads        NIXL alone between two processes: the rows of a handoff in one read, side by side in memory and scattered
 * decode       output tokens/s by batch and context; the roofline reads every weight once and every context's keys and values,
                at the pace of the copy
 * prefill      one prompt from its arrival to its first token; the roofline is its multiplications at the pace of the product
 * host         how long the scheduler takes beside a step, and how much of a step the device is idle
-* reads       NIXL alone between two processes: as many rows as a handoff has, side by side in memory and scattered
-* handoff     a prefill and a decode worker as two processes on this device, by each transport that works here
+* handoff      a prefill and a decode worker as two processes on this device, by each transport that works here
 * transformers ``generate`` of the same weights, for comparison
 
 A section that fails, does not fit or has no time left says so and stops no other, not even if it takes its process along
@@ -44,7 +44,7 @@ from gpu_report import Report, measure_in_processes
 
 from connectors.p2p.transport.nixl import installed_module
 
-SECTIONS = ("numerics", "ceilings", "decode", "prefill", "host", "reads", "handoff", "transformers")
+SECTIONS = ("numerics", "ceilings", "reads", "decode", "prefill", "host", "handoff", "transformers")
 AIMS = {"decode": 0.75, "prefill": 0.55, "handoff": 0.70, "idle": 0.05}
 
 
@@ -147,7 +147,9 @@ class GpuBenchmark:
                 self._numerics()
         self._measure_ceilings()
         with report.part("reads") as is_wanted:
-            if is_wanted and installed_module() is not None:
+            if is_wanted and installed_module() is None:
+                report.notes.append("reads: NIXL is not installed")
+            elif is_wanted:
                 self._reads()
         for shape in plan.shapes:
             if not self._has_room(shape):

@@ -26,7 +26,7 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class ReadSize:
-    """``num_rows`` are read at once, of a memory with as many more between them."""
+    """``num_rows`` are read at once, from a memory of twice as many rows."""
 
     num_rows: int
     row_bytes: int
@@ -57,13 +57,18 @@ class Rows:
 def own_rows(pipe: Connection, device: str, size: ReadSize) -> None:
     """Own rows that hold their own numbers, until the other end is closed."""
     rows = Rows(device, size)
-    rows.memory.copy_(torch.arange(2 * size.num_rows, dtype=torch.uint8, device=device)[:, None].expand_as(rows.memory))
+    rows.memory.copy_(contents(2 * size.num_rows, device)[:, None].expand_as(rows.memory))
     wait_for(device)
     pipe.send(rows.transport.describe())
     try:
         pipe.recv()
     except EOFError:
         rows.transport.close()
+
+
+def contents(num_rows: int, device: str) -> torch.Tensor:
+    """Return what every byte of each row of the owner is, none of them 0."""
+    return (1 + torch.arange(num_rows, device=device) % 251).to(torch.uint8)
 
 
 def orders_of(num_rows: int) -> dict[str, tuple[list[int], list[int]]]:
@@ -91,10 +96,8 @@ def measure_reads(device: str, size: ReadSize) -> list[ReadTime]:
     theirs.close()
     try:
         rows = Rows(device, size)
-        if not ours.poll(TIMEOUT_S):
-            raise RuntimeError(f"the owner of the rows does not answer in {TIMEOUT_S:g} s")
-        rows.transport.add_peer(PEER, ours.recv())
         try:
+            rows.transport.add_peer(PEER, _metadata(ours))
             return [_measure(rows, device, size, order, *both) for order, both in orders_of(size.num_rows).items()]
         finally:
             rows.transport.close()
@@ -106,10 +109,22 @@ def measure_reads(device: str, size: ReadSize) -> list[ReadTime]:
             process.join()
 
 
+def _metadata(pipe: Connection) -> bytes:
+    if not pipe.poll(TIMEOUT_S):
+        raise RuntimeError(f"the owner of the rows does not answer in {TIMEOUT_S:g} s")
+    try:
+        metadata: bytes = pipe.recv()
+    except EOFError:
+        raise RuntimeError("the owner of the rows has died") from None
+    return metadata
+
+
 def _measure(rows: Rows, device: str, size: ReadSize, order: str, remote: Sequence[int], local: Sequence[int]) -> ReadTime:
+    rows.memory.zero_()
+    wait_for(device)
     times = [_read(rows.transport, remote, local) for _ in range(size.repeats + 1)][1:]  # the first one maps the memory
     wait_for(device)
-    if rows.memory[list(local), 0].tolist() != [row % 256 for row in remote]:
+    if not torch.equal(rows.memory[list(local), -1], contents(2 * size.num_rows, device)[list(remote)]):
         raise RuntimeError(f"{order}: the rows are not those of the other process")
     num_bytes = len(remote) * size.row_bytes
     source, target = (torch.zeros(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))

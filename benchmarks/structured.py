@@ -157,8 +157,14 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             "mask_us": {"mean": mean, "median": median, "p99": late, "library_mean": library},
         }
         goals += [
-            {"name": f"{name}: rate", "value": ratio.median, "goal": RATE_GOAL, "met": ratio.median >= RATE_GOAL},
-            {"name": f"{name}: mask", "value": mean, "goal": MASK_GOAL_US, "unit": "us", "met": mean <= MASK_GOAL_US},
+            {"name": f"{name}: rate", "value": ratio.median, "goal": RATE_GOAL, "met": bool(ratio.median >= RATE_GOAL)},
+            {
+                "name": f"{name}: mask",
+                "value": float(mean),
+                "goal": MASK_GOAL_US,
+                "unit": "us",
+                "met": bool(mean <= MASK_GOAL_US),
+            },
         ]
     figures |= {"free text": {"rates": rates["free text"]}, "goals": goals}
     built.engine.shutdown()

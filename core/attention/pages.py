@@ -14,7 +14,7 @@ weight 0. Shapes depend on N and the width only, so that a decode step can be re
 the kernel takes a bounded number of pages; a sequence is in one call, so one of more than 65,535 pages cannot be attended.
 
 Prefill chunks run as one causal batch. They gather their keys and values, which takes little time compared with attention,
-unless a step has whole prompts only: those are attended where they were computed, which spares five launches a layer.
+unless a step has whole prompts only: those are attended where they were computed, without a gather.
 
 The tests drive this file on the CPU with a stand-in that follows the documentation of ``varlen_attn``, and with the kernel on a
 GPU; docs/gpu.md says when that was.
@@ -88,7 +88,8 @@ class PagesPlan(AttentionPlan):
     """The decode rows on the device, the prefill chunks on the host, and both under a layer's mask, once a layer needs it.
 
     decode_rows: int64, their query rows, None if all rows are. seq_lens: int64 ``[N]``. block_tables: int64 ``[N, pages]``.
-    written: ``[T, 2, num_kv_heads, head_dim]``, what the layer has just written, if that is of the pool's dtype.
+    written: ``[T, 2, num_kv_heads, head_dim]``, what a layer has written, until it attends. None in a step with decode rows,
+    and if the pool would round it.
     """
 
     decode_rows: Tensor | None
@@ -98,6 +99,11 @@ class PagesPlan(AttentionPlan):
     intervals: dict[AttentionSpec, _Intervals] = field(default_factory=dict)
     chunks: dict[AttentionSpec, _Chunks] = field(default_factory=dict)
     written: Tensor | None = None
+
+    @property
+    def has_only_prefills(self) -> bool:
+        """True if no sequence of the step has a single query."""
+        return bool(self.prefills) and not len(self.seq_lens)
 
 
 class PagesBackend(AttentionBackend):
@@ -142,7 +148,8 @@ class PagesBackend(AttentionBackend):
 
     def _keep_written(self, key_value: Tensor, plan: AttentionPlan) -> None:
         """Keep a layer's keys and values for its attention, which then need not be gathered from the pool."""
-        if isinstance(plan, PagesPlan) and plan.prefills and key_value.dtype == self.cache.dtype:
+        assert isinstance(plan, PagesPlan)
+        if plan.has_only_prefills and key_value.dtype == self.cache.dtype:
             plan.written = key_value
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
@@ -284,10 +291,9 @@ class PagesBackend(AttentionBackend):
                 num_keys.append(len(seen))
                 position = limit
         device = self.cache.device
-        is_all = not len(plan.seq_lens)
-        is_written_now = is_all and plan.written is not None and num_keys == num_queries
+        is_written_now = plan.written is not None and num_keys == num_queries
         return _Chunks(
-            rows=None if is_all else upload(np.concatenate(rows), device),
+            rows=None if plan.has_only_prefills else upload(np.concatenate(rows), device),
             slots=None if is_written_now else upload(np.concatenate(slots), device),
             query_starts=upload(np.cumsum([0, *num_queries], dtype=np.int32), device),
             key_starts=upload(np.cumsum([0, *num_keys], dtype=np.int32), device),
@@ -298,7 +304,7 @@ class PagesBackend(AttentionBackend):
     def _attend_chunks(self, layer: int, query: Tensor, spec: AttentionSpec, chunks: _Chunks, written: Tensor | None) -> Tensor:
         if chunks.slots is None:
             assert written is not None, "write_kv comes before attend"
-            keys, values = written.unbind(1)
+            keys, values = written.to(query.dtype).unbind(1)
         else:
             keys, values = (plane[layer][chunks.slots].to(query.dtype) for plane in (self._keys, self._values))
         # The kernel counts the keys left of the query; a window counts the query too. -1: no limit.

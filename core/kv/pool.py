@@ -216,8 +216,8 @@ class BlockPool:
     def get_new_blocks(self, count: int) -> list[KVCacheBlock]:
         """Allocate blocks with one reference each; their old content is lost and their generation grows.
 
-        They come in the order of their ids, whatever the order in which they were freed: neighbours in a prompt are neighbours
-        in memory as often as may be, and a transport reads such runs at once.
+        Those of one call come in the order of their ids, whatever the order in which they were freed: neighbours in a prompt
+        are neighbours in memory as often as may be, and a transport reads such runs at once.
 
         Raises: ValueError if fewer are free; then nothing has changed.
         """
@@ -229,8 +229,7 @@ class BlockPool:
             block.generation += 1
             block.ref_cnt = 1
         self.break_seals(blocks)
-        if count > 1:
-            blocks.sort(key=_block_id)
+        blocks.sort(key=_block_id)
         return blocks
 
     def touch(self, blocks: Iterable[KVCacheBlock]) -> None:

@@ -124,11 +124,40 @@ WHOLE, LATER, DECODING = (20, 20), (40, 8), (9, 1)  # tokens of a sequence, and 
         ([WHOLE, LATER], {}, True),
         ([WHOLE, LATER], {"chunk_size": 32}, False),  # tokens 32 to 40 see no others
         ([WHOLE, DECODING], {}, True),
+        ([WHOLE, (1, 1)], {}, True),
     ],
 )
 def test_prompts_from_their_first_token_on_are_attended_where_they_were_computed(paged, seqs, mask, is_gathered):
-    step = paged.Step(paged.Case([paged.Seq(*seq) for seq in seqs], **mask), KVLayout.NHD)
-    written, seen = step.new_key_values(), []
+    first, last = (
+        paged.Step(paged.Case([paged.Seq(*seq) for seq in seqs], layer=layer, **mask), KVLayout.NHD) for layer in (0, 2)
+    )
+    for seq, values in zip(last.case.seqs, last.case.values, strict=True):
+        values[-seq.num_queries :] += 1  # the layers differ in what the step writes
+    last.cache.pool[:, 0] = first.cache.pool[:, 0]  # one pool with what both layers have cached
+    backend, seen = _watching_pages(last.cache)
+    plan = backend.plan(last.batch)
+    for step in (first, last):
+        heads = torch.cat((step.query, step.new_key_values().flatten(1, 2)), 1)  # in one buffer, as the decoder has them
+        query, key_value = heads[:, : step.case.num_heads], heads[:, step.case.num_heads :]
+        backend.write_kv(step.case.layer, key_value.view(-1, 2, step.case.num_kv_heads, step.case.head_dim), plan)
+        output = backend.attend(step.case.layer, query, step.case.spec, plan)
+        torch.testing.assert_close(output.double(), step.expected(), rtol=0, atol=2e-5)
+        assert (heads.data_ptr() in seen) != is_gathered
+        assert plan.written is None, "it would keep a layer's memory"
+
+
+def test_prompts_are_attended_as_the_pool_holds_them_if_it_rounds_them(paged):
+    step = paged.Step(paged.Case([paged.Seq(*WHOLE)], dtype=torch.bfloat16), KVLayout.NHD)
+    backend, seen = _watching_pages(step.cache)
+    plan, written = backend.plan(step.batch), step.new_key_values().float() + 1e-3  # which bfloat16 does not hold
+    backend.write_kv(step.case.layer, written, plan)
+    backend.attend(step.case.layer, step.query.float(), step.case.spec, plan)
+    assert written.data_ptr() not in seen
+
+
+def _watching_pages(cache):
+    """Return a backend, and the addresses of the memory in which the keys of its calls lie."""
+    seen = []
 
     def watching(query, keys, *args, **options):
         seen.append(keys.untyped_storage().data_ptr())
@@ -137,15 +166,7 @@ def test_prompts_from_their_first_token_on_are_attended_where_they_were_computed
     class Watching(PagesBackend):
         kernel = watching
 
-    backend, case = Watching(step.cache), step.case
-    plan = backend.plan(step.batch)
-    for _ in range(2):  # layers
-        backend.write_kv(case.layer, written, plan)
-        output = backend.attend(case.layer, step.query, case.spec, plan)
-        torch.testing.assert_close(output.double(), step.expected(), rtol=0, atol=2e-5)
-        assert (written.untyped_storage().data_ptr() in seen) != is_gathered
-        seen.clear()
-        assert plan.written is None, "it would keep a layer's memory"
+    return Watching(cache), seen
 
 
 def test_a_call_for_wide_tables_stays_within_the_kernels_grid_and_its_scratch(paged):
