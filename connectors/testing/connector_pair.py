@@ -6,10 +6,10 @@ no connector; it fails only on errors that the engine itself refuses.
 
 from __future__ import annotations
 
-import random
 from dataclasses import dataclass
 
 from connectors.testing.connector_engine import ConnectorEngine, small_layout
+from connectors.testing.scattered_blocks import scatter_blocks
 from core.connector import Connector
 from core.request import Request
 from core.wire.kv import KVHandoff
@@ -25,7 +25,7 @@ PROMPT = list(range(100, 200))  # three full blocks and a part of one
 
 
 class Side:
-    """A connector and an engine without a model. Its free blocks are in random order, its memory has a known content."""
+    """A connector and an engine without a model. It takes blocks in random order, its memory has a known content."""
 
     def __init__(self, role: Role, connector: Connector) -> None:
         self.connector = connector
@@ -34,10 +34,7 @@ class Side:
         )
         self.engine.checks_content = True
         self.engine.pool.rows[:] = UNTOUCHED
-        pool = self.engine.manager.block_pool
-        blocks = pool.get_new_blocks(pool.num_free_blocks)
-        random.Random(role).shuffle(blocks)
-        pool.free_blocks(blocks)
+        scatter_blocks(self.engine.manager.block_pool, role)
 
     def block_ids(self, request: Request) -> list[int]:
         """Return the blocks of a request, in table order."""

@@ -12,7 +12,6 @@ one, whose pool forgets everything in between. Imports pytest; only tests import
 from __future__ import annotations
 
 import asyncio
-import random
 from abc import abstractmethod
 from collections.abc import AsyncIterator
 from typing import ClassVar
@@ -22,6 +21,7 @@ import pytest_asyncio
 
 from connectors.testing.connector_engine import ConnectorEngine
 from connectors.testing.connector_pair import BLOCK_SIZE, FINGERPRINT, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED
+from connectors.testing.scattered_blocks import scatter_blocks
 from core.connector import Connector
 from core.request import Request
 
@@ -30,17 +30,14 @@ _GARBAGE = 0x5C
 
 
 class TierWorker:
-    """A connector and an engine without a model. Its free blocks are in random order, its memory has a known content."""
+    """A connector and an engine without a model. It takes blocks in random order, its memory has a known content."""
 
     def __init__(self, name: str, connector: Connector) -> None:
         self.connector = connector
         self.engine = ConnectorEngine(connector.scheduler, connector.worker, FINGERPRINT, LAYOUT, NUM_BLOCKS, len(name))
         self.engine.checks_content = True
         self.engine.pool.rows[:] = UNTOUCHED
-        pool = self.engine.manager.block_pool
-        blocks = pool.get_new_blocks(pool.num_free_blocks)
-        random.Random(name).shuffle(blocks)
-        pool.free_blocks(blocks)
+        scatter_blocks(self.engine.manager.block_pool, name)
 
     async def answer(self, request: Request) -> int:
         """Ask until the connector has an answer; return how many tokens it offers after the local hits."""
