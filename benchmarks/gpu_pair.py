@@ -7,7 +7,6 @@ This process is the decode worker, and tells the other by a pipe what to compute
 from __future__ import annotations
 
 import asyncio
-import multiprocessing
 import statistics
 import threading
 import time
@@ -21,6 +20,7 @@ import torch
 from gpu_ceilings import best_s
 from gpu_engine import EngineSize, Prompts, Tokens, release_memory, settings
 from gpu_models import Shape
+from gpu_process import TIMEOUT_S, other_process, receive
 
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.nixl import installed_module
@@ -35,7 +35,6 @@ from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role, TransferUsage
 from core.wire.sampling import SamplingParams
 
-TIMEOUT_S = 120.0
 TEXT_TOKENS = 16  # after the first one, of a prompt with a handoff
 
 
@@ -173,20 +172,11 @@ def measure_pair(model: Path, shape: Shape, size: PairSize, device: str, transpo
         "connector.transports": [transport],
         "worker.control_address": "tcp://127.0.0.1:0",
     }
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=serve_prefill, args=(theirs, overrides), daemon=True)
-    process.start()
-    theirs.close()
     try:
-        return _measure_as_decode_worker(overrides, ours, shape, size, device)
+        with other_process(serve_prefill, overrides) as pipe:
+            return _measure_as_decode_worker(overrides, pipe, shape, size, device)
     finally:
-        ours.close()  # ends the other process
-        process.join(TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-        release_memory()  # that worker's engine is unreachable by now
+        release_memory()  # this worker's engine is unreachable by now
 
 
 def _measure_as_decode_worker(
@@ -324,12 +314,7 @@ def _prefill_request(name: str, prompt: Tokens, needs_handoff: bool) -> NewReque
 
 
 def _expect(pipe: Connection, wanted: str) -> Any:  # noqa: ANN401
-    if not pipe.poll(TIMEOUT_S):
-        raise RuntimeError(f"the prefill worker does not answer in {TIMEOUT_S:g} s")
-    try:
-        name, answer = pipe.recv()
-    except EOFError:
-        raise RuntimeError("the prefill worker has died") from None
+    name, answer = receive(pipe)
     assert name == wanted
     return answer
 

@@ -5,7 +5,6 @@ Without engines, leases and seals; what those add is in the figures of ``gpu_pai
 
 from __future__ import annotations
 
-import multiprocessing
 import random
 import statistics
 import time
@@ -15,6 +14,7 @@ from multiprocessing.connection import Connection
 
 import torch
 from gpu_ceilings import best_s, wait_for
+from gpu_process import other_process, receive
 
 from connectors.p2p.transport.interface import PeerId, RowRegion
 from connectors.p2p.transport.nixl import NixlTransport
@@ -89,34 +89,13 @@ def measure_reads(device: str, size: ReadSize) -> list[ReadTime]:
 
     Raises: RuntimeError if what has been read is not what was there.
     """
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=own_rows, args=(theirs, device, size), daemon=True)
-    process.start()
-    theirs.close()
-    try:
+    with other_process(own_rows, device, size) as pipe:
         rows = Rows(device, size)
         try:
-            rows.transport.add_peer(PEER, _metadata(ours))
+            rows.transport.add_peer(PEER, receive(pipe))
             return [_measure(rows, device, size, order, *both) for order, both in orders_of(size.num_rows).items()]
         finally:
             rows.transport.close()
-    finally:
-        ours.close()
-        process.join(TIMEOUT_S)
-        if process.is_alive():
-            process.kill()
-            process.join()
-
-
-def _metadata(pipe: Connection) -> bytes:
-    if not pipe.poll(TIMEOUT_S):
-        raise RuntimeError(f"the owner of the rows does not answer in {TIMEOUT_S:g} s")
-    try:
-        metadata: bytes = pipe.recv()
-    except EOFError:
-        raise RuntimeError("the owner of the rows has died") from None
-    return metadata
 
 
 def _measure(rows: Rows, device: str, size: ReadSize, order: str, remote: Sequence[int], local: Sequence[int]) -> ReadTime:

@@ -141,7 +141,7 @@ def test_a_score_beyond_the_largest_number_weighs_nothing():
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [float("nan"), float("inf")])
-def test_what_no_query_sees_changes_nothing_and_a_visible_key_that_is_no_number_shows(dtype, bits):
+def test_what_no_query_sees_changes_nothing_and_a_visible_nan_shows(dtype, bits):
     prompt = Prompt(dtype, sliding_window=40)
     before = prompt.attend(100, 203)
     for plane in (prompt.cache.key(1), prompt.cache.value(1)):
