@@ -5,10 +5,11 @@
 First the costs of a worker are measured while the other one works, because two workers of one machine share its memory and
 caches: prompts of several lengths beside streams, decode steps at several batch sizes beside prompts, and the gap that a
 handoff leaves. Then, for each mix of requests, the advice is computed from these costs for two workers, and both
-sides are run: one prefill and one decode worker, and two aggregated workers with the chunk that the advice found best. They get
-the same requests at the same times, at rising rates around the goodputs that were predicted, each side until it falls below
-``FALLEN`` of good requests. Its goodput is the rate at which the share of good ones crosses ``SHARE``, on straight lines from
-each rate to the next (and from all good at rate 0): the quantity that the advice predicts.
+sides are run: one prefill and one decode worker, and two aggregated workers with the chunk that the advice found best. A side
+is run at rates that lie a factor of ``STEP`` apart, from the one next to its predicted goodput up or down, until at one of two
+neighbours at least ``SHARE`` of the requests are good and at the other fewer. On the straight line between the two, its goodput
+is the rate at which the share crosses ``SHARE``: the quantity that the advice predicts. Both sides have the same rates to
+choose from, and get the same requests at the same times at each.
 
 The advice agrees if it and the measurement both find the same side better by more than ``EVEN``, or both find the two even.
 """
@@ -17,10 +18,11 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import math
 import random
 import statistics
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -37,8 +39,8 @@ from kvferry.bench.workload import BenchRequest
 from router.routing.fit import PrefillFit
 
 SHARE = 0.9  # of good requests, for goodput
-FALLEN = 0.75  # of good requests: a side below has met its limit
-STEP = 1.4  # from one rate to the next, beyond those of ``Effort``
+STEP = 1.2  # from one rate to the next
+LEAST = 0.4  # of the other side's predicted goodput: lower rates take long and decide nothing
 SECONDS = 40.0  # of arrivals at a rate, at least: a short burst is served at any rate, and the advice is of a steady state
 EVEN = 0.1  # the model's error, as of ``kvferry advise``
 NUM_STREAMS = 4  # beside the prompts whose times are measured
@@ -68,15 +70,15 @@ MIXES = (
 
 @dataclass(frozen=True, slots=True)
 class Effort:
-    """How much is measured. ``rates`` are multiples of the larger predicted goodput."""
+    """How much is measured."""
 
     prompts: tuple[int, ...] = (64, 256, 512, 768, 1024)
     batches: tuple[int, ...] = (1, 4, 8, 16)
     step_tokens: int = 60
     num_beside: int = 3  # prompts while steps are measured
     stream_tokens: int = 120  # of each stream while prompts are measured
-    rates: tuple[float, ...] = (0.6, 0.9, 1.3)
-    num_more: int = 4  # rates, until a side falls
+    num_sweeps: int = 6  # over the prompts
+    most_rates: int = 8  # of a side
     seconds: float = SECONDS
 
 
@@ -86,21 +88,20 @@ QUICK = Effort(
     step_tokens=6,
     num_beside=1,
     stream_tokens=8,
-    rates=(0.5,),
-    num_more=0,
+    num_sweeps=2,
+    most_rates=1,
     seconds=0.0,
 )
 
 
 @dataclass(slots=True)
 class Compared:
-    """One mix: what was advised, and the share of good requests of each side at its rates, real and predicted."""
+    """One mix: what was advised, and of each side the shares of good requests by rate, real and predicted."""
 
     mix: Mix
     study: Study
-    rates: list[float]  # a side was run at the first ones, as many as it has shares
-    real: dict[str, list[float]] = field(default_factory=dict)
-    predicted: dict[str, list[float]] = field(default_factory=dict)
+    real: dict[str, dict[float, float]] = field(default_factory=dict)
+    predicted: dict[str, dict[float, float]] = field(default_factory=dict)
 
     @property
     def advised(self) -> float:
@@ -114,19 +115,23 @@ class Compared:
 
     @property
     def agrees(self) -> bool:
-        if all(min(shares) >= SHARE for shares in self.real.values()):
+        if all(min(shares.values()) >= SHARE for shares in self.real.values()):
             return False  # neither side has met its limit: the measurement decides nothing
         verdicts = [0 if abs(ratio - 1) <= EVEN else 1 if ratio > 1 else -1 for ratio in (self.advised, self.measured)]
         return verdicts[0] == verdicts[1]
 
     def goodput(self, side: str) -> float:
-        """Return the rate at which a side's share of good requests crosses ``SHARE``; its last rate if it never does."""
-        before = (0.0, 1.0)
-        for rate, share in zip(self.rates, self.real[side], strict=False):
-            if share < SHARE:
-                return before[0] + (rate - before[0]) * (before[1] - SHARE) / (before[1] - share)
-            before = (rate, share)
-        return before[0]
+        return goodput(self.real[side])
+
+
+def goodput(shares: Mapping[float, float]) -> float:
+    """Return the rate at which the share of good requests crosses ``SHARE``, or the last one. At rate 0 all are."""
+    before = (0.0, 1.0)
+    for rate, share in sorted(shares.items()):
+        if share < SHARE:
+            return before[0] + (rate - before[0]) * (before[1] - SHARE) / (before[1] - share)
+        before = (rate, share)
+    return before[0]
 
 
 @contextmanager
@@ -143,10 +148,11 @@ def measure_costs(model: str, effort: Effort, repeats: int) -> Costs:
     """Measure 1P1D while both work: the prefill worker's times, the decode worker's steps, and the gap between the two."""
     fit, steps, handoffs = PrefillFit(), [], []
     with running(PAIR, model) as load:
-        for _ in range(max(2, repeats)):
+        for _ in range(effort.num_sweeps):
             for length, result in times_of_prompts(load, effort):
                 fit.observe(length, 0, 1e3 * (result.ttft_s or 0.0))
                 handoffs.append((length, 1e3 * (result.itl_s[0] - statistics.median(result.itl_s[1:]))))
+        for _ in range(max(2, repeats)):
             for batch in effort.batches:
                 streams = [BenchRequest(0.0, load.prompt(64), effort.step_tokens) for _ in range(batch)]
                 prompts = [BenchRequest(0.0, load.prompt(effort.prompts[-1]), 1) for _ in range(effort.num_beside)]
@@ -201,25 +207,32 @@ def compare(mix: Mix, costs: Costs, effort: Effort, arguments: argparse.Namespac
     slo = slo_of(mix, costs)
     modelled = Trace(tuple(draw(mix, 1.0, NUM_MODELLED, seed=7)), knows_prefixes=False)
     study = Comparison(modelled, costs, slo, SHARE).study(2)
-    most = max(study.aggregated.goodput.mean, study.disaggregated.goodput.mean)
-    rates = [share * most for share in effort.rates]
-    rates += [rates[-1] * STEP**number for number in range(1, effort.num_more + 1)]
-    found = Compared(mix, study, rates)
-    chunk = study.aggregated.layout.chunk
+    found = Compared(mix, study)
     sides = {
-        "1P1D": (PAIR, Layout(num_prefill=1, num_decode=1)),
-        "aggregated": (aggregated(chunk), study.aggregated.layout),
+        "1P1D": (PAIR, Layout(num_prefill=1, num_decode=1), study.disaggregated),
+        "aggregated": (aggregated(study.aggregated.layout.chunk), study.aggregated.layout, study.aggregated),
     }
-    for name, (side, layout) in sides.items():
-        real, predicted = found.real.setdefault(name, []), found.predicted.setdefault(name, [])
+    most = max(0.01, *(advised.goodput.mean for _, _, advised in sides.values()))
+    for name, (side, layout, advised) in sides.items():
+        real, predicted = found.real.setdefault(name, {}), found.predicted.setdefault(name, {})
         with running(side, arguments.model) as load:
-            for rate in rates:
+            step = round(math.log(max(advised.goodput.mean, LEAST * most), STEP))
+            while step is not None and len(real) < effort.most_rates:
+                rate = STEP**step
                 requests = draw(mix, rate, max(arguments.requests, round(rate * effort.seconds)), seed=round(1e3 * rate))
-                real.append(good_share(load, requests, costs, slo))
-                predicted.append(run(requests, costs, layout, slo).good_share)
-                if real[-1] < FALLEN:
-                    break
+                real[rate] = good_share(load, requests, costs, slo)
+                predicted[rate] = run(requests, costs, layout, slo).good_share
+                step = next_step(real, LEAST * most)
     return found
+
+
+def next_step(shares: Mapping[float, float], least: float) -> int | None:
+    """Return the power of ``STEP`` to run next; None once neighbours enclose the goodput, or it is below ``least``."""
+    if min(shares.values()) >= SHARE:
+        return round(math.log(max(shares), STEP)) + 1
+    if max(shares.values()) < SHARE and min(shares) / STEP >= least:
+        return round(math.log(min(shares), STEP)) - 1
+    return None
 
 
 def good_share(load: Load, requests: Sequence[TraceRequest], costs: Costs, slo: Slo) -> float:
@@ -245,28 +258,27 @@ def outcome(costs: Costs, found: Sequence[Compared]) -> Outcome:
     def row(one: Compared) -> list[str]:
         cells = []
         for side in ("1P1D", "aggregated"):
-            pairs = zip(one.real[side], one.predicted[side], strict=True)
-            cells.append(" / ".join(f"{real:.0%} ({predicted:.0%})" for real, predicted in pairs))
+            shares, predicted = one.real[side], one.predicted[side]
+            cells.append(", ".join(f"{rate:.2f}: {shares[rate]:.0%} ({predicted[rate]:.0%})" for rate in sorted(shares)))
         chunk = one.study.aggregated.layout.chunk
-        rates = " / ".join(f"{rate:.2f}" for rate in one.rates[: max(map(len, one.real.values()))])
         goodputs = f"{one.measured:.2f} ({one.goodput('1P1D'):.2f} / {one.goodput('aggregated'):.2f})"
         advised = f"{one.advised:.2f}, chunks of {chunk}"
-        return [one.mix.name, rates, *cells, advised, goodputs, "yes" if one.agrees else "NO"]
+        return [one.mix.name, *cells, advised, goodputs, "yes" if one.agrees else "NO"]
 
-    columns = ("mix", "requests/s", "good, 1P1D", "good, aggregated", "advised: 1P1D carries, times", "measured", "agrees")
+    columns = ("mix", "1P1D", "aggregated", "advised: 1P1D carries, times", "measured", "agrees")
     num_agreed = sum(one.agrees for one in found)
     goal = {"name": "mixes in which the advised side wins", "value": num_agreed, "goal": len(found), "unit": "mixes"}
     notes = [
         f"costs, ms: prefill {costs.prefill.base_ms:.0f} + {costs.prefill.token_ms:.2f} a token "
         f"+ {costs.prefill.pair_ms:.1e} a pair; step {costs.step.base_ms:.0f} + {costs.step.request_ms:.1f} a request; "
         f"handoff {costs.handoff.base_ms:.0f} + {costs.handoff.token_ms:.3f} a token",
-        "good: real (predicted), at each rate of the side; measured: goodput of 1P1D over that of the aggregated workers",
+        "of each side, requests/s: share of good ones (predicted); measured: goodput of 1P1D over aggregated (both)",
         f"advice and measurement agree in {num_agreed} of {len(found)} mixes",
     ]
     figures: dict[str, object] = {
         "goals": [{**goal, "met": num_agreed == len(found)}],
-        "mixes": [{"mix": asdict(one.mix), "advised": one.advised, "measured": one.measured, "rates": one.rates,
-                   "real": one.real, "predicted": one.predicted} for one in found],
+        "mixes": [{"mix": asdict(one.mix), "advised": one.advised, "measured": one.measured, "real": one.real,
+                   "predicted": one.predicted} for one in found],
     }  # fmt: skip
     return Outcome([Table(columns, [row(one) for one in found])], notes, figures)
 
