@@ -10,7 +10,7 @@ CPU engine: two that chunk prompts, and pairs with our plug-in and with NixlConn
 
 ITL: some streams decode, once alone, and once while prompts of 1,024 tokens arrive one after another; then the gaps between
 tokens from the first arrival to the end of the last long answer count. The long prompts' rate is a share of what one worker
-can compute, so all sides are offered the same work. It is 0.8 of it: an unchunked prompt stalls each stream of its worker once,
+can compute, so all sides are offered the same work. It is 0.9 of it: an unchunked prompt stalls each stream of its worker once,
 and at 0.6 these stalls were more than one gap in a hundred in one run and fewer in the next; only the first moves the 99th
 percentile. The table says which share of the gaps is longer than ``STALL`` idle ones.
 
@@ -59,7 +59,7 @@ class Size:
     num_long: int = 8
     quiet_tokens: int = 150  # of a stream, with nothing else to do
     lead_s: float = 2.0  # from the start of the streams to the first long prompt
-    utilization: float = 0.8  # of one worker, by the long prompts
+    utilization: float = 0.9  # of one worker, by the long prompts
     num_requests: int = 30  # of a rate of the goodput
     rates: tuple[float, ...] = (0.7, 1.2, 1.8, 2.6)  # times one over the time of a long prompt; 1.8 fill a prefill worker
     ttft_slo: float = 3.0  # times the first token of the longest prompt on an idle worker

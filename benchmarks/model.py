@@ -7,24 +7,24 @@ Ours runs on the engine's attention backend over a paged cache; transformers on 
 Linears: the four linear layers of ten transformer layers and the head, all on as many rows, packed, packed without padding to 4
 rows, and dense. (A prefill step has all layers, and the head on one row only: that is ``gemm floor``.)
 
-    python benchmarks/model.py [--model smollm2-135m] [--repeats 7] [--only linear prefill decode]
+    python benchmarks/model.py [--repeats 7] [--only linear prefill decode] [--json FILE] [--markdown] [--quick]
 
-Median / minimum in milliseconds, and the ratio of the medians (the other way to ours). transformers is needed
+Median (minimum) in milliseconds, and the ratio of the medians (the other way to ours). transformers is needed
 (``pip install kvferry[test]``).
 """
 
 from __future__ import annotations
 
-import argparse
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from common import Machine, Outcome, Table, make_parser, publish
 from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionBatch, AttentionPlan, PagedKVCache
@@ -39,6 +39,7 @@ from core.model.loader import load_decoder
 BLOCK_SIZE = 64
 SECTIONS = ("linear", "prefill", "decode")
 DECODE_SHAPES = ((1, 128), (1, 1024), (4, 512), (16, 128), (16, 512))
+LINEAR, WHOLE = ("ours", "F.linear", "unpadded"), ("ours", "transformers", "gemm floor")
 Call = Callable[[], object]
 
 
@@ -146,8 +147,25 @@ def linear_calls(arch: ModelArch, num_rows: int) -> dict[str, Call]:
     return {"ours": run(packed), "F.linear": run(dense), "unpadded": run([layer._apply for layer in packed])}
 
 
-def measure(name: str, calls: dict[str, Call], repeats: int, rival: str = "transformers") -> None:
-    """Time the calls turn by turn, so that a disturbance hits all of them, and print one line."""
+@dataclass(frozen=True, slots=True)
+class Case:
+    """The times of one case in milliseconds, by who computes it; ours first, then the one that ours is compared with."""
+
+    name: str
+    times_ms: dict[str, list[float]]
+
+    @property
+    def median_ms(self) -> dict[str, float]:
+        return {label: statistics.median(times) for label, times in self.times_ms.items()}
+
+    def row(self) -> list[str]:
+        ours, other, *_ = self.median_ms.values()
+        cells = [f"{self.median_ms[label]:.1f} ({min(times):.1f})" for label, times in self.times_ms.items()]
+        return [self.name, *cells, f"{other / ours:.2f}"]
+
+
+def measure(name: str, calls: dict[str, Call], repeats: int) -> Case:
+    """Time the calls turn by turn, so that a disturbance hits all of them; the first turn warms up."""
     times: dict[str, list[float]] = {label: [] for label in calls}
     for turn in range(repeats + 1):
         for label, call in calls.items():
@@ -155,33 +173,42 @@ def measure(name: str, calls: dict[str, Call], repeats: int, rival: str = "trans
             call()
             if turn > 0:
                 times[label].append((time.perf_counter() - start) * 1e3)
-    median = {label: statistics.median(values) for label, values in times.items()}
-    columns = " ".join(f"{label} {median[label]:8.1f} / {min(times[label]):8.1f}" for label in calls)
-    print(f"{name:24} {columns}  {median[rival] / median['ours']:.2f}x")
+    return Case(name, times)
+
+
+def outcome(name: str, linear: Sequence[Case], whole: Sequence[Case]) -> Outcome:
+    tables = [
+        Table(("ms", *labels, f"{labels[1]} / ours"), [case.row() for case in cases])
+        for labels, cases in ((LINEAR, linear), (WHOLE, whole))
+        if cases
+    ]
+    figures = {"cases": [{"name": case.name, "median_ms": case.median_ms} for case in (*linear, *whole)]}
+    return Outcome(tables, [f"{name}, float32, one thread: median (minimum)"], {"goals": [], **figures})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", default="smollm2-135m")
-    parser.add_argument("--repeats", type=int, default=7)
+    parser = make_parser(__doc__ or "", repeats=7)
     parser.add_argument("--only", nargs="+", choices=SECTIONS, default=SECTIONS)
     arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.repeats, arguments.only = 1, ["linear"]
+    machine = Machine.now()
     torch.set_num_threads(1)
     torch.manual_seed(0)
     files = resolve_model(arguments.model, Path(default_cache_dir()))
     arch = parse_arch(files.config)
     decoder = load_decoder(arch, files.weight_files, dtype=torch.float32)
     reference = load_transformers(files.path)
-    print(f"{files.name}, fp32, 1 thread, torch {torch.__version__}, load {os.getloadavg()[0]:.1f}; median / min ms")
+    linear, whole = [], []
     with torch.inference_mode():
         for num_rows in (1, 2, 4, 8, 16, 64, 256, 1024) if "linear" in arguments.only else ():
-            measure(f"linear, {num_rows} rows", linear_calls(arch, num_rows), 3 * arguments.repeats, "F.linear")
+            linear.append(measure(f"linear, {num_rows} rows", linear_calls(arch, num_rows), 3 * arguments.repeats))
         for num_tokens in (64, 256, 1024) if "prefill" in arguments.only else ():
-            measure(f"prefill {num_tokens}", prefill_calls(decoder, reference, num_tokens), arguments.repeats)
+            whole.append(measure(f"prefill {num_tokens}", prefill_calls(decoder, reference, num_tokens), arguments.repeats))
         for num_sequences, context in DECODE_SHAPES if "decode" in arguments.only else ():
             calls = decode_calls(decoder, reference, num_sequences, context)
-            measure(f"decode {num_sequences} x context {context}", calls, 4 * arguments.repeats)
-    print(f"load afterwards {os.getloadavg()[0]:.1f}")
+            whole.append(measure(f"decode {num_sequences} x context {context}", calls, 4 * arguments.repeats))
+    publish(outcome(files.name, linear, whole), machine, arguments)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,22 @@
 """The router's index of contents: memory for each block and worker, and CPU time from token ids to a placement.
 
-    python benchmarks/routing_index.py                # 12 and 1,000 workers of 10,000 blocks: about a minute and 300 MB
-    python benchmarks/routing_index.py --workers 100
+    python benchmarks/routing_index.py [--workers 12 1000] [--blocks 10000] [--json FILE] [--markdown] [--quick]
 
-The blocks of different workers differ, which is the worst case: equal blocks share an entry. A prompt's prefixes are on all
-workers, at different depths. A placement is keys, hits, costs, choice, and the record of it, with 16 tokens to a block. CPU
-times are the best of five. A large cluster takes longer, since each worker's cost is computed.
+It takes about a minute and 300 MB. The blocks of different workers differ, which is the worst case: equal blocks share one
+entry. A prompt's prefixes are on all workers, at different depths. A placement is keys, hits, costs, choice, and the record of
+it, with 16 tokens to a block. CPU times are the best of ``--repeats``. A large cluster takes longer, since each worker's cost
+is computed: the goals of time are those of the smallest, that of memory is the largest's.
 """
 
 from __future__ import annotations
 
-import argparse
 import os
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+
+from common import Machine, Outcome, Table, make_parser, publish
 
 from core.kv.hashing import BlockHasher
 from core.wire.contents import ContentReport
@@ -30,7 +32,24 @@ MODEL = b"model"
 BLOCK_SIZE = 16
 MAX_REPORTED = 8_000  # keys of one report
 GOAL_BYTES = 64
+GOAL_MB = 640  # of 1,000 workers with 10,000 blocks
 GOAL_MS = {1_000: 0.3, 100_000: 15.0}
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The index of one cluster. ``place_ms`` by tokens of the prompt."""
+
+    num_workers: int
+    num_blocks: int
+    num_bytes: int
+    report_us: float  # for a block
+    place_ms: dict[int, float]
+    leave_ms: float
+
+    @property
+    def bytes_per_block(self) -> float:
+        return self.num_bytes / (self.num_workers * self.num_blocks)
 
 
 def resident_bytes() -> int:
@@ -39,7 +58,7 @@ def resident_bytes() -> int:
         return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def best_ms(work: Callable[[], object], repeats: int = 5) -> float:
+def best_ms(work: Callable[[], object], repeats: int) -> float:
     """Return the least CPU time of one call."""
     times = []
     for _ in range(repeats):
@@ -112,7 +131,7 @@ class Placements:
         self._costs.drop(message.request_id, 0.0)
 
 
-def measure(num_workers: int, num_blocks: int) -> None:
+def measure(num_workers: int, num_blocks: int, repeats: int) -> Measured:
     """Fill the index of one cluster, and place prompts there."""
     workers = [make_worker(number, num_blocks) for number in range(num_workers)]
     costs = RouteCosts()
@@ -120,27 +139,65 @@ def measure(num_workers: int, num_blocks: int) -> None:
     before, started = resident_bytes(), time.process_time()
     for number, worker in enumerate(workers):
         reporter.report(worker, random.Random(number).randbytes(8 * num_blocks))
-    num_entries = num_workers * num_blocks
-    used = resident_bytes() - before
-    print(f"{num_workers} workers, {num_blocks} blocks each: {used / 1e6:.0f} MB,", end=" ")
-    print(f"{used / num_entries:.1f} bytes per block and worker (goal <= {GOAL_BYTES}),", end=" ")
-    print(f"{(time.process_time() - started) / num_entries * 1e6:.1f} us to take one in")
-    for num_tokens, goal in GOAL_MS.items():
+    used, seconds = resident_bytes() - before, time.process_time() - started
+    place_ms = {}
+    for num_tokens in GOAL_MS:
         placements = Placements(costs, workers, num_tokens)
         keys = prompt_keys(BlockHasher(MODEL), placements.tokens)
         for number, worker in enumerate(workers):
             reporter.report(worker, keys[: len(keys) // (1 + number % 7)].tobytes())
-        print(f"  {num_tokens} tokens: {best_ms(placements.place):.2f} ms to place among all (goal <= {goal})")
-    print(f"  a worker leaves: {best_ms(lambda: costs.forget(workers[0].key), repeats=1):.0f} ms")
+        place_ms[num_tokens] = best_ms(placements.place, repeats)
+    leave_ms = best_ms(lambda: costs.forget(workers[0].key), repeats=1)
+    return Measured(num_workers, num_blocks, used, 1e6 * seconds / (num_workers * num_blocks), place_ms, leave_ms)
+
+
+def goals(found: Sequence[Measured]) -> list[dict[str, object]]:
+    """Return the aims: times of the smallest cluster, memory of the largest."""
+    small, large = (pick(found, key=lambda one: one.num_workers) for pick in (min, max))
+    aims = [
+        (f"placing a prompt of {num_tokens:,} tokens among {small.num_workers} workers", small.place_ms[num_tokens], goal, "ms")
+        for num_tokens, goal in GOAL_MS.items()
+    ]
+    where = f"{large.num_workers} workers of {large.num_blocks} blocks"
+    aims.append((f"index of {where}, for each block and worker", large.bytes_per_block, GOAL_BYTES, "bytes"))
+    aims.append((f"index of {where}", large.num_bytes / 1e6, GOAL_MB, "MB"))
+    return [
+        {"name": name, "value": value, "goal": goal, "unit": unit, "met": value <= goal} for name, value, goal, unit in aims
+    ]
+
+
+def outcome(found: Sequence[Measured]) -> Outcome:
+    rows = [
+        [
+            f"{one.num_workers:,}",
+            f"{one.num_bytes / 1e6:.0f} MB",
+            f"{one.bytes_per_block:.1f}",
+            *(f"{ms:.2f} ms" for ms in one.place_ms.values()),
+            f"{one.report_us:.1f} us",
+            f"{one.leave_ms:.0f} ms",
+        ]
+        for one in found
+    ]
+    prompts = (f"{num_tokens:,} tokens" for num_tokens in GOAL_MS)
+    columns = ("workers", "memory", "bytes per block and worker", *prompts, "a block reported", "a worker leaves")
+    aims = goals(found)
+    notes = [
+        f"{aim['name']}: {aim['value']:.4g} {aim['unit']} (goal {aim['goal']}): {'met' if aim['met'] else 'MISSED'}"
+        for aim in aims
+    ]
+    return Outcome([Table(columns, rows)], notes, {"goals": aims, "clusters": [asdict(one) for one in found]})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--workers", type=int, default=[12, 1_000], nargs="+")
-    parser.add_argument("--blocks", type=int, default=10_000)
-    options = parser.parse_args()
-    for num_workers in options.workers:
-        measure(num_workers, options.blocks)
+    parser = make_parser(__doc__ or "", repeats=5, takes_model=False)
+    parser.add_argument("--workers", type=int, default=[12, 1_000], nargs="+", metavar="N")
+    parser.add_argument("--blocks", type=int, default=10_000, metavar="N", help="of a worker (default: %(default)s)")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.workers, arguments.blocks, arguments.repeats = [2, 3], 100, 1
+    machine = Machine.now()
+    found = [measure(num_workers, arguments.blocks, arguments.repeats) for num_workers in arguments.workers]
+    publish(outcome(found), machine, arguments)
 
 
 if __name__ == "__main__":

@@ -2,16 +2,15 @@
 
     python benchmarks/run_all.py [--quick] [--only NAME ...] [--trace FILE ...] [--output bench-results] [--docs FILE]
 
-``OUTPUT/NAME.json`` holds the figures of a benchmark (its printed lines where it writes no file of its own), ``OUTPUT/NAME.md``
-what it printed. ``--docs`` puts the latter into a document, between its marks ``<!-- NAME -->`` and ``<!-- /NAME -->``. One
-benchmark that fails does not stop the others; the exit code is 1 then. ``--trace`` adds the replay of traces, named
-``trace_`` and the file's name. Run it on a machine that does nothing else.
+``OUTPUT/NAME.json`` holds the figures of a benchmark, ``OUTPUT/NAME.md`` what it printed. ``--docs`` puts the latter into a
+document, between its marks ``<!-- NAME -->`` and ``<!-- /NAME -->``. One benchmark that fails does not stop the others; the
+exit code is 1 then. ``--trace`` adds the replay of traces, named ``trace_`` and the file's name. Run it on a machine that does
+nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import re
 import shlex
 import subprocess
@@ -32,7 +31,6 @@ class Benchmark:
 
     name: str
     quick: tuple[str, ...] = ("--quick",)
-    writes_json: bool = True  # --json FILE
     writes_markdown: bool = True  # --markdown
     script: str = ""
     arguments: tuple[str, ...] = ()
@@ -44,21 +42,20 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("scheduler", ("--requests", "8", "--prompt-tokens", "32", "--steps", "20"), False, False),
+    Benchmark("scheduler", arguments=("--peer",)),
     Benchmark("handoff_admission"),
     Benchmark("hybrid"),
     Benchmark("attention"),
     Benchmark("prefill_attention"),
-    Benchmark("model", ("--repeats", "1", "--only", "linear"), False, False),
+    Benchmark("model"),
     Benchmark("quantized"),
     Benchmark("same_results"),
-    Benchmark("engine", ("--repeats", "1"), True, False),
-    Benchmark("engine_2_threads", ("--repeats", "1"), True, False, script="engine", arguments=("--threads", "2")),
-    Benchmark("engine_peers", ("--repeats", "1"), True, False, script="engine", arguments=("--peers",)),
+    Benchmark("engine", ("--repeats", "1"), False),
+    Benchmark("engine_2_threads", ("--repeats", "1"), False, script="engine", arguments=("--threads", "2")),
+    Benchmark("engine_peers", ("--repeats", "1"), False, script="engine", arguments=("--peers",)),
     Benchmark(
         "engine_peers_bfloat16",
         ("--repeats", "1"),
-        True,
         False,
         script="engine",
         arguments=("--peers", "--dtype", "bfloat16"),
@@ -78,6 +75,7 @@ BENCHMARKS = (
     Benchmark("multi_turn"),
     Benchmark("structured"),
     Benchmark("router_scale"),
+    Benchmark("routing_index"),
     Benchmark("growth"),
     Benchmark("disaggregation", ("--quick", "--repeats", "1")),
     Benchmark("advised_sides"),
@@ -100,10 +98,7 @@ class Run:
 
 def run(benchmark: Benchmark, folder: Path, is_quick: bool) -> Run:
     """Run a script, show what it prints as it comes, and keep it."""
-    arguments = [*benchmark.arguments, *(benchmark.quick if is_quick else ())]
-    json_file = folder / f"{benchmark.name}.json"
-    if benchmark.writes_json:
-        arguments += ["--json", str(json_file)]
+    arguments = [*benchmark.arguments, *(benchmark.quick if is_quick else ()), "--json", str(folder / f"{benchmark.name}.json")]
     if benchmark.writes_markdown:
         arguments.append("--markdown")
     command = [sys.executable, str(FOLDER / benchmark.file_name), *arguments]
@@ -117,8 +112,6 @@ def run(benchmark: Benchmark, folder: Path, is_quick: bool) -> Run:
     result = Run(benchmark, process.returncode, "".join(lines), time.perf_counter() - begin)
     if result.exit_code == 0:
         (folder / f"{benchmark.name}.md").write_text(as_markdown(result))
-        if not benchmark.writes_json:
-            json_file.write_text(json.dumps({"arguments": arguments, "output": result.output.splitlines()}, indent=1) + "\n")
     return result
 
 

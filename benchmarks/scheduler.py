@@ -4,20 +4,19 @@
 each. Timed are ``schedule`` + ``update_from_output``, and building + adding a request, block hashes included. The yardstick,
 an empty Python loop over as many requests, runs between the steps, so that figures of two machines can be compared.
 
-    python benchmarks/scheduler.py [--requests 256] [--prompt-tokens 512] [--steps 200] [--peer] [--json]
+    python benchmarks/scheduler.py [--requests 256] [--prompt-tokens 512] [--steps 200] [--peer] [--json FILE] [--markdown]
+                                   [--quick]
 
 The figures of steps are means over all steps; ``slowest`` is the 95th percentile. A request needs the KV cache manager in 2 of
 16 steps, when its token completes a block or opens the next. The prompts are computed in 16 waves, so each step has its share
 of those. ``add_request`` is a median. With ``--peer`` vLLM does the same (``scheduler_peer.py``, after ``make install-vllm``):
 both add as many requests in turns, to an engine, which checks them, and to a scheduler alone; medians of all. Hashing is
-included everywhere. Goal: a tenth of vLLM's time.
+included everywhere. Goals: a tenth of vLLM's time; 12 us for a request's step, and 100 us to add it.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
-import json
 import random
 import statistics
 import time
@@ -25,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from common import MODEL
+from common import MODEL, Machine, Outcome, Table, make_parser, publish
 from peer_process import PeerProcess
 
 from core.clock import SystemClock
@@ -42,12 +41,13 @@ from core.token_ids import pack_token_ids
 from core.wire.sampling import SamplingParams
 
 VOCAB_SIZE = 50_000
+STEP_GOAL_US, ADD_GOAL_US, PEER_GOAL = 12.0, 100.0, 0.1
 PEER_ROUNDS, PEER_OUTPUT_TOKENS, PEER_VOCAB_SIZE = 5, 200, 49_000
 
 
 @dataclass(frozen=True, slots=True)
 class Figures:
-    """What is printed."""
+    """Times of steps and of adding requests."""
 
     num_requests: int
     num_prompt_tokens: int
@@ -74,38 +74,70 @@ class PeerFigures:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = make_parser(__doc__ or "", repeats=PEER_ROUNDS, takes_model=False)
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=512)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--block-size", type=int, default=16)
     parser.add_argument("--peer", action="store_true", help="compare add_request with vLLM's")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
-    args = parser.parse_args()
-    figures = measure(args.requests, args.prompt_tokens, args.steps, args.block_size)
-    if args.peer:
-        figures = replace(figures, peer=compare(args.requests, args.prompt_tokens, args.block_size))
-    if args.json:
-        print(json.dumps(asdict(figures)))
-        return
-    print(f"{figures.num_requests} requests, prompts of {figures.num_prompt_tokens} tokens, {figures.num_steps} decode steps")
-    print(f"schedule             {figures.schedule_us:8.2f} us per request and step")
-    print(f"update_from_output   {figures.update_us:8.2f} us per request and step")
-    print(f"both                 {figures.step_us:8.2f} us per request and step; slowest {figures.slowest_step_us:.2f} us")
-    print(
-        f"empty loop           {figures.yardstick_us:8.3f} us per request; both / empty loop = {figures.step_per_yardstick:.0f}"
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.requests, arguments.prompt_tokens, arguments.steps, arguments.repeats = 8, 32, 20, 1
+    machine = Machine.now()
+    size = arguments.requests, arguments.prompt_tokens, arguments.block_size
+    figures = measure(*size, arguments.steps)
+    if arguments.peer:
+        figures = replace(figures, peer=compare(*size, arguments.repeats))
+    publish(outcome(figures), machine, arguments)
+
+
+def outcome(figures: Figures) -> Outcome:
+    ours = (
+        ("schedule", figures.schedule_us),
+        ("update_from_output", figures.update_us),
+        ("both", figures.step_us),
+        ("both, the slowest", figures.slowest_step_us),
+        ("an empty loop", figures.yardstick_us),
+        (f"add_request, {figures.num_prompt_tokens} tokens hashed", figures.add_request_us),
     )
-    print(f"add_request          {figures.add_request_us:8.2f} us, {figures.num_prompt_tokens} tokens hashed")
-    if figures.peer is not None:
-        for name, ours, theirs in (
-            ("engine", figures.peer.engine_us, figures.peer.vllm_engine_us),
-            ("scheduler", figures.peer.scheduler_us, figures.peer.vllm_scheduler_us),
-        ):
-            print(f"add to the {name:9s} {ours:8.2f} us, vLLM {theirs:.2f} us: {ours / theirs:.2f} of it (goal: at most 0.10)")
-        print(f"of it the hashes     {figures.peer.chain_us:8.2f} us")
+    tables = [Table(("us for a request", "a step"), [(name, f"{us:.3g}") for name, us in ours])]
+    if (peer := figures.peer) is not None:
+        rows = [
+            (f"to the {name}", f"{us:.1f}", f"{theirs:.1f}", f"{us / theirs:.2f}")
+            for name, us, theirs in (
+                ("engine, which checks the request", peer.engine_us, peer.vllm_engine_us),
+                ("scheduler alone", peer.scheduler_us, peer.vllm_scheduler_us),
+            )
+        ]
+        rows.append(("of it the chain of hashes", f"{peer.chain_us:.1f}", "", ""))
+        tables.append(Table(("adding a request", "ours, us", "vLLM, us", "ours / vLLM"), rows))
+    aims = goals(figures)
+    notes = [
+        f"{figures.num_requests} requests, prompts of {figures.num_prompt_tokens} tokens, {figures.num_steps} decode steps"
+    ]
+    notes += [
+        f"{aim['name']}: {aim['value']:.3g} {aim['unit']} (goal {aim['goal']}): {'met' if aim['met'] else 'MISSED'}"
+        for aim in aims
+    ]
+    return Outcome(tables, notes, {"goals": aims, **asdict(figures)})
 
 
-def measure(num_requests: int, num_prompt_tokens: int, num_steps: int, block_size: int) -> Figures:
+def goals(figures: Figures) -> list[dict[str, object]]:
+    aims = [
+        ("schedule and update_from_output, for a request", figures.step_us, STEP_GOAL_US, "us"),
+        ("adding a request", figures.add_request_us, ADD_GOAL_US, "us"),
+    ]
+    if (peer := figures.peer) is not None:
+        aims += [
+            ("adding a request to the engine, share of vLLM's time", peer.engine_us / peer.vllm_engine_us, PEER_GOAL, "ratio"),
+            ("adding one to the scheduler", peer.scheduler_us / peer.vllm_scheduler_us, PEER_GOAL, "ratio"),
+        ]
+    return [
+        {"name": name, "value": value, "goal": goal, "unit": unit, "met": value <= goal} for name, value, goal, unit in aims
+    ]
+
+
+def measure(num_requests: int, num_prompt_tokens: int, block_size: int, num_steps: int) -> Figures:
     scheduler = make_scheduler(num_requests, num_prompt_tokens + num_steps + 2, block_size)
     add_s = add_requests(scheduler, num_requests, num_prompt_tokens, num_steps)
     while scheduler.waiting:  # prefill, not timed
@@ -137,7 +169,7 @@ def measure(num_requests: int, num_prompt_tokens: int, num_steps: int, block_siz
     )
 
 
-def compare(num_requests: int, num_prompt_tokens: int, block_size: int) -> PeerFigures:
+def compare(num_requests: int, num_prompt_tokens: int, block_size: int, num_rounds: int) -> PeerFigures:
     """Add the same prompts here and in vLLM, to engines and to schedulers, in turns."""
     folder = resolve_model(MODEL, Path(default_cache_dir())).path
     source, hasher = random.Random(1), BlockHasher(b"benchmark", block_size)
@@ -145,7 +177,7 @@ def compare(num_requests: int, num_prompt_tokens: int, block_size: int) -> PeerF
     ours: dict[str, list[float]] = {"engine": [], "scheduler": []}
     theirs: dict[str, list[float]] = {"engine": [], "scheduler": []}
     with PeerProcess("scheduler_peer.py", str(folder), str(num_requests), str(block_size)) as peer:
-        for turn in range(1 + PEER_ROUNDS):
+        for turn in range(1 + num_rounds):
             prompts = [[source.randrange(PEER_VOCAB_SIZE) for _ in range(num_prompt_tokens)] for _ in range(num_requests)]
             found = peer.ask(prompts)
             adders = (

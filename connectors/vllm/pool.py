@@ -7,7 +7,7 @@ every block. Hybrid models use one block for layers of different groups in turn,
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -71,7 +71,8 @@ def pool_of(
         seals=seals,
         new_digester=new_digester,
         new_copier=None if is_on_host else partial(_new_copier, storage, num_blocks * layout.num_planes),
-        bind_thread=None if is_on_host else _use_device(storage.device),
+        bind_thread=None if is_on_host else partial(_use_device, storage.device),
+        synchronize=None if is_on_host else partial(_synchronize, storage.device),
     )
 
 
@@ -170,10 +171,13 @@ def _new_copier(storage: Any, num_rows: int) -> BlockCopier:
     return cuda_block_copier(torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage).view(num_rows, -1))
 
 
-def _use_device(device: Any) -> Callable[[], None]:
-    def bind() -> None:
-        import torch
+def _use_device(device: Any) -> None:
+    import torch
 
-        torch.cuda.set_device(device)
+    torch.cuda.set_device(device)
 
-    return bind
+
+def _synchronize(device: Any) -> None:
+    import torch
+
+    torch.cuda.synchronize(device)

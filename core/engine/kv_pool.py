@@ -151,6 +151,7 @@ def allocate_kv_pool(
         new_digester=partial(_digester, pool),
         new_copier=None if buffer is not None else partial(cuda_block_copier, pool.flatten(1).view(torch.uint8)),
         bind_thread=None if buffer is not None else partial(torch.cuda.set_device, pool.device),
+        synchronize=None if buffer is not None else partial(torch.cuda.synchronize, pool.device),
         pin_memory=None if buffer is not None else pin_for_cuda,
     )
     return KVPool(config, PagedKVCache(pool, layout), region)

@@ -54,9 +54,10 @@ class KVPoolRegion:
     ``seals`` is the table of the pool's seals, None on engines without seals. ``new_digester`` returns a function that
     computes the digests of blocks (``core.digest``) by their ids, for one thread: each needs its own. ``new_copier`` returns
     a copier of a pool's rows on a device, for one thread: of its blocks, or of their runs in the planes. ``bind_thread`` lets
-    the calling thread use the device through other libraries (a CUDA context belongs to a thread). ``pin_memory`` pins host
-    memory, so that a copier can copy from it without a slot, and returns a function that unpins it, or None where pinning is
-    not possible. All three are None for a pool in host memory.
+    the calling thread use the device through other libraries (a CUDA context belongs to a thread). ``synchronize`` returns
+    once the device has done all that any thread or library has given to it so far. ``pin_memory`` pins host memory, so that a
+    copier can copy from it without a slot, and returns a function that unpins it, or None where pinning is not possible. All
+    four are None for a pool in host memory.
     """
 
     base_address: int
@@ -70,4 +71,5 @@ class KVPoolRegion:
     new_digester: Callable[[], DigestBlocks] | None = None
     new_copier: Callable[[], BlockCopier] | None = None
     bind_thread: Callable[[], None] | None = None
+    synchronize: Callable[[], None] | None = None
     pin_memory: Callable[[memoryview], Callable[[], None] | None] | None = None

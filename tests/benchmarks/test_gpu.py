@@ -70,6 +70,7 @@ def test_an_engine_is_measured_on_a_stand_in_for_a_device(load_gpu, tmp_path, mo
 
 
 @pytest.mark.gpu
+@pytest.mark.timeout(290)  # two pairs of processes, each of which compiles kernels and records graphs
 def test_handoff_between_two_gpu_processes_gives_what_one_would_compute(run_benchmark, tmp_path):
     path = tmp_path / "gpu.json"
     run_benchmark("gpu", "--only", "numerics", "handoff", "--models", "smollm2", "--json", str(path))

@@ -1,7 +1,5 @@
 """Running benchmarks one after another, and putting what they print into a document."""
 
-import json
-
 import pytest
 
 
@@ -17,12 +15,12 @@ def make_run(run_all, name, output, exit_code=0):
 
 def test_tables_replace_what_stands_between_their_marks(run_all, tmp_path):
     document = tmp_path / "page.md"
-    document.write_text("# A\n<!-- cluster -->\nold\n<!-- /cluster -->\n# B\n<!-- scheduler -->\n<!-- /scheduler -->\nend\n")
-    runs = [make_run(run_all, "cluster", "| new |\n"), make_run(run_all, "scheduler", r"both \1 us" + "\n")]
+    document.write_text("# A\n<!-- cluster -->\nold\n<!-- /cluster -->\n# B\n<!-- engine -->\n<!-- /engine -->\nend\n")
+    runs = [make_run(run_all, "cluster", "| new |\n"), make_run(run_all, "engine", r"both \1 us" + "\n")]
     run_all.put_into(document, runs)
     assert document.read_text() == (
-        "# A\n<!-- cluster -->\n\n| new |\n\n<!-- /cluster -->\n# B\n<!-- scheduler -->\n\n```\nboth \\1 us\n```\n\n"
-        "<!-- /scheduler -->\nend\n"
+        "# A\n<!-- cluster -->\n\n| new |\n\n<!-- /cluster -->\n# B\n<!-- engine -->\n\n```\nboth \\1 us\n```\n\n"
+        "<!-- /engine -->\nend\n"
     )
     before = document.read_text()
     run_all.put_into(document, runs)
@@ -39,13 +37,13 @@ def test_a_failed_benchmark_leaves_the_document_alone(run_all, tmp_path):
 def test_a_benchmark_that_fails_stops_no_other_and_is_reported(run_all, tmp_path, monkeypatch, capsys):
     for name, code in (("bad", "import sys; print('half'); sys.exit(3)"), ("good", "print('whole')")):
         (tmp_path / f"{name}.py").write_text(code)
-    plain = {"quick": (), "writes_json": False, "writes_markdown": False}
+    plain = {"quick": (), "writes_markdown": False}
     monkeypatch.setattr(run_all, "BENCHMARKS", (run_all.Benchmark("bad", **plain), run_all.Benchmark("good", **plain)))
     monkeypatch.setattr(run_all, "FOLDER", tmp_path)
     monkeypatch.setattr("sys.argv", ["run_all.py", "--output", str(tmp_path / "results")])
     assert run_all.main() == 1
-    assert sorted(path.name for path in (tmp_path / "results").iterdir()) == ["good.json", "good.md"]
-    assert json.loads((tmp_path / "results" / "good.json").read_text())["output"] == ["whole"]
+    (kept,) = (tmp_path / "results").iterdir()
+    assert (kept.name, kept.read_text()) == ("good.md", "```\nwhole\n```\n")
     assert "bad              FAILED with exit code 3" in capsys.readouterr().out
 
 
@@ -57,7 +55,7 @@ def test_figures_of_a_smoke_run_do_not_get_into_a_document(run_all, monkeypatch,
 
 def test_every_benchmark_is_known_to_run_all(run_all):
     scripts = {path.name for path in run_all.FOLDER.glob("*.py") if "__main__" in path.read_text()}
-    needs_a_gpu, of_routing = {"gpu.py"}, {"routing.py", "routing_index.py", "local_prefill.py", "peer_pull.py"}
+    needs_a_gpu, of_routing = {"gpu.py"}, {"routing.py", "local_prefill.py", "peer_pull.py"}
     run_by_others = {"engine_peer.py", "scheduler_peer.py", "plain_proxies.py"}
     assert scripts - {"run_all.py"} - needs_a_gpu - of_routing - run_by_others == {
         benchmark.file_name for benchmark in run_all.BENCHMARKS
@@ -73,12 +71,12 @@ def test_every_benchmark_has_its_marks_in_the_documentation(run_all):
 
 
 def test_one_script_may_serve_two_benchmarks_with_different_arguments(run_all, tmp_path, monkeypatch):
-    (tmp_path / "shared.py").write_text("import sys; print(*sys.argv[1:])")
-    plain = {"quick": ("--short",), "writes_json": False, "writes_markdown": False}
+    (tmp_path / "shared.py").write_text("import sys; print(*sys.argv[1:-1])")
+    plain = {"quick": ("--short",), "writes_markdown": False}
     other = run_all.Benchmark("other", **plain, script="shared", arguments=("--threads", "2"))
     monkeypatch.setattr(run_all, "BENCHMARKS", (run_all.Benchmark("shared", **plain), other))
     monkeypatch.setattr(run_all, "FOLDER", tmp_path)
     monkeypatch.setattr("sys.argv", ["run_all.py", "--quick", "--output", str(tmp_path / "results")])
     assert run_all.main() == 0
-    printed = {path.stem: json.loads(path.read_text())["output"] for path in (tmp_path / "results").glob("*.json")}
-    assert printed == {"shared": ["--short"], "other": ["--threads 2 --short"]}
+    printed = {path.stem: path.read_text().splitlines()[1] for path in (tmp_path / "results").glob("*.md")}
+    assert printed == {"shared": "--short --json", "other": "--threads 2 --short --json"}

@@ -47,6 +47,22 @@ def test_growth_is_measured_on_every_axis(run_benchmark, tmp_path):
     assert len(figures["goals"]) == 1
 
 
+def test_index_of_contents_is_measured_for_every_cluster(run_benchmark, tmp_path):
+    printed = run_benchmark("routing_index", "--quick", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert [cluster["num_workers"] for cluster in figures["clusters"]] == [2, 3]
+    assert [goal["unit"] for goal in figures["goals"]] == ["ms", "ms", "bytes", "MB"]
+    assert "a worker leaves" in printed
+
+
+def test_scheduler_is_measured_step_by_step(run_benchmark, tmp_path):
+    printed = run_benchmark("scheduler", "--quick", "--json", str(tmp_path / "f.json"))
+    figures = json.loads((tmp_path / "f.json").read_text())
+    assert figures["num_steps"] == 10
+    assert [goal["unit"] for goal in figures["goals"]] == ["us", "us"]
+    assert "update_from_output" in printed
+
+
 @pytest.mark.e2e
 @pytest.mark.full
 def test_router_is_measured_with_a_worker_that_only_emits(run_benchmark, tmp_path):

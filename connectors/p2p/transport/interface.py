@@ -41,7 +41,8 @@ class RowRegion:
 
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file that
     holds the region from its first byte, None if there is none. The owner of the memory keeps it mapped while registered.
-    ``new_copier`` returns what copies rows of device memory to and from host memory, for one thread; None for host memory.
+    ``new_copier`` returns what copies rows of device memory to and from host memory, for one thread. ``synchronize`` returns
+    once the device has done all that it has been given so far. Both are None for host memory.
     """
 
     base_address: int
@@ -51,6 +52,7 @@ class RowRegion:
     memory_fd: int | None = None
     device: str = "cpu"
     new_copier: Callable[[], BlockCopier] | None = None
+    synchronize: Callable[[], None] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -73,6 +75,7 @@ class RowRegion:
             pool.memory_fd,
             pool.device,
             pool.new_copier,
+            pool.synchronize,
         )
 
     @classmethod

@@ -338,6 +338,9 @@ class NixlTransport(Transport):
         producer.remote.clear()
         producer.agent = None
         gc.collect()  # the agent must be gone when this returns, also if a traceback holds a cycle around it
+        for region in self._regions:
+            if region.synchronize is not None:
+                region.synchronize()  # copies on a device that the agent has begun do not end with it
         self._ended += [ReadResult(handle, PeerUnreachable(reason)) for handle in handles]
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,8 @@ import torch
 from core.request import NewRequest
 from core.wire.sampling import SamplingParams
 
-MARGIN = {"bfloat16": 0.25, "float16": 0.05}  # of logits with a spread of several units, rounded to 8 and to 11 bits
+# Of logits with a spread of several units. bfloat16's is that of ``test_p2p_handoff``; float16 has 3 bits more.
+MARGIN = {"bfloat16": 0.35, "float16": 0.05}
 
 
 @pytest.mark.gpu
@@ -24,7 +27,8 @@ def test_greedy_tokens_on_a_gpu_are_the_models(build_tiny, run_engine, make_orac
     params = SamplingParams(temperature=0.0, max_tokens=16)
     requests = [NewRequest(request_id=f"r{i}", prompt_token_ids=text, sampling=params) for i, text in enumerate(texts)]
     found = run_engine(built.engine, requests, per_step=2)
-    oracle = make_oracle(tiny_llama[1].model, MARGIN[dtype])
+    rounded = copy.deepcopy(tiny_llama[1].model).to(getattr(torch, dtype)).float()
+    oracle = make_oracle(rounded, MARGIN[dtype])
     for i, text in enumerate(texts):
         oracle.assert_greedy(text, found[f"r{i}"].token_ids)
 

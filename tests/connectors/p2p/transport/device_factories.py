@@ -51,6 +51,7 @@ class OnGpu:
             memory_fd=None,
             device=str(self.video.device),
             new_copier=partial(cuda_block_copier, self.video),
+            synchronize=torch.cuda.synchronize,
         )
         super().register([on_gpu, *others], staging)
 

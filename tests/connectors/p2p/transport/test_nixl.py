@@ -1,3 +1,4 @@
+import dataclasses
 import os
 import subprocess
 import sys
@@ -224,6 +225,25 @@ def test_reads_between_gpus_are_looked_at_sooner(library):
         transport.close()
     assert waits["cuda:0"][0] < waits["cpu"][0]
     assert waits["cuda:0"][1] < waits["cpu"][1]
+
+
+def test_reads_of_a_fenced_peer_end_once_the_device_has_done_its_copies(library):
+    pool, seals = on_device("cuda:0", 0x7000)
+    transport = NixlTransport(RandomIds(), "reader")
+    seen = []
+
+    def synchronize():
+        agents_are_gone = all(agent() is None for agent in library.agents[1:])
+        seen.append((agents_are_gone, transport.poll()))
+
+    transport.register([dataclasses.replace(pool, synchronize=synchronize), seals])
+    transport.add_peer(FIRST, transport.describe())
+    handle = transport.post_read(FIRST, 0, [0], [1])
+    transport.remove_peer(FIRST)
+    assert seen == [(True, [])]
+    (ended,) = transport.poll()
+    assert (ended.handle, type(ended.error)) == (handle, PeerUnreachable)
+    transport.close()
 
 
 def test_library_for_the_newer_cuda_is_taken_where_both_are_installed(monkeypatch):
