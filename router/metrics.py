@@ -97,6 +97,12 @@ class RouterMetrics:
             ["source"],
             registry=registry,
         )
+        self._predicted_s = Counter(
+            f"{PREFIX}routing_ttft_seconds", "Times to first tokens that were predicted, as they came.", registry=registry
+        )
+        self._prediction_error_s = Counter(
+            f"{PREFIX}routing_ttft_error_seconds", "By how much they were shorter or longer than predicted.", registry=registry
+        )
         self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
         self._generation_tokens = Counter(f"{PREFIX}generation_tokens", "Tokens put out.", registry=registry)
         self._success = Counter(
@@ -179,6 +185,11 @@ class RouterMetrics:
     def count_placement(self, reason: str) -> None:
         """Count a placement of a prompt at the workers that begin it."""
         self._placements.labels(reason).inc()
+
+    def observe_prediction(self, predicted_ms: float, real_ms: float) -> None:
+        """Record the predicted and the real time to the first token of a placement."""
+        self._predicted_s.inc(real_ms / 1e3)
+        self._prediction_error_s.inc(abs(real_ms - predicted_ms) / 1e3)
 
     def count_hit(self, num_tokens: int, num_cached: int) -> None:
         """Count the tokens of a prompt that a worker has answered; it found ``num_cached`` of them in its cache."""

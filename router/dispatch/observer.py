@@ -20,6 +20,7 @@ from router.dispatch.request_state import EncodeEnded, RequestPhase, RequestStat
 from router.dispatch.timing import HandoffReport
 from router.dispatch.traces import RequestTraces
 from router.dispatch.types import PromptReport, Submission, Update
+from router.dispatch.worker_messages import routing_report
 from router.metrics import BY_LOAD, RouterMetrics
 from router.records.history import Gauges, History, PoolLoad
 from router.records.timelines import OpenTimeline, Timelines
@@ -177,6 +178,9 @@ class RequestObserver:
             self._metrics.count_hit(num_tokens, min(num_tokens, report.num_cached_tokens))
         if worker is not None:
             self.traffic.on_prompt(worker.engine_id, self._clock.now())
+        routing = routing_report(request) if request is not None and not request.retried else None
+        if routing is not None and routing.ttft_ms is not None:
+            self._metrics.observe_prediction(routing.predicted_ttft_ms, routing.ttft_ms)
 
     def _on_handoff(self, observed: ObservedRequest, report: HandoffReport) -> None:
         if report.outcome is None:

@@ -28,6 +28,22 @@ def test_roles_change_by_command_and_by_planners_among_faults():
     assert summary.happened["planned_switches"] > 0
 
 
+def test_what_a_worker_has_leased_is_read_after_it_has_changed_its_role(monkeypatch):
+    """Without other faults no handoff fails: only prompts that find no prefill worker are computed elsewhere."""
+    leased, log = [], RoleSwitch.log
+
+    def log_and_count(self, reason, num_of_former_role, num_leased_blocks):
+        leased.append(num_leased_blocks)
+        log(self, reason, num_of_former_role, num_leased_blocks)
+
+    monkeypatch.setattr(RoleSwitch, "log", log_and_count)
+    summary = run_seeds(range(500, 520), (Fault.SWITCH,))
+    assert not summary.failures
+    assert sum(num_blocks > 0 for num_blocks in leased) > 5
+    outcomes = {name for name in summary.happened if name.startswith(("fallback_", "load_"))}
+    assert outcomes <= {"load_ok", "fallback_no_prefill"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("start", range(10_000, 12_000, 200))
 def test_more_roles_change_among_faults(start):

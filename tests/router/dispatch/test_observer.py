@@ -71,6 +71,20 @@ async def test_traffic_placements_and_hits_are_those_of_the_requests(served):
     assert served.metric("kvferry_answered_prompt_tokens_total", source="computed") == 6
 
 
+async def test_every_answer_and_two_metrics_tell_how_true_its_placement_was(served):
+    reports = [report for _ in range(3) for report in (await post(served)).json()["usage"]["kv_transfer"]["routing"]]
+    assert len(reports) == 3
+    for report in reports:
+        assert report["reason"] in PLACEMENT_REASONS
+        assert (report["candidates"], report["hit_tokens"], report["longest_hit_tokens"]) == (1, 4, 0)
+        assert min(report["predicted_ttft_ms"], report["ttft_ms"]) > 0
+    real_s = sum(report["ttft_ms"] for report in reports) / 1e3
+    error_s = sum(abs(report["ttft_ms"] - report["predicted_ttft_ms"]) for report in reports) / 1e3
+    assert served.metric("kvferry_routing_ttft_seconds_total") == pytest.approx(real_s)
+    assert served.metric("kvferry_routing_ttft_error_seconds_total") == pytest.approx(error_s)
+    assert served.metric("kvferry_routing_prefill_time_error_ratio") > 0
+
+
 async def test_a_request_placed_by_load_says_so(start_router):
     under_test = await start_router(has_http=False, routing="load")
     await under_test.add("aggregated")

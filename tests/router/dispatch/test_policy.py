@@ -111,6 +111,13 @@ def test_an_idle_aggregated_worker_wins_over_a_pair_with_a_full_half():
     assert names(choose_route(workers, Demand(num_tokens=10))) == ["a0"]
 
 
+@pytest.mark.parametrize(("alone_ms", "chosen"), [(90.0, ["a0"]), (110.0, ["p0", "d0"])])
+def test_a_pair_and_an_aggregated_worker_compete_by_cost(alone_ms, chosen):
+    alone, prefill = member("aggregated", "a0", load=5 if alone_ms < 100 else 0), member("prefill", "p0")
+    costs = {alone.key: alone_ms, prefill.key: 100.0}
+    assert names(choose_route([alone, prefill, member("decode", "d0")], Demand(num_tokens=10, costs=costs))) == chosen
+
+
 def with_blocks_of(block_size: int) -> KVLayoutInfo:
     block_bytes = LAYOUT.block_bytes * block_size // LAYOUT.block_size
     return msgspec.structs.replace(LAYOUT, block_size=block_size, block_bytes=block_bytes)
