@@ -153,21 +153,26 @@ class VllmEngine:
 
     async def _serve(self, request: NewRequest) -> None:
         try:
-            is_first, has_ended, is_again = True, False, is_regenerated(request)
+            is_first, is_again = True, is_regenerated(request)
+            last: EngineCoreOutput | None = None
             known = KnownTokens(request.output_token_ids if is_again else ())
             async with self._server.generate(generate_body(request, is_regenerated=is_again), request.trace) as answers:
                 async for answer in answers:
                     self._progress.note(self._clock.now())
+                    if last is not None:  # of a stream, the account comes right after the last tokens
+                        last.late_cached_tokens = answer.num_cached_tokens
+                        break
                     output = self._output(request, answer, known, is_first=is_first)
                     is_first = False
                     if output is None:
                         continue
-                    has_ended = output.finish_reason is not None
+                    if output.finish_reason is not None:
+                        last = output
+                        continue
                     self._events.on_outputs([output])
-                    if has_ended:
-                        return
-            if not has_ended:
+            if last is None:
                 raise EngineDead(f"the vLLM server {self._server.url} ended an answer in its middle")
+            self._events.on_outputs([last])
         except EngineDead as error:
             if not await self._is_lost():  # else its death answers all requests
                 self._fail(request.request_id, ErrorInfo.of(error))

@@ -76,7 +76,7 @@ class Effort:
     batches: tuple[int, ...] = (1, 4, 8, 16)
     step_tokens: int = 60
     num_beside: int = 3  # prompts while steps are measured
-    stream_tokens: int = 120  # of each stream while prompts are measured
+    stream_tokens: int = 160  # of each stream while prompts are measured
     num_sweeps: int = 6  # over the prompts
     most_rates: int = 8  # of a side
     seconds: float = SECONDS
@@ -172,11 +172,13 @@ def measure_costs(model: str, effort: Effort, repeats: int) -> Costs:
 
 
 def times_of_prompts(load: Load, effort: Effort) -> list[tuple[int, RequestResult]]:
-    """Send one prompt of each length after the other, while streams are decoded."""
+    """Send one prompt of each length after the other, while streams are decoded, whose own prompts are computed by then."""
     streams = [BenchRequest(0.0, load.prompt(64), effort.stream_tokens) for _ in range(NUM_STREAMS)]
     prompts = [BenchRequest(0.0, load.prompt(length), 6) for length in effort.prompts]
     with ThreadPoolExecutor(1) as threads:
         beside = threads.submit(load.send, streams)
+        for length in effort.prompts[1::-1]:  # the second one of them comes after the prompts of the streams
+            load.send([BenchRequest(0.0, load.prompt(length), 1)])
         found = [(length, load.send([prompt])[0]) for length, prompt in zip(effort.prompts, prompts, strict=True)]
         beside.result()
     return found

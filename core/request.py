@@ -467,4 +467,5 @@ class EngineCoreOutput:
     transfer_usage: TransferUsage | None = None  # with the first output of a request whose KV was loaded
     sealed_prefix: SealedPrefix | None = None  # alone, after a chunk of a prompt whose progress is announced
     encoded: EncodedImage | None = None  # with the only output of a request that was one image to embed
+    late_cached_tokens: int | None = None  # with the last output, of an engine that only then tells what it did not compute
     error: ErrorInfo | None = None

@@ -179,6 +179,8 @@ class DecodeHandler(RoleHandler):
         stats, transfer = choice.prefill_stats, choice.transfer_usage
         if stats is not None or transfer is not None:
             choice.usage = Usage(num_cached_tokens=stats.num_cached_tokens if stats is not None else 0, kv_transfer=transfer)
+        if (late := output.late_cached_tokens) is not None:
+            choice.usage = msgspec.structs.replace(choice.usage or Usage(), num_cached_tokens=late, is_late=True)
 
 
 def _with_times(cost: TransferUsage, times: FirstTokenTimes) -> TransferUsage:

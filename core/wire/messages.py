@@ -252,9 +252,13 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The worker's account of a request; attached to the first and the last ``Tokens`` of a choice."""
+    """The worker's account of a request; attached to the first and the last ``Tokens`` of a choice.
+
+    ``is_late``: the last one, of an engine that only then tells how many tokens of the prompt it did not compute.
+    """
 
     num_cached_tokens: Count = 0
+    is_late: bool = False
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     kv_transfer: TransferUsage | None = None
 

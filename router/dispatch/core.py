@@ -310,7 +310,7 @@ class RouterCore:
                 tells_hits = not sender.facts.takes_calls
                 for item in message:
                     self.wait_estimates.on_first_token(item.request_id, now)
-                    self.route_costs.on_first_token(item, now, tells_hits=tells_hits)
+                    self.route_costs.on_tokens(item, now, tells_hits=tells_hits)
                 return self.dispatcher.on_tokens(sender, message, now)
             case _:
                 return []  # only encode workers answer encode requests

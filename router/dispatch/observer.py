@@ -168,6 +168,9 @@ class RequestObserver:
 
     def _on_prompt(self, observed: ObservedRequest, report: PromptReport) -> None:
         num_tokens = len(observed.timeline.submission.prompt_token_ids)
+        if report.is_late:
+            self._metrics.count_hit(num_tokens, min(num_tokens, report.num_cached_tokens))
+            return
         if report.timing is not None:
             self._metrics.observe_first_token_parts(report.timing)
         request = observed.timeline.request

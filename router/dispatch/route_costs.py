@@ -106,6 +106,7 @@ class RouteCosts:
         self._num_trials: dict[_Pool, int] = {}  # prompts that were sent with a source before the fit is settled
         self._load_prices: dict[tuple[_Pool, str], LoadPrice] = {}  # by connector
         self._placed: dict[str, _Placed] = {}  # by wire id
+        self._unjudged: dict[str, _Placed] = {}  # computed by a worker that tells at the end of the answer what it had found
         self._offered: dict[str, OfferedLoad] = {}  # by role
         self.num_predicted_hit_tokens = 0  # of all prompts that were computed
         self.num_real_hit_tokens = 0
@@ -287,6 +288,7 @@ class RouteCosts:
                 if source is not None and self._tries_sources(pool := _pool_of(worker)):
                     self._num_trials[pool] = self._num_trials.get(pool, 0) + 1
                 num_predicted = max(hit.tokens, offer.hit_tokens)
+                self._unjudged.pop(message.request_id, None)
                 self._placed[message.request_id] = _Placed(
                     worker.key, num_tokens, hit, num_predicted, alone_since, source, num_held
                 )
@@ -294,6 +296,8 @@ class RouteCosts:
             case Abort():
                 for request_id in message.request_ids:
                     placed = self._placed.get(request_id)
+                    self._unjudged.pop(request_id, None)
+                    self._unjudged.pop(request_id.rpartition("/")[0], None)  # a choice, which then has no last token
                     if placed is not None and placed.worker == worker.key:  # else it ends an early pull, not the prompt
                         self.drop(request_id, now)
 
@@ -336,26 +340,32 @@ class RouteCosts:
         self._note_source(message.request_id, message.kv_transfer)
         self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
 
-    def on_first_token(self, message: Tokens, now: float, *, tells_hits: bool = True) -> None:
+    def on_tokens(self, message: Tokens, now: float, *, tells_hits: bool = True) -> None:
         """Learn from a prompt whose first token comes from a worker that decodes it too, and so reports no prefill time.
 
         The time since the prompt was sent counts if it found no other prompt at the worker. It includes the delay by running
-        requests, which the next prompt will meet too. A worker that does not tell its hits is believed to have had the
-        predicted ones. Unknown ids and later tokens are ignored.
+        requests, which the next prompt will meet too. A worker that does not tell its hits with the first token is believed to
+        have had the predicted ones; it is judged by its last token, if that tells. Unknown ids and other tokens are ignored.
         """
         if message.usage is None:
-            self.drop(message.request_id, now)
+            if message.request_id in self._placed:
+                self.drop(message.request_id, now)
             return
         load = message.usage.kv_transfer or TransferUsage()
         self.sources.observe(load)
         placed = self._placed.get(message.request_id)
-        if placed is None:
-            return
-        self._learn_load(message.request_id, load)
-        self._note_source(message.request_id, load)
-        elapsed_ms = 0.0 if placed.alone_since is None else max(0.0, (now - placed.alone_since) * 1e3 - load.transfer_ms)
-        num_cached = message.usage.num_cached_tokens if tells_hits else None
-        self._on_computed(message.request_id, num_cached, elapsed_ms, now)
+        if placed is not None:
+            self._learn_load(message.request_id, load)
+            self._note_source(message.request_id, load)
+            elapsed_ms = 0.0 if placed.alone_since is None else max(0.0, (now - placed.alone_since) * 1e3 - load.transfer_ms)
+            num_cached = message.usage.num_cached_tokens if tells_hits else None
+            self._on_computed(message.request_id, num_cached, elapsed_ms, now)
+            if not tells_hits:
+                self._unjudged[message.request_id] = placed
+        if not tells_hits and message.finish_reason is not None:
+            unjudged = self._unjudged.pop(message.request_id, None)
+            if unjudged is not None and message.usage.is_late and message.index == 0:
+                self._judge(unjudged, message.usage.num_cached_tokens)
 
     def _learn_load(self, request_id: str, load: TransferUsage) -> None:
         """Learn what a tier's load took; it is named as its transport."""
@@ -385,14 +395,21 @@ class RouteCosts:
         self.num_predicted_hit_tokens += placed.num_predicted
         num_cached = min(placed.num_predicted, placed.num_tokens - 1)
         if num_reported_cached is not None:
-            num_cached = min(num_reported_cached, placed.num_tokens)
-            self.num_real_hit_tokens += num_cached
-            if known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
-                self.contents.distrust(placed.worker)
+            num_cached = self._judge(placed, num_reported_cached)
         self._fit(known.pool).observe(placed.num_tokens - num_cached, num_cached, prefill_ms)
 
+    def _judge(self, placed: _Placed, num_reported_cached: int) -> int:
+        """Compare what a worker's contents promised with what it found; return the latter, at most the prompt."""
+        num_cached = min(num_reported_cached, placed.num_tokens)
+        self.num_real_hit_tokens += num_cached
+        known = self._workers.get(placed.worker)
+        if known is not None and known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
+            self.contents.distrust(placed.worker)
+        return num_cached
+
     def drop(self, request_id: str, now: float) -> None:
-        """Remove a prompt that has ended without being computed. Unknown ids are ignored."""
+        """Remove a prompt that has ended without being computed, or judged. Unknown ids are ignored."""
+        self._unjudged.pop(request_id, None)
         if request_id in self._placed:
             self.contents.drop(request_id)
             self._leave_backlog(request_id, now)
@@ -420,8 +437,9 @@ class RouteCosts:
         self.sources.forget(worker)
         self.contents.leave(worker)
         self.preferences.forget(worker)
-        for request_id in [name for name, placed in self._placed.items() if placed.worker == worker]:
-            del self._placed[request_id]
+        for prompts in (self._placed, self._unjudged):
+            for request_id in [name for name, placed in prompts.items() if placed.worker == worker]:
+                del prompts[request_id]
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 

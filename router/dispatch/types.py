@@ -63,13 +63,15 @@ class ChoiceUpdate(msgspec.Struct, frozen=True):
 class PromptReport:
     """The facts that are known once the prompt is computed. ``timing`` is set if a prefill worker computed it.
 
-    ``model_fingerprint`` names the weights of all workers that serve the request, retries included.
+    ``model_fingerprint`` names the weights of all workers that serve the request, retries included. ``is_late``: it replaces
+    an earlier one, whose ``num_cached_tokens`` was not known yet.
     """
 
     num_cached_tokens: int
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     timing: FirstTokenTiming | None = None
     model_fingerprint: bytes = b""
+    is_late: bool = False
 
 
 class Update(msgspec.Struct):

@@ -180,7 +180,7 @@ def test_predicted_and_real_hits_are_counted(workers):
 
 def first_token(costs, request_id, now, num_cached_tokens=0):
     usage = Usage(num_cached_tokens=num_cached_tokens)
-    costs.on_first_token(Tokens(request_id, 0, 0, (7,), usage=usage), now)
+    costs.on_tokens(Tokens(request_id, 0, 0, (7,), usage=usage), now)
 
 
 @pytest.fixture
@@ -272,7 +272,53 @@ def test_a_worker_that_does_not_tell_its_hits_is_believed(aggregated):
     for number in range(12):
         send(costs, aggregated, str(number), now=float(number))
         usage = Usage(num_cached_tokens=0)
-        costs.on_first_token(Tokens(str(number), 0, 0, (7,), usage=usage), number + 0.5, tells_hits=False)
+        costs.on_tokens(Tokens(str(number), 0, 0, (7,), usage=usage), number + 0.5, tells_hits=False)
     assert costs.offers([aggregated], PROMPT, (), 20.0)[aggregated.key].hit_tokens > 1900
     assert not costs.accuracies()[aggregated.key].is_wrong
     assert costs.num_real_hit_tokens == 0 < costs.num_predicted_hit_tokens
+
+
+def streamed(costs, worker, request_id, found, *, is_late=True, now=0.0):
+    """Let a worker answer that tells with the last of three tokens what it had found."""
+    send(costs, worker, request_id, now=now)
+    costs.on_tokens(Tokens(request_id, 0, 0, (7,), usage=Usage()), now, tells_hits=False)
+    costs.on_tokens(Tokens(request_id, 0, 1, (8,)), now, tells_hits=False)
+    last = Usage(num_cached_tokens=found, is_late=is_late)
+    costs.on_tokens(Tokens(request_id, 0, 2, (9,), finish_reason="length", usage=last), now, tells_hits=False)
+
+
+@pytest.mark.parametrize(("is_late", "is_wrong"), [(True, True), (False, False)])
+def test_a_worker_that_tells_its_hits_with_the_last_token_is_judged_by_them(aggregated, is_late, is_wrong):
+    costs = RouteCosts()
+    for number in range(12):
+        streamed(costs, aggregated, str(number), found=0, is_late=is_late, now=float(number))
+    assert costs.accuracies()[aggregated.key].is_wrong == is_wrong
+    assert costs._unjudged == {}
+
+
+def test_late_hits_that_come_true_count(aggregated):
+    costs = RouteCosts()
+    for number in range(6):
+        streamed(costs, aggregated, str(number), found=1984 if number else 0)
+    assert not costs.accuracies()[aggregated.key].is_wrong
+    assert costs.num_predicted_hit_tokens == costs.num_real_hit_tokens == 5 * 1984
+
+
+@pytest.mark.parametrize("end", ["abort", "abort of its choice", "fail", "leave", "again"])
+def test_an_answer_without_a_last_token_leaves_nothing_to_judge(aggregated, end):
+    costs = RouteCosts()
+    send(costs, aggregated, "r")
+    costs.on_tokens(Tokens("r", 0, 0, (7,), usage=Usage()), 0.0, tells_hits=False)
+    assert "r" in costs._unjudged
+    match end:
+        case "abort":
+            costs.on_sent(aggregated, Abort(request_ids=("r",)), 1.0)
+        case "abort of its choice":
+            costs.on_sent(aggregated, Abort(request_ids=("r/0",), reason="stop"), 1.0)
+        case "fail":
+            costs.drop("r", 1.0)
+        case "leave":
+            costs.forget(aggregated.key)
+        case "again":
+            send(costs, aggregated, "r", now=1.0)
+    assert costs._unjudged == {}
