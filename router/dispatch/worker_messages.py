@@ -194,9 +194,7 @@ def _apply_usage(request: RequestState, item: Tokens, update: Update, now: float
         return
     if request.has_report and item.usage.is_late and item.index == 0:
         request.measurements.hit_tokens = item.usage.num_cached_tokens
-        update.prompt = PromptReport(
-            item.usage.num_cached_tokens, model_fingerprint=request.model_fingerprint, is_late=True
-        )
+        update.prompt = PromptReport(item.usage.num_cached_tokens, model_fingerprint=request.model_fingerprint, is_late=True)
     if not request.has_report:  # an aggregated worker reports the prompt here; of a pair, the prefill worker did
         request.has_report = True
         request.measurements.hit_tokens = item.usage.num_cached_tokens

@@ -56,6 +56,19 @@ async def test_a_stream_becomes_the_outputs_of_steps(running):
     assert outputs[1].prefill_stats is None
 
 
+async def test_the_account_of_a_stream_comes_with_the_last_output(running):
+    account = {"choices": [], "usage": {"prompt_tokens_details": {"cached_tokens": 32}}}
+    outputs = await running.run(new_request(), [tokens(7), tokens(8, finish_reason="length"), account, END])
+    assert [output.late_cached_tokens for output in outputs] == [None, 32]
+    assert outputs[0].prefill_stats.num_cached_tokens == 0
+
+
+@pytest.mark.parametrize("rest", [[], [END], [{"choices": []}, END], [{"choices": [], "usage": {}}, END]])
+async def test_a_stream_without_an_account_ends_as_well(running, rest):
+    (output,) = await running.run(new_request(), [tokens(8, finish_reason="length"), *rest])
+    assert (output.finish_reason, output.late_cached_tokens) == ("length", None)
+
+
 async def test_the_servers_spans_are_children_of_the_routers_leg(running):
     trace = TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="a=1")
     await running.run(new_request(trace=trace), [tokens(7, finish_reason="length"), END])

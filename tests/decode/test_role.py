@@ -122,6 +122,16 @@ def test_positions_continue_after_the_tokens_of_the_prefill_worker(handler):
     assert [(reply.position, reply.token_ids) for reply in first + second + third] == [(1, (11,)), (2, (12, 13)), (4, (14,))]
 
 
+def test_the_last_tokens_tell_what_an_engine_learns_at_the_end(handler):
+    handler.on_generate(generate(), 0.0)
+    outputs = [
+        EngineCoreOutput("r/0", [11], prefill_stats=PrefillStats(3, 0, 0)),
+        EngineCoreOutput("r/0", [12], finish_reason="length", late_cached_tokens=2),
+    ]
+    usages = [handler.on_outputs([output], 0.0).replies[0].usage for output in outputs]
+    assert usages == [Usage(), Usage(num_cached_tokens=2, is_late=True)]
+
+
 def test_usage_travels_with_the_first_and_the_last_tokens(handler):
     handler.on_generate(with_handoff(0), 0.0)
     outputs = [

@@ -116,6 +116,7 @@ class Script:
     tokens_per_frame: int = 1
     lease_ms: int = 30_000
     cost: TransferUsage | None = None
+    late_cached_tokens: int | None = None  # told with the last tokens instead of the first, as agents of vLLM servers do
     calls: dict[str, Any] = field(default_factory=dict)  # of its engine's API: path -> function of the body to (status, parts)
 
 
@@ -342,7 +343,7 @@ class FakeWorker:
             transport="tcp", transferred_tokens=len(message.prompt_token_ids), transferred_bytes=4096
         )
         usage: Usage | None = Usage(
-            num_cached_tokens=4,
+            num_cached_tokens=4 if self.script.late_cached_tokens is None else 0,
             kv_transfer=transfer if message.kv_handoff else self.script.cost,
             prompt_logprobs=None if message.kv_handoff else self._prompt_logprobs(message),
         )
@@ -357,6 +358,8 @@ class FakeWorker:
             found = tuple(self.logprobs_of(message, token) for token in new)
             logprobs = None if message.sampling.logprobs is None else found
             live = [index for index, start in starts.items() if position >= start]
+            if end is not None and self.script.late_cached_tokens is not None:
+                usage = Usage(num_cached_tokens=self.script.late_cached_tokens, is_late=True)
             await self.send([Tokens(message.request_id, i, position, new, end, None, logprobs, usage) for i in live])
             usage = None
 

@@ -60,7 +60,9 @@ def hits(routed, prompt):
     answer = httpx.post(f"{routed.base_url}/v1/completions", json=body, timeout=120)
     assert answer.status_code == 200, answer.text
     after = counts(routed)
-    return after[0] - before[0], after[1] - before[1]
+    num_found = after[1] - before[1]
+    assert answer.json()["usage"]["prompt_tokens_details"]["cached_tokens"] == num_found
+    return after[0] - before[0], num_found
 
 
 def counts(routed):

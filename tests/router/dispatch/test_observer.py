@@ -85,6 +85,22 @@ async def test_every_answer_and_two_metrics_tell_how_true_its_placement_was(serv
     assert served.metric("kvferry_routing_prefill_time_error_ratio") > 0
 
 
+async def test_hits_that_a_worker_tells_at_the_end_are_in_the_answer_and_the_metrics(start_router):
+    under_test = await start_router(has_http=False)
+    worker = await under_test.add("aggregated", takes_calls=True)
+    worker.script.late_cached_tokens = 3
+    answer = (await post(under_test)).json()
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    (timeline,) = (await requests_json(under_test, id=answer["id"]))["found"]
+    assert timeline["num_cached_tokens"] == timeline["routing"]["hit_tokens"] == 3
+    sources = ("cache", "computed")
+    assert [under_test.metric("kvferry_answered_prompt_tokens_total", source=source) for source in sources] == [3, 3]
+    assert under_test.metric("kvferry_routing_real_hit_tokens") == 3
+    async with under_test.client() as client:
+        (shown,) = (await client.get("/status.json")).json()["workers"]
+    assert shown["prompts_per_s"] == pytest.approx(1 / 5)
+
+
 async def test_a_request_placed_by_load_says_so(start_router):
     under_test = await start_router(has_http=False, routing="load")
     await under_test.add("aggregated")
