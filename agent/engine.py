@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -37,6 +37,7 @@ HANDOFF_LEASE_MS = 30_000  # of vLLM's side, if its answer does not say
 NUM_LOOKS = 2  # at a server that seems to be gone
 LOOK_INTERVAL_S = 0.1
 LOOK_TIMEOUT_S = 1.0
+ACCOUNT_TIMEOUT_S = 1.0  # for the last part of a stream, after its last tokens
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,16 +160,14 @@ class VllmEngine:
             async with self._server.generate(generate_body(request, is_regenerated=is_again), request.trace) as answers:
                 async for answer in answers:
                     self._progress.note(self._clock.now())
-                    if last is not None:  # of a stream, the account comes right after the last tokens
-                        last.late_cached_tokens = answer.num_cached_tokens
-                        break
                     output = self._output(request, answer, known, is_first=is_first)
                     is_first = False
                     if output is None:
                         continue
                     if output.finish_reason is not None:
                         last = output
-                        continue
+                        last.late_cached_tokens = await _late_count(answer, answers)
+                        break
                     self._events.on_outputs([output])
             if last is None:
                 raise EngineDead(f"the vLLM server {self._server.url} ended an answer in its middle")
@@ -295,6 +294,19 @@ class VllmEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _late_count(last: Answer, answers: AsyncIterator[Answer]) -> int | None:
+    """Return how many tokens of the prompt the server did not compute; None if it does not say so.
+
+    A stream says it in an answer of its own after the last tokens, which must not be lost or wait for it.
+    """
+    if last.usage is not None:
+        return last.num_cached_tokens
+    with contextlib.suppress(KVFerryError, TimeoutError, StopAsyncIteration):
+        async with asyncio.timeout(ACCOUNT_TIMEOUT_S):
+            return (await anext(answers)).num_cached_tokens
+    return None
 
 
 def _finish_reason(reason: str | None) -> FinishReason | None:

@@ -276,13 +276,16 @@ class VllmServer:
             yield _checked(await response.aread())
             return
         rest = b""
-        async for piece in response.aiter_bytes():
-            *events, rest = (rest + piece).split(_EVENT_END)
-            for event in events:
-                if event.startswith(_EVENT) and event != _LAST_EVENT:
-                    yield _checked(event[len(_EVENT) :])
-            if len(rest) > MAX_EVENT_BYTES:
-                raise EngineDead(f"the server {self.url} sends an event of more than {MAX_EVENT_BYTES} bytes")
+        try:
+            async for piece in response.aiter_bytes():
+                *events, rest = (rest + piece).split(_EVENT_END)
+                for event in events:
+                    if event.startswith(_EVENT) and event != _LAST_EVENT:
+                        yield _checked(event[len(_EVENT) :])
+                if len(rest) > MAX_EVENT_BYTES:
+                    raise EngineDead(f"the server {self.url} sends an event of more than {MAX_EVENT_BYTES} bytes")
+        except httpx.HTTPError as error:
+            raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
 
 
 def _headers(trace: TraceContext | None) -> dict[str, str]:

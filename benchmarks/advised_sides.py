@@ -9,7 +9,7 @@ sides are run: one prefill and one decode worker, and two aggregated workers wit
 is run at rates that lie a factor of ``STEP`` apart, from the one next to its predicted goodput up or down, until at one of two
 neighbours at least ``SHARE`` of the requests are good and at the other fewer. On the straight line between the two, its goodput
 is the rate at which the share crosses ``SHARE``: the quantity that the advice predicts. Both sides have the same rates to
-choose from, and get the same requests at the same times at each.
+choose from, and get the same requests at the same times at each. Of a side whose goodput is below ``LEAST`` no more is known.
 
 The advice agrees if it and the measurement both find the same side better by more than ``EVEN``, or both find the two even.
 """
@@ -40,7 +40,7 @@ from router.routing.fit import PrefillFit
 
 SHARE = 0.9  # of good requests, for goodput
 STEP = 1.2  # from one rate to the next
-LEAST = 0.4  # of the other side's predicted goodput: lower rates take long and decide nothing
+LEAST = 0.4  # of the larger predicted goodput: lower rates take long and decide nothing
 SECONDS = 40.0  # of arrivals at a rate, at least: a short burst is served at any rate, and the advice is of a steady state
 EVEN = 0.1  # the model's error, as of ``kvferry advise``
 NUM_STREAMS = 4  # beside the prompts whose times are measured
@@ -109,29 +109,45 @@ class Compared:
         return self.study.ratio.mean
 
     @property
-    def measured(self) -> float:
+    def measured(self) -> Goodput:
         """How many times it has it."""
-        return self.goodput("1P1D") / self.goodput("aggregated")
+        ours, other = (goodput(self.real[side]) for side in ("1P1D", "aggregated"))
+        return Goodput(ours.least / other.most, ours.most / other.least if other.least else math.inf)
 
     @property
     def agrees(self) -> bool:
-        if all(min(shares.values()) >= SHARE for shares in self.real.values()):
-            return False  # neither side has met its limit: the measurement decides nothing
-        verdicts = [0 if abs(ratio - 1) <= EVEN else 1 if ratio > 1 else -1 for ratio in (self.advised, self.measured)]
-        return verdicts[0] == verdicts[1]
+        measured = self.measured
+        return (
+            self.advised > 1 + EVEN < measured.least
+            or self.advised < 1 - EVEN > measured.most
+            or (abs(self.advised - 1) <= EVEN and 1 - EVEN <= measured.least <= measured.most <= 1 + EVEN)
+        )
 
-    def goodput(self, side: str) -> float:
-        return goodput(self.real[side])
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """A goodput, or a ratio of two, of which the bounds are known. They are the same if it was enclosed."""
+
+    least: float
+    most: float
+
+    def __str__(self) -> str:
+        if self.least == self.most:
+            return f"{self.least:.2f}"
+        return f"at least {self.least:.2f}" if self.least else f"at most {self.most:.2f}"
 
 
-def goodput(shares: Mapping[float, float]) -> float:
-    """Return the rate at which the share of good requests crosses ``SHARE``, or the last one. At rate 0 all are."""
-    before = (0.0, 1.0)
-    for rate, share in sorted(shares.items()):
-        if share < SHARE:
-            return before[0] + (rate - before[0]) * (before[1] - SHARE) / (before[1] - share)
-        before = (rate, share)
-    return before[0]
+def goodput(shares: Mapping[float, float]) -> Goodput:
+    """Return the rate at which the share of good requests crosses ``SHARE``; a bound if all rates are on one side of it."""
+    good = [rate for rate, share in shares.items() if share >= SHARE]
+    bad = [rate for rate, share in shares.items() if share < SHARE]
+    if not good or not bad:
+        return Goodput(max(good, default=0.0), min(bad, default=math.inf))
+    above = min(bad)
+    below = max((rate for rate in good if rate < above), default=0.0)
+    fall = shares.get(below, 1.0) - shares[above]
+    crossing = below + (above - below) * (shares.get(below, 1.0) - SHARE) / fall
+    return Goodput(crossing, crossing)
 
 
 @contextmanager
@@ -263,7 +279,7 @@ def outcome(costs: Costs, found: Sequence[Compared]) -> Outcome:
             shares, predicted = one.real[side], one.predicted[side]
             cells.append(", ".join(f"{rate:.2f}: {shares[rate]:.0%} ({predicted[rate]:.0%})" for rate in sorted(shares)))
         chunk = one.study.aggregated.layout.chunk
-        goodputs = f"{one.measured:.2f} ({one.goodput('1P1D'):.2f} / {one.goodput('aggregated'):.2f})"
+        goodputs = f"{one.measured} ({goodput(one.real['1P1D'])} / {goodput(one.real['aggregated'])})"
         advised = f"{one.advised:.2f}, chunks of {chunk}"
         return [one.mix.name, *cells, advised, goodputs, "yes" if one.agrees else "NO"]
 
@@ -279,7 +295,7 @@ def outcome(costs: Costs, found: Sequence[Compared]) -> Outcome:
     ]
     figures: dict[str, object] = {
         "goals": [{**goal, "met": num_agreed == len(found)}],
-        "mixes": [{"mix": asdict(one.mix), "advised": one.advised, "measured": one.measured, "real": one.real,
+        "mixes": [{"mix": asdict(one.mix), "advised": one.advised, "measured": asdict(one.measured), "real": one.real,
                    "predicted": one.predicted} for one in found],
     }  # fmt: skip
     return Outcome([Table(columns, [row(one) for one in found])], notes, figures)

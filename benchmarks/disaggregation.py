@@ -11,8 +11,8 @@ CPU engine: two that chunk prompts, and pairs with our plug-in and with NixlConn
 ITL: some streams decode, once alone, and once while prompts of 1,024 tokens arrive one after another; then the gaps between
 tokens from the first arrival to the end of the last long answer count. The long prompts' rate is a share of what one worker
 can compute, so all sides are offered the same work. It is 0.9 of it: an unchunked prompt stalls each stream of its worker once,
-and at 0.6 these stalls were more than one gap in a hundred in one run and fewer in the next; only the first moves the 99th
-percentile. The table says which share of the gaps is longer than ``STALL`` idle ones.
+and only where these stalls are more than one gap in a hundred does the 99th percentile see them. The table says which share of
+the gaps is longer than ``STALL`` idle ones.
 
 Goodput: requests of drawn lengths arrive by chance (Poisson). A request is good if its first token comes within the SLO of the
 first token, and the mean time between its tokens is within the SLO of tokens; both are multiples of what one idle worker takes,

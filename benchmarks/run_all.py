@@ -42,7 +42,8 @@ class Benchmark:
 
 
 BENCHMARKS = (
-    Benchmark("scheduler", arguments=("--peer",)),
+    Benchmark("scheduler"),
+    Benchmark("scheduler_peers", script="scheduler", arguments=("--peer",)),
     Benchmark("handoff_admission"),
     Benchmark("hybrid"),
     Benchmark("attention"),

@@ -399,9 +399,11 @@ class TransportSuite:
         assert facing.read([1], [1]) is None
         mortal.kill()
         deadline = time.monotonic() + DEADLINE_S
-        while (error := facing.read([2], [2])) is None:  # memory of a device may stay mapped here for a while
+        while (error := facing.read([2], [2])) is None:  # the memory of a device may stay mapped here for a while
             facing.assert_rows(1, [2], [2])
+            facing.memory.rows[2] = UNTOUCHED
             assert time.monotonic() < deadline
+        facing.assert_untouched([2])
         assert isinstance(error, PeerUnreachable)
         assert isinstance(facing.read([2], [2]), PeerUnreachable)
         facing.transport.remove_peer(PEER)

@@ -168,17 +168,16 @@ class RequestObserver:
 
     def _on_prompt(self, observed: ObservedRequest, report: PromptReport) -> None:
         num_tokens = len(observed.timeline.submission.prompt_token_ids)
-        if report.is_late:
-            self._metrics.count_hit(num_tokens, min(num_tokens, report.num_cached_tokens))
-            return
         if report.timing is not None:
             self._metrics.observe_first_token_parts(report.timing)
         request = observed.timeline.request
         worker = (request.attempt.prefill or request.attempt.decode) if request is not None else None
         member = self._core.membership.get(worker)
         # The stream of a vLLM server tells what it found in its cache only at its end: 0 is no count.
-        if report.timing is not None or member is None or not member.facts.takes_calls:
+        if report.timing is not None or report.is_late or member is None or not member.facts.takes_calls:
             self._metrics.count_hit(num_tokens, min(num_tokens, report.num_cached_tokens))
+        if not report.is_first:
+            return
         if worker is not None:
             self.traffic.on_prompt(worker.engine_id, self._clock.now())
         routing = routing_report(request) if request is not None and not request.retried else None

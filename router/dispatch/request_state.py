@@ -125,6 +125,7 @@ class RequestState:
     encoding: Encoding | None = None  # None before its encode leg
     ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: where embeddings can be loaded
     has_report: bool = False  # the client has got the report of its prompt
+    alone_attempt: int = 0  # number of the attempt whose only worker made that report; 0 = a pair did
     has_decoded: bool = False  # a decode or aggregated worker has sent a token
     handoff: KVHandoff | None = None
     fallback_reason: str = ""

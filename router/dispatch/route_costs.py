@@ -31,6 +31,8 @@ from router.routing.offered import OfferedLoad
 
 _LONGEST_PATIENCE_MS = 60_000.0
 
+_FIRST_CHOICE = "/0"  # after the id of its request
+
 _NO_HIT = Hit()
 _NO_PRICE = LoadPrice()
 
@@ -297,7 +299,7 @@ class RouteCosts:
                 for request_id in message.request_ids:
                     placed = self._placed.get(request_id)
                     self._unjudged.pop(request_id, None)
-                    self._unjudged.pop(request_id.rpartition("/")[0], None)  # a choice, which then has no last token
+                    self._unjudged.pop(request_id.removesuffix(_FIRST_CHOICE), None)  # which then has no last token
                     if placed is not None and placed.worker == worker.key:  # else it ends an early pull, not the prompt
                         self.drop(request_id, now)
 
@@ -307,6 +309,7 @@ class RouteCosts:
         known = self._workers.get(worker)
         if report.is_snapshot and known is not None:
             known.accuracy.forgive()
+            self._forget_unjudged(worker)  # they were placed by what the snapshot has replaced
 
     def on_heartbeat(self, worker: GenerationWorker, heartbeat: Heartbeat, now: float) -> bool:
         """Record the work that other routers have there; return True if the worker must report all its contents.
@@ -362,9 +365,9 @@ class RouteCosts:
             self._on_computed(message.request_id, num_cached, elapsed_ms, now)
             if not tells_hits:
                 self._unjudged[message.request_id] = placed
-        if not tells_hits and message.finish_reason is not None:
+        if not tells_hits and message.finish_reason is not None and message.index == 0:  # the choice that computes the prompt
             unjudged = self._unjudged.pop(message.request_id, None)
-            if unjudged is not None and message.usage.is_late and message.index == 0:
+            if unjudged is not None and message.usage.is_late:
                 self._judge(unjudged, message.usage.num_cached_tokens)
 
     def _learn_load(self, request_id: str, load: TransferUsage) -> None:
@@ -437,9 +440,13 @@ class RouteCosts:
         self.sources.forget(worker)
         self.contents.leave(worker)
         self.preferences.forget(worker)
-        for prompts in (self._placed, self._unjudged):
-            for request_id in [name for name, placed in prompts.items() if placed.worker == worker]:
-                del prompts[request_id]
+        for request_id in [name for name, placed in self._placed.items() if placed.worker == worker]:
+            del self._placed[request_id]
+        self._forget_unjudged(worker)
+
+    def _forget_unjudged(self, worker: WorkerKey) -> None:
+        for request_id in [name for name, placed in self._unjudged.items() if placed.worker == worker]:
+            del self._unjudged[request_id]
 
     # ---- parts -------------------------------------------------------------------------------------------------------
 

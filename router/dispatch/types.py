@@ -63,8 +63,9 @@ class ChoiceUpdate(msgspec.Struct, frozen=True):
 class PromptReport:
     """The facts that are known once the prompt is computed. ``timing`` is set if a prefill worker computed it.
 
-    ``model_fingerprint`` names the weights of all workers that serve the request, retries included. ``is_late``: it replaces
-    an earlier one, whose ``num_cached_tokens`` was not known yet.
+    ``model_fingerprint`` names the weights of all workers that serve the request, retries included. ``is_late``: its
+    ``num_cached_tokens`` was told at the end of the answer. If it is not ``is_first``, it only completes an earlier report, of
+    which that number was not known.
     """
 
     num_cached_tokens: int
@@ -72,6 +73,7 @@ class PromptReport:
     timing: FirstTokenTiming | None = None
     model_fingerprint: bytes = b""
     is_late: bool = False
+    is_first: bool = True
 
 
 class Update(msgspec.Struct):

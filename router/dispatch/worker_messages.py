@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import msgspec
 
@@ -192,17 +193,23 @@ def _note_shown(request: RequestState, index: int) -> None:
 def _apply_usage(request: RequestState, item: Tokens, update: Update, now: float) -> None:
     if item.usage is None:
         return
-    if request.has_report and item.usage.is_late and item.index == 0:
-        request.measurements.hit_tokens = item.usage.num_cached_tokens
-        update.prompt = PromptReport(item.usage.num_cached_tokens, model_fingerprint=request.model_fingerprint, is_late=True)
+    num_cached_tokens = min(item.usage.num_cached_tokens, len(request.submission.prompt_token_ids))
+    if item.usage.is_late and item.index == 0 and request.alone_attempt == request.attempt.number:
+        request.measurements.hit_tokens = num_cached_tokens
+        earlier = update.prompt or PromptReport(0, model_fingerprint=request.model_fingerprint, is_first=False)
+        update.prompt = replace(earlier, num_cached_tokens=num_cached_tokens, is_late=True)
     if not request.has_report:  # an aggregated worker reports the prompt here; of a pair, the prefill worker did
         request.has_report = True
-        request.measurements.hit_tokens = item.usage.num_cached_tokens
+        request.alone_attempt = request.attempt.number
+        request.measurements.hit_tokens = num_cached_tokens
         if item.usage.kv_transfer is not None:
             request.measurements.pulled_tokens = item.usage.kv_transfer.transferred_tokens
         request.measurements.alone_ttft_ms = (now - request.measurements.arrival) * 1e3
         update.prompt = PromptReport(
-            item.usage.num_cached_tokens, item.usage.prompt_logprobs, model_fingerprint=request.model_fingerprint
+            num_cached_tokens,
+            item.usage.prompt_logprobs,
+            model_fingerprint=request.model_fingerprint,
+            is_late=item.usage.is_late and item.index == 0,
         )
     if request.is_degraded:
         _record_cost_alone(request, item.index, item.usage)

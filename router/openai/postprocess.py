@@ -6,7 +6,7 @@ Owns the state of all choices of one HTTP request. ``router.openai.responses`` g
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.model.detokenizer import IncrementalDetokenizer, StopStringMatcher, StopStrings
 from core.model.tokenizer import Tokenizer
@@ -49,6 +49,13 @@ class PromptState:
     prompt: Prompt
     report: PromptReport | None = None
     handoff: HandoffReport | None = None
+
+    def take(self, report: PromptReport) -> None:
+        """Keep a report; one that is not the first only completes the first."""
+        if self.report is None or report.is_first:
+            self.report = report
+        else:
+            self.report = replace(self.report, num_cached_tokens=report.num_cached_tokens)
 
 
 class ChoiceText:
@@ -172,7 +179,8 @@ class RequestOutput:
             if update.error is not None:
                 return deltas, stopped, update.error
             state = self.prompts[prompt_index]
-            state.report = update.prompt or state.report
+            if update.prompt is not None:
+                state.take(update.prompt)
             state.handoff = update.handoff or state.handoff
             for item in update.choices:
                 index = prompt_index * self._n + item.index

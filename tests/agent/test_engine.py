@@ -63,10 +63,15 @@ async def test_the_account_of_a_stream_comes_with_the_last_output(running):
     assert outputs[0].prefill_stats.num_cached_tokens == 0
 
 
-@pytest.mark.parametrize("rest", [[], [END], [{"choices": []}, END], [{"choices": [], "usage": {}}, END]])
+ERROR = {"error": {"message": "no account", "code": 500}}
+
+
+@pytest.mark.parametrize(
+    "rest", [[], [END], [{"choices": []}, END], [{"choices": [], "usage": {}}, END], [ERROR], ["data: {not json\n\n"]]
+)
 async def test_a_stream_without_an_account_ends_as_well(running, rest):
     (output,) = await running.run(new_request(), [tokens(8, finish_reason="length"), *rest])
-    assert (output.finish_reason, output.late_cached_tokens) == ("length", None)
+    assert (output.finish_reason, output.late_cached_tokens, output.error) == ("length", None, None)
 
 
 async def test_the_servers_spans_are_children_of_the_routers_leg(running):

@@ -338,10 +338,12 @@ class NixlTransport(Transport):
         producer.remote.clear()
         producer.agent = None
         gc.collect()  # the agent must be gone when this returns, also if a traceback holds a cycle around it
-        for region in self._regions:
-            if region.synchronize is not None:
-                region.synchronize()  # copies on a device that the agent has begun do not end with it
-        self._ended += [ReadResult(handle, PeerUnreachable(reason)) for handle in handles]
+        try:
+            for region in self._regions:
+                if region.synchronize is not None:
+                    region.synchronize()  # copies on a device that the agent has begun do not end with it
+        finally:  # a device that cannot be synchronised is lost, and the worker with it
+            self._ended += [ReadResult(handle, PeerUnreachable(reason)) for handle in handles]
 
 
 def _is_local(address: str) -> bool:

@@ -85,10 +85,11 @@ async def test_every_answer_and_two_metrics_tell_how_true_its_placement_was(serv
     assert served.metric("kvferry_routing_prefill_time_error_ratio") > 0
 
 
-async def test_hits_that_a_worker_tells_at_the_end_are_in_the_answer_and_the_metrics(start_router):
+@pytest.mark.parametrize("tokens_per_frame", [1, 50])
+async def test_hits_that_a_worker_tells_at_the_end_are_in_the_answer_and_the_metrics(start_router, tokens_per_frame):
     under_test = await start_router(has_http=False)
     worker = await under_test.add("aggregated", takes_calls=True)
-    worker.script.late_cached_tokens = 3
+    worker.script.late_cached_tokens, worker.script.tokens_per_frame = 3, tokens_per_frame
     answer = (await post(under_test)).json()
     assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     (timeline,) = (await requests_json(under_test, id=answer["id"]))["found"]
@@ -99,6 +100,18 @@ async def test_hits_that_a_worker_tells_at_the_end_are_in_the_answer_and_the_met
     async with under_test.client() as client:
         (shown,) = (await client.get("/status.json")).json()["workers"]
     assert shown["prompts_per_s"] == pytest.approx(1 / 5)
+
+
+async def test_what_a_decode_worker_tells_at_the_end_changes_nothing_of_its_prompt(start_router):
+    under_test = await start_router(has_http=False)
+    await under_test.add("prefill", takes_calls=True)
+    decode = await under_test.add("decode", takes_calls=True)
+    decode.script.late_cached_tokens = 6  # all that was handed off
+    answer = (await post(under_test, BODY | {"prompt_logprobs": 1})).json()
+    assert answer["usage"]["prompt_tokens_details"] == {"cached_tokens": 4}
+    assert len(answer["choices"][0]["prompt_logprobs"]) == 6
+    (routing,) = answer["usage"]["kv_transfer"]["routing"]
+    assert routing["hit_tokens"] == 4
 
 
 async def test_a_request_placed_by_load_says_so(start_router):

@@ -296,6 +296,27 @@ def test_a_worker_that_tells_its_hits_with_the_last_token_is_judged_by_them(aggr
     assert costs._unjudged == {}
 
 
+def test_the_choice_that_computes_the_prompt_judges_it_also_if_another_ends_first(aggregated):
+    costs = RouteCosts()
+    send(costs, aggregated, "r")
+    for index in (0, 1):
+        costs.on_tokens(Tokens("r", index, 0, (7,), usage=Usage()), 0.0, tells_hits=False)
+    for index, found in ((2, 1984), (1, 1984), (0, 5)):
+        last = Usage(num_cached_tokens=found, is_late=True)
+        costs.on_tokens(Tokens("r", index, 1, (9,), finish_reason="stop", usage=last), 1.0, tells_hits=False)
+    costs.on_sent(aggregated, Abort(request_ids=("r/1",), reason="stop"), 1.0)
+    assert costs.num_real_hit_tokens == 5
+
+
+def test_answers_that_were_placed_before_a_snapshot_judge_nothing_after_it(aggregated):
+    costs = RouteCosts()
+    costs.join(aggregated)
+    send(costs, aggregated, "r")
+    costs.on_tokens(Tokens("r", 0, 0, (7,), usage=Usage()), 0.0, tells_hits=False)
+    costs.on_report(aggregated.key, ContentReport(engine_id="a0", incarnation=1, number=0, is_snapshot=True, stored=b""))
+    assert costs._unjudged == {}
+
+
 def test_late_hits_that_come_true_count(aggregated):
     costs = RouteCosts()
     for number in range(6):
