@@ -1,4 +1,4 @@
-"""Environment variables of libraries, such as UCX and NIXL, that the transports load."""
+"""Environment variables of libraries that read them when they are loaded or first used: torch, UCX and NIXL."""
 
 from __future__ import annotations
 
