@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from core.config import KVFerryConfig
+from core.environment import set_default_environment
 from core.errors import ConfigError, KVFerryError
 from core.gc_freeze import without_collections
 from core.log import configure_logging
@@ -97,7 +98,7 @@ def _run(role: ProcessRole, config: KVFerryConfig, pipe: SupervisorPipe) -> int:
         configure_logging(config.log.level, "kvstore", is_json=is_json)
         return run_store(config.kvstore, pipe.announce, keys_of(config.security))
     config = _named(role, config)
-    limit_kernel_caches(config.worker.kernel_cache_entries)
+    configure_torch(config.worker.kernel_cache_entries)
     configure_logging(config.log.level, config.worker.engine_id, is_json=is_json)
     if role == "encode":
         with without_collections():
@@ -120,14 +121,16 @@ def _run(role: ProcessRole, config: KVFerryConfig, pipe: SupervisorPipe) -> int:
     return run_decode(config, role, pipe.announce)
 
 
-def limit_kernel_caches(num_entries: int) -> None:
-    """Bound the kernels that torch and oneDNN cache per shape on a CPU; by default 1,024 each, which is up to a gigabyte.
+def configure_torch(num_cached_kernels: int) -> None:
+    """Set the variables that torch and oneDNN read when they are loaded. Those that the user has set stay.
 
-    They read these variables when torch is loaded, so this runs before the role is imported. Variables that are set stay.
+    The kernels that each caches per shape on a CPU are bounded; by default they are 1,024, which is up to a gigabyte. Large
+    tensors ask for pages of 2 MiB, which the kernel gives where it has them: a decode step reads all weights.
     """
-    assert "torch" not in sys.modules, "torch is loaded already: the limit would have no effect"
+    assert "torch" not in sys.modules, "torch is loaded already: this would have no effect"
     for variable in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
-        os.environ.setdefault(variable, str(num_entries))
+        set_default_environment(variable, str(num_cached_kernels))
+    set_default_environment("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def check_exposure(role: ProcessRole, config: KVFerryConfig) -> None:

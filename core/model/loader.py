@@ -13,7 +13,6 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.environment import set_default_environment
 from core.model.arch import VISION_WEIGHTS, ModelArch
 from core.model.checkpoint import Checkpoint, open_checkpoint
 from core.model.decoder import Decoder, DecoderWeights, LayerWeights
@@ -62,7 +61,6 @@ def load_decoder(
         ConfigError: a file cannot be read, a tensor is missing, has another shape, or has no place in ``arch``, or the machine
             cannot compute with quantized weights.
     """
-    set_default_environment("THP_MEM_ALLOC_ENABLE", "1")  # pages of 2 MiB where the kernel has them: a step reads all weights
     make: MakeLinear = make_int8_linear if quantization == "int8" else make_linear
     with open_checkpoint(weight_files, dtype, device, make) as tensors, torch.inference_mode():
         weights = _decoder_weights(tensors, arch)

@@ -1,10 +1,12 @@
-"""The memory of a worker does not grow with every number of rows that a step can have."""
+"""What the variables that a worker sets for torch do: memory over many shapes, and large pages."""
 
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +14,8 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = """
 import json, sys
-from kvferry.roles import limit_kernel_caches
-limit_kernel_caches(int(sys.argv[1]))
+from kvferry.roles import configure_torch
+configure_torch(int(sys.argv[1]))
 import psutil, torch
 from core.model.linear import make_linear
 torch.set_num_threads(1)
@@ -45,3 +47,24 @@ def test_memory_grows_with_every_shape_without_the_limit():
     """The reason for the limit; where this fails, oneDNN has changed and the setting may go."""
     used = used_after(1024)
     assert used[-1] - used_after(64)[-1] > 200, used
+
+
+LARGE = """
+from pathlib import Path
+from kvferry.roles import configure_torch
+configure_torch(64)
+import torch
+large = torch.empty(8 << 20, dtype=torch.uint8)
+print(sum(line.startswith("VmFlags") and " hg" in line for line in Path("/proc/self/smaps").read_text().splitlines()))
+"""
+
+
+@pytest.mark.parametrize(("chosen", "is_advised"), [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)])
+def test_tensors_of_a_worker_ask_for_large_pages_unless_the_user_forbids_it(chosen, is_advised):
+    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
+        pytest.skip("this kernel has no transparent huge pages")
+    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"} | chosen
+    result = subprocess.run(
+        [sys.executable, "-c", LARGE], env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (int(result.stdout) > 0) == is_advised

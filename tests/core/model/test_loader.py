@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -79,30 +76,3 @@ def test_no_weight_keeps_the_file_mapped(tiny_model, dtype):
     (path,) = model.weight_files
     assert str(path) not in Path("/proc/self/maps").read_text()
     assert decoder.device.type == "cpu"
-
-
-LOAD = """
-import sys
-from pathlib import Path
-import torch
-from core.model.arch import parse_arch
-from core.model.loader import load_decoder
-import json
-
-folder = Path(sys.argv[1])
-arch = parse_arch(json.loads((folder / "config.json").read_text()))
-load_decoder(arch, sorted(folder.glob("*.safetensors")), dtype=torch.float32)
-large = torch.empty(8 << 20, dtype=torch.uint8)
-print(sum(line.startswith("VmFlags") and " hg" in line for line in Path("/proc/self/smaps").read_text().splitlines()))
-"""
-
-
-@pytest.mark.parametrize(("chosen", "is_advised"), [({}, True), ({"THP_MEM_ALLOC_ENABLE": "0"}, False)])
-def test_tensors_of_a_worker_ask_for_large_pages_unless_the_user_forbids_it(tiny_model, chosen, is_advised):
-    if not Path("/sys/kernel/mm/transparent_hugepage/enabled").exists():
-        pytest.skip("this kernel has no transparent huge pages")
-    folder = tiny_model("llama").weight_files[0].parent
-    environment = {name: value for name, value in os.environ.items() if name != "THP_MEM_ALLOC_ENABLE"} | chosen
-    command = [sys.executable, "-c", LOAD, str(folder)]
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60, check=True)
-    assert (int(result.stdout) > 0) == is_advised
