@@ -17,10 +17,11 @@ from core.wire.kv import KVSource
 from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
+from router.dispatch.offers import Offer, report, source_of
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
 from router.dispatch.request_state import RequestPhase, RequestState, open_request
-from router.dispatch.route_costs import Offer, RouteCosts, report, source_of
+from router.dispatch.route_costs import RouteCosts
 from router.dispatch.sources import Holder, message_of, others_than
 from router.dispatch.types import Submission
 from router.routing import affinity

@@ -12,8 +12,9 @@ from core.wire.contents import ContentReport
 from core.wire.messages import Abort, Generate, PrefillDone, Tokens, Usage
 from core.wire.sampling import SamplingParams
 from router.contents.keys import prompt_keys
+from router.dispatch.offers import Offer, report
 from router.dispatch.policy import Demand, choose_route
-from router.dispatch.route_costs import Offer, RouteCosts, report
+from router.dispatch.route_costs import RouteCosts
 from tests.router.dispatch.test_policy import member
 
 PROMPT = tuple(range(2000))

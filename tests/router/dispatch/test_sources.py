@@ -9,7 +9,8 @@ import pytest
 
 from core.wire.messages import Generate, PrefillDone, TransferUsage
 from core.wire.sampling import SamplingParams
-from router.dispatch.route_costs import RouteCosts, report, source_of
+from router.dispatch.offers import report, source_of
+from router.dispatch.route_costs import RouteCosts
 from router.routing.transfer import FIRST_ASKED_MS, FIRST_BASE_MS, pays
 from tests.router.dispatch.test_policy import member
 
