@@ -137,6 +137,7 @@ def test_prompts_from_their_first_token_on_are_attended_where_they_were_computed
     backend, seen = _watching_pages(last.cache)
     plan = backend.plan(last.batch)
     for step in (first, last):
+        seen.clear()  # memory of the step before may be used again
         heads = torch.cat((step.query, step.new_key_values().flatten(1, 2)), 1)  # in one buffer, as the decoder has them
         query, key_value = heads[:, : step.case.num_heads], heads[:, step.case.num_heads :]
         backend.write_kv(step.case.layer, key_value.view(-1, 2, step.case.num_kv_heads, step.case.head_dim), plan)
