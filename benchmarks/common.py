@@ -11,7 +11,7 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -116,6 +116,15 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def goal_notes(aims: Sequence[Mapping[str, object]]) -> list[str]:
+    """Return a line for each aim of ``--json``: its value, the goal, and whether it is met."""
+    lines = []
+    for aim in aims:
+        verdict = "met" if aim["met"] else "MISSED"
+        lines.append(f"{aim['name']}: {aim['value']:,.4g} {aim['unit']} (goal {aim['goal']:,g}): {verdict}")
+    return lines
 
 
 def make_parser(doc: str, repeats: int, *, takes_model: bool = True) -> argparse.ArgumentParser:

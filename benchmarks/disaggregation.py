@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cluster_sides import PAIR, UNCHUNKED, Load, RequestsFailed, Side, aggregated
-from common import Machine, Outcome, Table, make_parser, publish
+from common import Machine, Outcome, Table, goal_notes, make_parser, publish
 from curves import Curve, draw
 from vllm_sides import PAIRS, VllmSide, vllm_chunked
 
@@ -214,7 +214,7 @@ def outcome(found: Mapping[Side | VllmSide, Found]) -> Outcome:
     tables = [Table(columns, [row(side) for side in found])]
     aims = goals(found)
     notes = [f"stalls: gaps longer than {STALL:.0f} times the side's own idle p50"]
-    notes += [f"{aim['name']}: {aim['value']:.2f} (goal {aim['goal']}): {'met' if aim['met'] else 'MISSED'}" for aim in aims]
+    notes += goal_notes(aims)
     rates = measured_rates(found)
     if rates:
         shares = [[side.name, *(f"{100 * found[side].good[rate]:.0f} %" for rate in rates)] for side in found]

@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil  # type: ignore[import-untyped]
-from common import Machine, Outcome, Table, make_parser, publish
+from common import Machine, Outcome, Table, goal_notes, make_parser, publish
 from emitting_worker import FIRST_TOKEN_ID, PROMPT_TOKENS
 
 from kvferry.cluster_plan import free_port_ranges, free_ports
@@ -238,8 +238,7 @@ def outcome(found: Sequence[Found], driven: Found, stream_bytes: float, num_proc
         {"name": "memory of an idle stream", "value": stream_bytes / 1e3, "goal": STREAM_GOAL_KB, "unit": "KB",
          "met": stream_bytes / 1e3 <= STREAM_GOAL_KB},
     ]  # fmt: skip
-    notes = [f"{goal['name']}: {goal['value']:,.1f} {goal['unit']} (goal {goal['goal']:,.0f}): "
-             f"{'met' if goal['met'] else 'MISSED'}" for goal in goals]  # fmt: skip
+    notes = goal_notes(goals)
     streams = [asdict(one) for one in (*found, driven)]
     figures = {"goals": goals, "streams": streams, "idle_stream_bytes": stream_bytes}
     return Outcome([Table(columns, rows)], notes, figures)

@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from common import Machine, Outcome, Table, make_parser, publish
+from common import Machine, Outcome, Table, goal_notes, make_parser, publish
 
 from core.kv.hashing import BlockHasher
 from core.wire.contents import ContentReport
@@ -181,11 +181,7 @@ def outcome(found: Sequence[Measured]) -> Outcome:
     prompts = (f"{num_tokens:,} tokens" for num_tokens in GOAL_MS)
     columns = ("workers", "memory", "bytes per block and worker", *prompts, "a block reported", "a worker leaves")
     aims = goals(found)
-    notes = [
-        f"{aim['name']}: {aim['value']:.4g} {aim['unit']} (goal {aim['goal']}): {'met' if aim['met'] else 'MISSED'}"
-        for aim in aims
-    ]
-    return Outcome([Table(columns, rows)], notes, {"goals": aims, "clusters": [asdict(one) for one in found]})
+    return Outcome([Table(columns, rows)], goal_notes(aims), {"goals": aims, "clusters": [asdict(one) for one in found]})
 
 
 def main() -> None:

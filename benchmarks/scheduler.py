@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from common import MODEL, Machine, Outcome, Table, make_parser, publish
+from common import MODEL, Machine, Outcome, Table, goal_notes, make_parser, publish
 from peer_process import PeerProcess
 
 from core.clock import SystemClock
@@ -115,11 +115,7 @@ def outcome(figures: Figures) -> Outcome:
     notes = [
         f"{figures.num_requests} requests, prompts of {figures.num_prompt_tokens} tokens, {figures.num_steps} decode steps"
     ]
-    notes += [
-        f"{aim['name']}: {aim['value']:.3g} {aim['unit']} (goal {aim['goal']}): {'met' if aim['met'] else 'MISSED'}"
-        for aim in aims
-    ]
-    return Outcome(tables, notes, {"goals": aims, **asdict(figures)})
+    return Outcome(tables, notes + goal_notes(aims), {"goals": aims, **asdict(figures)})
 
 
 def goals(figures: Figures) -> list[dict[str, object]]:
