@@ -114,6 +114,12 @@ def environment_of_ucx() -> Iterator[None]:
         del os.environ[name]
 
 
+@pytest.fixture
+def no_garbage() -> None:
+    """Memory and descriptors that earlier tests left to the garbage collector are gone: a test that counts them starts here."""
+    gc.collect()
+
+
 @pytest.fixture(scope="session")
 def cluster_config() -> Callable[..., KVFerryConfig]:
     """Return the settings of a small cluster, changed by assignments."""

@@ -58,7 +58,7 @@ def test_other_files_can_shrink(tmp_path):
     os.close(fd)
 
 
-def test_what_cannot_be_had_is_refused_and_leaves_nothing_open():
+def test_what_cannot_be_had_is_refused_and_leaves_nothing_open(no_garbage):
     before, limits = os.listdir("/proc/self/fd"), resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, limits[1]))
     try:

@@ -297,7 +297,7 @@ def descriptors():
 
 
 @pytest.mark.parametrize("failure", [errno.ENOSPC, errno.EDQUOT, "short"])
-def test_a_disk_without_room_for_a_new_file_keeps_no_descriptor_and_no_file(tmp_path, monkeypatch, failure):
+def test_a_disk_without_room_for_a_new_file_keeps_no_descriptor_and_no_file(tmp_path, monkeypatch, no_garbage, failure):
     log, blocks = open_log(tmp_path), blocks_of(30)
     before, real = descriptors(), os.pwritev
 
@@ -315,7 +315,7 @@ def test_a_disk_without_room_for_a_new_file_keeps_no_descriptor_and_no_file(tmp_
     assert descriptors() == before - 1  # the lock
 
 
-def test_a_disk_that_fails_keeps_no_descriptor_and_no_file(tmp_path, monkeypatch):
+def test_a_disk_that_fails_keeps_no_descriptor_and_no_file(tmp_path, monkeypatch, no_garbage):
     log, before = open_log(tmp_path), descriptors()
 
     def broken(fd, pieces, offset):

@@ -482,7 +482,7 @@ async def test_connection_that_an_answer_ends_is_closed_without_an_error(context
     assert task.cancelled() or task.exception() is None
 
 
-async def test_closed_connections_leave_no_descriptor_open(server, reader, eventually):
+async def test_closed_connections_leave_no_descriptor_open(no_garbage, server, reader, eventually):
     address = server.start(ANY)
 
     async def talk():

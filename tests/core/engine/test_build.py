@@ -115,8 +115,7 @@ def test_the_engine_seals_what_it_computes(build_tiny):
     assert [seal.digest for seal in sealed.values()] == digest_blocks(list(sealed))
 
 
-def test_a_build_that_fails_gives_the_pool_back(build_tiny):
-    gc.collect()  # pools of other tests
+def test_a_build_that_fails_gives_the_pool_back(build_tiny, no_garbage):
     before, during = pool_files(), []
 
     def broken(layout, fingerprint):

@@ -31,7 +31,7 @@ class TestShmOverRewrittenRows(RewrittenRowsSuite):
 
 
 @pytest.fixture
-def reader():
+def reader(no_garbage):
     reader = Reader(ShmTransport(RandomIds()))
     yield reader
     reader.close()
