@@ -20,16 +20,12 @@ from core.wire.messages import ErrorInfo, RequestFailed
 
 logger = logging.getLogger(__name__)
 
-CALL_PATHS = frozenset(
-    {
-        "/v1/chat/completions",
-        "/v1/chat/completions/render",
-        "/v1/chat/completions/derender",
-        "/v1/completions",
-        "/v1/completions/render",
-        "/v1/messages",
-    }
-)
+GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
+CALL_PATHS = GENERATING_PATHS | {
+    "/v1/chat/completions/render",
+    "/v1/chat/completions/derender",
+    "/v1/completions/render",
+}
 EVENT_STREAM = "text/event-stream"
 MAX_ANSWER_BYTES = 32 << 20  # of an answer that is no stream; a frame to the router takes twice as much
 
@@ -42,12 +38,20 @@ class ServerCalls:
         self._on_reply = on_reply
         self._loop = asyncio.get_running_loop()
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._generating: set[str] = set()  # those of them for which the engine makes steps
 
     def __len__(self) -> int:
         return len(self._tasks)
 
+    @property
+    def num_generating(self) -> int:
+        """How many calls need steps of the engine; rendering needs none."""
+        return len(self._generating)
+
     def submit(self, call: EngineCall) -> None:
         """Begin a call."""
+        if call.path in GENERATING_PATHS:
+            self._generating.add(call.request_id)
         task = self._loop.create_task(self._serve(call))
         self._tasks[call.request_id] = task
         task.add_done_callback(partial(self._forget, call.request_id))
@@ -56,6 +60,7 @@ class ServerCalls:
         """End a call; unknown ids are ignored."""
         task = self._tasks.pop(request_id, None)
         if task is not None:
+            self._generating.discard(request_id)
             task.cancel()
 
     def cancel_all(self) -> list[asyncio.Task[None]]:
@@ -96,6 +101,7 @@ class ServerCalls:
     def _forget(self, request_id: str, task: asyncio.Task[None]) -> None:
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
+            self._generating.discard(request_id)
 
 
 async def _whole(response: httpx.Response) -> bytes:

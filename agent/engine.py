@@ -88,6 +88,11 @@ class VllmEngine:
         """How many choices the server has of this agent."""
         return len(self._requests)
 
+    @property
+    def _num_working(self) -> int:
+        """How many requests and calls wait for steps of the server's engine."""
+        return len(self._requests) + self._calls.num_generating
+
     # ---- the port ----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -109,7 +114,7 @@ class VllmEngine:
 
     def reading(self) -> StepReading:
         """Return whether the server makes progress with the requests of this agent."""
-        return self._progress.reading(self._clock.now(), has_work=bool(self._requests))
+        return self._progress.reading(self._clock.now(), has_work=bool(self._num_working))
 
     def submit_add(self, requests: Sequence[NewRequest]) -> None:
         """Send requests to the server.
@@ -120,8 +125,7 @@ class VllmEngine:
         if self._is_dead:
             raise EngineDead(f"the vLLM server {self._server.url} is lost")
         for request in requests:
-            if not self._requests:
-                self._progress.begin(self._clock.now())
+            self._begin_work()
             task = self._loop.create_task(self._serve(request))
             self._requests[request.request_id] = task
             task.add_done_callback(partial(self._forget, request.request_id))
@@ -143,7 +147,13 @@ class VllmEngine:
         """
         if self._is_dead:
             raise EngineDead(f"the vLLM server {self._server.url} is lost")
+        self._begin_work()
         self._calls.submit(call)
+
+    def _begin_work(self) -> None:
+        """Forget a time without any work: it was no stall."""
+        if not self._num_working:
+            self._progress.begin(self._clock.now())
 
     def submit_release(self, transfer_ids: Sequence[str]) -> None:
         """Tell the server of handoffs that no engine will read."""
@@ -186,8 +196,8 @@ class VllmEngine:
         if not answer.choices:
             return None
         (choice,) = answer.choices
-        if choice.finish_reason == "abort":  # by a pause of the server: this agent aborts by leaving
-            raise EngineDead(f"the vLLM server {self._server.url} has aborted the request")
+        if choice.finish_reason in ("abort", "error"):  # by a pause of the server: this agent aborts by leaving
+            raise EngineDead(f"the vLLM server {self._server.url} has ended the request: {choice.finish_reason}")
         choice = known.strip(choice)
         output = EngineCoreOutput(
             request.request_id,
@@ -245,22 +255,32 @@ class VllmEngine:
         last_answer = self._clock.now()
         while True:
             await asyncio.sleep(self._terms.interval_s)
-            health = await self._server.health(self._terms.patience_s)
+            health = await self._look(self._terms.patience_s)
             if health is Health.GONE and await self._is_lost():
                 return
-            with contextlib.suppress(EngineDead):  # counts as no answer
-                if health is Health.HEALTHY:
-                    self.load = await self._server.load(self._terms.patience_s)
-                    last_answer = self._clock.now()
-                    self._progress.note_steps(self.load.num_steps, last_answer)
-                    self._probe_if_it_only_loads()
-            if self._clock.now() - last_answer > self._terms.patience_s:
-                self._die(f"has not answered for {self._terms.patience_s:g} s")
-                return
+            if health is not Health.HEALTHY:
+                if self._clock.now() - last_answer <= self._terms.patience_s:
+                    continue
+                if await self._look(LOOK_TIMEOUT_S) is not Health.HEALTHY:  # the last look may have been paused with this agent
+                    self._die(f"has not answered for {self._terms.patience_s:g} s")
+                    return
+            last_answer = self._clock.now()
+
+    async def _look(self, timeout_s: float) -> Health:
+        """Ask for health, and if it is good for the load: a server that does not tell it is silent."""
+        health = await self._server.health(timeout_s)
+        if health is Health.HEALTHY:
+            try:
+                self.load = await self._server.load(timeout_s)
+            except EngineDead:
+                return Health.SILENT
+            self._progress.note_steps(self.load.num_steps, self._clock.now())
+            self._probe_if_it_only_loads()
+        return health
 
     def _probe_if_it_only_loads(self) -> None:
         """Let the server make a step of its own: it makes none while all of our requests wait for blocks of handoffs."""
-        if 0 < len(self._requests) <= self.load.num_loading and (self._probe is None or self._probe.done()):
+        if 0 < self._num_working <= self.load.num_loading and (self._probe is None or self._probe.done()):
             self._probe = self._loop.create_task(self._make_a_step())
 
     async def _make_a_step(self) -> None:

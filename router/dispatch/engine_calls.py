@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.errors import DeadlineExceeded, PeerUnreachable, ProtocolError
+from core.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, WorkerStalled
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import Abort, ErrorInfo, RequestFailed
 from router.dispatch.members import GenerationWorker, WorkerKey
@@ -45,8 +45,10 @@ class EngineCalls:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._open
 
-    def begin(self, call: EngineCall, worker: GenerationWorker, now: float) -> Sequence[SendToWorker]:
-        """Send a call, which has a deadline, to a worker."""
+    def begin(self, call: EngineCall, worker: GenerationWorker, now: float) -> Sequence[SendToWorker | Answered]:
+        """Send a call, which has a deadline, to a worker; one that has left since it was chosen fails the call at once."""
+        if self._membership.get(worker.key) is None:
+            return [Answered(call.request_id, _lost(worker.key))]
         self._open[call.request_id] = _Open(worker.key, now + call.deadline_ms / 1e3)
         worker.num_inflight += 1
         return [SendToWorker(worker.key, call)]
@@ -71,18 +73,28 @@ class EngineCalls:
 
     def on_left(self, worker: WorkerKey) -> list[SendToWorker | Answered]:
         """Fail the calls of a lost worker."""
-        lost = ErrorInfo.of(PeerUnreachable(f"worker {worker.engine_id} was lost"))
+        lost = _lost(worker)
         names = [name for name, found in self._open.items() if found.worker == worker]
         return [action for name in names for action in self.fail(name, lost)]
 
     def on_timer(self, now: float) -> list[SendToWorker | Answered]:
-        """End calls at their deadline."""
-        late = [name for name, found in self._open.items() if now >= found.deadline]
+        """End calls at their deadline, and those that another worker can answer sooner."""
         actions: list[SendToWorker | Answered] = []
-        for name in late:
-            error = ErrorInfo.of(DeadlineExceeded("the engine did not answer in the time of the request"))
-            actions += [*self.abort(name, error.code), Answered(name, error)]
+        for name, found in list(self._open.items()):
+            if (error := self._why_end(found, now)) is not None:
+                actions += [*self.abort(name, error.code), Answered(name, ErrorInfo.of(error))]
         return actions
+
+    def _why_end(self, found: _Open, now: float) -> DeadlineExceeded | WorkerStalled | None:
+        """Return why a call ends now: it is late, or its worker has stalled before an answer and another one works."""
+        if now >= found.deadline:
+            return DeadlineExceeded("the engine did not answer in the time of the request")
+        worker = self._membership.get(found.worker)
+        if found.position or worker is None or not worker.why_unresponsive:
+            return None
+        others = (other for other in self._membership.workers if other.key != worker.key and other.role == worker.role)
+        has_other = any(other.facts.takes_calls and not other.is_closed for other in others)
+        return WorkerStalled(worker.why_unresponsive) if has_other else None
 
     def fail(self, request_id: str, error: ErrorInfo) -> list[SendToWorker | Answered]:
         """End a call with an error."""
@@ -102,3 +114,7 @@ class EngineCalls:
         worker = self._membership.get(found.worker)
         if worker is not None:
             worker.num_inflight -= 1
+
+
+def _lost(worker: WorkerKey) -> ErrorInfo:
+    return ErrorInfo.of(PeerUnreachable(f"worker {worker.engine_id} was lost"))

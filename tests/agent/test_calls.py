@@ -63,6 +63,27 @@ async def test_an_aborted_call_ends_at_the_server_too(running):
     assert len(running.replies) == 1
 
 
+@pytest.mark.parametrize(("path", "needs_steps"), [(CHAT, True), (f"{CHAT}/render", False)])
+async def test_an_engine_that_makes_no_steps_for_a_call_has_stalled(running, path, needs_steps):
+    running.server.called[path] = [{"n": 1}, None]
+    assert running.engine.reading().stalled_s == 0.0
+    running.engine.submit_call(call(path))
+    await running.until(lambda: running.replies)
+    assert (running.engine.reading().stalled_s > 0.0) == needs_steps
+    running.engine.submit_abort(["c"])
+    assert running.engine.reading().stalled_s == 0.0
+
+
+async def test_a_server_that_only_loads_blocks_for_a_call_is_asked_for_a_step_of_its_own(server, running):
+    server.called[CHAT] = [{"n": 1}, None]
+    server.answers.append((200, {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "length"}]}))
+    running.engine.submit_call(call())  # the server says that it loads blocks of one request
+    await running.until(lambda: running.replies)
+    running.engine.start()
+    await running.until(lambda: server.bodies)
+    assert len(server.bodies[0]["token_ids"]) == 1
+
+
 async def test_a_lost_server_fails_the_call(running):
     running.server.stop()
     running.engine.submit_call(call())

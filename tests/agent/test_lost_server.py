@@ -6,7 +6,7 @@ import pytest
 
 from agent.vllm_server import Health, VllmServer
 from core.errors import EngineDead
-from tests.agent.running_engine import new_request, tokens
+from tests.agent.running_engine import WAIT_S, Running, new_request, tokens
 
 
 async def begin(running, server, answer):
@@ -56,9 +56,10 @@ async def test_one_bad_look_does_not_end_the_server(server, running):
     assert (running.deaths, running.engine.is_alive()) == ([], True)
 
 
+@pytest.mark.parametrize("reason", ["abort", "error"])
 @pytest.mark.parametrize("num_tokens", [0, 1])
-async def test_an_answer_that_the_server_aborts_is_a_failure_and_no_short_answer(running, num_tokens):
-    parts = [tokens(7)] * num_tokens + [tokens(finish_reason="abort")]
+async def test_an_answer_that_the_server_aborts_is_a_failure_and_no_short_answer(running, num_tokens, reason):
+    parts = [tokens(7)] * num_tokens + [tokens(finish_reason=reason)]
     outputs = await running.run(new_request(), parts)
     assert [output.new_token_ids for output in outputs] == [[7]] * num_tokens + [[]]
     assert (outputs[-1].finish_reason, outputs[-1].error.code) == ("error", "engine_dead")
@@ -102,6 +103,26 @@ async def test_a_server_that_also_computes_is_not_asked_for_steps(server, runnin
 async def test_loads_that_have_begun_are_counted_and_no_others(server, running):
     load = await running.http.load(5.0)
     assert (load.num_waiting, load.num_loading) == (1, 1)
+
+
+@pytest.mark.parametrize("is_back", [True, False])
+async def test_a_pause_of_the_agent_is_no_silence_of_the_server(server, is_back, monkeypatch):
+    """A look that was paused together with the agent finds nothing; the next one decides."""
+    paused = Running(server, patience_s=0.05)
+    real, looks = paused.http.health, []
+
+    async def health(timeout_s):
+        looks.append(timeout_s)
+        if len(looks) == 1:
+            await asyncio.sleep(0.2)  # of the pause, longer than the patience
+        return Health.SILENT if len(looks) == 1 or not is_back else await real(timeout_s)
+
+    monkeypatch.setattr(paused.http, "health", health)
+    paused.engine.start()
+    await paused.until(lambda: paused.deaths or len(looks) > 5)
+    assert bool(paused.deaths) == (not is_back)
+    await asyncio.to_thread(paused.engine.stop, WAIT_S)
+    await paused.http.close()
 
 
 async def test_a_bug_of_the_watch_ends_the_agent(running, monkeypatch):

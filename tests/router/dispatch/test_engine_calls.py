@@ -74,6 +74,55 @@ def test_a_call_fails_once_with_the_reason(begun, worker, how):
     assert is_aborted == (how == "late")
 
 
+def test_a_call_to_a_worker_that_has_left_since_it_was_chosen_fails_at_once(bench, worker):
+    bench.leave("a0")
+    (answered,) = bench.core.begin_call(CALL, worker, 0.1)
+    assert (answered.request_id, answered.reply.code) == ("c", "peer_lost")
+    assert len(bench.core.calls) == 0
+    bench.join("a0", incarnation=2, takes_calls=True)
+    (answered,) = bench.core.begin_call(CALL, worker, 0.2)
+    assert answered.reply.code == "peer_lost", "its successor is another process"
+
+
+LONG = EngineCall(request_id="c", path="/x", body=b"{}", deadline_ms=60_000)
+
+
+def stall(bench, name="a0"):
+    """Let a worker report that its engine makes no step, until the router believes it; the others are well."""
+    for second in range(1, 30):
+        bench.now = float(second)
+        for other in ("a0", "a1"):
+            if bench.core.membership.by_peer(other.encode()) is not None:
+                stalled_ms = 1e3 * second if other == name else 0.0
+                bench.heartbeat(other, num_running=1, stalled_ms=stalled_ms)
+        bench.do(bench.core.on_timer(bench.now))
+
+
+def test_a_call_leaves_a_stalled_worker_for_another_one(bench, worker):
+    bench.do(bench.core.begin_call(LONG, worker, 0.0))
+    stall(bench)
+    assert worker.why_unresponsive
+    assert len(bench.core.calls) == 0
+    (abort,) = bench.to("a0", Abort)
+    assert (abort.request_ids, abort.reason) == (("c",), "worker_stalled")
+    assert [answered.reply.code for answered in bench.answered] == ["worker_stalled"]
+
+
+def test_a_call_stays_where_no_other_worker_could_answer_it(bench, worker):
+    bench.leave("a1")
+    bench.do(bench.core.begin_call(LONG, worker, 0.0))
+    stall(bench)
+    assert worker.why_unresponsive
+    assert len(bench.core.calls) == 1
+
+
+def test_a_call_whose_answer_has_begun_stays(bench, worker):
+    bench.do(bench.core.begin_call(LONG, worker, 0.0))
+    bench.receive("a0", part(0))
+    stall(bench)
+    assert len(bench.core.calls) == 1
+
+
 def test_a_call_that_its_caller_gives_up_ends_at_the_worker(begun, worker):
     assert begun.abort_call("c", 0.1) == [Transmit(b"a0", Abort(request_ids=("c",), reason="client"))]
     assert begun.abort_call("c", 0.2) == []

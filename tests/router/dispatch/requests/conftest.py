@@ -22,6 +22,7 @@ from core.wire.messages import (
 )
 from core.wire.sampling import SamplingParams
 from router.dispatch.core import RouterCore, RouterLimits, Transmit
+from router.dispatch.engine_calls import Answered
 from router.dispatch.request_state import Deliver, DeliverTokens, EncodeEnded, Ended, RequestPhase, Retried
 from router.dispatch.types import Submission
 
@@ -48,6 +49,7 @@ class Bench:
         self.retries: list[Retried] = []
         self.encodes: list[tuple[str, str, int]] = []
         self.ended: dict[str, Ended] = {}
+        self.answered: list[Answered] = []  # parts of answers to calls
         self.stalled: dict[str, float] = {}  # ms by worker, for tests of progress
         for name in workers:
             self.join(name)
@@ -164,6 +166,8 @@ class Bench:
                 case EncodeEnded():
                     assert action.request_id not in self.ended, "images after the end"
                     self.encodes.append((action.worker.engine_id, action.outcome, action.num_images))
+                case Answered():
+                    self.answered.append(action)
                 case Retried():
                     assert action.request_id not in self.ended, "a retry after the end"
                     self.retries.append(action)
