@@ -52,6 +52,12 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(
             f"KvferryConnector refuses prefix_caching_hash_algo = {algorithm}: its hashes can be forged; use sha256"
         )
+    for name in ("enable_sleep_mode", "enable_cumem_allocator"):
+        if getattr(vllm_config.model_config, name):
+            raise ConfigError(
+                f"KvferryConnector does not support {name}: after a sleep other memory has the addresses of the KV cache, and "
+                "readers would still read what was there before; turn it off"
+            )
     multimodal = vllm_config.model_config.multimodal_config
     if multimodal is not None and not multimodal.mm_processor_cache_gb and not cache.enable_prefix_caching:
         raise ConfigError(

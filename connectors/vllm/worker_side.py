@@ -83,6 +83,7 @@ class WorkerSide:
         self._counts = RankCounts()
         self._role = role
         self._identity = identity
+        self._settings = settings
         self.pool = pool
         self._sealer = Sealer(pool.seals)
         self._lock = threading.Lock()  # guards what both threads use, below
@@ -262,6 +263,7 @@ class WorkerSide:
     def _pulls(self, load: LoadOrder) -> list[PullRequest]:
         """Return the parts of a load: the same blocks from each rank of P that holds heads of this rank."""
         role, remote = self._role, load.handoff
+        deadline = self._settings.clock.now() + self._settings.transfer.transfer_deadline_s  # of all parts together
         sources = head_sources(role.rank, role.num_ranks, len(remote.ranks), role.num_kv_heads)
         return [
             PullRequest(
@@ -269,7 +271,8 @@ class WorkerSide:
                 _ref(remote, source.peer_rank),
                 load.units,
                 load.num_tokens,
-                layout=load.layout,
+                deadline,
+                load.layout,
                 heads=source.heads,
             )
             for source in sources

@@ -114,6 +114,20 @@ def test_a_handoff_of_several_requests_is_released_after_the_last(consumer):
     assert len(take(consumer).releases) == 1
 
 
+def test_a_handoff_that_comes_again_in_the_step_of_its_release_is_kept(consumer):
+    """A router repeats a request: its abort and the next try can meet in one batch of vLLM's queue."""
+    params = handoff_of()
+    arrive(consumer, params)
+    take(consumer)
+    consumer.request_finished("d")
+    request = arrive(consumer, params)
+    orders = take(consumer)
+    assert (len(orders.holds), orders.releases) == (1, [])
+    consumer.start_load(request, ([11, 12, 13],), 70)
+    consumer.on_loads_ended({"d"})
+    assert take(consumer).releases == orders.holds
+
+
 def test_a_request_that_ends_during_its_load_aborts_it(consumer):
     request = arrive(consumer, handoff_of())
     consumer.start_load(request, ([11, 12, 13],), 70)

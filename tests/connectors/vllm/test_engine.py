@@ -56,12 +56,14 @@ def test_only_groups_that_vllm_manages_as_windows_have_one(specs, windows, can_n
     assert can_name_blocks(config) is can_name
 
 
-def config_with(multimodal=None):
+def config_with(multimodal=None, **model):
     sizes = dict.fromkeys(("pipeline_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size"), 1)
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**sizes),
         cache_config=SimpleNamespace(prefix_caching_hash_algo="sha256", enable_prefix_caching=False),
-        model_config=SimpleNamespace(multimodal_config=multimodal),
+        model_config=SimpleNamespace(
+            **{"enable_sleep_mode": False, "enable_cumem_allocator": False, **model}, multimodal_config=multimodal
+        ),
     )
 
 
@@ -70,6 +72,12 @@ def test_groups_that_vllm_does_not_transfer_are_refused():
     caches.transfer_group_ids = [0]
     with pytest.raises(ConfigError, match="only 1 of its 2 groups"):
         check_supported(config_with(), caches)
+
+
+@pytest.mark.parametrize("name", ["enable_sleep_mode", "enable_cumem_allocator"])
+def test_memory_that_can_be_replaced_under_its_readers_is_refused(name):
+    with pytest.raises(ConfigError, match=f"does not support {name}: after a sleep"):
+        check_supported(config_with(**{name: True}), kv_cache(FullAttentionSpec()))
 
 
 def test_images_that_vllm_would_number_are_refused():

@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from connectors.p2p.actions import row_units
+from connectors.p2p.actions import PullRequest, row_units
 from connectors.p2p.host_id import host_id
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import DriverSettings
 from connectors.p2p.transport.interface import PeerId
+from connectors.reports import LoadEnded
 from connectors.vllm.orders import LoadOrder, RemoteHandoff, SealOrder, StepOrders
 from connectors.vllm.sealing import Sealer
 from connectors.vllm.settings import PluginSettings
@@ -46,7 +47,16 @@ class Rank:
     """A rank and its memory."""
 
     def __init__(
-        self, name, fill, *, can_name_blocks=True, transports=("tcp",), is_on_device=False, unsealed_patience_s=0.0, **settings
+        self,
+        name,
+        fill,
+        *,
+        can_name_blocks=True,
+        num_kv_heads=1,
+        transports=("tcp",),
+        is_on_device=False,
+        unsealed_patience_s=0.0,
+        **settings,
     ):
         self.incarnation = new_incarnation(RandomIds())
         self.pool = pool_of(fill, self.incarnation)
@@ -67,7 +77,7 @@ class Rank:
             clock=SystemClock(),
             ids=RandomIds(),
         )
-        role = RankRole(rank=0, is_producer=True, can_name_blocks=can_name_blocks)
+        role = RankRole(rank=0, num_kv_heads=num_kv_heads, is_producer=True, can_name_blocks=can_name_blocks)
         self.side = WorkerSide(role, identity, driver, self.pool)
         self.address = self.side.start(MODEL)
 
@@ -257,6 +267,23 @@ def test_one_bad_block_is_named_or_fails_the_load(ranks, spoil, reason, can_name
     assert report.invalid_block_ids == ({8} if can_name_blocks else set())
     assert report.failed_recving == (set() if can_name_blocks else {"load"})
     assert reader.side.take_counts().failures == {reason: 1}
+
+
+def test_all_parts_of_a_load_end_at_one_deadline(ranks, monkeypatch):
+    """Each of four ranks of P has a part; the load may not take four times as long as one from a single rank."""
+    reader, owner = ranks("d", 100, num_kv_heads=4, transfer_deadline_s=7.0), ranks("p", 0)
+    posted = []
+    monkeypatch.setattr(reader.side._agent.driver, "post", posted.append)
+    load = load_order(seal_order("r", [3, 4]), owner, [5, 6])
+    parts = replace(load, handoff=RemoteHandoff(load.handoff.transfer_id, (owner.peer,) * 4))
+    before = SystemClock().now()
+    reader.step(loads=[parts])
+    (first,) = posted[0].pulls
+    assert before + 7.0 <= first.deadline <= SystemClock().now() + 7.0
+    others = []
+    while isinstance(part := reader.side._parts.end(LoadEnded((others or [first])[-1].request_id, None)), PullRequest):
+        others.append(part)
+    assert [part.deadline for part in others] == 3 * [first.deadline]
 
 
 def test_a_lost_peer_fails_the_load(ranks):
