@@ -24,6 +24,7 @@ from core.request import KVConnectorMetadata, KVConnectorOutput, Request, Schedu
 from core.tracing import Tracer
 from core.wire.contents import ContentPart
 from core.wire.curve import ClusterKeys
+from core.wire.early import MeetProducer
 from core.wire.key_rotation import keys_of
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import Role
@@ -215,6 +216,14 @@ class Connector:
         """Equal on two workers that can use transports for one host; empty if the connector has no such transports."""
         return ""
 
+    meets_producers = False
+    """True if ``meet`` prepares for the handoffs of another worker."""
+
+    @property
+    def control_address(self) -> str:
+        """Where readers of handoffs connect to this worker; known after ``start``, empty if they need no address."""
+        return ""
+
     @property
     def prefix_address(self) -> str:
         """Where other workers ask this one for beginnings of prompts; known after ``start``, empty if it serves none."""
@@ -242,6 +251,12 @@ class Connector:
 
     async def stop(self) -> None:
         """End tasks and threads, close sockets."""
+
+    def meet(self, producer: MeetProducer) -> None:
+        """Get to know a worker whose handoff is about to come, so that its first load finds a connection.
+
+        Nothing may depend on it: it is called at most once per worker, and a failure is left for the load to report.
+        """
 
     def expect(self, handoff: KVHandoff) -> None:
         """Prepare for a request that may load this handoff: it is on its way to the engine, which may refuse it.

@@ -17,6 +17,7 @@ from connectors.multi.worker import multi_connector_worker
 from connectors.registry import connector_factory
 from core.connector import Connector, ConnectorContext, ContentFollower
 from core.wire.contents import ContentPart
+from core.wire.early import MeetProducer
 from core.wire.kv import KVHandoff
 
 
@@ -46,6 +47,11 @@ class MultiConnector(Connector):
     def host_id(self) -> str:
         """The host id of the part whose transports work on one host."""
         return next((connector.host_id for connector in self._connectors if connector.host_id), "")
+
+    @property
+    def control_address(self) -> str:
+        """The address of the part whose handoffs are read from this worker."""
+        return next((connector.control_address for connector in self._connectors if connector.control_address), "")
 
     @property
     def prefix_address(self) -> str:
@@ -88,6 +94,11 @@ class MultiConnector(Connector):
         async with AsyncExitStack() as stack:
             for connector in self._connectors:
                 stack.push_async_callback(connector.stop)
+
+    def meet(self, producer: MeetProducer) -> None:
+        """Let all get to know a worker whose handoff is about to come."""
+        for connector in self._connectors:
+            connector.meet(producer)
 
     def expect(self, handoff: KVHandoff) -> None:
         """Let all prepare for a request that may load this handoff."""

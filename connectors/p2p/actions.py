@@ -15,6 +15,7 @@ from connectors.reports import LoadEnded, SendingEnded
 from core.errors import KVFerryError
 from core.kv.block_form import HeadRange
 from core.kv.seals import ExpectedSeal
+from core.wire.early import MeetProducer
 from core.wire.kv import ControlMessage, KVHandoff, KVLayoutInfo
 
 # ---- scheduler side → event loop -------------------------------------------------------------------------------------
@@ -136,6 +137,18 @@ class ExpectHandoff:
     """Consumer: a coming request may load this handoff; ask for its lease."""
 
     handoff: HandoffRef
+
+
+@dataclass(frozen=True, slots=True)
+class MeetPeer:
+    """Consumer: a handoff of this producer is about to come; shake hands with it."""
+
+    producer: PeerId
+
+    @classmethod
+    def of(cls, message: MeetProducer) -> MeetPeer:
+        """Return the event for what the router has sent."""
+        return cls(PeerId(message.control_address, message.incarnation))
 
 
 @dataclass(frozen=True, slots=True)

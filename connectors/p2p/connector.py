@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from connectors.p2p.actions import ExpectHandoff, HandoffRef, ReleaseHandoffs, RenewHandoffs
+from connectors.p2p.actions import ExpectHandoff, HandoffRef, MeetPeer, ReleaseHandoffs, RenewHandoffs
 from connectors.p2p.config import driver_settings, worker_identity
 from connectors.p2p.driver import AgentHost, P2PDriver
 from connectors.p2p.metrics import P2PMetrics
@@ -16,6 +16,7 @@ from connectors.p2p.transport.factory import TransportFactory, create_transport
 from connectors.p2p.worker import P2PConnectorWorker
 from core.connector import Connector, ConnectorContext
 from core.ids import router_id
+from core.wire.early import MeetProducer
 from core.wire.kv import KVHandoff
 
 
@@ -24,6 +25,7 @@ class P2PConnector(Connector):
 
     scheduler: P2PConnectorScheduler
     worker: P2PConnectorWorker
+    meets_producers = True
 
     def __init__(self, context: ConnectorContext, create: TransportFactory = create_transport) -> None:
         self._identity = worker_identity(context, context.layout)
@@ -93,6 +95,10 @@ class P2PConnector(Connector):
         await self.driver.stop()
 
     # ---- leases -----------------------------------------------------------------------------
+
+    def meet(self, producer: MeetProducer) -> None:
+        """Shake hands with a prefill worker while it computes, so that the first load from it finds its memory open."""
+        self.driver.handle(MeetPeer.of(producer))
 
     def expect(self, handoff: KVHandoff) -> None:
         """Ask for the remaining time of the lease while the request is still on its way to the engine."""

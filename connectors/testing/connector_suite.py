@@ -22,10 +22,11 @@ import pytest
 import pytest_asyncio
 
 from connectors.testing.connector_engine import small_layout
-from connectors.testing.connector_pair import BLOCK_SIZE, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, Pair, Side
+from connectors.testing.connector_pair import BLOCK_SIZE, INCARNATIONS, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, Pair, Side
 from core.connector import Connector
 from core.kv.spec import ceil_div
 from core.request import RequestStatus
+from core.wire.early import MeetProducer
 from core.wire.messages import Role
 
 ROLES: tuple[Role, Role] = ("prefill", "decode")
@@ -197,6 +198,23 @@ class ConnectorConformance(ConnectorPairs):
         request = pair.load("a", PROMPT, handoff)
         await pair.ended("a")
         assert pair.consumer.engine.loads["a"].error is None
+        assert pair.consumer.engine.has_content(request)
+        await pair.drained()
+        pair.consumer.engine.finish(request)
+        await self.assert_consumer_is_empty(pair)
+
+    async def test_a_producer_that_was_met_is_loaded_from_like_any_other(self, pair: Pair) -> None:
+        consumer, producer = pair.consumer.connector, pair.producer.connector
+        if not consumer.meets_producers:
+            pytest.skip("its consumers meet nobody")
+        assert producer.control_address
+        known = INCARNATIONS["prefill"]
+        for incarnation in (known, known, known + 1):
+            consumer.meet(MeetProducer(engine_id="producer", incarnation=incarnation, control_address=producer.control_address))
+        await pair.producer.settle()
+        await pair.consumer.settle()
+        assert pair.consumer.untouched_rows() == set(range(NUM_BLOCKS))
+        request = await pair.make_handoff("a", PROMPT)
         assert pair.consumer.engine.has_content(request)
         await pair.drained()
         pair.consumer.engine.finish(request)

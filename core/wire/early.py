@@ -1,6 +1,7 @@
-"""Messages of the early pull: a decode worker reads the sealed prefix of a prompt while its prefill worker computes the rest.
+"""What a decode worker is told while a prompt for it is computed: where its prefill worker is, and what can be read already.
 
-They pass the router, which knows both workers and the attempt that they serve. A prefix comes in parts: each message names the
+In an early pull the decode worker reads the sealed prefix of a prompt while its prefill worker computes the rest. The messages
+pass the router, which knows both workers and the attempt that they serve. A prefix comes in parts: each message names the
 blocks since the one before. Nothing depends on these messages: a lost one only means that less is read early.
 """
 
@@ -11,8 +12,19 @@ from typing import Annotated
 import msgspec
 
 from core.wire.kv import KVHandoff
-from core.wire.limits import MAX_NUM_FEATURES, Count, Milliseconds, Name, TokenId
+from core.wire.limits import MAX_NUM_FEATURES, Count, Milliseconds, Name, Text, TokenId, Unsigned64
 from core.wire.media import MMFeature
+
+
+class MeetProducer(msgspec.Struct, frozen=True, kw_only=True, tag="meet"):
+    """Router → decode worker: this prefill worker computes a prompt that is for you.
+
+    A worker that shakes hands now has its peer open when the handoff comes. It may ignore the message, which is never repeated.
+    """
+
+    engine_id: Name
+    incarnation: Unsigned64
+    control_address: Text
 
 
 class PrefillProgress(msgspec.Struct, frozen=True, kw_only=True, tag="pprog", omit_defaults=True):

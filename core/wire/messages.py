@@ -14,7 +14,7 @@ import msgspec
 from core.errors import KVFerryError
 from core.tracing import TraceContext
 from core.wire.contents import ContentPart, ContentReport
-from core.wire.early import PrefillProgress, PullEarly
+from core.wire.early import MeetProducer, PrefillProgress, PullEarly
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVSource, KVVerify
 from core.wire.limits import (
@@ -127,6 +127,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     home_role: Role | None = None  # it was started in; None = not reported
     num_switches: Count = 0  # of its role since its start: a registration with fewer is older than one with more
     reads_early: bool = False  # a decode worker that takes ``PullEarly``
+    control_address: Text = ""  # where readers of its handoffs connect; empty = nowhere, or it does not say
+    meets_producers: bool = False  # it takes ``MeetProducer``
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -433,5 +435,16 @@ WorkerMessage = (
     | Rejected
 )
 RouterMessage = (
-    Registered | Refused | Generate | PullEarly | EncodeRequest | EngineCall | Abort | Release | Renew | Drain | SwitchRole
+    Registered
+    | Refused
+    | Generate
+    | MeetProducer
+    | PullEarly
+    | EncodeRequest
+    | EngineCall
+    | Abort
+    | Release
+    | Renew
+    | Drain
+    | SwitchRole
 )

@@ -10,10 +10,11 @@ from dataclasses import dataclass, field
 
 from core.engine.step_watch import StepReading
 from core.request import NewRequest
+from core.wire.early import MeetProducer
 from core.wire.engine_calls import EngineCall
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
-from core.wire.messages import Tokens, WorkerMessage
+from core.wire.messages import Release, Renew, Tokens, WorkerMessage
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,13 @@ class ExpectTransfer:
 
 
 @dataclass(frozen=True, slots=True)
+class MeetWorker:
+    """A handoff of this worker is about to come."""
+
+    producer: MeetProducer
+
+
+@dataclass(frozen=True, slots=True)
 class RenewTransfers:
     """Extend the leases of handoffs."""
 
@@ -81,8 +89,28 @@ class Stop:
 
 
 Action = (
-    Send | SubmitAdd | SubmitCall | SubmitAbort | ExpectTransfer | ReleaseTransfers | ReleaseEmbeddings | RenewTransfers | Stop
+    Send
+    | SubmitAdd
+    | SubmitCall
+    | SubmitAbort
+    | MeetWorker
+    | ExpectTransfer
+    | ReleaseTransfers
+    | ReleaseEmbeddings
+    | RenewTransfers
+    | Stop
 )
+
+
+def for_connector(message: MeetProducer | Release | Renew) -> Action:
+    """Return what a router's message asks of the connector alone."""
+    match message:
+        case MeetProducer():
+            return MeetWorker(message)
+        case Release():
+            return ReleaseTransfers(message.transfer_ids)
+        case Renew():
+            return RenewTransfers(message.transfer_ids)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

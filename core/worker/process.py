@@ -30,6 +30,7 @@ from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFai
 from core.worker.actions import (
     Action,
     ExpectTransfer,
+    MeetWorker,
     ReleaseEmbeddings,
     ReleaseTransfers,
     RenewTransfers,
@@ -239,6 +240,7 @@ class WorkerProcess:
             actions[ReleaseTransfers] = lambda action: api.submit_release(action.transfer_ids)
         if connector is not None:
             actions[ExpectTransfer] = lambda action: connector.expect(action.handoff)
+            actions[MeetWorker] = lambda action: connector.meet(action.producer)
             actions[ReleaseTransfers] = lambda action: connector.release(action.transfer_ids)
             actions[RenewTransfers] = lambda action: connector.renew(action.transfer_ids)
         if ec_connector is not None:

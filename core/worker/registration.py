@@ -53,6 +53,8 @@ def registration(context: WorkerContext, assembled: Assembled, ops_address: str)
         has_digests=connector is not None and connector.has_digests,
         prefix_address=connector.prefix_address if connector is not None else "",
         reads_early=reads_early and connector is not None and connector.scheduler.reads_early,
+        control_address=connector.control_address if connector is not None else "",
+        meets_producers=connector is not None and connector.meets_producers,
         ops_address=ops_address,
         pid=os.getpid(),
         ec_connector=ec_connector.name if ec_connector is not None else "",

@@ -28,7 +28,7 @@ from core.metrics import WorkerMetrics
 from core.rate_limit import LOG_INTERVAL_S, RateLimit, limited_event
 from core.request import EngineCoreOutput
 from core.wire import messages
-from core.wire.early import PullEarly
+from core.wire.early import MeetProducer, PullEarly
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import (
     Abort,
@@ -57,12 +57,12 @@ from core.worker.actions import (
     ExpectTransfer,
     ReleaseEmbeddings,
     ReleaseTransfers,
-    RenewTransfers,
     Send,
     Stop,
     SubmitAbort,
     SubmitAdd,
     SubmitCall,
+    for_connector,
 )
 from core.worker.content_reports import ContentReports
 from core.worker.drain import Drain
@@ -198,10 +198,8 @@ class WorkerState:
                 return [] if is_late else self._follow(self._handler.on_pull_early(message, now))
             case Abort():
                 return self._on_abort(link, message, now)
-            case Release():
-                return [ReleaseTransfers(message.transfer_ids)]
-            case Renew():
-                return [RenewTransfers(message.transfer_ids)]
+            case MeetProducer() | Release() | Renew():
+                return [for_connector(message)]
             case Registered():
                 return self._on_registered(link, membership, message, now)
             case Refused():

@@ -22,6 +22,7 @@ from connectors.p2p.actions import (
     ExpectHandoff,
     HandoffRef,
     LeaseGrant,
+    MeetPeer,
     PeerFenced,
     PostRead,
     ProbeEnded,
@@ -56,6 +57,7 @@ from core.kv.seals import each_by_itself
 from core.machine_driver import ActionHandler, ByType, MachineDriver
 from core.testing.hash_model import SLOT_BYTES
 from core.wire.codec import decode_control_frame, encode_control_message
+from core.wire.early import MeetProducer
 from core.wire.kv import ControlMessage, KVHandoff, LeaseRelease, LeaseRenew, LeaseState, PrefixQuestion
 from kvferry.sim.breaker_checks import BreakerChecks
 from kvferry.sim.host import Host
@@ -184,6 +186,10 @@ class SimDriver:
             self._server = host.network.listen(host.process, self._control_address, self._on_question)
 
     # ---- leases, as the roles see them -----------------------------------------------------------------------------
+
+    def meet(self, producer: MeetProducer) -> None:
+        """Get to know a worker whose handoff is about to come."""
+        self._consumer.handle(MeetPeer.of(producer))
 
     def expect(self, handoff: KVHandoff) -> None:
         """Prepare for a request that may load this handoff."""

@@ -17,7 +17,7 @@ from core.wire.codec import (
     decode_router_frame,
     decode_worker_frame,
 )
-from core.wire.early import PrefillProgress, PullEarly
+from core.wire.early import MeetProducer, PrefillProgress, PullEarly
 from core.wire.kv import Handshake, LeaseRelease
 from core.wire.messages import Abort, Goodbye, Heartbeat, Refused, Register, Registered, Release, Renew
 
@@ -32,6 +32,7 @@ _REPEATABLE = (
     Handshake,
     Heartbeat,
     LeaseRelease,
+    MeetProducer,
     PrefillProgress,
     PullEarly,
     Refused,
@@ -51,6 +52,6 @@ def may_repeat(frame: bytes) -> bool:
 
 
 def may_drop(frame: bytes) -> bool:
-    """True if its receiver has to cope without it: an answer of a producer of KV, or what can be read early of a prompt."""
+    """True if its receiver has to cope without it: an answer of a producer of KV, or what only saves time."""
     kind = frame[1]
-    return kind == KIND_CONTROL or (kind == KIND_ROUTER and isinstance(decode_router_frame(frame), PullEarly))
+    return kind == KIND_CONTROL or (kind == KIND_ROUTER and isinstance(decode_router_frame(frame), MeetProducer | PullEarly))

@@ -26,7 +26,7 @@ from core.sched.encoder_inputs import EncoderInputs
 from core.sched.scheduler import Scheduler
 from core.testing.hash_encoder import HashEncoder
 from core.testing.hash_model import HashModel, hash_model_kv_config, hash_model_layout, hash_model_region
-from core.wire.early import PrefillProgress
+from core.wire.early import MeetProducer, PrefillProgress
 from core.wire.kv import KVHandoff
 from core.wire.messages import Generate, PrefillDone, Register, RouterMessage
 from core.worker.actions import AdmissionLimits, EngineLoad, Send
@@ -253,6 +253,8 @@ class SimWorker(SimWorkerProtocol):
             can_switch_role=self.spec.can_switch_role,
             home_role=self.spec.role,
             reads_early=reads_early and self.connector is not None,
+            control_address=self.spec.control_address if self.connector is not None else "",
+            meets_producers=self.connector is not None,
         )
         limits = AdmissionLimits(
             max_num_seqs=config.scheduler.max_num_seqs,
@@ -297,6 +299,10 @@ class SimWorker(SimWorkerProtocol):
     def _expect(self, handoff: KVHandoff) -> None:
         if self.connector is not None:
             self.connector.expect(handoff)
+
+    def _meet(self, producer: MeetProducer) -> None:
+        if self.connector is not None:
+            self.connector.meet(producer)
 
     def _release(self, transfer_ids: Sequence[str]) -> None:
         if self.connector is not None:

@@ -14,12 +14,14 @@ from core.errors import RoleSwitchRefused
 from core.machine_driver import ActionHandler, ByType, EventHandler, MachineDriver, TimerDue
 from core.request import EngineCoreOutput
 from core.wire.codec import decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.early import MeetProducer
 from core.wire.kv import KVHandoff
 from core.wire.media import ECSource
 from core.wire.messages import Refused, Register, Registered, Role, RouterMessage
 from core.worker.actions import (
     Action,
     ExpectTransfer,
+    MeetWorker,
     ReleaseEmbeddings,
     ReleaseTransfers,
     RenewTransfers,
@@ -92,6 +94,9 @@ class SimWorkerProtocol:
 
     # ---- implemented by a subclass -----------------------------------------------------------------------------------
 
+    def _meet(self, producer: MeetProducer) -> None:
+        """The connector gets to know a worker; there may be none."""
+
     def _expect(self, handoff: KVHandoff) -> None:
         """Prepare for a request that may load this handoff."""
 
@@ -152,6 +157,7 @@ class SimWorkerProtocol:
                 SubmitAdd: lambda action: self.engine.submit(Add(action.requests)),
                 SubmitAbort: lambda action: self.engine.submit(Abort(action.engine_request_ids)),
                 ExpectTransfer: lambda action: self._expect(action.handoff),
+                MeetWorker: lambda action: self._meet(action.producer),
                 ReleaseTransfers: lambda action: self._release(action.transfer_ids),
                 ReleaseEmbeddings: lambda action: self._release_embeddings(action.sources),
                 RenewTransfers: lambda action: self._renew(action.transfer_ids),

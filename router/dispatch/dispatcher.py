@@ -270,6 +270,7 @@ class Dispatcher:
     def on_left(self, left: Left, now: float) -> list[DispatchAction]:
         """Continue the requests of a lost worker on others."""
         key = left.worker.key
+        self._handoffs.forget(key)
         if not left.is_back:
             self._pairs.forget(key)
         affected = [request for request in self.requests.values() if key in request.workers]
@@ -324,14 +325,13 @@ class Dispatcher:
         for worker in route.workers:
             self._inflight.take(request, worker, request.submission.n, is_reserved=worker is not first)
         request.phase = RequestPhase.ENCODE
-        encodes = self._encode_legs.begin(request, first, now)
-        return [*encodes] if encodes else [self._send_prompt(request, now)]
+        return [*(self._encode_legs.begin(request, first, now) or self._send_prompt(request, now))]
 
-    def _send_prompt(self, request: RequestState, now: float) -> SendToWorker:
-        """Send the prompt to the first worker of the route."""
+    def _send_prompt(self, request: RequestState, now: float) -> list[SendToWorker]:
+        """Send the prompt to the first worker of the route; let the second get to know it meanwhile."""
         request.phase = RequestPhase.PREFILL if request.attempt.prefill else RequestPhase.DECODE
         assert request.current is not None, f"{request.request_id} has no route"
-        return SendToWorker(request.current, new_generate(request, now))
+        return [SendToWorker(request.current, new_generate(request, now)), *self._handoffs.introduce(request)]
 
     def _continue(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Continue a request without a worker from its current output or handoff, or let it wait."""
@@ -402,7 +402,7 @@ class Dispatcher:
         request.measurements.encode_s = now - request.arrival
         workers = [self._membership.get(key) for key in (request.attempt.prefill, request.attempt.decode) if key is not None]
         if workers and all(worker is not None and not worker.is_closed for worker in workers):
-            return [self._send_prompt(request, now)]
+            return [*self._send_prompt(request, now)]
         self._inflight.free_all(request)
         request.attempt.prefill = request.attempt.decode = None
         return self._restart(request, now)

@@ -1,7 +1,8 @@
-"""The handoffs of requests that no decode worker has read yet: lease renewal and release.
+"""The handoffs of requests that no decode worker has read yet: introduction of both workers, lease renewal and release.
 
-A handoff is KV that a prefill worker keeps under a lease. The router renews the lease until every choice has a token of the
-decode leg. It releases the handoff when no worker will read it.
+A handoff is KV that a prefill worker keeps under a lease. While a prefill worker computes its first prompt for a decode
+worker, the router tells the latter where the former is, so that their handshake is over when the handoff comes. It renews the
+lease until every choice has a token of the decode leg, and releases the handoff when no worker will read it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from core.errors import fallback_reason
+from core.wire.early import MeetProducer
 from core.wire.kv import KVHandoff
 from core.wire.messages import Release, Renew
 from router.dispatch.members import GenerationWorker, WorkerKey
@@ -18,10 +20,27 @@ from router.dispatch.request_state import RequestPhase, RequestState, SendToWork
 
 
 class Handoffs:
-    """Renews and releases the handoffs of all requests. Times are seconds of the router's clock."""
+    """Introduces, renews and releases for all requests. Times are seconds of the router's clock."""
 
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
+        self._introduced: set[tuple[WorkerKey, WorkerKey]] = set()  # prefill and decode worker
+
+    def introduce(self, request: RequestState) -> list[SendToWorker]:
+        """Return the introduction of the prefill worker to the decode worker of a new attempt, once per pair."""
+        prefill, decode = self._membership.get(request.attempt.prefill), self._membership.get(request.attempt.decode)
+        if prefill is None or decode is None or (prefill.key, decode.key) in self._introduced:
+            return []
+        facts = prefill.facts
+        if not facts.control_address or not decode.facts.meets_producers or why_not_read(prefill, decode) is not None:
+            return []
+        self._introduced.add((prefill.key, decode.key))
+        producer = MeetProducer(engine_id=facts.engine_id, incarnation=facts.incarnation, control_address=facts.control_address)
+        return [SendToWorker(decode.key, producer)]
+
+    def forget(self, worker: WorkerKey) -> None:
+        """Forget the introductions of a worker that has left."""
+        self._introduced = {pair for pair in self._introduced if worker not in pair}
 
     def begin(self, request: RequestState, now: float) -> None:
         """Move a request to the handoff phase and schedule the first renewal; does nothing in that phase."""

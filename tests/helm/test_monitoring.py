@@ -9,7 +9,7 @@ import pytest
 import yaml
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.consumer.pull import PullCounts
+from connectors.p2p.consumer.counts import PullCounts
 from connectors.p2p.consumer.transport_health import BreakerCounts
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.producer.leases import LeaseCounts

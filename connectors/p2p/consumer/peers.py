@@ -216,6 +216,10 @@ class Peers:
         other = self._other_versions.get(peer_id)
         return other.error if other is not None and now < other.retry_at else None
 
+    def may_be_asked(self, peer_id: PeerId, now: float) -> bool:
+        """True if a handshake would help: the peer is not open, and nothing is known against it."""
+        return self.get(peer_id) is None and self.why_not_asked(peer_id, now) is None and self.why_unreadable(peer_id) is None
+
     def end_handshake(self, address: str) -> bool:
         """Stop waiting for an answer; False if none was awaited."""
         return self._handshakes.pop(address, None) is not None

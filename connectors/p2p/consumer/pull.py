@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from connectors.p2p.actions import (
     Action,
@@ -33,6 +32,7 @@ from connectors.p2p.actions import (
     ControlLost,
     ControlReceived,
     ExpectHandoff,
+    MeetPeer,
     PeerFailed,
     PeerFenced,
     PeerProgress,
@@ -41,6 +41,7 @@ from connectors.p2p.actions import (
     ReadEnded,
     TransferReport,
 )
+from connectors.p2p.consumer.counts import PullCounts
 from connectors.p2p.consumer.held_leases import HeldLeases
 from connectors.p2p.consumer.inflight_reads import InflightReads, QuarantineBounds
 from connectors.p2p.consumer.load import Load, LoadPhase, refused_load, restart_error
@@ -56,19 +57,6 @@ from core.errors import KVFerryError, PeerUnreachable, TransferTimeout
 from core.machine_driver import ByType, EventHandler, TimerDue
 from core.wire.kv import ControlError, HandshakeRefused, HandshakeReply, LeaseState
 from core.wire.messages import ErrorInfo
-
-
-@dataclass(slots=True)
-class PullCounts:
-    """What has happened since the start."""
-
-    handshakes: int = 0
-    failed_handshakes: int = 0
-    unexpected_messages: int = 0
-    fenced_peers: int = 0
-    blocks_read_again: int = 0
-    quarantined_blocks: int = 0
-    loads_without_transport: int = 0
 
 
 class PullProtocol:
@@ -93,6 +81,7 @@ class PullProtocol:
             {
                 ConsumerStep: self.on_step,
                 ExpectHandoff: self.expect,
+                MeetPeer: self.meet,
                 ControlReceived: self.on_control,
                 ControlLost: self.on_disconnected,
                 TransferReport: self.on_transfer,
@@ -137,6 +126,12 @@ class PullProtocol:
     def expect(self, event: ExpectHandoff, now: float) -> list[Action]:
         """Ask for a lease that may be held soon."""
         self.leases.expect(event.handoff, now)
+        return self._take_actions()
+
+    def meet(self, event: MeetPeer, now: float) -> list[Action]:
+        """Shake hands with a producer before its first load. A failure ends no load: the first one tries again."""
+        if self.peers.may_be_asked(event.producer, now):
+            self._shake_hands(event.producer, now)
         return self._take_actions()
 
     def start(self, request: PullRequest, now: float) -> list[Action]:
@@ -275,7 +270,12 @@ class PullProtocol:
         if (unreadable := self.peers.why_unreadable(load.producer)) is not None:
             self._counts.loads_without_transport += 1
             self._end(load, unreadable, now)
-        elif self.peers.shake_hands(load.producer, self.leases.last_question, now):
+        else:
+            self._shake_hands(load.producer, now)
+
+    def _shake_hands(self, producer: PeerId, now: float) -> None:
+        """Start a handshake unless one with this address is open."""
+        if self.peers.shake_hands(producer, self.leases.last_question, now):
             self._counts.handshakes += 1
 
     def _on_unanswered(self, address: str, now: float) -> None:

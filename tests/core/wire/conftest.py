@@ -7,7 +7,7 @@ import pytest
 
 from core.tracing import TraceContext
 from core.wire.contents import ContentReport
-from core.wire.early import PrefillProgress, PullEarly
+from core.wire.early import MeetProducer, PrefillProgress, PullEarly
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import (
     ControlError,
@@ -196,6 +196,7 @@ TOKENS = {
     ],
 }
 ROUTER_MESSAGES = {
+    "meet_producer": MeetProducer(engine_id="prefill-0", incarnation=7, control_address="tcp://10.0.0.1:5600"),
     "pull_early": PullEarly(
         request_id="r1", kv_handoff=HANDOFF, ready_ms=250.0, prompt_token_ids=(1, 2, 3), cache_salt="tenant"
     ),

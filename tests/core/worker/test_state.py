@@ -8,6 +8,7 @@ from core.engine.step_watch import StepReading
 from core.errors import ProtocolError, VersionMismatch
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput, PrefillStats
+from core.wire.early import MeetProducer
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import (
     Abort,
@@ -30,6 +31,7 @@ from core.worker.actions import (
     AdmissionLimits,
     EngineLoad,
     ExpectTransfer,
+    MeetWorker,
     ReleaseTransfers,
     RenewTransfers,
     Send,
@@ -509,6 +511,11 @@ def test_handoff_is_expected_when_its_request_is_on_the_way_to_the_engine(worker
 def test_handoff_of_a_refused_request_is_not_expected(worker, handoff):
     worker.state.start_drain(0.0)
     assert not [action for action in worker.generate(kv_handoff=handoff) if isinstance(action, ExpectTransfer)]
+
+
+def test_connector_meets_a_producer_of_which_the_router_tells(worker):
+    producer = MeetProducer(engine_id="prefill-0", incarnation=3, control_address="tcp://10.0.0.1:5600")
+    assert worker.state.on_router_message("a", producer, 0.0) == [MeetWorker(producer)]
 
 
 def test_lease_messages_reach_the_connector(worker):

@@ -20,6 +20,7 @@ from connectors.p2p.actions import (
     ControlReceived,
     ExpectHandoff,
     HandoffRef,
+    MeetPeer,
     OpenPeer,
     PeerFenced,
     PullRequest,
@@ -143,6 +144,7 @@ class History:
     def run(self):
         happenings = {
             self.make_handoff: 3,
+            self.meet: 1,
             self.begin: 3,
             self.abort: 0.5,
             self.carry_out: 18,
@@ -203,6 +205,11 @@ class History:
                 self.give_back(request.local_rows)
                 return
         self.waiting.append(Pull(request, {block_id: owner.contents[block_id] for block_id in group.block_ids}))
+
+    def meet(self):
+        """The router tells of a producer, which may be another by now."""
+        owner = self.some_owner()
+        self.take_in(MeetPeer(PeerId(owner.address, owner.incarnation - (self.rng.random() < 0.1))))
 
     def begin(self):
         if not self.waiting:
