@@ -28,7 +28,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 
 from cluster_sides import PAIR, Load, Side, aggregated
-from common import Machine, Outcome, Table, make_parser, publish
+from common import Machine, Outcome, Table, at_least, make_parser, publish
 
 from kvferry.advise.cluster import Layout, Slo, run
 from kvferry.advise.costs import Costs, HandoffCost, PrefillCost, StepCost
@@ -287,7 +287,7 @@ def outcome(costs: Costs, found: Sequence[Compared]) -> Outcome:
     columns = ("mix", "1P1D", "aggregated", "advised: 1P1D carries, times", "measured", "agrees")
     num_agreed = sum(one.agrees for one in found)
     least = min(GOAL, len(found))
-    goal = {"name": "mixes in which the advised side wins", "value": num_agreed, "goal": least, "unit": "mixes"}
+    goal = at_least("mixes in which the advised side wins", num_agreed, least, "mixes")
     notes = [
         f"costs, ms: prefill {costs.prefill.base_ms:.0f} + {costs.prefill.token_ms:.2f} a token "
         f"+ {costs.prefill.pair_ms:.1e} a pair; step {costs.step.base_ms:.0f} + {costs.step.request_ms:.1f} a request; "
@@ -296,11 +296,10 @@ def outcome(costs: Costs, found: Sequence[Compared]) -> Outcome:
         f"advice and measurement agree in {num_agreed} of {len(found)} mixes (goal {least})",
     ]
     figures: dict[str, object] = {
-        "goals": [{**goal, "met": num_agreed >= least}],
         "mixes": [{"mix": asdict(one.mix), "advised": one.advised, "measured": asdict(one.measured), "real": one.real,
                    "predicted": one.predicted} for one in found],
     }  # fmt: skip
-    return Outcome([Table(columns, [row(one) for one in found])], notes, figures)
+    return Outcome([Table(columns, [row(one) for one in found])], notes, figures, [goal])
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from typing import IO
 
 import httpx
 import psutil  # type: ignore[import-untyped]
-from common import Machine, Outcome, Spread, Table, make_parser, publish
+from common import Machine, Outcome, Spread, Table, at_most, make_parser, publish
 
 from core.config_types import default_cache_dir
 from core.model.hub import resolve_model
@@ -187,13 +187,12 @@ def make_outcome(
     )
     notes = (f"idle for {idle_s:g} s; one torch thread per worker; start: median (smallest..largest)",)
     figures: dict[str, object] = {
-        "goals": goals(starts, memory, idle),
         "start_s": {name: [seconds for seconds, _ in each] for name, each in starts.items()},
         "start_cpu_s": {name: [cpu_s for _, cpu_s in each] for name, each in starts.items()},
         "memory": [asdict(each) for each in memory],
         "idle": {name: [asdict(each) for each in processes] for name, processes in idle.items()},
     }
-    return Outcome(tables, notes, figures)
+    return Outcome(tables, notes, figures, goals(starts, memory, idle))
 
 
 def goals(
@@ -208,9 +207,7 @@ def goals(
         for each in processes
         if name != "nixl" and each.role != "router"
     ]
-    return [
-        {"name": name, "value": value, "goal": goal, "unit": unit, "met": value <= goal} for name, value, goal, unit in values
-    ]
+    return [at_most(*value) for value in values]
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""Common parts of the benchmarks of processes: arguments, facts about the machine, medians, and output of results.
+"""Common parts of the benchmarks of processes: arguments, facts about the machine, medians, aims, and output of results.
 
 Knows nothing of what is measured. A script prints its tables as text, or as Markdown for ``docs/benchmarks.md``; ``--json``
-writes every single measurement.
+writes every single measurement, and under ``goals`` each aim that the script states, as ``at_most`` and ``at_least`` make it.
 """
 
 from __future__ import annotations
@@ -82,11 +82,12 @@ class Table:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a benchmark found. ``figures`` is everything that was measured, for ``--json``."""
+    """What a benchmark found. ``figures`` is everything that was measured and ``goals`` every aim, for ``--json``."""
 
     tables: Sequence[Table]
     notes: Sequence[str] = ()
     figures: dict[str, object] = field(default_factory=dict)
+    goals: Sequence[Mapping[str, object]] = ()  # as ``at_most`` and ``at_least`` make them
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,12 +119,33 @@ def _cpu_model() -> str:
     return platform.machine()
 
 
+def at_most(name: str, value: float | None, goal: float, unit: str) -> dict[str, object]:
+    """Return the entry of ``--json`` for an aim that is met by values up to the goal; None: nothing was measured."""
+    return _aim(name, value, goal, unit, is_met=value is not None and value <= goal)
+
+
+def at_least(name: str, value: float | None, goal: float, unit: str) -> dict[str, object]:
+    """Return the entry of ``--json`` for an aim that is met by values from the goal on; None: nothing was measured."""
+    return _aim(name, value, goal, unit, is_met=value is not None and value >= goal)
+
+
+def _aim(name: str, value: float | None, goal: float, unit: str, *, is_met: bool) -> dict[str, object]:
+    value = None if value is None else _plain(value)
+    return {"name": name, "value": value, "goal": _plain(goal), "unit": unit, "met": bool(is_met)}
+
+
+def _plain(value: float) -> float:
+    """Return the number as JSON takes it; numpy's are not all floats of Python."""
+    return value if isinstance(value, int) else float(value)
+
+
 def goal_notes(aims: Sequence[Mapping[str, object]]) -> list[str]:
     """Return a line for each aim of ``--json``: its value, the goal, and whether it is met."""
     lines = []
     for aim in aims:
         verdict = "met" if aim["met"] else "MISSED"
-        lines.append(f"{aim['name']}: {aim['value']:,.4g} {aim['unit']} (goal {aim['goal']:,g}): {verdict}")
+        value = "not measured" if aim["value"] is None else f"{aim['value']:,.4g} {aim['unit']}"
+        lines.append(f"{aim['name']}: {value} (goal {aim['goal']:,g}): {verdict}")
     return lines
 
 
@@ -140,7 +162,7 @@ def make_parser(doc: str, repeats: int, *, takes_model: bool = True) -> argparse
 
 
 def publish(outcome: Outcome, machine: Machine, arguments: argparse.Namespace) -> None:
-    """Print the tables and notes, and write the figures if asked to."""
+    """Print the tables and notes, and write the figures and aims if asked to."""
     for table in outcome.tables:
         print(table.markdown() if arguments.markdown else table.text(), end="\n\n")
     for note in (*outcome.notes, str(machine)):
@@ -152,6 +174,7 @@ def publish(outcome: Outcome, machine: Machine, arguments: argparse.Namespace) -
             "machine": {name: getattr(machine, name) for name in machine.__slots__},
             "arguments": {name: str(value) for name, value in vars(arguments).items()},
             **outcome.figures,
+            "goals": list(outcome.goals),
         }
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps(content, indent=1) + "\n")

@@ -32,7 +32,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cluster_sides import PAIR, UNCHUNKED, Load, RequestsFailed, Side, aggregated
-from common import Machine, Outcome, Table, goal_notes, make_parser, publish
+from common import Machine, Outcome, Table, at_least, at_most, goal_notes, make_parser, publish
 from curves import Curve, draw
 from vllm_sides import PAIRS, VllmSide, vllm_chunked
 
@@ -189,16 +189,13 @@ def goals(found: Mapping[Side | VllmSide, Found]) -> list[dict[str, object]]:
     best = min(others, key=lambda side: quantile(found[side].intervals.busy_ms, 0.99))
     p99 = quantile(ours.busy_ms, 0.99)
     ratios = [
-        ("ITL p99 under prefills, 1P1D over unchunked", quantile(unchunked.busy_ms, 0.99) / p99, UNCHUNKED_GOAL, True),
+        ("ITL p99 under prefills, 1P1D over unchunked", quantile(unchunked.busy_ms, 0.99) / p99, UNCHUNKED_GOAL, at_least),
         (f"ITL p99 under prefills, 1P1D over {best.name}",
-         quantile(found[best].intervals.busy_ms, 0.99) / p99, CHUNKED_GOAL, True),
+         quantile(found[best].intervals.busy_ms, 0.99) / p99, CHUNKED_GOAL, at_least),
         ("ITL p50 under prefills over its own idle, 1P1D", statistics.median(ours.busy_ms) / statistics.median(ours.quiet_ms),
-         IDLE_GOAL, False),
+         IDLE_GOAL, at_most),
     ]  # fmt: skip
-    return [
-        {"name": name, "value": value, "goal": goal, "unit": "ratio", "met": value >= goal if is_floor else value <= goal}
-        for name, value, goal, is_floor in ratios
-    ]
+    return [judge(name, value, goal, "ratio") for name, value, goal, judge in ratios]
 
 
 def outcome(found: Mapping[Side | VllmSide, Found]) -> Outcome:
@@ -221,7 +218,7 @@ def outcome(found: Mapping[Side | VllmSide, Found]) -> Outcome:
         tables.append(Table(("good requests at requests/s", *(f"{rate:.2f}" for rate in rates)), shares))
         notes += [compare_goodput(found[PAIR], found[side], side.name) for side in found if side != PAIR]
     figures = {side.name: asdict(found[side]) for side in found}
-    return Outcome(tables, notes, {"goals": aims, "sides": figures})
+    return Outcome(tables, notes, {"sides": figures}, aims)
 
 
 def measured_rates(found: Mapping[Side | VllmSide, Found]) -> list[float]:
@@ -275,7 +272,8 @@ def main() -> None:
             failed[side.name] = str(error).partition("\n")[0]
     result = outcome(found)
     notes = [f"{name} could not be measured: {reason}" for name, reason in failed.items()]
-    publish(Outcome(result.tables, [*result.notes, *notes], result.figures | {"failed": failed}), machine, arguments)
+    figures = result.figures | {"failed": failed}
+    publish(Outcome(result.tables, [*result.notes, *notes], figures, result.goals), machine, arguments)
     if arguments.plot:
         plot(found, arguments.plot)
 

@@ -22,10 +22,8 @@ def main() -> None:
     parts = {"early_pull": early_pull.measure(arguments)}
     tables = [table for part in parts.values() for table in part.tables]
     notes = [note for part in parts.values() for note in part.notes]
-    goals = [goal for part in parts.values() for goal in part.figures.pop("goals")]
-    publish(
-        Outcome(tables, notes, {"goals": goals, **{name: part.figures for name, part in parts.items()}}), machine, arguments
-    )
+    goals = [goal for part in parts.values() for goal in part.goals]
+    publish(Outcome(tables, notes, {name: part.figures for name, part in parts.items()}, goals), machine, arguments)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 
 import httpx
-from common import NothingMeasured, Outcome, Spread, Table
+from common import NothingMeasured, Outcome, Spread, Table, at_most, goal_notes
 
 from core.config import load_config
 from kvferry.bench.workload import SyntheticShape, synthetic_workload
@@ -205,32 +205,15 @@ def _num_streams(handoffs: Sequence[Handoff]) -> float:
 
 
 def goals(found: dict[str, Found]) -> list[dict[str, object]]:
-    """Return the aims of every transport, each with its value, the 95 % interval of a ratio, and whether it is met."""
+    """Return the aims of every transport."""
     aims: list[dict[str, object]] = []
     for name, each in found.items():
         exposed, itl = each.idle.ratios("exposed_ms"), each.busy.ratios("itl_ms")
         for what, ratios, goal in (("exposed transfer", exposed, EXPOSED_GOALS[name]), ("ITL of streams", itl, ITL_GOAL)):
-            value = statistics.median(ratios)
-            aims.append(
-                {
-                    "name": f"{name}: {what}, new / old",
-                    "value": value,
-                    "interval": interval(ratios),
-                    "goal": goal,
-                    "unit": "ratio",
-                    "met": value <= goal,
-                }
-            )
+            aims.append(at_most(f"{name}: {what}, new / old", statistics.median(ratios), goal, "ratio"))
         old, new = _num_streams(each.busy.old), _num_streams(each.busy.new)
-        aim = {"name": f"{name}: batch of the decode worker", "value": new, "goal": old, "unit": "streams", "met": new == old}
-        aims.append(aim)
+        aims.append(at_most(f"{name}: batch of the decode worker", new, old, "streams") | {"met": new == old})
     return aims
-
-
-def _told(aim: dict[str, object]) -> str:
-    interval_of = aim.get("interval")
-    between = "" if interval_of is None else " ({:.3f}..{:.3f})".format(*interval_of)
-    return f"{'met' if aim['met'] else 'MISSED'}: {aim['name']}: {aim['value']:.3g}{between}, goal {aim['goal']:g}"
 
 
 def _outcome(found: dict[str, Found], idle_chunks: int) -> Outcome:
@@ -265,9 +248,6 @@ def _outcome(found: dict[str, Found], idle_chunks: int) -> Outcome:
             )
         )
     aims = goals(found)
-    figures: dict[str, object] = {
-        "goals": aims,
-        "transports": {name: asdict(each) for name, each in found.items()},
-    }
+    figures: dict[str, object] = {"transports": {name: asdict(each) for name, each in found.items()}}
     note = f"ITL: of {NUM_STREAMS} streams beside prompts of {BUSY_CHUNKS} chunks; one torch thread per worker"
-    return Outcome([Table(columns, rows)], [*map(_told, aims), note], figures)
+    return Outcome([Table(columns, rows)], [*goal_notes(aims), note], figures, aims)

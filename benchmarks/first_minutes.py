@@ -20,7 +20,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from common import Machine, Outcome, Spread, Table, make_parser, publish
+from common import Machine, Outcome, Spread, Table, at_most, goal_notes, make_parser, publish
 from mistakes import MISTAKES, Mistake, Surroundings, surroundings
 
 GOAL_S = 3.0
@@ -66,13 +66,10 @@ def benchmark(mistakes: Sequence[Mistake], repeats: int) -> Outcome:
     names = sorted(seconds, key=lambda name: -Spread.of(seconds[name]).median)
     rows = [[name, Spread.of(seconds[name]).show(2), Spread.of(cpu_s[name]).show(2)] for name in names]
     longest = max(value for values in seconds.values() for value in values)
-    notes = [
-        f"{len(mistakes)} mistakes, {repeats} runs each: median (smallest..largest); the longest run took {longest:.2f} s, "
-        f"goal: at most {GOAL_S:g} s",
-    ]
-    goal = {"name": "the longest run", "value": round(longest, 3), "goal": GOAL_S, "unit": "s", "met": longest <= GOAL_S}
-    figures = {"goals": [goal], "seconds": seconds, "cpu_s": cpu_s}
-    return Outcome([Table(["mistake", "seconds", "of processor time"], rows)], notes, figures)
+    goals = [at_most("the longest run", longest, GOAL_S, "s")]
+    notes = [f"{len(mistakes)} mistakes, {repeats} runs each: median (smallest..largest)", *goal_notes(goals)]
+    table = Table(["mistake", "seconds", "of processor time"], rows)
+    return Outcome([table], notes, {"seconds": seconds, "cpu_s": cpu_s}, goals)
 
 
 def main() -> int:

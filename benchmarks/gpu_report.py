@@ -20,6 +20,8 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
+from common import at_least
+
 MAX_PROCESSES = 6
 END_S = 10.0  # of a process that has nothing to do any more
 LOST_DEVICE = 3  # exit status
@@ -32,7 +34,7 @@ class Report:
     deadline: float
     wanted: frozenset[str]
     rows: list[tuple[str, str, str, str]] = field(default_factory=list)  # what, found, of the ceiling, aim
-    goals: list[dict[str, Any]] = field(default_factory=list)  # of all aims: name, value, goal, unit, met
+    goals: list[dict[str, object]] = field(default_factory=list)
     figures: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     num_failures: int = 0
@@ -46,12 +48,8 @@ class Report:
         """Note one figure; ``share`` is that of its ceiling."""
         aimed = "" if aim is None or share is None else f"{100 * aim:.0f} % {'reached' if share >= aim else 'MISSED'}"
         if aim is not None and share is not None:
-            self.aim_at(f"{section}: {case}", share, aim, is_met=share >= aim)
+            self.goals.append(at_least(f"{section}: {case}", share, aim, "share"))
         self.rows.append((f"{section}: {case}", found, "" if share is None else f"{100 * share:.1f} %", aimed))
-
-    def aim_at(self, name: str, share: float, aim: float, *, is_met: bool) -> None:
-        """Note whether an aim is met."""
-        self.goals.append({"name": name, "value": share, "goal": aim, "unit": "share", "met": is_met})
 
     def keep(self, section: str, case: str, value: Any) -> None:  # noqa: ANN401
         """Keep a measurement for the file."""

@@ -20,9 +20,8 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from common import Machine, Outcome, Table, make_parser, publish
+from common import Machine, Outcome, Table, at_most, goal_notes, make_parser, publish
 from routing_index import Placements, Reporter, make_worker
 from scheduler import add_requests, make_scheduler, run_step
 
@@ -309,14 +308,12 @@ def outcome(axes: dict[str, Rows]) -> Outcome:
     judged = [(row.growth - limits.get(row.name, MAX_GROWTH), row) for row in found if row.name != CONTROL]
     worst = max(judged, key=lambda each: each[0])[1]
     most = limits.get(worst.name, MAX_GROWTH)
-    is_met = worst.growth <= most
-    goal: dict[str, Any] = {"name": f"growth, {worst.name}", "value": worst.growth, "goal": most, "unit": "", "met": is_met}
-    met = "met" if is_met else "MISSED"
-    notes = [f"next to its limit: {worst.growth:.2f}, {worst.name} (goal at most {most:.2f}): {met}"]
+    goals = [at_most(f"growth, next to its limit: {worst.name}", worst.growth, most, "exponent")]
     rows = [{"axis": axis, "name": row.name, "us": row.us, "growth": row.growth}
             for axis, part in axes.items() for row in part.rows.values()]  # fmt: skip
     sizes = {axis: list(part.sizes) for axis, part in axes.items()}
-    return Outcome([table(part, axis) for axis, part in axes.items()], notes, {"goals": [goal], "sizes": sizes, "rows": rows})
+    tables = [table(part, axis) for axis, part in axes.items()]
+    return Outcome(tables, goal_notes(goals), {"sizes": sizes, "rows": rows}, goals)
 
 
 def main() -> None:

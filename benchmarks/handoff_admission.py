@@ -13,7 +13,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, dataclass
 
-from common import Machine, Outcome, Table, make_parser, publish
+from common import Machine, Outcome, Table, at_most, make_parser, publish
 
 from core.clock import SystemClock
 from core.config_workers import SchedulerSection
@@ -76,15 +76,11 @@ def benchmark() -> Outcome:
         for figures in found
     ]
     table = Table(["case", "steps", "preemptions", "computed tokens", "running"], rows)
-    goals = [_goal(f"{each.case}: preemptions", each.num_preemptions, 0, "preemptions") for each in found]
+    goals = [at_most(f"{each.case}: preemptions", each.num_preemptions, 0, "preemptions") for each in found]
     slots = CASES[0].max_num_seqs
     idle = next(each for each in found if each.case == "idle")
-    goals.append(_goal("idle: empty slots in a step", round(slots - idle.mean_running, 2), MAX_EMPTY_SLOTS, "slots"))
-    return Outcome([table], figures={"goals": goals, "cases": [asdict(each) for each in found]})
-
-
-def _goal(name: str, value: float, goal: float, unit: str) -> dict[str, object]:
-    return {"name": name, "value": value, "goal": goal, "unit": unit, "met": value <= goal}
+    goals.append(at_most("idle: empty slots in a step", round(slots - idle.mean_running, 2), MAX_EMPTY_SLOTS, "slots"))
+    return Outcome([table], figures={"cases": [asdict(each) for each in found]}, goals=goals)
 
 
 def main() -> None:

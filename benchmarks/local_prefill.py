@@ -26,7 +26,7 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import Table
+from common import Table, at_most, goal_notes
 from cost_models import CONTEXT_TOKENS, MODELS, CostModel
 from routing_simulation import PrefillMs, PrefillWorker, quantile
 
@@ -379,7 +379,7 @@ def goals(set_up: SetUp, without: Sequence[Figures], with_local: Sequence[Figure
     for name, values in losses.items():
         value = round(statistics.fmean(values), 4)
         whole = f"local prefill, {set_up.name}, {set_up.trace}, {set_up.model}: loss of {name}"
-        found.append({"name": whole, "value": value, "goal": MOST_WORSE, "unit": "share", "met": value <= MOST_WORSE})
+        found.append(at_most(whole, value, MOST_WORSE, "share"))
     return found
 
 
@@ -408,9 +408,8 @@ def main() -> None:
             met += goals(set_up, found[::2], found[1::2])
         print(f"{model}: router.local_prefill_itl_ms = {options.itl_ms:g} against 0; {options.seeds} seeds, ranges in brackets")
         print(Table(COLUMNS, rows).markdown(), flush=True)
-    for goal in met:
-        if not goal["met"]:
-            print(f"MISSED {goal['name']}: {goal['value']} (goal <= {goal['goal']})")
+    for line in goal_notes([goal for goal in met if not goal["met"]]):
+        print(line)
     if options.json is not None:
         options.json.parent.mkdir(parents=True, exist_ok=True)
         options.json.write_text(json.dumps({"goals": met}, indent=1) + "\n")

@@ -26,7 +26,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from common import Table
+from common import Table, at_least, goal_notes
 from routing_policies import PredictedTime
 from routing_simulation import (
     Contents,
@@ -270,8 +270,7 @@ def main() -> int:
         bounds.append(bound_row(name, pairs))
         if not is_small or trace == SMALL_TRACE:
             goal = GOAL_SMALL if is_small else GOAL_LARGE
-            worst = min(ratios)
-            goals.append({"name": f"mean TTFT lower by, {name}", "value": worst, "goal": goal, "met": worst >= goal})
+            goals.append(at_least(f"mean TTFT, times lower, the least of all seeds: {name}", min(ratios), goal, "ratio"))
     columns = ["trace", "mean TTFT ms", "with sources", "times lower", "hit", "with sources", "pulled"]
     table = Table(columns, rows)
     print(table.markdown() if arguments.markdown else table.text(), end="\n\n")
@@ -281,9 +280,10 @@ def main() -> int:
         ]
         table = Table(["trace", *parts], bounds)
         print(table.markdown() if arguments.markdown else table.text(), end="\n\n")
-    for goal in goals:
-        print(f"- {'met' if goal['met'] else 'MISSED'}: {goal['name']}: {goal['value']:.2f} (at least {goal['goal']:g})")
+    for line in goal_notes(goals):
+        print(f"- {line}")
     if arguments.json is not None:
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
         arguments.json.write_text(json.dumps({"rows": rows, "bounds": bounds, "goals": goals}, indent=1) + "\n")
     return 0
 

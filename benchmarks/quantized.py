@@ -139,7 +139,6 @@ def outcome(
     ]
     columns = ("", "perplexity", "divergence", "same token", *(f"{case}, faster" for case in seconds))
     figures: dict[str, object] = {
-        "goals": [],  # no figure is aimed at
         "quality": {name: {field: getattr(one, field) for field in one.__slots__} for name, one in quality.items()},
         "seconds": seconds,
     }

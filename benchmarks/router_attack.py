@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import zmq.asyncio
-from common import Machine, Outcome, Table, make_parser, publish
+from common import Machine, Outcome, Table, at_most, make_parser, publish
 from router_attack_list import ATTACKS, MANY_CONNECTIONS, Attack, Served
 
 from core.config_router import RouterSection
@@ -207,15 +207,14 @@ async def _attack_all(model: ServedModel, attacks: list[Attack]) -> list[Result]
 
 
 def _goals(results: list[Result]) -> list[dict[str, object]]:
-    goals: list[dict[str, object]] = []
-    for result in results:
+    return [
+        at_most(f"{result.name}: {name}", value, goal, unit)
+        for result in results
         for name, value, goal, unit in (
             ("longest callback", result.callback_ms, CALLBACK_GOAL_MS, "ms"),
             ("memory", result.peak_mb, MEMORY_GOAL_MB, "MB"),
-        ):
-            shown = round(value, 1)
-            goals.append({"name": f"{result.name}: {name}", "value": shown, "goal": goal, "unit": unit, "met": value <= goal})
-    return goals
+        )
+    ]
 
 
 def measure(arguments: argparse.Namespace) -> Outcome:
@@ -243,7 +242,7 @@ def measure(arguments: argparse.Namespace) -> Outcome:
     notes = [f"goals: {CALLBACK_GOAL_MS:g} ms of CPU in one callback, {MEMORY_GOAL_MB:g} MB; context of {MAX_MODEL_LEN} tokens"]
     worst = max(results, key=lambda result: result.callback_ms)
     notes.append(f"the longest callback of all: {worst.what[:160]}")
-    return Outcome([table], notes, {"goals": _goals(results)})
+    return Outcome([table], notes, goals=_goals(results))
 
 
 def main() -> int:
@@ -254,9 +253,7 @@ def main() -> int:
     machine = Machine.now()
     outcome = measure(arguments)
     publish(outcome, machine, arguments)
-    goals = outcome.figures["goals"]
-    assert isinstance(goals, list)
-    return 0 if arguments.quick or all(goal["met"] for goal in goals) else 1
+    return 0 if arguments.quick or all(goal["met"] for goal in outcome.goals) else 1
 
 
 if __name__ == "__main__":

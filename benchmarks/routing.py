@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 
-from common import Table
+from common import Table, at_least, at_most, goal_notes
 from routing_policies import BASELINES, OURS, ROUTERS, PredictedTime, RestartedRouter
 from routing_simulation import (
     Results,
@@ -176,14 +176,13 @@ class Goals:
     """The goals' figures, for ``--json``: a goal is met if its mean over the seeds is on the right side."""
 
     found: list[dict[str, object]] = field(default_factory=list)
+    half_widths: dict[str, float] = field(default_factory=dict)  # of the intervals, by the goal's name
 
-    def add(self, name: str, interval: Interval, goal: float, *, at_least: bool = False, unit: str = "x") -> None:
-        is_met = interval.mean >= goal if at_least else interval.mean <= goal
-        value = {"value": round(interval.mean, 4), "half_width": round(interval.half_width, 4), "goal": goal}
-        self.found.append({"name": name, **value, "unit": unit, "met": is_met})
-        print(
-            f"{'met   ' if is_met else 'MISSED'} {name}: {interval.show(3)} {unit} (goal {'>=' if at_least else '<='} {goal})"
-        )
+    def add(self, name: str, interval: Interval, goal: float, *, is_floor: bool = False, unit: str = "ratio") -> None:
+        aim = (at_least if is_floor else at_most)(name, interval.mean, goal, unit)
+        self.found.append(aim)
+        self.half_widths[name] = interval.half_width
+        print(f"{goal_notes([aim])[0]}; 95 % interval {interval.show(3)}")
         sys.stdout.flush()
 
 
@@ -281,7 +280,7 @@ def check_capacity(bench: Bench, goals: Goals) -> None:
         rows = [[policy, Interval.of(values).show()] for policy, values in found.items()]
         rows += [[policy, f"{value:.2f} (one seed)"] for policy, value in rest.items()]
         print(Table([f"capacity, {trace}, {model}", "speed"], rows).text(), end="\n\n")
-        goals.add(f"capacity, {trace}, {model}, against {best}", ratios(found[ours[0]], found[best]), 1.08, at_least=True)
+        goals.add(f"capacity, {trace}, {model}, against {best}", ratios(found[ours[0]], found[best]), 1.08, is_floor=True)
         arrival = ratios(found[ours[1]], found[best])
         print(f"       for comparison, kvferry with workers that serve in order of arrival: {arrival.show(3)} x")
 
@@ -374,7 +373,7 @@ def main() -> None:
     print(f"- {NUM_WORKERS} prefill workers, {len(bench.seeds)} seeds, 95 % intervals; {time.monotonic() - began:.0f} s")
     if arguments.json is not None:
         arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps({"goals": goals.found}, indent=1) + "\n")
+        arguments.json.write_text(json.dumps({"goals": goals.found, "half_widths": goals.half_widths}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

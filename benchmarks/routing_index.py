@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 
-from common import Machine, Outcome, Table, goal_notes, make_parser, publish
+from common import Machine, Outcome, Table, at_most, goal_notes, make_parser, publish
 
 from core.kv.hashing import BlockHasher
 from core.wire.contents import ContentReport
@@ -161,9 +161,7 @@ def goals(found: Sequence[Measured]) -> list[dict[str, object]]:
     where = f"{large.num_workers} workers of {large.num_blocks} blocks"
     aims.append((f"index of {where}, for each block and worker", large.bytes_per_block, GOAL_BYTES, "bytes"))
     aims.append((f"index of {where}", large.num_bytes / 1e6, GOAL_MB, "MB"))
-    return [
-        {"name": name, "value": value, "goal": goal, "unit": unit, "met": value <= goal} for name, value, goal, unit in aims
-    ]
+    return [at_most(*aim) for aim in aims]
 
 
 def outcome(found: Sequence[Measured]) -> Outcome:
@@ -181,7 +179,7 @@ def outcome(found: Sequence[Measured]) -> Outcome:
     prompts = (f"{num_tokens:,} tokens" for num_tokens in GOAL_MS)
     columns = ("workers", "memory", "bytes per block and worker", *prompts, "a block reported", "a worker leaves")
     aims = goals(found)
-    return Outcome([Table(columns, rows)], goal_notes(aims), {"goals": aims, "clusters": [asdict(one) for one in found]})
+    return Outcome([Table(columns, rows)], goal_notes(aims), {"clusters": [asdict(one) for one in found]}, aims)
 
 
 def main() -> None:

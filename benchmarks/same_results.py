@@ -109,7 +109,7 @@ def main() -> None:
                 rows.append([name, label, *cells(one)])
     notes = [f"{len(tokens) * (ANSWER + 1)} predictions in each row"]
     table = Table(("", "compared", "logits", "gap, largest change", "other best token"), rows)
-    publish(Outcome([table], notes, {"goals": [], "differences": figures}), machine, arguments)
+    publish(Outcome([table], notes, {"differences": figures}), machine, arguments)
 
 
 if __name__ == "__main__":

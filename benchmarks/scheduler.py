@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from common import MODEL, Machine, Outcome, Table, goal_notes, make_parser, publish
+from common import MODEL, Machine, Outcome, Table, at_most, goal_notes, make_parser, publish
 from peer_process import PeerProcess
 
 from core.clock import SystemClock
@@ -115,7 +115,7 @@ def outcome(figures: Figures) -> Outcome:
     notes = [
         f"{figures.num_requests} requests, prompts of {figures.num_prompt_tokens} tokens, {figures.num_steps} decode steps"
     ]
-    return Outcome(tables, notes + goal_notes(aims), {"goals": aims, **asdict(figures)})
+    return Outcome(tables, notes + goal_notes(aims), asdict(figures), aims)
 
 
 def goals(figures: Figures) -> list[dict[str, object]]:
@@ -133,9 +133,7 @@ def goals(figures: Figures) -> list[dict[str, object]]:
                 "ratio",
             ),
         ]
-    return [
-        {"name": name, "value": value, "goal": goal, "unit": unit, "met": value <= goal} for name, value, goal, unit in aims
-    ]
+    return [at_most(*aim) for aim in aims]
 
 
 def measure(num_requests: int, num_prompt_tokens: int, block_size: int, num_steps: int) -> Figures:

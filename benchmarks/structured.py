@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from common import Machine, Outcome, Spread, Table, make_parser, publish
+from common import Machine, Outcome, Spread, Table, at_least, at_most, goal_notes, make_parser, publish
 
 from core.clock import SystemClock
 from core.config import load_config
@@ -157,20 +157,13 @@ def measure(arguments: argparse.Namespace) -> Outcome:
             "mask_us": {"mean": mean, "median": median, "p99": late, "library_mean": library},
         }
         goals += [
-            {"name": f"{name}: rate", "value": ratio.median, "goal": RATE_GOAL, "met": bool(ratio.median >= RATE_GOAL)},
-            {
-                "name": f"{name}: mask",
-                "value": float(mean),
-                "goal": MASK_GOAL_US,
-                "unit": "us",
-                "met": bool(mean <= MASK_GOAL_US),
-            },
+            at_least(f"{name}: rate / free text", ratio.median, RATE_GOAL, "ratio"),
+            at_most(f"{name}: mask, mean", mean, MASK_GOAL_US, "us"),
         ]
-    figures |= {"free text": {"rates": rates["free text"]}, "goals": goals}
+    figures["free text"] = {"rates": rates["free text"]}
     built.engine.shutdown()
     columns = ["output", "tokens per CPU second", "× free text", "mask, mean", "of it library", "median", "99 %"]
-    notes = [f"Goals: at least {RATE_GOAL} × free text; a mask of {MASK_GOAL_US:.0f} µs on average."]
-    return Outcome([Table(columns, rows)], notes, figures)
+    return Outcome([Table(columns, rows)], goal_notes(goals), figures, goals)
 
 
 def main() -> None:

@@ -29,7 +29,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import psutil
-from common import Machine, NothingMeasured, Outcome, Spread, Table, make_parser, publish
+from common import Machine, NothingMeasured, Outcome, Spread, Table, at_most, make_parser, publish
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -217,11 +217,11 @@ def outcome(
             )
             if pair.name == OURS_NIXL:
                 name = f"handoff of {size} tokens, nixl with identity / NixlConnector, lower end of 95 %"
-                goals.append({"name": name, "value": low, "goal": GOAL, "unit": "", "met": low <= GOAL})
+                goals.append(at_most(name, low, GOAL, "ratio"))
     for number, state in enumerate(("without requests", "with one lease held")):
         ours, other = idle[OURS_NIXL][number], idle[THEIRS][number]
         name = f"CPU of an idle pair {state}, ours / NixlConnector"
-        goals.append({"name": name, "value": ours, "goal": other, "unit": "CPU s per s", "met": ours <= other})
+        goals.append(at_most(name, ours, other, "CPU s per s"))
     costs = [
         [
             pair.name,
@@ -234,7 +234,7 @@ def outcome(
         Table(["prompt: connector", "first, ms", "to first token, ms", "to second token, ms", "ratio (95 %)"], rows),
         Table(["", "gap, P idle, ms", "gap, P busy, ms", "CPU of an idle pair", "with a lease held"], costs),
     ]
-    return Outcome(tables, figures={"goals": goals, "seconds": figures, "gaps": gaps, "idle": idle})
+    return Outcome(tables, figures={"seconds": figures, "gaps": gaps, "idle": idle}, goals=goals)
 
 
 def interval_of_ratio(ours: Sequence[float], theirs: Sequence[float]) -> tuple[float, float, float]:

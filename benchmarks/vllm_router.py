@@ -116,7 +116,7 @@ def outcome(ways: Sequence[Way], long_tokens: int) -> Outcome:
         "to first token, ms",
         f"{long_tokens} tokens, ms",
     ]
-    return Outcome([Table(columns, rows)], figures={"goals": [], "ways": figures})
+    return Outcome([Table(columns, rows)], figures={"ways": figures})
 
 
 def main() -> None:

@@ -3,7 +3,10 @@
 import argparse
 import json
 
+import numpy as np
 import pytest
+
+from tests.support.benchmark_goals import check_goal, read_figures
 
 
 @pytest.fixture(scope="module")
@@ -38,6 +41,44 @@ def test_table_is_aligned_as_text_and_as_markdown(common):
         "| one     |  5.0 |",
         "| another | 12.0 |",
     ]
+
+
+@pytest.mark.parametrize(
+    ("kind", "value", "is_met"),
+    [
+        ("at_most", 2, True),
+        ("at_most", 2.5, False),
+        ("at_most", None, False),
+        ("at_most", np.float32(1), True),
+        ("at_least", 2.0, True),
+        ("at_least", 1.5, False),
+        ("at_least", None, False),
+        ("at_least", np.int64(3), True),
+    ],
+)
+def test_an_aim_is_met_on_its_side_of_the_goal(common, kind, value, is_met):
+    aim = getattr(common, kind)("an aim", value, np.float64(2), "ms")
+    assert aim == {"name": "an aim", "value": value, "goal": 2.0, "unit": "ms", "met": is_met}
+    check_goal(aim)
+    json.dumps(aim)
+
+
+def test_verdicts_tell_value_goal_and_what_was_not_measured(common):
+    aims = [common.at_most("a", 1.25, 2, "ms"), common.at_least("b", 1, 2, "x"), common.at_least("c", None, 2, "x")]
+    assert common.goal_notes(aims) == [
+        "a: 1.25 ms (goal 2): met",
+        "b: 1 x (goal 2): MISSED",
+        "c: not measured (goal 2): MISSED",
+    ]
+
+
+@pytest.mark.parametrize("has_aims", [False, True])
+def test_publish_writes_a_list_of_aims_in_any_case(common, tmp_path, has_aims):
+    path = tmp_path / "figures.json"
+    arguments = argparse.Namespace(markdown=False, quick=False, json=path)
+    aims = [common.at_least("share", 0.5, 0.4, "ratio")] if has_aims else ()
+    common.publish(common.Outcome([], goals=aims), common.Machine.now(), arguments)
+    assert read_figures(path)["goals"] == list(aims)
 
 
 def test_publish_prints_tables_and_writes_figures(common, tmp_path, capsys):

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support.benchmark_goals import check_goal
 from tests.support.fake_cuda import ClaimedCuda
 
 
@@ -123,6 +124,9 @@ def test_an_aim_is_reached_or_missed(load_gpu):
     report.add("decode", "a", "1", 0.8, 0.75)
     report.add("decode", "b", "1", 0.7, 0.75)
     assert [row[2:] for row in report.rows] == [("80.0 %", "75 % reached"), ("70.0 %", "75 % MISSED")]
+    assert [goal["met"] for goal in report.goals] == [True, False]
+    for goal in report.goals:
+        check_goal(goal)
 
 
 DIES = """
