@@ -162,7 +162,8 @@ def main() -> None:
             else "  ".join(f"{n} {c}" for n, c in zip(names, cells, strict=True))
         )
     if args.json:
-        args.json.write_text(json.dumps({"load_average": load, "us_per_layer": rows}, indent=2))
+        args.json.parent.mkdir(parents=True, exist_ok=True)
+        args.json.write_text(json.dumps({"goals": [], "load_average": load, "us_per_layer": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

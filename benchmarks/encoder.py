@@ -31,7 +31,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
-from common import Machine, NothingMeasured, Outcome, Spread, Table, make_parser, publish
+from common import Machine, NothingMeasured, Outcome, Spread, Table, at_least, at_most, goal_notes, make_parser, publish
 from prometheus_client.parser import text_string_to_metric_families
 
 from core.clock import SystemClock
@@ -319,21 +319,23 @@ def measure(model: Path, arguments: argparse.Namespace) -> Outcome:
             ),
         )
         firsts, others, num_encodes = show_twice(cluster, repeats)
-    rows, figures = [], {}
+    rows, figures, goals = [], {}, []
     for name, (without, beside) in (("engine", in_engine), ("cluster", in_cluster)):
         ratio = Spread.of_ratios(beside, without)
         verdict = "yes" if ratio.median >= GOAL else "NO"
         rates = [Spread.of([tokens / delay_s for tokens in counted]).show(0) for counted in (without, beside)]
         rows.append([f"in the {name}", *rates, ratio.show(3), verdict])
         figures[name] = {"without": without, "beside": beside}
+        goals.append(at_least(f"text tokens beside a late image / alone, in the {name}", ratio.median, GOAL, "ratio"))
     columns = ["text tokens/s", "alone", f"beside an image that is {delay_s:g} s late", "ratio", f"at least {GOAL:g}"]
     shown = repeats * (1 + NUM_REPEATED)
     repeated = Table(
         ["images", "shown", "embedded", "first, ms", "again, ms"],
         [[str(repeats), str(shown), str(num_encodes), Spread.of(firsts).show(0, 1e3), Spread.of(others).show(0, 1e3)]],
     )
+    goals.append(at_most(f"encodes of an image shown {1 + NUM_REPEATED} times", num_encodes / repeats, 1, "encodes"))
     figures["repeated"] = {"first_s": firsts, "again_s": others, "num_encodes": num_encodes, "num_images": repeats}
-    return Outcome([Table(columns, rows), repeated], figures=figures)
+    return Outcome([Table(columns, rows), repeated], goal_notes(goals), figures, goals)
 
 
 def main() -> int:

@@ -21,7 +21,7 @@ from __future__ import annotations
 import random
 from dataclasses import asdict, dataclass
 
-from common import Machine, Outcome, Table, make_parser, publish
+from common import Machine, Outcome, Table, at_least, at_most, goal_notes, make_parser, publish
 
 from core.clock import SystemClock
 from core.config_workers import SchedulerSection
@@ -160,12 +160,12 @@ def outcome_of(hybrid: Figures, all_full: Figures, context: int) -> Outcome:
         f"requests of {context:,} at once",
         f"handoff of {HANDOFF_TOKENS:,}, bytes",
     ]
-    notes = [
-        f"{requests:.2f} x as many requests at once in the same pool (goal: at least {GOALS['requests']:.0f} x)",
-        f"a handoff of {100 * handoff:.0f} % of the bytes (goal: at most {100 * GOALS['handoff']:.0f} %)",
+    goals = [
+        at_least("requests at once in the same pool, groups / all layers full", requests, GOALS["requests"], "ratio"),
+        at_most("bytes of a handoff, groups / all layers full", handoff, GOALS["handoff"], "ratio"),
     ]
     figures = {"hybrid": asdict(hybrid), "all_full": asdict(all_full), "requests": requests, "handoff": handoff}
-    return Outcome([Table(columns, rows)], notes, figures)
+    return Outcome([Table(columns, rows)], goal_notes(goals), figures, goals)
 
 
 if __name__ == "__main__":

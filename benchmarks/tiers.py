@@ -23,13 +23,13 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from common import Machine, Outcome, Spread, Table, make_parser, publish
+from common import Machine, Outcome, Spread, Table, at_least, at_most, goal_notes, make_parser, publish
 from trace_replay import clairvoyant, read_trace, replay
 
 from core.clock import SystemClock
@@ -192,8 +192,21 @@ def describe(plain_ms: Sequence[float], results: dict[str, Measured], num_blocks
         [f"lookup of {NUM_LOOKUP_KEYS} blocks", "ms"],
         [[name, Spread.of(measured.lookup_ms).show(2)] for name, measured in results.items()],
     )
-    notes = [f"goals: put and get on the same host at least {COPY_GOAL} of a plain copy, a lookup at most {LOOKUP_GOAL_MS} ms"]
-    return Outcome([copies, lookups], notes, figures)
+    goals = goals_of(plain_ms, results)
+    return Outcome([copies, lookups], goal_notes(goals), figures, goals)
+
+
+def goals_of(plain_ms: Sequence[float], results: Mapping[str, Measured]) -> list[dict[str, object]]:
+    """Return the aims: the rate of copies through the arena of the same host, and the time of every lookup."""
+    near = results["same host"]
+    goals = [
+        at_least(f"same host: {what}, rate of a plain copy", Spread.of_ratios(plain_ms, times).median, COPY_GOAL, "ratio")
+        for what, times in (("put", near.put_ms), ("get", near.get_ms))
+    ]
+    for name, measured in results.items():
+        lookup_ms = Spread.of(measured.lookup_ms).median
+        goals.append(at_most(f"{name}: lookup of {NUM_LOOKUP_KEYS} blocks", lookup_ms, LOOKUP_GOAL_MS, "ms"))
+    return goals
 
 
 def benchmark_trace(path: Path, capacities: Sequence[int]) -> Outcome:

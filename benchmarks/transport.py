@@ -24,7 +24,7 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 import zmq
-from common import Machine, Outcome, Spread, Table, make_parser, publish
+from common import Machine, Outcome, Spread, Table, at_least, goal_notes, make_parser, publish
 from transport_factories import make
 
 from connectors.p2p.transport.interface import PeerId
@@ -139,8 +139,13 @@ def make_outcome(times: Mapping[str, Sequence[float]], num_blocks: int) -> Outco
         rows.append((name, Spread.of(milliseconds).show(), Spread.of(rates).show(2), "" if is_copy else ratio, goal))
     columns = (f"{num_bytes / 1e6:.0f} MB in {num_blocks} blocks", "ms", "GB/s", "rate / plain copy", "goal")
     note = f"{num_bytes:,} bytes; {ROWS_PER_READ} blocks a read, {READS_IN_FLIGHT} reads at a time"
-    figures = {"goals": GOALS, "num_bytes": num_bytes, "ms": {name: list(values) for name, values in times.items()}}
-    return Outcome([Table(columns, rows)], (note,), figures)
+    goals = [
+        at_least(f"{name}: rate / plain copy", Spread.of_ratios(times["plain copy"], milliseconds).median, GOALS[name], "ratio")
+        for name, milliseconds in times.items()
+        if name in GOALS
+    ]
+    figures = {"num_bytes": num_bytes, "ms": {name: list(values) for name, values in times.items()}}
+    return Outcome([Table(columns, rows)], (*goal_notes(goals), note), figures, goals)
 
 
 def main() -> None:
