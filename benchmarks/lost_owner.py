@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import httpx
-from common import Spread, Table
+from common import Spread, Table, at_most
 
 from kvferry.local import LocalCluster
 
@@ -74,6 +74,11 @@ def _kill_owner_of(cluster: LocalCluster, prompt: Sequence[int]) -> float | None
         return None
     computed_s = float(transfer["timing"]["second_token"]["first_step_ms"]) / 1e3
     return times[1] - computed_s - killed_at
+
+
+def goal_of(seconds: Sequence[float]) -> dict[str, object]:
+    """Return the aim."""
+    return at_most("killed prefill worker: until its prompt is computed anew", Spread.of(seconds).median, GOAL_S, "s")
 
 
 def make_table(seconds: Sequence[float], num_tokens: int) -> Table:

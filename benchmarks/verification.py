@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from typing import Literal
 
 import msgspec
-from common import Spread, Table
+from common import Spread, Table, at_most
 
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.consumer.load import Load
@@ -237,6 +237,18 @@ def make_table(found: Mapping[str, Loads]) -> Table:
     return Table(columns, rows)
 
 
+def goals_of(found: Mapping[str, Loads]) -> list[dict[str, object]]:
+    """Return the aims: shares of the longest transfer without verification."""
+    aims = []
+    for transport, kinds in found.items():
+        for kind, goal in (("identity", IDENTITY_GOAL), ("digest", DIGEST_GOALS.get(transport))):
+            if goal is not None:
+                num_tokens = max(load.num_tokens for load in kinds[kind])
+                share = _ratios([load for load in kinds[kind] if load.num_tokens == num_tokens]).median
+                aims.append(at_most(f"{transport}: {kind} / transfer of {num_tokens:,} tokens", share, goal, "ratio"))
+    return aims
+
+
 def _row(transport: str, loads: Loads, num_tokens: int, is_largest: bool) -> tuple[str, ...]:
     identity, digest = ([load for load in loads[kind] if load.num_tokens == num_tokens] for kind in KINDS)
     digest_goal = DIGEST_GOALS.get(transport)
@@ -246,14 +258,13 @@ def _row(transport: str, loads: Loads, num_tokens: int, is_largest: bool) -> tup
         Spread.of([load.copy_ms for load in identity + digest]).show(2),
         Spread.of([load.transfer_ms for load in identity + digest]).show(2),
         Spread.of([load.verify_ms for load in identity]).show(2),
-        _share(identity),
+        _ratios(identity).show(1, 100) + " %",
         f"{100 * IDENTITY_GOAL:.0f} %" if is_largest else "",
         Spread.of([load.verify_ms for load in digest]).show(2),
-        _share(digest),
+        _ratios(digest).show(1, 100) + " %",
         f"{100 * digest_goal:.0f} %" if is_largest and digest_goal is not None else "",
     )
 
 
-def _share(loads: Sequence[Measured]) -> str:
-    ratios = Spread.of_ratios([load.verify_ms for load in loads], [load.transfer_ms for load in loads])
-    return ratios.show(1, 100) + " %"
+def _ratios(loads: Sequence[Measured]) -> Spread:
+    return Spread.of_ratios([load.verify_ms for load in loads], [load.transfer_ms for load in loads])
