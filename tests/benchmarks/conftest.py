@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.support.benchmark_goals import read_figures
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -33,12 +35,14 @@ def load_benchmark() -> Callable[[str], ModuleType]:
 
 @pytest.fixture
 def run_benchmark(no_child_left) -> Callable[..., str]:
-    """Run a script to its end and return what it printed."""
+    """Run a script to its end and return what it printed; what it writes with ``--json`` lists its aims."""
 
     def run(name: str, *arguments: str) -> str:
         command = [sys.executable, str(BENCHMARKS / f"{name}.py"), *arguments]
         result = subprocess.run(command, capture_output=True, text=True, timeout=280, check=False)
         assert result.returncode == 0, result.stdout + result.stderr
+        if "--json" in arguments:
+            read_figures(Path(arguments[arguments.index("--json") + 1]))
         return result.stdout
 
     return run

@@ -1,11 +1,12 @@
 """The benchmarks with vLLM run, and write what they have measured."""
 
-import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.support.benchmark_goals import read_figures
 
 pytestmark = [pytest.mark.vllm, pytest.mark.full, pytest.mark.slow]
 
@@ -16,7 +17,7 @@ def run(script, folder, *arguments):
     path = folder / "figures.json"
     command = [sys.executable, str(BENCHMARKS / script), "--quick", *arguments, "--json", str(path)]
     subprocess.run(command, check=True, timeout=280)
-    return json.loads(path.read_text())
+    return read_figures(path)
 
 
 def test_both_connectors_are_measured_side_by_side(tmp_path):
