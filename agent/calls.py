@@ -20,12 +20,16 @@ from core.wire.messages import ErrorInfo, RequestFailed
 
 logger = logging.getLogger(__name__)
 
-GENERATING_PATHS = frozenset({"/v1/chat/completions", "/v1/completions", "/v1/messages"})
-CALL_PATHS = GENERATING_PATHS | {
-    "/v1/chat/completions/render",
-    "/v1/chat/completions/derender",
-    "/v1/completions/render",
-}
+CALL_PATHS = frozenset(
+    {
+        "/v1/chat/completions",
+        "/v1/chat/completions/render",
+        "/v1/chat/completions/derender",
+        "/v1/completions",
+        "/v1/completions/render",
+        "/v1/messages",
+    }
+)
 EVENT_STREAM = "text/event-stream"
 MAX_ANSWER_BYTES = 32 << 20  # of an answer that is no stream; a frame to the router takes twice as much
 
@@ -50,7 +54,7 @@ class ServerCalls:
 
     def submit(self, call: EngineCall) -> None:
         """Begin a call."""
-        if call.path in GENERATING_PATHS:
+        if call.needs_steps:
             self._generating.add(call.request_id)
         task = self._loop.create_task(self._serve(call))
         self._tasks[call.request_id] = task

@@ -274,13 +274,17 @@ class VllmEngine:
                 self.load = await self._server.load(timeout_s)
             except EngineDead:
                 return Health.SILENT
-            self._progress.note_steps(self.load.num_steps, self._clock.now())
-            self._probe_if_it_only_loads()
+            if not self._progress.note_steps(self.load.num_steps, self._clock.now()):
+                self._probe_if_it_may_have_none_to_make()
         return health
 
-    def _probe_if_it_only_loads(self) -> None:
-        """Let the server make a step of its own: it makes none while all of our requests wait for blocks of handoffs."""
-        if 0 < self._num_working <= self.load.num_loading and (self._probe is None or self._probe.done()):
+    def _probe_if_it_may_have_none_to_make(self) -> None:
+        """Let the server make a step of its own, which shows whether its engine works.
+
+        It makes none while all of our requests wait for blocks of handoffs, nor while its front end reads the images of calls.
+        """
+        may_rest = bool(self._num_working) and len(self._requests) <= self.load.num_loading
+        if may_rest and (self._probe is None or self._probe.done()):
             self._probe = self._loop.create_task(self._make_a_step())
 
     async def _make_a_step(self) -> None:

@@ -37,11 +37,13 @@ class ServerProgress:
             self._gaps.pop()
         self._gaps.append((now, gap))
 
-    def note_steps(self, num_steps: int, now: float) -> None:
-        """Note how many steps the server has made so far; more than before is a sign."""
-        if num_steps != self._num_steps:
-            self._num_steps = num_steps
-            self.note(now)
+    def note_steps(self, num_steps: int, now: float) -> bool:
+        """Note how many steps the server has made so far; more than before is a sign. Return whether there was one."""
+        if num_steps == self._num_steps:
+            return False
+        self._num_steps = num_steps
+        self.note(now)
+        return True
 
     def reading(self, now: float, *, has_work: bool) -> StepReading:
         """Return the progress at this moment."""

@@ -5,13 +5,15 @@
 A long prompt (2,048 tokens) goes through a cluster of one prefill and one decode worker, one after another, each with new
 tokens, so that nothing is cached. Time and bytes of the transfer and the time of the prefill are the workers' own
 (``usage.kv_transfer``); the transfer's time runs from the decode worker's decision to load until the blocks may be used. The
-first transfer of a cluster is shown apart: it also shakes hands, sets up the connection and touches memory for the first time.
-Since there is one in each start, the cluster is started two more times for one handoff each. Beside every request, this process
-copies as many bytes from one buffer to another (one thread, memory touched before): the plain copy.
+first transfer of a cluster is shown apart: it touches memory and uses the connection for the first time; the workers have met
+and shaken hands while the prompt was computed. Since there is one in each start, the cluster is started two more times for one
+handoff each. Beside every request, this process copies as many bytes from one buffer to another (one thread, memory touched
+before): the plain copy.
 
 A short prompt (64 tokens) goes through the same cluster and through an aggregated worker in turn, 15 times as often, since
 single pairs differ by more than what is looked for. Compared is the client's time from the first to the second token: what the
-handoff adds to the life of a request on an idle cluster.
+handoff adds to the life of a request on an idle cluster. The router's account of as many other requests tells the handoff from
+the decode worker's step, which the aggregated worker makes as well.
 
 Prefill workers are killed while their blocks are read (``lost_owner.py``): how soon the decode worker begins to compute.
 
@@ -28,7 +30,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import httpx
 import numpy as np
@@ -72,6 +75,14 @@ class Transfer:
     copy_ms: float
 
 
+@dataclass(frozen=True, slots=True)
+class SecondToken:
+    """The router's account of a second token: the handoff (messages, queue, transfer, verification), then a step of D's."""
+
+    handoff_ms: float
+    step_ms: float
+
+
 @dataclass(slots=True)
 class Found:
     """What one transport did: the first transfer of every start, and the later ones of the first start.
@@ -83,6 +94,7 @@ class Found:
     others: list[Transfer]
     gaps_ms: list[float]
     aggregated_gaps_ms: list[float]
+    seconds: list[SecondToken] = field(default_factory=list)
 
     @property
     def first_ms(self) -> Spread:
@@ -165,23 +177,30 @@ class Benchmark:
         for _ in range(SHORT_REPEATS * self._repeats):
             found.gaps_ms.append(self._second_token_ms(pair))
             found.aggregated_gaps_ms.append(self._second_token_ms(self._aggregated))
+            second = self._hand_off(pair, SHORT_PROMPT)["timing"]["second_token"]
+            found.seconds.append(SecondToken(second["total_ms"] - second["first_step_ms"], second["first_step_ms"]))
         return found
 
-    def make_handoff(self, pair: LocalCluster) -> Transfer:
-        """Send a new long prompt."""
+    def _hand_off(self, pair: LocalCluster, num_tokens: int) -> dict[str, Any]:
+        """Send a new prompt; return the account of its handoff."""
         body = {
             "model": self._model,
-            "prompt": self._prompts.new(self._prompt_tokens),
+            "prompt": self._prompts.new(num_tokens),
             "max_tokens": 2,
             "temperature": 0,
             "ignore_eos": True,
         }
         response = httpx.post(f"{pair.base_url}/v1/completions", json=body, timeout=REQUEST_TIMEOUT_S)
         response.raise_for_status()
-        usage = response.json()["usage"]
-        transfer = usage["kv_transfer"]
-        if transfer["transferred_tokens"] != self._prompt_tokens or usage["prompt_tokens_details"]["cached_tokens"]:
+        usage: dict[str, Any] = response.json()["usage"]
+        transfer: dict[str, Any] = usage["kv_transfer"]
+        if transfer["transferred_tokens"] != num_tokens or usage["prompt_tokens_details"]["cached_tokens"]:
             raise RuntimeError(f"not all of the prompt was computed and transferred: {usage}")
+        return transfer
+
+    def make_handoff(self, pair: LocalCluster) -> Transfer:
+        """Send a new long prompt."""
+        transfer = self._hand_off(pair, self._prompt_tokens)
         num_bytes = transfer["transferred_bytes"]
         copy_ms = self._copy.time_ms(num_bytes)
         prefill_ms = transfer["timing"]["first_token"]["prefill_ms"]
@@ -217,7 +236,8 @@ def transfer_row(name: str, found: Found) -> tuple[str, ...]:
 
 
 def second_token_row(name: str, found: Found) -> tuple[str, ...]:
-    spreads = (Spread.of(found.gaps_ms), Spread.of(found.aggregated_gaps_ms), found.added_ms)
+    parts = [[second.handoff_ms for second in found.seconds], [second.step_ms for second in found.seconds]]
+    spreads = (Spread.of(found.gaps_ms), Spread.of(found.aggregated_gaps_ms), found.added_ms, *map(Spread.of, parts))
     return (name, *(spread.show() for spread in spreads), f"{ADDED_GOAL_MS:g} ms")
 
 
@@ -250,7 +270,15 @@ def make_outcome(
         "goal",
     )
     long = Table(columns, [transfer_row(name, each) for name, each in found.items()])
-    columns = (f"{SHORT_PROMPT} tokens, first to second token", "1P1D, ms", "aggregated, ms", "added, ms", "goal, at most")
+    columns = (
+        f"{SHORT_PROMPT} tokens, first to second token",
+        "1P1D, ms",
+        "aggregated, ms",
+        "added, ms",
+        "handoff, ms",
+        "D's step, ms",
+        "goal of added",
+    )
     short = Table(columns, [second_token_row(name, each) for name, each in found.items()])
     num_bytes = {each.firsts[0].num_bytes for each in found.values()}
     num_firsts = max(len(each.firsts) for each in found.values())
@@ -259,6 +287,7 @@ def make_outcome(
         *goal_notes(goals),
         f"first transfers: of {num_firsts} starts, and their median over that of the later ones of the first start",
         "the goal in the first table is the least rate / plain copy",
+        "handoff and D's step: the two parts of the time between the tokens, by the router's account of other requests",
         f"{' or '.join(f'{count:,}' for count in sorted(num_bytes))} bytes per transfer; one torch thread per worker",
         "goals of verification: at most this share of the longest transfer without it",
     )

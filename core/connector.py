@@ -216,8 +216,10 @@ class Connector:
         """Equal on two workers that can use transports for one host; empty if the connector has no such transports."""
         return ""
 
-    meets_producers = False
-    """True if ``meet`` prepares for the handoffs of another worker."""
+    @property
+    def meets_producers(self) -> bool:
+        """True if ``meet`` prepares for the handoffs of another worker."""
+        return False
 
     @property
     def control_address(self) -> str:

@@ -49,6 +49,11 @@ class MultiConnector(Connector):
         return next((connector.host_id for connector in self._connectors if connector.host_id), "")
 
     @property
+    def meets_producers(self) -> bool:
+        """True if a part prepares for the handoffs of another worker."""
+        return any(connector.meets_producers for connector in self._connectors)
+
+    @property
     def control_address(self) -> str:
         """The address of the part whose handoffs are read from this worker."""
         return next((connector.control_address for connector in self._connectors if connector.control_address), "")

@@ -25,7 +25,6 @@ class P2PConnector(Connector):
 
     scheduler: P2PConnectorScheduler
     worker: P2PConnectorWorker
-    meets_producers = True
 
     def __init__(self, context: ConnectorContext, create: TransportFactory = create_transport) -> None:
         self._identity = worker_identity(context, context.layout)
@@ -54,6 +53,11 @@ class P2PConnector(Connector):
     def transports(self) -> tuple[str, ...]:
         """Transports that work here, in order of preference; known after ``start``."""
         return self.driver.transports
+
+    @property
+    def meets_producers(self) -> bool:
+        """True: it shakes hands before there is anything to read."""
+        return True
 
     @property
     def host_id(self) -> str:

@@ -95,8 +95,8 @@ class Consumer:
             return
         self._num_users[remote] += 1
         self.orders.holds.append(remote)
-        if remote in self.orders.releases:  # by a request that has ended since the last step; releases come after holds
-            self.orders.releases.remove(remote)
+        # Requests that have ended since the last step may have released it, and releases come after holds.
+        self.orders.releases = [other for other in self.orders.releases if other != remote]
 
     def num_loadable_tokens(self, request: VllmRequest, num_local_tokens: int) -> int:
         """Return how many tokens after the local hit a load would bring. Changes nothing."""

@@ -20,6 +20,11 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_def
     deadline_ms: WholeMilliseconds = 0
     trace: TraceContext | None = None  # of the client; None = the call is not traced
 
+    @property
+    def needs_steps(self) -> bool:
+        """True if the engine computes for it; rendering needs its front end only."""
+        return not self.path.endswith("render")  # or "derender"
+
 
 class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply", omit_defaults=True):
     """A part of what the engine's API answers to an ``EngineCall``: status and type in the first part, then bytes in order."""

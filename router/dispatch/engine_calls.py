@@ -29,6 +29,7 @@ class Answered:
 class _Open:
     worker: WorkerKey
     deadline: float
+    needs_steps: bool
     position: int = 0  # of the next part
 
 
@@ -49,7 +50,7 @@ class EngineCalls:
         """Send a call, which has a deadline, to a worker; one that has left since it was chosen fails the call at once."""
         if self._membership.get(worker.key) is None:
             return [Answered(call.request_id, _lost(worker.key))]
-        self._open[call.request_id] = _Open(worker.key, now + call.deadline_ms / 1e3)
+        self._open[call.request_id] = _Open(worker.key, now + call.deadline_ms / 1e3, call.needs_steps)
         worker.num_inflight += 1
         return [SendToWorker(worker.key, call)]
 
@@ -90,10 +91,11 @@ class EngineCalls:
         if now >= found.deadline:
             return DeadlineExceeded("the engine did not answer in the time of the request")
         worker = self._membership.get(found.worker)
-        if found.position or worker is None or not worker.why_unresponsive:
+        if not found.needs_steps or found.position or worker is None or not worker.why_unresponsive:
             return None
-        others = (other for other in self._membership.workers if other.key != worker.key and other.role == worker.role)
-        has_other = any(other.facts.takes_calls and not other.is_closed for other in others)
+        same = (worker.role, worker.facts.model_fingerprint)
+        others = [each for each in self._membership.workers if each.key != worker.key and each.facts.takes_calls]
+        has_other = any((other.role, other.facts.model_fingerprint) == same and not other.is_closed for other in others)
         return WorkerStalled(worker.why_unresponsive) if has_other else None
 
     def fail(self, request_id: str, error: ErrorInfo) -> list[SendToWorker | Answered]:

@@ -27,6 +27,7 @@ class ScriptedServer:
         self.thawed.set()
         self.num_open = 0
         self.num_steps = 0
+        self.steps_by_themselves = False  # one between two looks at its metrics
         self._server = None
         self._writers = []
 
@@ -73,6 +74,7 @@ class ScriptedServer:
             case "/v1/models":
                 self._whole(writer, 200, {"data": [{"id": "m", "max_model_len": 512}]})
             case "/metrics":
+                self.num_steps += self.steps_by_themselves
                 text = (
                     'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
                     'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'

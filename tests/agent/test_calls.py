@@ -7,6 +7,7 @@ from core.wire.engine_calls import EngineCall
 from core.wire.messages import RequestFailed
 
 CHAT = "/v1/chat/completions"
+ONE_TOKEN = (200, {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "length"}]})
 
 
 def call(path=CHAT, name="c", **fields):
@@ -74,14 +75,28 @@ async def test_an_engine_that_makes_no_steps_for_a_call_has_stalled(running, pat
     assert running.engine.reading().stalled_s == 0.0
 
 
-async def test_a_server_that_only_loads_blocks_for_a_call_is_asked_for_a_step_of_its_own(server, running):
+async def test_an_engine_that_has_no_step_to_make_for_a_call_is_asked_for_one_and_has_not_stalled(server, running):
+    """Its front end reads images, say."""
     server.called[CHAT] = [{"n": 1}, None]
-    server.answers.append((200, {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "length"}]}))
-    running.engine.submit_call(call())  # the server says that it loads blocks of one request
+    server.answers += [ONE_TOKEN, ONE_TOKEN, [None]]  # the third step does not come
+    running.engine.submit_call(call())
     await running.until(lambda: running.replies)
     running.engine.start()
-    await running.until(lambda: server.bodies)
-    assert len(server.bodies[0]["token_ids"]) == 1
+    await running.until(lambda: len(server.bodies) == 2)
+    begun = running.engine.reading().stalled_s
+    await running.until(lambda: len(server.bodies) == 3)
+    assert [len(body["token_ids"]) for body in server.bodies] == [1, 1, 1]
+    await running.until(lambda: running.engine.reading().stalled_s > begun + 0.1)
+
+
+async def test_an_engine_that_makes_steps_for_a_call_is_asked_for_none(server, running):
+    server.called[CHAT] = [{"n": 1}, None]
+    server.steps_by_themselves = True
+    running.engine.submit_call(call())
+    await running.until(lambda: running.replies)
+    running.engine.start()
+    await running.until(lambda: server.num_looks > 5)
+    assert server.bodies == []
 
 
 async def test_a_lost_server_fails_the_call(running):

@@ -45,7 +45,7 @@ class Pairs(ConnectorPairs):
 
 
 class TestWithTiers(Pairs, ConnectorConformance):
-    pass
+    meets_producers = True
 
 
 class TestEarlyWithTiers(Pairs, EarlyPullConformance):

@@ -55,7 +55,7 @@ class OverNixl(P2PPairs):
 
 
 class TestInproc(OverInproc, ConnectorConformance):
-    pass
+    meets_producers = True
 
 
 class TestInprocWithLateBytes(TestInproc):
@@ -63,16 +63,16 @@ class TestInprocWithLateBytes(TestInproc):
 
 
 class TestTcp(OverTcp, ConnectorConformance):
-    pass
+    meets_producers = True
 
 
 class TestShm(OverShm, ConnectorConformance):
-    pass
+    meets_producers = True
 
 
 @pytest.mark.slow
 class TestNixl(OverNixl, ConnectorConformance):
-    pass
+    meets_producers = True
 
 
 class TestEarlyInproc(OverInproc, EarlyPullConformance):

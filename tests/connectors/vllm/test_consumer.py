@@ -128,6 +128,15 @@ def test_a_handoff_that_comes_again_in_the_step_of_its_release_is_kept(consumer)
     assert take(consumer).releases == orders.holds
 
 
+def test_a_handoff_that_two_refused_requests_have_released_is_kept_for_the_third(consumer):
+    params = handoff_of()
+    for _ in range(2):
+        arrive(consumer, params, prompt=PROMPT[:-1])
+    arrive(consumer, params)
+    orders = take(consumer)
+    assert (len(orders.holds), orders.releases) == (1, [])
+
+
 def test_a_request_that_ends_during_its_load_aborts_it(consumer):
     request = arrive(consumer, handoff_of())
     consumer.start_load(request, ([11, 12, 13],), 70)

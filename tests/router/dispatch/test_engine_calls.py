@@ -1,5 +1,6 @@
 """Calls of engines' APIs: one worker each, parts in order, one end whatever happens."""
 
+import msgspec
 import pytest
 
 from core.errors import ProtocolError
@@ -111,6 +112,22 @@ def test_a_call_leaves_a_stalled_worker_for_another_one(bench, worker):
 def test_a_call_stays_where_no_other_worker_could_answer_it(bench, worker):
     bench.leave("a1")
     bench.do(bench.core.begin_call(LONG, worker, 0.0))
+    stall(bench)
+    assert worker.why_unresponsive
+    assert len(bench.core.calls) == 1
+
+
+def test_a_call_stays_if_the_other_worker_has_another_model(bench, worker):
+    bench.leave("a1")
+    bench.join("a1", takes_calls=True, model_fingerprint=b"other")
+    bench.do(bench.core.begin_call(LONG, worker, 0.0))
+    stall(bench)
+    assert worker.why_unresponsive
+    assert len(bench.core.calls) == 1
+
+
+def test_a_call_that_needs_no_step_stays_at_a_stalled_engine(bench, worker):
+    bench.do(bench.core.begin_call(msgspec.structs.replace(LONG, path="/v1/chat/completions/derender"), worker, 0.0))
     stall(bench)
     assert worker.why_unresponsive
     assert len(bench.core.calls) == 1
