@@ -24,6 +24,7 @@ from core.release import package_version
 from core.request import EngineCoreOutput, PrefillStats
 from core.sched.stats import EngineStats
 from core.wire.codec import WIRE_VERSION, decode_worker_frame, encode_router_message
+from core.wire.early import MeetProducer
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (
     Abort,
@@ -104,6 +105,8 @@ class RecordingConnector:
     host_id = "here"
     has_digests = True
     prefix_address = ""
+    control_address = "tcp://10.0.0.1:5600"
+    meets_producers = True
 
     def __init__(self, journal):
         self.journal = journal
@@ -114,6 +117,9 @@ class RecordingConnector:
 
     async def stop(self):
         self.journal.append("connector stopped")
+
+    def meet(self, producer):
+        self.journal.append(f"meet {producer.engine_id}")
 
     def expect(self, handoff):
         self.journal.append(f"expect {handoff.transfer_id}")
@@ -235,6 +241,7 @@ async def test_registers_serves_and_leaves_in_order_on_sigterm(running, router, 
     registration = await router.expect(Register)
     assert registration.version == package_version()
     assert (registration.engine_id, registration.incarnation, registration.transports) == ("w0", 7, ("shm",))
+    assert (registration.control_address, registration.meets_producers) == ("tcp://10.0.0.1:5600", True)
     assert (registration.host_id, registration.has_digests, registration.kv_verify) == ("here", True, "auto")
     assert registration.ops_address == running.ops_address
     await router.expect(Heartbeat)
@@ -335,13 +342,14 @@ async def test_malformed_frame_is_answered_and_does_no_harm(running, router):
     assert isinstance((await router.expect(list))[0], Tokens)
 
 
-async def test_lease_messages_reach_the_connector(running, router, journal):
+async def test_messages_of_handoffs_reach_the_connector(running, router, journal):
     await router.expect(Heartbeat)
+    await router.send(MeetProducer(engine_id="p0", incarnation=1, control_address="tcp://10.0.0.2:5600"))
     await router.send(Renew(transfer_ids=("t",)))
     await router.send(Release(transfer_ids=("t",)))
     await router.send(generate("r", max_tokens=1))
     await router.expect(list)
-    assert journal[-2:] == ["renew ('t',)", "release ('t',)"]
+    assert journal[-3:] == ["meet p0", "renew ('t',)", "release ('t',)"]
 
 
 async def test_handoff_of_a_request_is_expected_by_the_connector(running, router, journal, handoff):
