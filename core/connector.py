@@ -257,7 +257,8 @@ class Connector:
     def meet(self, producer: MeetProducer) -> None:
         """Get to know a worker whose handoff is about to come, so that its first load finds a connection.
 
-        Nothing may depend on it: it is called at most once per worker, and a failure is left for the load to report.
+        Nothing may depend on it: each router calls it once for each worker, or not at all, and a failure is left for the load
+        to report.
         """
 
     def expect(self, handoff: KVHandoff) -> None:

@@ -19,7 +19,7 @@ from core.wire.media import MMFeature
 class MeetProducer(msgspec.Struct, frozen=True, kw_only=True, tag="meet"):
     """Router → decode worker: this prefill worker computes a prompt that is for you.
 
-    A worker that shakes hands now has its peer open when the handoff comes. It may ignore the message, which is never repeated.
+    A worker that shakes hands now has its peer open when the handoff comes. It may ignore the message, which no router repeats.
     """
 
     engine_id: Name

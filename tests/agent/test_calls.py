@@ -75,7 +75,7 @@ async def test_an_engine_that_makes_no_steps_for_a_call_has_stalled(running, pat
     assert running.engine.reading().stalled_s == 0.0
 
 
-async def test_an_engine_that_has_no_step_to_make_for_a_call_is_asked_for_one_and_has_not_stalled(server, running):
+async def test_an_engine_without_steps_to_make_for_a_call_is_asked_for_one(server, running):
     """Its front end reads images, say."""
     server.called[CHAT] = [{"n": 1}, None]
     server.answers += [ONE_TOKEN, ONE_TOKEN, [None]]  # the third step does not come
