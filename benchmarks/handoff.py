@@ -12,8 +12,9 @@ before): the plain copy.
 
 A short prompt (64 tokens) goes through the same cluster and through an aggregated worker in turn, 15 times as often, since
 single pairs differ by more than what is looked for. Compared is the client's time from the first to the second token: what the
-handoff adds to the life of a request on an idle cluster. The router's account of as many other requests tells the handoff from
-the decode worker's step, which the aggregated worker makes as well.
+handoff adds to the life of a request on an idle cluster. The times between its later tokens say how much of a difference is
+the workers', not the handoff's. The router's account of as many other requests tells the handoff from the decode worker's step,
+which the aggregated worker makes as well.
 
 Prefill workers are killed while their blocks are read (``lost_owner.py``): how soon the decode worker begins to compute.
 
@@ -28,6 +29,7 @@ All workers have one torch thread. Figures are medians (smallest..largest); rati
 from __future__ import annotations
 
 import asyncio
+import statistics
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -54,6 +56,7 @@ LONG_PROMPT, SHORT_PROMPT = 2048, 64
 QUICK_PROMPT = 256
 FIRST_STARTS = 3  # of the cluster, each with one first transfer
 SHORT_REPEATS = 15  # of short prompts, for each of the long ones
+SHORT_OUTPUT = 8  # tokens of a short prompt's answer
 VERIFIED_REPEATS = 5  # of verified loads, likewise
 SHARE_GOAL = 0.08  # transfer / prefill
 FIRST_GOAL = 2.0  # first transfer / a later one, over shm
@@ -87,13 +90,14 @@ class SecondToken:
 class Found:
     """What one transport did: the first transfer of every start, and the later ones of the first start.
 
-    ``gaps_ms`` and ``aggregated_gaps_ms`` are the times from the first to the second token.
+    ``gaps_ms`` and ``aggregated_gaps_ms`` are the times between the tokens of each short answer, in order: the first one is
+    that from the first to the second token.
     """
 
     firsts: list[Transfer]
     others: list[Transfer]
-    gaps_ms: list[float]
-    aggregated_gaps_ms: list[float]
+    gaps_ms: list[list[float]]
+    aggregated_gaps_ms: list[list[float]]
     seconds: list[SecondToken] = field(default_factory=list)
 
     @property
@@ -126,7 +130,8 @@ class Found:
     @property
     def added_ms(self) -> Spread:
         """What the handoff adds to the time from the first to the second token."""
-        return Spread.of([pair - alone for pair, alone in zip(self.gaps_ms, self.aggregated_gaps_ms, strict=True)])
+        pairs = zip(self.gaps_ms, self.aggregated_gaps_ms, strict=True)
+        return Spread.of([handed_off[0] - alone[0] for handed_off, alone in pairs])
 
 
 class Prompts:
@@ -173,10 +178,10 @@ class Benchmark:
         others = [self.make_handoff(pair) for _ in range(self._repeats)]
         found = Found([first], others, [], [])
         for cluster in (pair, self._aggregated):
-            self._second_token_ms(cluster)  # not counted
+            self._gaps_of_short_answer(cluster)  # not counted
         for _ in range(SHORT_REPEATS * self._repeats):
-            found.gaps_ms.append(self._second_token_ms(pair))
-            found.aggregated_gaps_ms.append(self._second_token_ms(self._aggregated))
+            found.gaps_ms.append(self._gaps_of_short_answer(pair))
+            found.aggregated_gaps_ms.append(self._gaps_of_short_answer(self._aggregated))
             second = self._hand_off(pair, SHORT_PROMPT)["timing"]["second_token"]
             found.seconds.append(SecondToken(second["total_ms"] - second["first_step_ms"], second["first_step_ms"]))
         return found
@@ -206,17 +211,17 @@ class Benchmark:
         prefill_ms = transfer["timing"]["first_token"]["prefill_ms"]
         return Transfer(transfer["transport"], num_bytes, transfer["transfer_ms"], prefill_ms, copy_ms)
 
-    def _second_token_ms(self, cluster: LocalCluster) -> float:
-        """Return the time between the two tokens of a short request, as its client sees it."""
+    def _gaps_of_short_answer(self, cluster: LocalCluster) -> list[float]:
+        """Return the times between the tokens of a short request's answer, in ms, as its client sees them."""
         target = Target(base_url=cluster.base_url, model=self._model)
         for _ in range(MAX_TRIES):
-            request = BenchRequest(0.0, self._prompts.new(SHORT_PROMPT), 2)
+            request = BenchRequest(0.0, self._prompts.new(SHORT_PROMPT), SHORT_OUTPUT)
             (result,), _ = asyncio.run(run_load(target, [request], concurrency=1, timeout_s=REQUEST_TIMEOUT_S))
             if result.error:
                 raise RuntimeError(f"a request failed: {result.error}")
-            if result.itl_s:  # a first token that ends within a character is sent with the second
-                return result.itl_s[0] * 1e3
-        raise RuntimeError(f"the first token came with the second {MAX_TRIES} times")
+            if len(result.itl_s) == SHORT_OUTPUT - 1:  # a token that ends within a character is sent with the next
+                return [gap * 1e3 for gap in result.itl_s]
+        raise RuntimeError(f"tokens came together in {MAX_TRIES} answers one after another")
 
 
 def transfer_row(name: str, found: Found) -> tuple[str, ...]:
@@ -236,9 +241,12 @@ def transfer_row(name: str, found: Found) -> tuple[str, ...]:
 
 
 def second_token_row(name: str, found: Found) -> tuple[str, ...]:
+    sides = (found.gaps_ms, found.aggregated_gaps_ms)
+    firsts = [Spread.of([gaps[0] for gaps in answers]) for answers in sides]
+    later = [Spread.of([statistics.median(gaps[1:]) for gaps in answers]) for answers in sides]
     parts = [[second.handoff_ms for second in found.seconds], [second.step_ms for second in found.seconds]]
-    spreads = (Spread.of(found.gaps_ms), Spread.of(found.aggregated_gaps_ms), found.added_ms, *map(Spread.of, parts))
-    return (name, *(spread.show() for spread in spreads), f"{ADDED_GOAL_MS:g} ms")
+    shown = (*firsts, found.added_ms, *later, *map(Spread.of, parts))
+    return (name, *(spread.show() for spread in shown), f"{ADDED_GOAL_MS:g} ms")
 
 
 def goals_of(
@@ -275,6 +283,8 @@ def make_outcome(
         "1P1D, ms",
         "aggregated, ms",
         "added, ms",
+        "1P1D, later tokens, ms",
+        "aggregated, later tokens, ms",
         "handoff, ms",
         "D's step, ms",
         "goal of added",
@@ -287,6 +297,7 @@ def make_outcome(
         *goal_notes(goals),
         f"first transfers: of {num_firsts} starts, and their median over that of the later ones of the first start",
         "the goal in the first table is the least rate / plain copy",
+        f"later tokens: the median of the {SHORT_OUTPUT - 2} times between the tokens 2 to {SHORT_OUTPUT} of an answer",
         "handoff and D's step: the two parts of the time between the tokens, by the router's account of other requests",
         f"{' or '.join(f'{count:,}' for count in sorted(num_bytes))} bytes per transfer; one torch thread per worker",
         "goals of verification: at most this share of the longest transfer without it",

@@ -7,7 +7,7 @@
 
 #ifndef VARIANT /* the part that is read once; the kernels follow in #else */
 
-#include "_vectors.h"
+#include "../_vectors.h"
 
 #define MAX_GROUP 4 /* query heads that are computed together: their sums fit the registers */
 #define MAX_HEAD_DIM 256
@@ -64,7 +64,7 @@ void kvferry_paged_decode(const struct problem *p, int64_t first, int64_t end, f
 
 #else
 
-#include "_vectors.h"
+#include "../_vectors.h"
 
 /* The sums of the lanes of a, b, c and d, in this order. */
 INLINE quad VARIANT(sums_of)(floats a, floats b, floats c, floats d)

@@ -15,7 +15,7 @@
 
 #ifndef VARIANT /* the part that is read once; the kernels follow in #else */
 
-#include "_vectors.h"
+#include "../_vectors.h"
 
 #define KEYS 64
 #define ROWS 6
@@ -103,7 +103,7 @@ void kvferry_paged_prefill(const struct prefill *p, int64_t first, int64_t end, 
 
 #else
 
-#include "_vectors.h"
+#include "../_vectors.h"
 
 /* c[ROWS, 16 * width] (+)= a[ROWS, depth] b[depth, 16 * width] */
 INLINE void VARIANT(multiply)(

@@ -1,20 +1,19 @@
-"""What the compiled attention kernels share: the pool as the C code sees it, the call of a library, and its threads.
+"""What the compiled attention kernels share: the pool as the C code sees it, and the call of a library.
 
-Owns: strides and addresses of a pool, scratch memory, and the work of several threads in one call. Does not know: what a kernel
-computes.
+Owns: strides and addresses of a pool, and scratch memory. Does not know: what a kernel computes.
 """
 
 from __future__ import annotations
 
 import ctypes
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from itertools import accumulate
 from typing import Any
 
 import torch
 
 from core.attention.base import KVLayout, PagedKVCache
+from core.kernel_threads import KernelThreads
 
 LANES = 16  # of the C code: head_dim is a multiple
 _MAX_HEAD_DIM = 256  # the largest that is tested; the decode kernel has room for no more
@@ -39,7 +38,7 @@ class CompiledKernel:
         self._function = function
         self._layer_bytes = 2 * planes * cache.dtype.itemsize
         self._scratch = torch.empty(0, dtype=torch.float32, device="cpu")
-        self._threads: ThreadPoolExecutor | None = None
+        self._threads = KernelThreads("attention")
 
     def address_of(self, layer: int) -> int:
         """Return the address of the first key of a layer in block 0."""
@@ -55,18 +54,7 @@ class CompiledKernel:
             (ctypes.byref(problem), first, end, scratch + 4 * offset)
             for (problem, first, end), offset in zip(work, offsets, strict=False)
         ]
-        others = [self._pool().submit(self._function, *call) for call in calls[1:]]
-        try:
-            self._function(*calls[0])
-        finally:
-            wait(others)  # they read and write memory of the caller
-        for other in others:
-            other.result()
-
-    def _pool(self) -> ThreadPoolExecutor:
-        if self._threads is None:
-            self._threads = ThreadPoolExecutor(torch.get_num_threads(), thread_name_prefix="attention")
-        return self._threads
+        self._threads.run(self._function, calls)
 
 
 def takes(cache: PagedKVCache) -> bool:

@@ -17,7 +17,7 @@ from core.attention.base import AttentionBackend, AttentionPlan, AttentionSpec
 from core.model.arch import ModelArch
 from core.model.embedding import Embedding
 from core.model.fused_layers import layer_ops
-from core.model.layers import RMSNorm, RotaryEmbedding, gelu_and_mul, query_factors, residual_dtype
+from core.model.layers import RMSNorm, RotaryEmbedding, query_factors, residual_dtype
 from core.model.linear import Linear
 from core.model.rope import Rope
 
@@ -85,7 +85,7 @@ class Decoder:
         self._embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
         self._residual_dtype = residual_dtype(device, dtype)
         self._ops = layer_ops(device, dtype)
-        self._gate = gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else self._ops.silu_and_mul
+        self._gate = self._ops.gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else self._ops.silu_and_mul
         # What normalizes the hidden states after each layer: the next one's norm, or the last of all.
         self._next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
 

@@ -1,6 +1,7 @@
 """The operations between the linears: by torch, or by kernels of our own that do in one pass what torch does in several.
 
-Owns the choice, made once per device and dtype: the kernels must agree with torch first. Knows nothing of attention.
+The kernels are compiled C on the CPU (``core.model.compiled_layers``) and Triton on CUDA. Owns the choice, made once per device
+and dtype: the kernels must agree with torch first. Knows nothing of attention.
 """
 
 from __future__ import annotations
@@ -14,11 +15,16 @@ import torch
 from torch import Tensor
 
 from core.log import event
-from core.model.layers import RMSNorm, rotate_, silu_and_mul
+from core.model import compiled_layers
+from core.model.layers import RMSNorm, gelu_and_mul, residual_dtype, rotate_, silu_and_mul
 
 logger = logging.getLogger(__name__)
 
-_TOLERANCES = {torch.float16: 1e-2, torch.bfloat16: 6e-2}  # of results of a few units, rounded once instead of twice
+# of results of a few units, rounded once instead of twice
+_TOLERANCES = {
+    "cuda": {torch.float16: 1e-2, torch.bfloat16: 6e-2},
+    "cpu": {torch.float32: 1e-5, torch.bfloat16: 6e-2},
+}
 
 
 class LayerOps:
@@ -32,9 +38,48 @@ class LayerOps:
         """Return ``silu(gate) * up`` ``[T, I]`` of ``gate_up`` ``[T, 2 * I]``."""
         return silu_and_mul(gate_up)
 
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """Return ``gelu(gate) * up`` ``[T, I]`` of ``gate_up`` ``[T, 2 * I]``, gelu by its tanh approximation."""
+        return gelu_and_mul(gate_up)
+
     def rotate_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
         """Rotate ``heads`` ``[T, num_heads, head_dim]`` in place; see ``RotaryEmbedding``."""
         rotate_(heads, cos, sin)
+
+
+class CompiledLayerOps(LayerOps):
+    """By compiled C on the CPU. Raises: ImportError where it was not built."""
+
+    def __init__(self) -> None:
+        self._kernels = compiled_layers.LayerKernels()
+
+    def add_and_normalize(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> Tensor:
+        """See ``LayerOps``."""
+        dtype = norm.output_dtype(hidden)
+        is_exact = hidden.dtype is torch.float32 and dtype in (torch.float32, torch.bfloat16)
+        if not (is_exact and hidden.is_contiguous() and compiled_layers.takes(hidden, update, size=hidden.shape[1])):
+            return super().add_and_normalize(hidden, update, norm)
+        return self._kernels.add_and_normalize(hidden, update.contiguous(), norm.scaled_weight, norm.squared_floor, dtype)
+
+    def silu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See ``LayerOps``."""
+        if not compiled_layers.takes(gate_up, size=gate_up.shape[1] // 2):
+            return super().silu_and_mul(gate_up)
+        return self._kernels.gate_and_multiply(gate_up.contiguous(), "silu")
+
+    def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
+        """See ``LayerOps``."""
+        if not compiled_layers.takes(gate_up, size=gate_up.shape[1] // 2):
+            return super().gelu_and_mul(gate_up)
+        return self._kernels.gate_and_multiply(gate_up.contiguous(), "gelu")
+
+    def rotate_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
+        """See ``LayerOps``."""
+        is_packed = heads.stride()[1:] == (heads.shape[2], 1) and cos.dtype is sin.dtype is heads.dtype
+        if is_packed and compiled_layers.takes(heads, size=heads.shape[2] // 2):
+            self._kernels.rotate_(heads, cos.contiguous(), sin.contiguous())
+        else:
+            super().rotate_(heads, cos, sin)
 
 
 class TritonLayerOps(LayerOps):
@@ -62,16 +107,17 @@ class TritonLayerOps(LayerOps):
 
 @cache
 def layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
-    """Return the operations for a device: kernels of our own on CUDA in 16 bits, if they agree with torch's."""
-    if device.type != "cuda" or dtype not in _TOLERANCES:
+    """Return the operations for a device and the dtype of the weights: kernels of our own, if they agree with torch's."""
+    tolerance = _TOLERANCES.get(device.type, {}).get(dtype)
+    if tolerance is None or (device.type == "cpu" and not compiled_layers.is_built()):
         return LayerOps()
     try:
-        fused = TritonLayerOps()
+        fused = CompiledLayerOps() if device.type == "cpu" else TritonLayerOps()
         difference = _largest_difference(fused, device, dtype)
     except Exception as error:
         logger.warning(event("fused_layers_off", reason=f"{type(error).__name__}: {error}".splitlines()[0]))
         return LayerOps()
-    if not difference <= _TOLERANCES[dtype]:  # true for NaN
+    if not difference <= tolerance:  # true for NaN
         logger.warning(event("fused_layers_off", reason=f"they differ from torch by {difference:.2g}"))
         return LayerOps()
     return fused
@@ -85,9 +131,9 @@ def _largest_difference(fused: LayerOps, device: torch.device, dtype: torch.dtyp
         return torch.randn(shape, generator=generator).to(device, dtype)
 
     hidden, update, weight, gate_up = draw(5, 576), draw(5, 576), draw(576), draw(5, 2 * 1536)
-    heads, cos, sin = draw(5, 12, 80), draw(5, 1, 80), draw(5, 1, 80)
-    found, wanted = hidden.clone(), (hidden + update).float()
-    normed = fused.add_and_normalize(found, update, RMSNorm(weight, 1e-5))
+    heads, cos, sin = draw(5, 12, 96), draw(5, 1, 96), draw(5, 1, 96)
+    found, wanted = hidden.to(residual_dtype(device, dtype), copy=True), (hidden + update).float()
+    normed = fused.add_and_normalize(found, update, RMSNorm(weight, 1e-5, dtype))
     wanted_normed = exact.add_and_normalize(wanted.clone(), torch.zeros_like(wanted), RMSNorm(weight.float(), 1e-5))
     rotated, wanted_rotated = heads.clone()[:, :9], heads.float()[:, :9]
     fused.rotate_(rotated, cos, sin)
@@ -96,6 +142,7 @@ def _largest_difference(fused: LayerOps, device: torch.device, dtype: torch.dtyp
         (found, wanted),
         (normed, wanted_normed),
         (fused.silu_and_mul(gate_up), exact.silu_and_mul(gate_up.float())),
+        (fused.gelu_and_mul(gate_up), exact.gelu_and_mul(gate_up.float())),
         (rotated, wanted_rotated),
     ]
     return max(float((left.float() - right).abs().max()) for left, right in pairs)

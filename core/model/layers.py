@@ -21,6 +21,8 @@ class RMSNorm:
 
     On the CPU in fp32; elsewhere in fp32 if the weight or the hidden states are. The result has ``dtype``, the hidden states'
     if it is None.
+
+        hidden * scaled_weight / sqrt(|hidden|^2 + squared_floor)
     """
 
     def __init__(self, weight: Tensor, eps: float, dtype: torch.dtype | None = None) -> None:
@@ -29,20 +31,25 @@ class RMSNorm:
         self._dtype = dtype
         # rms = sqrt(|x|^2 / n + eps) = hypot(|x|, sqrt(n * eps)) / sqrt(n)
         self._is_composed = weight.device.type == "cpu"
-        self._scaled_weight = weight.float() * len(weight) ** 0.5
-        self._floor = torch.tensor((len(weight) * eps) ** 0.5)
+        self.scaled_weight = weight.float() * len(weight) ** 0.5
+        self.squared_floor = len(weight) * eps
+        self._floor = torch.tensor(self.squared_floor**0.5)
 
     def __call__(self, hidden: Tensor) -> Tensor:
         """Return ``hidden`` ``[T, hidden_size]`` normalized."""
-        dtype = self._dtype or hidden.dtype
+        dtype = self.output_dtype(hidden)
         if self._is_composed:
             # torch composes rms_norm of eight operations on the CPU. These four make a step of one row 3 % shorter.
             exact = hidden.float()
             norm = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-            return torch.div(exact, torch.hypot(norm, self._floor)).mul_(self._scaled_weight).to(dtype)
+            return torch.div(exact, torch.hypot(norm, self._floor)).mul_(self.scaled_weight).to(dtype)
         if hidden.dtype != self.weight.dtype:
             return F.rms_norm(hidden.float(), self.weight.shape, self.weight, self.eps).to(dtype)
         return F.rms_norm(hidden, self.weight.shape, self.weight, self.eps).to(dtype)
+
+    def output_dtype(self, hidden: Tensor) -> torch.dtype:
+        """Return the dtype of what ``hidden`` is normalized to."""
+        return self._dtype or hidden.dtype
 
     def keeps(self, dtype: torch.dtype) -> bool:
         """Return True if hidden states of ``dtype`` are normalized by a weight of that dtype, to that dtype."""

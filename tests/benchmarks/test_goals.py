@@ -52,7 +52,7 @@ def test_handoff_takes_medians_of_all_starts(load_benchmark):
     handoff, verification = load_benchmark("handoff"), load_benchmark("verification")
     firsts = [handoff.Transfer("shm", 1000, ms, 100.0, 4.0) for ms in (30.0, 9.0, 12.0)]
     others = [handoff.Transfer("shm", 1000, 5.0, 100.0, 4.0), handoff.Transfer("shm", 1000, 5.0, 50.0, 3.0)]
-    found = {name: handoff.Found(firsts, others, [5.0, 6.0], [4.0, 4.0]) for name in ("shm", "tcp")}
+    found = {name: handoff.Found(firsts, others, [[5.0, 3.0], [6.0, 3.0]], [[4.0, 3.0], [4.0, 3.0]]) for name in ("shm", "tcp")}
     load = verification.Measured(num_tokens=1, transfer_ms=10.0, verify_ms=5.0, copy_ms=1.0)
     loads = {name: {kind: [load] for kind in verification.KINDS} for name in ("shm", "tcp", "nixl")}
     goals = handoff.goals_of(found, loads, [0.2, 0.4, 0.9])

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from core.model import fused_layers
-from core.model.fused_layers import LayerOps, TritonLayerOps, layer_ops
+from core.model import compiled_layers, fused_layers
+from core.model.fused_layers import CompiledLayerOps, LayerOps, TritonLayerOps, layer_ops
 from core.model.layers import RMSNorm
 
-CUDA = torch.device("cuda")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+needs_library = pytest.mark.skipif(
+    not compiled_layers.is_built(), reason="core/model/_layer_ops.c was not built: make install, or pip install --editable ."
+)
 
 
 @pytest.fixture(autouse=True)
@@ -19,9 +23,13 @@ def no_choice_is_kept():
     layer_ops.cache_clear()
 
 
-def test_torch_does_it_on_a_cpu_and_in_32_bits():
-    assert type(layer_ops(torch.device("cpu"), torch.bfloat16)) is LayerOps
+def test_torch_does_it_where_there_are_no_kernels(monkeypatch):
     assert type(layer_ops(CUDA, torch.float32)) is LayerOps
+    assert type(layer_ops(CPU, torch.float16)) is LayerOps
+    monkeypatch.setattr(compiled_layers, "_library", lambda: None)
+    assert type(layer_ops(CPU, torch.bfloat16)) is LayerOps
+    with pytest.raises(ImportError, match=r"_layer_ops\.c was not built"):
+        CompiledLayerOps()
 
 
 @pytest.mark.parametrize("failure", [ImportError("no module named triton"), RuntimeError("no kernel image\nfor it")])
@@ -42,7 +50,7 @@ def test_kernels_that_differ_are_not_used(monkeypatch, caplog, difference):
     assert "they differ from torch by" in caplog.text
 
 
-@pytest.mark.parametrize("name", ["add_and_normalize", "silu_and_mul", "rotate_"])
+@pytest.mark.parametrize("name", ["add_and_normalize", "silu_and_mul", "gelu_and_mul", "rotate_"])
 def test_a_wrong_operation_is_noticed(name):
     """The comparison looks at each of them."""
     right = getattr(LayerOps, name)
@@ -52,9 +60,9 @@ def test_a_wrong_operation_is_noticed(name):
         (first if result is None else result)[-1, -1].add_(0.5)
         return result
 
-    cpu, wrong_ops = torch.device("cpu"), type("WrongOps", (LayerOps,), {name: wrong})
-    assert fused_layers._largest_difference(LayerOps(), cpu, torch.float32) < 1e-4
-    assert fused_layers._largest_difference(wrong_ops(), cpu, torch.float32) > 0.1
+    wrong_ops = type("WrongOps", (LayerOps,), {name: wrong})
+    assert fused_layers._largest_difference(LayerOps(), CPU, torch.float32) < 1e-4
+    assert fused_layers._largest_difference(wrong_ops(), CPU, torch.float32) > 0.1
 
 
 @pytest.mark.gpu
@@ -82,3 +90,74 @@ def test_kernels_on_a_gpu_do_what_torch_does_in_large_shapes(num_rows):
         each.rotate_(which[:, :40], angles.cos().bfloat16(), angles.sin().bfloat16())
     torch.testing.assert_close(*rotated, rtol=2e-2, atol=3e-2)
     torch.testing.assert_close(rotated[0][:, 40:], heads[:, 40:], rtol=0, atol=0)
+
+
+def operate(ops, operands):
+    """Return the results of every operation; the operands stay as they are."""
+    hidden, update, norm, gate_up, heads, angles = operands
+    added, rotated = hidden.clone(), heads.clone()
+    normed = ops.add_and_normalize(added, update, norm)
+    ops.rotate_(rotated[:, : heads.shape[1] - 1], *angles)
+    return added, normed, ops.silu_and_mul(gate_up), ops.gelu_and_mul(gate_up), rotated
+
+
+def draw(num_rows, dtype, size=576, head_dim=64):
+    """Return the operands of a layer, for ``operate``."""
+    generator = torch.Generator().manual_seed(3)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=generator)
+
+    norm = RMSNorm(normal(size).to(dtype), 1e-5, dtype)
+    angle = normal(num_rows, 1, head_dim)
+    tensors = normal(num_rows, size), normal(num_rows, size).to(dtype), norm, 4 * normal(num_rows, 2 * size).to(dtype)
+    return *tensors, normal(num_rows, 7, head_dim).to(dtype), (angle.cos().to(dtype), angle.sin().to(dtype))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 300])
+@pytest.mark.parametrize(("size", "head_dim"), [(576, 64), (16, 32)])
+def test_compiled_kernels_round_once_what_torch_computes_exactly(dtype, num_rows, size, head_dim):
+    operands = hidden, update, norm, gate_up, heads, angles = draw(num_rows, dtype, size, head_dim)
+    found = operate(CompiledLayerOps(), operands)
+    exact_norm = RMSNorm(norm.weight.double(), 1e-5)
+    sums = hidden.double() + update.double()
+    unit = sums / (sums.square().mean(-1, keepdim=True) + 1e-5).sqrt() * exact_norm.weight
+    gate, up = gate_up.double().chunk(2, dim=-1)
+    rotated = heads.double()
+    LayerOps().rotate_(rotated[:, :-1], *(each.double() for each in angles))
+    wanted = sums, unit, F.silu(gate) * up, F.gelu(gate, approximate="tanh") * up, rotated
+    assert [each.dtype for each in found] == [torch.float32, *[dtype] * 4]
+    for left, right in zip(found, wanted, strict=True):
+        rounding = 2**-7 if left.dtype is torch.bfloat16 else 2**-20
+        assert ((left.double() - right).abs() <= rounding * right.abs() + 1e-5).all()
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_does_not_depend_on_the_others_nor_on_threads(dtype, monkeypatch):
+    ops, operands = CompiledLayerOps(), draw(300, dtype)
+    hidden, update, norm, gate_up, heads, angles = operands
+    together = operate(ops, operands)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert all(map(torch.equal, together, operate(ops, operands)))
+    for row in (0, 7, 299):
+        one = slice(row, row + 1)
+        alone = operate(ops, (hidden[one], update[one], norm, gate_up[one], heads[one], [each[one] for each in angles]))
+        assert all(torch.equal(left[one], right) for left, right in zip(together, alone, strict=True))
+
+
+@needs_library
+def test_torch_does_it_where_sizes_do_not_fill_vectors():
+    operands = draw(5, torch.bfloat16, 40, 80)
+    assert all(map(torch.equal, operate(CompiledLayerOps(), operands), operate(LayerOps(), operands)))
+
+
+@needs_library
+def test_extreme_gates_are_those_of_torch():
+    gates = torch.tensor([float("nan"), 1e30, -1e30, 88.0, -88.0, 0.0, -0.0, 1e-30, *range(-8, 0)])
+    gate_up = torch.cat((gates, torch.ones(16))).unsqueeze(0)
+    for name in ("silu_and_mul", "gelu_and_mul"):
+        found, wanted = (getattr(ops, name)(gate_up) for ops in (CompiledLayerOps(), LayerOps()))
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)

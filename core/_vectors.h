@@ -1,4 +1,4 @@
-/* Vectors of 16 floats, for the C code of attention: types, loads and stores of float32 and bfloat16, and 2 ** x.
+/* Vectors of 16 floats, for the C code of attention and of the layers: types, loads and stores of float32 and bfloat16, and 2 ** x.
  *
  * Included twice: without VARIANT for the types, then with VARIANT(name) defined for functions that are compiled for one kind of
  * CPU, whose instructions the compiler chooses by the target in effect.
