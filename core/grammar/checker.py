@@ -81,12 +81,13 @@ class GrammarChecker:
         process = self._process
         if process is None or process.poll() is not None:
             process = self._start()
+        answer = None
         try:
-            answer = self._exchange(process, Check(output, self._timeout_s), WALL_FACTOR * self._timeout_s + 1.0)
-        except OSError:  # it ended before it had read the question
-            answer = None
-        if answer is None:
-            self._kill()
+            with suppress(OSError):  # it ended before it had read the question
+                answer = self._exchange(process, Check(output, self._timeout_s), WALL_FACTOR * self._timeout_s + 1.0)
+        finally:
+            if answer is None:  # one that came later would be taken for the next question's
+                self._kill()
         return answer
 
     def _start(self) -> subprocess.Popen[bytes]:
@@ -96,14 +97,16 @@ class GrammarChecker:
         command = [sys.executable, "-P", "-m", "core.grammar.child"]
         process = self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
         assert process.stdin is not None
+        answer = None
         try:
-            write_frame(process.stdin, self._setup())
-            trial = Check(StructuredOutput(kind="json_object"), _START_TIMEOUT_S)
-            answer = self._exchange(process, trial, WALL_FACTOR * _START_TIMEOUT_S)
-        except OSError:
-            answer = None
+            with suppress(OSError):
+                write_frame(process.stdin, self._setup())
+                trial = Check(StructuredOutput(kind="json_object"), _START_TIMEOUT_S)
+                answer = self._exchange(process, trial, WALL_FACTOR * _START_TIMEOUT_S)
+        finally:
+            if answer is None:
+                self._kill()
         if answer is None:
-            self._kill()
             raise KVFerryError("the process that checks grammars does not start")
         return process
 
@@ -112,10 +115,11 @@ class GrammarChecker:
         assert process.stdin is not None
         assert process.stdout is not None
         write_frame(process.stdin, question)
+        poller = select.poll()  # takes any descriptor; ``select.select`` none from 1,024 on
+        poller.register(process.stdout, select.POLLIN)
         deadline = time.monotonic() + timeout_s
         while (left := deadline - time.monotonic()) > 0:
-            readable, _, _ = select.select([process.stdout], [], [], left)
-            if readable:  # an answer is written at once
+            if poller.poll(1000 * left):  # an answer is written at once
                 frame = read_frame(process.stdout)
                 return msgspec.msgpack.decode(frame, type=Checked) if frame is not None else None
         return None

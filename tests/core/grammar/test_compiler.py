@@ -2,11 +2,14 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import threading
+from contextlib import ExitStack
 
 import pytest
 
 from core.errors import InvalidRequest, KVFerryError, Overloaded
+from core.grammar import checker as checker_module
 from core.grammar import compiler as compiler_module
 from core.grammar.checker import GrammarChecker
 from core.grammar.compiled import CompiledGrammar
@@ -29,6 +32,19 @@ def checker(setup):
     checker = GrammarChecker(lambda: setup, timeout_s=1.0)
     yield checker
     checker.close()
+
+
+@pytest.fixture
+def open_descriptors():
+    """Have 1,100 descriptors open, as a router with so many connections has."""
+    num_descriptors = 1100
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2 * num_descriptors), hard))
+    with ExitStack() as stack:
+        for _ in range(num_descriptors):
+            stack.callback(os.close, os.open(os.devnull, os.O_RDONLY))
+        yield
+    resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 @pytest.fixture
@@ -82,6 +98,36 @@ def test_a_process_that_died_is_replaced(checker):
     checker.check(regex("ab"))
     os.kill(checker.pid, 9)
     checker.check(regex("ac"))
+
+
+@pytest.mark.usefixtures("open_descriptors")
+def test_checks_grammars_however_many_descriptors_are_open(checker):
+    checker.check(regex("ab"))
+    with pytest.raises(InvalidRequest, match="not supported"):
+        checker.check(regex("(?=a)"))
+
+
+def test_an_answer_that_was_not_read_is_not_taken_for_the_next(checker, monkeypatch):
+    def fail(stream):
+        monkeypatch.undo()
+        raise ValueError("not now")
+
+    checker.check(regex("ab"))
+    monkeypatch.setattr(checker_module, "read_frame", fail)
+    with pytest.raises(ValueError, match="not now"):
+        checker.check(regex("ac"))
+    with pytest.raises(InvalidRequest, match="not supported"):
+        checker.check(regex("(?=a)"))
+
+
+def test_without_its_vocabulary_the_process_does_not_stay():
+    def setup():
+        raise ValueError("no such tokenizer")
+
+    checker = GrammarChecker(setup)
+    with pytest.raises(ValueError, match="no such tokenizer"):
+        checker.check(regex("ab"))
+    assert checker.pid is None
 
 
 def test_closing_ends_the_process(checker):
