@@ -12,6 +12,7 @@ from typing import Any
 import msgspec
 
 from core.errors import InvalidRequest
+from core.grammar.schema_keywords import with_schemas
 from core.wire.sampling import StructuredOutput
 
 MAX_SCHEMA_BYTES = 64 << 10
@@ -174,8 +175,8 @@ def _check_regexes(schema: object) -> None:
     named = schema.get("patternProperties")
     for name in named if isinstance(named, dict) else ():
         check_regex(name or ".*")
-    for value in schema.values():
-        _check_regexes(value)
+    for keyword, value in schema.items():
+        with_schemas(keyword, value, _check_regexes)
 
 
 def _parse_json(what: str, text: str) -> Any:  # noqa: ANN401

@@ -13,6 +13,7 @@ from typing import Any
 
 from core.errors import InvalidRequest
 from core.grammar.limits import MAX_GRAMMAR_BYTES
+from core.grammar.schema_keywords import with_schemas
 from core.grammar.translation import WHITESPACE, embedded_form, embedded_schema
 from core.wire.sampling import StructuredOutput
 
@@ -147,7 +148,7 @@ def _moved(schema: Any, base: str) -> Any:  # noqa: ANN401 - JSON
         return [_moved(item, base) for item in schema]
     if not isinstance(schema, dict):
         return schema
-    found = {key: value if key in ("enum", "const", "default") else _moved(value, base) for key, value in schema.items()}
+    found = {key: with_schemas(key, value, lambda inner: _moved(inner, base)) for key, value in schema.items()}
     reference = found.get("$ref")
     if isinstance(reference, str) and reference.startswith("#"):
         found["$ref"] = base + reference[1:]

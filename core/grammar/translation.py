@@ -16,6 +16,7 @@ from llguidance.gbnf_to_lark import gbnf_to_lark
 
 from core.errors import InvalidRequest
 from core.grammar.limits import StructuralTag, check_limits, parse_choices, parse_schema, parse_tag
+from core.grammar.schema_keywords import with_schemas
 from core.wire.sampling import StructuredOutput
 
 if TYPE_CHECKING:
@@ -41,8 +42,6 @@ _DEFINED_FORMATS = frozenset(
         *("uri", "uri-reference", "iri", "iri-reference", "uri-template", "json-pointer", "relative-json-pointer", "regex"),
     )
 )
-_SCHEMAS_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
-_NO_SCHEMAS = ("enum", "const", "default", "examples", "example")
 
 
 def to_grammar(output: StructuredOutput, special_tokens: Collection[str] = ()) -> str:
@@ -142,10 +141,7 @@ def _prepare(schema: Any) -> Any:  # noqa: ANN401
     for key, value in schema.items():
         if key == "format" and isinstance(value, str) and value not in _DEFINED_FORMATS:
             continue
-        if key in _SCHEMAS_BY_NAME and isinstance(value, dict):
-            found[key] = {name: _prepare(item) for name, item in value.items()}
-        else:
-            found[key] = value if key in _NO_SCHEMAS else _prepare(value)
+        found[key] = with_schemas(key, value, _prepare)
     return found
 
 

@@ -42,6 +42,28 @@ def test_required_calls_are_bound_by_all_functions_with_their_references():
     assert not jsonschema.Draft202012Validator(json.loads(single)).is_valid([oslo, time])
 
 
+@pytest.mark.parametrize("name", ["default", "const", "enum", "examples", "$ref"])
+def test_references_are_kept_whatever_a_parameter_is_named(name):
+    colour = {"type": "object", "properties": {name: {"$ref": "#/$defs/Color"}}, "required": [name]}
+    paint = {"name": "paint", "parameters": {**colour, "$defs": {"Color": {"enum": ["red"]}}}}
+    tools = [{"type": "function", "function": found} for found in (paint, {"name": "Color"})]
+    check = jsonschema.Draft202012Validator(json.loads(use(tools=tools, tool_choice="required").form.value))
+    assert check.is_valid([{"name": "paint", "arguments": {name: "red"}}])
+    assert not check.is_valid([{"name": "paint", "arguments": {name: {}}}])
+
+
+@pytest.mark.parametrize("keyword", ["default", "const", "enum", "examples"])
+def test_references_in_what_is_no_schema_are_text(keyword):
+    values = [{"$ref": "#/a"}]
+    parameters = {"type": "object", "properties": {"a": {keyword: values}}}
+    schema = json.loads(
+        use(
+            tools=[{"type": "function", "function": {"name": "f", "parameters": parameters}}], tool_choice="required"
+        ).form.value
+    )
+    assert schema["$defs"]["f"] == parameters
+
+
 def test_forced_call_replaces_a_form_of_the_output():
     form = {"type": "json_object"}
     assert use(tools=TOOLS, tool_choice=NAMED, response_format=form).form == use(tools=TOOLS, tool_choice=NAMED).form

@@ -1,0 +1,18 @@
+"""Where the schemas stand in a JSON schema, and where data does that may look like one. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+_SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
+_DATA = frozenset(("enum", "const", "default", "examples", "example"))
+
+
+def with_schemas(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:  # noqa: ANN401 - JSON
+    """Return the value of ``keyword`` with ``change`` done to each schema, or list of schemas, that it holds."""
+    if keyword in _DATA:
+        return value
+    if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
+        return {name: change(schema) for name, schema in value.items()}
+    return change(value)
