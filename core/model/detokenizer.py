@@ -107,12 +107,15 @@ class _WindowStream:
     def __init__(self, tokenizer: Tokenizer, context: Sequence[int], skip_special_tokens: bool) -> None:
         self._tokenizer = tokenizer
         self._skip_special_tokens = skip_special_tokens
+        self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window = list(context)
         self._read = len(context)
         while self._is_open(self._window[: self._read]):
             self._read -= 1  # bytes of a character that the prompt leaves open belong to the output
 
     def step(self, token_id: int) -> str:
+        if token_id in self._hidden or self._tokenizer.token(token_id) is None:
+            return ""  # in the window, endless ones would be decoded again and again
         self._window.append(token_id)
         text = self._new_text()
         must_emit = len(self._window) - self._read > _MAX_HELD_TOKENS

@@ -94,6 +94,18 @@ def test_endless_broken_bytes_are_not_held_forever(tokenizers):
     assert any(pieces[:20])
 
 
+@pytest.mark.parametrize("hidden", [1, 10_000], ids=["special", "outside the vocabulary"])
+def test_tokens_without_text_cost_no_more_as_they_become_many(tokenizers, monkeypatch, hidden):
+    tokenizer = tokenizers["byte fallback"]
+    fox = tokenizer.encode("the 🦊")
+    ids = [*fox[:-1], *[hidden] * 300, fox[-1], *[hidden] * 300]
+    decoded = []
+    decode = tokenizer.decode
+    monkeypatch.setattr(tokenizer, "decode", lambda ids, **options: decoded.append(len(ids)) or decode(ids, **options))
+    assert "".join(stream(tokenizer, ids)) == "the 🦊"
+    assert sum(decoded) < 10 * len(ids)
+
+
 def cut_at_stop(text, stops, include):
     """Read character by character and stop as soon as a stop string is complete: the definition."""
     for end in range(1, len(text) + 1):
