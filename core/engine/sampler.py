@@ -87,9 +87,11 @@ class LaunchedSamples:
         refusals: dict[int, KVFerryError] = {}
         for slot, highest, grammar_error in self.edited:
             if slot not in failures and not bool(highest.isfinite()):
+                # Any other way to leave no token is refused before it runs: ``core.wire.sampling.check_tokens_left``.
                 refusals[slot] = grammar_error or InvalidRequest(
-                    "allowed_token_ids, stop_token_ids, logit_bias, min_tokens and the grammar leave no token to choose",
-                    param="min_tokens",
+                    "none of allowed_token_ids continues or ends the structured output here: allow the tokens that its form "
+                    "needs, or leave allowed_token_ids out",
+                    param="allowed_token_ids",
                 )
         token_ids: list[int] = self.token_ids.tolist()
         if self.logprobs is None:

@@ -134,13 +134,18 @@ class LogitsEdits:
             keep_allowed(logits, self._allowed_by_grammar(self._matcher, must_go_on))
 
     def _allowed_by_grammar(self, matcher: GrammarMatcher, must_go_on: bool) -> npt.NDArray[np.uint8] | None:
-        """Return the bits of the tokens that the grammar allows; below ``min_tokens`` stop tokens only without others."""
+        """Return the bits of the tokens that the grammar allows.
+
+        Below ``min_tokens`` stop tokens are among them only if the request allows no other.
+        """
         bits = matcher.allowed_bits()
         if bits is None or not must_go_on:
             return bits
         others = bits.copy()
         np.bitwise_and.at(others, self._stop_ids // 8, ~(1 << self._stop_ids % 8).astype(np.uint8))
-        return others if others.any() else bits
+        allowed = self._allowed
+        can_go_on = others.any() if allowed is None else (others[allowed // 8] & (1 << allowed % 8).astype(np.uint8)).any()
+        return others if can_go_on else bits
 
     def _penalize(self, logits: Tensor, history: TokenHistory) -> None:
         """Repetition over prompt and output (arXiv 1909.05858), frequency and presence over the output (OpenAI)."""

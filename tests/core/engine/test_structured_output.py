@@ -131,6 +131,9 @@ def test_a_minimum_makes_an_output_longer_where_the_grammar_allows_it(build, tok
     tokens, _ = run(build().engine, [request("a", form, min_tokens=40, logit_bias={2: 100.0})])
     assert len(tokens["a"]) == 41
     assert text_of(tokenizer, tokens["a"]).isalpha()
+    allowed = (*tokenizer.encode("x"), *EOS_TOKEN_IDS)
+    tokens, _ = run(build().engine, [request("a", form, min_tokens=40, logit_bias={2: 100.0}, allowed_token_ids=allowed)])
+    assert text_of(tokenizer, tokens["a"]) == "x" * 40
 
 
 def test_greedy_outputs_with_penalties_and_logprobs_are_valid(build, tokenizer):
@@ -143,7 +146,16 @@ def test_allowed_tokens_that_the_grammar_excludes_end_in_an_error(build, tokeniz
     letter = tokenizer.encode("x")
     _, ends = run(build().engine, [request("a", allowed_token_ids=tuple(letter))])
     assert ends["a"].finish_reason == "error"
-    assert "leave no token to choose" in ends["a"].error.message
+    assert ends["a"].error.param == "allowed_token_ids"
+    assert "or leave allowed_token_ids out" in ends["a"].error.message
+
+
+def test_a_minimum_ends_where_only_allowed_tokens_that_end_go_on(build, tokenizer):
+    form = StructuredOutput(kind="regex", value="xy*")
+    allowed = (*tokenizer.encode("x"), *EOS_TOKEN_IDS)
+    tokens, ends = run(build().engine, [request("a", form, allowed_token_ids=allowed, min_tokens=50)])
+    assert ends["a"].finish_reason == "stop"
+    assert text_of(tokenizer, tokens["a"]) == "x"
 
 
 def test_an_unsupported_schema_ends_in_an_error_and_the_others_go_on(build, tokenizer):
