@@ -58,6 +58,7 @@ _GEMMA3_LAYER_NAMES = {
 }
 _GEMMA3_27B_LAYERS = 62  # llama.cpp recognises this size by its number of layers; its queries have another scale
 _GEMMA3_FULL_EVERY = 6  # layers; the others slide
+_EMBEDDINGS = "token_embd.weight"
 _ROPE_FREQS = "rope_freqs.weight"  # llama3 rope, given as one divisor per frequency
 
 
@@ -76,7 +77,7 @@ def convert_gguf(gguf_path: Path, folder: Path) -> None:
     Deterministic: the same file gives the same bytes.
 
     Raises:
-        ConfigError: the file is not a GGUF, or its architecture, rope, tokenizer or a tensor is not supported.
+        ConfigError: the file is not a GGUF, has no embeddings, or its architecture, rope, tokenizer or a tensor is unsupported.
     """
     file = read_gguf(gguf_path)
     config = _hf_config(file)
@@ -122,11 +123,17 @@ def _hf_config(file: GGUFFile) -> dict[str, Any]:
         return metadata[name]
 
     tensors = {tensor.name: tensor for tensor in file.tensors}
+    if _EMBEDDINGS not in tensors:
+        raise ConfigError(
+            "the GGUF file has no token embeddings: if it is one part of a split file, join the parts with "
+            "llama-gguf-split --merge",
+            param="model.name",
+        )
     num_heads = required("attention.head_count")
     theta = metadata.get(f"{architecture}.rope.freq_base", 10000.0)
     config = {
         "model_type": _ARCHITECTURES[architecture],
-        "vocab_size": tensors["token_embd.weight"].shape[0],
+        "vocab_size": tensors[_EMBEDDINGS].shape[0],
         "hidden_size": required("embedding_length"),
         "intermediate_size": required("feed_forward_length"),
         "num_hidden_layers": required("block_count"),

@@ -62,7 +62,7 @@ def read_gguf(path: Path) -> GGUFFile:
         with path.open("rb") as file:
             content = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         return _parse(content)
-    except (OSError, ValueError, KeyError, struct.error, UnicodeDecodeError) as error:
+    except (OSError, ValueError, KeyError, struct.error, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read as a GGUF file: {error}", param="model") from error
 
 

@@ -187,6 +187,16 @@ def test_refuses_a_scaled_rope_it_does_not_know(tiny_model, tmp_path):
         convert(path, tmp_path / "converted")
 
 
+def test_a_part_without_embeddings_names_how_to_join_the_parts(tiny_model, tmp_path):
+    model = tiny_model("llama").reference
+    weights = {name: tensor for name, tensor in model.state_dict().items() if "embed_tokens" not in name}
+    model.state_dict = lambda: weights
+    path = write_gguf(tmp_path / "model.gguf", model, "llama")
+    with pytest.raises(ConfigError, match=r"no token embeddings.*llama-gguf-split --merge") as caught:
+        convert(path, tmp_path / "converted")
+    assert caught.value.param == "model.name"
+
+
 @pytest.mark.parametrize("content", [b"", b"not a gguf file at all, but long enough to hold a header"])
 def test_names_a_file_that_is_no_gguf(content, tmp_path):
     (tmp_path / "model.gguf").write_bytes(content)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import gguf
 import numpy as np
 import pytest
@@ -89,3 +91,10 @@ def test_a_head_that_makes_no_sense_is_refused(path, offset, change):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"some\.gguf cannot be read as a GGUF file"):
         read_gguf(path)
+
+
+def test_lists_in_each_other_without_end_are_refused(tmp_path):
+    head = b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + struct.pack("<Q", 4) + b"deep" + struct.pack("<I", 9)
+    (tmp_path / "some.gguf").write_bytes(head + struct.pack("<IQ", 9, 1) * 100_000)
+    with pytest.raises(ConfigError, match=r"some\.gguf cannot be read as a GGUF file"):
+        read_gguf(tmp_path / "some.gguf")
