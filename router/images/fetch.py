@@ -58,7 +58,7 @@ class ImageFetcher:
                 return await self._follow(_parse(url))
         except TimeoutError:
             raise InvalidRequest(f"its host took longer than {self._limits.timeout_s:g} s") from None
-        except (httpx.HTTPError, httpx.InvalidURL, OSError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:  # the last: no name that can be resolved
             raise InvalidRequest(f"it could not be fetched: {type(error).__name__}") from None
 
     async def close(self) -> None:
@@ -83,7 +83,7 @@ class ImageFetcher:
             "GET",
             url.copy_with(host=str(address)),
             headers={**_HEADERS, "host": url.netloc.decode("ascii")},
-            extensions={"sni_hostname": url.host},  # the certificate is verified against the name
+            extensions={"sni_hostname": _host_of(url)},  # the certificate is verified against the name
         )
         response = await self._open_client().send(request, stream=True)
         try:
@@ -108,14 +108,14 @@ class ImageFetcher:
 
     async def _choose_address(self, url: httpx.URL) -> Address:
         """Return an allowed address of the URL's host."""
-        port = url.port or DEFAULT_PORTS[url.scheme]
-        if not self._rules.allows_host(url.scheme, url.host, port):
+        host, port = _host_of(url), url.port or DEFAULT_PORTS[url.scheme]
+        if not self._rules.allows_host(url.scheme, host, port):
             raise InvalidRequest(f"images are not fetched from {url.netloc.decode('ascii')}, see router.images.allowed_hosts")
-        spelled = as_address(url.host)
-        addresses = [spelled] if spelled is not None else await self._resolve(url.host, port)
+        spelled = as_address(host)
+        addresses = [spelled] if spelled is not None else await self._resolve(host, port)
         allowed = next((address for address in addresses if self._rules.allows_address(address)), None)
         if allowed is None:
-            raise InvalidRequest(f"{url.host} has no address that images are fetched from")
+            raise InvalidRequest(f"{host} has no address that images are fetched from")
         return allowed
 
     def _open_client(self) -> httpx.AsyncClient:
@@ -125,7 +125,9 @@ class ImageFetcher:
         """
         if self._client is None:
             self._client = httpx.AsyncClient(
-                trust_env=False, timeout=self._limits.timeout_s, limits=httpx.Limits(max_keepalive_connections=0)
+                trust_env=False,
+                timeout=self._limits.timeout_s,
+                limits=httpx.Limits(max_keepalive_connections=0),
             )
         return self._client
 
@@ -137,7 +139,12 @@ class Resolver:
         self._threads = ThreadPoolExecutor(_RESOLVER_THREADS, "kvferry-resolve")  # started at the first name
 
     async def resolve(self, host: str, port: int) -> list[Address]:
-        """Return the addresses of a name, in the system's order. Raises OSError if it has none."""
+        """Return the addresses of a name, in the system's order.
+
+        Raises:
+            OSError: it has none.
+            UnicodeError: it cannot be one, such as with a label that is empty or too long.
+        """
         ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
         found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
         addresses = [as_address(str(entry[4][0]).partition("%")[0]) for entry in found]
@@ -154,8 +161,13 @@ def _parse(text: str) -> httpx.URL:
         url = httpx.URL(text)
     except (httpx.InvalidURL, ValueError):
         raise InvalidRequest("its URL cannot be understood") from None
-    if url.scheme not in DEFAULT_PORTS or not url.host:
+    if url.scheme not in DEFAULT_PORTS or not url.raw_host:
         raise InvalidRequest("its URL is neither a data: nor an http(s) URL")
     if url.userinfo:
         raise InvalidRequest("its URL holds a user or a password: leave them out")
     return url
+
+
+def _host_of(url: httpx.URL) -> str:
+    """Return the host in ASCII; ``url.host`` decodes names of other scripts, and raises for what only looks like one."""
+    return url.raw_host.decode("ascii")

@@ -3,8 +3,9 @@
 Owns the rule that keeps clients from reaching the operator's network through the router. Pure functions without I/O.
 
 An entry is a name (``images.example.com``), all names below one (``*.example.com``), both optionally with a port, or an
-address or a network (``10.1.0.0/16``). A name without a port allows the default port of the scheme. An address that is not
-public is allowed only if an entry contains it, whether it is in the URL or a name resolves to it.
+address or a network (``10.1.0.0/16``), which allow all ports. Names are in ASCII. A name without a port allows the default
+port of the scheme. An address that is not public is allowed only if an entry contains it, whether it is in the URL or a name
+resolves to it.
 """
 
 from __future__ import annotations
@@ -40,23 +41,30 @@ class HostRules:
             self._add(entry.strip().lower(), setting)
 
     def _add(self, entry: str, setting: str) -> None:
-        try:
-            self._networks.append(ip_network(entry.strip("[]")))
-        except ValueError:
-            found = _NAME.fullmatch(entry)
-            if found is None or "/" in entry or int(found["port"] or 1) not in range(1, 65536):
-                raise ConfigError(
-                    f"{setting}: {entry!r} is no host; expected a name, *.name, either with :port, an address or a network",
-                    param=setting,
-                ) from None
-            names = self._suffixes if found["any"] else self._names
-            names.add((found["name"], int(found["port"]) if found["port"] else None))
+        network = _as_network(entry)
+        if network is not None:
+            self._networks.append(network)
+            return
+        if _as_network(entry.rpartition(":")[0]) is not None:
+            raise ConfigError(
+                f"{setting}: {entry!r} is an address with a port; an address allows all ports: leave the port out",
+                param=setting,
+            )
+        found = _NAME.fullmatch(entry)
+        if found is None or "/" in entry or int(found["port"] or 1) not in range(1, 65536):
+            raise ConfigError(
+                f"{setting}: {entry!r} is no host; expected a name, *.name, either with :port, an address or a network; "
+                "names in ASCII, such as xn--bcher-kva.example",
+                param=setting,
+            )
+        names = self._suffixes if found["any"] else self._names
+        names.add((found["name"], int(found["port"]) if found["port"] else None))
 
     def __bool__(self) -> bool:
         return bool(self._networks or self._names or self._suffixes)
 
     def allows_host(self, scheme: str, host: str, port: int) -> bool:
-        """Return True if a URL may name this host and port. Its address must be checked as well."""
+        """Return True if a URL may name this host, in ASCII, and port. Its address must be checked as well."""
         address = as_address(host)
         if address is not None:
             return self._is_listed(address)
@@ -73,6 +81,13 @@ class HostRules:
 
     def _is_listed(self, address: Address) -> bool:
         return any(address in network for network in self._networks)
+
+
+def _as_network(entry: str) -> IPv4Network | IPv6Network | None:
+    try:
+        return ip_network(entry.strip("[]"))
+    except ValueError:
+        return None
 
 
 def as_address(host: str) -> Address | None:

@@ -90,6 +90,7 @@ async def test_redirects_are_followed_on_the_list(host, make_fetcher: Make):
         ("http://dogs.example/", "not fetched from dogs.example"),
         ("file:///etc/passwd", "neither a data: nor an http"),
         ("http://me:secret@127.0.0.1/", "user or a password"),
+        ("http://xn--a.test/", "could not be fetched"),
     ],
 )
 async def test_redirects_do_not_leave_the_list(host, make_fetcher: Make, target, why):
@@ -163,6 +164,29 @@ async def test_images_are_fetched_side_by_side_but_not_too_many(host, make_fetch
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1/cat", "cat.png", "", "http://", "http://[::1", "/cat", "javascript:alert(1)"])
 async def test_what_is_no_http_url_is_refused(make_fetcher: Make, url):
     assert "URL" in await refusal(make_fetcher(LOOPBACK), url)
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [
+        ("http://xn--a.test/x", "not fetched from xn--a.test"),
+        ("http://xn--/x", "not fetched from xn--"),
+        ("http://a..example.com/x.png", "could not be fetched"),
+        (f"http://{'a' * 64}.example.com/x.png", "could not be fetched"),
+    ],
+)
+async def test_a_host_that_is_no_name_is_refused(url, why):
+    fetcher = ImageFetcher(HostRules(["*.example.com"], "x"), LIMITS)
+    assert why in await refusal(fetcher, url)
+    await fetcher.close()
+
+
+@pytest.mark.parametrize("name", ["bücher.example", "xn--bcher-kva.example"])
+async def test_a_name_of_another_script_is_listed_and_asked_in_ascii(host, make_fetcher: Make, name):
+    host.pages["/cat"] = ok(b"a cat")
+    fetcher = make_fetcher(f"xn--bcher-kva.example:{host.port}", LOOPBACK, names={"xn--bcher-kva.example": "127.0.0.1"})
+    assert await fetcher.fetch(f"http://{name}:{host.port}/cat") == b"a cat"
+    assert f"host: xn--bcher-kva.example:{host.port}" in host.requests[0].lower()
 
 
 async def test_names_are_those_of_the_system():

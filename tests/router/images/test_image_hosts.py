@@ -91,6 +91,17 @@ def test_what_is_no_host_is_refused_by_its_setting(entry):
     assert refused.value.param == SETTING
 
 
+@pytest.mark.parametrize("entry", ["10.0.0.5:8080", "[fd00::1]:8080", "10.0.0.0/8:80"])
+def test_an_address_with_a_port_is_refused_because_addresses_hold_for_all_ports(entry):
+    with pytest.raises(ConfigError, match="leave the port out"):
+        HostRules([entry], SETTING)
+
+
+def test_a_name_of_another_script_is_refused_with_its_form():
+    with pytest.raises(ConfigError, match=r"'bücher\.example'.*such as xn--bcher-kva\.example"):
+        HostRules(["bücher.example"], SETTING)
+
+
 def test_an_empty_list_is_false():
     assert not HostRules([], SETTING)
     assert HostRules(["example.com"], SETTING)
