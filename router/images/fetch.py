@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
+from http.cookiejar import CookieJar, DefaultCookiePolicy
 
 import httpx
 
@@ -121,13 +122,15 @@ class ImageFetcher:
     def _open_client(self) -> httpx.AsyncClient:
         """Return a client without proxies, because a proxy would resolve names itself.
 
-        Connections are not reused: another name at the same address would be accepted by the first name's certificate.
+        Connections are not reused: another name at the same address would be accepted by the first name's certificate. Cookies
+        are not kept: one client's image would set them for the images of all others at the same address.
         """
         if self._client is None:
             self._client = httpx.AsyncClient(
                 trust_env=False,
                 timeout=self._limits.timeout_s,
                 limits=httpx.Limits(max_keepalive_connections=0),
+                cookies=CookieJar(DefaultCookiePolicy(allowed_domains=[])),
             )
         return self._client
 

@@ -189,6 +189,14 @@ async def test_a_name_of_another_script_is_listed_and_asked_in_ascii(host, make_
     assert f"host: xn--bcher-kva.example:{host.port}" in host.requests[0].lower()
 
 
+async def test_cookies_of_hosts_are_not_kept(host, make_fetcher: Make):
+    host.pages["/cat"] = ok(b"a cat", "set-cookie: visitor=1; path=/")
+    fetcher = make_fetcher(LOOPBACK)
+    for _ in range(2):
+        await fetcher.fetch(f"{host.url}/cat")
+    assert not any("cookie:" in request.lower() for request in host.requests)
+
+
 async def test_names_are_those_of_the_system():
     resolver = Resolver()
     found = await resolver.resolve("localhost", 80)
