@@ -21,8 +21,11 @@ STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON: so a super
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kMGT]|[KMGT]i)?B?")
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-_SECRETS = frozenset({"api_key", "cluster_key", "redis_password"})
+# Not shown in errors. The last three may hold one among other words.
+_SECRETS = frozenset({"api_key", "cluster_key", "other_cluster_keys", "redis_password", "redis_url", "vllm_arguments", "extra"})
+_QUOTED = re.compile(r"\b(alias|anchor|tag|tag handle) (['\"]).*\2")  # what PyYAML quotes of a file's text
 _WORDS: Mapping[Any, str] = {bool: "true or false", str: "text", dict: "a mapping"}
+_FOUND: Mapping[type, str] = {str: "text", list: "a list", int: "a number", float: "a number"}
 
 
 def read_file(path: Path) -> dict[str, Any]:
@@ -34,12 +37,20 @@ def read_file(path: Path) -> dict[str, Any]:
         else:
             tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
     except (OSError, ValueError, yaml.YAMLError, msgspec.DecodeError) as error:
-        raise ConfigError(f"cannot read configuration file {path}: {error}", param=str(path)) from None
+        why = _without_text(error) if isinstance(error, yaml.MarkedYAMLError) else str(error)
+        raise ConfigError(f"cannot read configuration file {path}: {why}", param=str(path)) from None
     if tree is None:
         return {}
     if not isinstance(tree, dict):
         raise ConfigError(f"configuration file {path}: expected a mapping of sections", param=str(path))
     return tree
+
+
+def _without_text(error: yaml.MarkedYAMLError) -> str:
+    """Return an error's problem and place, without the file's text, which may be a secret."""
+    said = ": ".join(part for part in (error.context, error.problem) if part)
+    mark = error.problem_mark
+    return _QUOTED.sub(r"\1", said) + (f" (at line {mark.line + 1}, column {mark.column + 1})" if mark else "")
 
 
 def kind_of(kind: Any, path: str) -> Any:  # noqa: ANN401 - any type annotation
@@ -110,6 +121,10 @@ def check_keys(tree: Mapping[str, Any], section: type[msgspec.Struct], prefix: s
     known = section.__struct_fields__
     for key, value in tree.items():
         path = f"{prefix}{key}"
+        name, colon, _ = str(key).partition(":")
+        if colon:  # what follows may be a secret
+            path = f"{prefix}{name}"
+            raise ConfigError(f"unknown configuration key {path}:...: a space is missing after its colon", param=path)
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {prefix}{near[0]}? " if near else ""
@@ -117,7 +132,8 @@ def check_keys(tree: Mapping[str, Any], section: type[msgspec.Struct], prefix: s
         kind = hints[key]
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
             if not isinstance(value, dict):
-                raise ConfigError(f"{path} is a section, expected a mapping, got {value!r}", param=path)
+                found = _FOUND.get(type(value), type(value).__name__)
+                raise ConfigError(f"{path} is a section: expected a mapping, got {found}", param=path)
             check_keys(value, kind, f"{path}.")
 
 

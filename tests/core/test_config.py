@@ -162,6 +162,32 @@ def test_refused_secret_is_not_shown():
     assert "hunter2" not in caught.value.message
 
 
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("redis_password: @hunter2", r"found character '@' that cannot start any token \(at line 1, column 17\)"),
+        ("redis_password: %hunter2", "found character '%'"),
+        ("redis_password: *hunter2", r"found undefined alias \(at"),
+        ("redis_password: !hunter2 x", r"constructor for the tag \(at"),
+        ("redis_password: !hunter2!x y", r"undefined tag handle \(at"),
+        ("a: &hunter2 x\nb: &hunter2 y", "found duplicate anchor; first occurrence: second occurrence"),
+        ("redis_password: hunter2: x", "mapping values are not allowed here"),
+        ("redis_password: 'hunter2", "found unexpected end of stream"),
+        ("security: {other_cluster_keys: [hunter2]}", r"security\.other_cluster_keys = \(not shown\): expected text"),
+        ("security: hunter2", "security is a section: expected a mapping, got text"),
+        ("security: [hunter2]", "security is a section: expected a mapping, got a list"),
+        ("security: {cluster_key:hunter2}", r"security\.cluster_key:\.\.\.: a space is missing after its colon"),
+        ("local: {vllm_arguments: [--api-key, hunter2]}", r"local\.vllm_arguments = \(not shown\)"),
+    ],
+)
+def test_no_error_of_a_file_shows_a_secret(tmp_path, text, said):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError, match=said) as caught:
+        load_config(path)
+    assert "hunter2" not in caught.value.message
+
+
 def test_value_below_a_value_is_refused():
     with pytest.raises(ConfigError, match="block_size is a value, not a section"):
         load_config(assignments=["cache.block_size=16", "cache.block_size.x=3"])
