@@ -15,7 +15,7 @@ import msgspec
 
 from core.config_checks import check_address, check_both_or_neither, check_local_addresses, check_order, check_peer_addresses
 from core.config_router import LocalSection, LogSection, RouterSection, SecuritySection, TracingSection
-from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_sizes
+from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_values
 from core.config_types import Section
 from core.config_workers import (
     MULTI_CONNECTOR,
@@ -177,7 +177,7 @@ def load_config(
     for key, value in (overrides or {}).items():
         put(tree, key, value)
     check_keys(tree, KVFerryConfig)
-    tree = read_sizes(tree, KVFerryConfig)
+    tree = read_values(tree, KVFerryConfig)
     try:
         return msgspec.convert(tree, KVFerryConfig, strict=False)
     except msgspec.ValidationError as error:

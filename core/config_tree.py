@@ -10,7 +10,8 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args, get_origin, get_type_hints
+from types import NoneType, UnionType
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import msgspec
 import yaml
@@ -89,15 +90,24 @@ def is_size(path: str) -> bool:
     return path.endswith(("_bytes", "_tokens", "max_model_len"))
 
 
-def read_sizes(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:
-    """Return the tree with numbers in place of sizes; ``check_keys`` has accepted its keys."""
+def read_values(tree: Mapping[str, Any], section: type[msgspec.Struct]) -> dict[str, Any]:
+    """Return the tree as it is meant; ``check_keys`` has accepted its keys.
+
+    Sizes become numbers, a section or mapping without content an empty one, and YAML's true and false the words ``on`` and
+    ``off`` where a setting is a choice that has them.
+    """
     hints = get_type_hints(section)
-    return {key: _with_number(key, value, hints[key]) for key, value in tree.items()}
+    return {key: _as_meant(key, value, hints[key]) for key, value in tree.items()}
 
 
-def _with_number(key: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - any configuration value
+def _as_meant(key: str, value: Any, kind: Any) -> Any:  # noqa: ANN401 - any configuration value
     if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-        return read_sizes(value, kind)
+        return read_values(value or {}, kind)
+    if value is None and get_origin(kind) is dict:
+        return {}
+    if isinstance(value, bool) and get_origin(kind) is Literal:
+        word = "on" if value else "off"
+        return word if word in get_args(kind) else value
     if isinstance(value, str) and is_size(key):
         size = parse_size(value)
         return value if size is None else size
@@ -109,7 +119,9 @@ def put(tree: dict[str, Any], key: str, value: Any) -> None:  # noqa: ANN401 - a
     *parents, leaf = key.split(".")
     node = tree
     for parent in parents:
-        node = node.setdefault(parent, {})
+        if node.get(parent) is None:
+            node[parent] = {}
+        node = node[parent]
         if not isinstance(node, dict):
             raise ConfigError(f"{key}: {parent} is a value, not a section", param=key)
     node[leaf] = value
@@ -131,10 +143,10 @@ def check_keys(tree: Mapping[str, Any], section: type[msgspec.Struct], prefix: s
             raise ConfigError(f"unknown configuration key {path}: {hint}known keys: {', '.join(known)}", param=path)
         kind = hints[key]
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
-            if not isinstance(value, dict):
+            if not isinstance(value, dict | None):
                 found = _FOUND.get(type(value), type(value).__name__)
                 raise ConfigError(f"{path} is a section: expected a mapping, got {found}", param=path)
-            check_keys(value, kind, f"{path}.")
+            check_keys(value or {}, kind, f"{path}.")
 
 
 def explain(error: msgspec.ValidationError, root: type[msgspec.Struct], tree: Mapping[str, Any]) -> ConfigError:
@@ -153,6 +165,13 @@ def _allowed(root: type[msgspec.Struct], path: str) -> str:
     *parents, name = path.split(".")
     section = kind_of(root, ".".join(parents)) if parents else root
     kind = get_type_hints(section, include_extras=True).get(name) if hasattr(section, "__struct_fields__") else None
+    choices = [choice for choice in get_args(kind) if choice is not NoneType]
+    if get_origin(kind) in (Union, UnionType) and len(choices) == 1:
+        return f"{_allowed_kind(name, choices[0])}, or null"
+    return _allowed_kind(name, kind)
+
+
+def _allowed_kind(name: str, kind: Any) -> str:  # noqa: ANN401 - any type annotation
     metas: tuple[Any, ...] = ()
     if get_origin(kind) is Annotated:
         kind, *metas_found = get_args(kind)

@@ -35,6 +35,15 @@ def test_empty_file_means_defaults(tmp_path):
     assert load_config(path) == KVFerryConfig()
 
 
+@pytest.mark.parametrize("text", ["router:\n", "router:\n  images:\n", "router:\n  # port: 9000\n", "connector: {extra: }\n"])
+def test_a_section_without_settings_means_defaults(tmp_path, text):
+    path = tmp_path / "c.yaml"
+    path.write_text(text)
+    assert load_config(path) == KVFerryConfig()
+    changed = load_config(path, ["router.images.max_count=3", "connector.extra.a=1"])
+    assert (changed.router.images.max_count, changed.connector.extra) == (3, {"a": 1})
+
+
 def test_assignment_beats_file_and_flag_beats_assignment(tmp_path):
     path = tmp_path / "c.yaml"
     path.write_text("router: {port: 1, host: a}\nlog: {level: DEBUG}\n")
@@ -105,6 +114,7 @@ def test_connector_extra_takes_any_keys():
         ("cache.memory_bytes=64K", "cache.memory_bytes", "or a size such as 1GiB, 512MiB or 64k"),
         ("router.images.max_bytes=1TiB", "router.images.max_bytes", "at least 1 and at most 20971520"),
         ("worker.ops_port=1k", "worker.ops_port", "= '1k': expected a whole number"),
+        ("router.ops_port=70000", "router.ops_port", "= 70000: expected a whole number, at least 0 and at most 65535, or null"),
         ("connector.lease_s=soon", "connector.lease_s", "= 'soon': expected a number of seconds, above 0 and at most"),
         ("cache.kv_events=3", "cache.kv_events", "= 3: expected true or false"),
         ("tracing.endpoint=abc", "tracing.endpoint", "expected text of the form"),
@@ -326,6 +336,16 @@ def test_connectors_that_cannot_be_meant_are_refused(assignments, said):
 @pytest.mark.parametrize("choice", ["on", "off", "auto"])
 def test_a_choice_is_taken_as_it_stands_though_yaml_has_other_words_for_it(choice):
     assert load_config(assignments=[f"scheduler.async_scheduling={choice}"]).scheduler.async_scheduling == choice
+
+
+@pytest.mark.parametrize("choice", ["on", "off", "auto"])
+def test_a_choice_in_a_file_may_be_a_word_that_yaml_reads_as_true_or_false(tmp_path, choice):
+    path = tmp_path / "c.yaml"
+    path.write_text(f"scheduler: {{async_scheduling: {choice}}}")
+    assert load_config(path).scheduler.async_scheduling == choice
+    path.write_text("log: {level: on}")
+    with pytest.raises(ConfigError, match=r"log\.level = True: expected one of"):
+        load_config(path)
 
 
 @pytest.mark.parametrize("names", ["connector.name=lmcache", "connector.name=multi"])
