@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from core.config_checks import check_address, check_both_or_neither, check_local_addresses, check_order, check_peer_addresses
+from core.config_checks import check_address, check_both_or_neither, check_local_addresses, check_order, check_peer_address
 from core.config_router import LocalSection, LogSection, RouterSection, SecuritySection, TracingSection
 from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_values
 from core.config_types import Section
@@ -91,17 +91,18 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"router.planner.enabled = true: router.routing = {router.routing} predicts no times to plan by; set predicted",
                 param="router.planner.enabled",
             )
-        check_address("router.worker_address", router.worker_address, lowest_port=0)
-        check_address("worker.control_address", worker.control_address, lowest_port=0)
-        check_address("worker.kv_events_address", worker.kv_events_address, lowest_port=0)
+        check_address("router.worker_address", router.worker_address)
+        check_address("worker.control_address", worker.control_address)
+        check_address("worker.kv_events_address", worker.kv_events_address)
         replay_address = worker.kv_events_replay_address or worker.kv_events_address
-        check_address("worker.kv_events_replay_address", replay_address, lowest_port=0)
+        check_address("worker.kv_events_replay_address", replay_address)
         check_local_addresses("agent", self.agent, "kv_events_address", "kv_events_replay_address")
-        check_address("kvstore.bind_address", self.kvstore.bind_address, lowest_port=0)
-        check_peer_addresses("kvstore", self.kvstore, "address")
+        check_address("kvstore.bind_address", self.kvstore.bind_address)
+        if self.kvstore.address:
+            check_peer_address("kvstore.address", self.kvstore.address)
         check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")
         for address in worker.router_addresses:
-            check_address("worker.router_addresses", address, lowest_port=1)
+            check_peer_address("worker.router_addresses", address)
         check_order("worker", worker, "host_slot < workers_on_host")
 
 
@@ -131,7 +132,7 @@ def _check_ec_connector(config: KVFerryConfig) -> None:
     ec_connector, kvstore = config.ec_connector, config.kvstore
     _check_transports("ec_connector.transports", ec_connector.transports, is_p2p=ec_connector.name == "p2p")
     if ec_connector.kvstore_address:
-        check_address("ec_connector.kvstore_address", ec_connector.kvstore_address, lowest_port=1)
+        check_peer_address("ec_connector.kvstore_address", ec_connector.kvstore_address)
     elif ec_connector.name == "shared" and not (kvstore.address or config.local.kvstore):
         raise ConfigError(
             "ec_connector.name = shared needs a store that workers share: set kvstore.address, or ec_connector.kvstore_address",
@@ -147,7 +148,7 @@ def _check_ec_connector(config: KVFerryConfig) -> None:
 
 def _check_lmcache(lmcache: LMCacheSection) -> None:
     """Refuse addresses at which no LMCache server can be."""
-    check_address("connector.lmcache.server_address", lmcache.server_address, lowest_port=1)
+    check_peer_address("connector.lmcache.server_address", lmcache.server_address)
     if not lmcache.http_address.startswith("http://"):
         path = "connector.lmcache.http_address"
         raise ConfigError(f"{path} = {lmcache.http_address!r}: expected http://host:port", param=path)

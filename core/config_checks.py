@@ -38,11 +38,18 @@ def check_both_or_neither(path: str, section: object, first: str, second: str) -
         )
 
 
-def check_address(path: str, address: str, lowest_port: int) -> None:
-    """Refuse what ZeroMQ could neither bind nor connect to."""
+def check_address(path: str, address: str, lowest_port: int = 0) -> None:
+    """Refuse what ZeroMQ could not bind. Port 0 is any free one."""
     found = _ADDRESS.fullmatch(address)
     if found is None or not lowest_port <= int(found["port"]) <= 65535:
         raise ConfigError(f"{path} = {address!r}: expected tcp://host:port with port {lowest_port} to 65535", param=path)
+
+
+def check_peer_address(path: str, address: str) -> None:
+    """Refuse what ZeroMQ could not connect to."""
+    check_address(path, address, lowest_port=1)
+    if address.startswith("tcp://*:"):
+        raise ConfigError(f"{path} = {address!r}: * is only for binding; name the host to connect to", param=path)
 
 
 def check_local_addresses(path: str, section: object, *names: str) -> None:
@@ -50,11 +57,4 @@ def check_local_addresses(path: str, section: object, *names: str) -> None:
     for name in names:
         address = getattr(section, name)
         if not _IPC_ADDRESS.fullmatch(address) and address:
-            check_address(f"{path}.{name}", address, lowest_port=1)
-
-
-def check_peer_addresses(path: str, section: object, *names: str) -> None:
-    """Refuse addresses to which ZeroMQ could not connect; those that are empty are not used."""
-    for name in names:
-        if address := getattr(section, name):
-            check_address(f"{path}.{name}", address, lowest_port=1)
+            check_peer_address(f"{path}.{name}", address)
