@@ -44,6 +44,7 @@ class RequestAccounts:
     def note(self, served: Served, reply: Reply, now: float) -> None:
         """Record a reply to a request's router: its failure, or its tokens; the places of ended choices become free."""
         if isinstance(reply, RequestFailed | EncodeFailed):
+            served.failure = reply.error.code
             self._metrics.count_failed(reply.error.code)
             self._log_failure(reply.request_id, reply.error)
             return
@@ -65,12 +66,13 @@ class RequestAccounts:
         if served is None:
             return
         seconds = now - served.arrival_time
-        self._metrics.observe_latency(seconds)
+        if not served.failure:
+            self._metrics.observe_latency(seconds)
         logger.info(
             event(
                 "finished",
                 request_id=request_id,
-                outcome="served",
+                outcome=served.failure or "served",
                 prompt_tokens=served.num_prompt_tokens,
                 output_tokens=served.num_output_tokens,
                 ttft_ms=(served.first_token_s or 0.0) * 1e3,

@@ -23,6 +23,7 @@ class Served:
     has_prompt: bool = False  # its prompt is computed here, from its beginning
     num_output_tokens: int = 0
     first_token_s: float | None = None
+    failure: str = ""  # code of the error that was its last reply
 
 
 class ServedRequests:

@@ -293,7 +293,8 @@ def test_finished_request_is_forgotten_and_counted(worker):
     assert worker.count("e2e_request_latency_seconds_sum") == 0.75
 
 
-def test_failed_request_is_answered_with_the_engines_error(worker):
+def test_failed_request_is_answered_with_the_engines_error(worker, caplog):
+    caplog.set_level("INFO")
     worker.generate("r", "a")
     error = ErrorInfo(code="peer_lost", message="gone", retryable=True)
     actions = worker.state.on_outputs([EngineCoreOutput("r/0", [], finish_reason="error", error=error)], 0.1)
@@ -301,6 +302,9 @@ def test_failed_request_is_answered_with_the_engines_error(worker):
     assert worker.state.num_requests == 0
     assert worker.count("request_failure_total", code="peer_lost") == 1
     assert worker.count("request_success_total", finished_reason="error") == 0
+    assert worker.count("e2e_request_latency_seconds_count") == 0
+    assert [line for line in caplog.messages if "outcome=peer_lost" in line]
+    assert "outcome=served" not in caplog.text
 
 
 @pytest.fixture
@@ -329,12 +333,16 @@ def test_a_call_is_passed_to_the_engines_api_and_its_parts_to_the_router(api):
     assert api.state.on_call_reply(part(2), 3.0) == []
 
 
-def test_a_failed_call_ends_with_its_error(api):
+def test_a_failed_call_ends_with_its_error(api, caplog):
+    caplog.set_level("INFO")
     call(api)
     failed = RequestFailed(request_id="c", error=ErrorInfo(code="engine_dead", message="gone"))
     assert api.state.on_call_reply(failed, 1.0) == [Send("a", failed)]
     assert api.state.num_requests == 0
     assert api.count("request_failure_total", code="engine_dead") == 1
+    assert api.count("e2e_request_latency_seconds_count") == 0
+    assert "outcome=engine_dead" in caplog.text
+    assert "outcome=served" not in caplog.text
 
 
 def test_a_worker_without_an_api_refuses_calls(worker):
