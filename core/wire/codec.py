@@ -121,7 +121,8 @@ def _encode(version: int, kind: int, message: object, max_bytes: int) -> bytes:
     frame = bytearray((version, kind))
     _encoder.encode_into(message, frame, HEADER_BYTES)
     if len(frame) > max_bytes:
-        raise ProtocolError(f"{type(message).__name__} takes {len(frame)} bytes on the wire, more than the cap of {max_bytes}")
+        name = "tokens take" if isinstance(message, Sequence) else f"{type(message).__name__} takes"
+        raise ProtocolError(f"{name} {len(frame)} bytes on the wire, more than the cap of {max_bytes}")
     return bytes(frame)
 
 

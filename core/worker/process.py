@@ -24,7 +24,7 @@ from core.process_signals import handled_signals
 from core.rate_limit import LimitedLog
 from core.release import package_version
 from core.request import EngineCoreOutput
-from core.wire.codec import WIRE_VERSION, decode_router_frame, encode_tokens, encode_worker_message
+from core.wire.codec import WIRE_VERSION, decode_router_frame
 from core.wire.engine_calls import EngineReply
 from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed
 from core.worker.actions import (
@@ -42,6 +42,7 @@ from core.worker.actions import (
 )
 from core.worker.ops_http import OpsResponse, OpsServer, Query
 from core.worker.parts import Announce, EngineEvents, WorkerParts, WorkerSource
+from core.worker.reply_frames import encode_reply
 from core.worker.role_ops import show_role, switch_role
 from core.worker.router_sockets import RouterSockets
 from core.worker.state import WorkerState
@@ -267,21 +268,14 @@ class WorkerProcess:
             logger.debug(event("engine_dead_already"))  # its death is on the way here and answers every request
 
     def _send(self, action: Send) -> None:
+        assert self._state is not None
         message = action.message
         self._traces.on_reply(message, self._clock.now())
-        try:
-            frame = encode_tokens(message) if isinstance(message, list) else encode_worker_message(message)
-        except ProtocolError as error:
-            assert self._state is not None
-            replies = message if isinstance(message, list) else [message]
-            ids = [
-                reply.request_id for reply in replies if not isinstance(reply, RequestFailed) and hasattr(reply, "request_id")
-            ]
-            self._perform(self._state.on_unsendable(action.link, ids, error))
-            return
-        if not self._sockets.send(action.link, frame) and isinstance(
-            message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply
-        ):
+        frames, errors = encode_reply(message)
+        is_sent = all(self._sockets.send(action.link, frame) for frame in frames)
+        for request_id, error in errors.items():
+            self._perform(self._state.on_unsendable(action.link, request_id, error))
+        if not is_sent and isinstance(message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply):
             self._limited_log.warning("undeliverable", key=action.link, router=action.link, message=type(message).__name__)
 
     def _stop(self, exit_code: int) -> None:

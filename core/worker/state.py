@@ -8,7 +8,7 @@ handler interprets the requests.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 
 from core.errors import (
     DeadlineExceeded,
@@ -333,14 +333,11 @@ class WorkerState:
         error = RouterSilent(f"worker {self._registration.engine_id} heard nothing from the router for too long")
         return [action for request_id in orphans for action in self._fail(request_id, error)]
 
-    def on_unsendable(self, link: str, request_ids: Iterable[str], error: ProtocolError) -> list[Action]:
-        """A reply exceeds what a frame may hold: stop these requests and say so instead."""
-        actions: list[Action] = []
-        for request_id in dict.fromkeys(request_ids):
-            actions += self._drop(request_id, error.code)
-            actions.append(Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error))))
-            self._metrics.count_failed(error.code)
-        return actions
+    def on_unsendable(self, link: str, request_id: str, error: ProtocolError) -> list[Action]:
+        """A reply exceeds what a frame may hold: stop its request and say so instead."""
+        self._metrics.count_failed(error.code)
+        failed = Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
+        return [*self._drop(request_id, error.code), failed]
 
     # ---- engine ------------------------------------------------------------------------------------------------------
 

@@ -55,7 +55,10 @@ WAIT_S = 20.0
 
 
 class ScriptedEngine:
-    """Counts up, one token per step and request; a prompt that starts with 666 ends the engine, one with 7 never ends."""
+    """Counts up, one token per step and request, or 5,000 for a prompt that starts with 9.
+
+    A prompt that starts with 666 ends the engine, one with 7 never ends.
+    """
 
     def __init__(self, journal, gate=None):
         self.journal = journal
@@ -82,7 +85,8 @@ class ScriptedEngine:
                 continue
             is_last = count + 1 == new.sampling.max_tokens
             stats = PrefillStats(len(new.prompt_token_ids), 0, 0) if count == 0 else None
-            outputs.append(EngineCoreOutput(request_id, [count], "length" if is_last else None, prefill_stats=stats))
+            token_ids = [count] * (5000 if new.prompt_token_ids[0] == 9 else 1)
+            outputs.append(EngineCoreOutput(request_id, token_ids, "length" if is_last else None, prefill_stats=stats))
             self.requests[request_id][1] += 1
             if is_last:
                 del self.requests[request_id]
@@ -340,6 +344,27 @@ async def test_malformed_frame_is_answered_and_does_no_harm(running, router):
     assert (await router.expect(Rejected)).error.code == "protocol_error"
     await router.send(generate("r", max_tokens=1))
     assert isinstance((await router.expect(list))[0], Tokens)
+
+
+async def test_a_reply_too_large_for_a_frame_ends_no_other_request(make_worker, router, journal, monkeypatch):
+    monkeypatch.setattr("core.wire.codec.MAX_WORKER_FRAME_BYTES", 4096)
+    gate = threading.Event()
+    task = asyncio.create_task(make_worker(gate=gate).run(lambda announcement: None))
+    await router.expect(Heartbeat)
+    await router.send(generate("r", max_tokens=20))
+    await router.send(generate("big", first_token=9, max_tokens=20))
+    await router.expect(Heartbeat)
+    await router.expect(Heartbeat)
+    gate.set()
+    failed = await router.expect(RequestFailed)
+    assert (failed.request_id, failed.error.code) == ("big", "protocol_error")
+    assert "prompt_logprobs" in failed.error.message
+    async with asyncio.timeout(WAIT_S):
+        while not any(tokens.finish_reason for tokens in await router.expect(list)):
+            pass
+    assert "abort r/0" not in journal
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
 
 
 async def test_messages_of_handoffs_reach_the_connector(running, router, journal):
