@@ -272,10 +272,10 @@ class WorkerProcess:
         message = action.message
         self._traces.on_reply(message, self._clock.now())
         frames, errors = encode_reply(message)
-        is_sent = all(self._sockets.send(action.link, frame) for frame in frames)
+        sent = [self._sockets.send(action.link, frame) for frame in frames]
         for request_id, error in errors.items():
             self._perform(self._state.on_unsendable(action.link, request_id, error))
-        if not is_sent and isinstance(message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply):
+        if not all(sent) and isinstance(message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply):
             self._limited_log.warning("undeliverable", key=action.link, router=action.link, message=type(message).__name__)
 
     def _stop(self, exit_code: int) -> None:
