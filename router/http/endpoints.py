@@ -32,7 +32,15 @@ from router.metrics import RouterMetrics
 from router.openai.chat_output import ChatOutput, has_thinking_tags, opens_reasoning
 from router.openai.logprobs import TokenTexts
 from router.openai.postprocess import RequestOutput
-from router.openai.preprocess import ImageSupport, Prompt, PromptReader, check_messages, max_text_tokens
+from router.openai.preprocess import (
+    ImageSupport,
+    Prompt,
+    PromptReader,
+    check_messages,
+    check_num_choices,
+    check_rendered,
+    max_text_tokens,
+)
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.responses import ChatShaper, CompletionShaper, Envelope
 from router.openai.sampling import (
@@ -188,6 +196,7 @@ class Endpoints:
                 return await self._pass_on(body, caller)
             request = body.of_router()
             options, limits = await self._check(request)
+            check_num_choices(body.num_prompts, request.n or 1)
             rendering = self._renderer.render(body, body.time_limit_s(self._request_timeout_s))
             rendered = await unless_gone(caller.receive, rendering)
         except EngineRefusal as refusal:
@@ -196,6 +205,9 @@ class Endpoints:
             Prompt(found.token_ids, "", model_fingerprint=rendered.model_fingerprint, engine_request=found.engine_request)
             for found in rendered.prompts
         ]
+        check_rendered(prompts, request.n or 1, caller.hold)
+        if options.echo:
+            prompts = [replace(prompt, text=await self._pool.decode(prompt.token_ids)) for prompt in prompts]
         return await self._generate(request, options, prompts, limits, caller, body if body.is_split else None)
 
     async def _pass_on(self, body: EngineBody, caller: Caller) -> ASGIApp:

@@ -46,7 +46,7 @@ class Prompt:
     """A prompt as tokens and as text, the client's own text if it sent one; and its images with their identifiers.
 
     The image identifiers are valid for the weights of ``model_fingerprint``, which is empty without images. If an engine has
-    rendered it, there is no text, and the fingerprint is the engine's.
+    rendered it, there is no text unless it is echoed, and the fingerprint is the engine's.
     """
 
     token_ids: tuple[int, ...]
@@ -97,7 +97,7 @@ class PromptReader:
         """
         add_special = request.add_special_tokens is not False
         items = _split_prompt(request.prompt)
-        _check_num_choices(len(items), request.n or 1)
+        check_num_choices(len(items), request.n or 1)
         is_inline = sum(len(item) for item in items if isinstance(item, str)) <= INLINE_CHARACTERS
         prompts, num_tokens = [], 0
         for index, item in enumerate(items):
@@ -224,6 +224,18 @@ class PromptReader:
         return await self._pool.encode(text, add_special_tokens=add_special_tokens, max_tokens=most)
 
 
+def check_rendered(prompts: Sequence[Prompt], n: int, hold: Hold) -> None:
+    """Refuse prompts of an engine's making that are too many or too long together; ``hold`` counts the memory of their tokens.
+
+    Raises:
+        InvalidRequest: names the number of prompts, choices or tokens, and the limit.
+    """
+    check_num_choices(len(prompts), n)
+    num_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+    _check_all_tokens(num_tokens)
+    hold(_memory_of(num_tokens))
+
+
 def _memory_of(num_tokens: int) -> int:
     """Return the memory of a request's prompts in bytes, as counted by ``hold``."""
     return TOKEN_BYTES * max(0, num_tokens - _UNCOUNTED_TOKENS)
@@ -266,8 +278,6 @@ def _split_prompt(prompt: str | list[str | int | list[int]]) -> list[str | list[
         raise InvalidRequest("prompt is an empty list", param="prompt")
     if isinstance(prompt[0], int):
         _check_all_tokens(len(prompt))
-    elif len(prompt) > MAX_PROMPTS:
-        raise InvalidRequest(f"prompt holds {len(prompt)} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
     if len(set(map(type, prompt))) > 1:
         raise InvalidRequest("prompt mixes texts and token ids", param="prompt")
     if isinstance(prompt[0], int):
@@ -282,7 +292,14 @@ def _check_all_tokens(num_tokens: int) -> None:
         )
 
 
-def _check_num_choices(num_prompts: int, n: int) -> None:
+def check_num_choices(num_prompts: int, n: int) -> None:
+    """Refuse more prompts, or more choices of all prompts together, than one request may have.
+
+    Raises:
+        InvalidRequest: names their number and the limit.
+    """
+    if num_prompts > MAX_PROMPTS:
+        raise InvalidRequest(f"prompt holds {num_prompts} prompts, at most {MAX_PROMPTS} are allowed", param="prompt")
     if num_prompts * n > MAX_CHOICES:
         raise InvalidRequest(
             f"{num_prompts} prompts with n = {n} are {num_prompts * n} choices, at most {MAX_CHOICES} are allowed", param="n"

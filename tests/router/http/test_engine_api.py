@@ -114,6 +114,39 @@ async def test_a_list_of_prompts_is_rendered_at_once(engines):
     assert [choice["text"] for choice in answer["choices"]] == ["hello world", "hello world"]
 
 
+@pytest.mark.parametrize(("num_prompts", "n", "param"), [(129, 1, "prompt"), (128, 9, "n")])
+async def test_too_many_prompts_or_choices_are_refused_before_they_are_rendered(engines, num_prompts, n, param):
+    body = {"prompt": ["a"] * num_prompts, "n": n, "model": "adapter"}
+    assert (await ask(engines, body, COMPLETIONS, status=400))["error"]["param"] == param
+    assert calls_of(engines, f"{COMPLETIONS}/render") == []
+
+
+@pytest.mark.parametrize(("found", "param"), [([[5]] * 129, "prompt"), ([[5]] * 9, "n"), ([[5] * (1 << 19)] * 3, "prompt")])
+async def test_what_an_engine_has_rendered_is_counted_as_well(engines, found, param):
+    for worker in engines.workers:
+        worker.script.calls[f"{COMPLETIONS}/render"] = lambda body: (200, [{"token_ids": token_ids} for token_ids in found])
+    error = (await ask(engines, {"prompt": "a", "n": 128, "model": "adapter"}, COMPLETIONS, status=400))["error"]
+    assert (error["code"], error["param"]) == ("invalid_request", param)
+
+
+async def test_the_memory_of_rendered_tokens_counts_with_the_bodies(start_router):
+    served = await start_router(has_http=False, max_upload_bytes=1 << 16, max_body_bytes=1 << 16)
+    calls = {f"{COMPLETIONS}/render": lambda body: (200, [{"token_ids": [5] * 4000}])}
+    await served.add("aggregated", takes_calls=True, max_model_len=8192, script=served.script(calls=calls))
+    error = (await ask(served, {"prompt": "a", "model": "adapter"}, COMPLETIONS, status=503))["error"]
+    assert error["code"] == "overloaded"
+
+
+async def test_the_echo_of_a_rendered_prompt_is_its_text(engines):
+    token_ids = list(engines.tokenizer.encode("héé"))
+    for worker in engines.workers:
+        worker.script.calls[f"{COMPLETIONS}/render"] = lambda body: (200, [{"token_ids": token_ids}])
+    body = {"prompt": "héé", "structured_outputs": {"regex": "h.*"}, "max_tokens": 2, "echo": True, "logprobs": 0}
+    (choice,) = (await ask(engines, body, COMPLETIONS))["choices"]
+    assert choice["text"] == "hééhe"
+    assert choice["logprobs"]["text_offset"][-2:] == [3, 4]
+
+
 @pytest.mark.parametrize("status", [400, 404])
 async def test_what_the_engine_refuses_the_client_hears(engines, status):
     refusal = {"error": {"message": "no such type", "param": "response_format"}}
