@@ -38,7 +38,7 @@ from core.wire.messages import ErrorInfo
 from core.worker.ops_http import OpsResponse
 from router.http.api_keys import bearer_key, tenant_of
 from router.http.endpoints import Caller, Detokenized, Endpoints, Tokenized
-from router.http.errors import RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
+from router.http.errors import BUG, RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
 from router.http.key_limit import KeyLimit
 from router.http.middleware import RequestIdMiddleware, client_id, report_ignored
 from router.http.openapi import openapi_document
@@ -350,4 +350,4 @@ def _describe(error: Exception) -> ErrorInfo:
             status = error.status_code
             return ErrorInfo(code=_HTTP_CODES.get(status, "invalid_request"), message=error.detail, http_status=status)
         case _:
-            return ErrorInfo(code="internal_error", message="the router failed on this request; its log says how")
+            return BUG

@@ -13,6 +13,7 @@ from core.wire.messages import ErrorInfo
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _WITH_RETRY = (429, 503)
+BUG = ErrorInfo(code="internal_error", message="the router failed on this request; its log says how")
 
 
 class ErrorDetail(msgspec.Struct, kw_only=True):

@@ -8,6 +8,7 @@ nothing is written as it comes (``HttpAnswer.take``); the task of the stream wak
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -15,12 +16,13 @@ from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
 from core.errors import Cancelled
+from core.log import event
 from core.wire.messages import ErrorInfo
 from router.dispatch.types import Update
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
 from router.http.direct_write import DirectWriter, writer_of
-from router.http.errors import RequestFailure, error_body
+from router.http.errors import BUG, RequestFailure, error_body
 from router.http.event_encoder import EventEncoder
 from router.http.middleware import plain_send
 from router.metrics import RouterMetrics
@@ -28,6 +30,8 @@ from router.openai.postprocess import Delta, RequestOutput
 from router.openai.responses import ChatShaper, CompletionShaper
 from router.openai.text_pool import TextPool
 from router.responses_api.shaper import ResponsesShaper
+
+logger = logging.getLogger(__name__)
 
 _encoder = msgspec.json.Encoder()
 _HEADERS = [(b"content-type", sse.MEDIA_TYPE.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -164,12 +168,12 @@ class HttpAnswer:
             return False
         try:
             text = self._output.push_plain(index, token_ids)
-            event = self._encoder.encode_text(index, text) if text else b""
+            new = self._encoder.encode_text(index, text) if text else b""
         except Exception as bug:
             self._bug = bug
             return False
-        if event:
-            writer.write(event)
+        if new:
+            writer.write(new)
         return True
 
 
@@ -195,6 +199,9 @@ class EventStream:
             events += self._answer.last()
         except RequestFailure as failure:
             events = self._failed(failure.info)
+        except Exception as bug:
+            logger.error(event("internal_error", path=scope["path"]), exc_info=bug)
+            events = self._failed(BUG)
         finally:
             self._answer.close()
         await send({"type": "http.response.body", "body": events, "more_body": False})

@@ -11,7 +11,7 @@ import math
 from enum import Enum, auto
 from typing import Protocol
 
-from router.tools.output import PieceCollector
+from router.tools.output import PieceCollector, whole_characters
 
 MAX_DEPTH = 64  # of brackets in each other, where a value is read and not passed on; deeper text is no call
 _MAX_NAME = 256  # characters of a key or a name with its quotes
@@ -283,11 +283,12 @@ class CallListReader:
 
 
 def _string(text: str) -> str | None:
+    """Return the string that JSON text stands for; None if it is no string."""
     try:
         found = json.loads(text)
     except ValueError:
         return None
-    return found if isinstance(found, str) else None
+    return whole_characters(found) if isinstance(found, str) else None
 
 
 def _arguments(text: str) -> str:

@@ -91,3 +91,8 @@ def join(pieces: list[Piece]) -> list[Piece]:
             case CallArguments():
                 collector.arguments(piece.text)
     return collector.take()
+
+
+def whole_characters(text: str) -> str:
+    """Return a text as UTF-8 can have it: halves of a character (surrogates) are joined, and one alone becomes U+FFFD."""
+    return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

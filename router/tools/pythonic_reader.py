@@ -9,7 +9,7 @@ import ast
 import json
 
 from router.tools.json_reader import MAX_DEPTH, Status
-from router.tools.output import PieceCollector
+from router.tools.output import PieceCollector, whole_characters
 
 _MAX_CALL = 64 << 10  # characters
 _CLOSER = {"(": ")", "[": "]", "{": "}"}
@@ -101,7 +101,7 @@ def _read_call(text: str) -> tuple[str, str] | None:
         arguments = {keyword.arg: _literal(keyword.value) for keyword in call.keywords}
         if None in arguments:  # **mapping
             return None
-        return name, json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        return name, whole_characters(json.dumps(arguments, ensure_ascii=False, allow_nan=False))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -193,15 +193,18 @@ async def test_a_client_that_does_not_read_gets_every_token_later(start_router):
         await read_until(lines, "bcde")
 
 
-async def test_a_bug_in_one_answer_ends_only_that_one(start_router, monkeypatch):
+async def test_a_bug_in_one_answer_is_its_last_event_and_ends_only_that_one(start_router, monkeypatch, caplog):
     under_test = await start_router()
     worker = await under_test.add("aggregated")
     worker.script.is_silent = True
     async with begun_stream(under_test, worker) as (lines, send, _):
         monkeypatch.setattr("router.openai.postprocess.ChoiceText.push_plain", None)
         send(1, "b")
-        with pytest.raises(httpx.RemoteProtocolError):
-            await read_until(lines, "b")
+        (failure,) = [line async for line in lines if line]
+    assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "internal_error"
+    (record,) = [record for record in caplog.records if record.name == "router.http.streaming"]
+    assert record.exc_info[0] is TypeError
+    assert under_test.metric("kvferry_request_failure_total", code="internal_error") == 1
     await worker.aborts((await worker.generated()).request_id)
     assert under_test.router.gateway.is_alive
 

@@ -51,6 +51,21 @@ CASES: dict[str, tuple[ToolFormat, str, list[Piece]]] = {
         '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>',
         call(0, "f", '{"a": 1}'),
     ),
+    "half a character in a name": (
+        HERMES,
+        r'<tool_call>{"name": "get\ud83d_x", "arguments": {}}</tool_call>',
+        call(0, "get\ufffd_x", "{}"),
+    ),
+    "half a character in arguments as a string": (
+        HERMES,
+        r'<tool_call>{"name": "f", "arguments": "{\"a\": \"\ud83d\"}"}</tool_call>',
+        call(0, "f", '{"a": "\ufffd"}'),
+    ),
+    "pythonic, halves of characters": (
+        PYTHONIC,
+        r"[f(a='\ud83d', b='\ud83d\ude00 \ude00', c={'\udc00': 1})]",
+        call(0, "f", '{"a": "\ufffd", "b": "\U0001f600 \ufffd", "c": {"\ufffd": 1}}'),
+    ),
     "no call in the tag": (HERMES, "<tool_call> it is called so", ["<tool_call> it is called so"]),
     "an end without a call": (HERMES, "a </tool_call> b", ["a </tool_call> b"]),
     "the start of a marker": (HERMES, "a <tool_", ["a <tool_"]),
