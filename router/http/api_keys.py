@@ -1,10 +1,23 @@
-"""Reads the API key of a request from its ``Authorization`` header, and names its holder. ``router.http.app`` checks it."""
+"""Reads the API key of a request from its headers, and names its holder. ``router.http.app`` checks it."""
 
 from __future__ import annotations
 
 from hashlib import blake2b
 
+from litestar.utils import normalize_path
+
+from router.rendered.bodies import MESSAGES
+
 _SCHEME = b"bearer"
+
+
+def key_of(path: str, authorization: bytes, x_api_key: bytes) -> bytes:
+    """Return the key of a request by its path and two of its headers, or empty.
+
+    Anthropic's clients send ``x-api-key``, which their endpoint reads if there is no bearer token.
+    """
+    key = bearer_key(authorization)
+    return key or (x_api_key.strip() if normalize_path(path) == MESSAGES else b"")
 
 
 def bearer_key(authorization: bytes) -> bytes:

@@ -36,15 +36,16 @@ from core.log import event
 from core.tracing import parse_trace_context
 from core.wire.messages import ErrorInfo
 from core.worker.ops_http import OpsResponse
-from router.http.api_keys import bearer_key, tenant_of
+from router.http.api_keys import key_of, tenant_of
 from router.http.endpoints import Caller, Detokenized, Endpoints, Tokenized
-from router.http.errors import BUG, RETRY_AFTER_S, ErrorBody, RequestFailure, error_response
+from router.http.errors import BUG, RETRY_AFTER_S, AnthropicErrorBody, ErrorBody, RequestFailure, error_response
 from router.http.key_limit import KeyLimit
 from router.http.middleware import RequestIdMiddleware, client_id, report_ignored
 from router.http.openapi import openapi_document
 from router.http.probes import ProbeAnswers
 from router.http.uploads import UploadLimit, hold_of
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.openai.sampling import decode_json
 from router.openai.unknown_fields import parse_lenient_body
 from router.rendered.bodies import CHAT, COMPLETIONS, MESSAGES, EngineBody
 from router.responses_api.requests import ResponsesRequest
@@ -177,9 +178,13 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     @post(MESSAGES, status_code=200, include_in_schema=False)
     async def messages(request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer a conversation in Anthropic's form, by the engine."""
-        body = endpoints.engine_body(MESSAGES, await request.body())
+        if not endpoints.gateway.engine_api.is_there:
+            raise NotFoundException(f"{MESSAGES} is served by vLLM engines only")
+        content = await request.body()
+        body = endpoints.engine_body(MESSAGES, content)
         if body is None:
-            raise NotFoundException(f"{MESSAGES} is served by vLLM engines only, as a JSON object")
+            decode_json(content, object)
+            raise InvalidRequest("the body must be a JSON object")
         return await by_engine(body, request)
 
     return [completions, chat_completions, responses, messages]
@@ -291,7 +296,7 @@ def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Calle
         receive=request.receive,
         hold=hold_of(request.scope),
         trace=trace,
-        tenant=tenant_of(bearer_key(headers.get("authorization", "").encode())) if request.app.state.has_tenants else 0,
+        tenant=tenant_of(_key_of(request)) if request.app.state.has_tenants else 0,
     )
 
 
@@ -301,12 +306,17 @@ def _answer(response: OpsResponse) -> ASGIResponse:
     return ASGIResponse(body=response.body, status_code=response.status, media_type=media_type, headers=headers)
 
 
+def _key_of(connection: ASGIConnection[Any, Any, Any, Any]) -> bytes:
+    authorization, x_api_key = (connection.headers.get(name, "").encode() for name in ("authorization", "x-api-key"))
+    return key_of(connection.scope["path"], authorization, x_api_key)
+
+
 def _guard(api_key: str) -> Guard:
     """Return a guard that requires one of the comma-separated keys, and compares them in constant time."""
     expected = [key.strip().encode() for key in api_key.split(",") if key.strip()]
 
     def check(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-        given = bearer_key(connection.headers.get("authorization", "").encode())
+        given = _key_of(connection)
         num_matches = sum(
             hmac.compare_digest(given, known) for known in expected
         )  # compare all, so that the time does not depend on the match
@@ -317,12 +327,16 @@ def _guard(api_key: str) -> Guard:
 
 
 def _on_error(endpoints: Endpoints) -> ExceptionHandler[Exception]:
-    def handle(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody]:
+    def handle(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody | AnthropicErrorBody]:
         info = _describe(error)
         endpoints.metrics.count_failed(info.code)
         if info.http_status == 500:
             logger.error(event("internal_error", path=request.url.path), exc_info=error)
-        response = error_response(info, error.retry_after_s if isinstance(error, DeadlineUnreachable) else RETRY_AFTER_S)
+        response = error_response(
+            info,
+            error.retry_after_s if isinstance(error, DeadlineUnreachable) else RETRY_AFTER_S,
+            is_anthropic=request.scope["path"] == MESSAGES,
+        )
         if isinstance(error, MethodNotAllowedException):
             response.set_header("allow", _allowed(error))
         return response

@@ -216,7 +216,7 @@ class Endpoints:
         legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, timeout_s, caller.trace)
         async with AsyncExitStack() as stack:
             answer = await unless_gone(caller.receive, legs.open(body, stack))
-            return PassedOn(answer, stack.pop_all(), self.metrics)
+            return PassedOn(body.path, answer, stack.pop_all(), self.metrics)
 
     async def _checked_form(
         self, form: StructuredOutput | None, field: str | None, tools: ToolUse | None

@@ -1,9 +1,11 @@
-"""Errors as OpenAI clients expect them: one JSON shape for all errors, with the right status.
+"""Errors as OpenAI clients expect them: one JSON shape for all errors, with the right status; and Anthropic's for its clients.
 
-Owns the shape and the statuses.
+Owns the shapes and the statuses.
 """
 
 from __future__ import annotations
+
+from typing import Literal
 
 import msgspec
 from litestar import MediaType, Response
@@ -12,6 +14,7 @@ from core.wire.messages import ErrorInfo
 
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_ANTHROPIC_TYPES = {**_TYPES, 404: "not_found_error", 413: "request_too_large"}
 _WITH_RETRY = (429, 503)
 BUG = ErrorInfo(code="internal_error", message="the router failed on this request; its log says how")
 
@@ -31,6 +34,20 @@ class ErrorBody(msgspec.Struct, kw_only=True):
     error: ErrorDetail
 
 
+class AnthropicErrorDetail(msgspec.Struct, kw_only=True):
+    """The error in Anthropic's shape."""
+
+    type: str
+    message: str
+
+
+class AnthropicErrorBody(msgspec.Struct, kw_only=True):
+    """Body of every response of ``/v1/messages`` that is not a success."""
+
+    type: Literal["error"] = "error"
+    error: AnthropicErrorDetail
+
+
 class RequestFailure(Exception):
     """An error that a worker or the router core reported for a request."""
 
@@ -45,13 +62,22 @@ def error_body(info: ErrorInfo) -> ErrorBody:
     return ErrorBody(error=ErrorDetail(message=info.message, type=kind, param=info.param, code=info.code))
 
 
-def error_response(info: ErrorInfo, retry_after_s: int = RETRY_AFTER_S) -> Response[ErrorBody]:
+def anthropic_error_body(info: ErrorInfo) -> AnthropicErrorBody:
+    """Return the body for an error of ``/v1/messages``."""
+    kind = _ANTHROPIC_TYPES.get(info.http_status, "api_error" if info.http_status >= 500 else "invalid_request_error")
+    return AnthropicErrorBody(error=AnthropicErrorDetail(type=kind, message=info.message))
+
+
+def error_response(
+    info: ErrorInfo, retry_after_s: int = RETRY_AFTER_S, *, is_anthropic: bool = False
+) -> Response[ErrorBody | AnthropicErrorBody]:
     """Return the response for an error; a retryable error has a ``Retry-After`` header."""
     status = _status(info)
     headers = {"retry-after": str(max(1, info.retry_after_s, retry_after_s))} if info.retryable or status in _WITH_RETRY else {}
     if status == 401:
         headers["www-authenticate"] = "Bearer"
-    return Response(error_body(info), status_code=status, media_type=MediaType.JSON, headers=headers)
+    body = anthropic_error_body(info) if is_anthropic else error_body(info)
+    return Response(body, status_code=status, media_type=MediaType.JSON, headers=headers)
 
 
 def _status(info: ErrorInfo) -> int:

@@ -10,7 +10,7 @@ from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send, We
 
 from core.errors import Overloaded
 from core.wire.messages import ErrorInfo
-from router.http.api_keys import bearer_key
+from router.http.api_keys import key_of
 from router.http.errors import RequestFailure
 
 
@@ -27,7 +27,8 @@ class KeyLimit:
         if scope["type"] != ScopeType.HTTP or scope["method"] != "POST":
             await self._app(scope, receive, send)
             return
-        key = bearer_key(next((value for name, value in scope["headers"] if name == b"authorization"), b""))
+        authorization, x_api_key = (_header(scope, name) for name in (b"authorization", b"x-api-key"))
+        key = key_of(scope["path"], authorization, x_api_key)
         is_refused = self._num_open.get(key, 0) >= self._max_requests
 
         async def receive_or_refuse() -> HTTPReceiveMessage | WebSocketReceiveMessage:
@@ -46,3 +47,7 @@ class KeyLimit:
     def _refusal(self) -> ErrorInfo:
         message = f"{self._max_requests} requests with this API key are open, which is its limit: try again later"
         return ErrorInfo(code=Overloaded.code, message=message, http_status=429, retryable=True)
+
+
+def _header(scope: Scope, wanted: bytes) -> bytes:
+    return next((value for name, value in scope["headers"] if name == wanted), b"")

@@ -14,17 +14,19 @@ from core.errors import Cancelled
 from core.wire.messages import ErrorInfo
 from router.dispatch.engine_api import CallFailed, EngineAnswer
 from router.http import sse
-from router.http.errors import error_body
+from router.http.errors import anthropic_error_body, error_body
 from router.metrics import RouterMetrics
+from router.rendered.bodies import MESSAGES
 
 T = TypeVar("T")
 _EVENT_END = b"\n\n"
 
 
 class PassedOn:
-    """ASGI application that sends an answer; it ends the call when the client has left."""
+    """ASGI application that sends an answer to a body for ``path``; it ends the call when the client has left."""
 
-    def __init__(self, answer: EngineAnswer, stack: AsyncExitStack, metrics: RouterMetrics) -> None:
+    def __init__(self, path: str, answer: EngineAnswer, stack: AsyncExitStack, metrics: RouterMetrics) -> None:
+        self._path = path
         self._answer = answer
         self._stack = stack
         self._metrics = metrics
@@ -50,9 +52,11 @@ class PassedOn:
         await send({"type": "http.response.body", "body": rest, "more_body": False})
 
     def _failed(self, info: ErrorInfo) -> bytes:
-        """Return the error as an event; the stream ends without ``[DONE]``, so that it does not look complete."""
+        """Return the error as an event; the stream ends without an end mark, so that it does not look complete."""
         self._metrics.count_failed(info.code)
-        return sse.event(error_body(info)) if self._is_stream else b""
+        if not self._is_stream:
+            return b""
+        return sse.event(anthropic_error_body(info), "error") if self._path == MESSAGES else sse.event(error_body(info))
 
     @property
     def _is_stream(self) -> bool:

@@ -194,6 +194,65 @@ async def test_workers_without_an_api_leave_everything_to_the_router(served):
     assert calls_of(served, RENDER) == []
 
 
+@pytest.mark.parametrize("content", [b"{", b"[]", b""])
+async def test_a_body_in_anthropics_form_that_is_no_object_is_a_400(engines, content):
+    async with engines.client() as client:
+        answer = await client.post(MESSAGES, content=content)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["type"] == "invalid_request_error"
+    assert "JSON" in answer.json()["error"]["message"]
+
+
+async def test_errors_of_anthropics_endpoint_have_its_shape(engines):
+    for worker in engines.workers:
+        worker.script.calls[MESSAGES] = lambda body: (500, {"error": {"message": "it broke"}})
+    answer = await ask(engines, {"model": "tiny", "max_tokens": 5}, MESSAGES, status=500)
+    assert answer == {"type": "error", "error": {"type": "api_error", "message": "vLLM: it broke"}}
+
+
+async def test_a_stream_of_anthropics_endpoint_that_breaks_ends_with_its_error_event(engines):
+    for worker in engines.workers:
+        worker.script.calls[MESSAGES] = lambda body: (200, "event: ping\ndata: 1\n\n", GONE)
+    text = await ask(engines, {"model": "tiny", "max_tokens": 5, "stream": True}, MESSAGES)
+    _, failure, rest = text.split("\n\n")
+    name, content = failure.split("\n")
+    assert (name, rest) == ("event: error", "")
+    assert json.loads(content[6:]) == {"type": "error", "error": {"type": "api_error", "message": "gone"}}
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        (MESSAGES, {"x-api-key": "secret"}, 200),
+        (MESSAGES, {"authorization": "Bearer secret"}, 200),
+        (MESSAGES, {"authorization": "Bearer wrong", "x-api-key": "secret"}, 401),
+        (MESSAGES, {"x-api-key": "wrong"}, 401),
+        (CHAT, {"x-api-key": "secret"}, 401),
+    ],
+)
+async def test_anthropics_header_has_the_key_at_its_endpoint_only(start_router, path, headers, status):
+    served = await start_router(has_http=False, api_key="secret")
+    calls = {MESSAGES: lambda body: (200, {"type": "message"})}
+    await served.add("aggregated", takes_calls=True, script=served.script(calls=calls))
+    async with served.client() as client:
+        answer = await client.post(path, json=chat(), headers=headers)
+    assert answer.status_code == status
+    if status == 401:
+        assert answer.json()["error"]["type"] == "authentication_error"
+
+
+async def test_a_key_has_one_bound_whichever_header_it_comes_in(start_router):
+    served = await start_router(has_http=False, api_key="busy", max_requests_per_key=1)
+    worker = await served.add("aggregated", takes_calls=True, script=served.script(is_silent=True))
+    async with served.client() as client:
+        first = asyncio.create_task(client.post(MESSAGES, json=chat(), headers={"x-api-key": "busy"}))
+        await served.until(lambda: worker.messages(EngineCall))
+        second = await client.post(CHAT, json=chat(), headers={"authorization": "Bearer busy"})
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+    assert second.status_code == 429
+
+
 # ---- whole bodies --------------------------------------------------------------------------------------------------------
 
 
