@@ -29,7 +29,7 @@ _KINDS: dict[str, GrammarKind] = {
     "structural_tag": "structural_tag",
     "json_object": "json_object",
 }
-_GUIDED = ("json", "regex", "choice", "grammar", "json_object")  # the older spelling
+GUIDED = ("json", "regex", "choice", "grammar", "json_object")  # the older spelling
 # Options of vLLM's that change no meaning here, or only if they have another value.
 _NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (None, True, False),
@@ -67,7 +67,7 @@ def field_of_form(request: CommonRequest) -> str | None:
 
 
 def _forms(request: CommonRequest) -> list[tuple[str, StructuredOutput | None]]:
-    guided = [(f"guided_{name}", _form(name, getattr(request, f"guided_{name}"), f"guided_{name}")) for name in _GUIDED]
+    guided = [(f"guided_{name}", _form(name, getattr(request, f"guided_{name}"), f"guided_{name}")) for name in GUIDED]
     return [
         ("response_format", _from_response_format(request.response_format)),
         ("structured_outputs", _from_structured_outputs(request.structured_outputs)),

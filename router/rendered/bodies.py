@@ -20,6 +20,7 @@ import msgspec
 from core.errors import InvalidRequest
 from router.openai.requests import NEUTRAL, ChatCompletionRequest, CompletionRequest
 from router.openai.sampling import parse_body
+from router.openai.structured import GUIDED
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 
@@ -27,8 +28,9 @@ CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/me
 _OF_ROUTER = ("timeout_s", "session_id", "request_id", "kv_transfer_params")
 # Served by an engine's API and rendered by it. The values in ``_NOT_USED`` mean "not used".
 _RENDERED = (
-    *("tools", "tool_choice", "parallel_tool_calls", "functions", "function_call", "response_format", "structured_outputs"),
-    *("guided_json", "guided_regex", "guided_choice", "guided_grammar", "bad_words", "documents", "chat_template"),
+    *("tools", "tool_choice", "parallel_tool_calls", "response_format", "structured_outputs", "bad_words", "documents"),
+    *(f"guided_{name}" for name in GUIDED),
+    "chat_template",
     *("reasoning_effort", "include_reasoning", "thinking_token_budget", "mm_processor_kwargs", "media_io_kwargs"),
     "modalities",
 )
@@ -38,7 +40,10 @@ _NOT_USED = NEUTRAL | {
     "tool_choice": ("none", "auto"),
     "reasoning_effort": ("none",),
     "include_reasoning": (True, False),
+    "guided_json_object": (False,),
 }
+_FORMS = ("structured_outputs", "response_format")
+_REFUSED = ("functions", "function_call")  # an engine would ignore them
 # Served by an engine's API only as a whole.
 _WHOLE = ("use_beam_search", "vllm_xargs", "return_tokens_as_token_ids", "spaces_between_special_tokens", "logprob_token_ids")
 # What splitting an answer into text and tool calls cannot respect.
@@ -105,7 +110,11 @@ class EngineBody:
 
 
 def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> EngineBody | None:
-    """Return the body for an engine; None if the router serves it. ``splits_output``: of all answers to chats."""
+    """Return the body for an engine; None if the router serves it. ``splits_output``: of all answers to chats.
+
+    Raises:
+        InvalidRequest: an engine would ignore a field, or two fields give the form of the output; names the field.
+    """
     try:
         fields = msgspec.json.decode(body)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -125,7 +134,28 @@ def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> E
         is_whole = is_whole or _has_media(fields.get("messages"))
     if not is_rendered and not is_whole:
         return None
+    if path != MESSAGES:
+        _check_supported(fields)
+        fields = _with_structured_outputs(fields)
     return EngineBody(path=path, fields=fields, adapter=adapter, is_split=is_split, is_whole=is_whole)
+
+
+def _check_supported(fields: Mapping[str, Any]) -> None:
+    for name in _REFUSED:
+        if _is_used(fields, name):
+            raise InvalidRequest(f"{name} is not supported yet: leave it out", param=name)
+
+
+def _with_structured_outputs(fields: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields with ``structured_outputs`` in the place of the older ``guided_*``, which vLLM 0.32 ignores."""
+    guided = {name: fields[f"guided_{name}"] for name in GUIDED if _is_used(fields, f"guided_{name}")}
+    if not guided:
+        return fields
+    forms = [*(f"guided_{name}" for name in guided), *filter(lambda name: _is_used(fields, name), _FORMS)]
+    if len(forms) > 1:
+        raise InvalidRequest(f"{forms[0]} and {forms[1]} both give the form of the output: leave one out", param=forms[0])
+    older = {f"guided_{name}" for name in GUIDED}
+    return {name: value for name, value in fields.items() if name not in older} | {"structured_outputs": guided}
 
 
 def _is_used(fields: Mapping[str, Any], name: str) -> bool:

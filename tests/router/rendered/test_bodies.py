@@ -74,6 +74,40 @@ def test_what_cannot_be_rendered_goes_whole(fields):
     assert read(**fields).is_whole
 
 
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("json", {"type": "object"}), ("regex", "a"), ("choice", ["a"]), ("grammar", "root ::= x"), ("json_object", True)],
+)
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+def test_the_older_names_of_forms_reach_the_engine_by_the_name_it_reads(path, name, value):
+    body = read(path, **{f"guided_{name}": value, "guided_json": value if name == "json" else None})
+    found = body.for_engine()
+    assert found["structured_outputs"] == {name: value}
+    assert not any(field.startswith("guided_") for field in found)
+    assert read(path, use_beam_search=True, **{f"guided_{name}": value}).for_engine()["structured_outputs"] == {name: value}
+
+
+def test_an_older_form_that_is_not_used_is_none():
+    assert read(guided_json_object=False) is None
+    assert "structured_outputs" not in read(tools=TOOLS, guided_json_object=False, guided_json=None).for_engine()
+
+
+@pytest.mark.parametrize("other", [{"guided_json": {}}, {"structured_outputs": {"regex": "b"}}, {"response_format": SCHEMA}])
+def test_two_forms_are_refused_if_one_has_an_older_name(other):
+    with pytest.raises(InvalidRequest, match="both give the form of the output") as refusal:
+        read(guided_regex="a", **other)
+    assert refusal.value.param.startswith("guided_")
+
+
+@pytest.mark.parametrize("fields", [{"functions": [{"name": "f"}]}, {"function_call": {"name": "f"}}])
+@pytest.mark.parametrize("more", [{"tools": TOOLS}, {"use_beam_search": True}], ids=["rendered", "whole"])
+def test_functions_are_refused_beside_what_an_engine_serves(fields, more):
+    assert read(**fields) is None, "the router refuses them alone"
+    with pytest.raises(InvalidRequest, match="not supported yet: leave it out") as refusal:
+        read(**fields, **more)
+    assert refusal.value.param in fields
+
+
 def test_anthropics_form_goes_whole():
     assert engine_body(MESSAGES, b'{"messages": []}', "m", splits_output=False).is_whole
 
