@@ -51,6 +51,8 @@ class OutputSplitter:
         self._states[delta.index] = found.stream_state
         split = _checked(found.chunk.choices, "delta")
         for choice in split:
+            if self._has_one_call and choice["delta"].get("tool_calls"):
+                choice["delta"]["tool_calls"] = [call for call in choice["delta"]["tool_calls"] if not call.get("index")]
             if choice.get("finish_reason") == "tool_calls" and (delta.finish_reason != "stop" or self._is_named):
                 choice["finish_reason"] = delta.finish_reason
         return [choice for choice in split if _says_something(choice)]
@@ -73,19 +75,24 @@ class OutputSplitter:
         """True if the client has named the tool to call; then the end of the call is an ordinary one."""
         return isinstance(self._tool_choice, dict)
 
+    @property
+    def _has_one_call(self) -> bool:
+        """True if calls after the first are dropped."""
+        return self.body.fields.get("parallel_tool_calls") is False
+
     def _finished(self, choice: dict[str, Any], reason: str | None) -> dict[str, Any]:
         """Set the reason of an end by tool calls as the engine's chat route does: not for a tool that the client has named."""
         calls = choice["message"].get("tool_calls")
         is_end = bool(calls) if self._tool_choice == "auto" else self._tool_choice == "required" and reason == "stop"
         if is_end:
             choice["finish_reason"] = "tool_calls"
-        if calls and self.body.fields.get("parallel_tool_calls") is False:
+        if calls and self._has_one_call:
             choice["message"]["tool_calls"] = calls[:1]
         return choice
 
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """Return new tokens as an engine writes them, without the token that ends the text, which a parser would show."""
-        is_end = delta.finish_reason == "stop" and delta.stop_reason is None
+        is_end = delta.finish_reason == "stop"  # by a token: bodies with stop strings go whole
         found: dict[str, Any] = {
             "index": delta.index,
             "token_ids": delta.token_ids[:-1] if is_end else delta.token_ids,

@@ -117,6 +117,7 @@ class Script:
     lease_ms: int = 30_000
     cost: TransferUsage | None = None
     late_cached_tokens: int | None = None  # told with the last tokens instead of the first, as agents of vLLM servers do
+    stop_reason: int | None = None  # of an answer that ends itself
     calls: dict[str, Any] = field(default_factory=dict)  # of its engine's API: path -> function of the body to (status, parts)
 
 
@@ -357,10 +358,11 @@ class FakeWorker:
             end = reason if position + step >= len(tokens) else None
             found = tuple(self.logprobs_of(message, token) for token in new)
             logprobs = None if message.sampling.logprobs is None else found
+            stop = self.script.stop_reason if end == "stop" else None
             live = [index for index, start in starts.items() if position >= start]
             if end is not None and self.script.late_cached_tokens is not None:
                 usage = Usage(num_cached_tokens=self.script.late_cached_tokens, is_late=True)
-            await self.send([Tokens(message.request_id, i, position, new, end, None, logprobs, usage) for i in live])
+            await self.send([Tokens(message.request_id, i, position, new, end, stop, logprobs, usage) for i in live])
             usage = None
 
 

@@ -11,6 +11,7 @@ from core.wire.messages import ErrorInfo, Generate
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
 RENDER, SPLIT = f"{CHAT}/render", f"{CHAT}/derender"
+EOS = 256
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
 GONE = ErrorInfo(code="engine_dead", message="gone", http_status=503, retryable=True)
 PARAMS = {"do_remote_prefill": True, "kvferry": "x"}
@@ -106,6 +107,31 @@ async def test_a_stream_of_tool_calls_carries_the_engines_state_from_part_to_par
     assert (usage["usage"]["prompt_tokens"], usage["choices"], end) == (3, [], "[DONE]")
     (body,) = calls_of(engines, RENDER)
     assert "stream_options" not in body, "an engine refuses them without stream"
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+async def test_a_stop_token_of_the_client_is_no_part_of_what_is_split(engines, fields):
+    for worker in engines.workers:
+        worker.script.stop_reason = EOS
+    await ask(engines, chat(tools=TOOLS, stop_token_ids=[EOS], **fields))
+    outputs = [body.get("generate_response") or body["generate_chunk"] for body in calls_of(engines, SPLIT)]
+    seen = [choice for output in outputs for choice in output["choices"]]
+    assert seen[-1]["stop_reason"] == EOS
+    assert [token for choice in seen for token in choice["token_ids"]] == list(engines.tokenizer.encode("hello world"))
+
+
+@pytest.mark.parametrize(("fields", "num_calls"), [({}, 2), ({"parallel_tool_calls": False}, 1)])
+async def test_a_stream_has_one_call_only_if_they_may_not_be_parallel(engines, sse_events, fields, num_calls):
+    def split_in_two(body):
+        (choice,) = body["generate_chunk"]["choices"]
+        calls = [{"index": index, "function": {"name": "f", "arguments": "{}"}} for index in (0, 1)]
+        chunk = {"choices": [{"index": 0, "delta": {"tool_calls": calls}, "finish_reason": choice["finish_reason"]}]}
+        return 200, {"chunk": chunk, "stream_state": None}
+
+    for worker in engines.workers:
+        worker.script.calls[SPLIT] = split_in_two
+    *chunks, _ = sse_events(await ask(engines, chat(tools=TOOLS, stream=True, **fields)))
+    assert {call["index"] for chunk in chunks for call in chunk["choices"][0]["delta"]["tool_calls"]} == set(range(num_calls))
 
 
 async def test_a_list_of_prompts_is_rendered_at_once(engines):
