@@ -213,7 +213,9 @@ def _status_routes(endpoints: Endpoints, probes: ProbeAnswers) -> list[BaseRoute
     @get("/v1/models/{name:path}")
     async def model(name: Annotated[str, Parameter()]) -> dict[str, Any]:
         """Describe the served model."""
-        endpoints.check_model(name.lstrip("/"))
+        asked = name.lstrip("/")
+        if asked != endpoints.model.lstrip("/"):  # a model's name may be a path, which has lost its first slash here
+            endpoints.check_model(asked)
         return endpoints.models()[0]
 
     @get(["/health", "/ping"], opt={_OPEN: True})

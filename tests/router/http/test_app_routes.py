@@ -8,6 +8,8 @@ import threading
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from router.openai.served_model import NEUTRAL_SAMPLING, ServedModel
+
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -31,6 +33,15 @@ async def test_models_are_listed(served):
         assert (card["id"], card["object"], card["max_model_len"]) == ("tiny", "model", 512)
         assert (await client.get("/v1/models/tiny")).json() == card
         error_of(await client.get("/v1/models/acme/other"), 404)
+
+
+@pytest.mark.parametrize("asked", ["/data/m", "%2Fdata%2Fm", "data/m"])
+async def test_a_model_whose_name_is_a_path_is_described(start_router, tiny_tokenizer, asked):
+    under_test = await start_router(model=ServedModel(name="/data/m", tokenizer=tiny_tokenizer, defaults=NEUTRAL_SAMPLING))
+    async with under_test.client() as client:
+        answer = await client.get(f"/v1/models/{asked}")
+        error_of(await client.get("/v1/models/data/other"), 404)
+    assert (answer.status_code, answer.json().get("id")) == (200, "/data/m")
 
 
 async def test_many_tokens_are_detokenized_off_the_event_loop(served, monkeypatch):
