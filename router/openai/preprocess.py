@@ -111,7 +111,7 @@ class PromptReader:
             if not token_ids:
                 raise InvalidRequest(f"prompt {index} is empty", param="prompt")
             kept = _truncate(token_ids, request.truncate_prompt_tokens, limits)
-            _check_num_tokens(kept, limits)  # before millions of them are checked
+            _check_num_tokens(kept, limits, "prompt")  # before millions of them are checked
             num_tokens += len(kept)
             _check_all_tokens(num_tokens)
             hold(_memory_of(num_tokens) - _memory_of(num_tokens - len(kept)))
@@ -158,7 +158,7 @@ class PromptReader:
         prompts, images = self._image_support.prompts, [found.image for found in placed]
         expanded = prompts.expand(text, [image.size for image in images])
         token_ids = await self._encode_chat(request, expanded, limits)
-        _check_num_tokens(token_ids, limits)
+        _check_num_tokens(token_ids, limits, "messages")
         fingerprint = self._image_support.model_fingerprint()
         features, media = await asyncio.to_thread(prompts.features, token_ids, images, fingerprint)
         places = {found.image.content: found.place for found in reversed(placed)}  # the first of equal files
@@ -306,12 +306,12 @@ def check_num_choices(num_prompts: int, n: int) -> None:
         )
 
 
-def _check_num_tokens(token_ids: Sequence[int], limits: ModelLimits) -> None:
+def _check_num_tokens(token_ids: Sequence[int], limits: ModelLimits, param: str) -> None:
     if len(token_ids) >= limits.max_model_len:
         raise ContextTooLong(
             f"This model's maximum context length is {limits.max_model_len} tokens. However, the prompt has "
             f"{len(token_ids)}, which leaves no room for an answer.",
-            param="prompt",
+            param=param,
         )
 
 

@@ -251,6 +251,13 @@ async def test_a_text_may_not_pretend_to_be_an_image(start_sighted):
     assert "stands for an image" in await refused(under_test, body, None)
 
 
+async def test_a_conversation_with_images_that_is_too_long_is_named(start_sighted):
+    under_test = await start_sighted()
+    answer = await post(under_test, chat("x" * 512, image_part(data_url(picture()))))
+    error = answer.json()["error"]
+    assert (answer.status_code, error["code"], error["param"]) == (400, "context_length_exceeded", "messages")
+
+
 async def test_a_prompt_with_images_is_not_cut(start_sighted):
     under_test = await start_sighted()
     response = await post(under_test, chat(image_part(data_url(picture())), truncate_prompt_tokens=3))

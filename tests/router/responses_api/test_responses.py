@@ -20,6 +20,7 @@ TEMPLATE = (
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "name": "weather", "parameters": PARAMETERS}]
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
+BAD_CALL = {"type": "function_call", "call_id": "call_1", "name": "weather", "arguments": "[1]"}
 read_event = pydantic.TypeAdapter(ResponseStreamEvent).validate_python
 STATUS = {"response.created", "response.in_progress", "response.completed", "response.incomplete", "response.failed"}
 
@@ -170,6 +171,11 @@ async def test_the_next_turn_is_rendered_with_the_calls_of_the_last(ask, under_t
     ("fields", "param"),
     [
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "object", "not": {}}}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
+        ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": 1}]}, "tools[0]"),
+        ({"input": [{**BAD_CALL}]}, "input[0].arguments"),
+        ({"input": [{"role": "user", "content": "x"}, {**BAD_CALL, "arguments": "{"}]}, "input[1].arguments"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "input"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
@@ -182,7 +188,7 @@ async def test_refusals_name_the_fields_of_this_endpoint(ask, fields, param):
     response = await ask("x", **fields)
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (400, param)
-    assert "messages" not in error["message"]
+    assert not any(theirs in error["message"] for theirs in ("messages", ".function.", "json_schema."))
 
 
 async def test_failure_in_mid_stream_is_an_event(under_test):

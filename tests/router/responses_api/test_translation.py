@@ -135,10 +135,22 @@ def test_unknown_fields_of_items_are_ignored():
         ("messages[1].tool_calls", "messages[1].tool_calls: not so", "input", "input: not so"),
         ("response_format", "response_format and tools", "text.format", "text.format and tools"),
         ("max_completion_tokens", "max_completion_tokens must be", "max_output_tokens", "max_output_tokens must be"),
+        ("tools[1]", "tools[1].function.name must be", "tools[1]", "tools[1].name must be"),
+        ("tools[0]", "tools[0].function.parameters must be", "tools[0]", "tools[0].parameters must be"),
+        ("response_format", "response_format.json_schema.schema must be", "text.format", "text.format.schema must be"),
         ("temperature", "temperature must be", "temperature", "temperature must be"),
         (None, "no field", None, "no field"),
     ],
 )
 def test_errors_of_the_chat_name_the_fields_of_this_endpoint(param, text, renamed, new_text):
-    error = in_words_of_responses(InvalidRequest(text, param=param))
+    error = in_words_of_responses(InvalidRequest(text, param=param), parsed())
     assert (error.param, str(error)) == (renamed, new_text)
+
+
+def test_an_error_in_an_earlier_call_names_its_item():
+    output = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
+    user = {"role": "user", "content": "hi"}
+    request = parsed(input=[user, CALL, CALL, output, CALL, CALL, output], instructions="be short")
+    of_chat = InvalidRequest("messages[4].tool_calls[1].function.arguments must be", param="messages[4].tool_calls[1]")
+    error = in_words_of_responses(of_chat, request)
+    assert (error.param, str(error)) == ("input[5].arguments", "input[5].arguments must be")
