@@ -39,6 +39,7 @@ from router.openai.preprocess import (
     check_messages,
     check_num_choices,
     check_rendered,
+    continued_text,
     max_text_tokens,
 )
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -168,7 +169,7 @@ class Endpoints:
             tools=tools,
             format=self._tool_format,
             has_reasoning=self._has_reasoning and not has_form and (tools is None or tools.form is None),
-            is_reasoning_open=opens_reasoning(prompt.text),
+            is_reasoning_open=opens_reasoning(prompt.text, continued_text(request)),
             shows_reasoning=request.include_reasoning is not False,
             may_be_form=has_form,
         )

@@ -152,6 +152,6 @@ def has_thinking_tags(template: str) -> bool:
     return OPEN in template or CLOSE in template
 
 
-def opens_reasoning(prompt: str) -> bool:
-    """Return True if a prompt ends with the start of reasoning."""
-    return prompt.rstrip().endswith(OPEN)
+def opens_reasoning(prompt: str, continued: str = "") -> bool:
+    """Return True if a prompt ends in reasoning: with its start, or within the text of the message that is continued."""
+    return prompt.rstrip().endswith(OPEN) or (continued.lstrip().startswith(OPEN) and CLOSE not in continued)

@@ -259,6 +259,15 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         raise InvalidRequest(f"the messages have {num_parts} parts, at most {MAX_MESSAGES} are allowed", param="messages")
 
 
+def continued_text(request: ChatCompletionRequest) -> str:
+    """Return the text of the message that the answer continues; empty if it begins a message."""
+    if not request.continue_final_message:
+        return ""
+    content = request.messages[-1].content
+    parts = [part.text for part in content if isinstance(part, TextPart)] if isinstance(content, list) else [content or ""]
+    return "\n".join(parts)
+
+
 def _num_parts(message: ChatMessage) -> int:
     return len(message.content) if isinstance(message.content, list) else 0
 

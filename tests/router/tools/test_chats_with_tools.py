@@ -246,6 +246,23 @@ async def test_an_unknown_format_of_calls_ends_the_start(start_router):
         await start_router(has_http=False, tool_format="nope")
 
 
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        ("<think>\nLet me", ("yes", "hm")),
+        ([{"type": "text", "text": "<think>"}, {"type": "text", "text": "Let me"}], ("yes", "hm")),
+        ("<think>so</think>It", ("hm</think>yes", "")),
+        ("I <think> that", ("hm</think>yes", "")),
+    ],
+)
+async def test_reasoning_goes_on_where_the_last_message_leaves_it_open(with_tools, sse_events, last, expected):
+    messages = [*USER, {"role": "assistant", "content": last}]
+    found = await both(with_tools, sse_events, "hm</think>yes", messages=messages, continue_final_message=True)
+    assert found[:2] == expected
+    closed = await both(with_tools, sse_events, "hm</think>yes", messages=messages)
+    assert closed[:2] == ("hm</think>yes", "")
+
+
 async def test_hidden_reasoning_is_left_out(with_tools, sse_events):
     found = await both(with_tools, sse_events, "<think>hm</think>yes", include_reasoning=False)
     assert found == ("yes", "", [], "stop")
