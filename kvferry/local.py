@@ -173,12 +173,14 @@ class LocalCluster:
             for name in (*self._servers, *self._roles):
                 self._keeper.start(self._spec(name))
             self._wait_until_ready(deadline, is_cancelled)
+            self._is_started = True
+            if not is_cancelled():
+                self._check_none_has_ended()  # from here on a death is followed by a restart; this finds one before
         except _Cancelled:
             return self
         except BaseException:
             self.stop(grace_s=0.0)
             raise
-        self._is_started = True
         if self._supervise:
             self._health = self._watch_health()
         return self
@@ -409,19 +411,22 @@ class LocalCluster:
     def _wait_until_ready(self, deadline: float, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         waiting = list(self._names)
         while waiting and not is_cancelled():
+            if not (self._supervise and self._is_started):
+                self._check_none_has_ended()  # those that were ready as well
             waiting = [name for name in waiting if not self._is_ready(name)]
             if waiting and time.monotonic() > deadline:
                 raise self._failed(waiting[0], "did not become ready in time")
             if waiting:
                 time.sleep(_POLL_S)
 
+    def _check_none_has_ended(self) -> None:
+        for name in self._names:
+            if self._live(name) is None:
+                raise self._failed(name)
+
     def _is_ready(self, name: str) -> bool:
         child = self._live(name)
-        if child is None:
-            if self._supervise and self._is_started:
-                return False
-            raise self._failed(name)
-        if not child.addresses.done() or child.addresses.exception() is not None:
+        if child is None or not child.addresses.done() or child.addresses.exception() is not None:
             return False
         try:
             path = "health" if name in self._servers else "ready"

@@ -59,9 +59,14 @@ class RouterGroup:
         """
         deadline = time.monotonic() + self._config.local.ready_timeout_s
         first, *others = self._plan.names
-        found = [self._addresses(self._keeper.start(self._spec(first)), deadline)]
-        found += [self._addresses(child, deadline) for child in [self._keeper.start(self._spec(name)) for name in others]]
-        self._is_started = True
+        children = [self._keeper.start(self._spec(first))]
+        found = [self._addresses(children[0], deadline)]
+        children += [self._keeper.start(self._spec(name)) for name in others]
+        found += [self._addresses(child, deadline) for child in children[1:]]
+        self._is_started = True  # from here on a death is followed by a restart; what follows finds one before
+        for child in children:
+            if child.ended.is_set():
+                raise _failed(child)
         several = {key: ",".join([addresses[key] for addresses in found]) for key in ("worker_address", "ops_address")}
         return {"http_address": found[0]["http_address"], **several}
 
@@ -79,7 +84,7 @@ class RouterGroup:
         if not child.addresses.done():
             raise StartFailed(f"{child.spec.name} did not tell its address in time")
         if child.addresses.exception() is not None:
-            raise StartFailed(f"{child.spec.name} did not start: it {child.describe_end()}")
+            raise _failed(child)
         addresses = child.addresses.result()
         self._plan.pin(child.spec.name, addresses)
         return addresses
@@ -94,6 +99,10 @@ class RouterGroup:
 
     def _on_exit(self, child: Child, lived_s: float) -> float | None:
         return self._backoffs[child.spec.name].next_delay_s(lived_s) if self._is_started else None
+
+
+def _failed(child: Child) -> StartFailed:
+    return StartFailed(f"{child.spec.name} did not start: it {child.describe_end()}")
 
 
 def run_group(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None]) -> int:

@@ -159,6 +159,32 @@ def test_router_that_is_stopped_and_stays_so_is_replaced(cluster_config, eventua
         assert end.startswith("ended with signal SIGKILL: no answer to /health for ")
 
 
+class RoutersThatDie(RouterAlone):
+    """Two routers: the first is killed while the start asks whether the last one is ready, which is ``is_last_ready``."""
+
+    def __init__(self, config, log_dir, is_last_ready):
+        super().__init__(config, log_dir)
+        self._is_last_ready = is_last_ready
+
+    def _is_ready(self, name):
+        if name == "router-1" and not self.ends:
+            child = self._live("router")
+            self.kill("router")
+            child.ended.wait()
+        return self._is_last_ready if name == "router-1" else super()._is_ready(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_last_ready", [True, False])
+def test_process_that_dies_after_it_was_ready_fails_the_start(cluster_config, no_child_left, tmp_path, is_last_ready):
+    cluster = RoutersThatDie(cluster_config("router.processes=2", "local.ready_timeout_s=20"), tmp_path, is_last_ready)
+    try:
+        with pytest.raises(StartFailed, match="router did not start: it ended with signal SIGKILL"):
+            cluster.start()
+    finally:
+        cluster.stop(grace_s=0.0)
+
+
 @pytest.mark.slow
 @pytest.mark.e2e
 @pytest.mark.full

@@ -12,6 +12,10 @@ from pathlib import Path
 import httpx
 import pytest
 
+from core.config import load_config
+from core.errors import StartFailed
+from kvferry.router_group import RouterGroup
+
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.usefixtures("no_child_left")]
 
 DEADLINE_S = 60.0
@@ -76,3 +80,22 @@ def test_routers_share_a_port_and_one_that_dies_is_replaced(group):
     assert process.wait(DEADLINE_S) == 0
     assert len(lines("router_stopped")) == 2
     assert Path(f"/proc/{killed}").exists() is False
+
+
+def test_router_that_dies_while_the_others_start_fails_the_start(monkeypatch):
+    group = RouterGroup(load_config(assignments=SETTINGS))
+    read_addresses = group._addresses
+
+    def read_and_kill(child, deadline):
+        addresses = read_addresses(child, deadline)
+        if child.spec.name != "router":
+            os.kill(group.pids["router"], signal.SIGKILL)
+            until(lambda: "router" not in group.pids)
+        return addresses
+
+    monkeypatch.setattr(group, "_addresses", read_and_kill)
+    try:
+        with pytest.raises(StartFailed, match="router did not start: it ended with signal SIGKILL"):
+            group.start()
+    finally:
+        group.close()
