@@ -7,10 +7,12 @@ everything at once.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import sys
 import threading
 from types import FrameType
+from typing import TextIO
 
 from core.config import KVFerryConfig
 from core.errors import ConfigError, StartFailed
@@ -47,23 +49,22 @@ def serve_forever(config: KVFerryConfig) -> int:
 
     for number in SIGNALS:
         signal.signal(number, on_signal)
+    grace_s, router_grace_s = config.worker.drain_timeout_s + _MARGIN_S, config.router.drain_timeout_s + _MARGIN_S
     try:
         cluster.start(is_cancelled=is_leaving.is_set)
         if not is_leaving.is_set():
             _print_address(cluster, config)
             is_leaving.wait()
-            print("draining; press Ctrl-C again to stop at once", flush=True)
+            _say("draining; press Ctrl-C again to stop at once")
     except _Hurry:
-        cluster.stop(grace_s=0.0)
-        return 0
+        grace_s = router_grace_s = 0.0
     except (StartFailed, ConfigError):
         if not is_leaving.is_set():  # otherwise a process received the same signal as this one
             raise
-    with contextlib.suppress(_Hurry):
-        cluster.stop(
-            grace_s=config.worker.drain_timeout_s + _MARGIN_S, router_grace_s=config.router.drain_timeout_s + _MARGIN_S
-        )
-        _ignore_signals()
+    finally:
+        with contextlib.suppress(_Hurry):
+            cluster.stop(grace_s=grace_s, router_grace_s=router_grace_s)
+            _ignore_signals()
     _print_failures(cluster)
     return 0
 
@@ -74,21 +75,31 @@ def _ignore_signals() -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
+def _say(text: str, file: TextIO | None = None) -> None:
+    """Print a line. If its reader is gone (``| tee`` gets Ctrl-C too) or the disk is full, the cluster goes on without it."""
+    file = file or sys.stdout
+    try:
+        print(text, file=file, flush=True)
+    except OSError:
+        with contextlib.suppress(OSError), open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), file.fileno())  # takes what is left, which would fail again at the exit
+
+
 def _print_reserved(cluster: LocalCluster) -> None:
     parts = cluster.reserved_bytes
     if parts:
         total, limit = format_bytes(sum(parts.values())), format_bytes(memory_limit_bytes())
-        print(f"memory beside the model: {', '.join(parts)}; {total} of {limit}", flush=True)
+        _say(f"memory beside the model: {', '.join(parts)}; {total} of {limit}")
 
 
 def _print_address(cluster: LocalCluster, config: KVFerryConfig) -> None:
     model = config.model.served_name or config.model.name
     workers = ", ".join(worker.engine_id for worker in cluster.workers)
-    print(f"serving {model} at {cluster.base_url}/v1 ({workers})", flush=True)
+    _say(f"serving {model} at {cluster.base_url}/v1 ({workers})")
 
 
 def _print_failures(cluster: LocalCluster) -> None:
     """Name the processes that have ended on their own."""
     for name, ends in cluster.ends.items():
         count = f" {len(ends)} times, at last" if len(ends) > 1 else ""
-        print(f"kvferry: {name} ended by itself{count}: it {ends[-1]}", file=sys.stderr, flush=True)
+        _say(f"kvferry: {name} ended by itself{count}: it {ends[-1]}", sys.stderr)
