@@ -177,7 +177,7 @@ def autoscaling() -> Schema:
         type=one_of("hpa", "keda"),
         min=POSITIVE,
         max=POSITIVE,
-        scaleDownSeconds=POSITIVE,
+        scaleDownSeconds={**POSITIVE, "maximum": 3600},  # of an HPA's window
         metrics={
             "type": "object",
             "minProperties": 1,

@@ -36,6 +36,8 @@ _TRIGGER = closed(
     metricType={"enum": ["AverageValue", "Value"]},
     metadata=closed("serverAddress query threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT),
 )
+_WINDOW: Schema = {"type": "integer", "minimum": 0, "maximum": 3600}
+_BEHAVIOR = closed("scaleDown", scaleDown=closed("", stabilizationWindowSeconds=_WINDOW))
 _TARGET = closed("name", apiVersion=TEXT, kind=TEXT, name=TEXT)
 _PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 _BACKEND = closed("name", group=TEXT, kind=TEXT, name=TEXT, port=_PORT)
@@ -75,7 +77,7 @@ SPECS: dict[tuple[str, str], Schema] = {
         scaleTargetRef=_TARGET,
         minReplicaCount={"type": "integer"},
         maxReplicaCount={"type": "integer"},
-        cooldownPeriod={"type": "integer"},
+        advanced=closed("horizontalPodAutoscalerConfig", horizontalPodAutoscalerConfig=closed("behavior", behavior=_BEHAVIOR)),
         triggers=listed(_TRIGGER),
     ),
 }

@@ -170,7 +170,10 @@ def test_worker_takes_as_many_threads_as_it_is_promised_cores(find):
 
     assert threads() == 2
     assert threads("prefill.resources.limits.cpu=6") == 6
-    assert threads("prefill.resources.requests.cpu=1500m") is None
+    for cpu, num_threads in {"2000m": 2, "1500m": 1, "2.9": 2, "500m": 1, "0.5": 1, "16": 16}.items():
+        assert threads(f"prefill.resources.requests.cpu={cpu}") == num_threads
+    assert threads("prefill.resources.requests.cpu=null") is None
+    assert threads("config.worker.cpu_threads=5") == 5
 
 
 def test_secrets_are_in_no_config_map_and_no_command(helm):
@@ -328,6 +331,16 @@ def test_replicas_are_left_to_the_scaler(find):
 def test_keda_asks_the_router_how_many_workers_a_role_needs(find):
     triggers = find("ha", "ScaledObject", "decode", "decode.autoscaling.load=0.8")["spec"]["triggers"]
     asked = triggers[-1]["metadata"]
-    assert asked["query"].startswith('max(kvferry_role_demanded_workers{namespace="')
-    assert 'role="decode"' in asked["query"]
+    selector = 'namespace="llm",pod=~"kvferry-router-.*",role="decode"'  # other releases of the namespace have their own demand
+    assert asked["query"] == f"max(kvferry_role_demanded_workers{{{selector}}})"
     assert (triggers[-1]["metricType"], asked["threshold"]) == ("AverageValue", "0.8")
+
+
+@pytest.mark.parametrize("seconds", [300, 600])
+def test_scalers_of_both_kinds_wait_before_they_scale_down(find, seconds):
+    sets = [f"{role}.autoscaling.scaleDownSeconds={seconds}" for role in ("prefill", "decode") if seconds != 300]
+    hpa = find("ha", "HorizontalPodAutoscaler", "prefill", *sets)["spec"]
+    keda = find("ha", "ScaledObject", "decode", *sets)["spec"]
+    for scaler in (hpa, keda["advanced"]["horizontalPodAutoscalerConfig"]):
+        assert scaler["behavior"]["scaleDown"]["stabilizationWindowSeconds"] == seconds
+    assert "cooldownPeriod" not in keda  # it would be of a scaler to no pod at all

@@ -55,8 +55,10 @@
 {{- end -}}
 {{- $resources := default dict $role.resources -}}
 {{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" $resources) $resources | toString -}}
-{{- if and (regexMatch "^[0-9]+$" $cpu) (not (hasKey $config.worker "cpu_threads")) -}}
-{{- $_ := set $config.worker "cpu_threads" (int $cpu) -}}
+{{- $computes := has .role (list "encode" "prefill" "decode" "aggregated") -}}
+{{- if and $computes (regexMatch "^[0-9]+([.][0-9]+)?m?$" $cpu) (not (hasKey $config.worker "cpu_threads")) -}}
+{{- $cores := divf (trimSuffix "m" $cpu | float64) (ternary 1000.0 1.0 (hasSuffix "m" $cpu)) -}}
+{{- $_ := set $config.worker "cpu_threads" (max 1 (floor $cores | int)) -}}
 {{- end -}}
 {{- toYaml $config -}}
 {{- end -}}
