@@ -125,6 +125,14 @@ CASES = {
     "ingress without a host": (("ingress.enabled=true",), "ingress.hosts: name at least one host"),
     "route without a gateway": (("httpRoute.enabled=true",), "httpRoute.parentRefs: name the Gateway"),
     "pool without a picker": (("inferencePool.enabled=true",), "inferencePool.endpointPicker.name: name the Service"),
+    "route to no pool": (
+        ("httpRoute.enabled=true", "httpRoute.parentRefs[0].name=gateway", "httpRoute.toInferencePool=true"),
+        "httpRoute.toInferencePool: there is no pool; set inferencePool.enabled",
+    ),
+    "longer window than an HPA takes": (
+        tuple(f"prefill.autoscaling.{part}" for part in ("type=keda", "min=1", "max=2", "load=1", "scaleDownSeconds=3601")),
+        "at '/prefill/autoscaling/scaleDownSeconds'",
+    ),
     "no cluster key": ((), "security.clusterKey: no key is given. Make one: kubectl -n default create secret"),
     "made key beside another": (
         ("security.clusterKey.generate=true", "security.clusterKey.existingSecret=a"),

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 CHART = Path(__file__).parents[2] / "helm/kvferry"
 OURS, LLMD = "vllm-1p1d", "vllm-llm-d"
 AGGREGATED = ("prefill.enabled=false", "decode.enabled=false", "aggregated.enabled=true")
+PROBES = ("startupProbe", "livenessProbe")
 NODES = ("prefill.vllm.nodes=2", "prefill.vllm.tensorParallelSize=4")
 
 
@@ -66,11 +67,21 @@ def test_events_that_nobody_uses_or_the_operator_chose_are_not_set_up(find, sett
 
 def test_a_server_that_hangs_is_started_again_by_the_platform(find):
     vllm = by_name(pod(find, OURS, "decode")["initContainers"])["vllm"]
-    for probe in ("startupProbe", "livenessProbe"):
+    for probe in PROBES:
         program = vllm[probe]["exec"]["command"][-1]
         assert f"http://127.0.0.1:{option(vllm['command'], '--port')}/health" in program
         compile(program, probe, "exec")
     assert "readinessProbe" not in vllm, "the agent says whether requests may come"
+
+
+def test_the_server_of_an_agent_has_the_timings_of_the_role_s_probes(find):
+    sets = ("decode.probes.startup.failureThreshold=900", "decode.probes.liveness.periodSeconds=30")
+    vllm = by_name(pod(find, OURS, "decode", *sets)["initContainers"])["vllm"]
+    timings = {name: {key: value for key, value in vllm[name].items() if key != "exec"} for name in PROBES}
+    assert timings == {
+        "startupProbe": {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 900},
+        "livenessProbe": {"periodSeconds": 30, "timeoutSeconds": 5, "failureThreshold": 6},
+    }
 
 
 def test_vllm_has_the_gpus_the_model_and_the_plugin_and_the_agent_has_none(find):
@@ -193,6 +204,24 @@ def test_llm_d_finds_both_roles_at_one_port_and_the_proxy_hides_a_decode_engine(
     assert labels["llm-d.ai/role"] == "decode"
 
 
+def test_llm_d_reaches_engines_over_ipv6_as_well(find):
+    command = pod(find, LLMD, "prefill", "network.ipFamily=IPv6")["containers"][0]["command"]
+    assert option(command, "--host") == "::"
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_without_named_clients_everyone_reaches_the_engines_as_llm_d_does(find, role):
+    def peers(*sets):
+        ingress = find(LLMD, "NetworkPolicy", role, *sets)["spec"]["ingress"]
+        (rule,) = (rule for rule in ingress if rule.get("ports") == [{"protocol": "TCP", "port": 8000}])
+        return rule.get("from")
+
+    assert peers("networkPolicy.clients=null") is None
+    (proxy, gateway) = peers()
+    assert proxy["podSelector"]["matchExpressions"][0]["values"] == ["decode"]
+    assert gateway["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "gateway"}
+
+
 def test_a_pod_without_agent_waits_for_readers_before_it_leaves(find):
     (vllm,) = pod(find, LLMD, "prefill")["containers"]
     script = vllm["lifecycle"]["preStop"]["exec"]["command"][-1]
@@ -223,6 +252,7 @@ def held_blocks(number):
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
 VLLM = ("engine=vllm", "prefill.gpu.count=1", "decode.gpu.count=1")
+LLMD_ROUTES = (*VLLM, "vllm.agent.enabled=false", "router.enabled=false", "vllm.proxy.image.tag=v0.4.0")
 SCALED = tuple(
     f"prefill.autoscaling.{part}" for part in ("type=hpa", "min=1", "max=2", "metrics.kvferry_num_requests_waiting=4")
 )
@@ -265,6 +295,8 @@ CASES = {
     "agents without a router": ((*VLLM, "router.enabled=false"), "our router reaches vLLM engines by agents"),
     "a router without agents": ((*VLLM, "vllm.agent.enabled=false"), "our router reaches vLLM engines by agents"),
     "no version of the proxy": ((*VLLM, "vllm.agent.enabled=false", "router.enabled=false"), "vllm.proxy.image.tag: give"),
+    "a route to llm-d": ((*LLMD_ROUTES, "httpRoute.enabled=true"), "httpRoute.enabled: without our router there is nothing"),
+    "a pool of llm-d": ((*LLMD_ROUTES, "inferencePool.enabled=true"), "inferencePool.enabled: without our router there is"),
     "a moving tag": ((*VLLM, "vllm.image.tag=latest"), 'vllm.image.tag: "latest" names another image every day'),
     "scaled nodes": (
         (*VLLM, "prefill.vllm.nodes=2", "prefill.vllm.tensorParallelSize=2", *SCALED),

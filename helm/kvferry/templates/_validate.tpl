@@ -37,6 +37,9 @@
 {{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) -}}
 {{- fail "httpRoute.parentRefs: name the Gateway that the route belongs to" -}}
 {{- end -}}
+{{- if and .Values.httpRoute.enabled .Values.httpRoute.toInferencePool (not .Values.inferencePool.enabled) -}}
+{{- fail "httpRoute.toInferencePool: there is no pool; set inferencePool.enabled, or toInferencePool to false for the service" -}}
+{{- end -}}
 {{- include "kvferry.validateKeySource" . -}}
 {{- end -}}
 

@@ -29,8 +29,10 @@
 {{- if and (not $vllm.agent.enabled) .Values.decode.enabled (not $vllm.proxy.image.tag) (not $vllm.proxy.image.digest) -}}
 {{- fail "vllm.proxy.image.tag: give the version or the digest of llm-d's routing side-car, which decode pods need without our agent" -}}
 {{- end -}}
-{{- if and (not $vllm.agent.enabled) .Values.ingress.enabled -}}
-{{- fail "ingress.enabled: without our router there is nothing to lead to; llm-d's gateway is the way in" -}}
+{{- range $way := list "ingress" "httpRoute" "inferencePool" -}}
+{{- if and (not $vllm.agent.enabled) (index $.Values $way).enabled -}}
+{{- fail (printf "%s.enabled: without our router there is nothing to lead to; llm-d's gateway is the way in" $way) -}}
+{{- end -}}
 {{- end -}}
 {{- if and (not $vllm.agent.enabled) (or .Values.monitoring.podMonitor.enabled .Values.monitoring.serviceMonitor.enabled .Values.monitoring.prometheusRule.enabled) -}}
 {{- fail "monitoring: without our agent and router there are only vLLM's own metrics, at the pods' port http; turn it off" -}}

@@ -79,7 +79,8 @@ ranks with an endpoint each, or the values have endpoints of their own.
 {{- $own := default dict (index .root.Values .role).vllm -}}
 {{- $nodes := include "kvferry.nodes" . | int -}}
 {{- $command := list "vllm" "serve" $config.model.name "--served-model-name" (default $config.model.name $config.model.served_name) -}}
-{{- $host := ternary "127.0.0.1" "0.0.0.0" (or .root.Values.vllm.agent.enabled (eq (include "kvferry.hasProxy" .) "true")) -}}
+{{- $any := ternary "::" "0.0.0.0" (eq .root.Values.network.ipFamily "IPv6") -}}
+{{- $host := ternary "127.0.0.1" $any (or .root.Values.vllm.agent.enabled (eq (include "kvferry.hasProxy" .) "true")) -}}
 {{- $command = concat $command (list "--host" $host "--port" (include "kvferry.vllmPort" .)) -}}
 {{- $command = concat $command (list "--tensor-parallel-size" (dig "tensorParallelSize" 1 $own | toString)) -}}
 {{- with $own.dataParallelSize -}}{{- $command = concat $command (list "--data-parallel-size" (toString .)) -}}{{- end -}}
@@ -156,16 +157,7 @@ volumeMounts:
 - name: vllm
   restartPolicy: Always
   {{- include "kvferry.vllmFields" . | nindent 2 }}
-  startupProbe:
-    {{- include "kvferry.vllmHealth" . | nindent 4 }}
-    periodSeconds: 5
-    timeoutSeconds: 5
-    failureThreshold: {{ include "kvferry.startTries" . }}
-  livenessProbe:   # of a server that hangs; one that dies ends its container
-    {{- include "kvferry.vllmHealth" . | nindent 4 }}
-    periodSeconds: 10
-    timeoutSeconds: 5
-    failureThreshold: 6
+  {{- include "kvferry.vllmProbes" . | nindent 2 }}
 {{- end }}
 {{- if include "kvferry.hasProxy" . }}
 - name: proxy   # llm-d's: it has a prefill pod compute the prompt, and passes the place of its KV on
@@ -219,19 +211,21 @@ lifecycle:
 exec: {command: [python3, -c, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{{ include "kvferry.vllmPort" . }}/health', timeout=4)"]}
 {{- end -}}
 
+{{/* Liveness is of a server that hangs; one that dies ends its container. An agent says itself whether requests may come. */}}
 {{- define "kvferry.vllmProbes" -}}
 {{- $given := default dict (index .root.Values .role).probes -}}
-{{- $port := ternary "vllm" "http" (eq (include "kvferry.hasProxy" .) "true") -}}
+{{- $hasAgent := eq (include "kvferry.hasAgent" .) "true" -}}
+{{- $isOnLoopback := or $hasAgent (eq (include "kvferry.hasProxy" .) "true") -}}
 {{- $defaults := dict
-      "startup" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" 360)
+      "startup" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" (include "kvferry.startTries" . | int))
       "readiness" (dict "periodSeconds" 2 "timeoutSeconds" 2 "failureThreshold" 2)
       "liveness" (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) -}}
-{{- range $name := list "startup" "readiness" "liveness" }}
+{{- range $name := ternary (list "startup" "liveness") (list "startup" "readiness" "liveness") $hasAgent }}
 {{ $name }}Probe:
-  {{- if eq $port "vllm" }}
+  {{- if $isOnLoopback }}
   {{- include "kvferry.vllmHealth" $ | nindent 2 }}
   {{- else }}
-  httpGet: {path: /health, port: {{ $port }}}
+  httpGet: {path: /health, port: http}
   {{- end }}
   {{- merge (deepCopy (default dict (get $given $name))) (get $defaults $name) | toYaml | nindent 2 }}
 {{- end }}
