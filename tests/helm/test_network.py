@@ -213,3 +213,21 @@ def test_only_workers_that_exchange_blocks_serve_readers_as_decode_workers(find,
 
     assert ports() == ({"ops"}, False)
     assert ports(setting) == ({"ops", "control", "data"}, True)
+
+
+SOURCES = {"modelSources": ("decode", 443), "imageSources": ("router", 80), "dns": ("decode", 53)}
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_sources_that_are_emptied_are_closed_not_open_to_everyone(find, name):
+    role, port = SOURCES[name]
+
+    def rules(*sets):
+        sets = ("config.router.images.allowed_hosts={example.org}", *sets)
+        return [rule for rule in find("cpu-minimal", "NetworkPolicy", role, *sets)["spec"]["egress"] if reaches(rule)]
+
+    def reaches(rule):
+        return any(entry["port"] == port for entry in rule["ports"])
+
+    assert len(rules()) == 1
+    assert rules(f"networkPolicy.{name}=null") == []
