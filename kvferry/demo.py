@@ -23,6 +23,7 @@ from core.errors import KVFerryError
 from core.log import configure_logging
 from kvferry.demo_vllm import EngineReading, held_blocks, is_settled, read_engine, why_not_verified
 from kvferry.local import LocalCluster
+from kvferry.server_address import bearer, first_key
 from kvferry.vllm_plan import server_name
 
 BLOCK_GAUGES = (
@@ -104,9 +105,8 @@ def _ask(base_url: str, config: KVFerryConfig, prompt: str, max_tokens: int, con
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    headers = {"Authorization": f"Bearer {config.router.api_key}"} if config.router.api_key else {}
     answer = Answer(sent_at=time.monotonic())
-    for event in _events(f"{base_url}/v1/chat/completions", body, headers):
+    for event in _events(f"{base_url}/v1/chat/completions", body, bearer(first_key(config.router.api_key))):
         if event.get("usage"):
             answer.usage = event["usage"]
         for choice in event["choices"]:
@@ -118,7 +118,7 @@ def _ask(base_url: str, config: KVFerryConfig, prompt: str, max_tokens: int, con
     return answer
 
 
-def _events(url: str, body: dict[str, Any], headers: dict[str, str]) -> Iterator[dict[str, Any]]:
+def _events(url: str, body: dict[str, Any], headers: dict[bytes, bytes]) -> Iterator[dict[str, Any]]:
     """Yield the JSON events of a stream.
 
     Raises:

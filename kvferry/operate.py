@@ -19,6 +19,7 @@ from core.errors import KVFerryError
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key
 from kvferry.http_get import get
+from kvferry.server_address import bearer, check_address, first_key
 
 if TYPE_CHECKING:
     import httpx
@@ -30,6 +31,7 @@ _SAY_INTERVAL_S = 5.0  # between two lines of a probe that waits for the same co
 _REQUEST_TIMEOUT_S = 60.0
 _COUNT_TIMEOUT_S = 5.0  # until a server's metrics show a request that has ended
 _NO_REPORT = "no prefill worker took part, or the workers are vLLM engines, whose metrics say it: name them with --engine"
+_ROLE_FIELDS = {"engine_id", "incarnation", "role", "num_switches", "requests_of_former_role", "leased_blocks"}
 _PROMPT = "A ferry is a boat that carries people and cars. It leaves the harbour in the morning, and in the evening it"
 
 
@@ -90,8 +92,10 @@ def probe(
     """Send one request through a router and say how it was served; $KVFERRY_API_KEY is its API key."""
     import httpx
 
-    key = default_api_key().partition(",")[0]
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    check_address(url, "URL")
+    for each in engine or ():
+        check_address(each, "--engine")
+    headers = bearer(first_key(default_api_key()))
     with httpx.Client(base_url=url, timeout=_REQUEST_TIMEOUT_S, headers=headers, verify=not any_certificate) as client:
         print(probe_cluster(client, timeout, expect_handoff, engines=engine or ()))
 
@@ -117,12 +121,16 @@ def worker_role(ops_address: str, to: str | None = None) -> str:
 
 
 def _answer_of(response: httpx.Response) -> Mapping[str, Any]:
+    try:
+        answer = response.json()
+    except ValueError:
+        answer = None
+    found: Mapping[str, Any] = answer if isinstance(answer, dict) else {}
     if response.is_error:
-        is_json = response.headers.get("content-type", "").startswith("application/json")
-        answer = response.json() if is_json else {}
-        reason = answer.get("error") or answer.get("status") or f"HTTP {response.status_code}: {response.text.strip()}"
+        reason = found.get("error") or found.get("status") or f"HTTP {response.status_code}: {response.text.strip()}"
         raise RoleSwitchFailed(str(reason))
-    found: Mapping[str, Any] = response.json()
+    if not found.keys() >= _ROLE_FIELDS:
+        raise RoleSwitchFailed(f"{response.url} is not answered as by a worker: another server may have the port")
     return found
 
 
@@ -169,14 +177,19 @@ def read_server(url: str) -> EngineReading:
     """Return what the metrics of a vLLM server say.
 
     Raises:
-        OSError: it does not answer.
+        OSError: it does not answer, or not with metrics.
     """
     from kvferry.demo_vllm import read_engine
 
     status, text = get(f"{url.rstrip('/')}/metrics", _REQUEST_TIMEOUT_S)
     if status != HTTPStatus.OK:
         raise ConnectionError(f"{url}/metrics is answered with HTTP {status}")
-    return read_engine(text)
+    try:
+        return read_engine(text)
+    except ValueError as error:
+        raise ConnectionError(
+            f"{url}/metrics is answered with no metrics ({error}): another server may have the port"
+        ) from None
 
 
 def probe_cluster(
@@ -216,16 +229,26 @@ def probe_cluster(
 
 
 def _complete(client: httpx.Client) -> Mapping[str, Any]:
-    models = client.get("/v1/models").raise_for_status().json()
-    # A salt of its own, so that no prefix cache replaces the handoff.
-    body = {
-        "model": models["data"][0]["id"],
-        "prompt": _PROMPT,
-        "max_tokens": 4,
-        "temperature": 0,
-        "cache_salt": new_cluster_key(RandomIds())[:16],
-    }
-    answer: Mapping[str, Any] = client.post("/v1/completions", json=body).raise_for_status().json()
+    """Return the answer to a request for the first model.
+
+    Raises:
+        ProbeFailed: the server answers, but not as a router does.
+        httpx.HTTPError: it refuses, or cannot be reached.
+    """
+    try:
+        models = client.get("/v1/models").raise_for_status().json()
+        # A salt of its own, so that no prefix cache replaces the handoff.
+        body = {
+            "model": models["data"][0]["id"],
+            "prompt": _PROMPT,
+            "max_tokens": 4,
+            "temperature": 0,
+            "cache_salt": new_cluster_key(RandomIds())[:16],
+        }
+        answer: Mapping[str, Any] = client.post("/v1/completions", json=body).raise_for_status().json()
+        _ = answer["usage"]["completion_tokens"]
+    except (ValueError, LookupError, TypeError) as error:
+        raise ProbeFailed(f"it does not answer as a router does ({error!r}): another server may have the port") from None
     return answer
 
 

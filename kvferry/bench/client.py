@@ -11,6 +11,7 @@ import httpx
 import msgspec
 
 from kvferry.bench.workload import BenchRequest
+from kvferry.server_address import bearer
 
 
 @dataclass(slots=True)
@@ -93,7 +94,7 @@ async def send(
 async def _stream(
     client: httpx.AsyncClient, target: Target, request: BenchRequest, result: RequestResult, begin: float
 ) -> None:
-    headers = {"Authorization": f"Bearer {target.api_key}"} if target.api_key else {}
+    headers = bearer(target.api_key)
     url = f"{target.base_url}/v1/completions"
     async with client.stream("POST", url, json=_body(target, request), headers=headers) as response:
         if response.status_code != 200:

@@ -13,6 +13,7 @@ from typing import Annotated
 import typer
 
 from core.errors import ConfigError
+from kvferry.server_address import check_address
 
 DEFAULT_NUM_REQUESTS = 64  # of a synthetic workload
 DEFAULT_PROMPT = "256"  # tokens
@@ -57,6 +58,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     from kvferry.bench.run import first_model, print_report, run_with_progress
     from kvferry.bench.workload import SyntheticShape, TraceShape, new_seed, parse_range, synthetic_workload, trace_workload
 
+    check_address(url, "--url")
     slos = parse_slos(goodput or [])
     seed = new_seed() if seed is None else seed
     if trace is None:
@@ -81,11 +83,22 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
         requests = trace_workload(trace, cut)
     url = url.rstrip("/").removesuffix("/v1")
     target = Target(base_url=url, model=model or first_model(url, api_key), api_key=api_key, ignore_eos=ignore_eos)
+    if json_file is not None:
+        _write(json_file, b"", "ab")  # before the load, so that its figures are not lost
     results, duration_s = run_with_progress(target, requests, concurrency, timeout_s)
     print_report(report := msgspec.structs.replace(make_report(results, duration_s, slos), seed=seed), Console())
     if json_file is not None:
-        json_file.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=2))
+        _write(json_file, msgspec.json.format(msgspec.json.encode(report), indent=2), "wb")
     raise typer.Exit(1 if report.num_failed else 0)
+
+
+def _write(path: Path, figures: bytes, mode: str) -> None:
+    try:
+        with path.open(mode) as file:
+            file.write(figures)
+    except OSError as error:
+        reason = error.strerror or error
+        raise ConfigError(f"--json = {path}: it cannot be written ({reason}): name another file", param="json") from None
 
 
 def _refuse_beside_trace(flags: Mapping[str, object]) -> None:

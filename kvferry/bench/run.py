@@ -14,6 +14,7 @@ from kvferry.bench.client import RequestResult, Target
 from kvferry.bench.load import run_load
 from kvferry.bench.report import Distribution, Report
 from kvferry.bench.workload import BenchRequest
+from kvferry.server_address import bearer
 
 
 def print_report(report: Report, console: Console) -> None:
@@ -68,7 +69,7 @@ def first_model(base_url: str, api_key: str) -> str:
     Raises:
         ConfigError: it lists none, or does not answer.
     """
-    headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    headers = bearer(api_key)
     try:
         response = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=10)
         response.raise_for_status()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+from rich.console import Console
 
 from core.config import load_config
 from kvferry import demo
@@ -99,3 +100,10 @@ def test_blocks_that_are_still_held_fail_the_demo(run, held, count):
 def test_the_engines_of_a_server_are_summed():
     reading = read_engine(metrics(kvferry_loads_total=(1, 2), kvferry_held_blocks=(0, 5), kvferry_failures_total=(1, 0)))
     assert (reading.num_loads, reading.num_held_blocks, reading.problems) == (3, 5, {"stale": 1})
+
+
+def test_the_demo_sends_the_first_of_several_keys(monkeypatch):
+    sent = []
+    monkeypatch.setattr(demo, "_events", lambda _url, _body, headers: sent.append(headers) or iter(()))
+    demo._ask("http://127.0.0.1:1", load_config(assignments=["router.api_key=K1,K2"]), "why?", 8, Console(quiet=True))
+    assert [headers[b"Authorization"] for headers in sent] == [b"Bearer K1"]

@@ -6,9 +6,11 @@ import httpx
 import pytest
 from typer.testing import CliRunner
 
+from core.errors import ConfigError
 from kvferry import cli
 from kvferry.demo_vllm import EngineReading
 from kvferry.operate import DrainFailed, ProbeFailed, RoleSwitchFailed, drain_worker, probe_cluster, worker_role
+from router.http.api_keys import bearer_key
 
 TRANSFER = {"transport": "tcp", "verified_blocks": 1, "fallback_reason": ""}
 
@@ -104,6 +106,16 @@ def test_role_says_why_a_worker_keeps_its_role(monkeypatch, outcome, reason):
         worker_role("http://localhost:1", "prefill")
 
 
+@pytest.mark.parametrize(
+    "answer",
+    [httpx.Response(200, html="<p>Welcome</p>"), httpx.Response(200, json=[]), httpx.Response(200, json={"role": "x"})],
+)
+def test_role_says_so_if_another_server_answers(monkeypatch, answer):
+    worker_with_a_role(monkeypatch, answer)
+    with pytest.raises(RoleSwitchFailed, match=r"http://localhost:1/role\?\S+ is not answered as by a worker"):
+        worker_role("http://localhost:1", "prefill")
+
+
 # ---- drain -------------------------------------------------------------------------------------------------------------
 
 
@@ -162,6 +174,42 @@ def test_probe_of_a_dead_port_reports_it_and_fails():
     result = CliRunner().invoke(cli.app, ["probe", address, "--timeout", "0.3"])
     assert "Connection refused; trying for 0 s more" in result.stderr
     assert isinstance(result.exception, ProbeFailed)
+
+
+@pytest.mark.parametrize("answer", [{"text": "<p>Welcome</p>"}, {"json": {"data": []}}, {"json": ["x"]}])
+def test_probe_keeps_trying_while_another_server_answers(answer, capsys):
+    answers = [httpx.Response(200, **answer) for _ in range(3)]
+    answers += [
+        httpx.Response(200, json={"data": [{"id": "m"}]}),
+        httpx.Response(200, json={"usage": {"completion_tokens": 4}}),
+    ]
+    client = httpx.Client(base_url="http://router", transport=httpx.MockTransport(lambda _request: answers.pop(0)))
+    assert probe_cluster(client, 60.0, False, no_sleep) == "served: 4 tokens, without a handoff"
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("http://router: it does not answer as a router does")
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "127.0.0.1:8000", "http://[::1", "http://xn--a", "http://:8000"])
+@pytest.mark.parametrize(("flag", "arguments"), [("URL", []), ("--engine", ["http://127.0.0.1:1", "--engine"])])
+def test_probe_refuses_what_is_no_address(url, flag, arguments):
+    result = CliRunner().invoke(cli.app, ["probe", *arguments, url])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.message.startswith(f"{flag} = {url!r}: ")
+
+
+@pytest.mark.parametrize("keys", ["clé", "clé,other", " , clé ,other"])
+def test_probe_sends_the_first_key_as_the_router_reads_it(monkeypatch, keys):
+    asked = []
+
+    def answer(request):
+        asked.append(bearer_key(dict(request.headers.raw)[b"Authorization"]))
+        return httpx.Response(200, json={"data": [{"id": "m"}], "usage": {"completion_tokens": 4}})
+
+    make = httpx.Client
+    monkeypatch.setattr(httpx, "Client", lambda **options: make(transport=httpx.MockTransport(answer), **options))
+    monkeypatch.setenv("KVFERRY_API_KEY", keys)
+    assert CliRunner().invoke(cli.app, ["probe", "http://router"]).exit_code == 0
+    assert asked == ["clé".encode()] * 2
 
 
 @pytest.mark.parametrize(
@@ -224,3 +272,9 @@ def test_probe_of_a_dead_engine_names_it():
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
     with pytest.raises(ProbeFailed, match=f"{address}/metrics: ConnectionRefused"):
         probe_cluster(cluster((200, None)), 0.0, False, no_sleep, engines=[address])
+
+
+def test_probe_of_an_engine_says_so_if_another_server_answers(monkeypatch):
+    monkeypatch.setattr("kvferry.operate.get", lambda _url, _timeout_s: (200, "<html>\n<p>Welcome!</p>\n</html>"))
+    with pytest.raises(ProbeFailed, match="http://d/metrics is answered with no metrics"):
+        probe_cluster(cluster((200, None)), 0.0, False, no_sleep, engines=["http://d"])

@@ -66,6 +66,26 @@ def test_wrong_lengths_are_refused_by_name(bench):
     assert "prompt-tokens" in str(result.exception)
 
 
+@pytest.mark.parametrize("flags", [[], ["--model", "m"]])
+def test_address_that_is_none_is_refused_by_name(flags):
+    result = CliRunner().invoke(cli.app, ["bench", "--url", "http://127.0.0.1:abc", *flags])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.message.startswith("--url = 'http://127.0.0.1:abc': ")
+
+
+@pytest.mark.parametrize("name", ["no/such/folder/x.json", ""])
+def test_file_that_cannot_be_written_is_refused_before_the_load(bench, server, tmp_path, name):
+    result = bench("--num-requests", "1", "--json", str(tmp_path / name))
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.message.startswith(f"--json = {tmp_path / name}: ")
+    assert server.bodies == []
+
+
+def test_keys_may_have_any_letters(bench):
+    flags = ["--num-requests", "1", "--output-tokens", "4"]
+    assert bench(*flags, "--api-key", "clé").exit_code == 0
+
+
 def test_processes_of_a_cluster_do_not_import_the_http_client():
     code = "import sys, kvferry.cli; sys.exit('httpx' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
