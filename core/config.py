@@ -91,6 +91,12 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 f"router.planner.enabled = true: router.routing = {router.routing} predicts no times to plan by; set predicted",
                 param="router.planner.enabled",
             )
+        if router.local_prefill_itl_ms and router.routing != "predicted":
+            raise ConfigError(
+                f"router.local_prefill_itl_ms = {router.local_prefill_itl_ms:g}: router.routing = {router.routing} predicts no "
+                "times to compare; set predicted, or router.local_prefill_itl_ms = 0",
+                param="router.local_prefill_itl_ms",
+            )
         check_address("router.worker_address", router.worker_address)
         check_address("worker.control_address", worker.control_address)
         check_address("worker.kv_events_address", worker.kv_events_address)

@@ -368,3 +368,11 @@ def test_a_planner_sees_all_prompts_of_its_router():
         load_config(assignments=["router.planner.enabled=true", "router.processes=2"])
     assert caught.value.param == "router.planner.enabled"
     assert load_config(assignments=["router.planner.enabled=true"]).router.planner.enabled
+
+
+def test_a_local_prefill_needs_predicted_times():
+    path = "router.local_prefill_itl_ms"
+    with pytest.raises(ConfigError, match=r"local_prefill_itl_ms = 50.*least_loaded.*set predicted") as caught:
+        load_config(assignments=[f"{path}=50", "router.routing=least_loaded"])
+    assert caught.value.param == path
+    assert load_config(assignments=[f"{path}=50"]).router.local_prefill_itl_ms == 50
