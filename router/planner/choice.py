@@ -1,7 +1,8 @@
 """Which worker should take which role now. Pure functions without time: ``router.planner.planner`` waits until a reason lasts.
 
-A role that needs more workers than it has, or has fewer than its least number, gets one of the other, if that can spare one. A
-worker away from the role that it was started in returns once its present role can spare it. Aggregated workers are left alone.
+A role with fewer workers than its least number gets one of the other, however loaded that is, if that has more than its own
+least number. Else a role that needs more workers than it has gets one, if the other can spare one. A worker away from the role
+that it was started in returns once its present role can spare it. Aggregated workers are left alone.
 
 A role keeps at least one worker, and every worker that has a partner for handoffs keeps one. For that only workers count that
 take requests and whose role no other router may change: see ``core.worker.role_switch``.
@@ -56,7 +57,8 @@ def choose(
 
     ``owned`` are the workers that this router may switch, ``fixed`` those that none may.
     """
-    in_need = [role for role in _OTHER if loads[role].load >= 1.0 or loads[role].num_available < limits.least[role]]
+    below = [role for role in _OTHER if loads[role].num_available < limits.least[role]]
+    in_need = below or [role for role in _OTHER if loads[role].load >= 1.0]
     if len(in_need) > 1:
         return Stay(f"both roles need more workers: {_describe(loads, 'prefill')}; {_describe(loads, 'decode')}")
     if in_need:
@@ -81,7 +83,9 @@ def _give(
     """Return the switch of the least loaded worker of the other role to a role in need."""
     giver = _OTHER[role]
     reason = _describe(loads, role)
-    if not _can_spare(giver, loads, limits):
+    if loads[giver].num_available <= limits.least[giver]:
+        return Stay(f"{reason}, and {giver} can spare none: it has its least number, or fewer")
+    if loads[role].num_available >= limits.least[role] and not _can_spare(giver, loads, limits):
         return Stay(f"{reason}, and {giver} can spare none: its load without one would be {loads[giver].without_one():.2f}")
     able = [worker for worker in owned if worker.role == giver and _keeps_partners(worker, role, (*owned, *fixed), limits)]
     if not able:

@@ -101,6 +101,28 @@ def test_a_role_without_workers_gets_one_though_nothing_waits_for_it():
     assert found.role == "prefill"
 
 
+@pytest.mark.parametrize(
+    ("roles", "prefill", "decode", "role"),
+    [("ddd", 0.0, 1.8, "prefill"), ("ddd", 0.4, 3.2, "prefill"), ("ppp", 2.0, 0.0, "decode"), ("ppp", 3.1, 0.2, "decode")],
+)
+def test_a_role_below_its_least_number_gets_a_worker_however_loaded_the_others_are(roles, prefill, decode, role):
+    """As after a crash of its last worker: without one nothing is served, or only by decode workers alone."""
+    workers = cluster(roles)
+    found = choice(workers, prefill, decode)
+    assert isinstance(found, Switch)
+    assert found.role == role
+    restored = [worker(each.key.engine_id, role if each is found.worker else each.role) for each in workers]
+    assert isinstance(choice(restored, prefill, decode), Stay)
+
+
+def test_no_role_gets_a_worker_from_one_that_has_only_its_least_number():
+    limits = Limits(low=0.7, least={"prefill": 1, "decode": 2})
+    found = choice(cluster("dd"), prefill=1.0, decode=0.1, limits=limits)
+    assert isinstance(found, Stay)
+    assert "decode can spare none: it has its least number" in found.reason
+    assert isinstance(choice(cluster("d"), prefill=0.0, decode=0.1, limits=limits), Stay)  # both have too few
+
+
 def test_only_workers_that_heed_the_planner_count_for_the_floor():
     """Three decode workers take requests, but two of them may be switched by another router at any time."""
     workers = cluster("pd")
