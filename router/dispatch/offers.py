@@ -15,8 +15,8 @@ class Offer:
     """What one worker would cost: predicted hit in tokens, wait and own time in ms, and the score that decides.
 
     With a ``source`` the worker loads the beginning of the prompt from there, and ``own_ms`` includes the transfer; without, it
-    would take ``alone_ms``. If it ``has_declined``, a source was there and would not be sooner. ``patience_ms`` is how long
-    shorter prompts that come later may be computed first; 0 if it serves in order of arrival.
+    would take ``alone_ms``. A ``declined`` source was there and would not be sooner. ``patience_ms`` is how long shorter
+    prompts that come later may be computed first; 0 if it serves in order of arrival.
     """
 
     hit_tokens: int
@@ -26,7 +26,7 @@ class Offer:
     score: float
     source: Source | None = None
     alone_ms: float = 0.0
-    has_declined: bool = False
+    declined: Source | None = None
 
     @property
     def ttft_ms(self) -> float:

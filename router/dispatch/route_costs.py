@@ -127,9 +127,8 @@ class RouteCosts:
 
     def on_chosen(self, offer: Offer) -> None:
         """Learn that a prompt goes to the worker of this offer."""
-        if offer.has_declined:
-            self.sources.trust.recover()
-            self.sources.asking.recover()
+        if offer.declined is not None:
+            self.sources.on_declined(offer.declined)
 
     def source_for(
         self,
@@ -212,7 +211,7 @@ class RouteCosts:
         own_ms, loaded = self._own_ms(known.pool, time, num_tokens, hit, found)
         alone_ms = own_ms
         transfer_ms, source = 0.0, self.sources.best(worker, hit, holders)
-        has_declined = False
+        declined = None
         if source is not None:
             num_held = min(hit + self.sources.trust.credit(source.holder.num_tokens - hit), num_tokens - 1)
             rest_ms = time.ms(num_tokens - num_held, num_held)
@@ -221,13 +220,13 @@ class RouteCosts:
             if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
                 transfer_ms, own_ms, loaded = source.transfer_ms, rest_ms, 0
             else:
-                source, has_declined = None, True
+                source, declined = None, source
         patience = min(_LONGEST_PATIENCE_MS, patience_ms(own_ms)) if worker.facts.has_patience else 0.0
         fair_to = tenant if worker.facts.has_fair_shares else None
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3, fair_to)
         wait_ms += known.wait_of_others_ms(now * 1e3)
         cost = score(wait_ms + transfer_ms, own_ms, num_delayed)
-        return Offer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms, has_declined)
+        return Offer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms, declined)
 
     def _own_ms(self, pool: _Pool, time: PrefillTime, num_tokens: int, hit: int, found: Hit) -> tuple[float, int]:
         """Return the time to compute a prompt, and how many tokens of it are loaded from the tier that makes it shortest.

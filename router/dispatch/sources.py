@@ -71,6 +71,14 @@ class Sources:
         if transport is not None:
             self._time(transport).fail()
 
+    def on_declined(self, source: Source) -> None:
+        """Learn that a prompt was placed without this source, since that is sooner by the present figures."""
+        self.trust.recover()
+        self.asking.recover()
+        transport = self.transports.get((source.reader.key, source.holder.worker.key))
+        if transport is not None:
+            self._time(transport).recover()
+
     def forget(self, worker: WorkerKey) -> None:
         """Forget a worker that has left."""
         self.transports = {pair: transport for pair, transport in self.transports.items() if worker not in pair}

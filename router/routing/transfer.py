@@ -26,11 +26,17 @@ _RECOVERY = 0.002  # per prompt that no source was used for
 
 @dataclass(slots=True)
 class TransferTime:
-    """The recent speed of transfers over one transport."""
+    """The recent speed of transfers over one transport.
+
+    Where nothing is handed off, only transfers that pay are made. So figures that a slow spell has left come back by themselves
+    while none is made: to the first ones, or to the best that there were.
+    """
 
     base_ms: float = FIRST_BASE_MS
     bytes_per_ms: float = FIRST_BYTES_PER_MS
     num_seen: int = 0
+    _best_base_ms: float = FIRST_BASE_MS
+    _best_bytes_per_ms: float = FIRST_BYTES_PER_MS
 
     def ms(self, num_bytes: float) -> float:
         """Return the predicted time of a transfer."""
@@ -48,18 +54,25 @@ class TransferTime:
             self.num_seen, self.bytes_per_ms = 1, max(FIRST_BYTES_PER_MS, num_bytes / real_ms)
         self.num_seen += 1
         real_ms = min(real_ms, _MOST * self.ms(num_bytes))
-        if num_bytes < _LEAST_BYTES:
-            self.base_ms = _MEMORY * self.base_ms + (1 - _MEMORY) * real_ms
-            return
-        moving_ms = max(real_ms - self.base_ms, real_ms / 2)
-        self.base_ms = _MEMORY * self.base_ms + (1 - _MEMORY) * (real_ms - moving_ms)
-        ms_per_byte = _MEMORY / self.bytes_per_ms + (1 - _MEMORY) * moving_ms / num_bytes
-        self.bytes_per_ms = 1 / ms_per_byte
+        fixed_ms = real_ms
+        if num_bytes >= _LEAST_BYTES:
+            moving_ms = max(real_ms - self.base_ms, real_ms / 2)
+            fixed_ms = real_ms - moving_ms
+            self.bytes_per_ms = 1 / (_MEMORY / self.bytes_per_ms + (1 - _MEMORY) * moving_ms / num_bytes)
+            self._best_bytes_per_ms = max(self._best_bytes_per_ms, self.bytes_per_ms)
+        self.base_ms = _MEMORY * self.base_ms + (1 - _MEMORY) * fixed_ms
+        self._best_base_ms = min(self._best_base_ms, self.base_ms)
 
     def fail(self) -> None:
         """Learn from a transfer that has brought nothing: the link, or the source, is slower than predicted."""
         self.num_seen += 1
         self.bytes_per_ms *= _FAILED
+
+    def recover(self) -> None:
+        """A prompt was placed without a source, though its worker could have read one over this transport."""
+        self.base_ms -= _RECOVERY * (self.base_ms - self._best_base_ms)
+        ms_per_byte, best = 1 / self.bytes_per_ms, 1 / self._best_bytes_per_ms
+        self.bytes_per_ms = 1 / (ms_per_byte - _RECOVERY * (ms_per_byte - best))
 
 
 @dataclass(slots=True)

@@ -172,6 +172,19 @@ def test_sources_that_answered_late_under_load_are_used_again(prefills, decode):
     assert num_without > 100
 
 
+def test_sources_behind_a_link_that_was_slow_for_a_while_are_used_again(prefills, decode):
+    costs = RouteCosts()
+    compute(costs, decode)
+    for _ in range(50):
+        costs.sources.observe(TransferUsage(transport="shm", transferred_bytes=1 << 20, transfer_ms=60_000.0))
+    num_without = 0
+    while (offer := offers(costs, prefills, [*prefills, decode])["p0"]).source is None:
+        costs.on_chosen(offer)
+        num_without += 1
+        assert num_without < 3000
+    assert num_without > 100
+
+
 def test_a_decode_worker_may_load_the_prompt_again_from_who_holds_most(prefills, decode):
     costs = RouteCosts()
     compute(costs, prefills[1])

@@ -105,3 +105,26 @@ def test_sources_that_bring_less_than_they_claimed_count_less_and_are_tried_agai
 def test_a_transfer_must_save_clearly_more_than_it_takes():
     assert pays(79.0, compute_ms=150.0, rest_ms=50.0)
     assert not pays(81.0, compute_ms=150.0, rest_ms=50.0)
+
+
+def test_a_link_that_was_slow_for_a_while_is_used_again():
+    link = TransferTime()
+    for _ in range(20):
+        link.observe(100_000_000, 50.0)
+    usual_ms = link.ms(100_000_000)
+    for _ in range(6):
+        link.observe(100_000_000, 5000.0)
+    link.observe(1000, 5000.0)
+    assert link.ms(100_000_000) > 4 * usual_ms
+    for _ in range(3000):
+        link.recover()
+    assert usual_ms < link.ms(100_000_000) < 1.5 * usual_ms
+
+
+def test_a_link_that_was_never_fast_recovers_to_the_first_figures():
+    link = TransferTime()
+    for _ in range(60):
+        link.fail()
+    for _ in range(3000):
+        link.recover()
+    assert link.ms(500_000_000) == pytest.approx(FIRST_BASE_MS + 500_000_000 / FIRST_BYTES_PER_MS, rel=0.1)
