@@ -173,6 +173,7 @@ class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaul
     is_planner: bool = False  # this router may change its role
     num_other_routers: Count = 0  # that have taken the worker in, as has the router that this is for
     router_rank: Count = 0  # of the latter among them, in the order of their ids
+    num_queued_prompts_of_others: Count = 0  # that ``num_queued_tokens_of_others`` are of; 0 beside tokens = not told
 
 
 class Goodbye(msgspec.Struct, frozen=True, kw_only=True, tag="bye", omit_defaults=True):

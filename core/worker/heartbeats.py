@@ -34,12 +34,13 @@ class Heartbeats:
         *,
         is_draining: bool,
         num_reports: int = 0,
-        num_others: int = 0,
+        others: tuple[int, int] = (0, 0),
         place: tuple[int, int] = (0, 1),
     ) -> Heartbeat:
-        """Return the heartbeat for a router that has been sent so many reports; ``num_others`` tokens are of other routers.
+        """Return the heartbeat for a router that has been sent so many reports.
 
-        ``place`` is the router's place among the routers that have taken the worker in, from 0, and their number.
+        ``others`` are the queued prompts of other routers: their number, and that of their tokens. ``place`` is the router's
+        place among the routers that have taken the worker in, from 0, and their number.
         """
         progress = load.progress
         return Heartbeat(
@@ -55,9 +56,10 @@ class Heartbeats:
             predicted_step_ms=progress.predicted_step_s * 1e3,
             is_warming_up=progress.is_warming_up,
             num_reports=num_reports,
-            num_queued_tokens_of_others=num_others,
+            num_queued_tokens_of_others=others[1],
             num_other_routers=place[1] - 1,
             router_rank=place[0],
+            num_queued_prompts_of_others=others[0],
         )
 
     def _without_pauses(self, since_progress_s: float, now: float) -> float:

@@ -55,10 +55,14 @@ class ServedRequests:
         """Return the ids of a router's requests."""
         return [request_id for request_id, served in self._requests.items() if served.link == link]
 
-    def num_queued_tokens_of_others(self, link: str) -> int:
-        """Return how many tokens the prompts without a first token have that other routers than this one have sent."""
-        queued = (item for item in self.values() if item.has_prompt and item.first_token_s is None and item.link != link)
-        return sum(item.num_prompt_tokens for item in queued)
+    def queued_of_others(self, link: str) -> tuple[int, int]:
+        """Return the number of prompts without a first token that other routers than this one have sent, and their tokens."""
+        queued = [
+            item.num_prompt_tokens
+            for item in self.values()
+            if item.has_prompt and item.first_token_s is None and item.link != link
+        ]
+        return len(queued), sum(queued)
 
     def num_not_of(self, *, is_prefill: bool) -> int:
         """Return how many requests are not those of a prefill worker, or with False how many are."""

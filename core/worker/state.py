@@ -429,9 +429,11 @@ class WorkerState:
         return actions + self._reports.take_due(now)
 
     def _heartbeat(self, link: str, now: float) -> Heartbeat:
-        known = {"num_reports": self._reports.num_sent(link), "num_others": self._served.num_queued_tokens_of_others(link)}
-        place = place_of(self._links[link], self._links.values())
-        heartbeat = self._heartbeats.write(self._load(), now, is_draining=self.is_draining, place=place, **known)
+        place, num_reports = place_of(self._links[link], self._links.values()), self._reports.num_sent(link)
+        load, others = self._load(), self._served.queued_of_others(link)
+        heartbeat = self._heartbeats.write(
+            load, now, is_draining=self.is_draining, num_reports=num_reports, others=others, place=place
+        )
         return self.roles.sign(heartbeat, link, self.num_of_former_role, now)
 
     # ---- role --------------------------------------------------------------------------------------------------------

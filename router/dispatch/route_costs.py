@@ -64,7 +64,7 @@ class _Placed:
     num_tokens: int
     hit: Hit
     num_predicted: int  # tokens that would not be computed, by the pool and the tiers
-    alone_since: float | None  # when it was sent, if no other prompt was at the worker
+    alone_since: float | None  # when it was sent, if no other prompt was known to be at the worker
     source: WorkerKey | None = None  # that it was told of
     num_source_tokens: int = 0  # that the source was said to hold
 
@@ -256,9 +256,9 @@ class RouteCosts:
                 offer = self._offer(worker, num_tokens, hit, now, tenant=message.tenant)
                 due_ms = now * 1e3 + offer.patience_ms
                 prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, due_ms, message.tenant)
-                backlog = self._worker(worker).backlog
-                alone_since = None if backlog.prompts else now
-                backlog.add(message.request_id, prompt, now * 1e3)
+                known = self._worker(worker)
+                alone_since = None if known.backlog.prompts or known.wait_of_others_ms(now * 1e3) else now
+                known.backlog.add(message.request_id, prompt, now * 1e3)
                 self._offered.setdefault(worker.role, OfferedLoad()).add(offer.own_ms / 1e3, now)
                 source = _key_of(message.kv_source) if message.kv_source is not None else None
                 num_held = message.kv_source.num_tokens if message.kv_source is not None else 0
@@ -289,14 +289,17 @@ class RouteCosts:
     def on_heartbeat(self, worker: GenerationWorker, heartbeat: Heartbeat, now: float) -> bool:
         """Record the work that other routers have there; return True if the worker must report all its contents.
 
-        It must if some reports were lost, or their claims did not hold. Of prompts of others only the length is known: they
-        count as if none of them were cached.
+        It must if some reports were lost, or their claims did not hold. Of prompts of others only their number and their
+        tokens are known: each counts with the mean length, as if nothing of it were cached. Workers of earlier releases do
+        not tell the number: all count as one prompt.
         """
         if not self.is_enabled:
             return False
         self.preferences.on_heartbeat(heartbeat)
-        if num_others := heartbeat.num_queued_tokens_of_others:
-            self._worker(worker).others_until_ms = now * 1e3 + self.prefill_time(worker).ms(num_others, 0)
+        if num_tokens := heartbeat.num_queued_tokens_of_others:
+            num_prompts = heartbeat.num_queued_prompts_of_others or 1
+            work_ms = num_prompts * self.prefill_time(worker).ms(num_tokens / num_prompts, 0)
+            self._worker(worker).others_until_ms = now * 1e3 + work_ms
         elif worker.key in self._workers:
             self._workers[worker.key].others_until_ms = 0.0
         return self.contents.needs_snapshot(worker.key, heartbeat.num_reports)
@@ -321,9 +324,10 @@ class RouteCosts:
     def on_tokens(self, message: Tokens, now: float, *, tells_hits: bool = True) -> None:
         """Learn from a prompt whose first token comes from a worker that decodes it too, and so reports no prefill time.
 
-        The time since the prompt was sent counts if it found no other prompt at the worker. It includes the delay by running
-        requests, which the next prompt will meet too. A worker that does not tell its hits with the first token is believed to
-        have had the predicted ones; it is judged by its last token, if that tells. Unknown ids and other tokens are ignored.
+        The time since the prompt was sent counts if it found no other prompt at the worker, of whatever router. It includes the
+        delay by running requests, which the next prompt will meet too. A worker that does not tell its hits with the first
+        token is believed to have had the predicted ones; it is judged by its last token, if that tells. Unknown ids and other
+        tokens are ignored.
         """
         if message.usage is None:
             if message.request_id in self._placed:

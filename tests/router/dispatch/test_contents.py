@@ -281,13 +281,17 @@ def test_a_prompt_of_another_router_is_told_before_the_next_heartbeat_is_due(cor
         worker.run(until=now + 0.001, since=now)
 
     def heartbeats():
-        return [(now, message.num_queued_tokens_of_others) for now, message in told if isinstance(message, Heartbeat)]
+        return [
+            (now, message.num_queued_prompts_of_others, message.num_queued_tokens_of_others)
+            for now, message in told
+            if isinstance(message, Heartbeat)
+        ]
 
     send_by_the_other("r1", 2.1)
     assert heartbeats() == []
     worker.run(until=2.6, since=2.2)
-    assert heartbeats() == [(pytest.approx(2.25), 1000)]
+    assert heartbeats() == [(pytest.approx(2.25), 1, 1000)]
     send_by_the_other("r2", 2.9)
-    assert heartbeats()[1:] == [(2.9, 2000)]
+    assert heartbeats()[1:] == [(2.9, 2, 2000)]
     worker.run(until=3.9, since=3.0)
-    assert heartbeats()[2:] == [(3.0, 2000)]
+    assert heartbeats()[2:] == [(3.0, 2, 2000)]

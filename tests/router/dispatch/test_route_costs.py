@@ -9,7 +9,7 @@ import pytest
 from core.kv.hashing import BlockHasher
 from core.request import extra_keys_of
 from core.wire.contents import ContentReport
-from core.wire.messages import Abort, Generate, PrefillDone, Tokens, Usage
+from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, Tokens, Usage
 from core.wire.sampling import SamplingParams
 from router.contents.keys import prompt_keys
 from router.dispatch.offers import Offer, report
@@ -207,6 +207,40 @@ def test_a_prompt_that_waited_teaches_no_prefill_time(aggregated):
     first_token(costs, "second", now=2.0)
     assert costs.prefill_time(aggregated) == learned
     assert not offers(costs, [aggregated], (1,), now=2.0)["a0"].wait_ms
+
+
+def heartbeat(costs, worker, now, num_prompts=0, num_tokens=0):
+    """Let a worker tell of the queued prompts of other routers."""
+    message = Heartbeat(
+        engine_id=worker.key.engine_id,
+        incarnation=worker.key.incarnation,
+        num_queued_prompts_of_others=num_prompts,
+        num_queued_tokens_of_others=num_tokens,
+    )
+    costs.on_heartbeat(worker, message, now)
+
+
+def test_a_prompt_behind_those_of_another_router_teaches_no_prefill_time(aggregated):
+    costs = RouteCosts()
+    learned = costs.prefill_time(aggregated)
+    heartbeat(costs, aggregated, 0.0, num_prompts=2, num_tokens=20_000)
+    send(costs, aggregated, "behind", now=0.0)
+    first_token(costs, "behind", now=2.2)
+    assert costs.prefill_time(aggregated) == learned
+    heartbeat(costs, aggregated, 3.0)
+    send(costs, aggregated, "alone", now=3.0)
+    first_token(costs, "alone", now=3.2)
+    assert costs.prefill_time(aggregated).ms(2000, 0) == pytest.approx(200, rel=0.05)
+
+
+def test_prompts_of_another_router_are_waited_for_one_by_one(workers):
+    """Their pairs of tokens do not count across prompts."""
+    costs = RouteCosts()
+    each_ms = costs.prefill_time(workers[0]).ms(8000, 0)
+    heartbeat(costs, workers[0], 0.0, num_prompts=30, num_tokens=240_000)
+    assert offers(costs, workers)["p0"].wait_ms == pytest.approx(30 * each_ms)
+    heartbeat(costs, workers[0], 0.0, num_tokens=8000)  # a worker of an earlier release
+    assert offers(costs, workers)["p0"].wait_ms == pytest.approx(each_ms)
 
 
 def test_real_hits_of_an_aggregated_worker_count(aggregated):
