@@ -46,7 +46,9 @@ def add_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
     )
     metrics.watch_each("workers", "Live workers.", "role", {role: count_role(role) for role in _ROLES})
     metrics.watch(
-        "workers_draining", "Workers that take no new requests.", lambda: sum(m.is_closed for m in membership.members)
+        "workers_draining",
+        "Workers that end their requests and take no new ones.",
+        lambda: sum(member.is_draining for member in membership.members),
     )
     metrics.watch(
         "workers_stalled",
@@ -60,12 +62,12 @@ def _add_routing_gauges(metrics: RouterMetrics, costs: RouteCosts) -> None:
     """Have the metrics read what routing knows, and how true it was."""
     metrics.watch(
         "routing_predicted_hit_tokens",
-        "Prompt tokens that were expected in caches of prefill workers, since the start.",
+        "Prompt tokens expected in caches, since the start, of prompts whose workers have told what they found.",
         lambda: costs.num_predicted_hit_tokens,
     )
     metrics.watch(
         "routing_real_hit_tokens",
-        "Prompt tokens that were found in caches of prefill workers, since the start.",
+        "Prompt tokens found in caches of these prompts' workers, since the start.",
         lambda: costs.num_real_hit_tokens,
     )
     metrics.watch(
@@ -80,6 +82,6 @@ def _add_routing_gauges(metrics: RouterMetrics, costs: RouteCosts) -> None:
     )
     metrics.watch(
         "routing_prefill_time_error_ratio",
-        "Recent mean error of the predicted prefill time, of the least predictable pool.",
+        "Recent mean error of the predicted prefill time, of the least predictable pool that is known well.",
         costs.mean_error,
     )

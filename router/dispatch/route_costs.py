@@ -86,7 +86,7 @@ class RouteCosts:
         self._placed: dict[str, _Placed] = {}  # by wire id
         self._unjudged: dict[str, _Placed] = {}  # computed by a worker that tells at the end of the answer what it had found
         self._offered: dict[str, OfferedLoad] = {}  # by role
-        self.num_predicted_hit_tokens = 0  # of all prompts that were computed
+        self.num_predicted_hit_tokens = 0  # of prompts whose workers have told what they found
         self.num_real_hit_tokens = 0
 
     # ---- choosing ----------------------------------------------------------------------------------------------------
@@ -171,8 +171,12 @@ class RouteCosts:
         return {key: worker.accuracy for key, worker in self._workers.items()}
 
     def mean_error(self) -> float:
-        """Return the recent mean of |real - predicted| / predicted prefill time of the worst pool; 0 before any prompt."""
-        return max((fit.mean_error for fit in self._fits.values()), default=0.0)
+        """Return the recent mean of |real - predicted| / predicted prefill time of the worst pool that has members.
+
+        Pools of too few measured prompts do not count; 0 if there are no others.
+        """
+        fits = (self._fits.get(pool) for pool in {worker.pool for worker in self._workers.values()})
+        return max((fit.mean_error for fit in fits if fit is not None and fit.is_settled), default=0.0)
 
     # ---- load --------------------------------------------------------------------------------------------------------
 
@@ -374,7 +378,6 @@ class RouteCosts:
         known = self._workers.get(placed.worker) if placed is not None else None
         if placed is None or known is None:
             return
-        self.num_predicted_hit_tokens += placed.num_predicted
         num_cached = min(placed.num_predicted, placed.num_tokens - 1)
         if num_reported_cached is not None:
             num_cached = self._judge(placed, num_reported_cached)
@@ -383,6 +386,7 @@ class RouteCosts:
     def _judge(self, placed: _Placed, num_reported_cached: int) -> int:
         """Compare what a worker's contents promised with what it found; return the latter, at most the prompt."""
         num_cached = min(num_reported_cached, placed.num_tokens)
+        self.num_predicted_hit_tokens += placed.num_predicted
         self.num_real_hit_tokens += num_cached
         known = self._workers.get(placed.worker)
         if known is not None and known.accuracy.observe(placed.hit.claimed_tokens, num_cached):
@@ -403,6 +407,7 @@ class RouteCosts:
 
     def join(self, worker: GenerationWorker) -> None:
         """Expect reports of a new member."""
+        self._worker(worker)
         self.contents.join(worker)
         self.preferences.join(worker)
 

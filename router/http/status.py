@@ -96,7 +96,7 @@ class Status(msgspec.Struct, kw_only=True):
     prompt_tokens: int
     first_token_parts: dict[str, PartStatus]
     second_token_parts: dict[str, PartStatus]
-    predicted_hit_tokens: int  # of all prompts that were computed; 0 if routes are chosen by load
+    predicted_hit_tokens: int  # of prompts whose workers told what they found; 0 if routes are chosen by load
     real_hit_tokens: int
     prefill_time_error: float  # recent mean error of the predicted prefill time, share of 1
 

@@ -72,8 +72,8 @@ async def test_traffic_placements_and_hits_are_those_of_the_requests(served):
 
 
 async def test_every_answer_and_two_metrics_tell_how_true_its_placement_was(served):
-    reports = [report for _ in range(3) for report in (await post(served)).json()["usage"]["kv_transfer"]["routing"]]
-    assert len(reports) == 3
+    reports = [report for _ in range(8) for report in (await post(served)).json()["usage"]["kv_transfer"]["routing"]]
+    assert len(reports) == 8
     for report in reports:
         assert report["reason"] in PLACEMENT_REASONS
         assert (report["candidates"], report["hit_tokens"], report["longest_hit_tokens"]) == (1, 4, 0)

@@ -61,6 +61,7 @@ async def test_report_tells_workers_that_are_full_from_those_that_take_nothing(s
     report = status_of(served.router.endpoints, "1.0")
     assert [worker.state for worker in report.workers] == ["full", "closed"]
     assert (report.is_ready, report.reason) == (False, "no decode worker is available, and no aggregated one: it died")
+    assert served.metric("kvferry_workers_draining") == 0
     decode.is_draining = True
     assert status_of(served.router.endpoints, "1.0").workers[1].state == "draining"
     assert served.metric("kvferry_workers_draining") == 1
