@@ -18,7 +18,7 @@ from typing import Any
 from connectors.lmcache.client import LMCacheClient, fetch_facts
 from connectors.lmcache.loads import Faults, PageLoads
 from connectors.lmcache.messages import LMCacheMPConnectorMetadata, LoadPages, SavePages, ServerSession
-from connectors.lmcache.registered_server import LMCacheSettings, RegisteredServer, check_server, register
+from connectors.lmcache.registered_server import LMCacheSettings, RegisteredServer, check_server, check_staging, register
 from connectors.lmcache.saves import PageSaves
 from connectors.lmcache.scheduler import LMCacheMPConnectorScheduler
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageSealer, Staging, sweep_segments
@@ -144,6 +144,7 @@ class LMCacheConnector(Connector):
                 )
             check_server(facts, settings)
             staging = await asyncio.to_thread(self._allocate, new_hex_id(self._context.ids, SHM_PREFIX))
+            check_staging(staging, facts, settings)
             assert self._zmq is not None
             client = LMCacheClient(self._zmq, self._settings.server_address, self.counts, self.worker.fail)
             view, instance_id = await register(client.calls, self._num_attempts, facts, staging, settings, self._context.ids)

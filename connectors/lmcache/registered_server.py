@@ -320,6 +320,16 @@ def check_server(facts: ServerFacts, settings: LMCacheSettings) -> None:
         raise ConnectorUnavailable("the model has attention windows: start the LMCache server with --separate-object-groups")
 
 
+def check_staging(staging: Staging, facts: ServerFacts, settings: LMCacheSettings) -> None:
+    """Raise ConnectorUnavailable if the pages for loads, which are at most those for saves, hold no chunk of all groups."""
+    num_pages = ChunkGeometry(facts.chunk_size, settings.block_size, settings.windows).pages_per_chunk
+    if staging.load_capacity < num_pages:
+        raise ConnectorUnavailable(
+            f"connector.lmcache.staging_bytes is too small: half of it must hold the {num_pages} pages of a chunk of "
+            f"{facts.chunk_size} tokens; set at least {(2 * num_pages + 1) * staging.pages.page_bytes}"
+        )
+
+
 async def register(
     calls: Calls,
     number: int,

@@ -157,8 +157,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
     def _num_loadable(server: ServerSession) -> int:
         """Return the largest number of tokens for one load."""
         geometry = server.geometry
-        pages_per_chunk = geometry.blocks_per_chunk * len(geometry.windows)
-        return server.staging.load_capacity // pages_per_chunk * geometry.chunk_size
+        return server.staging.load_capacity // geometry.pages_per_chunk * geometry.chunk_size
 
     def _look_up(self, request: Request) -> LMCacheMPRequestTracker:
         server = self.server
@@ -244,16 +243,19 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
             self._save(request, tracker, server)
 
     def _save(self, request: Request, tracker: LMCacheMPRequestTracker, server: ServerSession) -> None:
+        """Save the unsaved chunks for which there are pages; the next steps save the rest, until the request ends."""
         block_ids = self._bound_manager.get_block_ids(request.request_id)
         num_stored = tracker.num_stored_tokens
         max_tokens = None if self._saves_output else request.num_prompt_tokens
         span = self._span(request, tracker, request.num_tokens)
-        chunks = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, server.geometry, block_ids, span, max_tokens)
+        geometry = server.geometry
+        max_chunks = max(1, server.staging.num_free_to_save // geometry.pages_per_chunk)
+        chunks = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, geometry, block_ids, span, max_tokens, max_chunks)
         if chunks is None:
             return
         transfer = self._transfer(request, chunks, server)
         pages = server.staging.take_to_save(len(transfer.moves))
-        if pages is None:  # retried with the next step, until the request ends
+        if pages is None:
             tracker.num_stored_tokens = num_stored
             self.num_saves_without_room += 1
             return

@@ -113,6 +113,10 @@ class _FreePages:
             self._free.extend(pages)
 
     @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    @property
     def num_used(self) -> int:
         return self.capacity - len(self._free)
 
@@ -158,6 +162,11 @@ class Staging:
     def load_capacity(self) -> int:
         """The largest number of pages for one load."""
         return self._to_load.capacity
+
+    @property
+    def num_free_to_save(self) -> int:
+        """The number of pages that a save can take now."""
+        return self._to_save.num_free
 
     @property
     def num_used_pages(self) -> int:

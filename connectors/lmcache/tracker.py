@@ -47,6 +47,11 @@ class ChunkGeometry:
         """Blocks per chunk in one group."""
         return self.chunk_size // self.block_size
 
+    @property
+    def pages_per_chunk(self) -> int:
+        """Staging pages that a chunk of all groups takes; fewer if a window has lost blocks of it."""
+        return self.blocks_per_chunk * len(self.windows)
+
     def floor(self, num_tokens: int) -> int:
         """Round down to whole chunks."""
         return num_tokens - num_tokens % self.chunk_size
@@ -143,8 +148,9 @@ class LMCacheMPRequestMetadata:
         allocated_block_ids: Sequence[Sequence[int]],
         span: TokenSpan,
         max_tokens: int | None = None,
+        max_chunks: int | None = None,
     ) -> LMCacheMPRequestMetadata | None:
-        """Return the unsaved chunks that this step completes, and count them as saved; None if there are none.
+        """Return the first ``max_chunks`` of the unsaved chunks, and count them as saved; None if there are none.
 
         Limited by the computed tokens, the request's tokens, the group with the fewest allocated blocks, and ``max_tokens``.
         """
@@ -153,6 +159,8 @@ class LMCacheMPRequestMetadata:
         if max_tokens is not None:
             available = min(available, max_tokens)
         start, end = tracker.num_stored_tokens, geometry.floor(available)
+        if max_chunks is not None:
+            end = min(end, start + max_chunks * geometry.chunk_size)
         if end <= start:
             return None
         tracker.num_stored_tokens = end

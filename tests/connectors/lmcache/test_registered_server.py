@@ -240,6 +240,15 @@ def test_a_server_that_could_give_wrong_blocks_is_left_alone(start_played, caplo
     assert played.asks(Operation.REGISTER_KV_CACHE) is not None
 
 
+def test_staging_memory_without_room_for_a_chunk_names_its_setting(start_played, caplog):
+    played = start_played(ServerFacts("0.5.6", 32 * 128, True))
+    assert "connector.lmcache.staging_bytes" in caplog.text
+    assert "set at least 98688" in caplog.text
+    assert not played.asked
+    played.facts = FACTS
+    played.connect()
+
+
 def test_a_server_without_windows_may_keep_all_groups_together(start_played):
     played = start_played(ServerFacts("0.5.6", 64, False))
     played.connect()

@@ -319,6 +319,21 @@ def test_a_save_without_room_is_tried_again_with_the_next_step(bench):
     bench.finish()
 
 
+def test_a_backlog_larger_than_the_save_pages_is_saved_in_several_steps():
+    bench = Bench(staging_bytes=8 * 384)  # eight pages: four to save, two chunks
+    server, bench.side.server = bench.side.server, None
+    bench.add("before the server came")
+    bench.finish()
+    bench.side.server = server
+    bench.look_up("a", 0)
+    told = []
+    while bench.core.has_work():
+        told.append(bench.step())
+        for save in told[-1].saves:
+            bench.staging.give_back(save.pages)
+    assert saved(told) == [(0, 128), (128, 192)]
+
+
 def test_a_prompt_that_was_computed_elsewhere_is_waited_for_a_moment(bench):
     bench.add("a", output=(7,))
     sessions = []

@@ -101,6 +101,14 @@ def test_a_bound_on_tokens_is_kept():
     assert store(tracker, max_tokens=600) == (0, 512)
 
 
+def test_chunks_beyond_a_bound_are_left_for_the_next_step():
+    tracker = tracker_of(1000)
+    tracker.begin(0)
+    tracker.num_scheduled_tokens += 1000
+    assert store(tracker, max_chunks=2) == (0, 512)
+    assert store(tracker, max_chunks=2) == (512, 768)
+
+
 @pytest.mark.parametrize(
     ("window", "lost", "kept"),
     [
