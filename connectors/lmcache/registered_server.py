@@ -36,6 +36,7 @@ from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, Tra
 from core.ids import IdSource
 
 POLL_INTERVAL_S = 0.005  # between questions whether a lookup is done; a hit in the server's memory is done at once
+MAX_POLL_INTERVAL_S = 1.0  # once nobody waits for the answer, and each pause is twice the one before
 
 _GOODBYE_S = 0.2
 _INSTANCE_BITS = 48
@@ -233,16 +234,15 @@ class RegisteredServer:
             await self._call(Operation.END_SESSION, session_id)
 
     async def _find(self, session: PromptSession, num_tokens: int) -> None:
-        """Look a prompt up. Without an answer in time it is a miss; what is found later is locked, and freed again."""
-        session_id, num_chunks = session.span.session_id, 0
+        """Look a prompt up. Without an answer in time it is a miss; what is found later is locked, and freed again.
+
+        A lookup that the server does not finish in ``transfer_deadline_s`` is given up, like one without a reply.
+        """
+        num_chunks = 0
         timer = asyncio.get_running_loop().call_later(self.settings.lookup_timeout_s, self._miss, session)
         try:
             await self._call(Operation.LOOKUP, self._key(session, 0, num_tokens), _TP_SIZE)
-            found = await self._call(Operation.QUERY_PREFETCH_STATUS, session_id)
-            while not isinstance(found, int):
-                await asyncio.sleep(POLL_INTERVAL_S)
-                found = await self._call(Operation.QUERY_PREFETCH_STATUS, session_id)
-            num_chunks = found
+            num_chunks = await self._poll(session)
         except TransferTimeout:
             pass  # the locks that it may have taken end by the server's clock
         finally:
@@ -250,6 +250,22 @@ class RegisteredServer:
         num_found = min(num_chunks * self.view.geometry.chunk_size, len(session.span.token_ids))
         session.locked = (0, num_found) if num_found else None
         self._tell(session, "lookup_hits" if num_found else "lookup_misses", num_found)
+
+    async def _poll(self, session: PromptSession) -> int:
+        """Ask until a lookup is done, and return the number of chunks found.
+
+        Raises:
+            TransferTimeout: a question had no reply, or nobody waits any more and the server has had its time.
+        """
+        loop = asyncio.get_running_loop()
+        pause_s, end = POLL_INTERVAL_S, loop.time() + self.settings.transfer_deadline_s
+        while not isinstance(found := await self._call(Operation.QUERY_PREFETCH_STATUS, session.span.session_id), int):
+            if not session.is_waited_for and loop.time() >= end:
+                raise TransferTimeout("the LMCache server does not finish a lookup")
+            await asyncio.sleep(pause_s)
+            if not session.is_waited_for:
+                pause_s = min(2 * pause_s, MAX_POLL_INTERVAL_S)
+        return found
 
     def _miss(self, session: PromptSession) -> None:
         session.released.set()

@@ -352,6 +352,25 @@ def test_what_a_late_lookup_finds_is_let_go(played):
     assert (key["start"], key["end"], key["request_id"]) == (0, 256, "s")
 
 
+def test_a_lookup_that_never_ends_is_asked_for_ever_more_rarely_and_given_up(played):
+    played.look_up()
+    played.answer(Operation.LOOKUP)
+    begin, asked_at = played.clock.now(), []
+    while (elapsed := played.clock.now() - begin) < 40.0:
+        if played.asks(Operation.QUERY_PREFETCH_STATUS) is not None:
+            asked_at.append(elapsed)
+            played.answer(Operation.QUERY_PREFETCH_STATUS, None)
+        if played.asks(Operation.PING) is not None:
+            played.answer(Operation.PING, True)
+        played.tick(0.05)
+    assert len([elapsed for elapsed in asked_at if elapsed < 0.99]) == 20, "as often as the test looks"
+    assert 20 < len([elapsed for elapsed in asked_at if elapsed >= 5.0]) < 30, "once a second"
+    assert max(asked_at) < 32.0
+    assert played.answers == [("s", 0)]
+    played.tell(ended=["s"])
+    assert played.asks(Operation.END_SESSION) == ["s"]
+
+
 def test_a_lookup_that_fails_on_the_server_leaves_nothing_open(played):
     played.look_up()
     played.tick(1.0)
