@@ -124,7 +124,9 @@ def _events(url: str, body: dict[str, Any], headers: dict[bytes, bytes]) -> Iter
     Raises:
         KVFerryError: the router refused the request, or it failed later.
     """
-    with httpx.stream("POST", url, json=body, headers=headers, timeout=_REQUEST_TIMEOUT_S) as response:
+    with httpx.stream(  # the cluster is on this machine: no proxy
+        "POST", url, json=body, headers=headers, timeout=_REQUEST_TIMEOUT_S, trust_env=False
+    ) as response:
         if response.status_code != httpx.codes.OK:
             response.read()
             raise KVFerryError(f"the request was refused: {response.text}")

@@ -108,7 +108,7 @@ def worker_role(ops_address: str, to: str | None = None) -> str:
     """
     import httpx
 
-    with httpx.Client(base_url=ops_address, timeout=5.0) as client:
+    with httpx.Client(base_url=ops_address, timeout=5.0, trust_env=False) as client:  # a worker is behind no proxy
         try:
             found = _answer_of(client.get("/role"))
             if to is not None:
@@ -144,7 +144,7 @@ def drain_worker(ops_address: str, timeout_s: float, sleep: Callable[[float], No
 
     deadline = time.monotonic() + timeout_s
     has_agreed = False
-    with httpx.Client(base_url=ops_address, timeout=5.0) as client:
+    with httpx.Client(base_url=ops_address, timeout=5.0, trust_env=False) as client:  # a worker is behind no proxy
         while True:
             answer = _ask_to_leave(client, has_agreed)
             if answer is None:

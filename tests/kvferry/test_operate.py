@@ -1,6 +1,9 @@
 """The operators' commands: keys, draining a worker, probing a cluster."""
 
+import json
 import socket
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import httpx
 import pytest
@@ -84,6 +87,27 @@ def test_role_names_the_life_and_the_role_that_the_worker_has_shown(monkeypatch)
     line = worker_role("http://localhost:1", "prefill")
     assert asked == [{}, {"to": "prefill", "incarnation": "7f", "num_switches": "2"}]
     assert line == "w0: prefill, 3 switches since its start, 3 requests of its former role and 4 leased blocks left"
+
+
+def test_no_proxy_is_asked_for_a_worker(monkeypatch):
+    class Worker(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(json.dumps(REPORT).encode())
+
+        def log_message(self, *_):
+            pass
+
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
+    with HTTPServer(("127.0.0.1", 0), Worker) as worker:
+        thread = threading.Thread(target=worker.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            assert worker_role(f"http://127.0.0.1:{worker.server_port}").startswith("w0: decode")
+        finally:
+            worker.shutdown()
+            thread.join()
 
 
 def test_role_alone_only_looks(monkeypatch):

@@ -56,6 +56,13 @@ def test_version_and_settings_are_read(admin_port):
     assert fetch_facts(address, 5.0) == ServerFacts("0.5.6", 256, True)
 
 
+def test_no_proxy_is_asked(admin_port, monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
+    address, answers = admin_port
+    answers.update(GOOD)
+    assert fetch_facts(address, 5.0).version == "0.5.6"
+
+
 @pytest.mark.parametrize(
     "changes",
     [
