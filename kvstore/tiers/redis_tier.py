@@ -1,12 +1,14 @@
 """The Redis tier: one key per block in a Redis or Valkey server, which limits and evicts by its own settings.
 
-Owns keys and values there: ``kvferry:1:<packed key>`` holds the seal, then the block. Every call has a time limit; after a
-failure the server is not called for a while, so that a dead server delays a few calls and not all. The library is
-imported here only (extra ``redis``). Set ``maxmemory`` and an eviction policy there: this tier deletes corrupt blocks only.
+Owns keys and values there: ``kvferry:1:<packed key>`` holds the seal, then the block. Every call has a time limit; a server
+that fails is not called for a while, so that a dead one delays a few calls and not all. One that refuses a command (its memory
+is full, it is read-only, the user may not) is alive: a refused save is a failed one, and reads go on. The library is imported
+here only (extra ``redis``). Set ``maxmemory`` and an eviction policy there: this tier deletes corrupt blocks only.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 from urllib.parse import parse_qs, urlsplit
@@ -14,10 +16,13 @@ from urllib.parse import parse_qs, urlsplit
 from core.clock import Clock, SystemClock
 from core.errors import ConfigError, ConnectorUnavailable, CorruptBlock, Unavailable
 from core.kv.seals import SEAL_BYTES
+from core.rate_limit import LimitedLog
 from kvstore.tiers.base import Tier, TierBlock
 
 PREFIX = b"kvferry:1:"
 PAUSE_S = 2.0  # after a failure
+
+_log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -49,8 +54,10 @@ class RedisTier(Tier):
             raise _bad_url() from None
         self._failures = (redis.RedisError, OSError)
         self._refusal = redis.ResponseError
+        self._is_down = redis.exceptions.ClusterDownError  # a refusal of every command; also of a replica without its master
         self._ttl_ms = round(1000 * ttl_s) or None
         self._clock = clock or SystemClock()
+        self._limited_log = LimitedLog(_log, self._clock.now)
         self._resume_at = 0.0
 
     def knows(self, key: bytes) -> None:
@@ -89,9 +96,18 @@ class RedisTier(Tier):
             raise
 
     def save(self, key: bytes, seal: bytes, block: memoryview) -> bool:
-        """Set a value that does not exist yet."""
+        """Set a value that does not exist yet; False if the server refuses it."""
         value = b"".join((seal, block))
-        self._try(lambda: self._redis.set(PREFIX + key, value, nx=True, px=self._ttl_ms))
+        return self._try(lambda: self._set(PREFIX + key, value))
+
+    def _set(self, name: bytes, value: bytes) -> bool:
+        try:
+            self._redis.set(name, value, nx=True, px=self._ttl_ms)
+        except self._refusal as error:
+            if isinstance(error, self._is_down):
+                raise
+            self._limited_log.warning("kvstore_redis_refuses_blocks", error=error)
+            return False
         return True
 
     def remove(self, key: bytes) -> None:
@@ -108,7 +124,8 @@ class RedisTier(Tier):
         try:
             return call()
         except self._failures as error:
-            self._resume_at = self._clock.now() + PAUSE_S
+            if not isinstance(error, self._refusal) or isinstance(error, self._is_down):
+                self._resume_at = self._clock.now() + PAUSE_S
             raise Unavailable(f"Redis fails: {error}") from None
 
 

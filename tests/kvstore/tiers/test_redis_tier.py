@@ -101,6 +101,34 @@ def test_a_frozen_server_costs_one_time_limit(tier, redis_process):
         save(tier, make_block(1))
 
 
+@pytest.mark.parametrize("reason", ["OOM", "READONLY"])
+def test_a_server_that_refuses_writes_is_still_read(tier, redis_process, caplog, reason):
+    kept, refused = make_block(1), make_block(2)
+    assert save(tier, kept)
+    with redis.Redis.from_url(redis_process.url) as client:
+        if reason == "OOM":
+            client.config_set("maxmemory", 1)
+        else:
+            client.replicaof("127.0.0.1", 1)
+        assert not save(tier, refused)
+        assert "kvstore_redis_refuses_blocks" in caplog.text
+        assert load(tier, kept) == (bytes(kept.content), kept.seal)
+        assert tier.locate([kept.key.pack(), refused.key.pack()]) == [True, False]
+        client.config_set("maxmemory", 0)
+        client.replicaof("no", "one")
+    assert save(tier, refused)
+
+
+def test_a_replica_without_its_master_is_left_alone_for_a_while(tier, redis_process):
+    with redis.Redis.from_url(redis_process.url) as client:
+        client.config_set("replica-serve-stale-data", "no")
+        client.replicaof("127.0.0.1", 1)
+        with pytest.raises(Unavailable, match="Redis fails"):
+            load(tier, make_block(1))
+        with pytest.raises(Unavailable, match="a moment ago"):
+            load(tier, make_block(1))
+
+
 def test_two_stores_share_what_is_in_redis(redis_process, embedded_store):
     blocks = [make_block(number) for number in range(4)]
     keys = [block.key for block in blocks]
