@@ -16,6 +16,7 @@ NonNegative = Annotated[int, msgspec.Meta(ge=0)]
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]
 Milliseconds = Annotated[float, msgspec.Meta(ge=0, le=3_600_000)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=365 * 86400)]
+SecondsOrZero = Annotated[float, msgspec.Meta(ge=0, le=365 * 86400)]
 ShareBelowOne = Annotated[float, msgspec.Meta(ge=0, lt=1)]
 Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
 NumSeqs = Annotated[int, msgspec.Meta(ge=1, le=65536)]  # the engine keeps a row for each

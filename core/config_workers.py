@@ -16,6 +16,7 @@ from core.config_types import (
     Port,
     Positive,
     Seconds,
+    SecondsOrZero,
     Section,
     Share,
     ShareBelowOne,
@@ -190,7 +191,7 @@ class KVStoreSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     redis_url: str = ""  # redis://[user@]host:port/db; empty = no such tier
     redis_password: str = msgspec.field(default_factory=default_redis_password)  # plain text; refused in redis_url
     redis_timeout_s: Seconds = 0.5
-    redis_ttl_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0  # how long Redis keeps a block; 0 = as long as it has room
+    redis_ttl_s: SecondsOrZero = 0.0  # how long Redis keeps a block; 0 = as long as it has room
     request_timeout_s: Seconds = 2.0  # what a client waits for an answer; then it is a miss
     heartbeat_interval_s: Seconds = 0.5
     client_timeout_s: Seconds = 5.0  # a client that is silent for so long loses its pins

@@ -55,7 +55,7 @@ class RedisTier(Tier):
         self._failures = (redis.RedisError, OSError)
         self._refusal = redis.ResponseError
         self._is_down = redis.exceptions.ClusterDownError  # a refusal of every command; also of a replica without its master
-        self._ttl_ms = round(1000 * ttl_s) or None
+        self._ttl_ms = max(1, round(1000 * ttl_s)) if ttl_s else None
         self._clock = clock or SystemClock()
         self._limited_log = LimitedLog(_log, self._clock.now)
         self._resume_at = 0.0

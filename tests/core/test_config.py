@@ -289,6 +289,8 @@ def test_settings_that_contradict_each_other_are_refused_with_both_paths_and_the
         "scheduler.max_num_seqs=65537",
         "connector.lease_s=.inf",
         "connector.lease_s=.nan",
+        "kvstore.redis_ttl_s=.inf",
+        "kvstore.redis_ttl_s=1.0e+15",
         "worker.drain_timeout_s=1.0e+9",
     ],
 )

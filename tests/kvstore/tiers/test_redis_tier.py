@@ -70,6 +70,15 @@ def test_blocks_expire_if_told_to(redis_process):
     tier.close()
 
 
+def test_blocks_that_expire_at_once_are_not_kept_forever(redis_process):
+    tier = RedisTier(redis_process.url, timeout_s=0.5, ttl_s=0.0004)
+    block = make_block(1)
+    save(tier, block)
+    with redis.Redis.from_url(redis_process.url) as client:
+        assert client.pttl(PREFIX + block.key.pack()) in (-2, 0, 1), "gone, or about to"
+    tier.close()
+
+
 def test_a_value_that_is_no_block_is_corrupt(tier, redis_process):
     block = make_block(1)
     with redis.Redis.from_url(redis_process.url) as client:
