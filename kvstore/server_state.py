@@ -289,11 +289,11 @@ class ServerState:
             return None
 
     def _on_commit(self, session: _Session, message: messages.Commit) -> None:
+        seals = split_seals(message.seals)
         residents = session.reservations.pop(message.number, None)
         if residents is None:
             raise ProtocolError(f"nothing is reserved by number {message.number}")
         stored = session.stored.pop(message.number)
-        seals = split_seals(message.seals)
         if len(seals) != len(residents):
             self._give_back(residents)
             raise ProtocolError(f"{len(seals)} seals for {len(residents)} blocks")

@@ -294,6 +294,15 @@ def test_nonsense_is_refused_by_its_number_and_leaves_nothing(store, message):
     assert store.arena.num_free == NUM_SLOTS
 
 
+def test_a_reservation_survives_a_commit_that_makes_no_sense_until_it_is_released(store):
+    store.reserve(b"a", blocks_of(1), 1)
+    (reply,) = store.say(b"a", m.Commit(number=1, seals=bytes(63)))
+    assert reply.message.code == "protocol_error"
+    store.say(b"a", m.ReleaseBlocks(numbers=(1,)))
+    assert store.arena.num_free == NUM_SLOTS
+    assert store.put(b"a", blocks_of(1)) == [1]
+
+
 def test_a_number_that_is_open_cannot_be_used_again(store):
     store.put(b"a", blocks_of(1))
     store.get(b"a", blocks_of(1), 5)
