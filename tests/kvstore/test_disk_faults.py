@@ -145,6 +145,25 @@ def test_file_that_cannot_be_opened_at_the_start_costs_its_blocks_only(tmp_path,
     log.close()
 
 
+@pytest.mark.parametrize("call", ["pread", "ftruncate"])
+def test_file_that_fails_in_the_middle_of_the_start_leaves_no_block_behind(tmp_path, monkeypatch, call):
+    log, blocks = open_log(tmp_path), blocks_of(6)
+    assert all(append(log, block) for block in blocks)
+    log.close()
+    first = files_of(tmp_path)[0]
+
+    def is_late(fd, *position):
+        return os.readlink(f"/proc/self/fd/{fd}") == str(first) and (call == "ftruncate" or position[1] >= 2 * RECORD)
+
+    fail(monkeypatch, os, call, errno.EIO, is_late)
+    log = open_log(tmp_path)
+    monkeypatch.undo()
+    assert knows(log, blocks) == [False] * 3 + [True] * 3
+    assert append(log, blocks[0])
+    assert read(log, blocks[0]) == bytes(blocks[0].content)
+    log.close()
+
+
 # ---- no room ---------------------------------------------------------------------------------------------------------
 
 
