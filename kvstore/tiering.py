@@ -232,6 +232,8 @@ class Tiering:
         if job.is_skipped and job.is_wanted:  # a new query needs it, and the tier has just skipped it
             self._jobs.append(job)
             return []
+        if job.loaded is None and self._load_from_next(self._promotions[job.key]):
+            return []
         promotion = self._promotions.pop(job.key)
         resident = promotion.resident
         if job.loaded is None:
@@ -251,6 +253,17 @@ class Tiering:
             if query.num_waiting == 0:
                 answered.append(query)
         return answered
+
+    def _load_from_next(self, promotion: _Promotion) -> bool:
+        """Load a block from the next tier that may have it; False if there is none, or no query waits for the block."""
+        failed = promotion.job
+        below = range(failed.tier + 1, len(self._tiers))
+        tier = next((index for index in below if self._tiers[index].knows(failed.key) is not False), None)
+        if tier is None or all(query.is_over for query, _ in promotion.waiters):
+            return False
+        promotion.job = LoadJob(tier, failed.key, failed.target)
+        self._jobs.append(promotion.job)
+        return True
 
     def _save(self, resident: Resident) -> bool:
         """Save a block in every tier that lacks it; return False if too many saves are in flight."""

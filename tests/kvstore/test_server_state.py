@@ -338,6 +338,47 @@ def test_one_load_serves_all_requests_that_wait_for_it():
     assert store.arena.num_pinned == 1
 
 
+@pytest.mark.parametrize("fault", ["damaged", "broken"])
+@pytest.mark.parametrize("must_be_asked", [False, True])
+def test_a_block_that_its_tier_cannot_deliver_comes_from_the_next_one(fault, must_be_asked):
+    upper, lower = tiers = DictTier(), DictTier(must_be_asked=must_be_asked)
+    store = Store(tiers=tiers)
+    store.greet(b"a")
+    blocks = blocks_of(1, 2)
+    for block in blocks:
+        upper.save(block.key.pack(), block.seal, block.content)
+    lower.save(blocks[0].key.pack(), blocks[0].seal, blocks[0].content)
+    if fault == "damaged":
+        for _, content in upper.values.values():
+            content[5] ^= 1
+    else:
+        upper.load = lambda *_: 1 // 0
+    assert store.get(b"a", blocks, 1) == []
+    (reply,) = store.finish_jobs()
+    assert reply.message.present == b"\x01\x00"
+    slot, _, num_bytes = reply.message.slots[0]
+    assert store.arena.content(slot, num_bytes) == blocks[0].content
+    assert (store.machine.tiering.num_loading, store.arena.num_free) == (0, NUM_SLOTS - 1)
+
+
+def test_the_next_tier_is_not_asked_for_a_block_that_nobody_waits_for():
+    upper, lower = tiers = DictTier(), DictTier()
+    store = Store(tiers=tiers)
+    store.greet(b"a")
+    (block,) = blocks_of(1)
+    for tier in tiers:
+        tier.save(block.key.pack(), block.seal, block.content)
+    upper.load = lambda *_: None
+    lower.load = lambda *_: pytest.fail("nobody waits for it")
+    store.get(b"a", [block], 1)
+    (job,) = store.jobs
+    store.runners[0].run(job)
+    store.say(b"a", m.ReleaseBlocks(numbers=(1,)))
+    store.jobs.clear()
+    assert store.take(store.machine.on_job_done(job)) == store.jobs == []
+    assert (store.machine.tiering.num_loading, store.arena.num_free) == (0, NUM_SLOTS)
+
+
 def test_an_abandoned_get_pins_nothing_when_its_block_arrives():
     tier = DictTier()
     store = Store(tiers=[tier])
