@@ -75,7 +75,7 @@ def make_embedded_store(config: KVStoreSection, block_bytes: int, clock: Clock, 
     """
     tiers = make_tiers(config, ids)
     try:
-        return EmbeddedStore(machine_options(config, ids), tiers, block_bytes, clock, ids)
+        return EmbeddedStore(machine_options(config, ids), tiers, block_bytes, config.request_timeout_s, clock, ids)
     except KVFerryError:
         for tier in tiers:
             tier.close()

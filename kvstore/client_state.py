@@ -12,6 +12,7 @@ restarted store has another incarnation and does not know the session: the clien
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -264,9 +265,7 @@ class ClientState:
 
     def on_timer(self, now: float) -> None:
         """End calls at their deadlines, detect a silent store, and greet a lost one again."""
-        for call in [call for call in self._calls.values() if now >= call.deadline]:
-            self.counts["timeouts"] += 1
-            self._close(call, "deadline", tell=True)
+        self.end_late_calls(now)
         is_silent = now - self._last_heard >= self._options.heartbeat_interval_s + self._options.request_timeout_s
         if self.state is not ConnectionState.DOWN and is_silent:
             self._lose("silent")
@@ -279,6 +278,14 @@ class ClientState:
                 self._send(messages.StoreHeartbeat(last=self._last_number, held=held))
         elif self.state is ConnectionState.DOWN:
             self._greet(now)
+
+    def end_late_calls(self, now: float, *, but_puts: bool = False) -> float:
+        """End calls at their deadlines, all ``but_puts`` if told so; return the next deadline of those left, inf for none."""
+        calls = [call for call in self._calls.values() if not (but_puts and isinstance(call.ticket, PutTicket))]
+        for call in (call for call in calls if now >= call.deadline):
+            self.counts["timeouts"] += 1
+            self._close(call, "deadline", tell=True)
+        return min((call.deadline for call in calls if not call.ticket.is_done), default=math.inf)
 
     def next_timer(self) -> float:
         """Return the time by which ``on_timer`` must be called."""

@@ -2,7 +2,8 @@
 
 Owns those threads and the order of events: except copies and tiers, everything happens at once in the caller's thread, so that
 a lookup of blocks in memory or on disk is answered when it returns. No message can get lost between the machines, so there are
-no timeouts, heartbeats or restarts here.
+no heartbeats or restarts here. A tier can hang: lookups and gets end at their deadlines, by the thread that copies. Puts wait
+for that thread only, which reads the caller's memory, and have none.
 """
 
 from __future__ import annotations
@@ -27,18 +28,26 @@ from kvstore.tiers.worker import TierWorker
 FLUSH_TIMEOUT_S = 30.0
 
 _SELF = b"self"
-_FOREVER_S = 1e12  # inside a process an answer may be late, but always comes
 
 
 class EmbeddedStore(StoreClientBase):
-    """A store of this process alone.
+    """A store of this process alone. ``request_timeout_s`` bounds lookups and gets, as ``BlockStore`` says.
 
     Raises: ConfigError if the memory cannot hold one block, Full if the host lacks it.
     """
 
-    def __init__(self, options: ServerOptions, tiers: Sequence[Tier], block_bytes: int, clock: Clock, ids: IdSource) -> None:
-        client = ClientOptions("embedded", block_bytes, request_timeout_s=_FOREVER_S, process=(1, 0))
+    def __init__(
+        self,
+        options: ServerOptions,
+        tiers: Sequence[Tier],
+        block_bytes: int,
+        request_timeout_s: float,
+        clock: Clock,
+        ids: IdSource,
+    ) -> None:
+        client = ClientOptions("embedded", block_bytes, request_timeout_s, process=(1, 0))
         super().__init__(ClientState(client, ids), clock)
+        self._request_timeout_s = request_timeout_s
         self.machine = ServerState(options, tiers)
         self.machine.prepare(block_bytes)
         self._copies: queue.SimpleQueue[CopyIn | None] = queue.SimpleQueue()
@@ -124,12 +133,26 @@ class EmbeddedStore(StoreClientBase):
             self.workers[action.job.tier].submit(action.job)
 
     def _copy_all(self) -> None:
-        while (copy := self._copies.get()) is not None:
+        while True:
+            try:
+                copy = self._copies.get(timeout=self._end_late_calls())
+            except queue.Empty:
+                continue
+            if copy is None:
+                return
             for source, target in copy.copies:
                 np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
             with self._lock:
                 self._machine.on_copied(copy.number, self._clock.now())
                 self._carry_out()
+
+    def _end_late_calls(self) -> float:
+        """End lookups and gets at their deadlines; return how long none can be late, in seconds, later calls included."""
+        with self._lock:
+            now = self._clock.now()
+            deadline = self._machine.end_late_calls(now, but_puts=True)
+            self._carry_out()
+        return min(deadline - now, self._request_timeout_s)
 
     def _on_job_done(self, job: TierJob) -> None:
         with self._lock:

@@ -1,5 +1,7 @@
 """A client's side of the protocol: deadlines, silence, restarts, and answers that do not fit."""
 
+import math
+
 import pytest
 
 from core.errors import ProtocolError
@@ -192,6 +194,17 @@ def test_a_call_without_an_answer_is_a_miss_at_its_deadline(client):
     assert m.ReleaseBlocks(numbers=(ticket.number,)) in client.said()
     client.hear(m.GetReply(number=ticket.number, present=b"\0\0\0", seals=b""))  # too late
     assert client.machine.num_open_calls == 0
+
+
+def test_the_next_deadline_is_that_of_a_call_that_may_end(local):
+    assert local.machine.end_late_calls(local.now) == math.inf
+    asked, stored = local.machine.lookup(KEYS, local.now), put(local)
+    assert local.machine.end_late_calls(local.now) == local.now + TIMEOUT_S
+    local.now += TIMEOUT_S
+    assert local.machine.end_late_calls(local.now, but_puts=True) == math.inf
+    assert (asked.failure, stored.is_done) == ("deadline", False)
+    local.machine.end_late_calls(local.now)
+    assert stored.failure == "deadline"
 
 
 def test_a_silent_store_is_abandoned_and_greeted_again(client):

@@ -1,0 +1,55 @@
+"""A store inside the process whose tier hangs: its calls end in time, and what arrives later is kept."""
+
+import threading
+
+import pytest
+
+from kvstore.testing.blocks import make_block
+from kvstore.testing.in_memory import DictTier
+from kvstore.testing.store_suite import get, lookup, put, read
+
+TIMEOUT_S = 0.5
+
+
+class HangingTier(DictTier):
+    """Keeps everybody waiting until it is ``released``."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.released = threading.Event()
+
+    def locate(self, keys):
+        self.released.wait()
+        return super().locate(keys)
+
+    def load(self, key, target):
+        self.released.wait()
+        return super().load(key, target)
+
+    def save(self, key, seal, block):
+        self.released.wait()
+        return super().save(key, seal, block)
+
+
+@pytest.fixture(params=[False, True], ids=["known", "must be asked"])
+def tier(request, monkeypatch):
+    tier = HangingTier(must_be_asked=request.param)
+    monkeypatch.setattr("kvstore.build.make_tiers", lambda *_: [tier])
+    yield tier
+    tier.released.set()
+
+
+def test_a_get_and_a_lookup_end_in_time_although_a_tier_hangs(tier, embedded_store):
+    block = make_block(1)
+    tier.values[block.key.pack()] = (block.seal, bytearray(block.content))
+    with embedded_store(request_timeout_s=TIMEOUT_S) as store:
+        ticket = get(store, [block.key])
+        assert (ticket.blocks, ticket.failure) == ([None], "deadline")
+        late = lookup(store, [make_block(2).key])
+        assert list(late.hits) == [False]
+        assert store.statistics().timeouts == (2 if late.failure else 1)
+        assert put(store, [make_block(3)]).stored == [True]
+        tier.released.set()
+        assert store.flush()
+        assert read(store, [block.key]) == [bytes(block.content)]
+        assert store.machine.memory.arena.num_pinned == 0
