@@ -59,8 +59,7 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
     from kvferry.bench.workload import SyntheticShape, TraceShape, new_seed, parse_range, synthetic_workload, trace_workload
 
     check_address(url, "--url")
-    slos = parse_slos(goodput or [])
-    seed = new_seed() if seed is None else seed
+    slos, seed = parse_slos(goodput or []), new_seed() if seed is None else seed
     if trace is None:
         prompt_low, prompt_high = parse_range(prompt_tokens or DEFAULT_PROMPT, "prompt-tokens")
         output_low, output_high = parse_range(output_tokens or DEFAULT_OUTPUT, "output-tokens")
@@ -83,16 +82,16 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
         requests = trace_workload(trace, cut)
     url = url.rstrip("/").removesuffix("/v1")
     target = Target(base_url=url, model=model or first_model(url, api_key), api_key=api_key, ignore_eos=ignore_eos)
-    if json_file is not None:
-        _write(json_file, b"", "ab")  # before the load, so that its figures are not lost
+    _write(json_file, b"", "ab")  # before the load, so that its figures are not lost
     results, duration_s = run_with_progress(target, requests, concurrency, timeout_s)
     print_report(report := msgspec.structs.replace(make_report(results, duration_s, slos), seed=seed), Console())
-    if json_file is not None:
-        _write(json_file, msgspec.json.format(msgspec.json.encode(report), indent=2), "wb")
+    _write(json_file, msgspec.json.format(msgspec.json.encode(report), indent=2), "wb")
     raise typer.Exit(1 if report.num_failed else 0)
 
 
-def _write(path: Path, figures: bytes, mode: str) -> None:
+def _write(path: Path | None, figures: bytes, mode: str) -> None:
+    if path is None:
+        return
     try:
         with path.open(mode) as file:
             file.write(figures)
