@@ -10,6 +10,12 @@
 
 #include <stdint.h>
 
+/* Compilers by which a function can be compiled for another CPU than the rest of its file. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
+#define HAS_VARIANTS
+#include <immintrin.h>
+#endif
+
 #define INLINE static inline __attribute__((always_inline))
 
 #define UNROLL _Pragma("GCC unroll 4")
@@ -34,16 +40,20 @@ INLINE floats VARIANT(load)(const char *address, int64_t element, int is_bfloat1
     return (floats)(wide << 16);
 }
 
-/* Round to nearest, ties to even; NaN stays NaN. */
+/* Round to nearest, ties to even; NaN stays NaN. The CPU's own instruction takes what is below 2 ** -126 for 0. */
 INLINE void VARIANT(store)(char *address, int64_t element, floats values, int is_bfloat16)
 {
     if (!is_bfloat16) {
         *(any_floats *)(address + 4 * element) = values;
         return;
     }
+#ifdef __AVX512BF16__
+    *(any_halves *)(address + 2 * element) = (halves)_mm512_cvtneps_pbh((__m512)values);
+#else
     words bits = (words)values, is_nan = (words)(values != values);
     words rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
     *(any_halves *)(address + 2 * element) = __builtin_convertvector((rounded & ~is_nan) | (0x7fc0 & is_nan), halves);
+#endif
 }
 
 INLINE floats VARIANT(largest)(floats a, floats b)

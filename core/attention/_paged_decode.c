@@ -32,8 +32,7 @@ struct problem {
 #define VARIANT(name) name##_for_any
 #include "_paged_decode.c"
 #undef VARIANT
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
-#define HAS_VARIANTS
+#ifdef HAS_VARIANTS
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 #define VARIANT(name) name##_for_v3

@@ -58,9 +58,7 @@ INLINE int64_t first_visible(const struct prefill *p, int64_t position)
     return p->chunk ? position / p->chunk * p->chunk : 0;
 }
 
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
-#define IS_COMPILED
-#include <immintrin.h>
+#ifdef HAS_VARIANTS
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4")
 #define HAS_PAIRS 0
@@ -82,7 +80,7 @@ INLINE int64_t first_visible(const struct prefill *p, int64_t position)
 /* Return 1 if this CPU runs kvferry_paged_prefill. */
 int kvferry_has_paged_prefill(void)
 {
-#ifdef IS_COMPILED
+#ifdef HAS_VARIANTS
     return __builtin_cpu_supports("x86-64-v4") != 0;
 #else
     return 0;
@@ -93,7 +91,7 @@ int kvferry_has_paged_prefill(void)
  * ROWS, times 2 * (head_dim + LANES), and 2 * KEYS * head_dim. */
 void kvferry_paged_prefill(const struct prefill *p, int64_t first, int64_t end, float *memory)
 {
-#ifdef IS_COMPILED
+#ifdef HAS_VARIANTS
     if (p->is_bfloat16 && __builtin_cpu_supports("avx512bf16"))
         attend_heads_for_bf16(p, first, end, memory);
     else

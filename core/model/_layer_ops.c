@@ -39,8 +39,7 @@ struct rotation {
 #define VARIANT(name) name##_for_any
 #include "_layer_ops.c"
 #undef VARIANT
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
-#define HAS_VARIANTS
+#ifdef HAS_VARIANTS
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v3")
 #define VARIANT(name) name##_for_v3
@@ -53,29 +52,44 @@ struct rotation {
 #include "_layer_ops.c"
 #undef VARIANT
 #pragma GCC pop_options
-#define CALL_VARIANT(name, ...)                                                                                                  \
-    (__builtin_cpu_supports("x86-64-v4")   ? name##_for_v4(__VA_ARGS__)                                                          \
-     : __builtin_cpu_supports("x86-64-v3") ? name##_for_v3(__VA_ARGS__)                                                          \
+#pragma GCC push_options
+#pragma GCC target("arch=x86-64-v4,avx512bf16")
+#define VARIANT(name) name##_for_bf16
+#include "_layer_ops.c"
+#undef VARIANT
+#pragma GCC pop_options
+#define CALL_VARIANT(name, ...)                                                                                                \
+    (__builtin_cpu_supports("avx512bf16")  ? name##_for_bf16(__VA_ARGS__)                                                      \
+     : __builtin_cpu_supports("x86-64-v4") ? name##_for_v4(__VA_ARGS__)                                                        \
+     : __builtin_cpu_supports("x86-64-v3") ? name##_for_v3(__VA_ARGS__)                                                        \
                                            : name##_for_any(__VA_ARGS__))
 #else
 #define CALL_VARIANT(name, ...) name##_for_any(__VA_ARGS__)
 #endif
 
-/* Each computes the rows [first, end). */
+/* Each computes the rows [first, end); the other arguments are the fields of its struct. */
 
-void kvferry_add_and_normalize(const struct norm *p, int64_t first, int64_t end)
+void kvferry_add_and_normalize(
+    float *hidden, const char *update, const float *weight, char *output, int64_t size, int64_t is_update_bfloat16,
+    int64_t is_output_bfloat16, double floor, int64_t first, int64_t end)
 {
-    CALL_VARIANT(add_and_normalize, p, first, end);
+    struct norm p = {hidden, update, weight, output, size, is_update_bfloat16, is_output_bfloat16, floor};
+    CALL_VARIANT(add_and_normalize, &p, first, end);
 }
 
-void kvferry_gate_and_multiply(const struct gating *p, int64_t first, int64_t end)
+void kvferry_gate_and_multiply(
+    const char *gate_up, char *output, int64_t size, int64_t gate, int64_t is_bfloat16, int64_t first, int64_t end)
 {
-    CALL_VARIANT(gate_and_multiply, p, first, end);
+    struct gating p = {gate_up, output, size, gate, is_bfloat16};
+    CALL_VARIANT(gate_and_multiply, &p, first, end);
 }
 
-void kvferry_rotate(const struct rotation *p, int64_t first, int64_t end)
+void kvferry_rotate(
+    char *heads, const char *cos, const char *sin, int64_t num_heads, int64_t head_dim, int64_t token_stride, int64_t is_bfloat16,
+    int64_t first, int64_t end)
 {
-    CALL_VARIANT(rotate, p, first, end);
+    struct rotation p = {heads, cos, sin, num_heads, head_dim, token_stride, is_bfloat16};
+    CALL_VARIANT(rotate, &p, first, end);
 }
 
 #else

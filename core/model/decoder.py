@@ -84,7 +84,7 @@ class Decoder:
         # rounded to the weights' dtype, as the model was trained
         self._embedding_scale = float(torch.tensor(arch.embedding_scale, dtype=dtype))
         self._residual_dtype = residual_dtype(device, dtype)
-        self._ops = layer_ops(device, dtype)
+        self._ops = layer_ops(device, dtype, (arch.hidden_size, arch.intermediate_size, arch.head_dim // 2))
         self._gate = self._ops.gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else self._ops.silu_and_mul
         # What normalizes the hidden states after each layer: the next one's norm, or the last of all.
         self._next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]

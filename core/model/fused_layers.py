@@ -48,7 +48,10 @@ class LayerOps:
 
 
 class CompiledLayerOps(LayerOps):
-    """By compiled C on the CPU. Raises: ImportError where it was not built."""
+    """By compiled C on the CPU, in float32 and bfloat16, for sizes that fill its vectors; hidden states are float32.
+
+    Raises: ImportError where it was not built.
+    """
 
     def __init__(self) -> None:
         self._kernels = compiled_layers.LayerKernels()
@@ -56,30 +59,19 @@ class CompiledLayerOps(LayerOps):
     def add_and_normalize(self, hidden: Tensor, update: Tensor, norm: RMSNorm) -> Tensor:
         """See ``LayerOps``."""
         dtype = norm.output_dtype(hidden)
-        is_exact = hidden.dtype is torch.float32 and dtype in (torch.float32, torch.bfloat16)
-        if not (is_exact and hidden.is_contiguous() and compiled_layers.takes(hidden, update, size=hidden.shape[1])):
-            return super().add_and_normalize(hidden, update, norm)
         return self._kernels.add_and_normalize(hidden, update.contiguous(), norm.scaled_weight, norm.squared_floor, dtype)
 
     def silu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See ``LayerOps``."""
-        if not compiled_layers.takes(gate_up, size=gate_up.shape[1] // 2):
-            return super().silu_and_mul(gate_up)
         return self._kernels.gate_and_multiply(gate_up.contiguous(), "silu")
 
     def gelu_and_mul(self, gate_up: Tensor) -> Tensor:
         """See ``LayerOps``."""
-        if not compiled_layers.takes(gate_up, size=gate_up.shape[1] // 2):
-            return super().gelu_and_mul(gate_up)
         return self._kernels.gate_and_multiply(gate_up.contiguous(), "gelu")
 
     def rotate_(self, heads: Tensor, cos: Tensor, sin: Tensor) -> None:
-        """See ``LayerOps``."""
-        is_packed = heads.stride()[1:] == (heads.shape[2], 1) and cos.dtype is sin.dtype is heads.dtype
-        if is_packed and compiled_layers.takes(heads, size=heads.shape[2] // 2):
-            self._kernels.rotate_(heads, cos.contiguous(), sin.contiguous())
-        else:
-            super().rotate_(heads, cos, sin)
+        """See ``LayerOps``; the heads of a token lie one after another."""
+        self._kernels.rotate_(heads, cos, sin)
 
 
 class TritonLayerOps(LayerOps):
@@ -106,10 +98,14 @@ class TritonLayerOps(LayerOps):
 
 
 @cache
-def layer_ops(device: torch.device, dtype: torch.dtype) -> LayerOps:
-    """Return the operations for a device and the dtype of the weights: kernels of our own, if they agree with torch's."""
+def layer_ops(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) -> LayerOps:
+    """Return the operations for a device and the dtype of the weights: kernels of our own, if they agree with torch's.
+
+    ``sizes``: elements of a hidden state, of the gate, and of half a head.
+    """
     tolerance = _TOLERANCES.get(device.type, {}).get(dtype)
-    if tolerance is None or (device.type == "cpu" and not compiled_layers.is_built()):
+    can_compile = compiled_layers.is_built() and compiled_layers.fills_vectors(*sizes)
+    if tolerance is None or (device.type == "cpu" and not can_compile):
         return LayerOps()
     try:
         fused = CompiledLayerOps() if device.type == "cpu" else TritonLayerOps()

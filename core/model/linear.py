@@ -75,15 +75,16 @@ class PackedLinear:
         self._op = torch.ops.mkldnn._linear_pointwise.default
         self._packed = torch.ops.mkldnn._reorder_linear_weight(weight, _PACK_ROWS)
         self._bias = bias
-        self._few_rows = weight.new_zeros(_MIN_ROWS, weight.shape[1])
+        self._padded = weight.new_zeros(_MIN_ROWS, weight.shape[1])
+        self._few_rows = [self._padded[:num_rows] for num_rows in range(_MIN_ROWS)]
 
     def __call__(self, x: Tensor) -> Tensor:
         """Apply the layer."""
         num_rows = x.shape[0]
         if num_rows >= _MIN_ROWS:
             return self._apply(x)
-        self._few_rows[:num_rows] = x  # F.pad takes four operations for it, over 1 % of a step of one row
-        return self._apply(self._few_rows)[:num_rows]
+        self._few_rows[num_rows].copy_(x)  # F.pad takes four operations for it, over 1 % of a step of one row
+        return self._apply(self._padded)[:num_rows]
 
     def packed_memory(self) -> Tensor | None:
         """Return the blocked weight as it lies in memory, flat and in the weight's dtype, padding included; read it only.
@@ -94,7 +95,7 @@ class PackedLinear:
             return None
         num_bytes: int = torch.ops.mkldnn._nbytes(self._packed)
         address: int = torch.ops.mkldnn.data_ptr(self._packed)
-        return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=self._few_rows.dtype)
+        return torch.frombuffer((ctypes.c_char * num_bytes).from_address(address), dtype=self._padded.dtype)
 
     def _apply(self, x: Tensor) -> Tensor:
         result: Tensor = self._op(x, self._packed, self._bias, "none", [], "")

@@ -11,6 +11,7 @@ from core.model.fused_layers import CompiledLayerOps, LayerOps, TritonLayerOps, 
 from core.model.layers import RMSNorm
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+SIZES = (576, 1536, 32)
 needs_library = pytest.mark.skipif(
     not compiled_layers.is_built(), reason="core/model/_layer_ops.c was not built: make install, or pip install --editable ."
 )
@@ -24,10 +25,11 @@ def no_choice_is_kept():
 
 
 def test_torch_does_it_where_there_are_no_kernels(monkeypatch):
-    assert type(layer_ops(CUDA, torch.float32)) is LayerOps
-    assert type(layer_ops(CPU, torch.float16)) is LayerOps
+    assert type(layer_ops(CUDA, torch.float32, SIZES)) is LayerOps
+    assert type(layer_ops(CPU, torch.float16, SIZES)) is LayerOps
+    assert type(layer_ops(CPU, torch.float32, (576, 1536, 40))) is LayerOps, "half a head does not fill vectors"
     monkeypatch.setattr(compiled_layers, "_library", lambda: None)
-    assert type(layer_ops(CPU, torch.bfloat16)) is LayerOps
+    assert type(layer_ops(CPU, torch.bfloat16, SIZES)) is LayerOps
     with pytest.raises(ImportError, match=r"_layer_ops\.c was not built"):
         CompiledLayerOps()
 
@@ -38,7 +40,7 @@ def test_kernels_that_cannot_run_are_not_used(monkeypatch, caplog, failure):
         raise failure
 
     monkeypatch.setattr(fused_layers, "TritonLayerOps", fail)
-    assert type(layer_ops(CUDA, torch.bfloat16)) is LayerOps
+    assert type(layer_ops(CUDA, torch.bfloat16, SIZES)) is LayerOps
     assert "event=fused_layers_off" in caplog.text
 
 
@@ -46,7 +48,7 @@ def test_kernels_that_cannot_run_are_not_used(monkeypatch, caplog, failure):
 def test_kernels_that_differ_are_not_used(monkeypatch, caplog, difference):
     monkeypatch.setattr(fused_layers, "TritonLayerOps", LayerOps)
     monkeypatch.setattr(fused_layers, "_largest_difference", lambda *args: difference)
-    assert type(layer_ops(CUDA, torch.bfloat16)) is LayerOps
+    assert type(layer_ops(CUDA, torch.bfloat16, SIZES)) is LayerOps
     assert "they differ from torch by" in caplog.text
 
 
@@ -68,7 +70,7 @@ def test_a_wrong_operation_is_noticed(name):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_kernels_agree_on_a_gpu(dtype):
-    assert type(layer_ops(CUDA, dtype)) is TritonLayerOps
+    assert type(layer_ops(CUDA, dtype, SIZES)) is TritonLayerOps
 
 
 @pytest.mark.gpu
@@ -149,9 +151,9 @@ def test_a_row_does_not_depend_on_the_others_nor_on_threads(dtype, monkeypatch):
 
 
 @needs_library
-def test_torch_does_it_where_sizes_do_not_fill_vectors():
-    operands = draw(5, torch.bfloat16, 40, 80)
-    assert all(map(torch.equal, operate(CompiledLayerOps(), operands), operate(LayerOps(), operands)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_cpu_uses_the_compiled_kernels(dtype):
+    assert type(layer_ops(CPU, dtype, SIZES)) is CompiledLayerOps
 
 
 @needs_library
