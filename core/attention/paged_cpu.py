@@ -28,6 +28,7 @@ from core.attention.base import (
 )
 from core.attention.compiled_decode import CompiledDecode, CompiledDecodeIndex, can_compile_decode
 from core.attention.compiled_prefill import CompiledPrefill, CompiledPrefillIndex, can_compile_prefill
+from core.attention.compiled_write import CompiledWrite, can_compile_write
 from core.attention.decode_rows import DecodeIndex, DecodeRows
 from core.attention.gathered import GatherIndex, GatherKernel
 
@@ -62,10 +63,20 @@ class PagedCpuBackend(AttentionBackend):
         is_compiled = self.may_be_compiled and can_compile_prefill(cache)
         self._prefill: CompiledPrefill | GatherKernel = CompiledPrefill(cache) if is_compiled else GatherKernel(cache)
         self._decode = _decode_kernel(cache, self.may_be_compiled)
+        self._write = CompiledWrite(cache) if self.may_be_compiled and can_compile_write(cache) else None
 
     def plan(self, batch: AttentionBatch) -> PagedCpuPlan:
         """See ``AttentionBackend.plan``."""
+        if self._write is not None:
+            self._write.check(batch.slot_mapping)
         return PagedCpuPlan(self._write_rows(batch), split_sequences(batch, self.cache.block_size))
+
+    def write_kv(self, layer: int, key_value: Tensor, plan: AttentionPlan) -> None:
+        """See ``AttentionBackend.write_kv``."""
+        if self._write is not None and self._write.takes(key_value):
+            self._write.write(layer, key_value, plan.write_rows)
+        else:
+            super().write_kv(layer, key_value, plan)
 
     def attend(self, layer: int, query: Tensor, spec: AttentionSpec, plan: AttentionPlan) -> Tensor:
         """See ``AttentionBackend.attend``."""
