@@ -47,7 +47,7 @@ INLINE void VARIANT(store)(char *address, int64_t element, floats values, int is
         *(any_floats *)(address + 4 * element) = values;
         return;
     }
-#ifdef __AVX512BF16__
+#if defined(__AVX512BF16__) && defined(HAS_VARIANTS)
     *(any_halves *)(address + 2 * element) = (halves)_mm512_cvtneps_pbh((__m512)values);
 #else
     words bits = (words)values, is_nan = (words)(values != values);

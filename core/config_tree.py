@@ -22,8 +22,9 @@ STDIN = Path("/dev/stdin")  # as a configuration file, it holds JSON: so a super
 
 _SIZE = re.compile(r"(?P<number>[0-9]+(?:\.[0-9]+)?) ?(?P<unit>[kMGT]|[KMGT]i)?B?")
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
-# Not shown in errors. The last three may hold one among other words.
-_SECRETS = frozenset({"api_key", "cluster_key", "other_cluster_keys", "redis_password", "redis_url", "vllm_arguments", "extra"})
+_SECRETS = frozenset({"api_key", "cluster_key", "other_cluster_keys", "redis_password"})
+_MAY_HOLD_SECRETS = frozenset({"redis_url", "endpoint", "vllm_arguments", "extra"})  # among other words
+_WORD = re.compile(r"[\w.-]+")
 _QUOTED = re.compile(r"\b(alias|anchor|tag|tag handle) (['\"]).*\2")  # what PyYAML quotes of a file's text
 _WORDS: Mapping[Any, str] = {bool: "true or false", str: "text", dict: "a mapping"}
 _FOUND: Mapping[type, str] = {str: "text", list: "a list", int: "a number", float: "a number"}
@@ -36,7 +37,7 @@ def read_file(path: Path) -> dict[str, Any]:
         if path.suffix == ".json" or path == STDIN:
             tree = msgspec.json.decode(text)
         else:
-            tree = tomllib.loads(text) if path.suffix == ".toml" else yaml.safe_load(text)
+            tree = tomllib.loads(text) if path.suffix == ".toml" else _read_yaml(text)
     except (OSError, ValueError, yaml.YAMLError, msgspec.DecodeError) as error:
         why = _without_text(error) if isinstance(error, yaml.MarkedYAMLError) else str(error)
         raise ConfigError(f"cannot read configuration file {path}: {why}", param=str(path)) from None
@@ -45,6 +46,15 @@ def read_file(path: Path) -> dict[str, Any]:
     if not isinstance(tree, dict):
         raise ConfigError(f"configuration file {path}: expected a mapping of sections", param=str(path))
     return tree
+
+
+def _read_yaml(text: str) -> Any:  # noqa: ANN401 - any YAML
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise
+    except (ValueError, LookupError, AttributeError):  # PyYAML's own, with the value in it
+        raise ValueError("a value with a tag (!!) is none of its type") from None
 
 
 def _without_text(error: yaml.MarkedYAMLError) -> str:
@@ -133,10 +143,11 @@ def check_keys(tree: Mapping[str, Any], section: type[msgspec.Struct], prefix: s
     known = section.__struct_fields__
     for key, value in tree.items():
         path = f"{prefix}{key}"
-        name, colon, _ = str(key).partition(":")
-        if colon:  # what follows may be a secret
-            path = f"{prefix}{name}"
-            raise ConfigError(f"unknown configuration key {path}:...: a space is missing after its colon", param=path)
+        word = _WORD.match(str(key))
+        if word is None or word.end() < len(str(key)):  # what follows the word may be a secret
+            path = f"{prefix}{word[0] if word is not None else ''}"
+            hint = "a space is missing after its colon" if str(key)[len(path) - len(prefix) :].startswith(":") else "no key"
+            raise ConfigError(f"unknown configuration key {path}...: {hint}, write it as KEY: VALUE", param=path)
         if key not in known:
             near = difflib.get_close_matches(str(key), known, n=1)
             hint = f"did you mean {prefix}{near[0]}? " if near else ""
@@ -156,7 +167,7 @@ def explain(error: msgspec.ValidationError, root: type[msgspec.Struct], tree: Ma
     value: Any = tree
     for part in path.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
-    shown = "(not shown)" if path.rpartition(".")[2] in _SECRETS else repr(value)
+    shown = "(not shown)" if path.rpartition(".")[2] in _SECRETS | _MAY_HOLD_SECRETS else repr(value)
     return ConfigError(f"{path} = {shown}: expected {_allowed(root, path)}", param=path)
 
 

@@ -6,7 +6,7 @@ Owns the threads and the wait for all of them. Does not know what a kernel compu
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import torch
 
@@ -23,13 +23,22 @@ class KernelThreads:
         if len(calls) == 1:
             function(*calls[0])
             return
-        others = [self._pool().submit(function, *call) for call in calls[1:]]
+        others = self._submit(function, calls[1:])
         try:
             function(*calls[0])
         finally:
             wait(others)  # they read and write memory of the caller
         for other in others:
             other.result()
+
+    def _submit(self, function: Callable[..., None], calls: Sequence[tuple[object, ...]]) -> list[Future[None]]:
+        pool = self._pool()
+        try:
+            return [pool.submit(function, *call) for call in calls]
+        except RuntimeError:  # no thread could be started, but the call was queued: it must not run on memory that is gone
+            self._threads = None
+            pool.shutdown(wait=True, cancel_futures=True)
+            raise
 
     def _pool(self) -> ThreadPoolExecutor:
         if self._threads is None:

@@ -2,16 +2,18 @@
 
 Owns those threads and the order of events: except copies and tiers, everything happens at once in the caller's thread, so that
 a lookup of blocks in memory or on disk is answered when it returns. No message can get lost between the machines, so there are
-no heartbeats or restarts here. A tier can hang: lookups and gets end at their deadlines, by the thread that copies. Puts wait
-for that thread only, which reads the caller's memory, and have none.
+no heartbeats or restarts here. A tier can hang: while one does, lookups and gets end at their deadlines, by the thread that
+copies. A tier that is only slow lets them wait. Puts wait for that thread only, which reads the caller's memory, and have none.
 """
 
 from __future__ import annotations
 
+import math
 import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -26,8 +28,30 @@ from kvstore.tiers.base import Tier, TierJob
 from kvstore.tiers.worker import TierWorker
 
 FLUSH_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0  # of a tier's present job when the store is closed
 
 _SELF = b"self"
+
+
+@dataclass(slots=True)
+class _TierProgress:
+    """The jobs that a tier has, and when the present one began, on the store's clock."""
+
+    num_jobs: int = 0
+    began_at: float = 0.0
+
+    def on_job(self, now: float) -> None:
+        if not self.num_jobs:
+            self.began_at = now
+        self.num_jobs += 1
+
+    def on_done(self, now: float) -> None:
+        self.num_jobs -= 1
+        self.began_at = now
+
+    def hangs_at(self, patience_s: float) -> float:
+        """Return from when on it hangs, if nothing happens; inf without jobs."""
+        return self.began_at + patience_s if self.num_jobs else math.inf
 
 
 class EmbeddedStore(StoreClientBase):
@@ -53,6 +77,7 @@ class EmbeddedStore(StoreClientBase):
         self._copies: queue.SimpleQueue[CopyIn | None] = queue.SimpleQueue()
         self._copier = threading.Thread(target=self._copy_all, name="kvstore-copier", daemon=True)
         self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]
+        self._progress_of = [_TierProgress() for _ in tiers]
         self._is_closed = False
         with self._lock:
             self._machine.on_timer(clock.now())  # sends the hello
@@ -89,14 +114,14 @@ class EmbeddedStore(StoreClientBase):
         self.flush()
         self._copies.put(None)
         self._copier.join()
-        for worker in self.workers:
-            worker.stop()
         with self._progress:
             self._machine.say_goodbye()
             self._carry_out()
             self._progress.notify_all()
-            if self.machine.memory is not None:
-                self.machine.memory.arena.close()
+        for worker in self.workers:
+            worker.stop(STOP_TIMEOUT_S)
+        if self.machine.memory is not None:
+            self.machine.memory.arena.close()  # its mapping stays: a tier that hangs may still write there
 
     def _carry_out(self) -> None:
         """Pass parcels in both directions until there are none."""
@@ -130,6 +155,7 @@ class EmbeddedStore(StoreClientBase):
         if isinstance(action, SendParcel):
             self._machine.on_parcel(action.parcel.message, action.parcel.blocks, self._clock.now())
         elif isinstance(action, StartJob):
+            self._progress_of[action.job.tier].on_job(self._clock.now())
             self.workers[action.job.tier].submit(action.job)
 
     def _copy_all(self) -> None:
@@ -147,15 +173,19 @@ class EmbeddedStore(StoreClientBase):
                 self._carry_out()
 
     def _end_late_calls(self) -> float:
-        """End lookups and gets at their deadlines; return how long none can be late, in seconds, later calls included."""
+        """If a tier hangs, end lookups and gets at their deadlines; return how long none has to end, in seconds."""
+        patience_s = self._request_timeout_s
         with self._lock:
             now = self._clock.now()
-            deadline = self._machine.end_late_calls(now, but_puts=True)
-            self._carry_out()
-        return min(deadline - now, self._request_timeout_s)
+            due = min((progress.hangs_at(patience_s) for progress in self._progress_of), default=math.inf)
+            if due <= now:
+                due = self._machine.end_late_calls(now, but_puts=True)
+                self._carry_out()
+        return min(due - now, patience_s)
 
     def _on_job_done(self, job: TierJob) -> None:
         with self._lock:
+            self._progress_of[job.tier].on_done(self._clock.now())
             self._follow(deque(self.machine.on_job_done(job)))
 
     def _is_flushed(self) -> bool:

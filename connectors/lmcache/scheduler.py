@@ -248,8 +248,11 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
         num_stored = tracker.num_stored_tokens
         max_tokens = None if self._saves_output else request.num_prompt_tokens
         span = self._span(request, tracker, request.num_tokens)
-        geometry = server.geometry
-        max_chunks = max(1, server.staging.num_free_to_save // geometry.pages_per_chunk)
+        geometry, num_free = server.geometry, server.staging.num_free_to_save
+        num_chunks = (geometry.floor(tracker.num_computed_tokens) - num_stored) // geometry.chunk_size
+        # What does not fit whole leaves half of the pages to others, which may end with this step.
+        fits = num_chunks * geometry.pages_per_chunk <= num_free
+        max_chunks = num_chunks if fits else max(1, num_free // (2 * geometry.pages_per_chunk))
         chunks = LMCacheMPRequestMetadata.GetStoreMetadata(tracker, geometry, block_ids, span, max_tokens, max_chunks)
         if chunks is None:
             return

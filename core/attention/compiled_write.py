@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from core.attention.base import PagedKVCache
+from core.attention.base import KVLayout, PagedKVCache
 from core.compiled import load_library
 
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
@@ -28,6 +28,7 @@ class CompiledWrite:
         self._cache = cache
         self._function = library.kvferry_write_rows
         self._item_bytes = cache.dtype.itemsize
+        self._rows_per_token = 2 * (cache.num_kv_heads if cache.layout is KVLayout.HND else 1)
 
     def check(self, slots: npt.NDArray[np.int64]) -> None:
         """Check the slots whose rows are about to be written: the C code writes to any address."""
@@ -42,10 +43,10 @@ class CompiledWrite:
     def write(self, layer: int, key_value: Tensor, write_rows: Tensor) -> None:
         """Copy ``key_value`` ``[T, 2, num_kv_heads, head_dim]`` to these rows, int64, of ``PagedKVCache.layer_rows``."""
         target, num_tokens = self._cache.layer_rows(layer), len(key_value)
-        row_bytes = target.shape[1] * self._item_bytes
+        assert len(write_rows) == num_tokens * self._rows_per_token, "the plan is of other tokens"
         self._function(
             *(key_value.data_ptr(), write_rows.data_ptr(), target.data_ptr()),
-            *(num_tokens, key_value.stride(0) * self._item_bytes, len(write_rows) // max(1, num_tokens), row_bytes),
+            *(num_tokens, key_value.stride(0) * self._item_bytes, self._rows_per_token, target.shape[1] * self._item_bytes),
         )
 
 

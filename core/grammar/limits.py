@@ -7,12 +7,14 @@ because they name what is too large in the client's own words.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
 import msgspec
 
 from core.errors import InvalidRequest
-from core.grammar.schema_keywords import with_schemas
+from core.grammar.schema_keywords import REFERENCES, may_lead_into_data, with_schemas
 from core.wire.sampling import StructuredOutput
 
 MAX_SCHEMA_BYTES = 64 << 10
@@ -164,9 +166,23 @@ def _bound(text: str) -> int:
 
 def _check_regexes(schema: object) -> None:
     """Check everything in a schema that may be a regex. Its depth is known to be bounded."""
+    _check_regexes_of(schema, is_data_used=any(map(may_lead_into_data, _references(schema))))
+
+
+def _references(value: object) -> Iterator[str]:
+    """Return the references of a schema, also those in its data."""
+    if isinstance(value, dict):
+        yield from (value[name] for name in REFERENCES if isinstance(value.get(name), str))
+    for inner in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        yield from _references(inner)
+
+
+def _check_regexes_of(schema: object, *, is_data_used: bool) -> None:
+    """Check a schema or a list of schemas. ``is_data_used``: what stands in data may be used as a schema."""
+    check = partial(_check_regexes_of, is_data_used=is_data_used)
     if isinstance(schema, list):
         for item in schema:
-            _check_regexes(item)
+            check(item)
     if not isinstance(schema, dict):
         return
     pattern = schema.get("pattern")
@@ -176,7 +192,10 @@ def _check_regexes(schema: object) -> None:
     for name in named if isinstance(named, dict) else ():
         check_regex(name or ".*")
     for keyword, value in schema.items():
-        with_schemas(keyword, value, _check_regexes)
+        if is_data_used:
+            check(value)
+        else:
+            with_schemas(keyword, value, check)
 
 
 def _parse_json(what: str, text: str) -> Any:  # noqa: ANN401

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from urllib.parse import unquote
 
+REFERENCES = ("$ref", "$dynamicRef", "$recursiveRef")
 _SCHEMAS_BY_NAME = frozenset(("properties", "patternProperties", "$defs", "definitions", "dependentSchemas"))
 _DATA = frozenset(("enum", "const", "default", "examples", "example"))
 
@@ -16,3 +18,8 @@ def with_schemas(keyword: str, value: Any, change: Callable[[Any], Any]) -> Any:
     if keyword in _SCHEMAS_BY_NAME and isinstance(value, dict):
         return {name: change(schema) for name, schema in value.items()}
     return change(value)
+
+
+def may_lead_into_data(reference: str) -> bool:
+    """Return True if a reference may use data as a schema: a part of its path is a keyword of data, or a name like one."""
+    return not _DATA.isdisjoint(unquote(reference).split("/"))

@@ -134,12 +134,13 @@ static void VARIANT(add_and_normalize)(const struct norm *p, int64_t first, int6
         }
 }
 
-/* 1 / (1 + e ** -x); NaN for NaN */
+/* 1 / (1 + e ** -x); 0 for NaN */
 INLINE floats VARIANT(sigmoid)(floats x)
 {
-    words is_positive = (words)(x > 0.0f);
-    floats power = VARIANT(exp2_of)((floats)((words)x | 0x80000000u) * 1.442695041f); /* e ** -|x| */
-    words one = (words)((floats){0} + 1.0f);
+    words is_positive = (words)(x > 0.0f), one = (words)((floats){0} + 1.0f);
+    floats exponent = (floats)((words)x | 0x80000000u) * 1.442695041f; /* 2 ** exponent = e ** -|x| */
+    words is_normal = (words)(exponent >= -126.0f);
+    floats power = (floats)((words)VARIANT(exp2_of)(exponent) & is_normal);
     return (floats)((one & is_positive) | ((words)power & ~is_positive)) / (1.0f + power);
 }
 

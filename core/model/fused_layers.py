@@ -1,7 +1,7 @@
 """The operations between the linears: by torch, or by kernels of our own that do in one pass what torch does in several.
 
-The kernels are compiled C on the CPU (``core.model.compiled_layers``) and Triton on CUDA. Owns the choice, made once per device
-and dtype: the kernels must agree with torch first. Knows nothing of attention.
+The kernels are compiled C on the CPU (``core.model.compiled_layers``) and Triton on CUDA. Owns the choice, made once for each
+device, dtype and sizes: the kernels must agree with torch first. Knows nothing of attention.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from core.errors import ProtocolError
 from core.wire.codec import encode_tokens, encode_worker_message
-from core.wire.messages import RequestFailed, Tokens, WorkerMessage
+from core.wire.messages import PrefillDone, RequestFailed, Tokens, WorkerMessage
 
 _ADVICE = "ask for fewer log-probabilities (prompt_logprobs, logprobs), or send a shorter prompt"
 
@@ -24,12 +24,12 @@ def encode_reply(message: WorkerMessage | list[Tokens]) -> tuple[list[bytes], di
             return _encode_each(message, error)
         if isinstance(message, RequestFailed) or not hasattr(message, "request_id"):
             return [], {}
-        return [], {message.request_id: error}
+        return [], {message.request_id: _advised(error) if isinstance(message, PrefillDone) else error}
 
 
 def _encode_each(step: list[Tokens], error: ProtocolError) -> tuple[list[bytes], dict[str, ProtocolError]]:
     if len(step) == 1:
-        return [], {step[0].request_id: ProtocolError(f"{error.message}: {_ADVICE}")}
+        return [], {step[0].request_id: _advised(error)}
     frames: list[bytes] = []
     errors: dict[str, ProtocolError] = {}
     for tokens in step:
@@ -37,3 +37,7 @@ def _encode_each(step: list[Tokens], error: ProtocolError) -> tuple[list[bytes],
         frames += alone
         errors |= unsendable
     return frames, errors
+
+
+def _advised(error: ProtocolError) -> ProtocolError:
+    return ProtocolError(f"{error.message}: {_ADVICE}")

@@ -82,11 +82,16 @@ def bench(  # noqa: PLR0913, PLR0917 - one parameter per flag
         requests = trace_workload(trace, cut)
     url = url.rstrip("/").removesuffix("/v1")
     target = Target(base_url=url, model=model or first_model(url, api_key), api_key=api_key, ignore_eos=ignore_eos)
-    _write(json_file, b"", "ab")  # before the load, so that its figures are not lost
+    _check_writable(json_file)  # before the load, so that its figures are not lost
     results, duration_s = run_with_progress(target, requests, concurrency, timeout_s)
     print_report(report := msgspec.structs.replace(make_report(results, duration_s, slos), seed=seed), Console())
     _write(json_file, msgspec.json.format(msgspec.json.encode(report), indent=2), "wb")
     raise typer.Exit(1 if report.num_failed else 0)
+
+
+def _check_writable(path: Path | None) -> None:
+    if path is not None and not path.is_fifo():  # whose reader would leave
+        _write(path, b"", "ab")
 
 
 def _write(path: Path | None, figures: bytes, mode: str) -> None:

@@ -74,7 +74,7 @@ def first_model(base_url: str, api_key: str) -> str:
         response = httpx.get(f"{base_url}/v1/models", headers=headers, timeout=10)
         response.raise_for_status()
         return str(response.json()["data"][0]["id"])
-    except (httpx.HTTPError, KeyError, IndexError, ValueError) as error:
+    except (httpx.HTTPError, LookupError, TypeError, ValueError) as error:
         raise ConfigError(
             f"cannot read the model name from {base_url}/v1/models ({error}); give --model", param="model"
         ) from None

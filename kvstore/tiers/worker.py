@@ -50,14 +50,20 @@ class TierWorker:
         """Return the counts."""
         return self._runner.statistics()
 
-    def stop(self) -> None:
-        """End the thread after its current job and close the tier. Queued jobs are dropped."""
+    def stop(self, timeout_s: float | None = None) -> bool:
+        """End the thread after its current job and close the tier; False if the job takes too long, which closes nothing.
+
+        Queued jobs are dropped.
+        """
         with self._wake:
             self._is_closing = True
             self._wake.notify()
         if self._thread.ident is not None:
-            self._thread.join()
+            self._thread.join(timeout_s)
+            if self._thread.is_alive():
+                return False
         self.tier.close()
+        return True
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:

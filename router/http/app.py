@@ -178,7 +178,9 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     @post(MESSAGES, status_code=200, include_in_schema=False)
     async def messages(request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer a conversation in Anthropic's form, by the engine."""
+        await endpoints.gateway.wait_for_route()
         if not endpoints.gateway.engine_api.is_there:
+            endpoints.check_ready()  # engines that are all away may be back soon
             raise NotFoundException(f"{MESSAGES} is served by vLLM engines only")
         content = await request.body()
         body = endpoints.engine_body(MESSAGES, content)

@@ -353,9 +353,7 @@ class Endpoints:
         Raises:
             NoWorker: there is no route, so no request can be served.
         """
-        reason = self.not_ready_reason
-        if reason is not None:
-            raise NoWorker(reason, retry_after_s=0 if self.is_closing else self.gateway.retry_after_s)
+        self.check_ready()
         return ModelLimits(
             max_model_len=self.gateway.core.max_model_len,
             max_prompt_tokens=self._max_prompt_tokens,
@@ -363,6 +361,16 @@ class Endpoints:
             defaults=self._defaults,
             eos_token_ids=frozenset(self._tokenizer.eos_token_ids),
         )
+
+    def check_ready(self) -> None:
+        """Check that a request can be served now.
+
+        Raises:
+            NoWorker: there is no route.
+        """
+        reason = self.not_ready_reason
+        if reason is not None:
+            raise NoWorker(reason, retry_after_s=0 if self.is_closing else self.gateway.retry_after_s)
 
     @property
     def not_ready_reason(self) -> str | None:

@@ -83,7 +83,7 @@ class EngineBody:
         Raises:
             InvalidRequest: names the field that is wrong.
         """
-        hidden = {"model", "messages", "prompt", *_RENDERED}
+        hidden = {"model", "messages", "prompt", *_RENDERED, *_REFUSED}  # of the last, only values without effect are left
         own: dict[str, Any] = {name: value for name, value in self.fields.items() if name not in hidden}
         if self.path == CHAT:
             return parse_body(msgspec.json.encode(own | {"messages": []}), ChatCompletionRequest)

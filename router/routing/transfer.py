@@ -52,6 +52,7 @@ class TransferTime:
             return
         if not self.num_seen:  # the first one says more than a guess
             self.num_seen, self.bytes_per_ms = 1, max(FIRST_BYTES_PER_MS, num_bytes / real_ms)
+            self._best_bytes_per_ms = self.bytes_per_ms
         self.num_seen += 1
         real_ms = min(real_ms, _MOST * self.ms(num_bytes))
         fixed_ms = real_ms

@@ -1,12 +1,13 @@
 """A store inside the process whose tier hangs: its calls end in time, and what arrives later is kept."""
 
 import threading
+import time
 
 import pytest
 
 from kvstore.testing.blocks import make_block
 from kvstore.testing.in_memory import DictTier
-from kvstore.testing.store_suite import get, lookup, put, read
+from kvstore.testing.store_suite import copy_of, get, lookup, put, read
 
 TIMEOUT_S = 0.5
 
@@ -53,3 +54,34 @@ def test_a_get_and_a_lookup_end_in_time_although_a_tier_hangs(tier, embedded_sto
         assert store.flush()
         assert read(store, [block.key]) == [bytes(block.content)]
         assert store.machine.memory.arena.num_pinned == 0
+
+
+class SlowTier(DictTier):
+    """Takes less than the time of a call for each block, and more for all of them."""
+
+    def load(self, key, target):
+        time.sleep(0.6 * TIMEOUT_S)
+        return super().load(key, target)
+
+
+def test_calls_wait_for_a_tier_that_is_only_slow(monkeypatch, embedded_store):
+    tier, blocks = SlowTier(), [make_block(number) for number in range(4)]
+    tier.values = {block.key.pack(): (block.seal, bytearray(block.content)) for block in blocks}
+    monkeypatch.setattr("kvstore.build.make_tiers", lambda *_: [tier])
+    with embedded_store(request_timeout_s=TIMEOUT_S) as store:
+        tickets = [store.get([block.key]) for block in blocks]
+        for ticket, block in zip(tickets, blocks, strict=True):
+            assert store.wait(ticket, 30.0)
+            assert copy_of(store, ticket.blocks[0]) == bytes(block.content)
+            store.release(ticket)
+        assert store.statistics().timeouts == 0
+
+
+def test_a_store_closes_although_a_tier_hangs(tier, embedded_store, monkeypatch):
+    monkeypatch.setattr("kvstore.embedded.STOP_TIMEOUT_S", 0.1)
+    block = make_block(1)
+    tier.values[block.key.pack()] = (block.seal, bytearray(block.content))
+    with embedded_store(request_timeout_s=60.0) as store:
+        ticket = store.get([block.key])
+    assert ticket.is_done
+    assert ticket.blocks == [None]

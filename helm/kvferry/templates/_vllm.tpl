@@ -206,9 +206,9 @@ lifecycle:
 {{- end }}
 {{- end -}}
 
-{{/* How the kubelet looks at a server that listens on loopback. */}}
+{{/* How the kubelet looks at a server that listens on loopback; it ends the look after the probe's timeoutSeconds. */}}
 {{- define "kvferry.vllmHealth" -}}
-exec: {command: [python3, -c, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{{ include "kvferry.vllmPort" . }}/health', timeout=4)"]}
+exec: {command: [python3, -c, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{{ include "kvferry.vllmPort" . }}/health')"]}
 {{- end -}}
 
 {{/* Liveness is of a server that hangs; one that dies ends its container. An agent says itself whether requests may come. */}}

@@ -319,7 +319,7 @@ def test_a_save_without_room_is_tried_again_with_the_next_step(bench):
     bench.finish()
 
 
-def test_a_backlog_larger_than_the_save_pages_is_saved_in_several_steps():
+def test_a_backlog_larger_than_the_save_pages_is_saved_in_several_steps_and_leaves_half_of_them():
     bench = Bench(staging_bytes=8 * 384)  # eight pages: four to save, two chunks
     server, bench.side.server = bench.side.server, None
     bench.add("before the server came")
@@ -331,7 +331,7 @@ def test_a_backlog_larger_than_the_save_pages_is_saved_in_several_steps():
         told.append(bench.step())
         for save in told[-1].saves:
             bench.staging.give_back(save.pages)
-    assert saved(told) == [(0, 128), (128, 192)]
+    assert saved(told) == [(0, 64), (64, 192)]
 
 
 def test_a_prompt_that_was_computed_elsewhere_is_waited_for_a_moment(bench):

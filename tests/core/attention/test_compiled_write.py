@@ -36,6 +36,13 @@ def test_a_slot_outside_the_pool_is_refused_before_anything_is_written(slot):
 
 
 @needs_library
+def test_a_plan_of_other_tokens_is_refused():
+    backend = make()
+    with pytest.raises(AssertionError, match="the plan is of other tokens"):
+        backend.write_kv(0, torch.ones(2, 2, 2, 16), backend.plan(batch_of(4)))
+
+
+@needs_library
 @pytest.mark.parametrize("layout", [KVLayout.HND, KVLayout.NHD])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_view_of_the_fused_projection_is_written_as_torch_would(dtype, layout, monkeypatch):
@@ -43,9 +50,10 @@ def test_a_view_of_the_fused_projection_is_written_as_torch_would(dtype, layout,
     monkeypatch.setattr(compiled_write, "_library", lambda: None)
     plain = make(dtype, layout)
     fused = torch.randn(3, 5 + 4, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
+    view = fused[:, 5:].view(3, 2, 2, 16)
     for backend in (compiled, plain):
-        backend.write_kv(1, fused[:, 5:].view(3, 2, 2, 16), backend.plan(batch_of(11, 4, 6)))
-    assert compiled._write is not None
+        backend.write_kv(1, view, backend.plan(batch_of(11, 4, 6)))
+    assert compiled._write.takes(view)
     assert plain._write is None
     assert torch.equal(compiled.cache.pool, plain.cache.pool)
     assert compiled.cache.pool.count_nonzero() == 3 * 4 * 16

@@ -132,7 +132,7 @@ def test_compiled_kernels_round_once_what_torch_computes_exactly(dtype, num_rows
     wanted = sums, unit, F.silu(gate) * up, F.gelu(gate, approximate="tanh") * up, rotated
     assert [each.dtype for each in found] == [torch.float32, *[dtype] * 4]
     for left, right in zip(found, wanted, strict=True):
-        rounding = 2**-7 if left.dtype is torch.bfloat16 else 2**-20
+        rounding = 2**-8 if left.dtype is torch.bfloat16 else 2**-20
         assert ((left.double() - right).abs() <= rounding * right.abs() + 1e-5).all()
 
 
@@ -157,9 +157,12 @@ def test_a_cpu_uses_the_compiled_kernels(dtype):
 
 
 @needs_library
-def test_extreme_gates_are_those_of_torch():
-    gates = torch.tensor([float("nan"), 1e30, -1e30, 88.0, -88.0, 0.0, -0.0, 1e-30, *range(-8, 0)])
-    gate_up = torch.cat((gates, torch.ones(16))).unsqueeze(0)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_extreme_gates_are_those_of_torch(dtype):
+    nan, inf = float("nan"), float("inf")
+    gates = torch.tensor([nan, inf, -inf, 3e38, -3e38, 1e30, -1e30, 88.0, -88.0, 0.0, -0.0, 1e-30, -4.0, -3.0, -2.0, -1.0])
+    gate_up = torch.cat((gates, torch.ones(16))).unsqueeze(0).to(dtype)
     for name in ("silu_and_mul", "gelu_and_mul"):
         found, wanted = (getattr(ops, name)(gate_up) for ops in (CompiledLayerOps(), LayerOps()))
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5, equal_nan=True)
+        rounding = 1e-5 if dtype is torch.float32 else 2**-7  # torch rounds twice
+        torch.testing.assert_close(found, wanted, rtol=rounding, atol=1e-5, equal_nan=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from core.wire.codec import decode_worker_frame
-from core.wire.messages import EncodeDone, ErrorInfo, Goodbye, RequestFailed, Tokens
+from core.wire.messages import EncodeDone, ErrorInfo, Goodbye, PrefillDone, RequestFailed, Tokens
 from core.worker.reply_frames import encode_reply
 
 
@@ -41,6 +41,12 @@ def test_tokens_that_do_not_fit_alone_concern_their_request_only():
 def test_another_reply_that_does_not_fit_is_an_error_of_its_request():
     frames, errors = encode_reply(EncodeDone(request_id="r" * 100, ec_sources=()))
     assert (frames, list(errors)) == ([], ["r" * 100])
+
+
+def test_a_prompt_with_too_many_log_probabilities_is_told_to_ask_for_fewer():
+    frames, errors = encode_reply(PrefillDone(request_id="r", choices=(), prompt_logprobs=(None,) * 100))
+    assert frames == []
+    assert "fewer log-probabilities" in errors["r"].message
 
 
 @pytest.mark.parametrize(

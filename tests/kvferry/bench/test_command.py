@@ -1,15 +1,19 @@
 """``kvferry bench`` as it is called."""
 
 import json
+import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
+import httpx
 import pytest
 from typer.testing import CliRunner
 
 from core.errors import ConfigError
 from kvferry import cli
+from kvferry.bench.run import first_model
 
 pytestmark = pytest.mark.slow
 
@@ -79,6 +83,23 @@ def test_file_that_cannot_be_written_is_refused_before_the_load(bench, server, t
     assert isinstance(result.exception, ConfigError)
     assert result.exception.message.startswith(f"--json = {tmp_path / name}: ")
     assert server.bodies == []
+
+
+def test_figures_can_go_into_a_pipe(bench, server, tmp_path):
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as reader:
+        figures = reader.submit(pipe.read_text)
+        assert bench("--num-requests", "1", "--output-tokens", "4", "--json", str(pipe)).exit_code == 0
+        assert json.loads(figures.result(timeout=30))["num_requests"] == 1
+
+
+@pytest.mark.parametrize("answer", [["x"], {"data": None}, {"data": ["m"]}, {"data": []}, {}])
+def test_a_server_that_lists_no_models_is_named(monkeypatch, answer):
+    response = httpx.Response(200, json=answer, request=httpx.Request("GET", "http://a/v1/models"))
+    monkeypatch.setattr(httpx, "get", lambda *args, **options: response)
+    with pytest.raises(ConfigError, match=r"cannot read the model name from http://a/v1/models .* give --model"):
+        first_model("http://a", "")
 
 
 def test_keys_may_have_any_letters(bench):

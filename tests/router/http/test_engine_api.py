@@ -220,6 +220,12 @@ async def test_workers_without_an_api_leave_everything_to_the_router(served):
     assert calls_of(served, RENDER) == []
 
 
+async def test_without_any_worker_anthropics_form_is_worth_another_try(start_router):
+    served = await start_router(has_http=False)
+    answer = await ask(served, {"model": "x", "max_tokens": 5}, MESSAGES, status=503)
+    assert answer["type"] == "error"
+
+
 @pytest.mark.parametrize("content", [b"{", b"[]", b""])
 async def test_a_body_in_anthropics_form_that_is_no_object_is_a_400(engines, content):
     async with engines.client() as client:

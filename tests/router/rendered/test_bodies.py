@@ -108,6 +108,11 @@ def test_functions_are_refused_beside_what_an_engine_serves(fields, more):
     assert refusal.value.param in fields
 
 
+@pytest.mark.parametrize("fields", [{"functions": []}, {"function_call": "none"}])
+def test_functions_that_are_not_used_are_no_fields_of_the_router(fields):
+    assert read(COMPLETIONS, structured_outputs={"regex": "h"}, **fields).of_router().n is None
+
+
 def test_anthropics_form_goes_whole():
     assert engine_body(MESSAGES, b'{"messages": []}', "m", splits_output=False).is_whole
 

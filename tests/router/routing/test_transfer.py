@@ -128,3 +128,12 @@ def test_a_link_that_was_never_fast_recovers_to_the_first_figures():
     for _ in range(3000):
         link.recover()
     assert link.ms(500_000_000) == pytest.approx(FIRST_BASE_MS + 500_000_000 / FIRST_BYTES_PER_MS, rel=0.1)
+
+
+def test_a_fast_link_that_was_only_seen_once_does_not_recover_to_slower_figures():
+    link = TransferTime()
+    link.observe(900_000, 0.3)
+    seen_ms = link.ms(100_000_000)
+    for _ in range(1000):
+        link.recover()
+    assert link.ms(100_000_000) <= seen_ms
