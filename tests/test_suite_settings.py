@@ -164,6 +164,7 @@ def test_what_hangs_ends_the_run_shows_where_and_leaves_no_child(tmp_path, run_s
 
 
 @pytest.mark.slow
+@pytest.mark.full
 def test_what_hangs_ends_a_run_of_several_workers(run_suite):
     printed = run_suite(IN_A_TEARDOWN_BEHIND_A_FAILURE, "timeout=1", "watchdog_grace=9", workers=2)  # also for the others' end
     assert "worker restarting disabled" in printed

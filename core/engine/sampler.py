@@ -87,10 +87,9 @@ class LaunchedSamples:
         refusals: dict[int, KVFerryError] = {}
         for slot, highest, grammar_error in self.edited:
             if slot not in failures and not bool(highest.isfinite()):
-                # Any other way to leave no token is refused before it runs: ``core.wire.sampling.check_tokens_left``.
                 refusals[slot] = grammar_error or InvalidRequest(
-                    "none of allowed_token_ids continues or ends the structured output here: allow the tokens that its form "
-                    "needs, or leave allowed_token_ids out",
+                    "allowed_token_ids, logit_bias and the structured output leave no token to choose: allow the tokens that "
+                    "its form needs, or leave allowed_token_ids out",
                     param="allowed_token_ids",
                 )
         token_ids: list[int] = self.token_ids.tolist()

@@ -301,7 +301,7 @@ def test_prefix_cache_survives_a_request_whose_tokens_are_all_masked(build_tiny,
     prompt, bias = list(range(10, 50)), {9: float("-inf")}
     run_engine(built.engine, [request("before", prompt, max_tokens=1)])
     masked = request("r", [*prompt, 7], allowed_token_ids=(9,), logit_bias=bias)
-    assert run_engine(built.engine, [masked])["r"].outputs[-1].error.param == "min_tokens"
+    assert run_engine(built.engine, [masked])["r"].outputs[-1].error.param == "allowed_token_ids"
     after = run_engine(built.engine, [request("after", [*prompt, 8], max_tokens=1)])["after"].outputs[0]
     assert after.prefill_stats.num_local_cached_tokens == len(prompt) // 16 * 16
     assert_nothing_held(built)
