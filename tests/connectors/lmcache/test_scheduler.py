@@ -319,7 +319,7 @@ def test_a_save_without_room_is_tried_again_with_the_next_step(bench):
     bench.finish()
 
 
-def test_a_backlog_larger_than_the_save_pages_is_saved_in_several_steps_and_leaves_half_of_them():
+def test_a_backlog_larger_than_the_save_pages_is_saved_in_steps_and_leaves_half():
     bench = Bench(staging_bytes=8 * 384)  # eight pages: four to save, two chunks
     server, bench.side.server = bench.side.server, None
     bench.add("before the server came")

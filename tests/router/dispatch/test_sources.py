@@ -159,17 +159,22 @@ def test_the_transfer_of_a_prefill_worker_teaches_the_link_and_not_the_prefill_t
     assert costs.prefill_time(prefills[0]).ms(1000, 4000) == pytest.approx(100.0, rel=0.1)
 
 
+def prompts_until_a_source_is_used(costs, prefills, decode):
+    """Choose the offer without a source again and again; return how often."""
+    for number in range(3000):
+        offer = offers(costs, prefills, [*prefills, decode])["p0"]
+        if offer.source is not None:
+            return number
+        costs.on_chosen(offer)
+    pytest.fail("no source is used any more")
+
+
 def test_sources_that_answered_late_under_load_are_used_again(prefills, decode):
     costs = RouteCosts()
     compute(costs, decode)
     for _ in range(60):
         costs.sources.asking.observe(4000.0)
-    num_without = 0
-    while (offer := offers(costs, prefills, [*prefills, decode])["p0"]).source is None:
-        costs.on_chosen(offer)
-        num_without += 1
-        assert num_without < 2000
-    assert num_without > 100
+    assert 100 < prompts_until_a_source_is_used(costs, prefills, decode) < 2000
 
 
 def test_sources_behind_a_link_that_was_slow_for_a_while_are_used_again(prefills, decode):
@@ -177,12 +182,7 @@ def test_sources_behind_a_link_that_was_slow_for_a_while_are_used_again(prefills
     compute(costs, decode)
     for _ in range(50):
         costs.sources.observe(TransferUsage(transport="shm", transferred_bytes=1 << 20, transfer_ms=60_000.0))
-    num_without = 0
-    while (offer := offers(costs, prefills, [*prefills, decode])["p0"]).source is None:
-        costs.on_chosen(offer)
-        num_without += 1
-        assert num_without < 3000
-    assert num_without > 100
+    assert prompts_until_a_source_is_used(costs, prefills, decode) > 100
 
 
 def test_a_decode_worker_may_load_the_prompt_again_from_who_holds_most(prefills, decode):
