@@ -1,7 +1,7 @@
-/* Vectors of 16 floats, for the C code of attention and of the layers: types, loads and stores of float32 and bfloat16, and 2 ** x.
+/* Vectors of floats, for the C code of attention and of the layers: types, loads and stores of float32 and bfloat16, and 2 ** x.
  *
- * Included twice: without VARIANT for the types, then with VARIANT(name) defined for functions that are compiled for one kind of
- * CPU, whose instructions the compiler chooses by the target in effect.
+ * Included twice: without VARIANT for what is common, then with VARIANT(name) defined, for types and functions that are compiled
+ * for one kind of CPU. LANES is then the number of floats in a register of it: wider vectors would be kept in memory.
  */
 
 #ifndef VARIANT
@@ -21,16 +21,23 @@
 #define UNROLL _Pragma("GCC unroll 4")
 #define UNROLL_ALL _Pragma("GCC unroll 8")
 #define SHUFFLE __builtin_shufflevector
-#define LANES 16
+#define WIDEST 16 /* the largest LANES: sizes are multiples */
+
+/* The types of the kind of CPU for which a function is compiled. */
+#define floats VARIANT(floats)
+#define any_floats VARIANT(any_floats)
+#define words VARIANT(words)
+#define halves VARIANT(halves)
+#define any_halves VARIANT(any_halves)
+
+#endif
+#else
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef float any_floats __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 typedef uint32_t words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t halves __attribute__((vector_size(2 * LANES)));
 typedef uint16_t any_halves __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
-
-#endif
-#else
 
 INLINE floats VARIANT(load)(const char *address, int64_t element, int is_bfloat16)
 {

@@ -28,37 +28,14 @@ struct problem {
     double scale;
 };
 
-/* The compiler lowers vectors to the instructions of the function that it parses, so each kind of CPU has its own copy. */
-#define VARIANT(name) name##_for_any
-#include "_paged_decode.c"
-#undef VARIANT
-#ifdef HAS_VARIANTS
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-#define VARIANT(name) name##_for_v3
-#include "_paged_decode.c"
-#undef VARIANT
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4")
-#define VARIANT(name) name##_for_v4
-#include "_paged_decode.c"
-#undef VARIANT
-#pragma GCC pop_options
-#endif
+#define KERNELS "attention/_paged_decode.c"
+#include "../_kinds_of_cpu.h"
 
 /* Compute items [first, end), where item s * num_kv_heads + h is KV head h of sequence s.
- * scores: scratch, MAX_GROUP times the longest visible length rounded up to LANES, plus LANES. */
+ * scores: scratch, MAX_GROUP times the longest visible length rounded up to WIDEST, plus WIDEST. */
 void kvferry_paged_decode(const struct problem *p, int64_t first, int64_t end, float *scores)
 {
-#ifdef HAS_VARIANTS
-    if (__builtin_cpu_supports("x86-64-v4"))
-        compute_items_for_v4(p, first, end, scores);
-    else if (__builtin_cpu_supports("x86-64-v3"))
-        compute_items_for_v3(p, first, end, scores);
-    else
-#endif
-        compute_items_for_any(p, first, end, scores);
+    CALL_VARIANT(compute_items, p, first, end, scores);
 }
 
 #else
@@ -68,6 +45,16 @@ void kvferry_paged_decode(const struct problem *p, int64_t first, int64_t end, f
 /* The sums of the lanes of a, b, c and d, in this order. */
 INLINE quad VARIANT(sums_of)(floats a, floats b, floats c, floats d)
 {
+#if LANES == 4
+    floats ab = SHUFFLE(a, b, 0, 4, 2, 6) + SHUFFLE(a, b, 1, 5, 3, 7);
+    floats cd = SHUFFLE(c, d, 0, 4, 2, 6) + SHUFFLE(c, d, 1, 5, 3, 7);
+    return SHUFFLE(ab, cd, 0, 1, 4, 5) + SHUFFLE(ab, cd, 2, 3, 6, 7);
+#elif LANES == 8
+    floats ab = SHUFFLE(a, b, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(a, b, 1, 9, 3, 11, 5, 13, 7, 15);
+    floats cd = SHUFFLE(c, d, 0, 8, 2, 10, 4, 12, 6, 14) + SHUFFLE(c, d, 1, 9, 3, 11, 5, 13, 7, 15);
+    floats abcd = SHUFFLE(ab, cd, 0, 1, 8, 9, 4, 5, 12, 13) + SHUFFLE(ab, cd, 2, 3, 10, 11, 6, 7, 14, 15);
+    return SHUFFLE(abcd, abcd, 0, 1, 2, 3) + SHUFFLE(abcd, abcd, 4, 5, 6, 7);
+#else
     floats ab = SHUFFLE(a, b, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
         + SHUFFLE(a, b, 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
     floats cd = SHUFFLE(c, d, 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30)
@@ -76,6 +63,7 @@ INLINE quad VARIANT(sums_of)(floats a, floats b, floats c, floats d)
         + SHUFFLE(ab, cd, 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30, 31);
     return (SHUFFLE(abcd, abcd, 0, 1, 2, 3) + SHUFFLE(abcd, abcd, 4, 5, 6, 7))
         + (SHUFFLE(abcd, abcd, 8, 9, 10, 11) + SHUFFLE(abcd, abcd, 12, 13, 14, 15));
+#endif
 }
 
 /* Ask for one token's row. Each page of the pool is elsewhere in memory, where no prefetcher of the CPU looks. */

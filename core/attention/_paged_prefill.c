@@ -16,6 +16,7 @@
 #ifndef VARIANT /* the part that is read once; the kernels follow in #else */
 
 #include "../_vectors.h"
+#include "../_kinds_of_cpu.h"
 
 #define KEYS 64
 #define ROWS 6
@@ -36,7 +37,7 @@ struct prefill {
 /* What is summed of a query row: its largest score, at least -__FLT_MAX__ so that a difference from it is a number, and the sums of
  * its weights, lane by lane. */
 struct row_sums {
-    floats total;
+    float total[WIDEST];
     float top;
 };
 
@@ -59,6 +60,7 @@ INLINE int64_t first_visible(const struct prefill *p, int64_t position)
 }
 
 #ifdef HAS_VARIANTS
+#define LANES WIDEST
 #pragma GCC push_options
 #pragma GCC target("arch=x86-64-v4")
 #define HAS_PAIRS 0
@@ -80,19 +82,15 @@ INLINE int64_t first_visible(const struct prefill *p, int64_t position)
 /* Return 1 if this CPU runs kvferry_paged_prefill. */
 int kvferry_has_paged_prefill(void)
 {
-#ifdef HAS_VARIANTS
-    return __builtin_cpu_supports("x86-64-v4") != 0;
-#else
-    return 0;
-#endif
+    return is_at_least(X86_64_V4);
 }
 
 /* Compute the KV heads [first, end). memory: scratch, aligned to 64 bytes, of floats: the query rows of a KV head, rounded up to
- * ROWS, times 2 * (head_dim + LANES), and 2 * KEYS * head_dim. */
+ * ROWS, times 2 * (head_dim + WIDEST), and 2 * KEYS * head_dim. */
 void kvferry_paged_prefill(const struct prefill *p, int64_t first, int64_t end, float *memory)
 {
 #ifdef HAS_VARIANTS
-    if (p->is_bfloat16 && __builtin_cpu_supports("avx512bf16"))
+    if (p->is_bfloat16 && is_at_least(X86_64_V4_BF16))
         attend_heads_for_bf16(p, first, end, memory);
     else
         attend_heads_for_v4(p, first, end, memory);
@@ -216,7 +214,7 @@ INLINE float VARIANT(weigh)(float *scores, int64_t low, int64_t high, float scal
             total += parts[part];
         }
     float kept = sums->top == top ? 1.0f : VARIANT(exp2_of)((floats){0} + (sums->top - top))[0];
-    sums->total = sums->total * kept + total;
+    *(any_floats *)sums->total = *(any_floats *)sums->total * kept + total;
     sums->top = top;
     return kept;
 }
@@ -261,7 +259,7 @@ INLINE void VARIANT(take_block)(const struct prefill *p, int64_t row, int64_t st
 INLINE void VARIANT(attend_head)(const struct prefill *p, int64_t head, float *memory, int is_bfloat16, int by_pairs)
 {
     int64_t num_rows = p->num_queries * p->group, padded = (num_rows + ROWS - 1) / ROWS * ROWS, size = padded * p->head_dim;
-    struct scratch at = {.rows = (struct row_sums *)memory, .query = memory + padded * 2 * LANES};
+    struct scratch at = {.rows = (struct row_sums *)memory, .query = memory + padded * 2 * WIDEST};
     at.output = at.query + size;
     at.keys = at.output + size;
     at.values = at.keys + KEYS * p->head_dim;

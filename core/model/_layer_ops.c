@@ -2,7 +2,7 @@
  *
  * Values are float32 or bfloat16, the hidden states float32; all arithmetic is float32, and a result is rounded once. Each row is
  * computed without regard to the others, so a request's results do not depend on the batch that it is in. Sizes are multiples of
- * LANES. Knows no Python: plain C with vector extensions, called by ctypes with the interpreter lock released.
+ * WIDEST. Knows no Python: plain C with vector extensions, called by ctypes with the interpreter lock released.
  */
 
 #ifndef VARIANT /* the part that is read once; the kernels follow in #else */
@@ -35,37 +35,8 @@ struct rotation {
     int64_t num_heads, head_dim, token_stride, is_bfloat16;
 };
 
-/* The compiler lowers vectors to the instructions of the function that it parses, so each kind of CPU has its own copy. */
-#define VARIANT(name) name##_for_any
-#include "_layer_ops.c"
-#undef VARIANT
-#ifdef HAS_VARIANTS
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v3")
-#define VARIANT(name) name##_for_v3
-#include "_layer_ops.c"
-#undef VARIANT
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4")
-#define VARIANT(name) name##_for_v4
-#include "_layer_ops.c"
-#undef VARIANT
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,avx512bf16")
-#define VARIANT(name) name##_for_bf16
-#include "_layer_ops.c"
-#undef VARIANT
-#pragma GCC pop_options
-#define CALL_VARIANT(name, ...)                                                                                                \
-    (__builtin_cpu_supports("avx512bf16")  ? name##_for_bf16(__VA_ARGS__)                                                      \
-     : __builtin_cpu_supports("x86-64-v4") ? name##_for_v4(__VA_ARGS__)                                                        \
-     : __builtin_cpu_supports("x86-64-v3") ? name##_for_v3(__VA_ARGS__)                                                        \
-                                           : name##_for_any(__VA_ARGS__))
-#else
-#define CALL_VARIANT(name, ...) name##_for_any(__VA_ARGS__)
-#endif
+#define KERNELS "model/_layer_ops.c"
+#include "../_kinds_of_cpu.h"
 
 /* Each computes the rows [first, end); the other arguments are the fields of its struct. */
 

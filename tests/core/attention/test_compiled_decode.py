@@ -10,6 +10,7 @@ from core.attention import compiled_decode
 from core.attention.base import AttentionBatch, AttentionSpec, BatchedSequence, KVLayout, PagedKVCache
 from core.attention.compiled_decode import CompiledDecode, can_compile_decode
 from core.attention.paged_cpu import PagedCpuBackend
+from tests.support.older_cpu import OLDER, computing_as_on
 
 BLOCK = 16
 LENGTHS = (1, 3, 16, 17, 100, 259)
@@ -46,18 +47,30 @@ def exact(kernel, sequences, query, spec, layer):
     return torch.stack(rows)
 
 
+def check(kernel, sequences, query, spec):
+    found = kernel.attend(1, query, kernel.index(sequences, spec))
+    expected = exact(kernel, sequences, query, spec, 1)
+    assert found.dtype is query.dtype
+    rounding = 2**-8 if query.dtype is torch.bfloat16 else 0.0  # the result is rounded once
+    assert ((found.double() - expected).abs() <= rounding * expected.abs() + 1e-5).all()
+
+
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", [KVLayout.HND, KVLayout.NHD])
 @pytest.mark.parametrize("head_dim", [16, 48, 64, 80, 128, 256])
 @pytest.mark.parametrize("group", [1, 2, 3, 4, 5, 9])
 def test_agrees_with_float64(dtype, layout, head_dim, group):
-    kernel, sequences, query, spec = make(dtype, head_dim, group, layout)
-    found = kernel.attend(1, query, kernel.index(sequences, spec))
-    expected = exact(kernel, sequences, query, spec, 1)
-    assert found.dtype is dtype
-    rounding = 2**-8 if dtype is torch.bfloat16 else 0.0  # the result is rounded once
-    assert ((found.double() - expected).abs() <= rounding * expected.abs() + 1e-5).all()
+    check(*make(dtype, head_dim, group, layout))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [48, 64])
+@pytest.mark.parametrize("kind", OLDER)
+def test_agrees_with_float64_on_older_cpus(dtype, head_dim, kind):
+    with computing_as_on(compiled_decode._library(), kind):
+        check(*make(dtype, head_dim))
 
 
 @needs_library

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from core.attention.base import AttentionBatch, AttentionSpec, BatchedSequence, 
 from core.attention.compiled_prefill import CompiledPrefill, can_compile_prefill
 from core.attention.gathered import GatherKernel
 from core.attention.paged_cpu import PagedCpuBackend
+from tests.support.older_cpu import computing_as_on
 
 BLOCK, NUM_PAGES = 16, 20
 DTYPES = [torch.float32, torch.bfloat16]
@@ -70,6 +73,23 @@ def test_agrees_with_float64(dtype, layout, head_dim, group):
     prompt = Prompt(dtype, head_dim, group, layout)
     for first, end in ((0, 2), (0, 100), (37, 39), (64, 128), (131, 310)):
         assert_close(prompt.attend(first, end), prompt.exact(first, end))
+
+
+@needs_library
+def test_agrees_with_float64_on_a_cpu_without_bfloat16():
+    prompt = Prompt(torch.bfloat16)
+    found = prompt.attend(37, 310)
+    with computing_as_on(compiled_prefill._library(), "x86-64-v4"):
+        assert_close(prompt.attend(37, 310), prompt.exact(37, 310))
+    assert torch.equal(prompt.attend(37, 310), found)
+
+
+def test_older_cpus_leave_prompts_to_torch():
+    library = compiled_prefill.load_library(ctypes.CDLL, "_paged_prefill", "core.attention", "kvferry_has_paged_prefill")
+    if library is None:
+        pytest.skip("core/attention/_paged_prefill.c was not built: make install")
+    with computing_as_on(library, "x86-64-v3"):
+        assert not library.kvferry_has_paged_prefill()
 
 
 @needs_library

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from core.model import compiled_layers, fused_layers
 from core.model.fused_layers import CompiledLayerOps, LayerOps, TritonLayerOps, layer_ops
 from core.model.layers import RMSNorm
+from tests.support.older_cpu import OLDER, computing_as_on
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = (576, 1536, 32)
@@ -116,12 +117,9 @@ def draw(num_rows, dtype, size=576, head_dim=64):
     return *tensors, normal(num_rows, 7, head_dim).to(dtype), (angle.cos().to(dtype), angle.sin().to(dtype))
 
 
-@needs_library
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("num_rows", [0, 1, 5, 300])
-@pytest.mark.parametrize(("size", "head_dim"), [(576, 64), (16, 32)])
-def test_compiled_kernels_round_once_what_torch_computes_exactly(dtype, num_rows, size, head_dim):
-    operands = hidden, update, norm, gate_up, heads, angles = draw(num_rows, dtype, size, head_dim)
+def check(operands):
+    """Each result of the compiled kernels is the exact one, rounded once."""
+    hidden, update, norm, gate_up, heads, angles = operands
     found = operate(CompiledLayerOps(), operands)
     exact_norm = RMSNorm(norm.weight.double(), 1e-5)
     sums = hidden.double() + update.double()
@@ -130,10 +128,26 @@ def test_compiled_kernels_round_once_what_torch_computes_exactly(dtype, num_rows
     rotated = heads.double()
     LayerOps().rotate_(rotated[:, :-1], *(each.double() for each in angles))
     wanted = sums, unit, F.silu(gate) * up, F.gelu(gate, approximate="tanh") * up, rotated
-    assert [each.dtype for each in found] == [torch.float32, *[dtype] * 4]
+    assert [each.dtype for each in found] == [torch.float32, *[update.dtype] * 4]
     for left, right in zip(found, wanted, strict=True):
         rounding = 2**-8 if left.dtype is torch.bfloat16 else 2**-20
         assert ((left.double() - right).abs() <= rounding * right.abs() + 1e-5).all()
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("num_rows", [0, 1, 5, 300])
+@pytest.mark.parametrize(("size", "head_dim"), [(576, 64), (16, 32)])
+def test_compiled_kernels_round_once_what_torch_computes_exactly(dtype, num_rows, size, head_dim):
+    check(draw(num_rows, dtype, size, head_dim))
+
+
+@needs_library
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", OLDER)
+def test_compiled_kernels_of_older_cpus_do_too(dtype, kind):
+    with computing_as_on(compiled_layers._library(), kind):
+        check(draw(5, dtype))
 
 
 @needs_library
