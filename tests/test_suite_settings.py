@@ -157,7 +157,7 @@ def test_a_test_that_hangs_fails(run_suite):
     ids=["outside-python", "in-a-teardown", "with-the-lock", "at-the-end"],
 )
 def test_what_hangs_ends_the_run_shows_where_and_leaves_no_child(tmp_path, run_suite, source, function):
-    printed = run_suite(source, "timeout=1", "watchdog_grace=4")
+    printed = run_suite(source, "timeout=1", "watchdog_grace=2")
     assert "most recent call first" in printed
     assert f"in {function}\n" in printed
     assert [path for path in tmp_path.glob("pid") if psutil.pid_exists(int(path.read_text()))] == []

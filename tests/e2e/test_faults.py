@@ -45,9 +45,8 @@ def assert_serves(served, corpus, eventually):
     eventually(lambda: not served.held(), f"release of {served.held()}")
 
 
-@pytest.mark.parametrize(
-    "name", ["router", *(pytest.param(name, marks=pytest.mark.full) for name in ("decode-0", "prefill-0"))]
-)
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["router", "decode-0", "prefill-0"])
 def test_killed_process_is_restarted_and_the_cluster_serves_again(supervised, corpus, eventually, name):
     pid = supervised.cluster.pids[name]
     supervised.cluster.kill(name)
@@ -55,11 +54,8 @@ def test_killed_process_is_restarted_and_the_cluster_serves_again(supervised, co
     assert_serves(supervised, corpus, eventually)
 
 
-@pytest.mark.parametrize(
-    "supervised",
-    ["tcp", *(pytest.param(transport, marks=pytest.mark.full) for transport in ("shm", "nixl"))],
-    indirect=True,
-)
+@pytest.mark.full
+@pytest.mark.parametrize("supervised", ["tcp", "shm", "nixl"], indirect=True)
 def test_prefill_worker_killed_between_prefill_and_read_is_not_needed_any_more(supervised, corpus, eventually):
     cluster = supervised.cluster
     pid = cluster.pids["prefill-0"]

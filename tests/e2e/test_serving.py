@@ -10,6 +10,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
+from tests.support.only_full import rest_in_full
+
 MODEL = "smollm2-135m"
 BLOCK_SIZE = 64
 BLOCK_BYTES = 30 * 2 * 3 * BLOCK_SIZE * 64 * 4  # layers, keys and values, heads, tokens, head size, float32
@@ -17,6 +19,11 @@ CHUNK = 256  # max_num_batched_tokens
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 on_one_pair = pytest.mark.parametrize("served", ["1p1d-shm"], indirect=True)  # what no transport or topology can change
+on_a_pair_and_on_two = pytest.mark.parametrize(
+    "served",
+    rest_in_full(("1p1d-shm", "2p2d-tcp", "1p1d-tcp", "1p1d-nixl", "2p2d-shm", "aggregated"), always=("1p1d-shm", "2p2d-tcp")),
+    indirect=True,
+)
 
 
 @pytest.fixture
@@ -36,6 +43,7 @@ def test_greedy_answers_are_those_of_transformers_at_every_prompt_length(served,
         assert_token_identical(prompt, body["choices"][0]["token_ids"])
 
 
+@on_a_pair_and_on_two
 def test_concurrent_requests_with_shared_prefixes_are_all_correct(served, corpus, assert_token_identical):
     prefixes = [corpus[:96], corpus[200:328], corpus[500:520]]
     prompts = [[*prefixes[number % 3], *corpus[10 * number : 10 * number + 5 + number]] for number in range(32)]
@@ -189,6 +197,7 @@ def test_prompt_beyond_the_context_is_refused(served, corpus):
     assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
+@on_a_pair_and_on_two
 def test_client_that_disconnects_frees_both_legs(served, corpus, eventually):
     body = {"model": MODEL, "prompt": corpus[400:700], "max_tokens": 400, "ignore_eos": True, "stream": True}
     for num_lines in (0, 1, 3):

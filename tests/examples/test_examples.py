@@ -20,6 +20,7 @@ def run_example(examples_dir, no_child_left):
 
 
 @pytest.mark.e2e
+@pytest.mark.full
 def test_local_cluster_answers_by_a_handoff(run_example):
     printed = run_example("local_cluster.py", "What is the capital of France?")
     assert "Paris" in printed

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.slow
 
 SEEDS_PER_TEST = 20
 NUM_QUICKEST = 40  # in `make check`
-NUM_QUICK = 100
+NUM_QUICK = 60
 NUM_FULL = 2000
 
 

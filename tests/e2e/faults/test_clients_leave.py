@@ -40,7 +40,7 @@ def test_client_that_leaves_during_the_prefill_leaves_nothing(faulty):
     assert stream.token_ids == []
 
 
-@pytest.mark.quick_on("tcp")
+@pytest.mark.quick_on("nixl-tcp")
 def test_client_that_leaves_during_the_handoff_leaves_nothing(faulty):
     """Its read is still to come: what it may write into is kept from others until the read has ended."""
     faulty.plan(late=[1], ignore_cancel=True)

@@ -7,7 +7,7 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.profile("one reader")]
 
 
-@pytest.mark.quick_on("tcp")
+@pytest.mark.quick_on("nixl")
 def test_blocks_reused_after_their_lease_are_recognised_by_their_seals(faulty):
     """The lease ends, the blocks get other prompts, and the reader believes that it still holds them."""
     faulty.plan(late=[1])
@@ -33,7 +33,7 @@ def test_byte_damaged_on_the_way_is_read_once_more(faulty):
     assert len([note for note in faulty.trace("posted") if note["region"] == 0]) == 2
 
 
-@pytest.mark.quick_on("tcp")
+@pytest.mark.quick_on("nixl")
 def test_block_that_is_damaged_twice_is_computed_again(faulty):
     """Reads are: the blocks, their seals, the first block once more, its seal."""
     faulty.plan(corrupt=[1, 3])

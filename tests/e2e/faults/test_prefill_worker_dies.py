@@ -32,7 +32,7 @@ def test_prefill_worker_killed_before_the_read_costs_a_computation_of_the_prompt
     assert_recomputed_after_kill(faulty, stream)
 
 
-@pytest.mark.quick_on("tcp")
+@pytest.mark.quick_on("nixl-tcp")
 def test_prefill_worker_killed_with_a_read_open_costs_a_computation_of_the_prompt(faulty):
     faulty.plan(stall=[1])
     stream = faulty.start()

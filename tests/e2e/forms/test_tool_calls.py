@@ -8,14 +8,8 @@ import jsonschema
 import openai
 import pytest
 
-from kvferry.local import LocalCluster
-from tests.support.json_model import write_json_model
-
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
-TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}{% for m in messages %}{{ m.content }} {% endfor %}"
-)
 PARAMETERS = {
     "type": "object",
     "properties": {
@@ -46,21 +40,6 @@ CHAT = {
     "max_tokens": 900,
     "temperature": 1.0,
 }
-
-
-@pytest.fixture(scope="module")
-def served(cluster_config, serve, tmp_path_factory, eventually):
-    folder = write_json_model(tmp_path_factory.mktemp("tool-model"))
-    settings = json.loads((folder / "tokenizer_config.json").read_text())
-    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": TEMPLATE}))
-    overrides = (f"model.name={folder}", "connector.transports=[shm]", "local.num_prefill=1", "local.num_decode=1")
-    logs = tmp_path_factory.mktemp("tools")
-    with (
-        LocalCluster(cluster_config(*overrides), supervise=True, log_dir=logs) as cluster,
-        serve("tools", cluster) as found,
-    ):
-        yield found
-        eventually(lambda: not found.held(), f"release of {found.held()}")
 
 
 @pytest.fixture
@@ -142,14 +121,13 @@ def test_the_model_chooses_between_a_form_and_calls(client, served, bias, expect
         assert (content, arguments) == (choice.message.content or "", calls[0].function.arguments if calls else "")
 
 
-def test_a_stream_of_a_call_goes_on_after_its_decode_worker_is_killed(client, served):
+def test_a_stream_of_a_call_goes_on_after_its_decode_worker_is_killed(client, kill_busy_decode_worker):
     expected = streamed(client.chat.completions.create(model=client.model, tool_choice=NAMED, stream=True, **CHAT))
     events = client.chat.completions.create(model=client.model, tool_choice=NAMED, stream=True, **CHAT)
-    assert streamed(events, after_pieces=(20, lambda: served.cluster.kill("decode-0"))) == expected
-    served.cluster.wait_until_ready()
+    assert streamed(events, after_pieces=(20, kill_busy_decode_worker)) == expected
 
 
-def test_a_response_goes_on_after_its_decode_worker_is_killed_in_mid_stream(client, served):
+def test_a_response_goes_on_after_its_decode_worker_is_killed_in_mid_stream(client, kill_busy_decode_worker):
     fields = {
         "model": client.model,
         "input": "The ferry",
@@ -169,7 +147,6 @@ def test_a_response_goes_on_after_its_decode_worker_is_killed_in_mid_stream(clie
         if event.type == "response.function_call_arguments.delta":
             deltas.append(event.delta)
             if len(deltas) == 20:
-                served.cluster.kill("decode-0")
+                kill_busy_decode_worker()
     assert event.type == "response.completed"
     assert "".join(deltas) == call.arguments == event.response.output[0].arguments
-    served.cluster.wait_until_ready()
