@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from connectors.p2p.actions import ReadUnit
 from connectors.p2p.consumer.block_mapping import Extent, map_group
 from connectors.vllm.handoff_params import VALUE_KEY, EngineHandoff, brings_handoff, decode_handoff, engine_of
-from connectors.vllm.head_ranges import heads_of
+from connectors.vllm.head_ranges import can_split, heads_of
 from connectors.vllm.identity import check_same_model
 from connectors.vllm.orders import LoadOrder, RemoteHandoff, StepOrders
 from connectors.vllm.peer_rules import PeerRules
@@ -231,6 +231,8 @@ def _check_ranks(engine: EngineIdentity, handoff: EngineHandoff) -> None:
             sizes = f"tensor parallelism {num_peers} at the peer, {len(engine.ranks)} here"
             raise LayoutMismatch(f"{sizes}; the KV heads of this model cannot be told apart in its blocks")
         return
+    if not can_split(num_peers, engine.num_kv_heads):
+        raise LayoutMismatch(f"{engine.num_kv_heads} KV heads cannot be split among the peer's {num_peers} ranks")
     found, expected = handoff.layout.num_kv_heads, len(heads_of(0, num_peers, engine.num_kv_heads))
     if found != expected:
         raise LayoutMismatch(

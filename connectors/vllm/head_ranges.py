@@ -21,8 +21,13 @@ class HeadSource(NamedTuple):
     heads: HeadRange | None
 
 
+def can_split(num_ranks: int, num_heads: int) -> bool:
+    """Return whether vLLM runs a model with this many KV heads on this many ranks. If not, a head may have no holder."""
+    return num_heads % num_ranks == 0 or num_ranks % num_heads == 0
+
+
 def heads_of(rank: int, num_ranks: int, num_heads: int) -> range:
-    """Return the KV heads of a rank."""
+    """Return the KV heads of a rank; the ranks can split the heads."""
     if num_ranks <= num_heads:
         per_rank = num_heads // num_ranks
         return range(rank * per_rank, (rank + 1) * per_rank)
@@ -31,7 +36,7 @@ def heads_of(rank: int, num_ranks: int, num_heads: int) -> range:
 
 
 def head_sources(rank: int, num_ranks: int, num_peers: int, num_heads: int) -> tuple[HeadSource, ...]:
-    """Return the ranks of P that together hold the heads of our ``rank``, each head once.
+    """Return the ranks of P that together hold the heads of our ``rank``, each head once; both sides can split the heads.
 
     Readers are spread over the ranks that hold a head; engines of one size read rank by rank.
     """
@@ -52,7 +57,10 @@ def head_sources(rank: int, num_ranks: int, num_peers: int, num_heads: int) -> t
 def leased_peers(rank: int, num_ranks: int, num_peers: int, num_heads: int) -> tuple[int, ...]:
     """Return the ranks of P whose leases our ``rank`` holds and releases.
 
-    They are those that it reads, and its share of all: a lease must be released on every rank of P, read or not.
+    They are those that it reads, and its share of all: a lease must be released on every rank of P, read or not. From ranks
+    that cannot split our heads nothing is read: P runs another model.
     """
-    read = {source.peer_rank for source in head_sources(rank, num_ranks, num_peers, num_heads)}
-    return tuple(sorted(read | set(range(rank, num_peers, num_ranks))))
+    leased = set(range(rank, num_peers, num_ranks))
+    if can_split(num_peers, num_heads):
+        leased.update(source.peer_rank for source in head_sources(rank, num_ranks, num_peers, num_heads))
+    return tuple(sorted(leased))

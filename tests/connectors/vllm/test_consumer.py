@@ -41,8 +41,8 @@ def changed(params, **changes):
     return encode_handoff(msgspec.structs.replace(handoff, **changes), "p")
 
 
-def new_consumer(windows=(None,), rules=LOOPBACK):
-    return Consumer(engine("d"), BlockHasher(MODEL.fingerprint), rules, windows)
+def new_consumer(windows=(None,), rules=LOOPBACK, **engine_fields):
+    return Consumer(engine("d", **engine_fields), BlockHasher(MODEL.fingerprint), rules, windows)
 
 
 @pytest.fixture
@@ -213,6 +213,20 @@ def test_heads_that_cannot_be_told_apart_need_as_many_ranks():
     arrive(ours, handoff_of(producer_engine=engine(layout=opaque)))
     arrive(ours, handoff_of(producer_engine=engine(layout=opaque, ranks=TWO_RANKS)))
     assert ours.refused == {"layout": 1}
+
+
+@pytest.mark.parametrize("num_peers", [3, 6])
+def test_ranks_that_vllm_cannot_split_the_heads_among_are_refused(caplog, num_peers):
+    """Of 4 heads on 3 ranks one has no holder."""
+    four, one = (
+        msgspec.structs.replace(LAYOUT, num_kv_heads=count, block_bytes=count * LAYOUT.block_bytes // 2) for count in (4, 1)
+    )
+    ours = new_consumer(layout=four, num_kv_heads=4)
+    ranks = tuple(Rank(f"tcp://127.0.0.1:{7000 + number}", number) for number in range(num_peers))
+    arrive(ours, handoff_of(producer_engine=engine(layout=one, ranks=ranks)))
+    orders = take(ours)
+    assert (ours.refused, orders.holds, len(orders.releases)) == ({"layout": 1}, [], 1)
+    assert f"4 KV heads cannot be split among the peer's {num_peers} ranks" in caplog.text
 
 
 def test_blocks_of_another_shape_are_loaded_by_copies(consumer):

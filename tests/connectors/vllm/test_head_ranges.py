@@ -38,6 +38,14 @@ def test_each_head_of_ours_is_read_once_from_a_rank_that_has_it(num_ranks, num_p
     assert released == set(range(num_peers)), "a lease that no rank releases keeps blocks until it expires"
 
 
+@pytest.mark.parametrize(("num_peers", "num_heads"), [(3, 4), (6, 8), (3, 8), (6, 4)])
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_leases_on_ranks_that_the_heads_cannot_be_split_among_are_released(num_ranks, num_peers, num_heads):
+    """P may run another model, or a client may have written the ranks: D refuses the handoff, and releases it."""
+    leased = [leased_peers(rank, num_ranks, num_peers, num_heads) for rank in range(num_ranks)]
+    assert sorted(peer for peers in leased for peer in peers) == list(range(num_peers))
+
+
 @pytest.mark.parametrize("num_heads", [1, 2, 8])
 @pytest.mark.parametrize("size", SIZES)
 def test_engines_of_one_size_read_rank_by_rank(size, num_heads):
