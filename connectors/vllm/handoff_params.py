@@ -28,6 +28,8 @@ MAX_RANKS = 64
 MAX_SHOWN_CHARS = 80  # of an engine's id that was not checked
 _VERSION = 1
 
+TransferId = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]  # names of leases are longer, and must be a ``Name``
+
 
 class Rank(msgspec.Struct, frozen=True, array_like=True):
     """One worker process of P: where it is reached, and which start of it."""
@@ -63,7 +65,7 @@ class EngineHandoff(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     version: int = _VERSION
-    transfer_id: Name
+    transfer_id: TransferId
     engine_id: Name
     model: ModelIdentity
     layout: KVLayoutInfo

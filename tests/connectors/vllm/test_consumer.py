@@ -345,6 +345,15 @@ def test_the_engine_of_a_refused_handoff_may_be_anything(consumer):
     assert consumer.refused == {"rejected": 1}
 
 
+def test_a_transfer_id_is_short_enough_for_the_names_of_leases(consumer):
+    """One name that is too long for a message spoils the renewals of all leases at that peer."""
+    params = handoff_of()
+    for transfer_id in ("k" * 512, "k" * 65, ""):
+        arrive(consumer, changed(params, transfer_id=transfer_id))
+    assert consumer.refused == {"rejected": 3}
+    assert take(consumer).is_empty()
+
+
 def test_a_handoff_of_another_connector_is_left_alone(consumer, caplog):
     request = arrive(consumer, {"do_remote_prefill": True, "remote_engine_id": "nixl-1", "remote_block_ids": [1, 2]})
     assert consumer.num_loadable_tokens(request, 0) == 0
