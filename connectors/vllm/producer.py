@@ -18,10 +18,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from connectors.vllm.handoff_params import EngineHandoff, HeldBlocks, Rank, encode_handoff, wants_handoff
+from connectors.vllm.handoff_params import (
+    EngineHandoff,
+    HeldBlocks,
+    Rank,
+    brings_handoff,
+    decode_handoff,
+    encode_handoff,
+    wants_handoff,
+)
 from connectors.vllm.identity import ModelIdentity
 from connectors.vllm.orders import SealOrder, StepOrders
 from connectors.vllm.prompt_hashes import PromptHashes, VllmRequest, can_be_hashed
+from core.errors import InvalidRequest
 from core.ids import IdSource, new_hex_id
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
@@ -148,6 +157,19 @@ class Producer:
         self._published[request.request_id] = ordered
         self.orders.published.append(ordered.transfer_id)
         return encode_handoff(self._describe(request, ordered), request.request_id)
+
+    def end_own(self, params: object) -> bool:
+        """End a published handoff of this engine that nothing will read; return False if the parameters bring none."""
+        if not brings_handoff(params):
+            return False
+        try:
+            handoff = decode_handoff(params)
+        except InvalidRequest:
+            return False
+        if handoff is None or all(own.transfer_id != handoff.transfer_id for own in self._published.values()):
+            return False
+        self.orders.ended.append(handoff.transfer_id)
+        return True
 
     def reset(self, engine: EngineIdentity, hasher: BlockHasher) -> None:
         """End all handoffs, and go on as this engine: the model has other weights.

@@ -47,7 +47,7 @@ class TransferGroups:
 
 
 class SchedulerSide:
-    """Both halves; ``is_producer`` and ``is_consumer`` say which of them this engine uses."""
+    """Both halves; ``is_producer`` and ``is_consumer`` say which handoffs are made and read. Each role releases them."""
 
     def __init__(
         self,
@@ -78,10 +78,12 @@ class SchedulerSide:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def on_new_request(self, request: VllmRequest) -> None:
-        """Note what the request wants: its KV handed off, or loaded."""
+        """Note what the request wants: its KV handed off, or loaded. One that vLLM has rejected ends the handoff it brings."""
+        if request.abort_immediately and self.producer.end_own(request.kv_transfer_params):
+            return
         if self._is_producer:
             self.producer.on_new_request(request)
-        if self._is_consumer:
+        if self._is_consumer or request.abort_immediately:
             self.consumer.on_new_request(request)
 
     def num_loadable_tokens(self, request: VllmRequest, num_local_tokens: int) -> int:
