@@ -15,8 +15,10 @@ from typing import Any
 from agent.vllm_server import VllmServer
 from core.errors import EngineDead
 
-MAX_KEPT = 512  # handoffs that may be released, up to 0.2 MB each; older ones end with their lease
+MAX_KEPT = 512  # handoffs that may be released; older ones end with their lease
+MAX_KEPT_CHARS = 64 << 20  # in all of them; a handoff of a million tokens has about a million
 _OF_PLUGIN = "kvferry"
+_NEEDED = ("do_remote_prefill", "remote_engine_id", _OF_PLUGIN)  # to release one
 
 
 class HandoffReleases:
@@ -25,19 +27,22 @@ class HandoffReleases:
     def __init__(self, server: VllmServer) -> None:
         self._server = server
         self._params: OrderedDict[str, dict[str, Any]] = OrderedDict()  # by transfer id
+        self._num_chars = 0  # of the plug-in's values in them
         self._tasks: set[asyncio.Task[None]] = set()
 
     def keep(self, transfer_id: str, params: dict[str, Any]) -> None:
         """Note a handoff by what the server says of it. Those of other connectors than ours are not released."""
-        if _OF_PLUGIN not in params:
+        value = params.get(_OF_PLUGIN)
+        if not isinstance(value, str):
             return
-        self._params[transfer_id] = params
-        if len(self._params) > MAX_KEPT:
-            self._params.popitem(last=False)
+        self._params[transfer_id] = {name: params[name] for name in _NEEDED if name in params}
+        self._num_chars += len(value)
+        while len(self._params) > MAX_KEPT or self._num_chars > MAX_KEPT_CHARS:
+            self._take(next(iter(self._params)))
 
     def release(self, transfer_ids: Sequence[str]) -> None:
         """Begin to release handoffs; unknown ones are ignored."""
-        found = [params for transfer_id in transfer_ids if (params := self._params.pop(transfer_id, None)) is not None]
+        found = [self._take(transfer_id) for transfer_id in transfer_ids if transfer_id in self._params]
         if found:
             task = asyncio.get_running_loop().create_task(self._send(found))
             self._tasks.add(task)
@@ -49,6 +54,11 @@ class HandoffReleases:
         for task in tasks:
             task.cancel()
         return tasks
+
+    def _take(self, transfer_id: str) -> dict[str, Any]:
+        params = self._params.pop(transfer_id)
+        self._num_chars -= len(params[_OF_PLUGIN])
+        return params
 
     async def _send(self, found: Sequence[dict[str, Any]]) -> None:
         for params in found:

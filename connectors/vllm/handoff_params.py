@@ -23,7 +23,7 @@ from core.wire.limits import BlockHashBytes, BlockId, Count, Name, Positive, Tex
 from core.wire.sockets import split_tcp
 
 VALUE_KEY = "kvferry"
-MAX_VALUE_CHARS = 256 << 10  # enough for 128 thousand tokens in blocks of 16
+MAX_VALUE_CHARS = 1 << 20  # enough for a million tokens in blocks of 16
 MAX_RANKS = 64
 MAX_SHOWN_CHARS = 80  # of an engine's id that was not checked
 _VERSION = 1

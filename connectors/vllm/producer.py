@@ -14,11 +14,14 @@ but its requests.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from connectors.vllm.handoff_params import (
+    MAX_VALUE_CHARS,
+    VALUE_KEY,
     EngineHandoff,
     HeldBlocks,
     Rank,
@@ -36,6 +39,7 @@ from core.kv.block import NULL_BLOCK_ID
 from core.kv.hashing import BlockHasher
 from core.kv.seals import ExpectedSeal
 from core.log import event
+from core.rate_limit import LimitedLog
 from core.wire.kv import KVLayoutInfo
 
 ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
@@ -100,6 +104,7 @@ class Producer:
         self._published: dict[str, _Ordered] = {}
         self._sealed: dict[int, _SealedBlock] = {}
         self._last_generation = 0
+        self._limited_log = LimitedLog(_log, time.monotonic)
 
     @property
     def num_held_blocks(self) -> int:
@@ -153,10 +158,16 @@ class Producer:
         if not is_whole or not _holds(table, ordered.groups):
             self._cancel(request.request_id)
             return None
+        params = encode_handoff(self._describe(request, ordered), request.request_id)
+        num_chars = len(params[VALUE_KEY])
+        if num_chars > MAX_VALUE_CHARS:  # no reader would take it, nor release it
+            self._limited_log.warning("handoff_too_large", prompt_tokens=request.num_prompt_tokens, characters=num_chars)
+            self._cancel(request.request_id)
+            return None
         del self._ordered[request.request_id]
         self._published[request.request_id] = ordered
         self.orders.published.append(ordered.transfer_id)
-        return encode_handoff(self._describe(request, ordered), request.request_id)
+        return params
 
     def end_own(self, params: object) -> bool:
         """End a published handoff of this engine that nothing will read; return False if the parameters bring none."""

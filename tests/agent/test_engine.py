@@ -116,10 +116,24 @@ async def test_a_handoff_that_no_engine_will_read_comes_back_in_a_request_that_i
 async def test_only_the_latest_handoffs_are_kept(running):
     releases = HandoffReleases(running.http)
     for number in range(MAX_KEPT + 1):
-        releases.keep(str(number), {"kvferry": number})
+        releases.keep(str(number), {"kvferry": str(number)})
     releases.release([str(number) for number in range(MAX_KEPT + 1)])
     await running.until(lambda: len(running.server.calls) == MAX_KEPT)
-    assert running.server.calls[0][1]["kv_transfer_params"] == {"kvferry": 1}
+    assert running.server.calls[0][1]["kv_transfer_params"] == {"kvferry": "1"}
+
+
+async def test_handoffs_of_long_prompts_are_kept_within_a_bound_and_without_their_blocks(running, monkeypatch):
+    monkeypatch.setattr("agent.releases.MAX_KEPT_CHARS", 30)
+    releases = HandoffReleases(running.http)
+    for number in range(4):
+        params = {"do_remote_prefill": True, "kvferry": 10 * str(number), "remote_block_ids": [[1, 2, 3]]}
+        releases.keep(str(number), params)
+    releases.release(["1"])
+    releases.keep("4", {"do_remote_prefill": True, "kvferry": 10 * "4"})
+    releases.release([str(number) for number in range(5)])
+    await running.until(lambda: len(running.server.calls) == 4)
+    brought = [body["kv_transfer_params"] for _, body in running.server.calls]
+    assert brought == [{"do_remote_prefill": True, "kvferry": 10 * name} for name in "1234"]
 
 
 async def test_a_handoff_of_another_connector_ends_with_its_lease(running):

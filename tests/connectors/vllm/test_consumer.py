@@ -361,10 +361,12 @@ def test_a_handoff_of_another_connector_is_left_alone(consumer, caplog):
     assert "another connector" in caplog.text
 
 
-def test_a_handoff_of_128_thousand_tokens_fits():
-    small = engine(layout=msgspec.structs.replace(LAYOUT, block_size=16))
-    params = handoff_of(prompt=range(1, 128 * 1024 + 1), table=range(1, 8193), producer_engine=small)
-    assert len(params["kvferry"]) < MAX_VALUE_CHARS
+def test_a_handoff_of_a_million_tokens_in_blocks_of_16_fits():
+    num_blocks, large = 65_536, 1 << 30  # of all numbers the longest
+    group = HeldBlocks(0, tuple(range(large, large + num_blocks)), tuple(range(large, large + num_blocks)))
+    found = decode_handoff(changed(handoff_of(), groups=(group,)))
+    assert found is not None
+    assert found.groups == (group,)
 
 
 @pytest.mark.parametrize("ids", [(3, 3), (0, 3)])

@@ -87,6 +87,18 @@ def test_what_ended_otherwise_is_cancelled(producer, status, num_output_tokens, 
     assert producer.num_held_blocks == 0
 
 
+def test_a_handoff_that_no_reader_would_take_is_cancelled_and_said_once(producer, monkeypatch, caplog):
+    monkeypatch.setattr("connectors.vllm.producer.MAX_VALUE_CHARS", 100)
+    for name in "ab":
+        request = prompt_of(name)
+        (order,) = complete(producer, request, [3, 4, 5]).seals
+        assert finish(producer, request, [3, 4, 5]) is None
+        last = orders(producer)
+        assert (last.cancelled, last.published) == ([order.transfer_id], [])
+        assert producer.num_held_blocks == 0
+    assert caplog.text.count("event=handoff_too_large") == 1
+
+
 def test_a_preempted_request_is_cancelled_and_sealed_again(producer):
     request = prompt_of("a")
     (first,) = complete(producer, request, [3, 4, 5]).seals
