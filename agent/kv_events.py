@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from array import array
 from collections.abc import Sequence
 
@@ -23,6 +24,7 @@ from core.kv.content_feed import ContentFeed
 from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored, KVCacheEvent
 from core.kv.hashing import BlockHasher
 from core.log import event
+from core.rate_limit import LimitedLog
 from core.wire.kv_events import END_OF_REPLAY, MEDIUM_GPU, SEQUENCE_BYTES
 
 logger = logging.getLogger(__name__)
@@ -172,6 +174,7 @@ class KVEventReader:
         self._next_number = 0
         self._replayed: dict[int, bytes] = {}  # by the last replay, some of which may come once more by subscription
         self._task: asyncio.Task[None] | None = None
+        self._limited_log = LimitedLog(logger, time.monotonic)
 
     def start(self) -> None:
         """Begin to read."""
@@ -248,6 +251,7 @@ class KVEventReader:
         """Read what was missed before a batch; what cannot be had again makes all that is known uncertain."""
         first = self._next_number
         found = await self._replay(first)
+        self._replayed = dict(found)
         if not found or found[0][0] != first:
             self._lose(f"batches {first} to {number - 1} are missing")
         for replayed, payload in found:
@@ -255,7 +259,7 @@ class KVEventReader:
         self._next_number = max(self._next_number, number)
 
     def _lose(self, why: str) -> None:
-        logger.warning(event("kv_events_lost", address=self._address, reason=why))
+        self._limited_log.warning("kv_events_lost", address=self._address, reason=why)
         self._blocks.clear()
 
 

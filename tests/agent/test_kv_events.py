@@ -238,3 +238,32 @@ async def test_a_server_that_begins_anew_has_an_empty_cache(blocks, feed):
         await reader._on_frames([b"", number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [event], 0])])
     assert feed.contents() == keys(TOKENS[:16])
     await reader.close()
+
+
+@pytest.mark.parametrize("first", [1, 2], ids=["all missed batches", "the oldest ones are forgotten"])
+async def test_batches_that_a_replay_has_brought_are_no_new_server(blocks, feed, caplog, monkeypatch, first):
+    """Under load a replay returns newer batches than the one that showed the gap, and they come by subscription, too."""
+    events = [{"type": "AllBlocksCleared"}, *(stored(0, last) for last in range(1, 8))]
+    batches = [msgspec.msgpack.encode([0.0, [happened], 0]) for happened in events]
+    asked = []
+
+    async def replay(number):
+        asked.append(number)
+        return list(enumerate(batches))[first:6]
+
+    reader = KVEventReader("tcp://127.0.0.1:1", "tcp://127.0.0.1:1", blocks)
+    monkeypatch.setattr(reader, "_replay", replay)
+    for number in (0, 3, 4, 5, 6, 7):
+        await reader._on_frames([b"", number.to_bytes(8, "big"), batches[number]])
+    assert asked == [1]
+    assert caplog.text.count("event=kv_events_lost") == first - 1
+    assert feed.contents() == keys(TOKENS[:112])
+    await reader.close()
+
+
+async def test_losses_are_logged_at_most_once_a_minute(blocks, caplog):
+    reader = KVEventReader("tcp://127.0.0.1:1", "", blocks)
+    for number in range(1, 9, 2):
+        await reader._on_frames([b"", number.to_bytes(8, "big"), msgspec.msgpack.encode([0.0, [stored(0, 1)], 0])])
+    assert caplog.text.count("event=kv_events_lost") == 1
+    await reader.close()
