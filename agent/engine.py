@@ -274,7 +274,7 @@ class VllmEngine:
                 self.load = await self._server.load(timeout_s)
             except EngineDead:
                 return Health.SILENT
-            if not self._progress.note_steps(self.load.num_steps, self._clock.now()):
+            if not self._progress.note_look(self.load.num_steps, self.load.total_usage, self._clock.now()):
                 self._probe_if_it_may_have_none_to_make()
         return health
 

@@ -1,6 +1,7 @@
 """Whether a vLLM server makes progress: the age of its last sign of work.
 
-A sign is a token of a request of ours, or a step that the server has counted. Times are arguments.
+A sign is a token of a request of ours, a step that the server has counted, or more blocks in use: vLLM counts no step that
+brings no token, such as all chunks of a prompt but the last, but each chunk takes blocks. Times are arguments.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ class ServerProgress:
     def __init__(self, now: float) -> None:
         self._last = now
         self._num_steps = 0
+        self._usage = 0.0
         self._gaps: deque[tuple[float, float]] = deque()  # (time, seconds), each longer than those after it
 
     def begin(self, now: float) -> None:
@@ -37,13 +39,16 @@ class ServerProgress:
             self._gaps.pop()
         self._gaps.append((now, gap))
 
-    def note_steps(self, num_steps: int, now: float) -> bool:
-        """Note how many steps the server has made so far; more than before is a sign. Return whether there was one."""
-        if num_steps == self._num_steps:
-            return False
-        self._num_steps = num_steps
-        self.note(now)
-        return True
+    def note_look(self, num_steps: int, usage: float, now: float) -> bool:
+        """Note how many steps the server has counted so far, and how much of its KV cache is in use.
+
+        More than at the last look is a sign; return whether there was one. Blocks are freed without a step, too.
+        """
+        is_sign = num_steps != self._num_steps or usage > self._usage
+        self._num_steps, self._usage = num_steps, usage
+        if is_sign:
+            self.note(now)
+        return is_sign
 
     def reading(self, now: float, *, has_work: bool) -> StepReading:
         """Return the progress at this moment."""

@@ -58,15 +58,17 @@ class Health(Enum):
 
 @dataclass(frozen=True, slots=True)
 class ServerLoad:
-    """The server's load. ``num_steps`` counts the steps of its engine, as far as it counts them.
+    """The server's load. ``num_steps`` counts the steps of its engines that brought a token.
 
-    The blocks of ``num_loading`` of the waiting requests are on their way.
+    The blocks of ``num_loading`` of the waiting requests are on their way. ``kv_cache_usage`` is that of the fullest engine,
+    0 to 1, and ``total_usage`` the sum over all.
     """
 
     num_running: int = 0
     num_waiting: int = 0
     num_loading: int = 0
     kv_cache_usage: float = 0.0
+    total_usage: float = 0.0
     num_held_blocks: int = 0
     num_steps: int = 0
 
@@ -187,6 +189,7 @@ class VllmServer:
             num_waiting=int(sums.get("vllm:num_requests_waiting", 0)),
             num_loading=int(num_loading),
             kv_cache_usage=min(1.0, most.get("vllm:kv_cache_usage_perc", 0.0)),
+            total_usage=sums.get("vllm:kv_cache_usage_perc", 0.0),
             num_held_blocks=int(sums.get("vllm:kvferry_held_blocks", 0)),
             num_steps=int(sums.get("vllm:iteration_tokens_total_count", 0)),
         )

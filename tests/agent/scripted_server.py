@@ -28,6 +28,7 @@ class ScriptedServer:
         self.num_open = 0
         self.num_steps = 0
         self.steps_by_themselves = False  # one between two looks at its metrics
+        self.usages = [0.5]  # of the KV cache, at each look at its metrics; the last one stays
         self._server = None
         self._writers = []
 
@@ -75,12 +76,14 @@ class ScriptedServer:
                 self._whole(writer, 200, {"data": [{"id": "m", "max_model_len": 512}]})
             case "/metrics":
                 self.num_steps += self.steps_by_themselves
+                usage = self.usages.pop(0) if len(self.usages) > 1 else self.usages[0]
                 text = (
                     'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
                     'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
                     'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="waiting_to_start"} 4.0\n'
                     'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="in_progress"} 1.0\n'
-                    'vllm:kv_cache_usage_perc{engine="0"} 0.5\nvllm:kvferry_held_blocks{engine="0"} 7.0\n'
+                    f'vllm:kv_cache_usage_perc{{engine="0"}} {usage}\nvllm:kvferry_held_blocks{{engine="0"}} 7.0\n'
+                    'vllm:kv_cache_usage_perc{engine="1"} 0.25\n'
                     f'vllm:iteration_tokens_total_count{{engine="0"}} {self.num_steps}\n'
                 )
                 if not self.has_plugin:

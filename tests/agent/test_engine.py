@@ -22,6 +22,7 @@ async def test_what_the_server_says_of_itself(server, running):
     assert (facts.num_blocks, facts.block_size) == (100, 32)
     load = await running.http.load(5.0)
     assert (load.num_running, load.num_waiting, load.kv_cache_usage, load.num_held_blocks) == (2, 1, 0.5, 7)
+    assert load.total_usage == 0.75
 
 
 @pytest.mark.parametrize(("status", "said"), [(403, "--enable-scale-out"), (404, "--enable-scale-out"), (401, "api_key_file")])

@@ -100,6 +100,17 @@ async def test_a_server_that_also_computes_is_not_asked_for_steps(server, runnin
     assert len(server.bodies) == 2
 
 
+async def test_a_server_that_fills_more_blocks_is_not_asked_for_steps(server, running):
+    """It computes a long prompt, whose chunks vLLM does not count as steps."""
+    server.answers.append([None])
+    server.usages = [number / 1000 for number in range(1000)]
+    running.engine.submit_add([new_request()])  # the server says that it loads blocks of one request
+    await running.until(lambda: server.bodies)
+    running.engine.start()
+    await running.until(lambda: server.num_looks > 4)
+    assert len(server.bodies) == 1
+
+
 async def test_loads_that_have_begun_are_counted_and_no_others(server, running):
     load = await running.http.load(5.0)
     assert (load.num_waiting, load.num_loading) == (1, 1)

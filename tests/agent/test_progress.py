@@ -8,10 +8,22 @@ def test_a_server_with_work_and_without_signs_is_stalled_until_the_next_one():
     progress.begin(10.0)
     assert progress.reading(14.0, has_work=True).stalled_s == 4.0
     assert progress.reading(14.0, has_work=False).stalled_s == 0.0
-    progress.note_steps(5, 14.0)
+    progress.note_look(5, 0.2, 14.0)
     assert progress.reading(14.0, has_work=True).stalled_s == 0.0
-    progress.note_steps(5, 16.0)
+    progress.note_look(5, 0.2, 16.0)
     assert progress.reading(16.0, has_work=True).stalled_s == 2.0, "no new step"
+
+
+def test_a_prompt_that_takes_more_and_more_blocks_is_being_computed():
+    """vLLM counts no step that brings no token, as those of all chunks of a prompt but the last."""
+    progress = ServerProgress(0.0)
+    for second in range(1, 60):
+        progress.note_look(5, second / 100, float(second))
+        assert progress.reading(float(second), has_work=True).stalled_s == 0.0
+    progress.note_look(5, 0.3, 65.0)
+    assert progress.reading(65.0, has_work=True).stalled_s == 6.0, "blocks are freed without a step, too"
+    progress.note_look(5, 0.4, 66.0)
+    assert progress.reading(66.0, has_work=True).stalled_s == 0.0
 
 
 def test_the_longest_gap_of_the_last_minute_counts():
