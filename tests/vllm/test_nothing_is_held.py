@@ -70,10 +70,11 @@ def test_an_answer_that_is_aborted_while_its_peer_is_frozen(new_pair):
     assert_goes_on(pair)
 
 
-def test_a_request_that_the_api_rejects_releases_the_handoff(tcp_pair):
+@pytest.mark.parametrize("side", ["d", "p"])
+def test_a_request_that_the_api_rejects_releases_the_handoff(tcp_pair, side):
     params = tcp_pair.hand_off(tcp_pair.prompt())
     assert tcp_pair.p.ask("usage")["published"] == 1
-    tcp_pair.d.ask("reject", name=tcp_pair.name(), params=params)
+    getattr(tcp_pair, side).ask("reject", name=tcp_pair.name(), params=params)
     end = time.monotonic() + LEASE_S / 2
     while tcp_pair.p.ask("usage")["published"]:
         assert time.monotonic() < end, "the lease was left to expire"
