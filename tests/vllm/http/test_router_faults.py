@@ -8,7 +8,7 @@ import time
 import pytest
 
 from tests.support.routed_servers import RoutedServers
-from tests.vllm.fault_cluster import FaultCluster, wait_until
+from tests.vllm.http.fault_cluster import FaultCluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm]
 

@@ -14,7 +14,7 @@ from tests.support.routed_servers import RoutedServers
 from tests.support.tcp_proxy import TcpProxy
 from tests.support.vllm_pair import vllm_servers
 from tests.support.vllm_server import VllmServer
-from tests.vllm.fault_cluster import FaultCluster
+from tests.vllm.http.fault_cluster import FaultCluster
 
 NAMES = ("p0", "p1", "d0", "d1")
 PATIENCE_S = 3.0

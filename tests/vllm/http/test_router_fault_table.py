@@ -7,7 +7,7 @@ import pytest
 
 from tests.support.http_relay import HttpRelay
 from tests.support.routed_servers import RoutedServers
-from tests.vllm.fault_cluster import FaultCluster, wait_until
+from tests.vllm.http.fault_cluster import FaultCluster, wait_until
 
 pytestmark = [pytest.mark.slow, pytest.mark.vllm, pytest.mark.full]
 
