@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 POLL_INTERVAL_S = 0.2
 _SAY_INTERVAL_S = 5.0  # between two lines of a probe that waits for the same condition
-_REQUEST_TIMEOUT_S = 60.0
+_REQUEST_TIMEOUT_S = 60.0  # for one answer, if ``--timeout`` leaves so much
+_MIN_REQUEST_TIMEOUT_S = 1.0  # also for a request that begins just before the end
+_MAX_REASON_CHARACTERS = 200  # of an answer that is not the router's
 _COUNT_TIMEOUT_S = 5.0  # until a server's metrics show a request that has ended
 _NO_REPORT = "no prefill worker took part, or the workers are vLLM engines, whose metrics say it: name them with --engine"
 _ROLE_FIELDS = {"engine_id", "incarnation", "role", "num_switches", "requests_of_former_role", "leased_blocks"}
@@ -96,7 +98,7 @@ def probe(
     for each in engine or ():
         check_address(each, "--engine")
     headers = bearer(first_key(default_api_key()))
-    with httpx.Client(base_url=url, timeout=_REQUEST_TIMEOUT_S, headers=headers, verify=not any_certificate) as client:
+    with httpx.Client(base_url=url, headers=headers, verify=not any_certificate) as client:
         print(probe_cluster(client, timeout, expect_handoff, engines=engine or ()))
 
 
@@ -173,7 +175,7 @@ def _ask_to_leave(client: httpx.Client, has_agreed: bool) -> bool | None:
     return True
 
 
-def read_server(url: str) -> EngineReading:
+def read_server(url: str, timeout_s: float) -> EngineReading:
     """Return what the metrics of a vLLM server say.
 
     Raises:
@@ -181,7 +183,7 @@ def read_server(url: str) -> EngineReading:
     """
     from kvferry.demo_vllm import read_engine
 
-    status, text = get(f"{url.rstrip('/')}/metrics", _REQUEST_TIMEOUT_S)
+    status, text = get(f"{url.rstrip('/')}/metrics", timeout_s)
     if status != HTTPStatus.OK:
         raise ConnectionError(f"{url}/metrics is answered with HTTP {status}")
     try:
@@ -199,11 +201,12 @@ def probe_cluster(
     sleep: Callable[[float], None] = time.sleep,
     *,
     engines: Sequence[str] = (),
-    read: Callable[[str], EngineReading] = read_server,
+    read: Callable[[str, float], EngineReading] = read_server,
 ) -> str:
     """Return one line about the handling of a request; prints progress while it waits for a cluster that is not ready.
 
     With ``engines``, addresses of vLLM servers, their metrics say how it was handled: answers of these say nothing of handoffs.
+    ``timeout_s`` bounds the silence of a server as well; a request begun before its end gets at least a second.
 
     Raises:
         ProbeFailed: no valid answer within the time, or the request was not served as expected.
@@ -215,8 +218,8 @@ def probe_cluster(
     while True:
         try:
             if engines:
-                return _probe_engines(client, engines, expect_handoff, read, sleep)
-            return _describe(_complete(client), expect_handoff)
+                return _probe_engines(client, engines, expect_handoff, read, sleep, deadline=deadline)
+            return _describe(_complete(client, deadline), expect_handoff)
         except (httpx.HTTPError, OSError, ProbeFailed) as error:
             reason = " ".join(str(error).split()) or repr(error)
         now = time.monotonic()
@@ -228,15 +231,20 @@ def probe_cluster(
         sleep(POLL_INTERVAL_S)
 
 
-def _complete(client: httpx.Client) -> Mapping[str, Any]:
+def _request_timeout_s(deadline: float) -> float:
+    """Return the time for a request that begins now."""
+    return min(_REQUEST_TIMEOUT_S, max(_MIN_REQUEST_TIMEOUT_S, deadline - time.monotonic()))
+
+
+def _complete(client: httpx.Client, deadline: float) -> Mapping[str, Any]:
     """Return the answer to a request for the first model.
 
     Raises:
-        ProbeFailed: the server answers, but not as a router does.
-        httpx.HTTPError: it refuses, or cannot be reached.
+        ProbeFailed: the server refuses, or answers not as a router does; says why.
+        httpx.HTTPError: it cannot be reached, or does not answer in time.
     """
     try:
-        models = client.get("/v1/models").raise_for_status().json()
+        models = _accepted(client.get("/v1/models", timeout=_request_timeout_s(deadline))).json()
         # A salt of its own, so that no prefix cache replaces the handoff.
         body = {
             "model": models["data"][0]["id"],
@@ -245,29 +253,44 @@ def _complete(client: httpx.Client) -> Mapping[str, Any]:
             "temperature": 0,
             "cache_salt": new_cluster_key(RandomIds())[:16],
         }
-        answer: Mapping[str, Any] = client.post("/v1/completions", json=body).raise_for_status().json()
+        response = client.post("/v1/completions", json=body, timeout=_request_timeout_s(deadline))
+        answer: Mapping[str, Any] = _accepted(response).json()
         _ = answer["usage"]["completion_tokens"]
     except (ValueError, LookupError, TypeError) as error:
         raise ProbeFailed(f"it does not answer as a router does ({error!r}): another server may have the port") from None
     return answer
 
 
+def _accepted(response: httpx.Response) -> httpx.Response:
+    """Return an answer that is no error; otherwise raise a ProbeFailed with the reason that its body names."""
+    if response.is_success:
+        return response
+    try:
+        reason = str(response.json()["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        reason = " ".join(response.text.split())[:_MAX_REASON_CHARACTERS]
+    status = f"HTTP {response.status_code} {response.reason_phrase}".strip()
+    raise ProbeFailed(f"{status}: {reason}" if reason else status)
+
+
 def _probe_engines(
     client: httpx.Client,
     engines: Sequence[str],
     expect_handoff: bool,
-    read: Callable[[str], EngineReading],
+    read: Callable[[str, float], EngineReading],
     sleep: Callable[[float], None],
+    *,
+    deadline: float,
 ) -> str:
     """Compare what vLLM servers have counted before and after a request. Other requests of that time count too."""
-    before = [read(url) for url in engines]
-    answer = _complete(client)
-    deadline = time.monotonic() + _COUNT_TIMEOUT_S
+    before = [read(url, _request_timeout_s(deadline)) for url in engines]
+    answer = _complete(client, deadline)
+    counted_by = time.monotonic() + _COUNT_TIMEOUT_S
     while True:
-        pairs = list(zip(before, (read(url) for url in engines), strict=True))
+        pairs = list(zip(before, (read(url, _request_timeout_s(deadline)) for url in engines), strict=True))
         num_loads = sum(now.num_loads - then.num_loads for then, now in pairs)
         problems = sorted({reason for then, now in pairs for reason in now.problems if now.problems != then.problems})
-        if num_loads or problems or not expect_handoff or time.monotonic() >= deadline:
+        if num_loads or problems or not expect_handoff or time.monotonic() >= counted_by:
             break
         sleep(POLL_INTERVAL_S)
     num_tokens = answer["usage"]["completion_tokens"]

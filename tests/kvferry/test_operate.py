@@ -188,8 +188,48 @@ def test_probe_waits_for_a_cluster_that_is_not_ready_and_reports_it_once(capsys)
     answers = [(503, None)] * 3 + [(200, TRANSFER)]
     assert "verified" in probe_cluster(cluster(*answers), 60.0, True, no_sleep)
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("http://router: Server error '503 Service Unavailable'")
+    assert line.startswith("http://router: HTTP 503 Service Unavailable: ")
     assert line.endswith("; trying for 60 s more")
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/v1/completions"])
+@pytest.mark.parametrize(
+    ("status", "body", "reason"),
+    [
+        (503, {"json": {"error": {"message": "no worker can take it"}}}, "HTTP 503 Service Unavailable: no worker can take it"),
+        (401, {"json": {"error": {"message": "wrong API key"}}}, "HTTP 401 Unauthorized: wrong API key"),
+        (404, {"text": "<p>Not\nhere</p>"}, "HTTP 404 Not Found: <p>Not here</p>"),
+        (307, {}, "HTTP 307 Temporary Redirect"),
+    ],
+)
+def test_probe_says_why_a_server_refuses(path, status, body, reason):
+    def answer(request):
+        if request.url.path == path:
+            return httpx.Response(status, **body)
+        return httpx.Response(200, json={"data": [{"id": "m"}]})
+
+    client = httpx.Client(base_url="http://router", transport=httpx.MockTransport(answer))
+    with pytest.raises(ProbeFailed) as failure:
+        probe_cluster(client, 0.0, False, no_sleep)
+    assert failure.value.message == f"http://router: {reason}"
+
+
+@pytest.mark.parametrize(("timeout_s", "least", "most"), [(0.0, 1.0, 1.0), (5.0, 1.0, 5.0), (900.0, 60.0, 60.0)])
+def test_probe_waits_for_no_answer_beyond_its_time(timeout_s, least, most):
+    found = []
+
+    def answer(request):
+        found.extend(request.extensions["timeout"].values())
+        return httpx.Response(200, json={"data": [{"id": "m"}], "usage": {"completion_tokens": 4}})
+
+    def read(_url, timeout_s):
+        found.append(timeout_s)
+        return readings(0)("", timeout_s)
+
+    client = httpx.Client(base_url="http://router", transport=httpx.MockTransport(answer))
+    probe_cluster(client, timeout_s, False, no_sleep, engines=["http://d"], read=read)
+    assert len(found) == 10
+    assert (least <= min(found), max(found) <= most) == (True, True)
 
 
 def test_probe_of_a_dead_port_reports_it_and_fails():
@@ -257,7 +297,7 @@ def readings(*loads, problems=()):
     """Return what reads a vLLM server: before a request, and again and again after it."""
     left = list(loads)
 
-    def read(url):
+    def read(_url, _timeout_s):
         num_loads = left.pop(0) if len(left) > 1 else left[0]
         return EngineReading(
             num_loads=num_loads,
