@@ -11,12 +11,12 @@ import sys
 from core.gc_freeze import without_collections
 from core.process_signals import exit_on_signals, exit_process
 
-_PROCESSES = ("serve", "router", "encode", "prefill", "decode", "kvstore")
+PROCESSES = ("serve", "router", "encode", "prefill", "decode", "agent", "kvstore")
 
 
 def main() -> None:
     """Run the command line."""
-    is_process = sys.argv[1:2] != [] and sys.argv[1] in _PROCESSES
+    is_process = sys.argv[1:2] != [] and sys.argv[1] in PROCESSES
     if is_process:
         exit_on_signals()
     with without_collections():

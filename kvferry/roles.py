@@ -21,6 +21,7 @@ from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry.child import SupervisorPipe, die_with_parent
+from kvferry.server_address import check_address
 
 ProcessRole = Literal["router", "encode", "prefill", "decode", "aggregated", "kvstore"]
 AgentRole = Literal["prefill", "decode", "aggregated"]
@@ -58,6 +59,7 @@ def run_agent(role: AgentRole, config: KVFerryConfig, ready_fd: int | None, pare
     try:
         if parent_pid is not None:
             die_with_parent(parent_pid)
+        check_address(config.agent.engine, "agent.engine")
         config = _named(role, config)
         configure_logging(config.log.level, config.worker.engine_id, is_json=config.log.format == "json")
         with without_collections():

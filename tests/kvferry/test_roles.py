@@ -1,10 +1,13 @@
 """No process opens a socket of the cluster to other machines without protection."""
 
 import pytest
+import typer
 
 from core.config import load_config
 from core.errors import ConfigError
-from kvferry.roles import check_exposure
+from kvferry import cli
+from kvferry.__main__ import PROCESSES
+from kvferry.roles import check_exposure, run_agent
 
 KEY = "security.cluster_key=0123456789abcdef0123456789abcdef"
 EXPOSED = {
@@ -68,3 +71,15 @@ def test_a_worker_that_others_read_from_is_protected_whatever_its_role(role, set
     with pytest.raises(ConfigError, match=r"can be reached from other machines"):
         check_exposure(role, load_config(assignments=settings))
     check_exposure(role, load_config(assignments=[*settings, KEY]))
+
+
+def test_every_process_of_a_cluster_leaves_at_a_signal_from_its_first_line():
+    commands = typer.main.get_command(cli.app).commands
+    children = {name for name, command in commands.items() if any(each.name == "ready_fd" for each in command.params)}
+    assert children | {"serve"} == set(PROCESSES)
+
+
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "127.0.0.1:8000"])
+def test_agent_refuses_what_is_no_address_of_a_server(url):
+    with pytest.raises(ConfigError, match=r"^agent\.engine = .*; give http://HOST:PORT$"):
+        run_agent("decode", load_config(assignments=[f"agent.engine={url}"]), None, None)
