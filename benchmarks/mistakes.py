@@ -173,6 +173,11 @@ MISTAKES = (
         (*_SERVE, *_set("connector.name=store", "kvstore.disk_path={empty}/tier")),
         r"kvstore\.disk_path = '{empty}/tier': 2 workers .*local\.kvstore = true",
     ),
+    Mistake(
+        "certificate that is not there",
+        (*_SERVE, *_set("router.tls_cert={empty}/cert.pem", "router.tls_key={empty}/key.pem")),
+        r"router\.tls_cert = '{empty}/cert\.pem' and .* cannot be loaded: No such file",
+    ),
     # ---- what is not installed
     Mistake(
         "unknown connector", (*_SERVE, *_set("connector.name=redis")), r"connector\.name = 'redis': no such .*known: .*p2p"

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
+from operator import attrgetter
 from typing import Any
 
 from core.connector import ConnectorFactory
@@ -27,7 +28,7 @@ def connector_factory(name: str) -> ConnectorFactory:
     Raises:
         ConfigError: no such connector; lists the existing ones, or says what is wrong with the module.
     """
-    return _factory(CONNECTORS, name, "connector.name")
+    return load_factory(CONNECTORS, name, "connector.name")
 
 
 def ec_connector_factory(name: str) -> ECConnectorFactory | None:
@@ -36,7 +37,7 @@ def ec_connector_factory(name: str) -> ECConnectorFactory | None:
     Raises:
         ConfigError: no such connector; lists the existing ones, or says what is wrong with the module.
     """
-    return None if name == NO_EC_CONNECTOR else _factory(EC_CONNECTORS, name, "ec_connector.name")
+    return None if name == NO_EC_CONNECTOR else load_factory(EC_CONNECTORS, name, "ec_connector.name")
 
 
 def find_entry_point(group: str, name: str, setting: str) -> EntryPoint:
@@ -52,15 +53,23 @@ def find_entry_point(group: str, name: str, setting: str) -> EntryPoint:
     return found[name]
 
 
-def _factory(group: str, name: str, setting: str) -> Callable[..., Any]:
-    if ":" not in name:
-        factory: Callable[..., Any] = find_entry_point(group, name, setting).load()
-        return factory
-    module_name, _, attribute = name.partition(":")
+def load_factory(group: str, name: str, setting: str) -> Callable[..., Any]:
+    """Import and return a factory of a group; ``setting`` is named in errors.
+
+    Raises:
+        ConfigError: no such connector; lists the existing ones, or says what is wrong with the module.
+    """
+    if ":" in name:
+        module_name, _, attribute = name.partition(":")
+    else:
+        entry = find_entry_point(group, name, setting)
+        module_name, attribute = entry.module, entry.attr
     try:
-        factory = getattr(import_module(module_name), attribute)
+        factory: Callable[..., Any] = attrgetter(attribute)(import_module(module_name))
     except (ImportError, AttributeError, ValueError) as error:
-        raise ConfigError(f"{setting} = {name!r}: {error}", param=setting) from error
+        is_not_found = isinstance(error, ModuleNotFoundError) and error.name == module_name.partition(".")[0]
+        fix = "; install it, or set PYTHONPATH to the folder that contains it" if is_not_found else ""
+        raise ConfigError(f"{setting} = {name!r}: {error}{fix}", param=setting) from error
     if not callable(factory):
         raise ConfigError(f"{setting} = {name!r}: {attribute} is not callable", param=setting)
     return factory

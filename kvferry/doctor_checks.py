@@ -38,9 +38,10 @@ from core.multilinear import compiled_library
 from core.wire.key_rotation import keys_of
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry.cluster_plan import CHOSEN_SETTINGS, worker_roles
+from kvferry.connector_preflight import has_otlp_exporter
 from kvferry.machine import format_bytes, memory_limit_bytes, why_not_bindable
 from kvferry.models import is_cached
-from kvferry.preflight import computes_on_gpu, has_otlp_exporter
+from kvferry.reserved_memory import computes_on_gpu
 
 Verdict = Literal["ok", "warning", "failure"]
 

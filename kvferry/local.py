@@ -11,6 +11,7 @@ it; it never imports torch.
 from __future__ import annotations
 
 import http.client
+import os
 import shutil
 import signal
 import sys
@@ -34,8 +35,9 @@ from core.wire.messages import Role
 from kvferry.cluster_plan import check_worker_settings, free_ports, with_cluster_key, with_ec_connector, worker_roles
 from kvferry.health import HealthLimits, HealthWatch, WatchedProcess
 from kvferry.http_get import get
-from kvferry.preflight import check_cluster, reserved_bytes
+from kvferry.preflight import check_cluster
 from kvferry.processes import Backoff, Child, ChildSpec, ProcessKeeper
+from kvferry.reserved_memory import reserved_bytes
 from kvferry.router_plan import ROUTER, RouterPlan
 from kvferry.vllm_plan import VllmServers
 
@@ -145,7 +147,7 @@ class LocalCluster:
         if self._vllm is not None:
             self._vllm.prepare(self._options.environment)
         else:
-            check_cluster(self._config, self._worker_configs())
+            check_cluster(self._config, self._worker_configs(), {**os.environ, **self._options.environment})
         self._is_prepared = True
 
     def start(self, is_cancelled: Callable[[], bool] = lambda: False) -> Self:

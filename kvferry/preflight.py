@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import struct
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
-from connectors.p2p.transport.nixl import INSTALL_HINT, installed_module
-from connectors.registry import CONNECTORS, EC_CONNECTORS, NO_EC_CONNECTOR, find_entry_point
 from core.config import KVFerryConfig
 from core.config_router import RouterSection
 from core.config_workers import KVStoreSection
 from core.engine.kv_sizing import size_kv_cache
 from core.errors import ConfigError
-from core.memory_file import huge_page_stock
 from core.model.arch import ModelArch, parse_arch
 from core.model.dtype_name import check_quantization, resolve_dtype_name
 from core.model.hub import peek_config, resolve_model
@@ -29,27 +27,32 @@ from core.model.vision_arch import parse_vision_arch
 from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
 from core.wire.sockets import split_tcp
+from kvferry.connector_preflight import check_connectors, check_factories
 from kvferry.machine import format_bytes, memory_limit_bytes, why_no_cuda, why_not_bindable, why_not_writable
 from kvferry.progress import shown_progress
+from kvferry.reserved_memory import Workers, computes_on_gpu, num_kvstores, reserved_bytes, uses_kvstore
 from kvferry.roles import check_exposure
 from kvferry.router_plan import RouterPlan
+from router.http.tls import server_context
 
-Workers = Mapping[str, tuple[Role, KVFerryConfig]]  # by name, with the settings of each
+Address = tuple[str, tuple[str, int]]  # setting, host and port
 
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 _KV_EVENT_SETTINGS = ("worker.kv_events_address", "worker.kv_events_replay_address")
 _ANY_FREE = "stop what listens there, or choose another port; 0 is any free one"
 
 
-def check_cluster(config: KVFerryConfig, workers: Workers) -> None:
+def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[str, str] = os.environ) -> None:
     """Check everything that a start needs; the model is fetched and converted if it is missing.
+
+    ``environment`` is that of the workers.
 
     Raises:
         ConfigError: a check failed; names the setting, its value and the fix.
     """
-    keys_of(config.security)
-    check_exposure("router", config)
+    check_router(config)
     check_connectors(config)
+    check_factories(config, environment)
     check_ports(config, workers)
     check_folders(config, workers)
     check_device(config)
@@ -76,65 +79,39 @@ def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None
     Raises:
         ConfigError: a check failed; names the setting, its value and the fix.
     """
-    workers: Workers = {}
-    addresses = [*_router_addresses(config)]
-    if role != "router":
-        workers = {role: (role, config)}
-        check_connectors(config)
-        check_device(config)
-        addresses = [("worker.ops_port", (config.worker.ops_host, config.worker.ops_port)), *_worker_addresses(config)]
-        if _serves_readers(role, config):
-            addresses.append(("worker.control_address", split_tcp(config.worker.control_address)))
-    for setting, (host, port) in addresses:
-        _check_bindable(setting, host, port)
     if role == "router":
+        check_router(config)
+        _check_all_bindable(_router_addresses(config))
         return  # it needs the tokenizer alone: its workers may be engines that know other models
+    check_connectors(config)
+    check_device(config)
+    _check_all_bindable((_ops_address(config), *_worker_addresses(config)))
+    if _serves_readers(role, config):
+        _check_all_bindable([_control_address(config)])
     known = peek_config(config.model.name, Path(config.model.cache_dir))
     if known is not None:
-        check_model(parse_arch(known), workers)
+        check_model(parse_arch(known), {role: (role, config)})
 
 
-def check_connectors(config: KVFerryConfig) -> None:
-    """Check that the named connectors exist, and the libraries that they, the store's tiers and traces need."""
-    path = "connector.name" if config.connector.names == (config.connector.name,) else "connector.connectors"
-    for name in config.connector.names:
-        if ":" not in name:
-            find_entry_point(CONNECTORS, name, path)
-    if config.ec_connector.name != NO_EC_CONNECTOR and ":" not in config.ec_connector.name:
-        find_entry_point(EC_CONNECTORS, config.ec_connector.name, "ec_connector.name")
-    transports = {"connector.transports": config.connector.transports} if "p2p" in config.connector.names else {}
-    if config.ec_connector.name == "p2p":
-        transports["ec_connector.transports"] = config.ec_connector.transports
-    for path, names in transports.items():
-        if set(names) == {"nixl"} and installed_module() is None:
-            raise ConfigError(f"{path} = nixl: the library is not installed: {INSTALL_HINT}, or use shm, tcp", param=path)
-    if config.kvstore.redis_url and _uses_kvstore(config) and importlib.util.find_spec("redis") is None:
-        raise ConfigError(
-            "kvstore.redis_url: the redis library is not installed: pip install 'kvferry[redis]', or leave it out",
-            param="kvstore.redis_url",
-        )
-    check_tracing(config)
+def check_router(config: KVFerryConfig) -> None:
+    """Check what a router reads before it binds anything: keys and certificate.
 
-
-def check_tracing(config: KVFerryConfig) -> None:
-    """Check for the library that sends traces, if they are wanted."""
-    if config.tracing.endpoint and not has_otlp_exporter():
-        raise ConfigError(
-            "tracing.endpoint: OpenTelemetry is not installed: pip install 'kvferry[otel]', or leave it out",
-            param="tracing.endpoint",
-        )
-
-
-def has_otlp_exporter() -> bool:
-    """Return True if the library that sends traces is installed."""
-    try:
-        return importlib.util.find_spec("opentelemetry.exporter.otlp.proto.http") is not None
-    except ImportError:
-        return False
+    Raises:
+        ConfigError: a check failed; names the setting, its value and the fix.
+    """
+    keys_of(config.security)
+    check_exposure("router", config)
+    server_context(config.router.tls_cert, config.router.tls_key)
 
 
 def check_ports(config: KVFerryConfig, workers: Workers) -> None:
     """Try to bind every address with a port number; an address that several workers would bind is refused."""
+    check_shared_ports(config, workers)
+    _check_all_bindable((*_service_addresses(config), *_worker_addresses(config)))
+
+
+def check_shared_ports(config: KVFerryConfig, workers: Workers) -> None:
+    """Refuse an address that several workers would bind."""
     for setting, address in _worker_addresses(config):
         num_workers = sum(_serves_readers(role, worker) for role, worker in workers.values())
         num_workers = len(workers) if setting in _KV_EVENT_SETTINGS else num_workers
@@ -143,8 +120,6 @@ def check_ports(config: KVFerryConfig, workers: Workers) -> None:
                 f"{setting} = {address[1]}: {num_workers} workers of this machine cannot share one port; leave it out",
                 param=setting,
             )
-    for setting, (host, port) in (*_service_addresses(config), *_worker_addresses(config)):
-        _check_bindable(setting, host, port)
 
 
 def _serves_readers(role: Role | Literal["router"], config: KVFerryConfig) -> bool:
@@ -154,13 +129,23 @@ def _serves_readers(role: Role | Literal["router"], config: KVFerryConfig) -> bo
     return config.worker.can_switch_role or config.connector.peer_prefixes
 
 
-def _check_bindable(setting: str, host: str, port: int) -> None:
-    reason = why_not_bindable(host, port)
-    if reason is not None:
-        raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {reason}; {_ANY_FREE}", param=setting)
+def _check_all_bindable(addresses: Iterable[Address]) -> None:
+    for setting, (host, port) in addresses:
+        reason = why_not_bindable(host, port)
+        if reason is not None:
+            raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {reason}; {_ANY_FREE}", param=setting)
 
 
-def _router_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, int]]]:
+def all_addresses(config: KVFerryConfig) -> Iterator[Address]:
+    """Return the addresses that router, worker and store bind where each is a process of its own."""
+    yield from _router_addresses(config)
+    yield _control_address(config)
+    yield _ops_address(config)
+    yield from _worker_addresses(config)
+    yield from _store_addresses(config)
+
+
+def _router_addresses(config: KVFerryConfig) -> Iterator[Address]:
     """Return the addresses that a router binds; port 0 can always be bound if the host can."""
     router, plan = config.router, RouterPlan(config.router)
     yield "router.port", (router.host, router.port)
@@ -170,19 +155,32 @@ def _router_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, i
         yield "router.worker_address", split_tcp(section.worker_address)
 
 
-def _service_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, int]]]:
+def _service_addresses(config: KVFerryConfig) -> Iterator[Address]:
     """Return the addresses that router and store of a local cluster bind; an address left at its default gets any port."""
-    store = config.kvstore
     for setting, address in _router_addresses(config):
         if setting != "router.worker_address" or config.router.worker_address != RouterSection().worker_address:
             yield setting, address
     if config.local.kvstore:
-        if store.bind_address != KVStoreSection().bind_address:
-            yield "kvstore.bind_address", split_tcp(store.bind_address)
-        yield "kvstore.ops_port", (store.ops_host, store.ops_port)
+        yield from _store_addresses(config)
 
 
-def _worker_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, int]]]:
+def _store_addresses(config: KVFerryConfig) -> Iterator[Address]:
+    """Return the addresses that a store binds, without the default of the one for clients."""
+    store = config.kvstore
+    if store.bind_address != KVStoreSection().bind_address:
+        yield "kvstore.bind_address", split_tcp(store.bind_address)
+    yield "kvstore.ops_port", (store.ops_host, store.ops_port)
+
+
+def _control_address(config: KVFerryConfig) -> Address:
+    return "worker.control_address", split_tcp(config.worker.control_address)
+
+
+def _ops_address(config: KVFerryConfig) -> Address:
+    return "worker.ops_port", (config.worker.ops_host, config.worker.ops_port)
+
+
+def _worker_addresses(config: KVFerryConfig) -> Iterator[Address]:
     """Return the addresses with a port number that each worker binds."""
     host, _ = split_tcp(config.worker.control_address)
     if config.worker.data_port:
@@ -196,9 +194,9 @@ def _worker_addresses(config: KVFerryConfig) -> Iterator[tuple[str, tuple[str, i
 def check_folders(config: KVFerryConfig, workers: Workers) -> None:
     """Try to write into the folder of the disk tier; stores inside several workers cannot share it."""
     folder = config.kvstore.disk_path
-    if not folder or not _uses_kvstore(config):
+    if not folder or not uses_kvstore(config):
         return
-    num_stores = _num_stores(config, workers)
+    num_stores = num_kvstores(config, workers)
     if num_stores > 1:
         raise ConfigError(
             f"kvstore.disk_path = {folder!r}: {num_stores} workers have a store each and cannot share a folder; "
@@ -231,48 +229,6 @@ def check_memory(config: KVFerryConfig, workers: Workers) -> None:
             f"{format_bytes(limit)} of memory; lower them",
             param="cache.memory_bytes",
         )
-
-
-def reserved_bytes(config: KVFerryConfig, workers: Workers) -> dict[str, int]:
-    """Return the memory that all processes reserve in addition to their models, by purpose; huge pages are left out."""
-    with_pool = [section for role, section in workers.values() if role != "encode"]
-    found: dict[str, int] = {}
-    pools = [section.cache for section in with_pool if not section.cache.num_blocks]
-    if pools and not computes_on_gpu(config) and not _has_huge_pages(pools[0].huge_pages, sum(p.memory_bytes for p in pools)):
-        total_bytes = sum(pool.memory_bytes for pool in pools)
-        is_same = len({pool.memory_bytes for pool in pools}) == 1
-        name = "1 KV pool" if len(pools) == 1 else f"{len(pools)} KV pools"
-        found[f"{name} of {format_bytes(pools[0].memory_bytes)}" if is_same else name] = total_bytes
-    offload = config.connector.offload
-    offload_bytes = offload.memory_bytes * len(with_pool)
-    if "offload" in config.connector.names and not _has_huge_pages(offload.huge_pages, offload_bytes):
-        found["connector.offload.memory_bytes"] = offload_bytes
-    store_bytes = config.kvstore.memory_bytes * _num_stores(config, workers)
-    if store_bytes and not _has_huge_pages(config.kvstore.huge_pages, store_bytes):
-        found["kvstore.memory_bytes"] = store_bytes
-    return found
-
-
-def computes_on_gpu(config: KVFerryConfig) -> bool:
-    """Return True if workers will use a GPU."""
-    return config.model.device == "cuda" or (config.model.device == "auto" and why_no_cuda() is None)
-
-
-def _has_huge_pages(wish: str, num_bytes: int) -> bool:
-    return wish != "never" and not huge_page_stock().lacks(num_bytes)
-
-
-def _uses_kvstore(config: KVFerryConfig) -> bool:
-    return config.local.kvstore or "store" in config.connector.names
-
-
-def _num_stores(config: KVFerryConfig, workers: Workers) -> int:
-    """Return how many stores the processes of this cluster contain."""
-    if config.local.kvstore:
-        return 1
-    if "store" not in config.connector.names or config.kvstore.address:
-        return 0
-    return sum(role != "encode" for role, _ in workers.values())
 
 
 def check_model(arch: ModelArch, workers: Workers) -> None:

@@ -19,10 +19,9 @@ from pathlib import Path
 from core.config import KVFerryConfig
 from core.errors import ConfigError
 from core.model.hub import peek_config, resolve_model
-from core.wire.key_rotation import keys_of
-from kvferry.preflight import check_ports, check_tracing
+from kvferry.connector_preflight import check_tracing
+from kvferry.preflight import check_ports, check_router
 from kvferry.progress import shown_progress
-from kvferry.roles import check_exposure
 
 SUPPORTED_MINORS = ("0.32",)  # of vLLM, by the plug-in
 _CHOSEN_OPTIONS = (
@@ -77,8 +76,7 @@ def check_vllm_cluster(config: KVFerryConfig, environment: Mapping[str, str]) ->
     check_settings(config)
     command = find_command(config.local.vllm_command, environment)
     arguments = vllm_arguments(config.local.vllm_arguments)
-    keys_of(config.security)
-    check_exposure("router", config)
+    check_router(config)
     check_tracing(config)
     check_ports(config, {})
     version = check_versions(command, environment, needs_plugin=not config.local.aggregated)

@@ -43,7 +43,9 @@ def test_connector_that_is_not_installed_is_named_by_module_and_factory(setting)
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("no_such_module:connector", "No module named 'no_such_module'"),
+        ("no_such_module:connector", "No module named 'no_such_module'; install it, or set PYTHONPATH to the folder"),
+        ("no_such_module.part:connector", "No module named 'no_such_module'; install it"),
+        ("connectors.no_such_part:connector", r"No module named 'connectors.no_such_part'$"),
         ("connectors.p2p:carrier_pigeon", "no attribute 'carrier_pigeon'"),
         ("connectors.p2p:", "no attribute ''"),
         (":connector", "Empty module name"),

@@ -16,6 +16,7 @@ from core.config import load_config
 from core.errors import ConfigError
 from core.log import configure_logging
 from kvferry import cli
+from kvferry.connector_preflight import check_connectors
 from kvferry.preflight import check_process
 from kvferry.processes import ProcessKeeper
 
@@ -102,15 +103,12 @@ def test_the_command_itself_ends_with_that_line(name, found):
     ],
 )
 def test_library_that_is_not_installed_is_named_with_its_command(hidden, assignments, hint, monkeypatch):
-    from core.config import load_config
-    from kvferry import preflight
-
     find_spec = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *rest: None if name.startswith(hidden) else find_spec(name, *rest)
     )
     with pytest.raises(ConfigError, match=hint):
-        preflight.check_connectors(load_config(assignments=assignments))
+        check_connectors(load_config(assignments=assignments))
 
 
 def test_a_router_serves_models_that_only_its_workers_know(tmp_path):

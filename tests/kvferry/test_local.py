@@ -114,12 +114,16 @@ def test_cluster_that_is_not_running_has_nothing_to_show():
 
 
 @pytest.mark.slow
-def test_worker_that_cannot_start_fails_the_start_with_its_own_words(cluster_config, no_child_left):
-    cluster = LocalCluster(cluster_config("connector.name=no_such_module:connector"))  # not looked for before it starts
+def test_worker_that_cannot_start_fails_the_start_with_its_own_words(cluster_config, no_child_left, tmp_path):
+    lines = ["from core.errors import ConfigError", "def make(_):", "    raise ConfigError('connector.extra: no folder')"]
+    (tmp_path / "refusing.py").write_text("\n".join(lines))
+    import_path = os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH")]))
+    options = ProcessOptions(environment={"PYTHONPATH": import_path})
+    cluster = LocalCluster(cluster_config("connector.name=refusing:make"), options=options)
     with pytest.raises(ConfigError) as caught:
         cluster.start()
     *_, reason = caught.value.message.splitlines()
-    end = r"did not start: it ended with exit code 2: connector\.name = 'no_such_module:connector': No module named"
+    end = r"did not start: it ended with exit code 2: connector\.extra: no folder"
     assert re.match(rf"(prefill|decode)-0 {end}", reason)
     assert cluster.pids == {}
 
