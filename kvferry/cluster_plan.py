@@ -52,6 +52,27 @@ def worker_roles(config: KVFerryConfig) -> dict[str, Role]:
     return encoders | prefills | {f"decode-{number}": "decode" for number in range(local.num_decode)}
 
 
+def is_for_serve(config: KVFerryConfig) -> bool:
+    """Return True if these settings are for ``kvferry serve``: none of them is for a single process."""
+    defaults = WorkerSection()
+    return all(getattr(config.worker, name) == getattr(defaults, name) for name in CHOSEN_SETTINGS)
+
+
+def workers_here(config: KVFerryConfig) -> dict[str, tuple[Role, KVFerryConfig]]:
+    """Return the workers of this machine by name: those that ``serve`` starts, or ``worker.workers_on_host`` single ones.
+
+    A single worker may have any role: all count as prefill workers, which have a pool. vLLM engines are left out.
+
+    Raises:
+        ConfigError: as ``worker_roles``.
+    """
+    if not is_for_serve(config):
+        return {f"worker-{number}": ("prefill", config) for number in range(config.worker.workers_on_host)}
+    if config.local.engine == "vllm":
+        return {}
+    return {name: (role, config) for name, role in worker_roles(config).items()}
+
+
 def with_ec_connector(config: KVFerryConfig) -> KVFerryConfig:
     """Return the configuration with an EC connector between encode workers and the others, if there are encode workers."""
     if not config.local.num_encode or config.ec_connector.name != "none":

@@ -12,10 +12,12 @@ import typer
 
 from core.config import KVFerryConfig
 from kvferry import options
+from kvferry.cluster_plan import is_for_serve, with_ec_connector
 from kvferry.doctor_memory import memory
+from kvferry.server_address import check_address
 
 if TYPE_CHECKING:
-    from kvferry.doctor_checks import Finding
+    from kvferry.finding import Finding
 
 _MARKS = {"ok": "ok  ", "warning": "WARN", "failure": "FAIL"}
 
@@ -47,12 +49,22 @@ doctor.command()(memory)
 
 
 def findings_of(config: KVFerryConfig, url: str = "", engines: Sequence[str] = ()) -> Iterator[Finding]:
-    """Return what all checks find, in a fixed order; with ``engines`` only what these vLLM servers show."""
+    """Return what all checks find, in a fixed order; with ``engines`` only what these vLLM servers show.
+
+    Raises:
+        ConfigError: ``url`` or one of ``engines`` is no address of a server.
+    """
     from kvferry import doctor_checks, doctor_vllm  # when asked: every process of a cluster imports the command line
 
+    for each in engines:
+        check_address(each, "--engine")
+    if url:
+        check_address(url, "--url")
     if engines:
         yield from doctor_vllm.check_engines(engines, config)
         return
+    if is_for_serve(config):
+        config = with_ec_connector(config)
     for check in doctor_checks.CHECKS:
         yield from check(config)
     if url:

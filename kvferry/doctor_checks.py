@@ -6,59 +6,41 @@ are shown (``kvferry.doctor``).
 
 from __future__ import annotations
 
-import ctypes
-import errno
 import os
 import platform
-import resource
 import shutil
 import socket
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Literal
 from urllib.parse import urlsplit
 
 import httpx
 import zmq
-from huggingface_hub.constants import HF_HUB_CACHE
 
 from connectors.p2p.transport.nixl import installed_module
 from core.config import KVFerryConfig
-from core.config_workers import WorkerSection
 from core.environment import ucx_net_devices
-from core.errors import KVFerryError
-from core.ids import RandomIds
-from core.memory_file import huge_page_stock
-from core.model.hub import ALIASES
+from core.errors import ConfigError, KVFerryError
+from core.model.hub import peek_config
 from core.multilinear import compiled_library
 from core.wire.key_rotation import keys_of
 from core.wire.sockets import is_loopback, split_tcp
-from kvferry.cluster_plan import CHOSEN_SETTINGS, worker_roles
-from kvferry.connector_preflight import has_otlp_exporter
+from kvferry.cluster_plan import is_for_serve, workers_here
+from kvferry.connector_preflight import check_factories, check_names, check_redis, has_otlp_exporter
+from kvferry.doctor_transports import check_transports
+from kvferry.finding import Finding, Verdict
 from kvferry.machine import format_bytes, memory_limit_bytes, why_not_bindable
 from kvferry.models import is_cached
-from kvferry.reserved_memory import computes_on_gpu
-
-Verdict = Literal["ok", "warning", "failure"]
+from kvferry.preflight import all_addresses, check_shared_ports
+from kvferry.reserved_memory import computes_on_gpu, reservations, reserved_bytes
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_CLOCK_DIFFERENCE_S = 5.0
 MIN_FREE_DISK_BYTES = 2 << 30
 KERNEL_BYTES = 1 << 20  # the most that one of the kernels takes that ``worker.kernel_cache_entries`` counts
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """One finding. ``fix`` says what to do if it is not in order."""
-
-    subject: str
-    verdict: Verdict
-    text: str
-    fix: str = ""
 
 
 def check_versions(config: KVFerryConfig) -> Iterator[Finding]:
@@ -84,161 +66,109 @@ def check_digests(_: KVFerryConfig) -> Iterator[Finding]:
 def check_model(config: KVFerryConfig) -> Iterator[Finding]:
     """Check for the model's files, without fetching any, and for room to store them."""
     name, cache = config.model.name, config.model.cache_dir
-    if name in ALIASES:
-        is_there, fix = is_cached(name, cache), f"kvferry models {name}"
-    elif os.path.exists(name):
-        is_there, fix = True, ""
-    else:
-        is_there, fix = Path(HF_HUB_CACHE, f"models--{name.replace('/', '--')}").is_dir(), f"kvferry models {name}"
-    yield Finding("model", "ok" if is_there else "warning", f"{name} is {'here' if is_there else 'not fetched yet'}", fix)
+    try:
+        known = peek_config(name, Path(cache))
+    except ConfigError as error:
+        yield Finding("model", "failure", error.message, "correct model.name; kvferry models lists the short names")
+        return
+    if known is None and Path(name).expanduser().exists():
+        yield Finding("model", "failure", f"{name} holds no config.json", "name a folder of the Hugging Face layout")
+        return
+    if is_cached(name, cache):
+        yield Finding("model", "ok", f"{name} is here")
+        return
+    yield Finding("model", "warning", f"{name} is not fetched yet", f"kvferry models {name}")
     folder = next(path for path in (Path(cache), *Path(cache).parents) if path.is_dir())
     free = shutil.disk_usage(folder).free
-    if not is_there and free < MIN_FREE_DISK_BYTES:
+    if free < MIN_FREE_DISK_BYTES:
         yield Finding("model", "failure", f"{free >> 20} MiB free in {folder}", "make room, or set model.cache_dir")
-    if not os.access(folder, os.W_OK) and not is_there:
+    if not os.access(folder, os.W_OK):
         yield Finding("model", "failure", f"{folder} cannot be written", "set $KVFERRY_CACHE to a folder that can")
 
 
+def check_connector(config: KVFerryConfig) -> Iterator[Finding]:
+    """Check that the configured connectors exist and can be imported, and for the library of the store's Redis tier."""
+    try:
+        check_names(config)
+        check_factories(config)
+        check_redis(config)
+    except ConfigError as error:
+        yield Finding("connector", "failure", error.message, "correct the setting: no worker starts with it")
+        return
+    yield Finding("connector", "ok", f"{', '.join(config.connector.names)}: installed")
+
+
 def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
-    """Compare KV pools and kernel caches with the memory limit of this machine or container, and check shared memory."""
-    limit = memory_limit_bytes()
-    num_pools = _num_pools(config)
-    pool = config.cache.memory_bytes * num_pools
-    if config.cache.huge_pages != "never" and not huge_page_stock().lacks(pool):
-        pool = 0  # huge pages are separate from other memory and its limit
-    whose = "a worker" if num_pools == 1 else f"{num_pools} workers of this machine"
-    kernels = 0 if computes_on_gpu(config) else KERNEL_BYTES * config.worker.kernel_cache_entries * _num_workers(config)
-    parts = f"{format_bytes(pool)}; kernels: up to {format_bytes(kernels)}" if kernels else format_bytes(pool)
-    text, used = f"KV pools of {whose}: {parts}; {format_bytes(limit)} of memory", pool + kernels
+    """Compare pools, stores and kernel caches with the memory limit of this machine or container; check shared memory."""
+    limit, workers = memory_limit_bytes(), workers_here(config)
+    parts = reserved_bytes(config, workers)
+    named = [f"{name}: {format_bytes(num_bytes)}" for name, num_bytes in parts.items()]
+    kernels = 0 if computes_on_gpu(config) else KERNEL_BYTES * config.worker.kernel_cache_entries * len(workers)
+    if kernels:
+        named.append(f"kernels: up to {format_bytes(kernels)}")
+    text, used = (
+        f"{', '.join(named) or 'nothing beside the model'}; {format_bytes(limit)} of memory",
+        sum(parts.values()) + kernels,
+    )
     if used >= limit:
-        yield Finding("memory", "failure", text, "lower cache.memory_bytes, or raise the memory limit")
+        yield Finding("memory", "failure", text, "lower what these settings reserve, or raise the memory limit")
     else:
-        yield Finding("memory", "warning" if used > limit // 2 else "ok", text, "leave room for the model beside the pool")
+        yield Finding("memory", "warning" if used > limit // 2 else "ok", text, "leave room for the model beside them")
+    yield _check_shared_memory()
+
+
+def _check_shared_memory() -> Finding:
     try:
         state = os.statvfs("/dev/shm")
     except OSError as error:
-        yield Finding(
-            "memory", "failure", f"/dev/shm: {error.strerror}", "mount a tmpfs there: UCX and other libraries need it"
-        )
-        return
+        fix = "mount a tmpfs there: UCX and other libraries need it"
+        return Finding("memory", "failure", f"/dev/shm: {error.strerror}", fix)
     free = state.f_bavail * state.f_frsize
     is_small = free < 32 << 20
     fix = "raise shm.size of the chart, or --shm-size of the container"
-    yield Finding(
-        "memory", "warning" if is_small else "ok", f"/dev/shm has {free >> 20} MiB free; the KV pool is not in it", fix
-    )
-
-
-def _num_pools(config: KVFerryConfig) -> int:
-    """Return the number of pools here: for the given number of workers, else for those that ``serve`` starts."""
-    if config.worker.workers_on_host > 1 or not is_for_serve(config):
-        return config.worker.workers_on_host
-    return sum(role != "encode" for role in worker_roles(config).values())
-
-
-def _num_workers(config: KVFerryConfig) -> int:
-    """Return the number of workers here, encode workers included, as ``_num_pools`` does."""
-    if config.worker.workers_on_host > 1 or not is_for_serve(config):
-        return config.worker.workers_on_host
-    return len(worker_roles(config))
-
-
-def is_for_serve(config: KVFerryConfig) -> bool:
-    """Return True if these settings are for ``kvferry serve``: none of them is for a single process."""
-    defaults = WorkerSection()
-    return all(getattr(config.worker, name) == getattr(defaults, name) for name in CHOSEN_SETTINGS)
+    text = f"/dev/shm has {free >> 20} MiB free; the KV pool is not in it"
+    return Finding("memory", "warning" if is_small else "ok", text, fix)
 
 
 def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
-    """Compare the huge pages that the pools need with the available ones."""
-    wishes = (
-        ("cache", config.cache.huge_pages, config.cache.memory_bytes * _num_pools(config)),
-        ("kvstore", config.kvstore.huge_pages, config.kvstore.memory_bytes),
-        ("connector.offload", config.connector.offload.huge_pages, config.connector.offload.memory_bytes),
-    )
-    for section, wish, num_bytes in wishes:
-        if wish == "never":
+    """Compare the huge pages that pools and stores in use need with the free ones, which each takes from the same stock.
+
+    A process that runs here with these settings has its pages already: then a shortage is no failure.
+    """
+    for each in reservations(config, workers_here(config)):
+        if each.huge_pages == "never":
             continue
-        missing = huge_page_stock().lacks(num_bytes)
-        verdict: Verdict = "ok" if not missing else "failure" if wish == "always" else "warning"
-        text = f"{section}.huge_pages = {wish}: {missing or 'there are enough'}"
+        verdict: Verdict = "ok"
+        text = f"{each.section}.huge_pages = {each.huge_pages}: {each.lacks or 'there are enough'}"
+        if each.lacks:
+            holder = _held_address(config)
+            verdict = "failure" if each.huge_pages == "always" and not holder else "warning"
+            text += f"; the process at {holder} may have them" if holder else ""
         yield Finding("huge pages", verdict, text, "sysctl vm.nr_hugepages, in Kubernetes also the limit hugepages-2Mi")
 
 
-def check_transports(config: KVFerryConfig) -> Iterator[Finding]:
-    """Check the requirements of each configured transport: kernel features and libraries."""
-    for name in config.connector.transports:
-        if name == "shm":
-            yield from _check_shm()
-        elif name == "nixl":
-            yield from _check_nixl()
-        else:
-            yield Finding(f"transport {name}", "ok", "needs nothing but the network")
-
-
-def _check_shm() -> Iterator[Finding]:
-    from connectors.p2p.transport.shm import ShmTransport
-
-    reason = ShmTransport(RandomIds()).unavailable_reason()
-    text = reason or "works between processes of this host and user (in Kubernetes: of one pod)"
-    yield Finding("transport shm", "failure" if reason else "ok", text, "use nixl or tcp")
-
-
-def _check_nixl() -> Iterator[Finding]:
-    if installed_module() is None:
-        yield Finding("transport nixl", "failure", "the library is not installed", "pip install 'kvferry[nixl]'")
-        return
-    yield Finding("transport nixl", "ok", "the library is installed")
-    reason = why_memory_of_others_cannot_be_read()
-    fix = "allow ptrace between processes of one user (kernel.yama.ptrace_scope=0), or UCX goes by a slower way on one host"
-    yield Finding("transport nixl", "warning" if reason else "ok", reason or "cross-memory attach is permitted", fix)
-    soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    is_limited = soft != resource.RLIM_INFINITY
-    text = f"at most {soft >> 10} KiB may be locked" if is_limited else "memory may be locked without limit"
-    fix = "RDMA locks the KV pool: raise memlock of the container runtime; IPC_LOCK does nothing for a process that is not root"
-    has_nic = Path("/sys/class/infiniband").is_dir()
-    yield Finding("transport nixl", "failure" if is_limited and has_nic else "ok", text, fix)
-
-
-def why_memory_of_others_cannot_be_read() -> str | None:
-    """Try to read memory of a process that is not our child, as UCX's cross-memory attach does; None if it works."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if not hasattr(libc, "process_vm_readv"):
-        return "this C library has no process_vm_readv"
-    word = ctypes.create_string_buffer(b"kvferry!", 8)
-    pid = os.fork()
-    if pid == 0:  # the child reads its parent, which is not its descendant
-        copy = ctypes.create_string_buffer(8)
-        local = (ctypes.c_void_p * 2)(ctypes.addressof(copy), 8)
-        remote = (ctypes.c_void_p * 2)(ctypes.addressof(word), 8)
-        num_bytes = libc.process_vm_readv(os.getppid(), ctypes.byref(local), 1, ctypes.byref(remote), 1, 0)
-        os._exit(0 if num_bytes == 8 and copy.raw == word.raw else ctypes.get_errno() or errno.EIO)
-    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    return None if status == 0 else f"memory of other processes cannot be read: {os.strerror(status)}"
+def _held_address(config: KVFerryConfig) -> str:
+    """Return the first address of these settings where something listens, with its setting; "" if there is none."""
+    for setting, (host, port) in all_addresses(config):
+        if port and why_not_bindable(host, port):
+            return f"{setting} {host}:{port}"
+    return ""
 
 
 def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
-    """Try to bind every address that has a port number."""
-    control_host, control_port = split_tcp(config.worker.control_address)
-    wanted = [
-        ("router.port", config.router.host, config.router.port),
-        ("router.ops_port", config.router.ops_host, config.router.ops_port or 0),
-        ("router.worker_address", *split_tcp(config.router.worker_address)),
-        ("worker.control_address", control_host, control_port),
-        ("worker.data_port", control_host, config.worker.data_port),
-        ("worker.ops_port", config.worker.ops_host, config.worker.ops_port),
-    ]
-    for setting, host, port in wanted:
-        if not port:
-            continue
+    """Try to bind every address of router, workers and store; any free port is only mentioned where the host fails."""
+    if is_for_serve(config):
+        try:
+            check_shared_ports(config, workers_here(config))
+        except ConfigError as error:
+            yield Finding("ports", "failure", error.message, "leave it out: each worker then takes any free port")
+    fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
+    for setting, (host, port) in all_addresses(config):
         reason = why_not_bindable(host, port)
-        fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
-        yield Finding(
-            "ports",
-            "warning" if reason else "ok",
-            f"{setting} {host}:{port} {f'cannot be bound: {reason}' if reason else 'is free'}",
-            fix,
-        )
+        if reason:
+            yield Finding("ports", "warning", f"{setting} {host}:{port} cannot be bound: {reason}", fix)
+        elif port:
+            yield Finding("ports", "ok", f"{setting} {host}:{port} is free")
 
 
 def check_peers(config: KVFerryConfig) -> Iterator[Finding]:
@@ -330,6 +260,7 @@ CHECKS = (
     check_versions,
     check_digests,
     check_model,
+    check_connector,
     check_memory,
     check_huge_pages,
     check_transports,

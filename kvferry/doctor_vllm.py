@@ -10,7 +10,7 @@ from agent.vllm_server import Health, ServerFacts, ServerLoad, VllmServer
 from agent.worker import read_api_key
 from core.config import KVFerryConfig
 from core.errors import ConfigError, KVFerryError
-from kvferry.doctor_checks import Finding
+from kvferry.finding import Finding
 
 TIMEOUT_S = 5.0
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from core.model.hub import ALIASES, resolve_model
+from core.model.hub import ALIASES, has_snapshot, resolve_model
 from kvferry.progress import shown_progress
 
 
@@ -37,7 +37,12 @@ def fetch_models(names: list[str], cache_dir: str, *, needs_weights: bool = True
         print(f"{name}: {files.path} ({size_mb:.0f} MB of weights, {digest})")
 
 
-def is_cached(alias: str, cache_dir: str) -> bool:
-    """Return True if a converted copy of an alias, with the expected content, is in the cache."""
-    folders = Path(cache_dir, "models").glob(f"{alias}-{ALIASES[alias].content_id}-*")
-    return any(folder.is_dir() for folder in folders)
+def is_cached(name: str, cache_dir: str) -> bool:
+    """Return True if a model needs no fetching: a file or folder, or an alias or Hugging Face id that is in the cache.
+
+    The converted copy of an alias has to have the expected content, a snapshot of the hub all its weights.
+    """
+    if name in ALIASES:
+        folders = Path(cache_dir, "models").glob(f"{name}-{ALIASES[name].content_id}-*")
+        return any(folder.is_dir() for folder in folders)
+    return Path(name).expanduser().exists() or has_snapshot(name, Path(cache_dir))

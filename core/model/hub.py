@@ -4,6 +4,7 @@ Owns the cache folder: its layout, one builder at a time across processes, no ha
 of tensors; torch-free, because the router resolves models too.
 
     <cache_dir>/models/<key>/        a folder of the Hugging Face layout, complete or absent
+    <cache_dir>/huggingface/         snapshots of the hub, kept by huggingface-hub
     <cache_dir>/digests/<key>.json   sha256 of weight files, valid for the recorded sizes and times
     <cache_dir>/locks/<key>.lock
 """
@@ -32,6 +33,7 @@ from core.model.progress import LoggedProgress, Progress, bytes_below
 logger = logging.getLogger(__name__)
 
 _TEXT_PATTERNS = ("*.json", "*.jinja")
+_HUB_FOLDER = "huggingface"  # of the cache; huggingface-hub owns its layout
 _WEIGHT_PATTERNS = ("*.safetensors",)
 
 
@@ -155,6 +157,19 @@ def peek_config(name: str, cache_dir: Path) -> Mapping[str, Any] | None:
     if name in ALIASES or _is_hub_id(name):
         return None
     raise _no_such_model(name)
+
+
+def has_snapshot(name: str, cache_dir: Path) -> bool:
+    """Return True if the cache has this Hugging Face id ``owner/name[@revision]`` with all its weights. Asks no server."""
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    repo_id, _, revision = name.partition("@")
+    try:
+        folder = snapshot_download(repo_id, revision=revision or None, cache_dir=cache_dir / _HUB_FOLDER, local_files_only=True)
+        return bool(_weight_files(Path(folder)))
+    except (LocalEntryNotFoundError, ConfigError, OSError, ValueError):
+        return False
 
 
 def read_model_folder(name: str, folder: Path, cache_dir: Path, *, needs_weights: bool = True) -> ModelFiles:
@@ -306,7 +321,7 @@ def _hub_snapshot(name: str, cache_dir: Path, progress: Progress, patterns: Sequ
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     repo_id, _, revision = name.partition("@")
-    cache = cache_dir / "huggingface"
+    cache = cache_dir / _HUB_FOLDER
     blobs = cache / f"models--{repo_id.replace('/', '--')}" / "blobs"
     present_bytes = bytes_below(blobs)
     try:

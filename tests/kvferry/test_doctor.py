@@ -6,9 +6,11 @@ import pytest
 from typer.testing import CliRunner
 
 from core.config import load_config
+from core.errors import ConfigError
 from core.memory_file import HugePageStock
-from kvferry import cli, doctor_checks
+from kvferry import cli, doctor_checks, doctor_transports, reserved_memory
 from kvferry.doctor import findings_of
+from kvferry.doctor_transports import check_transports
 
 
 def verdicts(check, *settings):
@@ -34,14 +36,47 @@ def test_model_that_is_not_fetched_comes_with_the_command_to_fetch_it(tmp_path):
     assert (found.verdict, found.fix) == ("warning", "kvferry models smollm2-135m")
 
 
-def test_model_in_a_folder_is_found(tmp_path):
-    assert verdicts(doctor_checks.check_model, f"model.name={tmp_path}", f"model.cache_dir={tmp_path}")["model"].verdict == "ok"
+def test_model_in_a_folder_is_found(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    folder = tmp_path / "m"
+    folder.mkdir()
+    names = [f"model.name={folder}", "model.name=~/m"]
+    found = [verdicts(doctor_checks.check_model, name)["model"] for name in names]
+    assert [(one.verdict, one.text.endswith("m holds no config.json")) for one in found] == [("failure", True)] * 2
+    (folder / "config.json").write_text("{}")
+    assert [verdicts(doctor_checks.check_model, name)["model"].verdict for name in names] == ["ok", "ok"]
+
+
+def test_model_of_no_kind_is_refused_as_serve_refuses_it():
+    found = verdicts(doctor_checks.check_model, "model.name=llama")["model"]
+    assert (found.verdict, "is no alias" in found.text) == ("failure", True)
+
+
+@pytest.mark.parametrize("name", ["acme/tiny", "acme/tiny@main", "acme/tiny@v1"])
+def test_model_of_the_hub_is_found_where_it_is_stored(name, tmp_path):
+    names = [f"model.cache_dir={tmp_path}", f"model.name={name}"]
+    snapshot = hub_snapshot(tmp_path, name.partition("@")[2] or "main")
+    assert verdicts(doctor_checks.check_model, *names)["model"].verdict == "warning", "it has no weights yet"
+    (snapshot / "model.safetensors").touch()
+    assert verdicts(doctor_checks.check_model, *names)["model"].verdict == "ok"
+    assert verdicts(doctor_checks.check_model, *names, "model.name=acme/tiny@v2")["model"].verdict == "warning"
+
+
+def hub_snapshot(cache, revision):
+    """Make a folder of the hub's library for one revision of a model, as it is without weights."""
+    folder, commit = cache / "huggingface" / "models--acme--tiny", "0123456789abcdef0123456789abcdef01234567"
+    snapshot = folder / "snapshots" / commit
+    snapshot.mkdir(parents=True)
+    (snapshot / "config.json").write_text("{}")
+    (folder / "refs").mkdir()
+    (folder / "refs" / revision).write_text(commit)
+    return snapshot
 
 
 def test_pool_larger_than_the_memory_limit_is_a_failure(monkeypatch):
     monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 1 << 30)
     first = next(doctor_checks.check_memory(load_config(assignments=[f"cache.memory_bytes={2 << 30}"])))
-    text = "KV pools of 2 workers of this machine: 4 GiB; kernels: up to 128 MiB; 1 GiB of memory"
+    text = "2 KV pools of 2 GiB: 4 GiB, kernels: up to 128 MiB; 1 GiB of memory"
     assert (first.verdict, first.text) == ("failure", text)
 
 
@@ -55,9 +90,8 @@ def test_both_pools_of_a_served_cluster_count_and_one_of_a_single_worker(monkeyp
     monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 3 << 29)
     served, single = load_config(), load_config(assignments=["worker.engine_id=p0"])
     assert next(doctor_checks.check_memory(served)).verdict == "failure"
-    assert (
-        next(doctor_checks.check_memory(single)).text == "KV pools of a worker: 1 GiB; kernels: up to 64 MiB; 1.5 GiB of memory"
-    )
+    text = "1 KV pool of 1 GiB: 1 GiB, kernels: up to 64 MiB; 1.5 GiB of memory"
+    assert next(doctor_checks.check_memory(single)).text == text
 
 
 def test_kernels_that_every_worker_on_a_processor_may_keep_count_too(monkeypatch):
@@ -65,7 +99,13 @@ def test_kernels_that_every_worker_on_a_processor_may_keep_count_too(monkeypatch
     settings = [f"cache.memory_bytes={1 << 30}", "worker.workers_on_host=3", "worker.kernel_cache_entries=400"]
     assert next(doctor_checks.check_memory(load_config(assignments=settings))).verdict == "failure"
     found = next(doctor_checks.check_memory(load_config(assignments=[*settings, "model.device=cuda"])))
-    assert (found.verdict, found.text) == ("warning", "KV pools of 3 workers of this machine: 3 GiB; 4 GiB of memory")
+    assert (found.verdict, found.text) == ("ok", "nothing beside the model; 4 GiB of memory")
+
+
+def test_stores_of_workers_count_as_serve_counts_them(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 8 << 30)
+    found = next(doctor_checks.check_memory(load_config(assignments=["connector.name=store", "kvstore.memory_bytes=4GiB"])))
+    assert (found.verdict, "kvstore.memory_bytes: 8 GiB" in found.text) == ("failure", True)
 
 
 def test_router_that_serve_would_start_itself_is_not_missed():
@@ -76,6 +116,42 @@ def test_port_in_use_is_named_with_its_setting(listener):
     found = list(doctor_checks.check_ports(load_config(assignments=[f"router.port={listener}"])))
     assert found[0].verdict == "warning"
     assert f"router.port 127.0.0.1:{listener} cannot be bound" in found[0].text
+
+
+def test_every_address_that_serve_would_try_is_tried(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "why_not_bindable", lambda _host, port: None if port else "no such host")
+    settings = ["router.processes=3", "router.ops_port=9100", "kvstore.ops_port=9200", "kvstore.bind_address=tcp://*:9201"]
+    events = ["cache.kv_events=true", "worker.kv_events_address=tcp://*:9301", "worker.kv_events_replay_address=tcp://*:9302"]
+    found = list(doctor_checks.check_ports(load_config(assignments=[*settings, *events])))
+    free = [int(one.text.removesuffix(" is free").rpartition(":")[2]) for one in found if one.verdict == "ok"]
+    assert sorted(free) == [5570, 5571, 5572, 8000, 9100, 9101, 9102, 9200, 9201, 9301, 9302]
+    assert [one.text for one in found if one.verdict == "warning"][-1].endswith("cannot be bound: no such host")
+
+
+def test_a_port_that_several_workers_would_share_is_refused_as_serve_refuses_it():
+    first = next(doctor_checks.check_ports(load_config(assignments=["worker.data_port=9400", "local.num_prefill=2"])))
+    assert (first.verdict, "2 workers of this machine cannot share one port" in first.text) == ("failure", True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [
+        ([], "ok"),
+        (["connector.name=nosuch"], "failure"),
+        (["connector.name=nowhere:make"], "failure"),
+        (["ec_connector.name=nosuch"], "failure"),
+    ],
+)
+def test_connectors_are_looked_for(settings, verdict):
+    assert verdicts(doctor_checks.check_connector, *settings)["connector"].verdict == verdict
+
+
+@pytest.mark.parametrize("flag", ["--url", "--engine"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "127.0.0.1:8000", "http://[::1"])
+def test_what_is_no_address_is_refused(flag, url):
+    result = CliRunner().invoke(cli.app, ["doctor", flag, url])
+    assert isinstance(result.exception, ConfigError)
+    assert result.exception.message.startswith(f"{flag} = {url!r}: ")
 
 
 def test_peer_that_listens_is_told_from_one_that_does_not(listener):
@@ -130,13 +206,35 @@ def test_without_nixl_nothing_is_said_of_ucx():
     assert "security of nixl" not in verdicts(doctor_checks.check_security)
 
 
-def test_every_configured_transport_is_looked_at():
-    found = verdicts(doctor_checks.check_transports, "connector.transports=shm,nixl,tcp")
-    assert set(found) == {"transport shm", "transport nixl", "transport tcp"}
+def test_every_transport_in_use_is_looked_at():
+    assert set(verdicts(check_transports, "connector.transports=shm,nixl,tcp")) == {
+        "transport shm",
+        "transport nixl",
+        "transport tcp",
+    }
+    assert verdicts(check_transports, "connector.name=store", "connector.transports=nixl") == {}
+    assert set(verdicts(check_transports, "connector.name=store", "ec_connector.name=p2p", "ec_connector.transports=tcp")) == {
+        "transport tcp"
+    }
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [
+        (["connector.transports=nixl"], "failure"),
+        (["connector.transports=nixl,tcp"], "warning"),
+        (["connector.transports=shm,nixl"], "failure"),
+        (["connector.transports=nixl,tcp", "ec_connector.name=p2p", "ec_connector.transports=nixl"], "failure"),
+    ],
+)
+def test_transport_that_does_not_work_is_a_failure_where_none_is_left(settings, verdict, monkeypatch):
+    monkeypatch.setattr(doctor_transports, "installed_module", lambda: None)
+    monkeypatch.setattr(doctor_transports.ShmTransport, "unavailable_reason", lambda _: "/proc is not mounted")
+    assert verdicts(check_transports, *settings)["transport nixl"].verdict == verdict
 
 
 def test_memory_of_another_process_can_be_read_or_the_reason_is_reported():
-    reason = doctor_checks.why_memory_of_others_cannot_be_read()
+    reason = doctor_transports.why_memory_of_others_cannot_be_read()
     assert reason is None or "cannot be read" in reason
 
 
@@ -155,21 +253,45 @@ def test_command_shows_findings_and_fails_only_for_failures(monkeypatch):
     assert "→ kvferry keygen" in bad.stdout
 
 
-def test_huge_pages_that_are_missing_are_as_bad_as_the_wish_for_them_is_strong(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "huge_page_stock", lambda: HugePageStock(2 << 20, 8, 4))
-    sizes = [f"cache.memory_bytes={16 << 20}", f"kvstore.memory_bytes={8 << 20}"]
-    assert list(doctor_checks.check_huge_pages(load_config(assignments=sizes))) == []
-    wishes = ["cache.huge_pages=always", "kvstore.huge_pages=always"]
-    pool, store = doctor_checks.check_huge_pages(load_config(assignments=[*sizes, *wishes]))
-    assert (pool.verdict, store.verdict) == ("failure", "ok")
+@pytest.fixture
+def few_huge_pages(monkeypatch):
+    monkeypatch.setattr(reserved_memory, "huge_page_stock", lambda: HugePageStock(2 << 20, 8, 4))
+
+
+def huge_pages(*settings):
+    return list(doctor_checks.check_huge_pages(load_config(assignments=[f"cache.memory_bytes={16 << 20}", *settings])))
+
+
+def test_huge_pages_that_are_missing_are_as_bad_as_the_wish_for_them_is_strong(few_huge_pages):
+    assert huge_pages() == []
+    store = ["connector.name=store", "local.kvstore=true", f"kvstore.memory_bytes={8 << 20}", "kvstore.huge_pages=always"]
+    pool, arena = huge_pages("cache.huge_pages=always", *store)
+    assert (pool.verdict, arena.verdict) == ("failure", "ok")
     assert pool.text == "cache.huge_pages = always: 16 pages of 2048 kB are needed, 4 of 8 are free"
-    (wish,) = doctor_checks.check_huge_pages(load_config(assignments=[*sizes, "cache.huge_pages=auto"]))
+    (wish,) = huge_pages("cache.huge_pages=auto")
     assert wish.verdict == "warning"
+
+
+def test_huge_pages_of_one_section_are_not_there_for_the_next(few_huge_pages):
+    offload = ["connector.name=offload", f"connector.offload.memory_bytes={4 << 20}", "connector.offload.huge_pages=always"]
+    pool, blocks = huge_pages("worker.engine_id=p0", f"cache.memory_bytes={6 << 20}", "cache.huge_pages=always", *offload)
+    assert (pool.verdict, blocks.verdict) == ("ok", "failure")
+    assert blocks.text.endswith("2 pages of 2048 kB are needed, 1 of 8 are free")
+
+
+def test_huge_pages_of_a_section_that_is_not_in_use_are_not_missed(few_huge_pages):
+    assert huge_pages("kvstore.huge_pages=always", "connector.offload.huge_pages=always") == []
+
+
+def test_huge_pages_that_a_process_of_these_settings_may_have_are_no_failure(few_huge_pages, listener):
+    (found,) = huge_pages("cache.huge_pages=always", f"worker.ops_port={listener}")
+    assert found.verdict == "warning"
+    assert found.text.endswith(f"; the process at worker.ops_port 127.0.0.1:{listener} may have them")
 
 
 def test_a_pool_in_huge_pages_counts_against_no_other_memory(monkeypatch):
     monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 1 << 30)
-    monkeypatch.setattr(doctor_checks, "huge_page_stock", lambda: HugePageStock(2 << 20, 4096, 4096))
+    monkeypatch.setattr(reserved_memory, "huge_page_stock", lambda: HugePageStock(2 << 20, 4096, 4096))
     settings = [f"cache.memory_bytes={2 << 30}", "cache.huge_pages=always"]
     assert next(doctor_checks.check_memory(load_config(assignments=settings))).verdict == "ok"
 
