@@ -9,14 +9,13 @@
  *
  * Of finite values, a row's result is a sum over the same blocks in the same order whatever other rows there are, so it does not
  * depend on how a prompt is cut into chunks. (A value that is not finite also spoils up to ROWS - 1 rows before its own: their
- * weight for it is 0, and 0 * inf is NaN.) The online softmax is that of FlashAttention (Dao et al., 2022). For CPUs with AVX-512: the tiles
- * are made for 32 registers of 16 floats. Knows no Python: called by ctypes with the interpreter lock released.
+ * weight for it is 0, and 0 * inf is NaN.) The online softmax is that of FlashAttention (Dao et al., 2022). Knows no Python:
+ * called by ctypes with the interpreter lock released.
  */
 
 #ifndef VARIANT /* the part that is read once; the kernels follow in #else */
 
 #include "../_vectors.h"
-#include "../_kinds_of_cpu.h"
 
 #define KEYS 64
 #define ROWS 6
@@ -37,7 +36,7 @@ struct prefill {
 /* What is summed of a query row: its largest score, at least -__FLT_MAX__ so that a difference from it is a number, and the sums of
  * its weights, lane by lane. */
 struct row_sums {
-    float total[WIDEST];
+    float total[WIDEST] __attribute__((aligned(64)));
     float top;
 };
 
@@ -59,54 +58,39 @@ INLINE int64_t first_visible(const struct prefill *p, int64_t position)
     return p->chunk ? position / p->chunk * p->chunk : 0;
 }
 
-#ifdef HAS_VARIANTS
-#define LANES WIDEST
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4")
-#define HAS_PAIRS 0
-#define VARIANT(name) name##_for_v4
-#include "_paged_prefill.c"
-#undef VARIANT
-#undef HAS_PAIRS
-#pragma GCC pop_options
-#pragma GCC push_options
-#pragma GCC target("arch=x86-64-v4,avx512bf16")
-#define HAS_PAIRS 1
-#define VARIANT(name) name##_for_bf16
-#include "_paged_prefill.c"
-#undef VARIANT
-#undef HAS_PAIRS
-#pragma GCC pop_options
-#endif
+#define KERNELS "attention/_paged_prefill.c"
+#include "../_kinds_of_cpu.h"
 
-/* Return 1 if this CPU runs kvferry_paged_prefill. */
+/* Return 1 if kvferry_paged_prefill is worth its call here: with 16 registers of 4 floats it would take longer than torch does. */
 int kvferry_has_paged_prefill(void)
 {
-    return is_at_least(X86_64_V4);
+    return is_at_least(X86_64_V3);
 }
 
 /* Compute the KV heads [first, end). memory: scratch, aligned to 64 bytes, of floats: the query rows of a KV head, rounded up to
  * ROWS, times 2 * (head_dim + WIDEST), and 2 * KEYS * head_dim. */
 void kvferry_paged_prefill(const struct prefill *p, int64_t first, int64_t end, float *memory)
 {
-#ifdef HAS_VARIANTS
-    if (p->is_bfloat16 && is_at_least(X86_64_V4_BF16))
-        attend_heads_for_bf16(p, first, end, memory);
-    else
-        attend_heads_for_v4(p, first, end, memory);
-#endif
+    CALL_VARIANT(attend_heads, p, first, end, memory);
 }
 
 #else
 
 #include "../_vectors.h"
 
-/* c[ROWS, 16 * width] (+)= a[ROWS, depth] b[depth, 16 * width] */
+#define PARTS (LANES == WIDEST ? 4 : 2) /* vectors of ROWS rows whose sums fit the registers: 32 with AVX-512, else 16 */
+#if defined(__AVX512BF16__) && defined(HAS_VARIANTS)
+#define HAS_PAIRS 1
+#else
+#define HAS_PAIRS 0
+#endif
+
+/* c[ROWS, LANES * width] (+)= a[ROWS, depth] b[depth, LANES * width] */
 INLINE void VARIANT(multiply)(
     const float *a, int64_t a_stride, const float *b, int64_t b_stride, float *c, int64_t c_stride, int64_t depth, int width,
     int adds, int by_pairs)
 {
-    floats sums[ROWS][4];
+    floats sums[ROWS][PARTS];
     UNROLL_ALL for (int row = 0; row < ROWS; row++)
         UNROLL_ALL for (int part = 0; part < width; part++)
             if (adds)
@@ -114,7 +98,7 @@ INLINE void VARIANT(multiply)(
             else
                 sums[row][part] = (floats){0};
     for (int64_t k = 0; k < depth; k++) {
-        floats right[4];
+        floats right[PARTS];
         UNROLL_ALL for (int part = 0; part < width; part++)
             right[part] = *(const any_floats *)(b + k * b_stride + part * LANES);
         UNROLL_ALL for (int row = 0; row < ROWS; row++) {
@@ -177,10 +161,19 @@ INLINE void VARIANT(pack)(
 
 INLINE float VARIANT(largest_lane)(floats a)
 {
+#if LANES == 4
+    a = VARIANT(largest)(a, SHUFFLE(a, a, 2, 3, 0, 1));
+    a = VARIANT(largest)(a, SHUFFLE(a, a, 1, 0, 3, 2));
+#elif LANES == 8
+    a = VARIANT(largest)(a, SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3));
+    a = VARIANT(largest)(a, SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5));
+    a = VARIANT(largest)(a, SHUFFLE(a, a, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
     a = VARIANT(largest)(a, SHUFFLE(a, a, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
     a = VARIANT(largest)(a, SHUFFLE(a, a, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
     a = VARIANT(largest)(a, SHUFFLE(a, a, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
     a = VARIANT(largest)(a, SHUFFLE(a, a, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#endif
     return a[0];
 }
 
@@ -188,7 +181,9 @@ INLINE float VARIANT(largest_lane)(floats a)
  * Returns the factor by which what was summed before is to be multiplied. */
 INLINE float VARIANT(weigh)(float *scores, int64_t low, int64_t high, float scale, struct row_sums *sums, int by_pairs)
 {
-    const words lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    words lanes;
+    for (int lane = 0; lane < LANES; lane++)
+        lanes[lane] = lane;
     floats parts[KEYS / LANES], highest = (floats){0} + sums->top, total = {0};
     words is_visible[KEYS / LANES];
     UNROLL for (int part = 0; part < KEYS / LANES; part++) {
@@ -225,7 +220,9 @@ INLINE void VARIANT(take_block)(const struct prefill *p, int64_t row, int64_t st
     float scores[ROWS * KEYS] __attribute__((aligned(64)));
     float *output = at->output + row * p->head_dim, scale = (float)(p->scale * 1.4426950408889634); /* log2(e) */
     int64_t num_rows = p->num_queries * p->group, lowest = KEYS, highest = 0, num_words = by_pairs ? p->head_dim / 2 : p->head_dim;
-    VARIANT(multiply)(at->query + row * num_words, num_words, at->keys, KEYS, scores, KEYS, num_words, KEYS / LANES, 0, by_pairs);
+    const float *query = at->query + row * num_words;
+    for (int64_t slot = 0; slot < KEYS; slot += PARTS * LANES)
+        VARIANT(multiply)(query, num_words, at->keys + slot, KEYS, scores + slot, KEYS, num_words, PARTS, 0, by_pairs);
     for (int64_t each = 0; each < ROWS; each++) {
         int64_t position = p->first_position + (row + each) / p->group;
         int64_t low = first_visible(p, position) - start, high = position + 1 - start;
@@ -250,8 +247,8 @@ INLINE void VARIANT(take_block)(const struct prefill *p, int64_t row, int64_t st
     }
     const float *weights = scores + lowest, *values = at->values + lowest * p->head_dim;
     int64_t column = 0, depth = highest - lowest;
-    for (; column + 4 * LANES <= p->head_dim; column += 4 * LANES)
-        VARIANT(multiply)(weights, KEYS, values + column, p->head_dim, output + column, p->head_dim, depth, 4, 1, by_pairs);
+    for (; column + PARTS * LANES <= p->head_dim; column += PARTS * LANES)
+        VARIANT(multiply)(weights, KEYS, values + column, p->head_dim, output + column, p->head_dim, depth, PARTS, 1, by_pairs);
     for (; column < p->head_dim; column += LANES)
         VARIANT(multiply)(weights, KEYS, values + column, p->head_dim, output + column, p->head_dim, depth, 1, 1, by_pairs);
 }
@@ -298,15 +295,14 @@ INLINE void VARIANT(attend_head)(const struct prefill *p, int64_t head, float *m
 static void VARIANT(attend_heads)(const struct prefill *p, int64_t first, int64_t end, float *memory)
 {
     for (int64_t head = first; head < end; head++) {
-#if HAS_PAIRS
-        VARIANT(attend_head)(p, head, memory, 1, 1);
-#else
         if (p->is_bfloat16)
-            VARIANT(attend_head)(p, head, memory, 1, 0);
+            VARIANT(attend_head)(p, head, memory, 1, HAS_PAIRS);
         else
             VARIANT(attend_head)(p, head, memory, 0, 0);
-#endif
     }
 }
+
+#undef PARTS
+#undef HAS_PAIRS
 
 #endif

@@ -2,7 +2,7 @@
 
 Owns: the call of ``core/attention/_paged_prefill.c``, which is built when kvferry is installed if there is a C compiler, and
 the split of a sequence over torch's number of threads. Does not know: decode. Where the library is missing, was not compiled by
-GCC 12 or newer for x86-64 Linux, or runs on a CPU without AVX-512, ``core.attention.gathered`` does the same by torch's
+GCC 12 or newer for x86-64 Linux, or runs on a CPU without AVX2, ``core.attention.gathered`` does the same by torch's
 operations.
 
 Finite values given, a query's result does not depend on the chunk that it is computed in: see the C code.

@@ -19,7 +19,7 @@ TOKENS = torch.randint(0, 97, (200,), generator=torch.Generator().manual_seed(3)
 OTHERS = torch.randint(0, 97, (130,), generator=torch.Generator().manual_seed(4)).tolist()
 needs_library = pytest.mark.skipif(
     not can_compile_prefill(PagedKVCache(torch.zeros(1, 1, 2, 1, 16, 16), KVLayout.HND)),
-    reason="core/attention/_paged_prefill.c was not built (make install), or the CPU has no AVX-512",
+    reason="core/attention/_paged_prefill.c was not built (make install), or the CPU has no AVX2",
 )
 
 
