@@ -38,7 +38,9 @@ class LoadEnded:
 
     def __post_init__(self) -> None:
         if (self.error is None) != (self.invalid_block_ids == ()):
-            raise ValueError(f"the load of {self.request_id}: an error and invalid blocks come together")
+            raise ValueError(
+                f"the load of {self.request_id}: an error and invalid blocks come together; ALL_BLOCKS if none may be used"
+            )
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from typing import Generic, TypeVar
 
 from connectors.async_worker import ReportingWorker, ReportT
 from connectors.pool_access import PoolAccess, open_pool
+from core.errors import EngineDead
 from core.request import KVConnectorMetadata
 
 OrderT = TypeVar("OrderT")
@@ -45,10 +46,17 @@ class ThreadWorker(ReportingWorker[ReportT], Generic[OrderT, ReportT]):
         """Do the work that is due without an order; return the seconds until the next poll."""
 
     def start_load_kv(self, metadata: KVConnectorMetadata) -> None:
-        """Queue the orders of a step."""
+        """Queue the orders of a step.
+
+        Raises:
+            EngineDead: the thread was never started, so that no order would be carried out.
+        """
         assert isinstance(metadata, StepOrders)
-        if metadata.orders:
-            self._orders.put(metadata.orders)
+        if not metadata.orders:
+            return
+        if self._thread.ident is None:
+            raise EngineDead(f"{self._name} was not started: call start() of the worker side in Connector.start")
+        self._orders.put(metadata.orders)
 
     def start(self) -> None:
         """Open the pool, which is registered by now, and start the thread.

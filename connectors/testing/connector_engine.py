@@ -8,88 +8,22 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import mmap
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
 
+from connectors.testing.memory_pool import DTYPE_BYTES, HEAD_DIM, MemoryPool
 from connectors.testing.stepping import call_if_open, step_until
 from core.connector import KVConnectorScheduler, KVConnectorWorker
-from core.digest import BlockDigester
 from core.kv.hashing import BlockHasher
 from core.kv.manager import KVCacheManager
-from core.kv.pool_region import KVPoolRegion
-from core.kv.seals import (
-    DigestBlocks,
-    SealTable,
-    each_by_itself,
-    layout_fingerprint,
-    map_seal_memory,
-    num_landing_rows,
-    seal_memory_bytes,
-)
 from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup, ceil_div
-from core.memory_file import create_memory_file
 from core.request import KVConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.wire.kv import KVHandoff, KVLayoutInfo, KVSource
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams
-
-HEAD_DIM = 64
-DTYPE_BYTES = 4
-
-
-def small_layout(block_size: int = 32, num_layers: int = 2) -> KVLayoutInfo:
-    """Return a layout with blocks of some KiB."""
-    block_bytes = num_layers * 2 * block_size * HEAD_DIM * DTYPE_BYTES
-    return KVLayoutInfo(
-        dtype="float32",
-        order="HND",
-        block_size=block_size,
-        num_layers=num_layers,
-        num_kv_heads=1,
-        head_dim=HEAD_DIM,
-        block_bytes=block_bytes,
-    )
-
-
-class MemoryPool:
-    """A KV pool and its seals, with digests, in two memory files. ``rows`` is [num_blocks, block_bytes] uint8."""
-
-    def __init__(self, num_blocks: int, layout: KVLayoutInfo, incarnation: int = 0) -> None:
-        num_bytes = num_blocks * layout.block_bytes
-        num_seal_bytes = seal_memory_bytes(num_blocks, num_landing_rows(layout.block_size))
-        self.fd = create_memory_file("kvferry-test-pool", num_bytes).fd
-        self._seals_fd = create_memory_file("kvferry-test-seals", num_seal_bytes).fd
-        self._memory = mmap.mmap(self.fd, num_bytes)
-        flat: npt.NDArray[np.uint8] = np.frombuffer(self._memory, dtype=np.uint8)
-        self.rows = flat.reshape(num_blocks, layout.block_bytes)
-        self.rows[:] = 0
-        memory = map_seal_memory(num_blocks, self._seals_fd, num_landing_rows(layout.block_size))
-        layout_version = layout_fingerprint(layout)
-        self.seals = SealTable(memory, incarnation, layout_version, self._new_digester())
-        self.region = KVPoolRegion(
-            base_address=flat.ctypes.data,
-            num_blocks=num_blocks,
-            block_bytes=layout.block_bytes,
-            layout=layout,
-            buffer=memoryview(self._memory),
-            memory_fd=self.fd,
-            seals=self.seals,
-            new_digester=self._new_digester,
-        )
-
-    def _new_digester(self) -> DigestBlocks:
-        digester = BlockDigester(self.rows.shape[1])
-        return each_by_itself(lambda block_id: digester.digest(self.rows[block_id]))
-
-    def close(self) -> None:
-        """Close the files; the memory is freed with its last reference."""
-        os.close(self.fd)
-        os.close(self._seals_fd)
 
 
 @dataclass(slots=True)
@@ -374,9 +308,23 @@ class ConnectorEngine:
         """Step until the condition holds; sleep while the connector reports nothing.
 
         Raises:
-            TimeoutError: it does not hold after ``timeout_s``.
+            TimeoutError: it does not hold after ``timeout_s``. The message names what the connector has not reported.
         """
-        await step_until(condition, self.step, self._wake, self.scheduler.has_pending_push_work, timeout_s)
+        try:
+            await step_until(condition, self.step, self._wake, self.scheduler.has_pending_push_work, timeout_s)
+        except TimeoutError:
+            raise TimeoutError(f"after {timeout_s:g} s {self._unreported()}") from None
+
+    def _unreported(self) -> str:
+        """Say what the connector still owes a report, and where its author may look for the reason."""
+        loading = [request_id for request_id, outcome in self.loads.items() if not outcome.is_ended]
+        owed = [
+            *(f"the load of {request_id!r} has not ended (LoadEnded)" for request_id in loading),
+            *(f"blocks of {request_id!r} are kept (SendingEnded)" for request_id in self.parked),
+            *([f"blocks {sorted(self.quarantined)} are in quarantine"] if self.quarantined else []),
+        ]
+        where = "does Connector.start start what does the work, and what has the connector written to the log?"
+        return f"{'; '.join(owed) or 'the connector has not done what the test waits for'}: {where}"
 
     def close(self) -> None:
         """Close the pool."""

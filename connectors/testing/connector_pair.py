@@ -8,7 +8,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from connectors.testing.connector_engine import ConnectorEngine, small_layout
+from connectors.testing.connector_engine import ConnectorEngine
+from connectors.testing.memory_pool import small_layout
 from connectors.testing.scattered_blocks import scatter_blocks
 from core.connector import Connector
 from core.request import Request

@@ -21,8 +21,8 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from connectors.testing.connector_engine import small_layout
 from connectors.testing.connector_pair import BLOCK_SIZE, INCARNATIONS, LAYOUT, NUM_BLOCKS, PROMPT, UNTOUCHED, Pair, Side
+from connectors.testing.memory_pool import small_layout
 from core.connector import Connector
 from core.kv.spec import ceil_div
 from core.request import RequestStatus

@@ -31,7 +31,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from connectors.testing.connector_engine import MemoryPool
+from connectors.testing.memory_pool import MemoryPool
 from connectors.testing.stepping import call_if_open
 from core.clock import SystemClock
 from core.config_workers import SchedulerSection

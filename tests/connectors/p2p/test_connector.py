@@ -13,10 +13,10 @@ from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.settings import agent_settings
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
-from connectors.testing.connector_engine import MemoryPool
 from connectors.testing.connector_pair import LAYOUT
 from connectors.testing.contexts import connector_context
 from connectors.testing.inproc_transport import InprocFabric, InprocTransport
+from connectors.testing.memory_pool import MemoryPool
 from core.config_workers import ConnectorSection, WorkerSection
 from core.errors import ConfigError, ConnectorUnavailable, EngineDead, PeerUnreachable
 from core.machine_driver import TimerDue

@@ -15,9 +15,9 @@ from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkRequest, TcpMetadata
 from connectors.reports import ALL_BLOCKS, LoadEnded
-from connectors.testing.connector_engine import MemoryPool
 from connectors.testing.connector_pair import LAYOUT
 from connectors.testing.contexts import connector_context
+from connectors.testing.memory_pool import MemoryPool
 from core.config_workers import ConnectorSection
 from core.errors import CorruptBlock, LayoutMismatch, LeaseExpired
 from core.ids import RandomIds, new_hex_id

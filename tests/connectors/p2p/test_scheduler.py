@@ -13,7 +13,8 @@ from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.reports import ALL_BLOCKS, LoadEnded, SendingEnded
-from connectors.testing.connector_engine import ConnectorEngine, small_layout
+from connectors.testing.connector_engine import ConnectorEngine
+from connectors.testing.memory_pool import small_layout
 from core.ids import SeededIds
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.seals import find_mismatch, layout_fingerprint

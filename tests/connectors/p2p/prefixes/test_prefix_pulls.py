@@ -22,7 +22,8 @@ from connectors.p2p.prefixes.messages import (
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
 from connectors.reports import SendingEnded
-from connectors.testing.connector_engine import ConnectorEngine, small_layout
+from connectors.testing.connector_engine import ConnectorEngine
+from connectors.testing.memory_pool import small_layout
 from core.ids import SeededIds
 from core.kv.seals import find_mismatch, layout_fingerprint
 from core.request import NewRequest, Request, RequestStatus
