@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
-import textwrap
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
@@ -27,17 +24,6 @@ from tests.support.delayed_device import DelayedDevice
 pytestmark = pytest.mark.slow
 
 RECORD_BYTES = LAYOUT.block_bytes + 16  # a block and its digest
-
-
-@pytest.fixture(scope="module")
-def folder_connector(examples_dir):
-    path = examples_dir / "folder_connector" / "folder_connector.py"
-    spec = importlib.util.spec_from_file_location("folder_connector", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["folder_connector"] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules["folder_connector"]
 
 
 @pytest.fixture
@@ -197,15 +183,6 @@ async def test_a_folder_that_cannot_be_made_is_reported_at_start(folder_connecto
     folder.write_text("a file")
     with pytest.raises(ConnectorUnavailable, match=r"connector\.extra\.folder"):
         await folder_connector.FolderConnector(context("prefill")).start()
-
-
-def test_code_in_the_guide_is_that_of_the_example(examples_dir):
-    source = (examples_dir / "folder_connector" / "folder_connector.py").read_text()
-    guide = (examples_dir.parent / "docs" / "connectors.md").read_text()
-    excerpts = [code for code in re.findall(r"```python\n(.*?)```", guide, re.DOTALL) if "class TestMine" not in code]
-    assert len(excerpts) == 5
-    for code in excerpts:
-        assert code in source or textwrap.indent(code, "    ") in source
 
 
 AS_ONE_WORKER_GOES_ON = " port of Southampton and travels across the Atlantic"
