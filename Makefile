@@ -21,12 +21,15 @@ FROM   := 0
 GOLDEN := cpu-minimal gpu-rdma ha vision
 PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 
+PYTHON_FOUND := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
+PYTHON_USED  := $(shell $(PYTHON_FOUND) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+WRONG_PYTHON := "kvferry needs Python 3.11 or 3.12, and this is %d.%d; try: make clean; make PYTHON=python3.11"
+
 # Tests and clusters start hundreds of processes: each would compile the tree anew.
 unexport PYTHONDONTWRITEBYTECODE
 
 # Where the real LMCache server lives, for its tests: the folder that core.config.default_cache_dir names.
 LMCACHE := $(or $(KVFERRY_CACHE),$(or $(XDG_CACHE_HOME),$(HOME)/.cache)/kvferry)/lmcache-0.5.6
-PYTHON_USED := $(shell $(firstword $(wildcard $(BIN)/python) $(PYTHON)) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 LMCACHE_STAMP := $(LMCACHE)/.installed-$(firstword $(shell cksum < .ci/lmcache.txt))-$(PYTHON_USED)
 
 # Likewise vLLM's CPU build, for the tests of the plug-in.
@@ -96,8 +99,8 @@ check-tools:
 	@command -v promtool >/dev/null || echo "The tests of the chart's alerts are skipped. To run them: apt-get install prometheus"
 
 # torch first and spelled exactly: any other spelling may pass by a build for CPUs, and pull gigabytes of CUDA libraries.
-$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard core/*.c core/attention/*.[ch] core/engine/*.c)
-	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "kvferry needs Python 3.11 or newer; try: make PYTHON=python3.11")'
+$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard core/*.[ch] core/*/*.[ch])
+	$(PYTHON_FOUND) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and $(WRONG_PYTHON) % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0
 	$(PIP) --editable '.[nixl,redis,vision]'

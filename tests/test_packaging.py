@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from packaging.specifiers import SpecifierSet
 
 from core.release import package_version
 
@@ -60,6 +61,33 @@ def modules_under(root):
 def modules_of_the_tree():
     """All but the plug-in for vLLM, which is a distribution of its own."""
     return [name for name in modules_under(ROOT) if not name.startswith("connectors.vllm")]
+
+
+def installing_rule(*flags):
+    """Return what make says of the file that stands for an installed tree."""
+    command = ["make", "--always-make", "--dry-run", *flags, ".venv/.installed"]
+    return subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True, timeout=30).stdout
+
+
+def test_make_installs_again_when_any_compiled_source_has_changed():
+    (rule,) = re.findall(r"^\.venv/\.installed: (.*)$", installing_rule("--print-data-base"), re.MULTILINE)
+    modules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    sources = {source for module in modules for source in (*module["sources"], *module.get("depends", ()))}
+    assert sources
+    assert sources - set(rule.split()) == set()
+
+
+def test_make_and_metadata_admit_the_versions_of_python_that_are_tested(monkeypatch):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    tested = {name.rpartition(" ")[2] for name in project["classifiers"]}
+    (check,) = re.findall(r"-c '(import sys; sys\.exit.*)'", installing_rule())
+    for minor in range(9, 16):
+        is_tested = f"3.{minor}" in tested
+        assert SpecifierSet(project["requires-python"]).contains(f"3.{minor}.1") == is_tested
+        monkeypatch.setattr("sys.version_info", (3, minor, 1))
+        with pytest.raises(SystemExit, match=None if is_tested else f"3.11 or 3.12, and this is 3.{minor}") as end:
+            exec(check)
+        assert bool(end.value.code) != is_tested
 
 
 @pytest.mark.slow
