@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -95,3 +96,20 @@ def test_processes_that_the_vllm_page_starts_on_one_host_listen_on_ports_of_thei
     ports = [(re.search(r"--port (\d+)", line) or [None, default])[1] for line in servers]
     assert len(servers) == 3, "two engines and a router"
     assert len(set(ports)) == 3
+
+
+def test_the_picture_of_the_packages_has_all_of_them_in_the_order_of_the_import_contracts():
+    rows = FENCED.findall((ROOT / "docs/architecture.md").read_text())[0].splitlines()[1:-1]
+    linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
+    contracts = [contract["layers"] for contract in linter["contracts"] if contract["type"] == "layers"]
+    packages, inside_core = ([set(layer.split(" | ")) for layer in layers] for layers in contracts)
+    shown = [name for row in rows for name in re.findall(r"^(\w+)/", row)]
+    assert shown == sorted(shown, key=lambda name: next(index for index, layer in enumerate(packages) if name in layer))
+    assert set(shown) == set(linter["root_packages"])
+    start = rows.index("core/")
+    of_core = [set(re.findall(r"(?<!\S)(\w+)(?:/|\.py)(?!\S)", row)) for row in rows[start:] if re.match(r"  \w", row)]
+    assert of_core == inside_core
+    for package in sorted(ROOT.glob("[a-z]*/**/__init__.py")):
+        *parents, name = package.relative_to(ROOT).parent.parts
+        if parents and parents[0] in shown:
+            assert re.search(rf"^ +{name}/", "\n".join(rows), re.MULTILINE), f"{package} is not in the picture"
