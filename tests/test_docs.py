@@ -66,24 +66,29 @@ def test_linked_functions_and_classes_are_defined_in_the_linked_file(page):
 
 
 def shown_commands(page: Path) -> list[list[str]]:
-    """Return the command lines of kvferry in the page's blocks, as words without what precedes ``kvferry``."""
+    """Return the command lines of kvferry in the page's blocks and text, as words without what precedes ``kvferry``."""
     blocks = [block.replace("\\\n", " ") for block in FENCED.findall(page.read_text())]
     lines = [line.strip() for block in blocks for line in block.splitlines()]
+    lines += [" ".join(code.split()) for code in re.findall(r"(?<!`)`([^`]+)`(?!`)", prose(page))]
     matches = [re.match(r"(?:\$ )?(?:[A-Z_]+=\S+ )*kvferry (?=[a-z][a-z-]*( |$))(.*)", line) for line in lines]
     return [shlex.split(match[2], comments=True) for match in matches if match]
 
 
-def test_commands_have_the_flags_and_settings_that_pages_show(page):
+@pytest.fixture(scope="module")
+def cli():
+    return typer.main.get_command(app)
+
+
+def test_commands_have_the_flags_that_pages_show(page, cli):
     wrong = []
     for words in shown_commands(page):
-        command = typer.main.get_command(app)
-        rest = list(words)
-        while rest and hasattr(command, "commands"):
-            command = command.commands.get(rest.pop(0))
-        if command is None:
+        command, rest = cli, list(words)
+        while rest and not rest[0].startswith("-") and rest[0] in getattr(command, "commands", ()):
+            command = command.commands[rest.pop(0)]
+        if command is cli:
             wrong.append(words)
             continue
-        known = {option for parameter in command.params for option in parameter.opts} | {"--help"}
+        known = {flag for option in command.params for flag in (*option.opts, *option.secondary_opts)} | {"--help"}
         wrong += [(words, word) for word in rest if re.match(r"--\w", word) and word.partition("=")[0] not in known]
     assert wrong == []
 
