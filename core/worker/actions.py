@@ -47,6 +47,14 @@ class SubmitAbort:
 
 
 @dataclass(frozen=True, slots=True)
+class EndUnanswered:
+    """These requests end without a reply, because their router is gone. ``outcome`` is the one in the log."""
+
+    request_ids: tuple[str, ...]
+    outcome: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReleaseTransfers:
     """Release handoffs that will not be read."""
 
@@ -93,6 +101,7 @@ Action = (
     | SubmitAdd
     | SubmitCall
     | SubmitAbort
+    | EndUnanswered
     | MeetWorker
     | ExpectTransfer
     | ReleaseTransfers

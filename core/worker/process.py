@@ -29,6 +29,7 @@ from core.wire.engine_calls import EngineReply
 from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed
 from core.worker.actions import (
     Action,
+    EndUnanswered,
     ExpectTransfer,
     MeetWorker,
     ReleaseEmbeddings,
@@ -232,6 +233,7 @@ class WorkerProcess:
                 Send: self._send,
                 SubmitAdd: lambda action: self._submit(engine.submit_add, action.requests),
                 SubmitAbort: lambda action: self._submit(engine.submit_abort, action.engine_request_ids),
+                EndUnanswered: lambda action: self._traces.on_unanswered(action.request_ids, action.outcome, self._clock.now()),
                 Stop: lambda action: self._stop(action.exit_code),
                 object: lambda action: None,  # of a connector that this worker lacks
             }

@@ -60,6 +60,13 @@ class RequestAccounts:
     def _log_failure(self, request_id: str, error: ErrorInfo) -> None:
         logger.warning(event("request_failed", request_id=request_id, code=error.code, message=error.message))
 
+    def drop(self, request_id: str, outcome: str) -> Served | None:
+        """Forget a request that is stopped before its end; return it, None if it is unknown."""
+        served = self._requests.forget(request_id)
+        if served is not None:
+            logger.info(event("finished", request_id=request_id, outcome=outcome, output_tokens=served.num_output_tokens))
+        return served
+
     def finish(self, request_id: str, now: float) -> None:
         """Forget a request that has had its last reply; unknown ids are ignored."""
         served = self._requests.forget(request_id)

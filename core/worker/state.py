@@ -53,6 +53,7 @@ from core.wire.messages import (
 from core.worker.actions import (
     Action,
     AdmissionLimits,
+    EndUnanswered,
     EngineLoad,
     ExpectTransfer,
     ReleaseEmbeddings,
@@ -76,6 +77,7 @@ from core.worker.served import ServedRequests, num_choices
 logger = logging.getLogger(__name__)
 
 DRAIN_POLL_S = 0.1
+ROUTER_LOST = "aborted:router_lost"
 
 
 class WorkerState:
@@ -304,12 +306,9 @@ class WorkerState:
 
     def _drop(self, request_id: str, outcome: str) -> list[Action]:
         """Stop a request and free its resources. The caller sends the reply, if there is one."""
-        served = self._served.forget(request_id)
+        served = self._accounts.drop(request_id, outcome)
         is_call = served is not None and served.is_call
-        actions: list[Action] = [SubmitAbort([request_id])] if is_call else self._follow(self._handler.on_abort(request_id))
-        if served is not None:
-            logger.info(event("finished", request_id=request_id, outcome=outcome, output_tokens=served.num_output_tokens))
-        return actions
+        return [SubmitAbort([request_id])] if is_call else self._follow(self._handler.on_abort(request_id))
 
     def _fail(self, request_id: str, error: KVFerryError) -> list[Action]:
         """Stop a request and tell its router why."""
@@ -322,9 +321,11 @@ class WorkerState:
     def _abort_requests_of(self, link: str) -> list[Action]:
         """Abort the requests of a router that is gone, and whose clients are gone with it."""
         orphans = self._served.of_link(link)
-        if orphans:
-            logger.warning(event("router_lost", router=link, aborted_requests=len(orphans)))
-        return [action for request_id in orphans for action in self._drop(request_id, "aborted:router_lost")]
+        if not orphans:
+            return []
+        logger.warning(event("router_lost", router=link, aborted_requests=len(orphans)))
+        actions = [action for request_id in orphans for action in self._drop(request_id, ROUTER_LOST)]
+        return [*actions, EndUnanswered(tuple(orphans), ROUTER_LOST)]
 
     def _give_up_requests_of(self, link: str) -> list[Action]:
         """Fail the requests of a silent router. If it is still alive, it must learn that this worker has dropped them."""

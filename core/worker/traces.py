@@ -30,17 +30,19 @@ from core.worker.role import split_choice_id
 ENCODE = "kvferry.encode"
 PREFILL = "kvferry.prefill"
 DECODE = "kvferry.decode"
-MAX_OPEN = 8192  # beyond it the oldest is forgotten: its router is gone and no reply was sent
+MAX_OPEN = 8192  # beyond it the oldest is forgotten: its end was not seen
 
 
 @dataclass(slots=True)
 class _Open:
-    """A request whose last reply has not been sent."""
+    """A request whose last reply has not been sent: what its span tells of its message, which may be large."""
 
+    name: str
     parent: TraceContext
-    message: Generate | EncodeRequest
     arrival: float
+    attributes: dict[str, str | int]
     live_choices: set[int]
+    source_engine_id: str = ""  # where a prefill worker may load the beginning of the prompt from
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     first_token_at: float | None = None
@@ -61,10 +63,9 @@ class WorkerTraces:
             return
         match message:
             case Generate() if message.trace is not None:
-                choices = {choice.index for choice in message.choices} or set(range(message.n))
-                self._hold(_Open(message.trace, message, now, choices))
+                self._hold(message.request_id, _open_generate(message, message.trace, now))
             case EncodeRequest() if message.trace is not None:
-                self._hold(_Open(message.trace, message, now, set()))
+                self._hold(message.request_id, _Open(ENCODE, message.trace, now, {}, set()))
             case Abort():
                 for name in message.request_ids:
                     self._abort(name, message.reason, now)
@@ -84,8 +85,14 @@ class WorkerTraces:
                 for item in message:
                     self._on_tokens(item, now)
 
-    def _hold(self, begun: _Open) -> None:
-        self._open[begun.message.request_id] = begun
+    def on_unanswered(self, request_ids: Sequence[str], outcome: str, now: float) -> None:
+        """Process the end of requests that get no reply."""
+        for request_id in request_ids:
+            self._end(request_id, now, outcome)
+
+    def _hold(self, request_id: str, begun: _Open) -> None:
+        begun.attributes |= {"kvferry.engine_id": self.engine_id, "kvferry.wire_id": request_id}
+        self._open[request_id] = begun
         if len(self._open) > MAX_OPEN:
             self._open.popitem(last=False)
 
@@ -93,11 +100,11 @@ class WorkerTraces:
         found = self._open.pop(message.request_id, None)
         if found is not None:
             attributes = {
-                **self._attributes(found),
+                **found.attributes,
                 "kvferry.num_images": len(message.ec_sources),
                 "kvferry.num_cached_images": message.num_cached,
             }
-            self._record_computed(ENCODE, found, attributes, message.queue_ms, now)
+            self._record_computed(found, attributes, message.queue_ms, now)
 
     def _on_prefill_done(self, message: PrefillDone, now: float) -> None:
         found = self._open.pop(message.request_id, None)
@@ -105,18 +112,16 @@ class WorkerTraces:
             return
         found.cost = TransferUsage(recomputed_tokens=message.recomputed_tokens, fallback_reason=message.fallback_reason)
         attributes = {
-            **self._attributes(found),
+            **_attributes(found),
             "kvferry.cached_tokens": message.num_cached_tokens,
             "kvferry.num_blocks": sum(len(group.block_ids) for group in message.kv_handoff.groups) if message.kv_handoff else 0,
         }
-        source = found.message.kv_source if isinstance(found.message, Generate) else None
-        if source is not None:
-            attributes["kvferry.source_engine_id"] = source.engine_id
-        self._record_computed(PREFILL, found, attributes, message.queue_ms, now, message.kv_transfer)
+        if found.source_engine_id:
+            attributes["kvferry.source_engine_id"] = found.source_engine_id
+        self._record_computed(found, attributes, message.queue_ms, now, message.kv_transfer)
 
     def _record_computed(
         self,
-        name: str,
         found: _Open,
         attributes: Attributes,
         queue_ms: float,
@@ -125,7 +130,7 @@ class WorkerTraces:
     ) -> None:
         """Record a request that first waits, perhaps loads a part, and then is computed."""
         assert self.tracer is not None, "nothing is open without one"
-        span = self.tracer.start(name, found.arrival, found.parent, attributes, "server")
+        span = self.tracer.start(found.name, found.arrival, found.parent, attributes, "server")
         computing = min(now, found.arrival + queue_ms / 1e3)
         self.tracer.record("kvferry.queue", found.arrival, computing, span.context, {})
         if loaded is not None:
@@ -164,11 +169,11 @@ class WorkerTraces:
         found = self._open.pop(request_id, None)
         if found is None or self.tracer is None:
             return
-        attributes = self._attributes(found)
-        if isinstance(found.message, Generate):
+        attributes = _attributes(found)
+        if found.name != ENCODE:
             attributes["gen_ai.usage.output_tokens"] = found.num_output_tokens
             attributes["kvferry.cached_tokens"] = found.num_cached_tokens
-        span = self.tracer.start(_name_of(found.message), found.arrival, found.parent, attributes, "server")
+        span = self.tracer.start(found.name, found.arrival, found.parent, attributes, "server")
         if found.cost is not None and found.first_token_at is not None:
             self._record_parts(found, found.cost, found.first_token_at, span.context)
         span.end(now, error)
@@ -187,25 +192,27 @@ class WorkerTraces:
             end = start
         self.tracer.record("kvferry.queue", found.arrival, end, parent, {})
 
-    def _attributes(self, found: _Open) -> dict[str, str | int]:
-        attributes: dict[str, str | int] = {
-            "kvferry.engine_id": self.engine_id,
-            "kvferry.wire_id": found.message.request_id,
-        }
-        if isinstance(found.message, EncodeRequest):
-            return attributes
-        attributes["gen_ai.usage.input_tokens"] = len(found.message.prompt_token_ids)
-        handoff, cost = found.message.kv_handoff, found.cost
-        if handoff is not None:
-            attributes["kvferry.prefill_engine_id"] = handoff.engine_id
-        if cost is not None and cost.early_bytes:
-            attributes["kvferry.early_tokens"] = cost.early_tokens
-            attributes["kvferry.early_bytes"] = cost.early_bytes
-            attributes["kvferry.exposed_us"] = round(1e3 * cost.exposed_ms)
-        if cost is not None and cost.fallback_reason:
-            attributes["kvferry.fallback_reason"] = cost.fallback_reason
-            attributes["kvferry.recomputed_tokens"] = cost.recomputed_tokens
-        return attributes
+
+def _open_generate(message: Generate, parent: TraceContext, now: float) -> _Open:
+    attributes: dict[str, str | int] = {"gen_ai.usage.input_tokens": len(message.prompt_token_ids)}
+    if message.kv_handoff is not None:
+        attributes["kvferry.prefill_engine_id"] = message.kv_handoff.engine_id
+    choices = {choice.index for choice in message.choices} or set(range(message.n))
+    source = "" if message.kv_source is None else message.kv_source.engine_id
+    return _Open(PREFILL if message.handoff else DECODE, parent, now, attributes, choices, source)
+
+
+def _attributes(found: _Open) -> dict[str, str | int]:
+    """Return what is known of a request, and of the transfer of its KV."""
+    attributes, cost = dict(found.attributes), found.cost
+    if cost is not None and cost.early_bytes:
+        attributes["kvferry.early_tokens"] = cost.early_tokens
+        attributes["kvferry.early_bytes"] = cost.early_bytes
+        attributes["kvferry.exposed_us"] = round(1e3 * cost.exposed_ms)
+    if cost is not None and cost.fallback_reason:
+        attributes["kvferry.fallback_reason"] = cost.fallback_reason
+        attributes["kvferry.recomputed_tokens"] = cost.recomputed_tokens
+    return attributes
 
 
 def _transfer_attributes(cost: TransferUsage) -> Attributes:
@@ -214,9 +221,3 @@ def _transfer_attributes(cost: TransferUsage) -> Attributes:
         "kvferry.transferred_bytes": cost.transferred_bytes,
         "kvferry.transferred_tokens": cost.transferred_tokens,
     }
-
-
-def _name_of(message: Generate | EncodeRequest) -> str:
-    if isinstance(message, EncodeRequest):
-        return ENCODE
-    return PREFILL if message.handoff else DECODE

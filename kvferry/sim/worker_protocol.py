@@ -20,6 +20,7 @@ from core.wire.media import ECSource
 from core.wire.messages import Refused, Register, Registered, Role, RouterMessage
 from core.worker.actions import (
     Action,
+    EndUnanswered,
     ExpectTransfer,
     MeetWorker,
     ReleaseEmbeddings,
@@ -156,6 +157,7 @@ class SimWorkerProtocol:
                 Send: self._send,
                 SubmitAdd: lambda action: self.engine.submit(Add(action.requests)),
                 SubmitAbort: lambda action: self.engine.submit(Abort(action.engine_request_ids)),
+                EndUnanswered: lambda action: None,
                 ExpectTransfer: lambda action: self._expect(action.handoff),
                 MeetWorker: lambda action: self._meet(action.producer),
                 ReleaseTransfers: lambda action: self._release(action.transfer_ids),

@@ -17,21 +17,25 @@ import zmq
 import zmq.asyncio
 
 from connectors.testing.contexts import worker_context
+from core.clock import SystemClock
 from core.config import load_config
 from core.engine.step_watch import StepSize
 from core.errors import ConfigError
 from core.release import package_version
 from core.request import EngineCoreOutput, PrefillStats
 from core.sched.stats import EngineStats
+from core.tracing import TraceContext
 from core.wire.codec import WIRE_VERSION, decode_worker_frame, encode_router_message
 from core.wire.early import MeetProducer
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (
     Abort,
     ChoiceStart,
+    ErrorInfo,
     Generate,
     Goodbye,
     Heartbeat,
+    Refused,
     Register,
     Registered,
     Rejected,
@@ -47,6 +51,7 @@ from core.worker.process import WorkerProcess
 from core.worker.role import EngineFacts
 from core.worker.state import WorkerState
 from decode.role import DecodeHandler
+from tests.support.trace_collector import memory_tracer
 
 pytestmark = pytest.mark.slow
 
@@ -198,10 +203,10 @@ def journal():
 
 @pytest.fixture
 def make_worker(router, journal):
-    def make(assemble=None, settings=(), gate=None, known_step=None):
+    def make(assemble=None, settings=(), gate=None, known_step=None, tracer=None):
         address = f"worker.router_addresses=['{router.address}']"
         config = load_config(assignments=[address, "worker.drain_timeout_s=5", "worker.pin_cpus=false", *settings])
-        context = replace(worker_context("decode", engine_id="w0", incarnation=7), config=config)
+        context = replace(worker_context("decode", engine_id="w0", incarnation=7), config=config, tracer=tracer)
         built = SimpleNamespace(
             grammars=None,
             contents=None,
@@ -456,6 +461,20 @@ async def test_restarted_router_gets_a_fresh_worker(running, router, journal):
     while (await router.expect(list))[0].request_id != "next":
         pass
     assert "abort orphan/0" in journal
+
+
+async def test_request_of_a_lost_router_ends_in_its_trace(make_worker, router):
+    tracer, spans = memory_tracer(SystemClock())
+    task = asyncio.create_task(make_worker(tracer=tracer).run(lambda announcement: None))
+    await router.expect(Heartbeat)
+    leg = TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
+    await router.send(msgspec.structs.replace(generate("orphan", first_token=7), trace=leg))
+    await router.send(Refused(error=ErrorInfo(code="not_registered", message="unknown worker")))
+    await router.send(generate("next", max_tokens=1))
+    await router.expect(list)
+    assert spans()["kvferry.decode"].status.description == "aborted:router_lost"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
 
 
 async def test_signal_during_the_load_ends_the_worker_at_once(make_worker):

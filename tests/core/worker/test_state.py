@@ -29,6 +29,7 @@ from core.wire.messages import (
 from core.wire.sampling import SamplingParams
 from core.worker.actions import (
     AdmissionLimits,
+    EndUnanswered,
     EngineLoad,
     ExpectTransfer,
     MeetWorker,
@@ -94,6 +95,10 @@ def worker():
 
 def sent(actions, link=None):
     return [action.message for action in actions if isinstance(action, Send) and link in (None, action.link)]
+
+
+def ended_unanswered(request_id):
+    return [SubmitAbort([f"{request_id}/0"]), EndUnanswered((request_id,), "aborted:router_lost")]
 
 
 # ---- membership ------------------------------------------------------------------------------------------------------
@@ -211,14 +216,14 @@ def test_answered_heartbeats_keep_a_quiet_router(worker):
 def test_restarted_router_does_not_inherit_requests(worker):
     worker.generate("old", "a")
     actions = worker.state.on_router_message("a", Registered(router_id="reborn"), 1.0)
-    assert actions == [SubmitAbort(["old/0"])]
+    assert actions == ended_unanswered("old")
     assert isinstance(worker.generate("new", "a", 1.0)[0], SubmitAdd)
 
 
 def test_worker_unknown_to_the_router_registers_again(worker):
     worker.generate("old", "a")
     refused = Refused(error=ErrorInfo(code="protocol_error", message="unknown worker"))
-    assert worker.state.on_router_message("a", refused, 1.0) == [SubmitAbort(["old/0"])]
+    assert worker.state.on_router_message("a", refused, 1.0) == ended_unanswered("old")
     assert sent(worker.state.on_timer(1.0 + REGISTER_INTERVAL_S), "a") == [REGISTRATION]
 
 
@@ -226,7 +231,7 @@ def test_request_that_came_late_ends_when_its_router_does_not_know_the_worker(wo
     hear_only_from("b", worker, until=5)
     worker.generate("late", "a", 5.0)
     refused = Refused(error=ErrorInfo(code="not_registered", message="unknown worker"))
-    assert worker.state.on_router_message("a", refused, 5.1) == [SubmitAbort(["late/0"])]
+    assert worker.state.on_router_message("a", refused, 5.1) == ended_unanswered("late")
 
 
 def test_late_request_of_a_lost_router_ends_when_another_process_answers(worker):
@@ -249,12 +254,12 @@ def test_late_request_of_a_lost_router_ends_when_one_of_another_version_answers(
     hear_only_from("b", worker, until=5)
     worker.generate("late", "a", 5.0)
     error = VersionMismatch(ours=1, theirs=2)
-    assert worker.state.on_bad_frame("a", error, 5.1) == [SubmitAbort(["late/0"])]
+    assert worker.state.on_bad_frame("a", error, 5.1) == ended_unanswered("late")
 
 
 def test_router_that_left_the_name_service_loses_its_requests(worker):
     worker.generate("r", "a")
-    assert worker.state.disconnect("a") == [SubmitAbort(["r/0"])]
+    assert worker.state.disconnect("a") == ended_unanswered("r")
     assert worker.generate("late", "a", 1.0) == []
 
 

@@ -1,5 +1,7 @@
 """A worker's spans: which there are, where they lie, what they say, and when they end."""
 
+import sys
+
 import pytest
 
 from core.testing.clock import FakeClock
@@ -187,7 +189,22 @@ def test_what_is_not_traced_leaves_nothing(bench):
     assert bench.spans() == {}
 
 
-def test_requests_of_routers_that_vanish_are_forgotten_in_time(bench):
+def test_a_request_that_gets_no_reply_ends_as_failed(bench):
+    bench.generate()
+    bench.traces.on_unanswered(("r", "of a call"), "aborted:router_lost", 1000.2)
+    assert bench.interval_ms("kvferry.decode") == (0, 200)
+    assert bench.spans()["kvferry.decode"].status.description == "aborted:router_lost"
+
+
+def test_neither_prompts_nor_images_are_kept_for_spans(bench):
+    prompt, image = tuple(range(1000)), bytes(1000)
+    before = sys.getrefcount(prompt), sys.getrefcount(image)
+    bench.traces.on_message(Generate(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(), trace=LEG), 1000.0)
+    bench.traces.on_message(EncodeRequest(request_id="s", mm_features=(), media=(image,), trace=LEG), 1000.0)
+    assert (sys.getrefcount(prompt), sys.getrefcount(image)) == before
+
+
+def test_no_more_than_a_bounded_number_of_requests_is_followed(bench):
     for number in range(MAX_OPEN + 1):
         bench.generate(f"r{number}")
     bench.traces.on_message(Abort(request_ids=("r0",)), 1000.1)
