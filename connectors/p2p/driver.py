@@ -104,6 +104,7 @@ class P2PDriver:
         self._server: ControlServer | None = None
         self._clients: ControlClients | None = None
         self._transfers: TransferThread | None = None
+        self._chosen_by_readers: set[str] = set()  # transports; a producer does not learn when a reader is gone
         self.control_address = ""  # where consumers connect; empty until a producer has started
 
     @property
@@ -235,13 +236,12 @@ class P2PDriver:
 
     def _on_transfer(self, report: TransferReport, now: float) -> list[Action]:
         assert self._agent is not None
-        consumer = self._agent.consumer
-        actions = consumer.on_transfer(report, now)
+        actions = self._agent.consumer.on_transfer(report, now)
         match report.event:
             case PeerOpened() as opened:
                 self._note_peer(opened)
             case PeerFailed() as failed:
-                self._note_failed_peer(failed, consumer.peers.transports_in_use())
+                self._note_failed_peer(failed)
         return actions
 
     def _on_handshake(self, handshake: Handshake, now: float) -> list[Reply]:
@@ -308,20 +308,18 @@ class P2PDriver:
         self._host.fail(error)
 
     def _note_peer(self, opened: PeerOpened) -> None:
-        self._metrics.set_transport(opened.transport, is_used=True)
         incarnation = f"{opened.peer.incarnation:016x}"
         fallback = {"instead_of": opened.instead_of} if opened.instead_of else {}
         self._log_transport(transport=opened.transport, peer=opened.peer.address, incarnation=incarnation, **fallback)
 
-    def _note_failed_peer(self, failed: PeerFailed, in_use: set[str]) -> None:
-        """Log that a transport failed; the consumer tries the next one. ``in_use`` names the transports of open peers."""
-        self._metrics.set_transport(failed.transport, is_used=failed.transport in in_use)
+    def _note_failed_peer(self, failed: PeerFailed) -> None:
+        """Log that a transport failed; the consumer tries the next one."""
         name = f"{self._metrics.kind}_transport_failed"
         _log.warning(event(name, transport=failed.transport, peer=failed.peer.address, error=failed.error.message))
 
     def _note_consumer(self, handshake: Handshake, answer: ControlMessage) -> None:
         if isinstance(answer, HandshakeReply):
-            self._metrics.set_transport(answer.transport, is_used=True)
+            self._chosen_by_readers.add(answer.transport)
             self._log_transport(transport=answer.transport, reader=handshake.engine_id)
         elif isinstance(answer, HandshakeRefused):
             name = f"{self._metrics.kind}_handshake_refused"
@@ -382,8 +380,7 @@ class P2PDriver:
         _log.info(event(f"{self._metrics.kind}_transport", **fields))
 
     def _publish(self) -> None:
-        for name in self.transports:
-            self._metrics.set_transport(name, is_used=False)
+        self._metrics.start_transports(self.transports, self._transports_in_use)
         self._metrics.read_at_scrape(self._num_leased_blocks, self._num_loading_blocks, self._events)
         if self._host.serves_prefixes:
             self._metrics.start_prefixes(self._num_pinned_blocks)
@@ -399,6 +396,9 @@ class P2PDriver:
 
     def _num_loading_blocks(self) -> int:
         return self._agent.consumer.num_loading_blocks if self._agent is not None else 0
+
+    def _transports_in_use(self) -> set[str]:
+        return self._chosen_by_readers | self._agent.consumer.peers.transports_in_use() if self._agent is not None else set()
 
     def _num_broken_transports(self) -> dict[str, int]:
         return self._agent.consumer.peers.health.num_broken() if self._agent is not None else {}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -28,7 +28,10 @@ class P2PMetrics:
         self._registry = registry
         prefix = PREFIX + kind
         self._transport = Gauge(
-            f"{prefix}_transport_info", "1 if a peer is read, or reads, by this transport.", ["transport"], registry=registry
+            f"{prefix}_transport_info",
+            "1 if a peer is read by this transport, or once a reader has chosen it.",
+            ["transport"],
+            registry=registry,
         )
         self._transfers = Counter(f"{prefix}_transfers", "Loads that succeeded.", ["transport"], registry=registry)
         self._bytes = Counter(f"{prefix}_transfer_bytes", "Bytes of loads that succeeded.", ["transport"], registry=registry)
@@ -57,10 +60,15 @@ class P2PMetrics:
         )
         start_at_zero(self._failures, *((reason,) for reason in FALLBACK_REASONS))
 
-    def set_transport(self, transport: str, is_used: bool) -> None:
-        """Show a transport as usable here (0) or in use (1)."""
-        self._transport.labels(transport).set(int(is_used))
-        start_at_zero(self._transfers, (transport,))
+    def start_transports(self, transports: Sequence[str], in_use: Callable[[], Container[str]]) -> None:
+        """Publish which of the transports that are usable here are in use (1) or not (0)."""
+
+        def reading(name: str) -> Callable[[], float]:
+            return lambda: name in in_use()
+
+        for name in transports:
+            self._transport.labels(name).set_function(reading(name))
+            start_at_zero(self._transfers, (name,))
 
     def count_load(self, ended: LoadEnded) -> None:
         """Count a finished load; an aborted one is neither a success nor a failure."""

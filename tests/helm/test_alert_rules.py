@@ -166,7 +166,7 @@ def fresh():
     RouterMetrics(router)
     WorkerMetrics(worker, dict.fromkeys([*ENGINE_METRICS.values(), *WORKER_METRICS], lambda: 0.0))
     p2p = P2PMetrics(worker)
-    p2p.set_transport("tcp", is_used=False)
+    p2p.start_transports(("tcp",), set)
     p2p.read_at_scrape(lambda: 0, lambda: 0, lambda: {"lease_expired": 0})
     return [sample for registry in (router, worker) for family in registry.collect() for sample in family.samples]
 

@@ -68,6 +68,10 @@ class Started:
         assert all(record.levelname == "WARNING" for record in found)
         return [record.msg.fields for record in found]
 
+    @property
+    def is_transport_used(self):
+        return self.metrics.get_sample_value("kvferry_kv_transport_info", {"transport": "tcp"})
+
     def count(self, happened):
         return self.metrics.get_sample_value("kvferry_kv_handoff_events_total", {"event": happened})
 
@@ -92,10 +96,10 @@ async def reader(start):
     return await start()
 
 
-def pull(request_id, num_blocks=3):
+def pull(request_id, num_blocks=3, peer=NOBODY):
     rows = range(num_blocks)
     units = row_units(rows, rows, [ExpectedSeal(1, 0, bytes(16), 32)] * num_blocks)
-    return PullRequest(request_id, HandoffRef("t", NOBODY), units, 32 * num_blocks)
+    return PullRequest(request_id, HandoffRef("t", peer), units, 32 * num_blocks)
 
 
 # ---- failed loads
@@ -167,6 +171,20 @@ async def test_failed_load_has_the_id_of_the_routers_log_in_every_attempt(reader
 async def test_fence_is_one_line_that_names_the_peer(reader):
     reader.told(PeerFenced(NOBODY, 17))
     assert reader.lines("kv_peer_fenced") == [{"peer": NOBODY.address, "quarantined_blocks": 17}]
+
+
+# ---- transports in use
+
+
+async def test_transport_is_in_use_from_the_first_handshake_until_its_peer_is_lost(start):
+    owner, reader = await start("prefill"), await start()
+    assert (owner.is_transport_used, reader.is_transport_used) == (0, 0)
+    await reader.end(P2PConnectorMetadata(pulls=[pull("r/0", peer=PeerId(owner.connector.control_address, 1))]))
+    assert (owner.is_transport_used, reader.is_transport_used) == (1, 1)
+    await owner.connector.stop()
+    async with asyncio.timeout(WAIT_S):
+        while reader.is_transport_used:  # noqa: ASYNC110  polls a gauge
+            await asyncio.sleep(0.01)
 
 
 # ---- counters

@@ -50,11 +50,12 @@ def test_aborted_load_is_neither_success_nor_failure(metrics, registry):
 
 
 def test_transport_in_use_reads_one(metrics, registry):
-    metrics.set_transport("shm", is_used=False)
-    metrics.set_transport("tcp", is_used=False)
-    metrics.set_transport("tcp", is_used=True)
+    in_use = {"tcp"}
+    metrics.start_transports(("shm", "tcp"), lambda: in_use)
     assert registry.get_sample_value("kvferry_kv_transport_info", {"transport": "shm"}) == 0
     assert registry.get_sample_value("kvferry_kv_transport_info", {"transport": "tcp"}) == 1
+    in_use.clear()
+    assert registry.get_sample_value("kvferry_kv_transport_info", {"transport": "tcp"}) == 0
 
 
 def test_gauges_and_events_are_read_at_each_scrape(metrics, registry):
