@@ -31,6 +31,7 @@ CLIENT_ERRORS = frozenset(
     }
 )
 CACHED, COMPUTED = "cache", "computed"  # where prompt tokens came from
+PASSED_ON = "passed_on"  # in the place of a reason to finish
 BY_LOAD = "by_load"  # the reason of a placement that no prediction was made for
 PLACEMENT_REASONS = ("prefix", "source", "wait", "load", "session", "availability", "local", BY_LOAD)
 
@@ -214,6 +215,10 @@ class RouterMetrics:
         self._latency_s.observe(seconds)
         for reason in finish_reasons:
             self._success.labels(reason).inc()
+
+    def count_passed_on(self) -> None:
+        """Count an answer of an engine that was passed on to its end; the router does not read why its choices ended."""
+        self._success.labels(PASSED_ON).inc()
 
     def count_tokens(self, num_prompt_tokens: int, num_output_tokens: int) -> None:
         """Count the tokens of an ended request, successful or not."""

@@ -25,7 +25,7 @@ def add_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
     def count_phase(phase: RequestPhase) -> Callable[[], float]:
         return lambda: sum(request.phase is phase for request in dispatcher.requests.values())
 
-    metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(dispatcher))
+    metrics.watch("num_requests_running", "Requests that are with a worker.", lambda: len(dispatcher) - dispatcher.num_waiting)
     metrics.watch_each(
         "num_requests_by_phase",
         "Requests by the leg they are on.",
@@ -55,7 +55,6 @@ def add_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
         "Workers whose engines make no progress.",
         lambda: sum(member.progress.standing is Standing.STALLED for member in membership.members),
     )
-    metrics.watch("ready", "1 if a request can be served now.", lambda: core.not_ready_reason is None)
 
 
 def _add_routing_gauges(metrics: RouterMetrics, costs: RouteCosts) -> None:

@@ -135,6 +135,7 @@ class Endpoints:
         self._request_timeout_s = config.request_timeout_s
         self._renderer = EngineRenderer(gateway.engine_api, ids)
         self.created = int(time.time())
+        metrics.watch("ready", "1 if a request can be served now.", lambda: self.not_ready_reason is None)
 
     # ---- generation --------------------------------------------------------------------------------------------------
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections.abc import Coroutine
 from contextlib import AsyncExitStack
+from http import HTTPStatus
 from typing import Any, TypeVar
 
 from litestar.types import Receive, Scope, Send
@@ -17,6 +17,7 @@ from router.http import sse
 from router.http.errors import anthropic_error_body, error_body
 from router.metrics import RouterMetrics
 from router.rendered.bodies import MESSAGES
+from router.rendered.renderer import refusal
 
 T = TypeVar("T")
 _EVENT_END = b"\n\n"
@@ -34,11 +35,19 @@ class PassedOn:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer to its end, or to its failure."""
         async with self._stack:
-            with contextlib.suppress(Cancelled):
-                await unless_gone(receive, self._send_all(send))
+            try:
+                failure = await unless_gone(receive, self._send_all(send))
+            except Cancelled as gone:
+                failure = gone.code
+        if failure:
+            self._metrics.count_failed(failure)
+        else:
+            self._metrics.count_passed_on()
 
-    async def _send_all(self, send: Send) -> None:
+    async def _send_all(self, send: Send) -> str:
+        """Return the code of the error that the answer is, or has ended in; empty without one."""
         answer = self._answer
+        failure = refusal(answer.status, b"").code if answer.status >= HTTPStatus.BAD_REQUEST else ""
         headers = [(b"content-type", answer.content_type.encode()), (b"cache-control", b"no-cache")]
         await send({"type": "http.response.start", "status": answer.status, "headers": headers})
         rest = b""
@@ -48,12 +57,13 @@ class PassedOn:
                 if whole:
                     await send({"type": "http.response.body", "body": whole, "more_body": True})
         except CallFailed as failed:
-            rest = self._failed(failed.info)  # instead of what has come of the next event
+            failure = failed.info.code
+            rest = self._last_of(failed.info)  # instead of what has come of the next event
         await send({"type": "http.response.body", "body": rest, "more_body": False})
+        return failure
 
-    def _failed(self, info: ErrorInfo) -> bytes:
+    def _last_of(self, info: ErrorInfo) -> bytes:
         """Return the error as an event; the stream ends without an end mark, so that it does not look complete."""
-        self._metrics.count_failed(info.code)
         if not self._is_stream:
             return b""
         return sse.event(anthropic_error_body(info), "error") if self._path == MESSAGES else sse.event(error_body(info))

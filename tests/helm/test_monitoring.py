@@ -25,7 +25,7 @@ from router.metrics import RouterMetrics
 
 ROOT = Path(__file__).parents[2]
 NAME = re.compile(r"\bkvferry_[a-z0-9_]+")
-ELSEWHERE = {"kvferry_kv_load_fallbacks", "kvferry_upload_bytes"}  # made by the worker's shell and by the HTTP application
+ELSEWHERE = {"kvferry_kv_load_fallbacks", "kvferry_upload_bytes", "kvferry_ready"}  # of the worker's shell and of HTTP
 
 
 def families(registry):

@@ -293,6 +293,14 @@ def whole(engines, prefill, decode):
     engines.workers[1].script.calls[CHAT] = decode
 
 
+def ends_of(under_test):
+    """Return how many requests have ended in which way."""
+    metrics = under_test.router.endpoints.metrics.registry.collect()
+    samples = [sample for metric in metrics for sample in metric.samples if sample.value]
+    names = {"kvferry_request_success_total": "finished_reason", "kvferry_request_failure_total": "code"}
+    return {sample.labels[names[sample.name]]: sample.value for sample in samples if sample.name in names}
+
+
 async def test_a_whole_body_goes_to_both_engines_with_the_place_of_the_blocks(engines):
     whole(engines, lambda body: (200, {"kv_transfer_params": PARAMS}), lambda body: (200, {"id": "theirs"}))
     assert await ask(engines, chat(use_beam_search=True, n=2)) == {"id": "theirs"}
@@ -308,6 +316,22 @@ async def test_both_legs_of_a_whole_body_continue_the_clients_trace(engines):
     async with engines.client() as client:
         await client.post(CHAT, json=chat(use_beam_search=True), headers=trace.headers)
     assert [worker.messages(EngineCall)[0].trace for worker in engines.workers] == [trace, trace]
+
+
+@pytest.mark.parametrize(
+    ("answer", "status", "ends"),
+    [
+        ((200, {"ok": 1}), 200, {"passed_on": 1}),
+        ((200, "data: 1\n\n", "data: 2\n\n"), 200, {"passed_on": 1}),
+        ((200, "data: 1\n\n", GONE), 200, {"engine_dead": 1}),
+        ((400, {"error": {"message": "no"}}), 400, {"invalid_request": 1}),
+    ],
+    ids=["whole", "stream", "broken stream", "refused"],
+)
+async def test_each_whole_body_is_counted_once_by_how_it_ended(engines, answer, status, ends):
+    whole(engines, lambda body: (200, {}), lambda body: answer)
+    await ask(engines, chat(use_beam_search=True), status=status)
+    assert ends_of(engines) == ends
 
 
 async def test_a_whole_stream_is_passed_on_as_it_comes(engines):
@@ -346,6 +370,7 @@ async def test_a_client_that_leaves_ends_the_call(start_router):
         (call,) = worker.messages(EngineCall)
         await worker.aborts(call.request_id)
     await served.until(lambda: not served.router.gateway.core.calls)
+    await served.until(lambda: ends_of(served) == {"cancelled": 1})
 
 
 @pytest.mark.parametrize("fields", [{"use_beam_search": True}, {"tools": TOOLS}], ids=["whole", "rendered"])

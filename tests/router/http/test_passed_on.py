@@ -21,8 +21,10 @@ async def test_an_error_within_an_event_of_the_engine_is_an_event_of_its_own():
     async def send(message):
         sent.append(message.get("body", b""))
 
-    metrics = SimpleNamespace(count_failed=lambda _: None)
+    codes = []
+    metrics = SimpleNamespace(count_failed=codes.append)
     await PassedOn("/v1/completions", answer, AsyncExitStack(), metrics)({}, asyncio.Event().wait, send)
     event, error, rest = b"".join(sent).split(b"\n\n")
     assert (event, rest) == (b"data: 1", b"")
     assert error.startswith(b'data: {"error"')
+    assert codes == ["peer_unreachable"]

@@ -107,6 +107,7 @@ async def test_stopping_waits_for_requests_in_flight_and_refuses_new_ones(start_
         async with under_test.client() as late:
             assert (await late.post("/v1/completions", json=BODY)).status_code == 503
             assert (await late.get("/ready")).status_code == 503
+        assert under_test.metric("kvferry_ready") == 0
         decode.script.resume.set()
         assert (await call).json()["choices"][0]["text"] == "hello world"
         await stopping
