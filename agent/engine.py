@@ -18,8 +18,9 @@ from agent.calls import ServerCalls
 from agent.progress import ServerProgress
 from agent.regeneration import KnownTokens, is_regenerated
 from agent.releases import HandoffReleases
+from agent.server_metrics import ServerLoad
 from agent.vllm_protocol import Answer, generate_body, prompt_token_logprobs, token_logprobs
-from agent.vllm_server import Health, ServerLoad, VllmServer
+from agent.vllm_server import Health, VllmServer
 from core.clock import Clock
 from core.engine.step_watch import StepReading
 from core.errors import EngineDead, KVFerryError

@@ -1,12 +1,20 @@
-"""The agent's gauges: the names and meanings are those of our own workers, the values the server's."""
+"""The agent's metrics: the names and meanings are those of our own workers, the values the server's."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
+
+from prometheus_client import CollectorRegistry
 
 from agent.engine import VllmEngine
-from core.metrics import Metric
+from agent.server_metrics import HandoffCounts
+from core.errors import FALLBACK_REASONS
+from core.metrics import Metric, read_labelled_counter
 from core.worker.state import WorkerState
+
+TRANSPORT = "vllm"  # the label of loads: the plug-in does not tell by which one they were
+
+_Samples = Iterable[tuple[Sequence[str], float]]
 
 _DRAINING = Metric("draining", "gauge", "1 while the worker takes no new requests.")
 _ROUTERS = Metric("registered_routers", "gauge", "Routers that have this worker in their membership.")
@@ -16,6 +24,7 @@ _WAITING = Metric("num_requests_waiting", "gauge", "Requests that wait in the se
 _LOADING = Metric("num_requests_loading", "gauge", "Requests of the server whose KV cache is being loaded.")
 _USAGE = Metric("kv_cache_usage_perc", "gauge", "Share of the server's KV blocks in use, 0 to 1.")
 _LEASED = Metric("kv_leased_blocks", "gauge", "Blocks that the server holds for readers, or that late reads may still write.")
+_QUARANTINED = Metric("kv_quarantined_blocks", "gauge", "Blocks that an abandoned read of the server may still write.")
 _LEAKED = Metric(
     "kv_leaked_blocks",
     "gauge",
@@ -23,8 +32,13 @@ _LEAKED = Metric(
 )
 
 
-def readings(engine: VllmEngine, num_blocks: int, state: Callable[[], WorkerState | None]) -> dict[Metric, Callable[[], float]]:
-    """Return a function for each gauge. ``num_blocks`` are the server's; ``state`` returns None at the start."""
+def readings(
+    engine: VllmEngine, num_blocks: int, state: Callable[[], WorkerState | None], role: str
+) -> dict[Metric, Callable[[], float]]:
+    """Return a function for each gauge. ``num_blocks`` are the server's; ``state`` returns None at the start.
+
+    The server tells one number of the blocks it holds: of a decode server they wait for late reads, of others for readers.
+    """
 
     def num_leaked() -> float:
         load = engine.load
@@ -40,5 +54,33 @@ def readings(engine: VllmEngine, num_blocks: int, state: Callable[[], WorkerStat
         _LOADING: lambda: float(engine.load.num_loading),
         _USAGE: lambda: engine.load.kv_cache_usage,
         _LEASED: lambda: float(engine.load.num_held_blocks),
+        _QUARANTINED: lambda: float(engine.load.num_held_blocks if role == "decode" else 0),
         _LEAKED: num_leaked,
     }
+
+
+def count_handoffs(registry: CollectorRegistry, engine: VllmEngine) -> None:
+    """Register the counters of the server's plug-in. They have no samples until the server has told them, or without it.
+
+    Prometheus would take the first counts after a 0 for new events, although the server may be older than its agent.
+    """
+
+    def register(name: str, documentation: str, labels: tuple[str, ...], read: Callable[[HandoffCounts], _Samples]) -> None:
+        def read_if_told() -> _Samples:
+            counts = engine.load.handoffs
+            return read(counts) if counts is not None else []
+
+        read_labelled_counter(registry, name, documentation, labels, read_if_told)
+
+    by_transport, no_failures = ("transport",), dict.fromkeys(FALLBACK_REASONS, 0)
+    register("kv_transfers", "Loads that succeeded.", by_transport, lambda counts: [((TRANSPORT,), counts.num_loads)])
+    register(
+        "kv_transfer_bytes", "Bytes of loads that succeeded.", by_transport, lambda counts: [((TRANSPORT,), counts.num_bytes)]
+    )
+    register("kv_verified_blocks", "Blocks that were read and verified.", (), lambda counts: [((), counts.num_verified_blocks)])
+    register(
+        "kv_transfer_failures",
+        "Handoffs of which nothing, or not everything, could be used, by reason.",
+        ("reason",),
+        lambda counts: [((reason,), number) for reason, number in (no_failures | dict(counts.failures)).items()],
+    )

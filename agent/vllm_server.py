@@ -5,7 +5,6 @@ Owns the connections. Errors come out as those of ``core.errors``.
 
 from __future__ import annotations
 
-import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -16,6 +15,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
+from agent.server_metrics import ServerLoad, has_plugin, labels_of, read_load
 from agent.vllm_protocol import ABORT, GENERATE, RENDER, Answer, decode_answer
 from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, Overloaded
 from core.tracing import TraceContext
@@ -29,9 +29,6 @@ T = TypeVar("T")
 
 MAX_EVENT_BYTES = 16 << 20
 _EVENT, _EVENT_END, _LAST_EVENT = b"data: ", b"\n\n", b"data: [DONE]"
-_SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
-_LOADS, _IN_PROGRESS = "vllm:num_requests_kv_fetch_by_stage", 'stage="in_progress"'
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,23 +51,6 @@ class Health(Enum):
     HEALTHY = "healthy"
     SILENT = "silent"
     GONE = "gone"
-
-
-@dataclass(frozen=True, slots=True)
-class ServerLoad:
-    """The server's load. ``num_steps`` counts the steps of its engines that brought a token.
-
-    The blocks of ``num_loading`` of the waiting requests are on their way. ``kv_cache_usage`` is that of the fullest engine,
-    0 to 1, and ``total_usage`` the sum over all.
-    """
-
-    num_running: int = 0
-    num_waiting: int = 0
-    num_loading: int = 0
-    kv_cache_usage: float = 0.0
-    total_usage: float = 0.0
-    num_held_blocks: int = 0
-    num_steps: int = 0
 
 
 class _Model(msgspec.Struct):
@@ -157,7 +137,7 @@ class VllmServer:
         if not models.data or not models.data[0].max_model_len:
             raise ConfigError(f"agent.engine = {self.url}: it names no model with a max_model_len")
         metrics = await self._metrics()
-        cache = _labels(metrics, "vllm:cache_config_info")
+        cache = labels_of(metrics, "vllm:cache_config_info")
         return ServerFacts(
             version=version.version,
             model=models.data[0].id,
@@ -166,7 +146,7 @@ class VllmServer:
             block_size=_number(cache.get("block_size"), 1),
             splits_output=await self._splits_output(),
             has_prefix_cache=cache.get("enable_prefix_caching", "True") == "True",
-            has_plugin="\nvllm:kvferry_" in metrics,
+            has_plugin=has_plugin(metrics),
         )
 
     async def load(self, timeout_s: float) -> ServerLoad:
@@ -175,24 +155,7 @@ class VllmServer:
         Raises:
             EngineDead: it does not answer in time.
         """
-        text = await self._metrics(timeout_s)
-        sums: dict[str, float] = {}
-        most: dict[str, float] = {}
-        num_loading = 0.0
-        for name, labels, value in _SAMPLE.findall(text):
-            if name == _LOADS and _IN_PROGRESS in labels:
-                num_loading += float(value)
-            sums[name] = sums.get(name, 0.0) + float(value)
-            most[name] = max(most.get(name, 0.0), float(value))
-        return ServerLoad(
-            num_running=int(sums.get("vllm:num_requests_running", 0)),
-            num_waiting=int(sums.get("vllm:num_requests_waiting", 0)),
-            num_loading=int(num_loading),
-            kv_cache_usage=min(1.0, most.get("vllm:kv_cache_usage_perc", 0.0)),
-            total_usage=sums.get("vllm:kv_cache_usage_perc", 0.0),
-            num_held_blocks=int(sums.get("vllm:kvferry_held_blocks", 0)),
-            num_steps=int(sums.get("vllm:iteration_tokens_total_count", 0)),
-        )
+        return read_load(await self._metrics(timeout_s))
 
     async def _check_token_routes(self) -> None:
         answer = await self._post(ABORT, {"request_ids": []})
@@ -322,13 +285,6 @@ def _error(code: int | str | None, message: str) -> KVFerryError:
             return InvalidRequest(f"vLLM: {message}")
         case _:
             return EngineDead(f"vLLM: {message}")
-
-
-def _labels(metrics: str, name: str) -> dict[str, str]:
-    for found, labels, _ in _SAMPLE.findall(metrics):
-        if found == name:
-            return dict(_LABEL.findall(labels))
-    return {}
 
 
 def _number(value: object, default: int) -> int:

@@ -14,7 +14,7 @@ from prometheus_client import CollectorRegistry
 from agent.engine import HANDOFF_LEASE_MS, AgentIdentity, VllmEngine, WatchTerms
 from agent.kv_events import KVEventReader, RenamedBlocks
 from agent.prefill_handler import VllmPrefillHandler
-from agent.readings import readings
+from agent.readings import count_handoffs, readings
 from agent.vllm_server import Health, ServerFacts, VllmServer
 from core.clock import SystemClock
 from core.config import KVFerryConfig
@@ -111,6 +111,7 @@ class VllmWorker(WorkerSource):
         terms = WatchTerms(interval_s=config.agent.watch_interval_s, patience_s=config.agent.patience_s)
         contents = self._follow_cache(identity)
         engine = VllmEngine(server, identity, events, terms, context.clock, context.ids)
+        count_handoffs(context.metrics, engine)
         return WorkerParts(
             engine=engine,
             handler=_handler(context.role, facts),
@@ -121,7 +122,7 @@ class VllmWorker(WorkerSource):
                 drain_timeout_s=config.worker.drain_timeout_s,
             ),
             load=lambda: _load(engine),
-            metrics=WorkerMetrics(context.metrics, readings(engine, facts.num_blocks, events.state)),
+            metrics=WorkerMetrics(context.metrics, readings(engine, facts.num_blocks, events.state, context.role)),
             api=engine,
             contents=contents,
         )

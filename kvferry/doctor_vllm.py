@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
-from agent.vllm_server import Health, ServerFacts, ServerLoad, VllmServer
+from agent.server_metrics import ServerLoad
+from agent.vllm_server import Health, ServerFacts, VllmServer
 from agent.worker import read_api_key
 from core.config import KVFerryConfig
 from core.errors import ConfigError, KVFerryError

@@ -84,6 +84,10 @@ class ScriptedServer:
                     'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="in_progress"} 1.0\n'
                     f'vllm:kv_cache_usage_perc{{engine="0"}} {usage}\nvllm:kvferry_held_blocks{{engine="0"}} 7.0\n'
                     'vllm:kv_cache_usage_perc{engine="1"} 0.25\n'
+                    'vllm:kvferry_loads_total{engine="0"} 3.0\nvllm:kvferry_loads_total{engine="1"} 1.0\n'
+                    'vllm:kvferry_bytes_total{engine="0"} 1.5e+10\nvllm:kvferry_verified_blocks_total{engine="0"} 30.0\n'
+                    'vllm:kvferry_failures_total{engine="0",reason="digest"} 2.0\n'
+                    'vllm:kvferry_refusals_total{engine="0",reason="layout"} 5.0\n'
                     f'vllm:iteration_tokens_total_count{{engine="0"}} {self.num_steps}\n'
                 )
                 if not self.has_plugin:

@@ -6,7 +6,8 @@ import pytest
 
 from agent.readings import readings
 from agent.releases import MAX_KEPT, HandoffReleases
-from agent.vllm_server import Health, ServerLoad, VllmServer
+from agent.server_metrics import HandoffCounts, ServerLoad
+from agent.vllm_server import Health, VllmServer
 from core.errors import ConfigError, EngineDead
 from core.tracing import TraceContext
 from core.wire.sampling import SamplingParams
@@ -23,6 +24,7 @@ async def test_what_the_server_says_of_itself(server, running):
     load = await running.http.load(5.0)
     assert (load.num_running, load.num_waiting, load.kv_cache_usage, load.num_held_blocks) == (2, 1, 0.5, 7)
     assert load.total_usage == 0.75
+    assert load.handoffs == HandoffCounts(4, 15 * 10**9, 30, {"digest": 2, "layout": 5})
 
 
 @pytest.mark.parametrize(("status", "said"), [(403, "--enable-scale-out"), (404, "--enable-scale-out"), (401, "api_key_file")])
@@ -240,7 +242,7 @@ async def test_gauges_have_the_servers_values_and_tell_a_leak(server):
     running = Running(server, patience_s=30.0)
     running.engine.start()
     await running.until(lambda: running.engine.load.num_held_blocks == 7)
-    found = {metric.name: read for metric, read in readings(running.engine, 100, lambda: None).items()}
+    found = {metric.name: read for metric, read in readings(running.engine, 100, lambda: None, "prefill").items()}
     values = {name: read() for name, read in found.items()}
     assert (values["num_requests_running"], values["kv_cache_usage_perc"], values["kv_leased_blocks"]) == (2, 0.5, 7)
     assert values["kv_leaked_blocks"] == 0

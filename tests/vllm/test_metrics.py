@@ -12,7 +12,8 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
 PROGRAM = """
 from types import SimpleNamespace
-from prometheus_client import REGISTRY, Counter, Gauge, Histogram
+from prometheus_client import REGISTRY, Counter, Gauge, Histogram, generate_latest
+from agent.server_metrics import read_load
 from connectors.vllm.counts import RankCounts, SchedulerCounts
 from connectors.vllm.metrics import HandoffMetrics, HandoffStats, stats_of_rank, stats_of_scheduler
 
@@ -38,6 +39,10 @@ assert (value("transfer_seconds_total"), value("verify_seconds_total")) == (1.0,
 assert (value("failures_total", reason="stale"), value("failures_total", reason="digest")) == (2, 1)
 assert (value("refusals_total", reason="layout"), value("held_blocks")) == (3, 7)
 assert value("loads_total", engine="0") == 0
+
+shown = read_load(generate_latest().decode())
+assert (shown.handoffs.num_loads, shown.handoffs.num_bytes, shown.handoffs.num_verified_blocks) == (3, 3000, 30)
+assert (shown.handoffs.failures, shown.num_held_blocks) == ({"stale": 2, "digest": 1, "layout": 3}, 7)
 
 logged = received.aggregate(stats_of_scheduler(SchedulerCounts({}, 0))).reduce()
 assert logged == {
