@@ -41,6 +41,7 @@ AgentRole = Literal["prefill", "decode", "aggregated"]
 
 CONNECTOR = "vllm"  # an engine's own; only agents read from agents
 START_POLL_S = 0.25
+WAITING_LINE_S = 30.0  # between two lines in the log, while the server is not ready
 WARM_UP_TOKENS = 64
 
 
@@ -93,13 +94,23 @@ class VllmWorker(WorkerSource):
         section, clock = self._context.config.agent, self._context.clock
         server = self._server = VllmServer(section.engine, read_api_key(section))
         end = clock.now() + section.start_timeout_s
-        while await server.health(START_POLL_S * 8) is not Health.HEALTHY:
-            if clock.now() > end:
-                raise EngineDead(f"agent.engine = {section.engine}: not ready after {section.start_timeout_s:g} s")
-            await asyncio.sleep(START_POLL_S)
+        await self._wait_until_healthy(server, end)
         self._facts = await server.facts()
         await self._warm_up(server, self._facts, end - clock.now())
         logger.info(event("vllm_ready", url=section.engine, version=self._facts.version, model=self._facts.model))
+
+    async def _wait_until_healthy(self, server: VllmServer, end: float) -> None:
+        """Look at the server until it is ready, and say now and again what it waits for."""
+        section, clock = self._context.config.agent, self._context.clock
+        next_line = clock.now()
+        while (health := await server.health(START_POLL_S * 8)) is not Health.HEALTHY:
+            now = clock.now()
+            if now > end:
+                raise EngineDead(f"agent.engine = {section.engine}: not ready after {section.start_timeout_s:g} s")
+            if now >= next_line:
+                logger.info(event("waiting_for_engine", url=section.engine, health=health.value))
+                next_line = now + WAITING_LINE_S
+            await asyncio.sleep(START_POLL_S)
 
     async def open(self, events: EngineEvents) -> WorkerParts:
         """See ``WorkerSource``."""
