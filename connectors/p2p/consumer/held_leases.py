@@ -3,21 +3,22 @@
 Owns which handoffs are held from arrival to release, and the questions to their producers: all leases of one producer in one
 message, repeated every interval. A lease is good until a lower bound: the producer's answer, counted from the sending of the
 question, so that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the
-bound, and answers to questions from before a lease was taken are ignored for it. Leases say how long blocks are *kept*, and
-so whether a read is worth starting; they never prove that a read was right.
+bound, and answers to questions from before a lease was taken are ignored for it. Each lease remembers the questions about
+itself, so however many leases there are, their answers find them. Leases say how long blocks are *kept*, and so whether a
+read is worth starting; they never prove that a read was right.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from connectors.p2p.actions import Action, HandoffRef, SendControl
 from connectors.p2p.transport.interface import PeerId
 from core.wire.kv import LeaseRelease, LeaseRenew, LeaseState
 
-MAX_OPEN_QUESTIONS = 64  # per producer; the oldest are forgotten
+MAX_OPEN_QUESTIONS = 64  # about one lease, of a producer that answers none; the oldest are forgotten
 
 
 @dataclass(slots=True)
@@ -25,8 +26,19 @@ class _HeldLease:
     producer: PeerId
     first_question: int  # the first one about it; earlier questions concern an earlier hold of the same lease
     good_until: float = -math.inf
-    is_asked_for: bool = False  # a question about it is open
     expected_until: float | None = None  # not held yet: until when it is kept; None = it is held
+    asked_at: dict[int, float] = field(default_factory=dict)  # of the open questions about it, by number, in order
+
+    def open_question(self, number: int, now: float) -> None:
+        """Remember when a question about it is asked."""
+        self.asked_at[number] = now
+        if len(self.asked_at) > MAX_OPEN_QUESTIONS:
+            del self.asked_at[next(iter(self.asked_at))]
+
+    def close_questions(self, number: int) -> float | None:
+        """Return when the last open question up to this number was asked, None without one, and close all of them."""
+        answered = [asked for asked in self.asked_at if asked <= number]
+        return [self.asked_at.pop(asked) for asked in answered][-1] if answered else None
 
 
 @dataclass(slots=True)
@@ -45,7 +57,6 @@ class HeldLeases:
         self._margin_s = margin_s
         self._emit = emit
         self._leases: dict[str, _HeldLease] = {}
-        self._asked_at: dict[str, dict[int, float]] = {}  # producer's address → number of the question → when
         self._last_number = 0
         self._renew_at = math.inf
         self.counts = HeldLeaseCounts()
@@ -68,16 +79,21 @@ class HeldLeases:
         """
         if handoff.transfer_id not in self._leases:
             self._take(handoff, now).expected_until = now + self._renew_interval_s
+            self._ask([handoff.transfer_id], now)
 
-    def hold(self, handoff: HandoffRef, now: float) -> None:
-        """Keep a lease alive from now on. Idempotent."""
-        lease = self._leases.get(handoff.transfer_id)
-        if lease is None or (lease.expected_until is not None and lease.producer != handoff.producer):
-            self._take(handoff, now)
-        elif lease.expected_until is not None:
-            self._renew_at = min(self._renew_at, lease.expected_until)  # an interval after the question
-            lease.expected_until = None
-            self.counts.leases_known_in_time += lease.good_until > now
+    def hold(self, handoffs: Iterable[HandoffRef], now: float) -> None:
+        """Keep these leases alive from now on. Idempotent."""
+        taken = []
+        for handoff in handoffs:
+            lease = self._leases.get(handoff.transfer_id)
+            if lease is None or (lease.expected_until is not None and lease.producer != handoff.producer):
+                self._take(handoff, now)
+                taken.append(handoff.transfer_id)
+            elif lease.expected_until is not None:
+                self._renew_at = min(self._renew_at, lease.expected_until)  # an interval after the question
+                lease.expected_until = None
+                self.counts.leases_known_in_time += lease.good_until > now
+        self._ask(taken, now)
 
     def release(self, handoff: HandoffRef) -> None:
         """Release the handoff at its producer, and stop keeping it alive."""
@@ -89,20 +105,19 @@ class HeldLeases:
         lease = self._leases[transfer_id]
         if lease.good_until > now + self._margin_s:
             return True
-        if not lease.is_asked_for:
+        if not lease.asked_at:
             self._ask([transfer_id], now)
         return False
 
     def on_state(self, address: str, state: LeaseState) -> tuple[list[str], list[str]]:
         """Process a producer's answer; return the transfer ids that continue, and those with too little time left."""
-        asked_at = self._close_question(address, state.number)
         going_on: list[str] = []
         ending: list[str] = []
         for transfer_id, left_ms in state.left_ms.items():
             lease = self._leases.get(transfer_id)
             if lease is None or lease.producer != PeerId(address, state.incarnation) or state.number < lease.first_question:
                 continue
-            lease.is_asked_for = False
+            asked_at = lease.close_questions(state.number)
             if left_ms / 1000 <= self._margin_s:
                 del self._leases[transfer_id]
                 ending.append(transfer_id)
@@ -120,10 +135,9 @@ class HeldLeases:
 
     def on_disconnected(self, address: str) -> None:
         """Expect no answers to the open questions; the next round asks again."""
-        self._asked_at.pop(address, None)
         for lease in self._leases.values():
             if lease.producer.address == address:
-                lease.is_asked_for = False
+                lease.asked_at.clear()
 
     def on_timer(self, now: float) -> None:
         """If it is time, renew the held leases, and drop expected ones that no request has taken."""
@@ -147,28 +161,16 @@ class HeldLeases:
 
     def _take(self, handoff: HandoffRef, now: float) -> _HeldLease:
         lease = self._leases[handoff.transfer_id] = _HeldLease(handoff.producer, self._last_number + 1)
-        self._ask([handoff.transfer_id], now)
         self._renew_at = min(self._renew_at, now + self._renew_interval_s)
         return lease
 
-    def _close_question(self, address: str, number: int) -> float | None:
-        """Return when the question of this number was asked, None if it is not open."""
-        questions = self._asked_at.get(address, {})
-        asked_at = questions.pop(number, None)
-        if not questions:
-            self._asked_at.pop(address, None)
-        return asked_at
-
     def _ask(self, transfer_ids: Iterable[str], now: float) -> None:
+        """Ask each producer one question about all of these leases that it holds."""
         by_address: dict[str, list[str]] = {}
         for transfer_id in transfer_ids:
-            lease = self._leases[transfer_id]
-            lease.is_asked_for = True
-            by_address.setdefault(lease.producer.address, []).append(transfer_id)
+            by_address.setdefault(self._leases[transfer_id].producer.address, []).append(transfer_id)
         for address, ids in by_address.items():
             self._last_number += 1
-            questions = self._asked_at.setdefault(address, {})
-            questions[self._last_number] = now
-            if len(questions) > MAX_OPEN_QUESTIONS:
-                del questions[next(iter(questions))]
+            for transfer_id in ids:
+                self._leases[transfer_id].open_question(self._last_number, now)
             self._emit(SendControl(address, LeaseRenew(transfer_ids=tuple(ids), number=self._last_number)))

@@ -111,8 +111,7 @@ class PullProtocol:
     def on_step(self, step: ConsumerStep, now: float) -> list[Action]:
         """Carry out one engine step's orders, in the order of the fields."""
         actions: list[Action] = []
-        for handoff in step.holds:
-            self.leases.hold(handoff, now)
+        self.leases.hold(step.holds, now)
         for request in step.pulls:
             actions += self.start(request, now)
         for request_id, refusal in step.refused.items():
@@ -137,7 +136,7 @@ class PullProtocol:
     def start(self, request: PullRequest, now: float) -> list[Action]:
         """Begin a load. Its lease, if it has one, is held until ``release``."""
         if request.is_leased:
-            self.leases.hold(request.handoff, now)
+            self.leases.hold((request.handoff,), now)
         deadline = now + self._settings.transfer_deadline_s
         if request.deadline is not None:
             deadline = min(deadline, request.deadline)

@@ -2,7 +2,9 @@
 
 import pytest
 
-from connectors.p2p.actions import PostRead, PostSealRead, SendControl
+from connectors.p2p.actions import ConsumerStep, HandoffRef, PostRead, PostSealRead, SendControl
+from connectors.p2p.consumer.held_leases import MAX_OPEN_QUESTIONS
+from connectors.p2p.transport.interface import PeerId
 from connectors.reports import ALL_BLOCKS, LoadEnded
 from core.errors import TransferError
 from core.wire.kv import LeaseRelease, LeaseRenew, LeaseState
@@ -35,6 +37,14 @@ def test_renewals_stop_with_the_release(pull, address):
     assert pull.release() == [SendControl(address, LeaseRelease(transfer_ids=("t",)))]
     assert pull.tick(5) == []
     assert pull.protocol.next_timer() is None
+
+
+def test_leases_that_one_step_takes_are_asked_for_in_one_message_per_owner(pull, address):
+    refs = [HandoffRef(name, PeerId(where, 1)) for name, where in (("t", address), ("u", OTHER), ("v", address))]
+    assert pull.take(pull.protocol.on_step(ConsumerStep(holds=refs), pull.now)) == [
+        SendControl(address, LeaseRenew(transfer_ids=("t", "v"), number=1)),
+        SendControl(OTHER, LeaseRenew(transfer_ids=("u",), number=2)),
+    ]
 
 
 # ---- leases that may be held soon: the request is on its way to the engine
@@ -240,7 +250,39 @@ def test_answer_counts_from_the_question_that_it_names(make_pull):
     pull.clock.advance(4)
     pull.end_read(1)
     assert len(pull.actions(PostRead)) == 1, "asks again"
-    assert len(pull.messages(LeaseRenew)) == 4
+    assert len(pull.messages(LeaseRenew)) == 3
+
+
+@pytest.mark.parametrize("are_expected", [False, True])
+def test_each_of_many_loads_reads_after_the_answer_to_its_only_question(pull, are_expected):
+    """The owner answers in order, when all questions have been asked."""
+    pull.start_reading("opens the peer", num_rows=1)
+    pull.end_reads()
+    names = [f"t{index}" for index in range(200)]
+    for name in names if are_expected else []:
+        pull.expect(name)
+    for name in names:
+        pull.start(name, num_rows=1, transfer_id=name)
+    questions = pull.messages(LeaseRenew)[1:]
+    assert [question.transfer_ids for question in questions] == [(name,) for name in names]
+    for question in questions:
+        pull.grant(60_000, *question.transfer_ids, number=question.number)
+        pull.end_reads()
+    assert pull.failed == {}
+    assert set(names) < set(pull.ended)
+    assert len(pull.messages(LeaseRenew)) == 1 + len(names)
+
+
+def test_owner_that_answers_nothing_is_remembered_the_last_questions_only(pull):
+    pull.hold()
+    for _ in range(MAX_OPEN_QUESTIONS):
+        pull.tick(5)
+    pull.grant(30_000, number=1)
+    pull.start()
+    pull.accept()
+    assert not pull.actions(PostRead), "when that was asked is forgotten"
+    pull.grant(30_000)
+    assert pull.actions(PostRead)
 
 
 def test_repeated_and_made_up_answers_prolong_nothing(make_pull):
