@@ -75,6 +75,11 @@ class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
         return self.order.startswith("H")
 
     @property
+    def shares_heads(self) -> bool:
+        """True if pools may share out the KV heads of a model: vLLM's ranks do, and their readers know which has which."""
+        return self.order.startswith(HNC)
+
+    @property
     def splits_tokens(self) -> bool:
         """True if the bytes of a token can be told apart."""
         return self.order in _SPLITS_TOKENS

@@ -143,10 +143,10 @@ def _shown(model_fingerprint: bytes) -> str:
 
 
 def holds_tokens_alike(layout: KVLayoutInfo, other: KVLayoutInfo) -> bool:
-    """Return True if a token of a KV head takes the same bytes in both, and these can be told apart as far as they differ."""
+    """Return True if a token of a KV head takes the same bytes in both, and a reader can find these as far as they differ."""
     if layout.order != other.order:
         return False
-    if layout.num_kv_heads != other.num_kv_heads and not layout.splits_heads:
+    if layout.num_kv_heads != other.num_kv_heads and not layout.shares_heads:
         return False
     if layout.block_size != other.block_size:
         if not layout.splits_tokens:

@@ -339,12 +339,18 @@ class TransferExecutor:
                 digests = tuple(self._digest_blocks(command.local_rows)) if command.wants_digests else ()
                 return ReadEnded(command.read_id, seals=seals, digests=digests)
             return self._blocks_ended(command, read)
+        except LayoutMismatch as mismatch:
+            return ReadEnded(command.read_id, mismatch)
         finally:
             if read.staged is not None and self._staging is not None:
                 self._staging.give_back(read.staged)
 
     def _blocks_ended(self, command: PostRead, read: _OpenRead) -> ReadEnded:
-        """Convert the blocks in the staging area, unless their load has ended: our blocks may soon belong to others."""
+        """Convert the blocks in the staging area, unless their load has ended: our blocks may soon belong to others.
+
+        Raises:
+            LayoutMismatch: they cannot be converted into ours.
+        """
         digests: tuple[int, ...] = ()
         if read.staged is not None and read.form is not None and self._staging is not None and not read.is_cancelled:
             digests = self._staging.digests(read.staged) if command.wants_digests else ()

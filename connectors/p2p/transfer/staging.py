@@ -24,9 +24,12 @@ from connectors.p2p.actions import PostRead, TokenCopy
 from connectors.p2p.transport.interface import RowRegion
 from connectors.pool_access import PoolAccess, open_pool
 from core.digest import BlockDigester
+from core.errors import LayoutMismatch
 from core.kv.block_form import BlockForm, Bytes, HeadRange, plane_rows
 from core.kv.pool_region import KVPoolRegion
 from core.wire.pairing import STAGING_BYTES
+
+_HeadSlices = tuple[slice, slice]  # of the KV heads in the producer's blocks, and in ours
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +118,12 @@ class StagingArea:
         return tuple(digester.digest(self._memory(row, staged.row_bytes)) for row in staged.rows)
 
     def convert(self, staged: StagedRows, read: PostRead, theirs: BlockForm) -> None:
-        """Fill our blocks from the producer's blocks of ``read``, which have landed in these rows."""
+        """Fill our blocks from the producer's blocks of ``read``, which have landed in these rows.
+
+        Raises:
+            LayoutMismatch: a block of theirs or of ours lacks KV heads that are to be copied; nothing is written.
+        """
+        heads = _shared_heads(read.heads, theirs.num_heads, self._ours.num_heads)
         row_of: Mapping[int, int] = dict(zip(read.remote_rows, staged.rows, strict=True))
         copies_to: dict[int, list[TokenCopy]] = {}
         for copy in read.copies:
@@ -124,8 +132,8 @@ class StagingArea:
             block = self._load(local_row)
             for copy in copies:
                 source = self._memory(row_of[copy.remote_row], staged.row_bytes)
-                _copy_tokens(copy, theirs.views(_planes(source, len(block))), self._ours.views(block), read.heads)
-            _clear_rest(copies, self._ours.views(block), read.heads)
+                _copy_tokens(copy, theirs.views(_planes(source, len(block))), self._ours.views(block), heads)
+            _clear_rest(copies, self._ours.views(block), heads)
             self._store(local_row, block)
 
     def _memory(self, row: int, row_bytes: int) -> memoryview:
@@ -170,17 +178,17 @@ def _planes(block: memoryview, num_planes: int) -> Bytes:
     return np.frombuffer(block, dtype=np.uint8).reshape(num_planes, -1)
 
 
-def _copy_tokens(copy: TokenCopy, source: list[Bytes], target: list[Bytes], heads: HeadRange | None) -> None:
+def _copy_tokens(copy: TokenCopy, source: list[Bytes], target: list[Bytes], heads: _HeadSlices) -> None:
     """Copy these tokens between the views of two blocks."""
-    theirs, ours = _heads(heads)
+    theirs, ours = heads
     for there, here in zip(source, target, strict=True):
         tokens = there[:, :, theirs, :, copy.remote_start : copy.remote_start + copy.num_tokens]
         here[:, :, ours, :, copy.local_start : copy.local_start + copy.num_tokens] = tokens
 
 
-def _clear_rest(copies: list[TokenCopy], block: list[Bytes], heads: HeadRange | None) -> None:
+def _clear_rest(copies: list[TokenCopy], block: list[Bytes], heads: _HeadSlices) -> None:
     """Write zeros into the slots that no copy has filled."""
-    _, ours = _heads(heads)
+    _, ours = heads
     rest = np.ones(block[0].shape[4], dtype=np.bool_)
     for copy in copies:
         rest[copy.local_start : copy.local_start + copy.num_tokens] = False
@@ -189,11 +197,16 @@ def _clear_rest(copies: list[TokenCopy], block: list[Bytes], heads: HeadRange | 
             view[:, :, ours, :, rest] = 0
 
 
-def _heads(heads: HeadRange | None) -> tuple[slice, slice]:
-    """Return the slices of the KV heads in the producer's blocks and in ours."""
-    if heads is None:
-        return slice(None), slice(None)
-    remote, local, num_heads = heads
+def _shared_heads(heads: HeadRange | None, num_theirs: int, num_ours: int) -> _HeadSlices:
+    """Return the slices of the KV heads in the producer's blocks and in ours; None = all heads, of which both have as many.
+
+    Raises:
+        LayoutMismatch: one side has fewer heads.
+    """
+    remote, local, num_heads = HeadRange(0, 0, max(num_theirs, num_ours)) if heads is None else heads
+    if remote + num_heads > num_theirs or local + num_heads > num_ours:
+        sizes = f"{num_theirs} KV heads in a block at the peer, {num_ours} in ours"
+        raise LayoutMismatch(f"{sizes}: {num_heads} cannot be copied from number {remote} there to {local} here")
     return slice(remote, remote + num_heads), slice(local, local + num_heads)
 
 

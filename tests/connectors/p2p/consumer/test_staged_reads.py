@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -29,6 +30,7 @@ from core.errors import LayoutMismatch, PeerUnreachable
 from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import SEAL_BYTES, ExpectedSeal, SealTable, decode_seal, each_by_itself, map_seal_memory, num_landing_rows
 from core.testing.hash_model import SLOT_BYTES, hash_model_layout
+from core.wire.kv import KVLayoutInfo
 
 PEER = PeerId("tcp://10.0.0.1:5600", 1)
 NUM_ROWS, THEIR_SIZE, OUR_SIZE = 16, 16, 32
@@ -79,11 +81,11 @@ class World:
     def no_digest(self, block_id: int) -> int:
         raise AssertionError(f"block {block_id} holds what was converted: its digest says nothing")
 
-    def add_peer(self) -> PeerId:
+    def add_peer(self, layout: KVLayoutInfo = THEIR_LAYOUT) -> PeerId:
         """Open a second owner of the same memory, which is not frozen with the first."""
         peer, owner = PeerId("tcp://10.0.0.2:5600", 3), InprocTransport(self.fabric)
         owner.register([self.theirs.region, RowRegion.of_seals(self.their_seals)])
-        self.executor.execute(OpenPeer(peer, "inproc", owner.describe(), NUM_ROWS, THEIR_LAYOUT))
+        self.executor.execute(OpenPeer(peer, "inproc", owner.describe(), NUM_ROWS, layout))
         return peer
 
     def read(
@@ -142,6 +144,16 @@ def test_blocks_of_another_shape_are_never_read_into_ours_as_they_are(make_world
     world.executor.execute(PostRead(1, PEER, (3,), (5,)))
     assert world.poll() == {1: LayoutMismatch}
     assert np.array_equal(world.ours.rows, before)
+
+
+def test_blocks_that_cannot_be_converted_end_their_read_and_free_its_rows(make_world):
+    world = make_world()
+    before = world.ours.rows.copy()
+    world.read(1, peer=world.add_peer(msgspec.structs.replace(THEIR_LAYOUT, num_kv_heads=2)))
+    world.read(2, (TokenCopy(3, 0, 6, 0, THEIR_SIZE),))
+    assert world.poll() == {1: LayoutMismatch, 2: None}
+    assert np.array_equal(world.ours.rows[5], before[5])
+    assert world.staging.num_taken_bytes == 0
 
 
 def test_conversion_comes_before_the_time_of_the_end(make_world, monkeypatch):

@@ -119,6 +119,8 @@ def shaped(layout, order="HNC", **shape):
         ("HNC-amx", {"num_kv_heads": 2}, {"num_kv_heads": 4}, ""),
         ("opaque", {"num_kv_heads": 2}, {"num_kv_heads": 4}, "num_kv_heads 4 at the peer, 2 at"),
         ("NHD", {"num_kv_heads": 2}, {"num_kv_heads": 4}, "num_kv_heads 4 at the peer, 2 at"),
+        ("HND", {"num_kv_heads": 2}, {"num_kv_heads": 4}, "num_kv_heads 4 at the peer, 2 at"),
+        ("HND", {}, {"block_size": 64, "num_kv_heads": 1, "num_planes": 4}, "num_kv_heads 1 at the peer, 2 at"),
         ("HNC", {"num_planes": 4}, {"num_planes": 1}, ""),
         ("opaque", {"num_planes": 4}, {"num_planes": 1}, ""),
         ("HNC-amx", {"block_size": 32}, {"block_size": 64}, "block_size 64 at the peer, 32 at"),

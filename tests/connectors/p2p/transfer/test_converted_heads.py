@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from connectors.p2p.actions import PostRead, TokenCopy
 from connectors.p2p.transfer.staging import map_staging_area
 from connectors.p2p.transport.interface import PeerId
+from core.errors import LayoutMismatch
 from core.kv.block_form import BlockForm, HeadRange, block_rows, plane_rows
 from core.kv.pool_region import KVPoolRegion
 from core.wire.kv import HNC, HNC_VEC, KVLayoutInfo
@@ -126,6 +127,27 @@ def test_slots_without_tokens_become_zero_in_the_copied_heads_only():
     expected[:, 2:, :16] = kv_of(0, 16)[:, 2:]
     expected[:, 2:, 16:] = 0
     assert np.array_equal(blocks[:, 1], ours.pack(expected))
+
+
+@pytest.mark.parametrize(
+    ("num_heads", "heads"),
+    [
+        (1, None),  # would be copied into each of our four heads
+        (2, None),
+        (2, HeadRange(1, 0, 2)),  # of which the peer has only the first
+        (4, HeadRange(0, 3, 2)),
+    ],
+)
+def test_heads_that_one_side_lacks_are_refused_and_nothing_is_written(num_heads, heads):
+    ours, theirs = Rank(HNC, 0, 4, 32), Rank(HNC, 0, num_heads, 16)
+    pool, blocks = ours.pool()
+    before = blocks.copy()
+    area = map_staging_area(pool, 1 << 20)
+    staged = area.take(1, theirs.layout.block_bytes)
+    read = PostRead(1, PEER, (20,), (3,), (TokenCopy(20, 0, 3, 0, 16),), heads=heads)
+    with pytest.raises(LayoutMismatch, match=rf"{num_heads} KV heads in a block at the peer, 4 in ours"):
+        area.convert(staged, read, BlockForm(theirs.layout))
+    assert np.array_equal(blocks, before)
 
 
 def test_rows_of_blocks_are_plane_by_plane():
