@@ -212,10 +212,19 @@ class PrefixRefused(msgspec.Struct, frozen=True, kw_only=True, tag="px_no", omit
 
 
 class ControlError(msgspec.Struct, frozen=True, kw_only=True, tag="err", omit_defaults=True):
-    """Answer to a frame that could not be understood; the frame has no other effect."""
+    """Answer to a frame that could not be understood; the frame has no other effect.
+
+    ``kind`` is that of the message which it answers (``kind_of``); empty if the frame could not be decoded, or the sender does
+    not say.
+    """
 
     code: Name
     message: str
+    kind: Text = ""
+
+    def may_answer(self, kind: type[ControlMessage]) -> bool:
+        """True if the message that it answers may be of this type."""
+        return self.kind in {"", kind_of(kind)}
 
 
 ControlMessage = (
@@ -230,3 +239,8 @@ ControlMessage = (
     | PrefixRefused
     | ControlError
 )
+
+
+def kind_of(message: type[ControlMessage]) -> str:
+    """Return the name of a message's type on the wire."""
+    return str(message.__struct_config__.tag)

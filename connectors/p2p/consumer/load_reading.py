@@ -6,7 +6,7 @@ Loads, peers, deadlines and the end of a load belong to ``connectors.p2p.consume
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from connectors.p2p.actions import Action, PostRead, PostSealRead, ReadEnded
@@ -82,6 +82,12 @@ class LoadReader:
                 return
         if not load.is_waiting:
             self._read_seals(load, now)
+
+    def offer_room(self, loads: Iterable[Load], now: float) -> None:
+        """A read has ended: let the loads that had no room try again, the eldest first, with one read each."""
+        for load in [load for load in loads if load.wants_room]:
+            load.offer_room(now)
+            self.post_reads(load, now, len(load.open_reads) + 1)
 
     def look_again(self, load: Load, now: float) -> None:
         """Go on with a load that has waited for seals."""

@@ -105,6 +105,7 @@ class Peers:
         self._other_versions: dict[PeerId, _OtherVersion] = {}  # in the order of their first refusal
         self._answering: dict[str, int] = {}  # by address, the incarnation that has answered on the present control connection
         self._asked: dict[str, set[str]] = {}  # by address, the transports that were offered on the present control connection
+        self._refusing: set[str] = set()  # addresses whose process on the present control connection refuses our wire version
         self._failed: dict[PeerId, dict[str, str]] = {}  # transports by which a peer could not be opened, and why
         self.health = TransportHealth(terms.breaker, emit)
 
@@ -195,6 +196,7 @@ class Peers:
             return self._note_uncommon(handshake, error)
         if error.code != VersionMismatch.code:
             return error
+        self.note_other_version(address)
         peer_id = handshake.peer_id
         other = self._other_versions.setdefault(peer_id, _OtherVersion(error, RetryBackoff(), now))
         other.retry_at = now + other.backoff.next_delay_s()
@@ -242,8 +244,17 @@ class Peers:
         """Record which process answers on the present control connection."""
         self._answering[address] = incarnation
 
+    def note_other_version(self, address: str) -> None:
+        """Record that the process on the present control connection speaks another wire version."""
+        self._refusing.add(address)
+
+    def refuses_version(self, address: str) -> bool:
+        """True if the process on the present control connection has refused our wire version."""
+        return address in self._refusing
+
     def forget_answers(self, address: str) -> None:
         """The control connection has ended; the process behind the next one is not known."""
+        self._refusing.discard(address)
         self._answering.pop(address, None)
         self._asked.pop(address, None)
 

@@ -53,9 +53,9 @@ from connectors.p2p.producer.handshake import WorkerIdentity, peer_error
 from connectors.p2p.settings import PullSettings
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded
-from core.errors import KVFerryError, PeerUnreachable, TransferTimeout
+from core.errors import KVFerryError, PeerUnreachable, TransferTimeout, VersionMismatch
 from core.machine_driver import ByType, EventHandler, TimerDue
-from core.wire.kv import ControlError, HandshakeRefused, HandshakeReply, LeaseState
+from core.wire.kv import ControlError, Handshake, HandshakeRefused, HandshakeReply, LeaseState
 from core.wire.messages import ErrorInfo
 
 
@@ -180,9 +180,11 @@ class PullProtocol:
                 self._fail_handshake(address, error, now)
             case LeaseState():
                 self._on_lease_state(address, message, now)
-            case ControlError() if self.peers.is_shaking_hands(address):
+            case ControlError() if self.peers.is_shaking_hands(address) and message.may_answer(Handshake):
                 error = self.peers.note_refusal(address, peer_error(message.code, message.message), now)
                 self._fail_handshake(address, error, now)
+            case ControlError(code=VersionMismatch.code) if not self.peers.at(address):
+                self.peers.note_other_version(address)
             case _:
                 self._counts.unexpected_messages += 1
         return self._take_actions(now)
@@ -215,7 +217,7 @@ class PullProtocol:
                 self._on_peer_failed(event, now)
             case ReadEnded():
                 if not event.has_no_room:
-                    self._offer_room(now)
+                    self._reader.offer_room(self.loads, now)
                 self._on_read_ended(event, now, report.at)
             case PeerProgress():
                 self._on_progress(event, now)
@@ -273,7 +275,12 @@ class PullProtocol:
             self._shake_hands(load.producer, now)
 
     def _shake_hands(self, producer: PeerId, now: float) -> None:
-        """Start a handshake unless one with this address is open."""
+        """Start a handshake unless one with this address is open.
+
+        The process on a connection need not refuse another version a second time; that on a new one does, or is another.
+        """
+        if self.peers.refuses_version(producer.address):
+            self._close_control(producer.address)
         if self.peers.shake_hands(producer, self.leases.last_question, now):
             self._counts.handshakes += 1
 
@@ -429,12 +436,6 @@ class PullProtocol:
             self._reader.on_read_ended(load, read, now, ended_at)
         elif late_from is not None and isinstance(read.error, PeerUnreachable):
             self._on_read_failed(late_from, read.error, now)  # else only the next load would find out
-
-    def _offer_room(self, now: float) -> None:
-        """A read has ended: let the loads that had no room try again, the eldest first, with one read each."""
-        for load in [load for load in self.loads if load.wants_room]:
-            load.offer_room(now)
-            self._reader.post_reads(load, now, len(load.open_reads) + 1)
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)

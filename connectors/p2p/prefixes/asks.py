@@ -77,7 +77,7 @@ class PrefixAsks:
             case PrefixRefused():
                 found = self._take(message.number, event.address)
                 return [] if found is None else self._refuse(found, _known(message.reason), now)
-            case ControlError():  # a worker that serves no prefixes; it does not say which question it means
+            case ControlError() if message.may_answer(PrefixQuestion):  # of a worker that serves no prefixes
                 return self._refuse_all_at(event.address, now)
         return []
 

@@ -14,7 +14,7 @@ from connectors.p2p.transport.interface import PeerId
 from connectors.reports import SendingEnded
 from core.machine_driver import TimerDue
 from core.testing.clock import FakeClock
-from core.wire.kv import ControlError, Handshake, HandshakeReply, LeaseRelease, LeaseRenew, LeaseState
+from core.wire.kv import ControlError, Handshake, HandshakeReply, LeaseRelease, LeaseRenew, LeaseState, kind_of
 
 SETTINGS = AgentSettings(
     pull=PullSettings(transfer_deadline_s=30.0, handshake_timeout_s=5.0, lease_renew_interval_s=5.0),
@@ -89,6 +89,7 @@ def test_message_for_another_recipient_is_logged_and_counted(owner, clock, messa
     assert isinstance(reply.message, ControlError)
     assert reply.message.code == "protocol_error"
     assert type(message).__name__ in reply.message.message
+    assert reply.message.kind == kind_of(type(message))
     assert owner.counts()["unexpected_questions"] == 1
 
 

@@ -167,7 +167,7 @@ async def test_a_refusal_is_never_answered(server, connect):
 async def test_message_for_another_recipient_is_reported(server, connect):
     socket = connect(server.start(ANY))
     reply = await ask(socket, encode_control_message(ANSWER))
-    assert reply == ControlError(code="protocol_error", message="LeaseState is not for me")
+    assert reply == ControlError(code="protocol_error", message="LeaseState is not for me", kind="lease")
 
 
 async def test_oversized_frame_costs_only_its_sender_the_connection(server, connect):
@@ -199,7 +199,7 @@ async def test_long_complaint_is_cut(context, connect):
 
     server = ControlServer(context, complain, unexpected)
     reply = await ask(connect(server.start(ANY)), encode_control_message(QUESTION))
-    assert reply == ControlError(code="protocol_error", message="x" * 1000)
+    assert reply == ControlError(code="protocol_error", message="x" * 1000, kind="renew")
     await server.stop()
 
 

@@ -14,7 +14,6 @@ from core.wire.kv import (
     LeaseRenew,
 )
 from core.wire.messages import TransferUsage
-from core.wire.version import MAX_RETRY_S
 
 ADDRESS = "tcp://10.0.0.1:5600"
 OTHER = "tcp://10.0.0.2:5600"
@@ -192,33 +191,6 @@ def test_load_after_a_failed_handshake_tries_again(pull):
     assert pull.reads_of("b")
 
 
-def refuse_version(pull):
-    pull.receive(ControlError(code="version_mismatch", message="the peer refuses ours and speaks wire version 2"))
-
-
-def test_a_peer_of_another_version_is_asked_less_and_less_often(pull):
-    for second in range(600):
-        num_asked = len(pull.messages(Handshake))
-        pull.start(f"r{second}", transfer_id=f"t{second}")
-        if len(pull.messages(Handshake)) > num_asked:
-            refuse_version(pull)
-        assert pull.failed[f"r{second}"] == "version_mismatch"
-        pull.tick(1.0)
-    assert 20 < len(pull.messages(Handshake)) < 6 + 600 / MAX_RETRY_S + 2
-
-
-def test_the_next_incarnation_of_a_peer_of_another_version_is_asked_at_once(pull):
-    for _ in range(3):
-        pull.start(f"a{pull.now}")
-        refuse_version(pull)
-        pull.tick(MAX_RETRY_S)
-    num_asked = len(pull.messages(Handshake))
-    pull.start("b", transfer_id="u", incarnation=2)
-    assert len(pull.messages(Handshake)) == num_asked + 1
-    pull.accept(incarnation=2)
-    assert "b" not in pull.failed
-
-
 def test_refusal_fails_waiting_loads_with_the_peers_words(pull, address):
     pull.start("a")
     pull.start("b", transfer_id="u")
@@ -228,26 +200,6 @@ def test_refusal_fails_waiting_loads_with_the_peers_words(pull, address):
     assert failures[0].error.message == "dtype float16 here, float32 there"
     assert {failure.peer for failure in failures} == {address}
     assert set(pull.ended) == {"a", "b"}
-
-
-def test_peer_that_did_not_understand_the_handshake_fails_waiting_loads(pull):
-    pull.start()
-    pull.receive(ControlError(code="protocol_error", message="wire version 1 is not supported"))
-    assert pull.failed == {"r": "protocol_error"}
-
-
-@pytest.mark.parametrize(
-    "message",
-    [
-        HandshakeRefused(engine_id="p", incarnation=1, code="made-up-17", message="x" * 5000),
-        ControlError(code="made-up-17", message="x" * 5000),
-    ],
-)
-def test_peer_cannot_invent_codes_or_speak_at_length(pull, message):
-    pull.start()
-    pull.receive(message)
-    (failure,) = pull.actions(LoadEnded)
-    assert (failure.error.code, len(failure.error.message)) == ("other", 500)
 
 
 def test_reply_of_another_model_is_not_believed(pull):

@@ -9,7 +9,17 @@ from connectors.p2p.actions import ControlLost, ControlReceived, SendControl
 from connectors.p2p.prefixes.asks import PrefixAsks
 from connectors.p2p.prefixes.messages import AskPrefix, CancelPrefixAsk, PrefixAnswered
 from core.machine_driver import TimerDue
-from core.wire.kv import ControlError, KVHandoff, KVSource, LeaseRelease, PrefixHeld, PrefixQuestion, PrefixRefused
+from core.wire.kv import (
+    ControlError,
+    KVHandoff,
+    KVSource,
+    LeaseRelease,
+    LeaseRenew,
+    PrefixHeld,
+    PrefixQuestion,
+    PrefixRefused,
+    kind_of,
+)
 
 ADDRESS = "tcp://10.0.0.1:5600"
 SOURCE = KVSource(engine_id="decode-0", incarnation=7, control_address=ADDRESS, num_tokens=64)
@@ -69,7 +79,9 @@ def test_a_question_without_an_answer_ends_once(asks, end):
             message = PrefixRefused(number=number, incarnation=7, reason="pressure")
             found, reason = asks.on_control(ControlReceived(ADDRESS, message), 0.1), "pressure"
         case "error":
-            message = ControlError(code="protocol_error", message="not for me")
+            other = ControlError(code="protocol_error", message="not for me", kind=kind_of(LeaseRenew))
+            assert asks.on_control(ControlReceived(ADDRESS, other), 0.1) == []
+            message = ControlError(code="protocol_error", message="not for me", kind=kind_of(PrefixQuestion))
             found, reason = asks.on_control(ControlReceived(ADDRESS, message), 0.1), "peer_lost"
         case "lost":
             found, reason = asks.on_lost(ControlLost(ADDRESS), 0.1), "peer_lost"

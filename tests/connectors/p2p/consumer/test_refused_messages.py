@@ -1,0 +1,114 @@
+"""The consumer's state machine: peers that do not understand a message, or speak another wire version."""
+
+import pytest
+
+from connectors.p2p.actions import CloseControl, SendControl
+from connectors.reports import LoadEnded
+from core.errors import VersionMismatch
+from core.wire.kv import ControlError, Handshake, HandshakeRefused, LeaseRenew, PrefixQuestion, kind_of
+from core.wire.version import MAX_RETRY_S, VersionRefuser
+
+
+def test_peer_that_did_not_understand_the_handshake_fails_waiting_loads(pull):
+    pull.start()
+    pull.receive(ControlError(code="protocol_error", message="wire version 1 is not supported"))
+    assert pull.failed == {"r": "protocol_error"}
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        HandshakeRefused(engine_id="p", incarnation=1, code="made-up-17", message="x" * 5000),
+        ControlError(code="made-up-17", message="x" * 5000),
+    ],
+)
+def test_peer_cannot_invent_codes_or_speak_at_length(pull, message):
+    pull.start()
+    pull.receive(message)
+    (failure,) = pull.actions(LoadEnded)
+    assert (failure.error.code, len(failure.error.message)) == ("other", 500)
+
+
+@pytest.mark.parametrize("other", [PrefixQuestion, LeaseRenew])
+def test_peer_that_did_not_understand_another_message_fails_no_loads(pull, other):
+    pull.start()
+    pull.receive(ControlError(code="protocol_error", message="what?", kind=kind_of(other)))
+    assert pull.failed == {}
+    pull.accept()
+    pull.grant()
+    assert pull.reads_of("r")
+    assert pull.protocol.counts.unexpected_messages == 1
+
+
+# ---- another wire version
+
+
+def refuse_version(pull):
+    return pull.receive(ControlError(code="version_mismatch", message="the peer refuses ours and speaks wire version 2"))
+
+
+def test_a_peer_of_another_version_is_asked_less_and_less_often(pull):
+    for second in range(600):
+        num_asked = len(pull.messages(Handshake))
+        pull.start(f"r{second}", transfer_id=f"t{second}")
+        if len(pull.messages(Handshake)) > num_asked:
+            refuse_version(pull)
+        assert pull.failed[f"r{second}"] == "version_mismatch"
+        pull.tick(1.0)
+    assert 20 < len(pull.messages(Handshake)) < 6 + 600 / MAX_RETRY_S + 2
+
+
+def test_the_next_incarnation_of_a_peer_of_another_version_is_asked_at_once(pull):
+    for _ in range(3):
+        pull.start(f"a{pull.now}")
+        refuse_version(pull)
+        pull.tick(MAX_RETRY_S)
+    num_asked = len(pull.messages(Handshake))
+    pull.start("b", transfer_id="u", incarnation=2)
+    assert len(pull.messages(Handshake)) == num_asked + 1
+    pull.accept(incarnation=2)
+    assert "b" not in pull.failed
+
+
+class OtherVersion:
+    """A worker of another version: what it refuses comes back at once, and at most once per connection and interval."""
+
+    def __init__(self, pull) -> None:
+        self.pull = pull
+        self.refuser = VersionRefuser()
+        self.num_connections = 1
+
+    def take(self, actions) -> None:
+        for action in actions:
+            if isinstance(action, CloseControl):
+                self.num_connections += 1
+            elif isinstance(action, SendControl) and self.refuser.answer(self.num_connections, REFUSED, self.pull.now):
+                self.take(refuse_version(self.pull))
+
+
+REFUSED = VersionMismatch(ours=3, theirs=2)
+
+
+def test_load_after_a_refused_lease_question_ends_at_once_with_the_version(pull):
+    peer = OtherVersion(pull)
+    peer.take(pull.expect())
+    peer.take(pull.tick(0.05))
+    peer.take(pull.start())
+    assert pull.failed == {"r": "version_mismatch"}
+
+
+def test_load_that_tries_the_other_version_again_ends_at_once_with_the_version(pull):
+    peer = OtherVersion(pull)
+    for index in range(20):
+        peer.take(pull.start(f"r{index}", transfer_id=f"t{index}"))
+        assert pull.failed.get(f"r{index}") == "version_mismatch"
+        peer.take(pull.tick(0.6))
+    assert peer.num_connections < 10
+
+
+def test_refusal_of_the_version_by_an_open_peer_is_not_believed(pull):
+    pull.start_reading()
+    assert refuse_version(pull) == []
+    pull.end_reads()
+    assert pull.failed == {}
+    assert pull.protocol.counts.unexpected_messages == 1
