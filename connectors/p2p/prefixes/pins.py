@@ -85,8 +85,7 @@ class PrefixPins:
         question, pool = asked.question, manager.block_pool
         if question.block_size != self._identity.layout.block_size and _has_windows(manager):
             return "layout"  # the reader's first block of a window would lack tokens, and could not be handed on
-        size = BLOCK_HASH_BYTES
-        chain = [question.chain[start : start + size] for start in range(0, len(question.chain) - size + 1, size)]
+        chain = _chain_of(question.chain, manager.max_model_len // manager.hash_block_size)
         tables, num_tokens = _find_sealed(
             manager, chain, math.lcm(manager.coordinator.scheduler_block_size, question.block_size)
         )
@@ -117,6 +116,12 @@ class PrefixPins:
             num_tokens=num_tokens,
             lease_ms=self._terms.lease_ms,
         )
+
+
+def _chain_of(chain: bytes, most: int) -> list[bytes]:
+    """Return the values of a question's chain, at most so many: a reader may send more than this worker can ever hold."""
+    size = BLOCK_HASH_BYTES
+    return [chain[size * index : size * (index + 1)] for index in range(min(len(chain) // size, most))]
 
 
 def _has_windows(manager: KVCacheManager) -> bool:

@@ -198,6 +198,19 @@ async def test_a_handoff_of_another_prompt_is_released_and_not_offered(source, r
     assert reader.connector.get_num_new_matched_tokens(request, 0) == (0, False)
 
 
+async def test_a_chain_is_taken_as_far_as_a_prompt_here_can_be_long(source, reader, monkeypatch):
+    hold(source, PROMPT)
+    manager, lengths = source.engine.manager, []
+    find = manager.coordinator.find_longest_cache_hit
+    monkeypatch.setattr(
+        manager.coordinator, "find_longest_cache_hit", lambda chain, most: lengths.append(len(chain)) or find(chain, most)
+    )
+    asked = ask(reader, reader.request(PROMPT, named(source)))
+    found = answer(source, asked, chain=asked.chain + bytes(1 << 20))
+    assert found.handoff.num_tokens == 96
+    assert max(lengths) <= manager.max_model_len // manager.hash_block_size
+
+
 @pytest.mark.parametrize("num_held", [32, 64, 95])
 async def test_nothing_is_asked_for_less_than_a_block(source, reader, num_held):
     request = reader.request(PROMPT, named(source, num_tokens=num_held))
