@@ -35,6 +35,7 @@ MAX_HELD_BACK = 1024  # requests for short rows, of one consumer
 HELD_BACK_WAITS_S = (0.0001, 0.005)  # between checks whether they can be answered, which nothing announces: first, longest
 PATIENT_LOOKS = 20  # after so many checks in vain the wait is twice the first, and so on
 SOCKET_BUFFER_BYTES = 4 << 20
+MAX_UNTAKEN_MS = 60_000  # that a consumer takes no byte of what is sent: its host is gone, or it reads nothing any more
 
 
 class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,6 +99,8 @@ class TcpServer:
         secure_server(self.socket, keys)
         self.socket.router_mandatory = True  # a consumer that does not take its answers gets EAGAIN instead of more memory
         self.socket.sndbuf = SOCKET_BUFFER_BYTES
+        # By the kernel, which sees each byte arrive: a heartbeat's answer could wait a long time behind data on a slow network.
+        self.socket.setsockopt(zmq.TCP_MAXRT, MAX_UNTAKEN_MS)
         try:
             self._address = self._bind(bind_address, advertise_host)
         except (ConfigError, ConnectorUnavailable):

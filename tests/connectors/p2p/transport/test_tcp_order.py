@@ -6,6 +6,7 @@ import msgspec
 import pytest
 import zmq
 
+from connectors.p2p.transport import tcp_server
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, PeerId
 from connectors.p2p.transport.tcp_client import WINDOW_BYTES, TcpTransport
 from connectors.p2p.transport.tcp_server import (
@@ -86,6 +87,12 @@ class World:
 
 
 @pytest.fixture
+def impatient(monkeypatch):
+    """Owners give up a reader soon; named before ``world``."""
+    monkeypatch.setattr(tcp_server, "MAX_UNTAKEN_MS", 100)
+
+
+@pytest.fixture
 def world():
     world = World()
     yield world
@@ -100,6 +107,12 @@ def test_blocks_that_are_written_before_they_have_left_have_broken_seals(world):
     assert [(result.handle, result.error) for result in world.ended] == [(blocks, None), (seals, None)]
     assert (world.ours.pool.rows[-1] == NEW).all(), "else all had left before it was written"
     assert (world.ours.seals.rows[:NUM_ROWS] == NEW).all()
+
+
+def test_seals_are_held_back_for_no_reader_that_takes_nothing_any_more(impatient, world):
+    world.ask_for_all_of_it_while_the_answers_are_held_up()
+    world.drive(lambda: world.owner.max_wait_s() is None)
+    assert world.owner.counts()["dropped_data_answers"] == 1
 
 
 def test_seals_that_are_held_back_hold_nothing_else_up(world):
