@@ -72,9 +72,8 @@ def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: 
             step_skipped_kv_holding.appendleft(request)
             holder_lacks_blocks |= outcome is _Outcome.NO_BLOCKS
     step.refuses_blocks |= holder_lacks_blocks
-    state.waiting.prepend_requests(
-        empty_handed
-    )  # at the head, as after a preemption: they were admitted before the requests that wait here
+    for request in empty_handed:  # at the head, as after a preemption: they were admitted before the requests that wait here
+        state.waiting.requeue_request(request)
     return not holder_lacks_blocks
 
 

@@ -26,7 +26,11 @@ _Order = tuple[int, float, float, int]
 
 
 class FairRequestQueue(RequestQueue):
-    """Waiting requests of any number of tenants. Tags move when a request is popped, and back when it is prepended."""
+    """Waiting requests of any number of tenants. Tags move when a request is popped, and back when it is prepended.
+
+    A tenant whose requests were all popped still waits until they are admitted: one that is prepended instead finds the tag
+    that it left. A requeued one does not, because its tenant may have been idle in between.
+    """
 
     def __init__(self, policy: SchedulingPolicy) -> None:
         self._policy = policy
@@ -45,6 +49,7 @@ class FairRequestQueue(RequestQueue):
     def add_request(self, request: Request) -> None:
         """Queue a request after the earlier ones of its tenant."""
         self._queue_of(request.tenant).add_request(request)
+        self._forget_old_tags()
         self._note_change(request.tenant)
 
     def pop_request(self) -> Request:
@@ -59,22 +64,25 @@ class FairRequestQueue(RequestQueue):
         self._tags[tenant] += request.num_charged_tokens
         if not queue:
             self._drop_queue(tenant)
-            self._forget_old_tags()
         self._note_change(tenant)
         return request
 
     def prepend_request(self, request: Request) -> None:
-        """Return a popped request to the head of its tenant's queue, and take back its charge."""
-        queue = self._queue_of(request.tenant)
-        self._tags[request.tenant] -= request.num_charged_tokens
-        request.num_charged_tokens = 0
-        queue.prepend_request(request)
-        self._note_change(request.tenant)
+        """Return a popped request to the head of its tenant's queue; the tag is what it was before the pop.
+
+        No request may have been added in between.
+        """
+        self._return(request, self._tags[request.tenant])
 
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Prepend one after the other."""
         for request in requests:
             self.prepend_request(request)
+
+    def requeue_request(self, request: Request) -> None:
+        """Queue an admitted request again at the head of its tenant's queue, and take back its charge."""
+        self._queue_of(request.tenant)
+        self._return(request, self._tags[request.tenant])
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove these requests, in one pass per tenant."""
@@ -118,6 +126,13 @@ class FairRequestQueue(RequestQueue):
             if not waiting[tenant]:
                 del waiting[tenant]
             yield request
+
+    def _return(self, request: Request, tag: float) -> None:
+        queue = self._queue_of(request.tenant)
+        self._tags[request.tenant] = tag - request.num_charged_tokens
+        request.num_charged_tokens = 0
+        queue.prepend_request(request)
+        self._note_change(request.tenant)
 
     def _next_tenant(self) -> int:
         while self._numbers.get(self._by_order[0][2]) != self._by_order[0][1]:

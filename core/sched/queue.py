@@ -42,6 +42,10 @@ class RequestQueue(ABC):
     def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Prepend one after the other, so that the *last* one given comes first."""
 
+    def requeue_request(self, request: Request) -> None:
+        """Queue an admitted request that has lost its blocks again, to be the next one if the policy allows it."""
+        self.prepend_request(request)
+
     @abstractmethod
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove these requests; those not queued are ignored. One pass for all of them."""

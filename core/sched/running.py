@@ -195,5 +195,5 @@ def preempt(state: SchedulerState, step: Step, request: Request) -> None:
     request.num_computed_tokens = 0
     request.num_preemptions += 1
     state.num_preemptions += 1
-    state.waiting.prepend_request(request)
+    state.waiting.requeue_request(request)
     step.output.preempted_req_ids.add(request.request_id)

@@ -98,6 +98,37 @@ def test_prepending_takes_the_charge_back():
     assert [request.request_id for request in queue] == order == drain(queue)
 
 
+def test_a_refused_request_costs_its_tenant_no_place():
+    """Tenant 2 has been served 5000 tokens, tenant 1 none: a try without blocks does not change who is next."""
+    queue = fill(FairRequestQueue("fcfs"), *flood(2, 1, num_tokens=5000), *flood(1, 1), *flood(3, 1), *flood(2, 4))
+    assert queue.pop_request().tenant == 2
+    refused, admitted = queue.pop_request(), queue.pop_request()
+    assert (refused.tenant, admitted.tenant) == (1, 3)
+    queue.prepend_request(refused)
+    fill(queue, *flood(1, 3))
+    assert [queue.pop_request().tenant for _ in range(8)] == [1] * 4 + [2] * 4
+
+
+def test_a_refused_request_keeps_its_place_among_many_tenants():
+    queue = fill(FairRequestQueue("fcfs"), *(make_request("idle", tenant) for tenant in range(3, 3 + 1024)))
+    drain(queue)
+    fill(queue, *flood(2, 1, num_tokens=5000), *flood(1, 1), *flood(2, 4))
+    assert queue.pop_request().tenant == 2
+    queue.prepend_request(queue.pop_request())
+    fill(queue, *flood(1, 3))
+    assert [queue.pop_request().tenant for _ in range(8)] == [1] * 4 + [2] * 4
+
+
+def test_a_preempted_request_earns_no_credit_for_the_time_it_ran():
+    queue = fill(FairRequestQueue("fcfs"), *flood(1, 1), *flood(2, 60))
+    (preempted, *_) = [queue.pop_request() for _ in range(51)]
+    assert preempted.tenant == 1
+    queue.requeue_request(preempted)
+    fill(queue, *flood(1, 9, arrival_time=2.0))
+    assert preempted.num_charged_tokens == 0
+    assert [queue.pop_request().tenant for _ in range(9)].count(2) >= 4
+
+
 def test_cached_tokens_are_not_charged_and_output_is():
     queue = fill(FairRequestQueue("fcfs"), *flood(1, 5), *flood(2, 5))
     hit, miss = queue.pop_request(), queue.pop_request()
