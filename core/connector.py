@@ -34,7 +34,8 @@ class KVConnectorScheduler(ABC):
     """The side inside the scheduler. All calls come from the engine thread.
 
     With ``reads_early`` it also loads handoffs without a lease, of prompts that are still being computed, and verifies each
-    block. Requests for these have ``is_early`` and never run.
+    block. Requests for these have ``is_early`` and never run. One that cannot load at once, for lack of an answer or of blocks,
+    ends in the same step, and another one follows in a later step.
     """
 
     reads_early = False

@@ -93,11 +93,10 @@ def take_over(state: SchedulerState, request: Request) -> None:
 def begin_rounds(state: SchedulerState, num_reserved_blocks: int) -> None:
     """Begin to load what can be read now, as far as free blocks suffice. ``num_reserved_blocks`` stay free for requests."""
     for pull in state.early_pulls:
-        if pull.handoff is not None and not pull.is_loading:
-            handoff, pull.handoff = pull.handoff, None
-            if not _begin_round(state, pull, handoff, num_reserved_blocks):
-                pull.handoff = handoff  # until blocks are free
-                return
+        if pull.handoff is None or pull.is_loading:
+            continue
+        if not _begin_round(state, pull, pull.handoff, num_reserved_blocks):
+            return
 
 
 def give_way(state: SchedulerState, claimant: Request | None = None) -> bool:
@@ -148,11 +147,15 @@ def _settle(state: SchedulerState, pull: EarlyPull, request: Request) -> None:
 
 
 def _begin_round(state: SchedulerState, pull: EarlyPull, handoff: KVHandoff, num_reserved_blocks: int) -> bool:
-    """Begin the next round if the whole prompt would be admitted now; return False if it lacks blocks."""
+    """Begin the next round if the whole prompt would be admitted now; return False if it lacks blocks.
+
+    The pull keeps its handoff for a later step if blocks are lacking, or if the connector cannot tell yet.
+    """
     manager, connector = state.kv_cache_manager, state.connector
     assert connector is not None, "there is no early pull without one"
     covered = _cut(handoff, math.lcm(manager.coordinator.scheduler_block_size, handoff.layout.block_size), pull.prompt)
     if covered is None:
+        pull.handoff = None
         return True
     num_held = len(_block_ids(state, pull.round)) if pull.round is not None else 0
     num_missing = manager.get_num_missing_blocks(pull.prompt) - num_held
@@ -179,15 +182,17 @@ def _begin_round(state: SchedulerState, pull: EarlyPull, handoff: KVHandoff, num
             has_scheduled_reqs=bool(state.running),
         )
         has_blocks = allocated is not None
-    if not has_blocks or num_external_tokens is None:  # nothing to load, or no room for it
+    if not has_blocks or num_external_tokens is None:  # nothing to load, no answer yet, or no room
         finish_requests(state, [request.request_id], RequestStatus.FINISHED_ABORTED)
         state.finished_req_ids.discard(request.request_id)  # the runner has never had it, and no step is needed to forget it
+        if num_external_tokens == 0:
+            pull.handoff = None
         return not num_external_tokens
     connector.update_state_after_alloc(request, manager.get_blocks(request.request_id), num_external_tokens)
     request.num_computed_tokens = num_local_tokens + num_external_tokens
     request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
     _end_round(state, pull)  # the next one holds its hits
-    pull.round = request
+    pull.round, pull.handoff = request, None
     state.early_pulls.num_begun += 1
     return True
 

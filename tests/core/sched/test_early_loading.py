@@ -200,6 +200,18 @@ def test_early_pull_begins_only_if_the_whole_prompt_would_fit():
     assert num_early(world) == 1
 
 
+def test_early_pull_begins_once_the_connector_can_tell_and_holds_up_no_other():
+    world = World(with_connector=True)
+    announce(world, world.prompt(60), 32)
+    world.script.remote["r/early/0"] = Remote(None)
+    announce(world, world.prompt(60, seed=1), 32, 0, name="other/early")
+    world.step()
+    assert set(world.script.loading) == {"other/early/0"}
+    world.script.remote["r/early/1"] = Remote(32)
+    world.step()
+    assert set(world.script.loading) == {"other/early/0", "r/early/1"}
+
+
 @pytest.mark.parametrize("is_loading", [True, False])
 def test_end_of_an_early_pull_frees_its_blocks(is_loading):
     world = World(with_connector=True)
