@@ -1,8 +1,8 @@
 """Log-probabilities of prompt tokens, gathered over the chunks of a prompt.
 
 Owns the missing positions of each request that wants them. Selects the rows of hidden states before the pass, and computes
-their log-probabilities after it. The row at position i predicts token i + 1; token 0 has none, nor have tokens whose KV was
-loaded instead of computed.
+their log-probabilities after it. The row at position i predicts token i + 1; token 0 has none. A request that asks computes
+its whole prompt here; if the last steps of it were discarded, it computes their tokens again.
 """
 
 from __future__ import annotations
@@ -40,15 +40,22 @@ class PromptRows:
 
 
 class PromptLogprobs:
-    """Requests whose prompt log-probabilities are not complete yet."""
+    """Requests whose prompt log-probabilities are not complete yet, or whose last step may still be discarded."""
 
     def __init__(self) -> None:
         self._pending: dict[str, _Pending] = {}
 
     def add(self, new: NewRequestData) -> None:
-        """Note a request that asks. One that resumes starts anew; one with output has had its answer, here or elsewhere."""
+        """Note a request that asks. One with output has had its answer, here or elsewhere.
+
+        A request that is still known was rolled back to ``num_computed_tokens``: the entries of these stay, and those of later
+        tokens are computed again.
+        """
         num_top = new.sampling.prompt_logprobs
         if num_top is None or len(new.token_ids) > new.num_prompt_tokens:
+            self.remove(new.request_id)
+            return
+        if new.request_id in self._pending:
             return
         token_ids = new.token_ids[: new.num_prompt_tokens].tolist()
         self._pending[new.request_id] = _Pending(token_ids, num_top, [None] * len(token_ids))
@@ -69,6 +76,9 @@ class PromptLogprobs:
                 continue
             begin, end = int(query_start_loc[number]), int(query_start_loc[number + 1])
             first = int(inputs.positions[begin])
+            if first >= len(pending.token_ids):  # the step that completed the prompt was good: there is output
+                self.remove(request_id)
+                continue
             last_prompt_row = begin + len(pending.token_ids) - 1 - first
             rows = np.arange(begin, min(end, last_prompt_row), dtype=np.int64)
             found.append(PromptRows(request_id, first, rows, is_last=end > last_prompt_row))
@@ -86,7 +96,4 @@ class PromptLogprobs:
             pending.entries[place : place + len(logprobs)] = gather_logprobs(
                 logprobs, token_ids, [pending.num_top] * len(token_ids)
             )
-        if not part.is_last:
-            return None
-        del self._pending[part.request_id]
-        return tuple(pending.entries)
+        return tuple(pending.entries) if part.is_last else None

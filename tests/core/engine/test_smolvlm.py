@@ -274,11 +274,12 @@ class ShelfConnector:
 def with_shelf(tiny_smolvlm, build_tiny, image_encoder):
     """Return a builder of (engine, connector) whose shelf holds the embeddings of some images."""
 
-    def build(images, lost=()):
+    def build(images, lost=(), **settings):
         embeddings = {image_encoder.identify(image): image_encoder.encode(image) for image in images}
         worker = ShelfWorker(embeddings, [image_encoder.identify(image) for image in lost])
         connector = ShelfConnector(Shelf(embeddings), worker)
-        built = build_tiny(model__name=str(tiny_smolvlm.folder), ec_connector_factory=lambda fingerprint: connector)
+        settings["ec_connector_factory"] = lambda fingerprint: connector
+        built = build_tiny(model__name=str(tiny_smolvlm.folder), **settings)
         return built, connector
 
     return build
@@ -305,6 +306,24 @@ def test_embeddings_that_are_lost_on_the_way_are_computed_where_the_image_is_at_
     run_all(run_engine, image_router, built, {name: CONVERSATIONS[name] for name in ("several", "image last", "one")})
     assert built.engine.stats.num_encoder_computed == 1
     assert connector.worker.num_loaded >= 2
+
+
+@pytest.mark.parametrize("is_last_chunk", [False, True])
+def test_lost_embeddings_leave_no_gap_in_prompt_logprobs(with_shelf, image_router, run_engine, is_last_chunk):
+    request = image_router.request("r", ("look at what I have found here, " * 9, IMAGES[1]), max_tokens=3)
+    request.sampling = msgspec.structs.replace(request.sampling, prompt_logprobs=0)
+    chunk = request.mm_features[0].offset if is_last_chunk else 40
+    found = []
+    for lost in ([], [IMAGES[1]]):
+        built, _ = with_shelf([IMAGES[1]], lost, scheduler__max_num_batched_tokens=chunk)
+        outputs = run_engine(built.engine, [replace(request)])["r"].outputs
+        assert built.engine.stats.num_encoder_computed == len(lost)
+        assert [output.prompt_logprobs for output in outputs[1:]] == [None] * 2
+        found.append(outputs[0].prompt_logprobs)
+    expected, computed_again = found
+    assert expected[0] is computed_again[0] is None
+    for entry, same in zip(expected[1:], computed_again[1:], strict=True):
+        assert entry.logprobs == pytest.approx(same.logprobs, abs=1e-4)
 
 
 def test_embeddings_that_are_lost_on_the_way_end_a_request_without_images(with_shelf, image_router, run_engine):
