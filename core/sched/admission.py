@@ -17,13 +17,14 @@ from itertools import chain, islice
 
 from core.kv.manager import KVCacheBlocks
 from core.request import PrefillStats, Request, RequestStatus
-from core.sched.early_loading import give_way, is_arriving, take_over
+from core.sched.early_loading import count_yielding_blocks, give_way, is_arriving, take_over
 from core.sched.queue import priority_key
 from core.sched.remote_kv import promote_loaded_request, settle_failed_load
 from core.sched.running import next_chunk
 from core.sched.state import SchedulerState, Step
 
 _LOADS_AHEAD_SHARE = 2  # one load ahead per this many running slots, however few blocks are free
+_MAX_HELD_BACK = 16  # loads that one step looks past: each is looked up, and its connector asked, in vain
 
 
 class _Outcome(Enum):
@@ -33,6 +34,7 @@ class _Outcome(Enum):
     LOADS = auto()  # holds blocks now; the connector fills them while others run
     SKIPPED = auto()  # KV or embeddings have not arrived, or the connector cannot tell yet
     EMPTY_HANDED = auto()  # its failed load has left nothing: it waits without blocks now
+    HELD_BACK = auto()  # too many loads are ahead of free slots; requests after it that need no load may run
     NO_BLOCKS = auto()
 
 
@@ -78,9 +80,13 @@ def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: 
 
 
 def _admit_others(state: SchedulerState, step: Step, step_skipped_kv_holding: deque[Request]) -> None:
-    """Admit requests without blocks, up to the first that gets none; those that start to load become holders."""
+    """Admit requests without blocks, up to the first that gets none; those that start to load become holders.
+
+    A load that may not begin yet keeps its place, and no later load begins before it.
+    """
     step.holders = step_skipped_kv_holding
     step_skipped_waiting: deque[Request] = deque()
+    num_held_back = 0
     while state.waiting and _has_room(state, step):
         request = state.waiting.pop_request()
         outcome = _admit(state, step, request)
@@ -88,8 +94,9 @@ def _admit_others(state: SchedulerState, step: Step, step_skipped_kv_holding: de
             step_skipped_kv_holding.appendleft(request)
         elif outcome is not _Outcome.RUNS:
             step_skipped_waiting.appendleft(request)
-        if outcome is _Outcome.NO_BLOCKS:
-            step.refuses_blocks = True
+        num_held_back += outcome is _Outcome.HELD_BACK
+        step.refuses_blocks |= outcome in (_Outcome.NO_BLOCKS, _Outcome.HELD_BACK)
+        if outcome is _Outcome.NO_BLOCKS or num_held_back == _MAX_HELD_BACK:
             break
     state.waiting.prepend_requests(step_skipped_waiting)
 
@@ -155,11 +162,14 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
     if not state.encoder.is_available(request, num_computed_tokens):
         return _Outcome.SKIPPED
     num_new_tokens, plan = 0, None
-    if not prefix.load_kv_async:
+    if prefix.load_kv_async:
+        if step.refuses_blocks or not _may_load_ahead(state, step, request):
+            return _Outcome.HELD_BACK
+    else:
         num_new_tokens, plan = next_chunk(state, step, request, num_computed_tokens)
         if num_new_tokens == 0:
             return _Outcome.SKIPPED
-    while not _get_blocks(state, step, request, prefix, num_new_tokens):
+    while not _allocate(state, request, prefix, num_new_tokens):
         if not give_way(state, request) and not state.free_spare_blocks():
             return _Outcome.NO_BLOCKS
     take_over(state, request)
@@ -174,11 +184,6 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
     if prefix.load_kv_async:
         return _begin_load(state, request)
     return _begin_run(state, step, request, num_new_tokens, prefix.num_external_tokens)
-
-
-def _get_blocks(state: SchedulerState, step: Step, request: Request, prefix: _Prefix, num_new_tokens: int) -> bool:
-    may_begin = not prefix.load_kv_async or _may_load_ahead(state, step, request)
-    return may_begin and _allocate(state, request, prefix, num_new_tokens)
 
 
 def _allocate(state: SchedulerState, request: Request, prefix: _Prefix, num_new_tokens: int) -> bool:
@@ -202,13 +207,14 @@ def _may_load_ahead(state: SchedulerState, step: Step, request: Request) -> bool
 
     A loaded request keeps its blocks until it runs and cannot be preempted, while running requests without blocks are. So a
     load without a free slot must leave enough free blocks for the requests with a slot, whose outputs may grow to
-    ``max_tokens``. A few loads may begin in any case, because most requests end well before ``max_tokens``.
+    ``max_tokens``. A few loads may begin in any case, because most requests end well before ``max_tokens``. Blocks of early
+    pulls count as free, because they give way; blocks that the connector has to spare do not.
     """
     num_slots = state.config.max_num_seqs
     num_ahead = len(state.running) + len(step.holders) + 1 - num_slots
     if num_ahead <= num_slots // _LOADS_AHEAD_SHARE:
         return True
-    num_free = state.kv_cache_manager.block_pool.num_free_blocks
+    num_free = state.kv_cache_manager.block_pool.num_free_blocks + count_yielding_blocks(state)
     return _blocks_for(state, request.num_tokens) + _blocks_to_grow(state, step) <= num_free
 
 

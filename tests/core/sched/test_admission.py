@@ -71,11 +71,10 @@ def test_failed_admission_changes_no_reference(make_world):
 
 
 def test_connector_sees_new_requests_once_and_the_manager_before(loading_world):
-    world = loading_world
-    world.add("a")
-    world.run()
-    assert world.script.calls[0] == ("bind", world.manager)
-    assert world.script.named("on_new_request") == [("a",)]
+    loading_world.add("a")
+    loading_world.run()
+    assert loading_world.script.calls[0] == ("bind", loading_world.manager)
+    assert loading_world.script.named("on_new_request") == [("a",)]
 
 
 def test_connector_is_asked_beyond_the_local_hit(make_world):
@@ -494,45 +493,8 @@ def test_prefill_stats_tell_how_long_the_request_waited_for_its_first_admission(
     assert output.prefill_stats.queue_s == pytest.approx(3.5)
 
 
-# ---- loads ahead of free slots
-
-
-def loading(world):
-    return [request.request_id for request in world.scheduler.kv_holding_waiting]
-
-
-def test_loads_ahead_leave_free_what_running_requests_may_ask_for(make_world, remote):
-    world = make_world(with_connector=True, max_num_seqs=4, num_blocks=31)  # thirty blocks
-    for number in range(12):
-        world.script.remote[f"r{number}"] = remote(32)
-        world.add(f"r{number}", 32, max_tokens=64)  # two blocks now, six at the end
-    world.step()
-    assert loading(world) == [f"r{number}" for number in range(7)], "7 x 2 blocks, and 4 x 4 to grow"
-
-
-def test_more_loads_begin_where_blocks_suffice_for_all(make_world, remote):
-    world = make_world(with_connector=True, max_num_seqs=4, num_blocks=65)
-    for number in range(12):
-        world.script.remote[f"r{number}"] = remote(32)
-        world.add(f"r{number}", 32, max_tokens=64)
-    world.step()
-    assert len(loading(world)) == 12
-
-
-def test_loads_ahead_leave_room_for_those_that_run_next_by_priority(make_world, remote):
-    world = make_world(with_connector=True, max_num_seqs=2, num_blocks=24, policy="priority")
-    for name, priority, max_tokens in (("long1", 5, 160), ("long2", 5, 160), ("a", 0, 16), ("b", 0, 16), ("c", 9, 16)):
-        world.script.remote[name] = remote(32)
-        world.add(name, 32, max_tokens=max_tokens, priority=priority)
-        if name == "long2":
-            world.step()
-    world.step()
-    assert loading(world) == ["a", "b", "long1", "long2", "c"], "c: 2 blocks, and 2 x 1 to grow"
-
-
 def test_request_taken_over_counts_no_more_loaded_prompt_tokens_than_it_has(loading_world, load):
     prompt, output = loading_world.prompt(40), loading_world.expected(loading_world.prompt(40), 30)
     request = load("a", prompt, 64, output_token_ids=output[:30], max_tokens=40)
     loading_world.step()
-    stats = request.prefill_stats
-    assert (stats.num_prompt_tokens, stats.num_local_cached_tokens, stats.num_external_cached_tokens) == (40, 0, 40)
+    assert request.prefill_stats == PrefillStats(40, 0, 40)

@@ -187,6 +187,40 @@ def test_early_blocks_give_way_to_the_admission_of_another_request():
     assert num_early(world) == 0
 
 
+def begin_loads(world: World) -> None:
+    """Begin three loads of 3 blocks for two slots: the next one may need no more blocks than are free."""
+    for name in ("l0", "l1", "l2"):
+        world.script.remote[name] = Remote(40)
+        world.add(name, 40)
+    world.step()
+
+
+def test_early_pulls_stay_if_their_blocks_would_not_suffice_for_a_load():
+    world = World(with_connector=True, max_num_seqs=2, num_blocks=33)
+    announce(world, world.prompt(60), 48, 0)
+    world.step()
+    begin_loads(world)
+    world.script.remote["big"] = Remote(400)
+    world.add("big", 400)
+    world.step()
+    assert world.waiting_ids == ["big"]
+    assert num_early(world) == 3
+
+
+def test_early_pulls_give_way_to_a_load_ahead_of_free_slots():
+    world = World(with_connector=True, max_num_seqs=2, num_blocks=36)
+    announce(world, world.prompt(60), 48, 0)
+    world.step()
+    world.complete_load("r/early/0")
+    begin_loads(world)
+    world.step()
+    world.script.remote["big"] = Remote(400)
+    world.add("big", 400)  # 25 blocks: 23 are free, and 3 are held early
+    world.step()
+    assert world.holding_ids == ["l0", "l1", "l2", "big"]
+    assert num_early(world) == 0
+
+
 def test_early_pull_begins_only_if_the_whole_prompt_would_fit():
     world = World(with_connector=True, num_blocks=8)
     world.add("a", 60, max_tokens=30)
