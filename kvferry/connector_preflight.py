@@ -9,8 +9,11 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
+import select
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Mapping
 
 from connectors.p2p.transport.nixl import INSTALL_HINT, installed_module
@@ -25,12 +28,17 @@ _LOAD = """
 import json, os, sys
 from connectors.registry import load_factory
 from core.errors import ConfigError
+from kvferry.child import die_with_parent
+answer_fd, parent_pid, group, name, setting = sys.argv[1:]
+die_with_parent(int(parent_pid))
 reason = ""
 try:
-    load_factory(*sys.argv[1:])
+    load_factory(group, name, setting)
 except ConfigError as error:
     reason = error.message
-print("\\n" + json.dumps(reason), flush=True)
+except Exception as error:
+    reason = f"{setting} = {name!r}: its import fails: {type(error).__name__}: {' '.join(str(error).split())}"
+os.write(int(answer_fd), json.dumps(reason).encode())
 os._exit(0)  # before anything of theirs prints at the exit
 """
 
@@ -128,23 +136,41 @@ def _named(config: KVFerryConfig) -> Iterator[tuple[str, str, str]]:
 
 
 def _why_not_loadable(group: str, name: str, setting: str, environment: Mapping[str, str]) -> str:
-    """Return why a worker could not import a connector; "" if it could."""
-    command = [sys.executable, "-P", "-c", _LOAD, group, name, setting]
-    try:
-        done = subprocess.run(
-            command,
+    """Return why a worker could not import a connector; "" if it could. What its import starts is ended.
+
+    Answer and errors are files: a pipe would stay open as long as a process that the import starts.
+    """
+    its_import = f"{setting} = {name!r}: its import"
+    with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-c", _LOAD, str(answer.fileno()), str(os.getpid()), group, name, setting],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
-            timeout=_IMPORT_TIMEOUT_S,
-            check=False,
-            text=True,
-            errors="replace",
+            stdout=subprocess.DEVNULL,
+            stderr=errors,
+            pass_fds=(answer.fileno(),),
+            start_new_session=True,
         )
-    except subprocess.TimeoutExpired:
-        return f"{setting} = {name!r}: its import takes more than {_IMPORT_TIMEOUT_S:g} s"
-    if done.returncode == 0:
-        reason: str = json.loads(done.stdout.splitlines()[-1])  # what the connector itself prints stands before it
-        return reason
-    last_line = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-    return f"{setting} = {name!r}: its import fails: {last_line}"
+        if not _ends_in_time(process):
+            return f"{its_import} takes more than {_IMPORT_TIMEOUT_S:g} s"
+        answer.seek(0)
+        told = answer.read()
+        if told:
+            reason: str = json.loads(told)
+            return reason
+        errors.seek(0)
+        last_lines = errors.read().decode(errors="replace").strip().splitlines()[-1:]
+    return ": ".join([f"{its_import} ends the process with exit code {process.returncode}", *last_lines])
+
+
+def _ends_in_time(process: subprocess.Popen[bytes]) -> bool:
+    """Wait for the leader of a session, then kill its process group; return False if the time was over before it ended."""
+    pidfd = os.pidfd_open(process.pid)
+    try:
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        return bool(poll.poll(_IMPORT_TIMEOUT_S * 1000))
+    finally:
+        os.close(pidfd)
+        os.killpg(process.pid, signal.SIGKILL)  # before the leader is reaped: until then its id names no other group
+        process.wait()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import sys
 
+import psutil
 import pytest
 
 from core.config import load_config
 from core.errors import ConfigError
-from kvferry import LocalCluster
+from kvferry import LocalCluster, connector_preflight
 from kvferry.connector_preflight import check_factories
 from kvferry.local import ProcessOptions
 from kvferry.processes import ProcessKeeper
@@ -21,13 +22,31 @@ atexit.register(print, "unloaded")
 def make(context): ...
 limit = 7
 """
+LAUNCHING = """
+import pathlib, subprocess
+helper = subprocess.Popen(["sleep", "600"])
+pathlib.Path(__file__).with_name("pid").write_text(str(helper.pid))
+def make(context): ...
+"""
+OTHERS = {
+    "broken": "print('loaded')\nraise RuntimeError('no such device')",
+    "wordy": "raise RuntimeError('no such device\\nlook at the cable')",
+    "needy": "import not_installed",
+    "leaving": "import sys; sys.exit(0)",
+    "gone": "import os; os._exit(0)",
+    "dead": "import os; os.kill(os.getpid(), 9)",
+    "bye": "import sys; sys.exit('no such device')",
+    "quiet": "import io, sys; sys.stdout = io.StringIO()\ndef make(context): ...",
+    "launching": LAUNCHING,
+}
+ENDS = "its import ends the process with exit code"
 
 
 @pytest.fixture
 def environment(tmp_path):
     (tmp_path / "mine.py").write_text(MODULE)
-    (tmp_path / "broken.py").write_text("print('loaded')\nraise RuntimeError('no such device')\n")
-    (tmp_path / "needy.py").write_text("import not_installed\n")
+    for name, text in OTHERS.items():
+        (tmp_path / f"{name}.py").write_text(text)
     paths = [str(tmp_path), os.environ.get("PYTHONPATH", "")]
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
@@ -49,6 +68,14 @@ def test_factory_that_workers_can_import_is_accepted_and_not_imported_here(setti
             "connector.connectors = 'mine:Nope': module 'mine' has no attribute 'Nope'",
         ),
         (["connector.name=broken:make"], "connector.name = 'broken:make': its import fails: RuntimeError: no such device"),
+        (
+            ["connector.name=wordy:make"],
+            "connector.name = 'wordy:make': its import fails: RuntimeError: no such device look at the cable",
+        ),
+        (["connector.name=leaving:make"], f"connector.name = 'leaving:make': {ENDS} 0"),
+        (["connector.name=gone:make"], f"connector.name = 'gone:make': {ENDS} 0"),
+        (["connector.name=bye:make"], f"connector.name = 'bye:make': {ENDS} 1: no such device"),
+        (["connector.name=dead:make"], f"connector.name = 'dead:make': {ENDS} -9"),
         (["connector.name=needy:make"], "connector.name = 'needy:make': No module named 'not_installed'"),
     ],
 )
@@ -58,8 +85,26 @@ def test_factory_that_workers_cannot_import_is_refused_with_the_reason(assignmen
     assert (refusal.value.message, refusal.value.param) == (reason, reason.partition(" ")[0])
 
 
+def test_factory_whose_module_replaces_stdout_is_accepted(environment):
+    check_factories(load_config(assignments=["connector.name=quiet:make"]), environment)
+
+
+def test_import_that_starts_a_process_is_not_waited_for_and_leaves_none(environment, tmp_path, monkeypatch, eventually):
+    monkeypatch.setattr(connector_preflight, "_IMPORT_TIMEOUT_S", 30.0)  # of the 600 that its process would live
+    check_factories(load_config(assignments=["connector.name=launching:make"]), environment)
+    started = int((tmp_path / "pid").read_text())
+    eventually(lambda: not psutil.pid_exists(started) or psutil.Process(started).status() == psutil.STATUS_ZOMBIE)
+
+
+def test_import_that_takes_too_long_is_ended(environment, tmp_path, monkeypatch):
+    (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
+    monkeypatch.setattr(connector_preflight, "_IMPORT_TIMEOUT_S", 0.1)
+    with pytest.raises(ConfigError, match=r"its import takes more than 0\.1 s$"):
+        check_factories(load_config(assignments=["connector.name=slow:make"]), environment)
+
+
 def test_own_connectors_need_no_import(monkeypatch):
-    monkeypatch.setattr("kvferry.connector_preflight.subprocess.run", None)
+    monkeypatch.setattr(connector_preflight, "_why_not_loadable", None)
     check_factories(load_config(assignments=["connector.name=multi", "connector.connectors=[p2p, offload]"]))
 
 
