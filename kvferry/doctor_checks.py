@@ -32,10 +32,10 @@ from kvferry.cluster_plan import is_for_serve, workers_here
 from kvferry.connector_preflight import check_factories, check_names, check_redis, has_otlp_exporter
 from kvferry.doctor_transports import check_transports
 from kvferry.finding import Finding, Verdict
-from kvferry.machine import format_bytes, memory_limit_bytes, why_not_bindable
+from kvferry.machine import format_bytes, is_in_use, memory_limit_bytes, why_not_bindable
 from kvferry.models import is_cached
 from kvferry.preflight import all_addresses, check_shared_ports
-from kvferry.reserved_memory import computes_on_gpu, reservations, reserved_bytes
+from kvferry.reserved_memory import computes_on_gpu, reservations
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_CLOCK_DIFFERENCE_S = 5.0
@@ -99,17 +99,19 @@ def check_connector(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
-    """Compare pools, stores and kernel caches with the memory limit of this machine or container; check shared memory."""
+    """Compare pools, stores and kernel caches with the memory limit of this machine or container; check shared memory.
+
+    What lies in huge pages is left out, also if a process that runs here with these settings may have taken the last of them.
+    """
     limit, workers = memory_limit_bytes(), workers_here(config)
-    parts = reserved_bytes(config, workers)
-    named = [f"{name}: {format_bytes(num_bytes)}" for name, num_bytes in parts.items()]
+    counted = [each for each in reservations(config, workers) if not each.is_huge]
+    counted = [each for each in counted if not (each.lacks and _held_address(config))]
+    named = [f"{each.name}: {format_bytes(each.num_bytes)}" for each in counted]
     kernels = 0 if computes_on_gpu(config) else KERNEL_BYTES * config.worker.kernel_cache_entries * len(workers)
     if kernels:
         named.append(f"kernels: up to {format_bytes(kernels)}")
-    text, used = (
-        f"{', '.join(named) or 'nothing beside the model'}; {format_bytes(limit)} of memory",
-        sum(parts.values()) + kernels,
-    )
+    text = f"{', '.join(named) or 'nothing beside the model'}; {format_bytes(limit)} of memory"
+    used = sum(each.num_bytes for each in counted) + kernels
     if used >= limit:
         yield Finding("memory", "failure", text, "lower what these settings reserve, or raise the memory limit")
     else:
@@ -145,12 +147,18 @@ def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
             verdict = "failure" if each.huge_pages == "always" and not holder else "warning"
             text += f"; the process at {holder} may have them" if holder else ""
         yield Finding("huge pages", verdict, text, "sysctl vm.nr_hugepages, in Kubernetes also the limit hugepages-2Mi")
+    has_pool = bool(workers_here(config)) and not computes_on_gpu(config)
+    if config.cache.num_blocks and config.cache.huge_pages == "always" and has_pool:
+        text = (
+            f"cache.huge_pages = always: cache.num_blocks = {config.cache.num_blocks} take a number that depends on the model"
+        )
+        yield Finding("huge pages", "warning", text, "set cache.memory_bytes, or compare what kvferry doctor memory shows")
 
 
 def _held_address(config: KVFerryConfig) -> str:
     """Return the first address of these settings where something listens, with its setting; "" if there is none."""
     for setting, (host, port) in all_addresses(config):
-        if port and why_not_bindable(host, port):
+        if port and is_in_use(host, port):
             return f"{setting} {host}:{port}"
     return ""
 

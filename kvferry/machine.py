@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import os
 import socket
 import tempfile
@@ -63,6 +64,20 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
 
 def why_not_bindable(host: str, port: int) -> str | None:
     """Try to listen on an address; return why that fails. ZeroMQ's form with the name of a network interface is not tried."""
+    error = _bind_error(host, port)
+    if error is None:
+        return None
+    is_of_system = error.errno is not None and error.errno > 0  # otherwise it is the resolver's
+    return os.strerror(error.errno) if is_of_system and error.errno else str(error.strerror or error)
+
+
+def is_in_use(host: str, port: int) -> bool:
+    """Return True if something listens on an address already."""
+    error = _bind_error(host, port)
+    return error is not None and error.errno == errno.EADDRINUSE
+
+
+def _bind_error(host: str, port: int) -> OSError | None:
     name = "" if host == "*" else host.strip("[]")
     if name in {interface for _, interface in socket.if_nameindex()}:
         return None
@@ -70,8 +85,7 @@ def why_not_bindable(host: str, port: int) -> str | None:
         with socket.create_server((name, port), family=socket.AF_INET6 if ":" in name else socket.AF_INET):
             return None
     except OSError as error:
-        is_of_system = error.errno is not None and error.errno > 0  # otherwise it is the resolver's
-        return os.strerror(error.errno) if is_of_system and error.errno else str(error.strerror or error)
+        return error
 
 
 def why_not_writable(folder: Path) -> str | None:

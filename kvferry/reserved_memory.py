@@ -1,7 +1,7 @@
 """The memory that the processes of this machine reserve beside their models: KV pools, offloaded blocks, stores.
 
-Owns which settings count, for which processes, and which of them get huge pages: these lie outside of other memory. They are
-given in the order of the list, as long as there are enough.
+Owns which settings count, for which processes, and which of them get huge pages: these lie outside of other memory. Pools
+come first, then offloaded blocks, then stores, as long as there are enough pages.
 """
 
 from __future__ import annotations

@@ -289,6 +289,36 @@ def test_huge_pages_that_a_process_of_these_settings_may_have_are_no_failure(few
     assert found.text.endswith(f"; the process at worker.ops_port 127.0.0.1:{listener} may have them")
 
 
+def test_address_that_is_none_of_this_host_excuses_no_missing_huge_pages(few_huge_pages):
+    (found,) = huge_pages("cache.huge_pages=always", "router.host=192.0.2.7")
+    assert (found.verdict, "may have them" in found.text) == ("failure", False)
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdicts_found"),
+    [
+        (["cache.huge_pages=always"], ["warning"]),
+        (["cache.huge_pages=auto"], []),
+        (["cache.huge_pages=always", "model.device=cuda"], []),
+    ],
+)
+def test_huge_pages_of_a_number_of_blocks_cannot_be_counted_here(settings, verdicts_found, few_huge_pages):
+    found = huge_pages("cache.num_blocks=100", *settings)
+    assert [one.verdict for one in found] == verdicts_found
+    assert all("depends on the model" in one.text for one in found)
+
+
+@pytest.mark.parametrize(("wish", "exit_code"), [("always", 0), ("auto", 0), ("never", 1)])
+def test_a_pool_whose_huge_pages_a_running_process_has_is_no_failure(wish, exit_code, few_huge_pages, listener, monkeypatch):
+    monkeypatch.delenv("KVFERRY_CLUSTER_KEY", raising=False)
+    monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 1 << 30)
+    pool = ["worker.engine_id=p0", f"cache.memory_bytes={2 << 30}", f"cache.huge_pages={wish}", "connector.transports=tcp"]
+    for port, expected in ((listener, exit_code), (0, 1)):
+        settings = [*pool, "router.port=0", f"worker.ops_port={port}"]
+        done = CliRunner().invoke(cli.app, ["doctor", *(word for one in settings for word in ("--set", one))])
+        assert done.exit_code == expected, done.output
+
+
 def test_a_pool_in_huge_pages_counts_against_no_other_memory(monkeypatch):
     monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 1 << 30)
     monkeypatch.setattr(reserved_memory, "huge_page_stock", lambda: HugePageStock(2 << 20, 4096, 4096))
