@@ -24,18 +24,20 @@ from connectors.p2p.transport.nixl import installed_module
 from core.config import KVFerryConfig
 from core.environment import ucx_net_devices
 from core.errors import ConfigError, KVFerryError
-from core.model.hub import peek_config
+from core.model.arch import parse_arch
+from core.model.hub import ALIASES, peek_config, read_model_folder
 from core.multilinear import compiled_library
 from core.wire.key_rotation import keys_of
 from core.wire.sockets import is_loopback, split_tcp
+from kvferry import preflight, vllm_preflight
 from kvferry.cluster_plan import is_for_serve, workers_here
 from kvferry.connector_preflight import check_factories, check_names, check_redis, has_otlp_exporter
 from kvferry.doctor_transports import check_transports
 from kvferry.finding import Finding, Verdict
-from kvferry.machine import format_bytes, is_in_use, memory_limit_bytes, why_not_bindable
+from kvferry.machine import format_bytes, is_in_use, memory_limit_bytes, why_not_bindable, why_not_creatable
 from kvferry.models import is_cached
-from kvferry.preflight import all_addresses, check_shared_ports
 from kvferry.reserved_memory import computes_on_gpu, reservations
+from router.http.tls import server_context
 
 CONNECT_TIMEOUT_S = 3.0
 MAX_CLOCK_DIFFERENCE_S = 5.0
@@ -64,15 +66,24 @@ def check_digests(_: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_model(config: KVFerryConfig) -> Iterator[Finding]:
-    """Check for the model's files, without fetching any, and for room to store them."""
+    """Check the model's files and the settings that depend on them, without fetching any, and for room to store them."""
     name, cache = config.model.name, config.model.cache_dir
+    folder = Path(name).expanduser()
     try:
         known = peek_config(name, Path(cache))
     except ConfigError as error:
         yield Finding("model", "failure", error.message, "correct model.name; kvferry models lists the short names")
         return
-    if known is None and Path(name).expanduser().exists():
+    if known is None and folder.exists():
         yield Finding("model", "failure", f"{name} holds no config.json", "name a folder of the Hugging Face layout")
+        return
+    try:
+        if known is not None and not _is_for_vllm(config):
+            preflight.check_model(parse_arch(known), workers_here(config))
+        if folder.is_dir() and name not in ALIASES:
+            preflight.check_weights(read_model_folder(name, folder, Path(cache)).weight_files)
+    except ConfigError as error:
+        yield _refused("model", error, config, "worker")
         return
     if is_cached(name, cache):
         yield Finding("model", "ok", f"{name} is here")
@@ -86,16 +97,68 @@ def check_model(config: KVFerryConfig) -> Iterator[Finding]:
         yield Finding("model", "failure", f"{folder} cannot be written", "set $KVFERRY_CACHE to a folder that can")
 
 
+def check_engine(config: KVFerryConfig) -> Iterator[Finding]:
+    """Check for what kvferry's own engine computes with, or the settings and the command of vLLM where ``serve`` starts it."""
+    try:
+        if _is_for_vllm(config):
+            vllm_preflight.check_settings(config)
+            vllm_preflight.find_command(config.local.vllm_command, os.environ)
+            vllm_preflight.vllm_arguments(config.local.vllm_arguments)
+        else:
+            preflight.check_device(config)
+    except ConfigError as error:
+        yield _refused("engine", error, config, "worker")
+        return
+    text = f"vLLM, as {config.local.vllm_command}" if _is_for_vllm(config) else f"model.device = {config.model.device}"
+    yield Finding("engine", "ok", text)
+
+
 def check_connector(config: KVFerryConfig) -> Iterator[Finding]:
     """Check that the configured connectors exist and can be imported, and for the library of the store's Redis tier."""
+    if _is_for_vllm(config):
+        return  # vLLM imports its connector in its own environment
     try:
         check_names(config)
         check_factories(config)
         check_redis(config)
     except ConfigError as error:
-        yield Finding("connector", "failure", error.message, "correct the setting: no worker starts with it")
+        yield _refused("connector", error, config, "worker")
         return
     yield Finding("connector", "ok", f"{', '.join(config.connector.names)}: installed")
+
+
+def check_disk(config: KVFerryConfig) -> Iterator[Finding]:
+    """Check that the store's folder could be written, without making it, and that no two stores share it."""
+    try:
+        preflight.check_folders(config, workers_here(config), why_not_creatable)
+    except ConfigError as error:
+        yield _refused("disk", error, config, "store")
+
+
+def check_certificate(config: KVFerryConfig) -> Iterator[Finding]:
+    """Check that the router can load its certificate and key, if it has any."""
+    try:
+        is_set = server_context(config.router.tls_cert, config.router.tls_key) is not None
+    except ConfigError as error:
+        yield _refused("certificate", error, config, "router")
+        return
+    if is_set:
+        yield Finding("certificate", "ok", f"router.tls_cert = {config.router.tls_cert}: can be loaded")
+
+
+def _is_for_vllm(config: KVFerryConfig) -> bool:
+    """Return True if ``serve`` would start vLLM engines with these settings."""
+    return is_for_serve(config) and config.local.engine == "vllm"
+
+
+def _refused(subject: str, error: ConfigError, config: KVFerryConfig, kind: str) -> Finding:
+    """Return the finding for settings that processes of a kind refuse.
+
+    It is a failure if such a process would run here: ``serve`` starts all kinds, and a single worker may be known by its name.
+    """
+    if is_for_serve(config) or (kind == "worker" and config.worker.engine_id):
+        return Finding(subject, "failure", error.message, f"correct it: no {kind} starts with it")
+    return Finding(subject, "warning", error.message, f"correct it if a {kind} is to run here: none starts with it")
 
 
 def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
@@ -157,7 +220,7 @@ def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
 
 def _held_address(config: KVFerryConfig) -> str:
     """Return the first address of these settings where something listens, with its setting; "" if there is none."""
-    for setting, (host, port) in all_addresses(config):
+    for setting, (host, port) in preflight.all_addresses(config):
         if port and is_in_use(host, port):
             return f"{setting} {host}:{port}"
     return ""
@@ -167,11 +230,11 @@ def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
     """Try to bind every address of router, workers and store; any free port is only mentioned where the host fails."""
     if is_for_serve(config):
         try:
-            check_shared_ports(config, workers_here(config))
+            preflight.check_shared_ports(config, workers_here(config))
         except ConfigError as error:
             yield Finding("ports", "failure", error.message, "leave it out: each worker then takes any free port")
     fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
-    for setting, (host, port) in all_addresses(config):
+    for setting, (host, port) in preflight.all_addresses(config):
         reason = why_not_bindable(host, port)
         if reason:
             yield Finding("ports", "warning", f"{setting} {host}:{port} cannot be bound: {reason}", fix)
@@ -268,11 +331,14 @@ CHECKS = (
     check_versions,
     check_digests,
     check_model,
+    check_engine,
     check_connector,
     check_memory,
     check_huge_pages,
+    check_disk,
     check_transports,
     check_ports,
+    check_certificate,
     check_peers,
     check_tracing,
     check_security,

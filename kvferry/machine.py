@@ -96,3 +96,11 @@ def why_not_writable(folder: Path) -> str | None:
     except OSError as error:
         return error.strerror or str(error)
     return None
+
+
+def why_not_creatable(folder: Path) -> str | None:
+    """Return why ``why_not_writable`` would fail, as far as the folders that exist already tell. Leaves nothing behind."""
+    try:
+        return why_not_writable(next(path for path in (folder, *folder.parents) if path.exists()))
+    except OSError as error:  # one of the parents cannot be searched
+        return error.strerror or str(error)

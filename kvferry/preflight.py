@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -36,6 +36,7 @@ from kvferry.router_plan import RouterPlan
 from router.http.tls import server_context
 
 Address = tuple[str, tuple[str, int]]  # setting, host and port
+WhyUnusable = Callable[[Path], str | None]
 
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 _KV_EVENT_SETTINGS = ("worker.kv_events_address", "worker.kv_events_replay_address")
@@ -191,8 +192,12 @@ def _worker_addresses(config: KVFerryConfig) -> Iterator[Address]:
             yield setting, split_tcp(address)
 
 
-def check_folders(config: KVFerryConfig, workers: Workers) -> None:
-    """Try to write into the folder of the disk tier; stores inside several workers cannot share it."""
+def check_folders(config: KVFerryConfig, workers: Workers, why_unusable: WhyUnusable = why_not_writable) -> None:
+    """Check the folder of the disk tier by ``why_unusable``; stores inside several workers cannot share it.
+
+    Raises:
+        ConfigError: they would share it, or it cannot be used.
+    """
     folder = config.kvstore.disk_path
     if not folder or not uses_kvstore(config):
         return
@@ -203,7 +208,7 @@ def check_folders(config: KVFerryConfig, workers: Workers) -> None:
             "set local.kvstore = true for one store of all",
             param="kvstore.disk_path",
         )
-    reason = why_not_writable(Path(folder))
+    reason = why_unusable(Path(folder))
     if reason is not None:
         raise ConfigError(f"kvstore.disk_path = {folder!r} cannot be written: {reason}", param="kvstore.disk_path")
 

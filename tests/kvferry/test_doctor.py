@@ -1,6 +1,8 @@
 """The doctor finds what is wrong, says what to do, and leaves with the right exit code."""
 
+import json
 import socket
+import struct
 
 import pytest
 from typer.testing import CliRunner
@@ -8,9 +10,12 @@ from typer.testing import CliRunner
 from core.config import load_config
 from core.errors import ConfigError
 from core.memory_file import HugePageStock
-from kvferry import cli, doctor_checks, doctor_transports, reserved_memory
+from kvferry import cli, doctor_checks, doctor_transports, preflight, reserved_memory
 from kvferry.doctor import findings_of
 from kvferry.doctor_transports import check_transports
+from tests.support.certificates import self_signed
+
+OF_ANY_PROCESS = "worker.router_addresses=tcp://router:5570"  # not for serve, and of no worker that is known by its name
 
 
 def verdicts(check, *settings):
@@ -36,15 +41,62 @@ def test_model_that_is_not_fetched_comes_with_the_command_to_fetch_it(tmp_path):
     assert (found.verdict, found.fix) == ("warning", "kvferry models smollm2-135m")
 
 
-def test_model_in_a_folder_is_found(tmp_path, monkeypatch):
-    monkeypatch.setenv("HOME", str(tmp_path))
+TINY_LLAMA = {
+    "model_type": "llama",
+    "vocab_size": 32,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-5,
+}
+
+
+@pytest.fixture
+def model_folder(tmp_path):
     folder = tmp_path / "m"
     folder.mkdir()
-    names = [f"model.name={folder}", "model.name=~/m"]
+    (folder / "config.json").write_text(json.dumps(TINY_LLAMA))
+    (folder / "tokenizer.json").touch()
+    (folder / "model.safetensors").write_bytes(struct.pack("<Q", 2) + b"{}")
+    return folder
+
+
+def test_model_in_a_folder_is_found(model_folder, monkeypatch):
+    monkeypatch.setenv("HOME", str(model_folder.parent))
+    names = [f"model.name={model_folder}", "model.name=~/m"]
+    assert [verdicts(doctor_checks.check_model, name)["model"].verdict for name in names] == ["ok", "ok"]
+    (model_folder / "config.json").unlink()
     found = [verdicts(doctor_checks.check_model, name)["model"] for name in names]
     assert [(one.verdict, one.text.endswith("m holds no config.json")) for one in found] == [("failure", True)] * 2
-    (folder / "config.json").write_text("{}")
-    assert [verdicts(doctor_checks.check_model, name)["model"].verdict for name in names] == ["ok", "ok"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "text"),
+    [
+        ("config.json", b"{}", "model_type"),
+        ("tokenizer.json", None, "holds no tokenizer.json"),
+        ("model.safetensors", None, "lacks safetensors weights"),
+        ("model.safetensors", b"cut", "cannot be read as a safetensors file"),
+    ],
+)
+def test_model_that_a_worker_would_refuse_is_a_failure_except_for_other_processes(name, content, text, model_folder):
+    (model_folder / name).unlink() if content is None else (model_folder / name).write_bytes(content)
+    found = verdicts(doctor_checks.check_model, f"model.name={model_folder}")["model"]
+    assert (found.verdict, text in found.text) == ("failure", True)
+    assert verdicts(doctor_checks.check_model, f"model.name={model_folder}", OF_ANY_PROCESS)["model"].verdict == "warning"
+
+
+def test_settings_that_do_not_fit_the_model_are_a_failure(model_folder):
+    found = verdicts(doctor_checks.check_model, f"model.name={model_folder}", "model.max_model_len=65")["model"]
+    assert (found.verdict, "model.max_model_len = 65" in found.text) == ("failure", True)
+
+
+def test_model_of_vllm_is_not_compared_with_what_our_engine_computes(model_folder):
+    (model_folder / "config.json").write_text('{"model_type": "other"}')
+    settings = [f"model.name={model_folder}", "local.engine=vllm"]
+    assert verdicts(doctor_checks.check_model, *settings)["model"].verdict == "ok"
 
 
 def test_model_of_no_kind_is_refused_as_serve_refuses_it():
@@ -139,11 +191,62 @@ def test_a_port_that_several_workers_would_share_is_refused_as_serve_refuses_it(
         ([], "ok"),
         (["connector.name=nosuch"], "failure"),
         (["connector.name=nowhere:make"], "failure"),
+        (["connector.name=nowhere:make", "worker.engine_id=p0"], "failure"),
+        (["connector.name=nowhere:make", OF_ANY_PROCESS], "warning"),
         (["ec_connector.name=nosuch"], "failure"),
     ],
 )
 def test_connectors_are_looked_for(settings, verdict):
     assert verdicts(doctor_checks.check_connector, *settings)["connector"].verdict == verdict
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        (["connector.name=nosuch"], "vLLM engines hand off by p2p"),
+        (["local.vllm_command=/nowhere/vllm"], "no such command"),
+        (["local.vllm_command=sh", "local.vllm_arguments=--port 1"], "a local cluster chooses it"),
+    ],
+)
+def test_what_is_wrong_for_vllm_is_told_as_serve_tells_it(settings, text):
+    settings = ["local.engine=vllm", *settings]
+    found = verdicts(doctor_checks.check_engine, *settings)["engine"]
+    assert (found.verdict, text in found.text) == ("failure", True)
+    assert verdicts(doctor_checks.check_connector, *settings) == {}
+
+
+def test_gpu_that_is_required_is_looked_for(monkeypatch):
+    monkeypatch.setattr(preflight, "why_no_cuda", lambda: "there is no driver")
+    assert verdicts(doctor_checks.check_engine)["engine"].verdict == "ok"
+    found = verdicts(doctor_checks.check_engine, "model.device=cuda")["engine"]
+    assert (found.verdict, "there is no driver" in found.text) == ("failure", True)
+    assert verdicts(doctor_checks.check_engine, "model.device=cuda", OF_ANY_PROCESS)["engine"].verdict == "warning"
+
+
+def test_folder_of_the_disk_tier_is_tried_and_not_made(tmp_path):
+    (tmp_path / "file").touch()
+    store = ["connector.name=store", "local.kvstore=true"]
+    assert verdicts(doctor_checks.check_disk, *store, f"kvstore.disk_path={tmp_path / 'a' / 'b'}") == {}
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+    wrong = [*store, f"kvstore.disk_path={tmp_path / 'file' / 'b'}"]
+    assert verdicts(doctor_checks.check_disk, *wrong)["disk"].verdict == "failure"
+    assert verdicts(doctor_checks.check_disk, *wrong, OF_ANY_PROCESS)["disk"].verdict == "warning"
+
+
+def test_folder_that_stores_of_several_workers_would_share_is_refused(tmp_path):
+    found = verdicts(doctor_checks.check_disk, "connector.name=store", f"kvstore.disk_path={tmp_path}")["disk"]
+    assert (found.verdict, "2 workers have a store each" in found.text) == ("failure", True)
+
+
+def test_certificate_of_the_router_is_loaded(tmp_path):
+    assert verdicts(doctor_checks.check_certificate) == {}
+    cert, key = self_signed(tmp_path)
+    settings = [f"router.tls_cert={cert}", f"router.tls_key={key}"]
+    assert verdicts(doctor_checks.check_certificate, *settings)["certificate"].verdict == "ok"
+    cert.unlink()
+    found = verdicts(doctor_checks.check_certificate, *settings)["certificate"]
+    assert (found.verdict, "cannot be loaded" in found.text) == ("failure", True)
+    assert verdicts(doctor_checks.check_certificate, *settings, OF_ANY_PROCESS)["certificate"].verdict == "warning"
 
 
 @pytest.mark.parametrize("flag", ["--url", "--engine"])

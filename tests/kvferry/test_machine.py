@@ -7,7 +7,14 @@ import socket
 import pytest
 
 from kvferry import machine
-from kvferry.machine import format_bytes, memory_limit_bytes, why_no_cuda, why_not_bindable, why_not_writable
+from kvferry.machine import (
+    format_bytes,
+    memory_limit_bytes,
+    why_no_cuda,
+    why_not_bindable,
+    why_not_creatable,
+    why_not_writable,
+)
 
 
 def test_container_s_limit_counts_if_it_is_lower_than_the_machine_s(tmp_path):
@@ -54,3 +61,10 @@ def test_folder_below_a_file_is_not_writable(tmp_path):
     (tmp_path / "file").touch()
     assert why_not_writable(tmp_path / "file" / "x") == "Not a directory"
     assert why_not_writable(tmp_path / "a" / "b") is None
+
+
+def test_folder_that_could_be_made_is_not_made(tmp_path):
+    (tmp_path / "file").touch()
+    assert why_not_creatable(tmp_path / "a" / "b") is None
+    assert why_not_creatable(tmp_path / "file" / "x") == "File exists"
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
