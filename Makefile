@@ -23,6 +23,9 @@ PIP    := $(BIN)/python -m pip install --quiet --disable-pip-version-check --con
 
 PYTHON_FOUND := $(firstword $(wildcard $(BIN)/python) $(PYTHON))
 PYTHON_USED  := $(shell $(PYTHON_FOUND) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+ifeq ($(PYTHON_USED)$(filter clean,$(MAKECMDGOALS)),)
+$(error $(PYTHON_FOUND) cannot be run; try: make clean; make PYTHON=python3.11)
+endif
 WRONG_PYTHON := "kvferry needs Python 3.11 or 3.12, and this is %d.%d; try: make clean; make PYTHON=python3.11"
 
 # Tests and clusters start hundreds of processes: each would compile the tree anew.

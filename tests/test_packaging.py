@@ -91,6 +91,16 @@ def test_make_and_metadata_admit_the_versions_of_python_that_are_tested(monkeypa
 
 
 @pytest.mark.slow
+def test_make_says_what_to_do_if_the_python_of_its_environment_is_gone(tmp_path):
+    (tmp_path / "bin").mkdir()
+    (tmp_path / "bin" / "python").symlink_to(tmp_path / "upgraded-away")
+    command = ["make", "--dry-run", f"VENV={tmp_path}"]
+    done = subprocess.run([*command, "install"], check=False, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0
+    assert f"{tmp_path}/bin/python cannot be run; try: make clean" in done.stderr
+    subprocess.run([*command, "clean"], check=True, cwd=ROOT, capture_output=True, timeout=60)
+
+
 def test_wheel_holds_every_module_of_the_tree(unpacked):
     assert list(modules_under(unpacked)) == modules_of_the_tree()
     assert not (unpacked / "tests").exists()
