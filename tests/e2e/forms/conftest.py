@@ -18,7 +18,7 @@ TEMPLATE = (
 
 @pytest.fixture(scope="package")
 def served(cluster_config, serve, tmp_path_factory, eventually) -> Iterator[Any]:
-    """The cluster and a client for it. What tests have killed is back for the next one that waits for it."""
+    """The cluster and a client for it. ``kill_busy_decode_worker`` also waits for the successor."""
     folder = write_json_model(tmp_path_factory.mktemp("json-model"))
     tokenizer = folder / "tokenizer_config.json"
     tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | {"chat_template": TEMPLATE}))
@@ -34,12 +34,13 @@ def served(cluster_config, serve, tmp_path_factory, eventually) -> Iterator[Any]
 
 @pytest.fixture
 def kill_busy_decode_worker(served) -> Iterator[Callable[[], None]]:
-    """Kill the decode worker that has a request; a test ends when its successor is ready."""
+    """Kill the decode worker that has a request; before the next test its successor is ready."""
 
     def kill() -> None:
         names = ("decode-0", "decode-1")
-        (busy,) = (name for name in names if served.gauges(name)["kvferry_num_requests_running"])
-        served.cluster.kill(busy)
+        busy = [name for name in names if served.gauges(name)["kvferry_num_requests_running"]]
+        assert len(busy) == 1, f"one decode worker should have the request: busy are {busy}"
+        served.cluster.kill(busy[0])
 
     yield kill
     served.cluster.wait_until_ready()
