@@ -172,7 +172,7 @@ class KVEventReader:
         self._address, self._replay_address, self._blocks = address, replay_address, blocks
         self._context = zmq.asyncio.Context()
         self._next_number = 0
-        self._replayed: dict[int, bytes] = {}  # by the last replay, some of which may come once more by subscription
+        self._replayed: dict[int, bytes] = {}  # by the last replay
         self._task: asyncio.Task[None] | None = None
         self._limited_log = LimitedLog(logger, time.monotonic)
 
@@ -225,19 +225,18 @@ class KVEventReader:
             self._take(number, frames[2])
 
     def _take(self, number: int, payload: bytes) -> None:
+        """Apply a batch. One that cannot be read makes all that is known uncertain; those after it are applied all the same."""
         self._next_number = number + 1
-        self._blocks.apply(payload)
+        try:
+            self._blocks.apply(payload)
+        except ProtocolError as error:
+            self._lose(error.message)
 
     async def _read_past(self) -> None:
         """Read what the server has published before now, if it still has all of it: it may publish nothing for long."""
         found = await self._replay(0)
         if found and found[0][0] == 0:
-            try:
-                for number, payload in found:
-                    self._take(number, payload)
-            except ProtocolError as error:
-                self._lose(error.message)
-            self._replayed = dict(found)
+            self._take_replayed(found)
 
     async def _replay(self, first: int) -> list[tuple[int, bytes]]:
         """Return the batches from a number on that the server still has; none without an answer."""
@@ -251,12 +250,16 @@ class KVEventReader:
         """Read what was missed before a batch; what cannot be had again makes all that is known uncertain."""
         first = self._next_number
         found = await self._replay(first)
-        self._replayed = dict(found)
         if not found or found[0][0] != first:
             self._lose(f"batches {first} to {number - 1} are missing")
-        for replayed, payload in found:
-            self._take(replayed, payload)
+        self._take_replayed(found)
         self._next_number = max(self._next_number, number)
+
+    def _take_replayed(self, found: list[tuple[int, bytes]]) -> None:
+        """Apply what a replay has brought, and remember it: some of it may come once more by subscription."""
+        self._replayed = dict(found)
+        for number, payload in found:
+            self._take(number, payload)
 
     def _lose(self, why: str) -> None:
         self._limited_log.warning("kv_events_lost", address=self._address, reason=why)

@@ -261,6 +261,27 @@ async def test_batches_that_a_replay_has_brought_are_no_new_server(blocks, feed,
     await reader.close()
 
 
+@pytest.mark.parametrize("bad", [0, 1], ids=["before the reader", "missed"])
+async def test_what_follows_an_unreadable_batch_of_a_replay_is_known(blocks, feed, caplog, monkeypatch, bad):
+    """The others come once more by subscription, and then the server falls silent."""
+    batches = [msgspec.msgpack.encode([0.0, [stored(0, last)], 0]) for last in range(1, 7)]
+    batches[bad] = b"bad"
+    reader = KVEventReader("tcp://127.0.0.1:1", "tcp://127.0.0.1:1", blocks)
+
+    async def replay(number):
+        return list(enumerate(batches))[number:]
+
+    monkeypatch.setattr(reader, "_replay", replay)
+    if bad == 0:
+        await reader._read_past()
+    for number in (0, *range(bad + 1, 6)):
+        await reader._on_frames([b"", number.to_bytes(8, "big"), batches[number]])
+    assert feed.contents() == keys(TOKENS[:96])
+    assert len(caplog.records) == 1
+    assert "event=kv_events_lost" in caplog.text
+    await reader.close()
+
+
 async def test_losses_are_logged_at_most_once_a_minute(blocks, caplog):
     reader = KVEventReader("tcp://127.0.0.1:1", "", blocks)
     for number in range(1, 9, 2):
