@@ -398,7 +398,9 @@ class P2PDriver:
         return self._agent.consumer.num_loading_blocks if self._agent is not None else 0
 
     def _transports_in_use(self) -> set[str]:
-        return self._chosen_by_readers | self._agent.consumer.peers.transports_in_use() if self._agent is not None else set()
+        if self._agent is None:
+            return set()
+        return self._chosen_by_readers | self._agent.consumer.peers.transports_in_use()
 
     def _num_broken_transports(self) -> dict[str, int]:
         return self._agent.consumer.peers.health.num_broken() if self._agent is not None else {}

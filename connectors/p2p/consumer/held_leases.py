@@ -35,10 +35,15 @@ class _HeldLease:
         if len(self.asked_at) > MAX_OPEN_QUESTIONS:
             del self.asked_at[next(iter(self.asked_at))]
 
-    def close_questions(self, number: int) -> float | None:
-        """Return when the last open question up to this number was asked, None without one, and close all of them."""
-        answered = [asked for asked in self.asked_at if asked <= number]
-        return [self.asked_at.pop(asked) for asked in answered][-1] if answered else None
+    def close_questions(self, last: int) -> float | None:
+        """Close the open questions up to this number; return when the last of them was asked.
+
+        None if none of them is open: the answer is to questions that are closed or forgotten, and proves nothing new.
+        """
+        asked_at = None
+        for number in [number for number in self.asked_at if number <= last]:
+            asked_at = self.asked_at.pop(number)
+        return asked_at
 
 
 @dataclass(slots=True)
