@@ -106,6 +106,23 @@ def test_load_that_tries_the_other_version_again_ends_at_once_with_the_version(p
     assert peer.num_connections < 10
 
 
+def test_a_peer_that_was_upgraded_at_its_address_is_used_again(pull):
+    """The connection is opened again once, and what the refused one was asked about the lease has no answer."""
+    pull.start("a")
+    refuse_version(pull)
+    pull.tick(0.6)
+    pull.start("b")
+    pull.start("c")
+    pull.accept()
+    assert pull.failed == {"a": "version_mismatch"}
+    assert len(pull.actions(CloseControl)) == 1
+    assert len(pull.messages(LeaseRenew)) == 2, "asked again"
+    pull.grant()
+    pull.end_reads()
+    assert pull.ended.keys() == {"a", "b", "c"}
+    assert pull.failed.keys() == {"a"}
+
+
 def test_refusal_of_the_version_by_an_open_peer_is_not_believed(pull):
     pull.start_reading()
     assert refuse_version(pull) == []
