@@ -211,6 +211,12 @@ async def test_a_chain_is_taken_as_far_as_a_prompt_here_can_be_long(source, read
     assert max(lengths) <= manager.max_model_len // manager.hash_block_size
 
 
+async def test_a_prompt_as_long_as_one_here_can_be_is_found_whole(source, reader):
+    hold(source, PROMPT[:96])
+    source.engine.manager.max_model_len = 96
+    assert answer(source, ask(reader, reader.request(PROMPT, named(source)))).handoff.num_tokens == 96
+
+
 @pytest.mark.parametrize("num_held", [32, 64, 95])
 async def test_nothing_is_asked_for_less_than_a_block(source, reader, num_held):
     request = reader.request(PROMPT, named(source, num_tokens=num_held))
