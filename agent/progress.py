@@ -1,7 +1,8 @@
 """Whether a vLLM server makes progress: the age of its last sign of work.
 
 A sign is a token of a request of ours, a step that the server has counted, or more blocks in use: vLLM counts no step that
-brings no token, such as all chunks of a prompt but the last, but each chunk takes blocks. Times are arguments.
+brings no token, such as all chunks of a prompt but the last, but each chunk takes blocks. Layers with sliding windows free as
+many once the window is full, so a model without full attention shows no sign within a long prompt. Times are arguments.
 """
 
 from __future__ import annotations
