@@ -24,6 +24,7 @@ from core.model.tokenizer import Tokenizer
 from core.wire.curve import ClusterKeys, derive_keys, new_cluster_key
 from kvferry.cluster_plan import free_ports
 from kvferry.local import LocalCluster
+from tests.support.tiny_models import write_tiny_llama, write_tiny_tokenizer
 from tests.support.trace_collector import TraceCollector
 
 if TYPE_CHECKING:  # they take seconds to import, and most runs do without the model
@@ -48,7 +49,8 @@ TOPOLOGIES = {
 }
 AGGREGATED = ("local.aggregated=true", "local.num_prefill=1", "local.num_decode=1")
 TRACED = "1p1d-shm"
-IN_FULL_ONLY = ("1p1d-tcp", "2p2d-shm")  # "2p2d-tcp" has both the transport and the topology
+# "2p2d-tcp" has both the transport and the topology; tests of ``faults`` run over nixl
+IN_FULL_ONLY = ("1p1d-tcp", "1p1d-nixl", "2p2d-shm")
 CELLS = [
     pytest.param(kind, marks=pytest.mark.full if kind in IN_FULL_ONLY else ())
     for kind in (*TOPOLOGIES, "2p2d-tcp", "aggregated")
@@ -85,6 +87,12 @@ class Served:
         families = text_string_to_metric_families(self.cluster.metrics(name))
         return {sample.name: sample.value for family in families for sample in family.samples if not sample.labels}
 
+    def handshakes(self, name: str) -> float:
+        """Return how many handshakes with prefill workers a decode worker has made."""
+        families = text_string_to_metric_families(self.cluster.metrics(name))
+        events = next(family for family in families if family.name == "kvferry_kv_handoff_events")
+        return next(sample.value for sample in events.samples if sample.labels.get("event") == "handshakes")
+
     def held(self) -> dict[str, float]:
         """Return every block and request gauge of the workers that is not 0."""
         names = (*HELD_BLOCKS, "kvferry_num_requests_running", "kvferry_num_requests_waiting", "kvferry_num_requests_loading")
@@ -113,6 +121,14 @@ def aggregated(cluster_config, tmp_path_factory) -> Iterator[Served]:
     config, logs = cluster_config(*AGGREGATED), tmp_path_factory.mktemp("aggregated")
     with LocalCluster(config, log_dir=logs) as cluster, client_of("aggregated", cluster) as found:
         yield found
+
+
+@pytest.fixture(scope="session")
+def tiny_model(tmp_path_factory) -> tuple[str, ...]:
+    """Settings of a model that a worker loads sooner, for tests that need no particular answers; its name stays."""
+    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
+    write_tiny_tokenizer(folder)
+    return f"model.name={folder}", f"model.served_name={MODEL}"
 
 
 @pytest.fixture(scope="session")

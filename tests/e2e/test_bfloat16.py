@@ -36,7 +36,10 @@ def test_handoff_changes_no_token_and_moves_half_of_the_bytes(cluster_config, se
     )
     prompts = [prompt for prompt, _ in expected]
     with LocalCluster(config, log_dir=tmp_path) as cluster, serve("1p1d", cluster) as served:
+        served.complete(prompts[0], max_tokens=1)  # ends with the first token, at the prefill worker
+        eventually(lambda: served.handshakes("decode-0") == 1, "the handshake before there is anything to read")
         bodies = answers(served, prompts)
+        assert served.handshakes("decode-0") == 1
         eventually(lambda: not served.held(), f"release of {served.held()}")
     assert [body["choices"][0]["token_ids"] for body in bodies] == [tokens for _, tokens in expected]
     for prompt, body in zip(prompts, bodies, strict=True):

@@ -12,8 +12,8 @@ pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 
 @pytest.fixture(scope="module")
-def two_prefills(cluster_config, serve, tmp_path_factory):
-    config = cluster_config("local.num_prefill=2")
+def two_prefills(cluster_config, tiny_model, serve, tmp_path_factory):
+    config = cluster_config(*tiny_model, "local.num_prefill=2")
     with (
         LocalCluster(config, supervise=True, log_dir=tmp_path_factory.mktemp("contents")) as cluster,
         serve("2p1d", cluster) as found,
@@ -29,8 +29,8 @@ def routing_of(served, prompt):
     return served.complete(prompt, max_tokens=2)["usage"]["kv_transfer"]["routing"][0]
 
 
-def test_a_restarted_router_places_by_prefix(two_prefills, corpus, eventually):
-    prompts = [corpus[:400], corpus[500:900]]
+def test_a_restarted_router_places_by_prefix(two_prefills, eventually):
+    prompts = [[300 + (7 * start + step) % 1500 for step in range(400)] for start in range(2)]
     for prompt in prompts:
         two_prefills.complete(prompt, max_tokens=2)
     eventually(lambda: indexed(two_prefills) == NUM_BLOCKS, "reports of all three workers")

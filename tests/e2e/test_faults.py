@@ -74,6 +74,7 @@ def test_prefill_worker_killed_between_prefill_and_read_is_not_needed_any_more(s
     assert_serves(supervised, corpus, eventually)
 
 
+@pytest.mark.full
 def test_decode_worker_killed_before_it_reads_has_its_handoff_read_by_its_successor(supervised, corpus, eventually):
     cluster = supervised.cluster
     pid = cluster.pids["decode-0"]

@@ -78,8 +78,8 @@ def http_ports(cluster: LocalCluster) -> set[int]:
     return {int(address.rpartition(":")[2]) for address in [*addresses, store]}
 
 
-def test_an_unauthenticated_process_gets_into_no_inner_socket(start_cluster):
-    cluster = start_cluster("connector.transports=[tcp]", "local.kvstore=true")
+def test_an_unauthenticated_process_gets_into_no_inner_socket(start_cluster, tiny_model):
+    cluster = start_cluster(*tiny_model, "connector.transports=[tcp]", "local.kvstore=true")
     ports = {name: listening_ports(pid) - http_ports(cluster) for name, pid in cluster.pids.items()}
     assert (len(ports["router"]), len(ports["prefill-0"]), len(ports["kvstore"])) == (1, 2, 1), ports
     inner = sorted(set().union(*ports.values()))

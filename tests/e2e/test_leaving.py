@@ -27,10 +27,11 @@ def socket_files():
 
 
 @pytest.fixture(params=["shm"])
-def serving(request, cluster_config, tmp_path):
+def serving(request, cluster_config, tiny_model, tmp_path):
     """``kvferry serve`` over a transport in a process of its own; returns it, its children, and its address."""
     settings = tmp_path / "settings.json"
-    settings.write_text(dump_config(cluster_config(f"connector.transports=[{request.param}]", "worker.drain_timeout_s=5")))
+    overrides = (*tiny_model, f"connector.transports=[{request.param}]", "worker.drain_timeout_s=5")
+    settings.write_text(dump_config(cluster_config(*overrides)))
     command = [sys.executable, "-P", "-m", "kvferry", "serve", "--config", str(settings)]
     with (tmp_path / "serve.log").open("wb") as log:
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=log, text=True)

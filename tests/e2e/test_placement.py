@@ -9,19 +9,11 @@ import pytest
 
 from kvferry.local import LocalCluster
 from tests.e2e.conftest import MODEL, Served
-from tests.support.tiny_models import write_tiny_llama, write_tiny_tokenizer
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 SESSIONS = [f"session-{number}" for number in range(8)]
 NUM_LONG = 400
-
-
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
-    write_tiny_tokenizer(folder)
-    return f"model.name={folder}", f"model.served_name={MODEL}"
 
 
 def prompts(start: int, number: int, length: int) -> list[list[int]]:

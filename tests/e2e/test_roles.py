@@ -9,8 +9,7 @@ import pytest
 
 from kvferry.local import LocalCluster
 from kvferry.operate import worker_role
-from tests.e2e.conftest import MODEL, Served
-from tests.support.tiny_models import write_tiny_llama, write_tiny_tokenizer
+from tests.e2e.conftest import Served
 
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
@@ -19,20 +18,12 @@ NUM_TOKENS = 24
 PROMPTS = [[300 + (7 * start + step) % 1500 for step in range(200)] for start in range(6)]
 
 
-@pytest.fixture(scope="module")
-def tiny_model(tmp_path_factory):
-    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny"))
-    write_tiny_tokenizer(folder)
-    return folder
-
-
 @pytest.fixture
 def serve_switchable(cluster_config, tiny_model, tmp_path, serve):
     """Start workers that can switch their roles."""
 
     def start(*settings: str) -> LocalCluster:
-        model = (f"model.name={tiny_model}", f"model.served_name={MODEL}")
-        return LocalCluster(cluster_config(*model, "worker.can_switch_role=true", *settings), log_dir=tmp_path)
+        return LocalCluster(cluster_config(*tiny_model, "worker.can_switch_role=true", *settings), log_dir=tmp_path)
 
     return start
 

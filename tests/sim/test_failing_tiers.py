@@ -204,9 +204,9 @@ MUTANTS = (
     Mutant(Fault.TIER_UNREADABLE, let_the_failure_of_a_tier_end_the_store, 0),
     Mutant(Fault.TIER_FULL, keep_pinned_what_a_tier_did_not_save, 0),
     Mutant(Fault.TIER_UNREADABLE, lose_the_slot_of_a_block_that_did_not_come, 18),
-    Mutant(Fault.TIER_LOSS, lose_the_slot_of_a_block_that_did_not_come, 5),
+    Mutant(Fault.TIER_LOSS, lose_the_slot_of_a_block_that_did_not_come, 17),
     Mutant(Fault.TIER_UNREADABLE, forget_who_waits_for_a_block_that_did_not_come, 18),
-    Mutant(Fault.TIER_UNREADABLE, call_a_failure_a_miss_that_needs_no_cause, 5),
+    Mutant(Fault.TIER_UNREADABLE, call_a_failure_a_miss_that_needs_no_cause, 17),
 )
 
 

@@ -11,8 +11,8 @@ import pytest
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_CLIENTS = 4
-NUM_REQUESTS, NUM_TOKENS = 30, 10
-REQUESTS_PER_KILL = 12  # at least so many kills
+NUM_REQUESTS, NUM_TOKENS = 20, 10
+REQUESTS_PER_KILL = 10  # at least so many kills
 RETRYABLE = {"no_worker", "overloaded", "peer_lost", "router_silent"}
 
 
