@@ -1,32 +1,30 @@
 """Decode attention on CPU: the default backend, the alternatives that it replaced, and the memory floor.
 
+    python benchmarks/attention.py [--cpu avx2] [--repeats 9] [--quick] [--json FILE] [--markdown]
+
 Shapes of SmolLM2-135M (9 query and 3 KV heads of 64, 30 layers), fp32, one thread, scattered pages. Each call goes to the next
-layer, so that pages are cold. Columns, in us per layer (median):
+layer, so that pages are cold. With --cpu avx2 all compute as on a CPU without AVX-512. Columns, in us per layer (median):
 
     paged_cpu         the backend that serves
     gather + SDPA     pages gathered by one index_select, then scaled_dot_product_attention
     page-major bmm    one bmm per KV head over pages, merged by sequence
     SDPA contiguous   scaled_dot_product_attention on KV that lies contiguous: no paging at all
     floor             every visible byte of KV read once (sum)
-
-    python benchmarks/attention.py [--quick] [--json FILE] [--markdown]
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
-import statistics
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from common import Machine, Outcome, Spread, Table, make_parser, publish
+from cpu_choice import add_cpu_choice, compute_as_chosen
 from torch import Tensor
 
+from core.attention import compiled_decode
 from core.attention.base import AttentionBatch, AttentionSpec, KVLayout, PagedKVCache
 from core.attention.paged_cpu import PagedCpuBackend
 
@@ -133,37 +131,26 @@ def measure(batch: int, context: int, block_size: int, repeats: int) -> dict[str
             for layer in range(LAYERS):
                 call(layer)
             times[name].append((time.perf_counter() - start) / LAYERS * 1e6)
-    return {name: statistics.median(values[1:]) for name, values in times.items()}  # the first round warms up
+    return {name: Spread.of(values[1:]).median for name, values in times.items()}  # the first round warms up
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="one small case, few repeats")
-    parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--markdown", action="store_true", help="print a Markdown table")
-    args = parser.parse_args()
+    parser = make_parser(__doc__ or "", repeats=9, takes_model=False)
+    add_cpu_choice(parser)
+    arguments = parser.parse_args()
+    machine = Machine.now()
+    compute_as_chosen(arguments, compiled_decode.built_library())
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    cases = [(1, 256, 64)] if args.quick else CASES
-    rows = [
-        {"batch": batch, "context": context, "block": block, **measure(batch, context, block, 2 if args.quick else 9)}
-        for batch, context, block in cases
+    rows: list[dict[str, float]] = [
+        {
+            **{"batch": batch, "context": context, "block": block},
+            **measure(batch, context, block, 2 if arguments.quick else arguments.repeats),
+        }
+        for batch, context, block in (CASES[:1] if arguments.quick else CASES)
     ]
-    load = os.getloadavg()[0]
-    print(f"us per layer, 1 thread, load average {load:.1f}")
-    names = list(rows[0])
-    if args.markdown:
-        print("| " + " | ".join(names) + " |\n" + "|---" * len(names) + "|")
-    for row in rows:
-        cells = [f"{row[name]:.0f}" for name in names]
-        print(
-            "| " + " | ".join(cells) + " |"
-            if args.markdown
-            else "  ".join(f"{n} {c}" for n, c in zip(names, cells, strict=True))
-        )
-    if args.json:
-        args.json.parent.mkdir(parents=True, exist_ok=True)
-        args.json.write_text(json.dumps({"goals": [], "load_average": load, "us_per_layer": rows}, indent=1) + "\n")
+    table = Table(tuple(rows[0]), [[f"{value:,.0f}" for value in row.values()] for row in rows])
+    publish(Outcome([table], figures={"us_per_layer": rows}), machine, arguments)
 
 
 if __name__ == "__main__":

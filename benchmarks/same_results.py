@@ -1,10 +1,10 @@
 """How far logits depend on the way they are computed on a CPU: chunks, batches, prefill or decode, and the element type.
 
-    python benchmarks/same_results.py [--model smollm2-135m] [--json FILE] [--markdown] [--quick]
+    python benchmarks/same_results.py [--model smollm2-135m] [--cpu avx2] [--json FILE] [--markdown] [--quick]
 
 12 prompts of 320 tokens of English and 24 tokens after each, all of them given: 300 predictions by the backend that serves, in
-each element type, without and with 8-bit weights. Nothing is timed. Compared with a prompt in chunks of 256 alone and its other
-tokens by decode steps:
+each element type, without and with 8-bit weights; with --cpu avx2 as on a CPU without AVX-512. Nothing is timed. Compared with
+a prompt in chunks of 256 alone and its other tokens by decode steps:
 
     chunks      the prompt in chunks of 64 and of 100, and whole
     batch       all 12 at once
@@ -22,12 +22,16 @@ from tempfile import TemporaryDirectory
 
 import torch
 from common import Machine, Outcome, Table, make_parser, publish
+from cpu_choice import add_cpu_choice, compute_as_chosen
 from model import Paged
 from quantized import windows_of
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from core.attention import compiled_decode, compiled_prefill
 from core.config_types import default_cache_dir
+from core.errors import ConfigError
+from core.model import compiled_layers
 from core.model.arch import parse_arch
 from core.model.decoder import Decoder
 from core.model.hub import ModelFiles, resolve_model
@@ -86,28 +90,41 @@ def load_rounded(files: ModelFiles) -> Decoder:
         return load_decoder(arch, copies, dtype=torch.float32)
 
 
+def differences(files: ModelFiles, dtype: torch.dtype, quantization: str, tokens: Tensor) -> dict[str, dict[str, float]]:
+    """Return what each way to compute changes, by its label."""
+    decoder = load(files, dtype, quantization)
+    expected = one_by_one(decoder, tokens)
+    found = {f"chunks of {chunk}": one_by_one(decoder, tokens, chunk) for chunk in CHUNKS}
+    found["batch"] = predict(decoder, tokens)
+    found["one kernel"] = one_by_one(decoder, tokens, per_step=2)
+    if dtype is torch.bfloat16 and quantization == "none":
+        found["float32"] = one_by_one(load_rounded(files), tokens)
+    return {label: compare(expected, logits) for label, logits in found.items()}
+
+
 @torch.inference_mode()
 def main() -> None:
-    arguments = make_parser(__doc__ or "", repeats=1).parse_args()
+    parser = make_parser(__doc__ or "", repeats=1)
+    add_cpu_choice(parser)
+    arguments = parser.parse_args()
     machine = Machine.now()
+    libraries = [module.built_library() for module in (compiled_decode, compiled_prefill, compiled_layers)]
+    compute_as_chosen(arguments, *libraries)
     torch.set_num_threads(1)
     files = resolve_model(arguments.model, Path(default_cache_dir()))
     tokens = windows_of(files, 1 if arguments.quick else NUM_PROMPTS, PROMPT + ANSWER)
-    rows, figures = [], {}
+    rows, figures, notes = [], {}, [f"{len(tokens) * (ANSWER + 1)} predictions in each row"]
     for dtype in (torch.float32, torch.bfloat16):
         for quantization in ("none", "int8"):
-            decoder = load(files, dtype, quantization)
-            expected = one_by_one(decoder, tokens)
-            found = {f"chunks of {chunk}": one_by_one(decoder, tokens, chunk) for chunk in CHUNKS}
-            found["batch"] = predict(decoder, tokens)
-            found["one kernel"] = one_by_one(decoder, tokens, per_step=2)
-            if dtype is torch.bfloat16 and quantization == "none":
-                found["float32"] = one_by_one(load_rounded(files), tokens)
             name = str(dtype).removeprefix("torch.") + (", 8-bit weights" if quantization == "int8" else "")
-            for label, logits in found.items():
-                figures[f"{name}: {label}"] = one = compare(expected, logits)
+            try:
+                found = differences(files, dtype, quantization, tokens)
+            except ConfigError as error:
+                notes.append(f"{name}: refused, {error}")
+                continue
+            for label, one in found.items():
+                figures[f"{name}: {label}"] = one
                 rows.append([name, label, *cells(one)])
-    notes = [f"{len(tokens) * (ANSWER + 1)} predictions in each row"]
     table = Table(("", "compared", "logits", "gap, largest change", "other best token"), rows)
     publish(Outcome([table], notes, {"differences": figures}), machine, arguments)
 

@@ -1,9 +1,17 @@
 /* Functions compiled for several kinds of CPU: which of them a call runs. Included once by each file of kernels, after _vectors.h.
  *
  * The compiler lowers vectors to the instructions of the function that it parses, so each kind of CPU has its own copy of a file's
- * kernels. Where KERNELS names that file, from this folder, it is included here once for each kind, with VARIANT(name) defined, and
- * LANES: the floats of a register.
+ * kernels. KERNELS names that file, from this folder; it is included here once for each kind, with VARIANT(name) defined, and LANES:
+ * the floats of a register. Without HAS_VARIANTS there is one copy, for the CPU that the compiler was told.
  */
+
+#if defined(__AVX512F__)
+#define LANES_OF_ANY 16
+#elif defined(__AVX2__)
+#define LANES_OF_ANY 8
+#else
+#define LANES_OF_ANY 4
+#endif
 
 enum kind { ANY, X86_64_V3, X86_64_V4, X86_64_V4_BF16 };
 
@@ -15,23 +23,21 @@ void kvferry_compute_as_on(int kind)
     newest_kind = kind;
 }
 
-static int is_at_least(int kind)
+static inline int is_at_least(int kind)
 {
-#ifdef HAS_VARIANTS
     if (kind > newest_kind)
         return 0;
+#ifdef HAS_VARIANTS
     return kind == X86_64_V4_BF16 ? __builtin_cpu_supports("avx512bf16") != 0
         : kind == X86_64_V4       ? __builtin_cpu_supports("x86-64-v4") != 0
                                   : __builtin_cpu_supports("x86-64-v3") != 0;
 #else
-    return 0;
+    return kind <= (LANES_OF_ANY == 16 ? X86_64_V4 : LANES_OF_ANY == 8 ? X86_64_V3 : ANY);
 #endif
 }
 
-#ifdef KERNELS
-
 #define VARIANT(name) name##_for_any
-#define LANES 4
+#define LANES LANES_OF_ANY
 #include KERNELS
 #undef LANES
 #undef VARIANT
@@ -67,6 +73,4 @@ static int is_at_least(int kind)
                                  : name##_for_any(__VA_ARGS__))
 #else
 #define CALL_VARIANT(name, ...) name##_for_any(__VA_ARGS__)
-#endif
-
 #endif

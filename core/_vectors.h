@@ -10,8 +10,8 @@
 
 #include <stdint.h>
 
-/* Compilers by which a function can be compiled for another CPU than the rest of its file. */
-#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12
+/* Compilers by which a function can be compiled for another CPU than the rest of its file, unless that is for a newer one. */
+#if defined(__x86_64__) && defined(__gnu_linux__) && !defined(__clang__) && __GNUC__ >= 12 && !defined(__AVX__)
 #define HAS_VARIANTS
 #include <immintrin.h>
 #endif

@@ -55,7 +55,7 @@ class CompiledDecode(CompiledKernel):
     """The compiled kernel over one cache in host memory."""
 
     def __init__(self, cache: PagedKVCache) -> None:
-        library = _library()
+        library = built_library()
         assert library is not None, "the caller has looked"
         super().__init__(cache, library.kvferry_paged_decode)
 
@@ -112,11 +112,12 @@ class CompiledDecode(CompiledKernel):
 
 def can_compile_decode(cache: PagedKVCache) -> bool:
     """Return True if the library was built here and takes the dtype and heads of this cache."""
-    return takes(cache) and _library() is not None
+    return takes(cache) and built_library() is not None
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def built_library() -> ctypes.CDLL | None:
+    """Return the library, None if it was not built here or is not for this machine."""
     library = load_library(ctypes.CDLL, "_paged_decode", __package__, "kvferry_paged_decode")
     if library is not None:
         declare(library.kvferry_paged_decode)

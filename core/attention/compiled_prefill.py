@@ -66,7 +66,7 @@ class CompiledPrefill(CompiledKernel):
     """The compiled kernel over one cache in host memory."""
 
     def __init__(self, cache: PagedKVCache) -> None:
-        library = _library()
+        library = built_library()
         assert library is not None, "the caller has looked"
         super().__init__(cache, library.kvferry_paged_prefill)
 
@@ -145,11 +145,12 @@ def _split(sequence: BatchedSequence, spec: AttentionSpec) -> list[tuple[slice, 
 
 def can_compile_prefill(cache: PagedKVCache) -> bool:
     """Return True if the library was built here, runs on this CPU, and takes the dtype and heads of this cache."""
-    return takes(cache) and _library() is not None
+    return takes(cache) and built_library() is not None
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def built_library() -> ctypes.CDLL | None:
+    """Return the library, None if it was not built here or is not for this machine."""
     library = load_library(ctypes.CDLL, "_paged_prefill", __package__, "kvferry_paged_prefill", "kvferry_has_paged_prefill")
     if library is None or not library.kvferry_has_paged_prefill():
         return None

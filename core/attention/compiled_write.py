@@ -23,7 +23,7 @@ class CompiledWrite:
     """Writes to one cache in host memory."""
 
     def __init__(self, cache: PagedKVCache) -> None:
-        library = _library()
+        library = built_library()
         assert library is not None, "the caller has looked"
         self._cache = cache
         self._function = library.kvferry_write_rows
@@ -52,11 +52,12 @@ class CompiledWrite:
 
 def can_compile_write(cache: PagedKVCache) -> bool:
     """Return True if the library was built here and the pool is in host memory."""
-    return cache.device.type == "cpu" and _library() is not None
+    return cache.device.type == "cpu" and built_library() is not None
 
 
 @cached
-def _library() -> ctypes.CDLL | None:
+def built_library() -> ctypes.CDLL | None:
+    """Return the library, None if it was not built here or is not for this machine."""
     library = load_library(ctypes.CDLL, "_write_rows", __package__, "kvferry_write_rows")
     if library is not None:
         library.kvferry_write_rows.restype = None

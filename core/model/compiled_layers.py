@@ -36,7 +36,7 @@ class LayerKernels:
     """The functions of the library. All tensors are on the CPU. Raises: ImportError where it was not built."""
 
     def __init__(self) -> None:
-        library = _library()
+        library = built_library()
         if library is None:
             raise ImportError("core/model/_layer_ops.c was not built")
         self._add_and_normalize, self._gate_and_multiply, self._rotate = (getattr(library, name) for name in _ARGUMENTS)
@@ -99,7 +99,7 @@ class LayerKernels:
 
 def is_built() -> bool:
     """Return True if the library was built here."""
-    return _library() is not None
+    return built_library() is not None
 
 
 def fills_vectors(*sizes: int) -> bool:
@@ -108,7 +108,8 @@ def fills_vectors(*sizes: int) -> bool:
 
 
 @cache
-def _library() -> ctypes.CDLL | None:
+def built_library() -> ctypes.CDLL | None:
+    """Return the library, None if it was not built here or is not for this machine."""
     library = load_library(ctypes.CDLL, "_layer_ops", __package__, *_ARGUMENTS)
     for name, arguments in _ARGUMENTS.items() if library is not None else ():
         function = getattr(library, name)

@@ -108,16 +108,21 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
     The caller may drop ``weight`` afterwards: a packed layer holds its own copy.
     """
     dense = DenseLinear(weight, bias)
-    if not can_pack(weight):
-        return dense
-    packed = PackedLinear(weight, bias)
     key = (weight.shape, weight.dtype, bias is None)
-    if key not in _is_right:
-        probe = torch.linspace(-1.0, 1.0, 5 * weight.shape[1]).view(5, -1).to(weight.dtype)
-        _is_right[key] = all(_agree(packed(x), dense(x)) for x in (probe, probe[:1]))
-        if not _is_right[key]:
-            logger.warning(event("packed_linear_rejected", shape=tuple(weight.shape), reason="differs from F.linear"))
-    return packed if _is_right[key] else dense
+    if not can_pack(weight) or not _is_right.get(key, True):
+        return dense
+    try:
+        packed = PackedLinear(weight, bias)
+        problem = "" if key in _is_right or _agree_on_a_probe(packed, dense, weight) else "it differs from F.linear"
+    except RuntimeError as error:
+        problem = str(error).partition("\n")[0]  # such as: oneDNN may use fewer instructions than the CPU has
+        if key in _is_right or "allocate memory" in problem:
+            raise
+    _is_right[key] = not problem
+    if problem:
+        logger.warning(event("packed_linear_rejected", shape=tuple(weight.shape), dtype=weight.dtype, reason=problem))
+        return dense
+    return packed
 
 
 def can_pack(weight: Tensor) -> bool:
@@ -125,6 +130,11 @@ def can_pack(weight: Tensor) -> bool:
     has_ops = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     is_fast = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16_instructions())
     return has_ops and is_fast and weight.device.type == "cpu"
+
+
+def _agree_on_a_probe(packed: Linear, dense: Linear, weight: Tensor) -> bool:
+    probe = torch.linspace(-1.0, 1.0, 5 * weight.shape[1]).view(5, -1).to(weight.dtype)
+    return all(_agree(packed(x), dense(x)) for x in (probe, probe[:1]))
 
 
 def _agree(packed: Tensor, dense: Tensor) -> bool:

@@ -118,7 +118,7 @@ def give_way(state: SchedulerState, claimant: Request | None = None) -> bool:
 
 
 def count_yielding_blocks(state: SchedulerState) -> int:
-    """Return how many blocks would be free if every early pull gave way."""
+    """Return how many blocks would be free if every early pull gave way, at the end of its reads; shared ones do not count."""
     blocks = state.kv_cache_manager.block_pool.blocks
     held = {block_id for request in state.early_pulls.rounds() for block_id in _block_ids(state, request)}
     return sum(blocks[block_id].ref_cnt == 1 for block_id in held)

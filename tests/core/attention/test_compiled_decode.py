@@ -10,7 +10,7 @@ from core.attention import compiled_decode
 from core.attention.base import AttentionBatch, AttentionSpec, BatchedSequence, KVLayout, PagedKVCache
 from core.attention.compiled_decode import CompiledDecode, can_compile_decode
 from core.attention.paged_cpu import PagedCpuBackend
-from tests.support.older_cpu import OLDER, computing_as_on
+from core.testing.older_cpu import OLDER, computing_as_on
 
 BLOCK = 16
 LENGTHS = (1, 3, 16, 17, 100, 259)
@@ -69,7 +69,7 @@ def test_agrees_with_float64(dtype, layout, head_dim, group):
 @pytest.mark.parametrize("head_dim", [48, 64])
 @pytest.mark.parametrize("kind", OLDER)
 def test_agrees_with_float64_on_older_cpus(dtype, head_dim, kind):
-    with computing_as_on(compiled_decode._library(), kind):
+    with computing_as_on(compiled_decode.built_library(), kind):
         check(*make(dtype, head_dim))
 
 
@@ -130,7 +130,7 @@ def test_refuses_blocks_outside_the_pool():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_backend_decodes_without_the_library(monkeypatch, dtype):
-    monkeypatch.setattr(compiled_decode, "_library", lambda: None)
+    monkeypatch.setattr(compiled_decode, "built_library", lambda: None)
     cache = PagedKVCache(torch.zeros(3, 1, 2, 2, BLOCK, 64, dtype=dtype), KVLayout.HND)
     backend = PagedCpuBackend(cache)
     assert not isinstance(backend._decode, CompiledDecode)

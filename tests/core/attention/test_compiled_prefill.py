@@ -11,7 +11,7 @@ from core.attention.base import AttentionBatch, AttentionSpec, BatchedSequence, 
 from core.attention.compiled_prefill import CompiledPrefill, can_compile_prefill
 from core.attention.gathered import GatherKernel
 from core.attention.paged_cpu import PagedCpuBackend
-from tests.support.older_cpu import OLDER, computing_as_on
+from core.testing.older_cpu import OLDER, computing_as_on
 
 BLOCK, NUM_PAGES = 16, 20
 DTYPES = [torch.float32, torch.bfloat16]
@@ -79,7 +79,7 @@ def test_agrees_with_float64(dtype, layout, head_dim, group):
 @pytest.mark.parametrize("kind", OLDER)
 def test_agrees_with_float64_on_older_cpus_and_wherever_a_prompt_is_cut(dtype, head_dim, kind):
     prompt = Prompt(dtype, head_dim)
-    with computing_as_on(compiled_prefill._library(), kind):
+    with computing_as_on(compiled_prefill.built_library(), kind):
         whole = prompt.attend(0, 310)
         assert_close(whole, prompt.exact(0, 310))
         for first, end in ((0, 100), (37, 39), (131, 310)):
@@ -88,7 +88,7 @@ def test_agrees_with_float64_on_older_cpus_and_wherever_a_prompt_is_cut(dtype, h
 
 @needs_library
 def test_a_cpu_without_vectors_of_eight_leaves_prompts_to_torch():
-    library = compiled_prefill._library()
+    library = compiled_prefill.built_library()
     assert library.kvferry_has_paged_prefill()
     with computing_as_on(library, "any"):
         assert not library.kvferry_has_paged_prefill()
@@ -194,7 +194,7 @@ def test_agrees_with_the_kernel_that_takes_its_place(dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_backend_computes_prompts_without_the_library(monkeypatch, dtype):
-    monkeypatch.setattr(compiled_prefill, "_library", lambda: None)
+    monkeypatch.setattr(compiled_prefill, "built_library", lambda: None)
     cache = PagedKVCache(torch.zeros(3, 1, 2, 2, BLOCK, 64, dtype=dtype), KVLayout.HND)
     backend = PagedCpuBackend(cache)
     assert isinstance(backend._prefill, GatherKernel)

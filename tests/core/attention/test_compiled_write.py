@@ -47,7 +47,7 @@ def test_a_plan_of_other_tokens_is_refused():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_view_of_the_fused_projection_is_written_as_torch_would(dtype, layout, monkeypatch):
     compiled = make(dtype, layout)
-    monkeypatch.setattr(compiled_write, "_library", lambda: None)
+    monkeypatch.setattr(compiled_write, "built_library", lambda: None)
     plain = make(dtype, layout)
     fused = torch.randn(3, 5 + 4, 16, generator=torch.Generator().manual_seed(1)).to(dtype)
     view = fused[:, 5:].view(3, 2, 2, 16)

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from core.model import compiled_layers, fused_layers
 from core.model.fused_layers import CompiledLayerOps, LayerOps, TritonLayerOps, layer_ops
 from core.model.layers import RMSNorm
-from tests.support.older_cpu import OLDER, computing_as_on
+from core.testing.older_cpu import OLDER, computing_as_on
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = (576, 1536, 32)
@@ -29,7 +29,7 @@ def test_torch_does_it_where_there_are_no_kernels(monkeypatch):
     assert type(layer_ops(CUDA, torch.float32, SIZES)) is LayerOps
     assert type(layer_ops(CPU, torch.float16, SIZES)) is LayerOps
     assert type(layer_ops(CPU, torch.float32, (576, 1536, 40))) is LayerOps, "half a head does not fill vectors"
-    monkeypatch.setattr(compiled_layers, "_library", lambda: None)
+    monkeypatch.setattr(compiled_layers, "built_library", lambda: None)
     assert type(layer_ops(CPU, torch.bfloat16, SIZES)) is LayerOps
     with pytest.raises(ImportError, match=r"_layer_ops\.c was not built"):
         CompiledLayerOps()
@@ -146,7 +146,7 @@ def test_compiled_kernels_round_once_what_torch_computes_exactly(dtype, num_rows
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", OLDER)
 def test_compiled_kernels_of_older_cpus_do_too(dtype, kind):
-    with computing_as_on(compiled_layers._library(), kind):
+    with computing_as_on(compiled_layers.built_library(), kind):
         check(draw(5, dtype))
 
 

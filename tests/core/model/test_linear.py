@@ -88,6 +88,30 @@ def test_falls_back_where_packed_results_differ(monkeypatch, wrong_rows, caplog,
     assert "packed_linear_rejected" in caplog.text
 
 
+def test_falls_back_where_the_ops_refuse_and_says_so_once(monkeypatch, caplog):
+    """As in bfloat16 with ``ONEDNN_MAX_CPU_ISA=AVX2`` on a CPU that has more."""
+
+    def refuse(self, weight, bias):
+        raise RuntimeError("bf16 path needs the cpu support\nat a place in C++")
+
+    monkeypatch.setattr(PackedLinear, "__init__", refuse)
+    for _ in range(2):
+        assert isinstance(make_linear(torch.randn(23, 8)), DenseLinear)  # a shape that nothing else has
+    assert caplog.text.count('reason="bf16 path needs the cpu support"') == 1
+
+
+@pytest.mark.parametrize(("rows", "is_known"), [(25, False), (26, True)])
+def test_a_lack_of_memory_is_no_reason_for_another_kernel(monkeypatch, rows, is_known):
+    def fail(self, weight, bias):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory" if not is_known else "could not create a primitive")
+
+    if is_known:
+        assert isinstance(make_linear(torch.randn(rows, 8)), PackedLinear)
+    monkeypatch.setattr(PackedLinear, "__init__", fail)
+    with pytest.raises(RuntimeError):
+        make_linear(torch.randn(rows, 8))
+
+
 def test_falls_back_where_the_private_ops_are_missing(monkeypatch):
     monkeypatch.setattr(torch.ops, "mkldnn", object())
     weight, x = torch.randn(8, 8), torch.randn(3, 8)
