@@ -1,9 +1,9 @@
 """The consumer's state machine: from "load these blocks" to "they are verified" or "these are not".
 
-Owns the loads in progress and coordinates what they need: peers and the health of transports to them (``peers``), leases kept
-alive (``held_leases``), open reads and the quarantined blocks that they may still write (``inflight_reads``), the steps of
-reading (``load_reading``) and the search for stalled peers (``stalls``). Does no I/O and reads no clock: every entry point
-takes the time and returns actions.
+Owns the loads in progress and coordinates what they need: peers and the health of transports to them (``peers``), handshakes
+that open peers (``handshakes``), leases kept alive (``held_leases``), open reads and the quarantined blocks that they may still
+write (``inflight_reads``), the steps of reading (``load_reading``) and the search for stalled peers (``stalls``). Does no I/O
+and reads no clock: every entry point takes the time and returns actions.
 
     load:  CONNECTING ──handshake──▶ READING ──every read terminal──▶ SEALING ──seals read──▶ reported
                │                        ▲  │                             │ │
@@ -27,7 +27,6 @@ from collections.abc import Iterable
 from connectors.p2p.actions import (
     Action,
     AskProgress,
-    CloseControl,
     ConsumerStep,
     ControlLost,
     ControlReceived,
@@ -42,6 +41,7 @@ from connectors.p2p.actions import (
     TransferReport,
 )
 from connectors.p2p.consumer.counts import PullCounts
+from connectors.p2p.consumer.handshakes import Handshakes, WaitExits
 from connectors.p2p.consumer.held_leases import HeldLeases
 from connectors.p2p.consumer.inflight_reads import InflightReads, QuarantineBounds
 from connectors.p2p.consumer.load import Load, LoadPhase, refused_load, restart_error
@@ -49,13 +49,13 @@ from connectors.p2p.consumer.load_reading import LoadExits, LoadReader
 from connectors.p2p.consumer.loads import Loads
 from connectors.p2p.consumer.peers import ConsumerTerms, Peer, Peers
 from connectors.p2p.consumer.stalls import StallWatch
-from connectors.p2p.producer.handshake import WorkerIdentity, peer_error
+from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import PullSettings
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded
 from core.errors import KVFerryError, PeerUnreachable, TransferTimeout, VersionMismatch
 from core.machine_driver import ByType, EventHandler, TimerDue
-from core.wire.kv import ControlError, Handshake, HandshakeRefused, HandshakeReply, LeaseState
+from core.wire.kv import ControlError, HandshakeRefused, HandshakeReply, LeaseState
 from core.wire.messages import ErrorInfo
 
 
@@ -76,6 +76,8 @@ class PullProtocol:
         self._stalls = StallWatch(settings.transfer_stall_s)
         exits = LoadExits(self._end, self._on_read_failed, self._connect)
         self._reader = LoadReader(settings, identity.layout, self.peers, self.leases, self._reads, exits)
+        wait_exits = WaitExits(self._reader.begin, self._end)
+        self._handshakes = Handshakes(identity, terms, self.peers, self.leases, self.loads, wait_exits)
         self._counts = PullCounts()
         self.handlers: ByType[EventHandler] = ByType(
             {
@@ -92,6 +94,7 @@ class PullProtocol:
     @property
     def counts(self) -> PullCounts:
         """What has happened since the start."""
+        self._counts.handshakes, self._counts.failed_handshakes = self._handshakes.num_sent, self._handshakes.num_failed
         self._counts.quarantined_blocks = self._reads.num_quarantined
         self._counts.blocks_read_again = self._reader.num_blocks_read_again
         return self._counts
@@ -129,8 +132,7 @@ class PullProtocol:
 
     def meet(self, event: MeetPeer, now: float) -> list[Action]:
         """Shake hands with a producer before its first load. A failure ends no load: the first one tries again."""
-        if self.peers.may_be_asked(event.producer, now):
-            self._shake_hands(event.producer, now)
+        self._handshakes.meet(event.producer, now)
         return self._take_actions()
 
     def start(self, request: PullRequest, now: float) -> list[Action]:
@@ -168,23 +170,24 @@ class PullProtocol:
         address, message = event.address, event.message
         self.peers.note_message(address, now)
         if isinstance(message, HandshakeReply | HandshakeRefused | LeaseState):
-            if self._reconnect(address, message.incarnation, now):
+            left_waiting = self._handshakes.leave_replaced(address, message.incarnation, now)
+            for load in left_waiting:
+                self._connect(load, now)
+            if left_waiting:
                 return self._take_actions(now)
-            self.peers.note_answer(address, message.incarnation)
         match message:
-            case HandshakeReply() if self.peers.awaits(address, message):
-                self._on_handshake_reply(address, message, now)
-            case HandshakeRefused() if self.peers.is_shaking_hands(address):
+            case HandshakeReply() if self._handshakes.awaits(address, message):
                 self._note_incarnation(address, message.incarnation, now)
-                error = self.peers.note_refusal(address, peer_error(message.code, message.message), now)
-                self._fail_handshake(address, error, now)
+                self._handshakes.on_reply(address, message, now)
+            case HandshakeRefused() if self._handshakes.awaits(address, message):
+                self._note_incarnation(address, message.incarnation, now)
+                self._handshakes.on_refused(address, message, now)
             case LeaseState():
                 self._on_lease_state(address, message, now)
-            case ControlError() if self.peers.is_shaking_hands(address) and message.may_answer(Handshake):
-                error = self.peers.note_refusal(address, peer_error(message.code, message.message), now)
-                self._fail_handshake(address, error, now)
+            case ControlError() if self._handshakes.awaits(address, message):
+                self._handshakes.on_refused(address, message, now)
             case ControlError(code=VersionMismatch.code) if not self.peers.at(address):
-                self.peers.note_other_version(address)
+                self._handshakes.note_other_version(address)
             case _:
                 self._counts.unexpected_messages += 1
         return self._take_actions(now)
@@ -195,10 +198,8 @@ class PullProtocol:
         Loads that wait for another incarnation than the lost one get a new handshake, once.
         """
         address = event.address
-        if self.peers.end_handshake(address):
-            self._counts.failed_handshakes += 1
         self.peers.health.forget_at(address)
-        self._close_control(address)
+        self._handshakes.on_disconnected(address)
         error = PeerUnreachable(f"the control connection to {address} was lost")
         lost = self.peers.at(address)
         for peer_id in lost:
@@ -227,8 +228,7 @@ class PullProtocol:
 
     def on_timer(self, event: TimerDue, now: float) -> list[Action]:
         """Do what is due: handshake timeouts, deadlines, fences, renewals."""
-        for address in self.peers.unanswered(now):
-            self._on_unanswered(address, now)
+        self._handshakes.on_timer(now)
         for load in self.loads.overdue(now):
             if load in self.loads:
                 self._on_deadline(load, now)
@@ -246,7 +246,7 @@ class PullProtocol:
     def next_timer(self) -> float | None:
         """Return when ``on_timer`` has something to do, or None."""
         earliest = min(
-            self.peers.next_timeout(),
+            self._handshakes.next_timer(),
             self.loads.next_timer(),
             self._quarantine.next_fence(),
             self._stalls.next_timer(),
@@ -265,73 +265,14 @@ class PullProtocol:
         if peer is not None:
             self._reader.begin(load, peer, now)
             return
-        if (refusal := self.peers.why_not_asked(load.producer, now)) is not None:
+        if (refusal := self._handshakes.why_not_asked(load.producer, now)) is not None:
             self._end(load, refusal, now)
             return
         if (unreadable := self.peers.why_unreadable(load.producer)) is not None:
             self._counts.loads_without_transport += 1
             self._end(load, unreadable, now)
         else:
-            self._shake_hands(load.producer, now)
-
-    def _shake_hands(self, producer: PeerId, now: float) -> None:
-        """Start a handshake unless one with this address is open.
-
-        The process on a connection need not refuse another version a second time; that on a new one does, or is another.
-        """
-        if self.peers.refuses_version(producer.address):
-            self._close_control(producer.address)
-        if self.peers.shake_hands(producer, self.leases.last_question, now):
-            self._counts.handshakes += 1
-
-    def _on_unanswered(self, address: str, now: float) -> None:
-        """End the loads that have waited for the handshake long enough; repeat it once for those that came later."""
-        timeout_s = self._settings.handshake_timeout_s
-        error = ErrorInfo.of(PeerUnreachable(f"no answer to the handshake from {address} in {timeout_s:g} s"))
-        waiting = self.loads.connecting_to(address)
-        later = [load.started_at for load in waiting if load.started_at + timeout_s > now]
-        if later and self.peers.repeat_handshake(address, min(later) + timeout_s, now):
-            self._counts.handshakes += 1
-            for load in waiting[: -len(later)]:  # in the order of their starts
-                self._end(load, error, now)
-            return
-        self._fail_handshake(address, error, now)
-        if not self.peers.at(address):
-            self._close_control(address)
-
-    def _reconnect(self, address: str, incarnation: int, now: float) -> bool:
-        """Shake hands over a new connection if loads wait for another incarnation than the one that answers on this connection.
-
-        A process that was replaced may live on and keep its connections, while another one listens at its address. The first
-        answer over the new connection decides. Returns False if no load waits for another incarnation.
-        """
-        waiting = [load for load in self.loads.connecting_to(address) if load.producer.incarnation != incarnation]
-        if not waiting or not self.peers.is_answering(address, incarnation):
-            return False
-        self.peers.end_handshake(address)
-        self._close_control(address)
-        for producer in dict.fromkeys(load.producer for load in waiting):
-            self.leases.ask_producer(producer, now)
-        for load in self.loads.connecting_to(address):
-            self._connect(load, now)
-        return True
-
-    def _close_control(self, address: str) -> None:
-        """Close the control connection; its open questions stay without answers."""
-        self.peers.forget_answers(address)
-        self.leases.on_disconnected(address)
-        self._emit(CloseControl(address))
-
-    def _on_handshake_reply(self, address: str, reply: HandshakeReply, now: float) -> None:
-        self._note_incarnation(address, reply.incarnation, now)
-        try:
-            peer = self.peers.open(address, reply, now)
-        except KVFerryError as error:
-            self._fail_handshake(address, ErrorInfo.of(error), now)
-            return
-        for load in self.loads.connecting_to(address):
-            if not load.is_reading:  # else its reads, posted in vain, are about to end
-                self._reader.begin(load, peer, now)
+            self._handshakes.ask(load.producer, now)
 
     def _on_peer_failed(self, failed: PeerFailed, now: float) -> None:
         """Let the loads that wait try the next transport; without one they fail."""
@@ -379,13 +320,6 @@ class PullProtocol:
         for load in waiting:
             if load in self.loads:
                 self._connect(load, now)
-
-    def _fail_handshake(self, address: str, error: ErrorInfo, now: float) -> None:
-        """Fail all loads that wait for this handshake."""
-        self.peers.end_handshake(address)
-        self._counts.failed_handshakes += 1
-        for load in self.loads.connecting_to(address):
-            self._end(load, error, now)
 
     def _note_incarnation(self, address: str, incarnation: int, now: float) -> None:
         """The earlier incarnations at this address are dead: their blocks, leases and memory are void."""
@@ -439,8 +373,7 @@ class PullProtocol:
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)
-        if self.peers.repeat_lost_handshake(address, state.number, self.leases.last_question, now):
-            self._counts.handshakes += 1
+        self._handshakes.repeat_if_lost(address, state.number, now)
         going_on, ending = self.leases.on_state(address, state)
         news = {*going_on, *ending}
         for load in self.loads.at(address):
