@@ -1,7 +1,7 @@
 """Metrics of a worker, under vLLM's names with the prefix ``kvferry_``.
 
 Owns names, units and labels. Gauges are functions that are called at each scrape, so that an idle worker does nothing;
-``core.worker.state`` increments the counters. The registry is injected.
+``core.worker`` increments the counters. The registry is injected.
 """
 
 from __future__ import annotations

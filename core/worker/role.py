@@ -1,4 +1,4 @@
-"""What a role does with a worker's requests: the interface between ``core.worker.state`` and each role.
+"""What a role does with a worker's requests: the interface between ``core.worker.serving`` and each role.
 
 Owns the types in between. Handlers are pure: messages and engine outputs in, new requests and replies out, no sockets, no
 threads, no clock of their own. ``prefill.role``, ``decode.role`` and ``encode.role`` implement them.

@@ -142,7 +142,7 @@ class SimWorkerProtocol:
         before = self._router_ids.get(address, "")
         is_over = bool(before) and before != router_id  # one that refused may send requests before it registers the worker
         self._router_ids[address] = router_id
-        if is_over and any(served.link == address for served in self.state._served.values()):
+        if is_over and self.state.serving.requests.of_link(address):
             self._complain(f"{self.host.process.name}: serves requests of a router at {address} that has ended")
 
     def _put_outputs(self, outputs: list[EngineCoreOutput]) -> None:

@@ -332,7 +332,7 @@ def test_an_abort_during_the_read_and_in_mid_stream():
 def test_an_abort_that_crosses_a_refusal_for_lack_of_room():
     cluster = Cluster("p0", "d0")
     cluster.submit("r1", n=1)
-    cluster.workers["d0"].state._limits = AdmissionLimits(max_num_seqs=0, max_waiting_requests=0, drain_timeout_s=5.0)
+    cluster.workers["d0"].state.serving._limits = AdmissionLimits(max_num_seqs=0, max_waiting_requests=0, drain_timeout_s=5.0)
     cluster.deliver()
     cluster.step("p0")
     cluster.deliver()

@@ -29,7 +29,7 @@ from core.kv.manager import KVCacheManager
 from core.kv.pool import BlockPool
 from core.kv.seals import BROKEN, SealTable, decode_seal
 from core.worker.router_membership import RouterMembership
-from core.worker.state import WorkerState
+from core.worker.serving import Serving
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.race_plan import draw_any_plan
 from kvferry.sim.runs import silence
@@ -261,7 +261,7 @@ def take_a_replaced_process_back(patch: Patch) -> None:
 
 
 def keep_requests_of_a_router_that_was_replaced(patch: Patch) -> None:
-    patch(WorkerState, "_abort_requests_of", returns([]))
+    patch(Serving, "abort_of_link", returns([]))
 
 
 def do_not_leave_a_hung_worker(patch: Patch) -> None:

@@ -36,9 +36,9 @@ SCHEDULER = (
 
 
 def tables_of_worker(worker: SimWorker | SimEncoder) -> Iterator[tuple[object, str]]:
-    yield worker.state, "_served"
-    yield worker.state._served, "num_choices"
-    yield worker.state._served._deadlines, "_live"
+    yield worker.state.serving, "requests"
+    yield worker.state.serving.requests, "num_choices"
+    yield worker.state.serving.requests._deadlines, "_live"
     if isinstance(worker, SimEncoder):
         yield from ((worker.engine.core, name) for name in ("_images", "_requests", "_queue"))
         return

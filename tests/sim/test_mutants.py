@@ -35,7 +35,7 @@ from core.kv.pool import BlockPool
 from core.kv.seals import SEAL_BYTES
 from core.kv.single_type import RecyclingManager
 from core.kv.spec import SlidingWindowSpec
-from core.worker.state import WorkerState
+from core.worker.serving import Serving
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
@@ -375,7 +375,7 @@ def deliver_repeated_tokens_again(patch: Patch) -> None:
 
 def forget_deadlines(patch: Patch) -> None:
     patch(Dispatcher, "on_timer", returns([]))
-    patch(WorkerState, "_expire", returns([]))
+    patch(Serving, "_expire", returns([]))
 
 
 def end_twice(patch: Patch) -> None:
@@ -405,7 +405,7 @@ def take_what_an_ended_choice_sends_for_a_gap(patch: Patch) -> None:
 
 
 def give_up_a_silent_router_without_a_word(patch: Patch) -> None:
-    patch(WorkerState, "_give_up_requests_of", lambda self, link: self._abort_requests_of(link))
+    patch(Serving, "give_up_of_link", Serving.abort_of_link)
 
 
 def take_every_reader_that_cannot_for_one_of_another_layout(patch: Patch) -> None:

@@ -402,14 +402,14 @@ def test_request_for_another_role_is_refused(worker):
 
 
 def test_bug_in_the_hands_is_the_requests_answer_and_leaves_no_trace(worker, monkeypatch, caplog):
-    real = worker.state._handler.on_generate
+    real = worker.state.serving._handler.on_generate
 
     def stumble(message, now):
         real(message, now)
         raise RuntimeError("bug")
 
     with monkeypatch.context() as patch:
-        patch.setattr(worker.state._handler, "on_generate", stumble)
+        patch.setattr(worker.state.serving._handler, "on_generate", stumble)
         actions = worker.generate("r")
     (failed,) = sent(actions, "a")
     assert (failed.request_id, failed.error.code, failed.error.http_status) == ("r", "internal_error", 500)
@@ -510,9 +510,9 @@ def test_deadlines_of_ended_requests_are_not_kept(worker):
     for number in range(100):
         worker.generate(f"r{number}", "a", deadline_ms=30_000)
         worker.state.on_router_message("a", Abort(request_ids=(f"r{number}",)), 0.0)
-        assert len(worker.state._served._deadlines) <= 2
+        assert len(worker.state.serving.requests._deadlines) <= 2
     worker.state.disconnect("a")
-    assert len(worker.state._served._deadlines) == 0
+    assert len(worker.state.serving.requests._deadlines) == 0
 
 
 def test_handoff_is_expected_when_its_request_is_on_the_way_to_the_engine(worker, handoff):
