@@ -38,8 +38,8 @@ from core.ids import RandomIds
 from kvstore.base import Ticket
 from kvstore.build import make_embedded_store
 from kvstore.client import StoreClient, own_process
+from kvstore.client_actions import ClientOptions
 from kvstore.client_base import StoreClientBase
-from kvstore.client_state import ClientOptions
 from kvstore.eviction import POLICIES, make_policy
 from kvstore.testing.blocks import SealedBlock, make_key, seal_block
 

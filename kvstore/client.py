@@ -26,8 +26,9 @@ from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import HANDSHAKE_FAILED_EVENTS, connect_with_each_key, is_refusal
 from core.wire.sockets import SocketOptions, dealer_socket
 from kvstore.arena import ArenaView, map_arena
+from kvstore.client_actions import ClientAction, ClientOptions, CopyIn, MapArena, SendToStore
 from kvstore.client_base import StoreClientBase
-from kvstore.client_state import ClientAction, ClientOptions, ClientState, CopyIn, MapArena, SendToStore
+from kvstore.client_state import ClientState
 from kvstore.messages import MAX_BLOCK_BYTES, AttachRefused, Parcel, ToStore, decode_to_client, encode_to_store
 from kvstore.wakeup import Wakeup
 
@@ -199,12 +200,12 @@ class StoreClient(StoreClientBase):
     def _copy(self, action: CopyIn) -> None:
         """Copy blocks to their slots. Only this thread ends a put, so the caller's sources stay valid during the copy."""
         with self._lock:
-            if not self._machine.is_open(action.number):
+            if not self._machine.calls.is_open(action.number):
                 return
         for source, target in action.copies:
             np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
         with self._lock:
-            self._machine.on_copied(action.number, self._clock.now())
+            self._machine.calls.on_copied(action.number, self._clock.now())
 
     def _lose_link(self) -> None:
         with self._progress:

@@ -38,33 +38,33 @@ class StoreClientBase(BlockStore):
     @property
     def is_local(self) -> bool:
         """Whether blocks are read and written in the store's own memory."""
-        return self._machine.is_local
+        return self._machine.calls.is_local
 
     def lookup(self, keys: Sequence[StoreKey]) -> LookupTicket:
         """See ``BlockStore``."""
         with self._lock:
-            ticket = self._machine.lookup(keys, self._clock.now())
+            ticket = self._machine.calls.lookup(keys, self._clock.now())
             self._carry_out()
         return ticket
 
     def get(self, keys: Sequence[StoreKey]) -> GetTicket:
         """See ``BlockStore``."""
         with self._lock:
-            ticket = self._machine.get(keys, self._clock.now())
+            ticket = self._machine.calls.get(keys, self._clock.now())
             self._carry_out()
         return ticket
 
     def put(self, keys: Sequence[StoreKey], blocks: Sequence[memoryview], seals: Sequence[bytes]) -> PutTicket:
         """See ``BlockStore``."""
         with self._lock:
-            ticket = self._machine.put(keys, blocks, seals, self._clock.now())
+            ticket = self._machine.calls.put(keys, blocks, seals, self._clock.now())
             self._carry_out()
         return ticket
 
     def release(self, ticket: GetTicket) -> None:
         """See ``BlockStore``."""
         with self._lock:
-            self._machine.release(ticket)
+            self._machine.calls.release(ticket)
             self._carry_out()
 
     def copy_out(self, block: StoredBlock, target: memoryview) -> None:
@@ -107,9 +107,9 @@ class StoreClientBase(BlockStore):
         is_reused = not block.is_current()
         with self._lock:
             if is_reused:
-                self._machine.rejected[StaleBlock.code] += 1
+                self._machine.calls.rejected[StaleBlock.code] += 1
             else:
-                self._machine.reject(block, error.code)
+                self._machine.calls.reject(block, error.code)
             self._carry_out()
         raise (StaleBlock("the slot was reused while it was read") if is_reused else error) from None
 

@@ -19,8 +19,9 @@ import numpy as np
 
 from core.clock import Clock
 from core.ids import IdSource
+from kvstore.client_actions import ClientAction, ClientOptions, CopyIn, MapArena, SendToStore
 from kvstore.client_base import StoreClientBase
-from kvstore.client_state import ClientAction, ClientOptions, ClientState, ConnectionState, CopyIn, MapArena, SendToStore
+from kvstore.client_state import ClientState, ConnectionState
 from kvstore.key import StoreKey
 from kvstore.messages import Parcel, ToStore
 from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob
@@ -169,7 +170,7 @@ class EmbeddedStore(StoreClientBase):
             for source, target in copy.copies:
                 np.copyto(np.frombuffer(target, dtype=np.uint8), np.frombuffer(source, dtype=np.uint8))
             with self._lock:
-                self._machine.on_copied(copy.number, self._clock.now())
+                self._machine.calls.on_copied(copy.number, self._clock.now())
                 self._carry_out()
 
     def _end_late_calls(self) -> float:
@@ -179,7 +180,7 @@ class EmbeddedStore(StoreClientBase):
             now = self._clock.now()
             due = min((progress.hangs_at(patience_s) for progress in self._progress_of), default=math.inf)
             if due <= now:
-                due = self._machine.end_late_calls(now, but_puts=True)
+                due = self._machine.calls.end_late(now, but_puts=True)
                 self._carry_out()
         return min(due - now, patience_s)
 

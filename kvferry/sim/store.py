@@ -22,8 +22,9 @@ from kvferry.sim.network import Link
 from kvferry.sim.tier_plan import TierPlan
 from kvferry.sim.troubles import Kind
 from kvstore.arena import NONCE_BYTES, Arena, SlotState, arena_bytes, round_slot_bytes, slot_word, write_header
+from kvstore.client_actions import ClientAction, ClientOptions, CopyIn, MapArena, SendToStore
 from kvstore.client_base import StoreClientBase
-from kvstore.client_state import ClientAction, ClientOptions, ClientState, ConnectionState, CopyIn, MapArena, SendToStore
+from kvstore.client_state import ClientState, ConnectionState
 from kvstore.eviction import make_policy
 from kvstore.memory import MemoryTier
 from kvstore.messages import decode_to_client, decode_to_store, encode_to_client, encode_to_store
@@ -199,14 +200,9 @@ class SimStoreClientBase(StoreClientBase):
     on_progress: Callable[[], None]
     watch: CopyWatch
 
-    @property
-    def client(self) -> ClientState:
-        """The client's side."""
-        return self._machine
-
     def leftovers(self) -> dict[str, int]:
         """Count resources that must be free once every request has ended."""
-        return {"open calls": self._machine.num_open_calls, "pinned gets": self._machine.num_pinned_gets}
+        return {"open calls": self._machine.calls.num_open, "pinned gets": self._machine.calls.num_pinned_gets}
 
 
 class SimStoreClient(SimStoreClientBase):
@@ -273,7 +269,7 @@ class SimStoreClient(SimStoreClientBase):
 
     def _copy(self, number: int, copies: Sequence[tuple[memoryview, memoryview]]) -> None:
         """Copy in two halves, so that the process may freeze or die in between."""
-        if not self._machine.is_open(number):
+        if not self._machine.calls.is_open(number):
             return
         self._is_copying = True
         self._copy_half(copies, 0)
@@ -281,7 +277,7 @@ class SimStoreClient(SimStoreClientBase):
         def finish() -> None:
             self._copy_half(copies, 1)
             self._is_copying = False
-            self._machine.on_copied(number, self._clock.now())
+            self._machine.calls.on_copied(number, self._clock.now())
             self._follow_all()
             while self._waiting and not self._is_copying:
                 self._do(self._waiting.popleft())
@@ -372,7 +368,7 @@ class SimEmbeddedStore(SimStoreClientBase):
         for source, target in copies:
             self.watch.on_copy(source)
             np.copyto(np.frombuffer(target, np.uint8), np.frombuffer(source, np.uint8))
-        self._machine.on_copied(number, self._clock.now())
+        self._machine.calls.on_copied(number, self._clock.now())
         self._carry_out()
 
 

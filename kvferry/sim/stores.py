@@ -27,7 +27,7 @@ from kvferry.sim.tier import SimTier
 from kvferry.sim.tier_plan import TierPlan
 from kvferry.sim.troubles import Kind
 from kvstore.arena import Arena
-from kvstore.client_state import ClientOptions
+from kvstore.client_actions import ClientOptions
 
 
 class SharedStore:

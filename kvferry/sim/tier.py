@@ -121,8 +121,8 @@ class SimTier:
     def count_what_happened(self) -> Counter[str]:
         """Count events that not every run has."""
         happened = Counter({f"tier_{name}": count for name, count in self.mover.counts.items()})
-        happened.update({f"tier_rejected_{code}": count for code, count in self.store.client.rejected.items()})
         statistics = self.store.statistics()
+        happened.update({f"tier_rejected_{code}": count for code, count in statistics.rejected.items()})
         happened["tier_timeouts"] += statistics.timeouts
         happened["tier_refused_puts"] += statistics.refused_puts
         happened["tier_restarts_noticed"] += statistics.restarts_noticed

@@ -17,7 +17,7 @@ from core.ids import RandomIds
 from kvstore.arena import arena_bytes
 from kvstore.build import make_embedded_store
 from kvstore.client import StoreClient, own_process
-from kvstore.client_state import ClientOptions
+from kvstore.client_actions import ClientOptions
 from kvstore.testing.blocks import BLOCK_BYTES
 from kvstore.testing.store_suite import NUM_SLOTS
 

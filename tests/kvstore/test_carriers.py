@@ -16,7 +16,7 @@ from core.wire.curve import derive_keys, new_cluster_key
 from core.wire.version import encode_refusal
 from kvstore.build import machine_options, make_tiers
 from kvstore.client import StoreClient, connect_store, own_process, process_start_ticks
-from kvstore.client_state import ClientOptions
+from kvstore.client_actions import ClientOptions
 from kvstore.messages import (
     WIRE_VERSION,
     StoreGoodbye,

@@ -9,7 +9,8 @@ from core.ids import SeededIds
 from core.wire.version import FIRST_RETRY_S, MAX_RETRY_S
 from kvstore import messages as m
 from kvstore.arena import NONCE_BYTES, ArenaView, arena_bytes, write_header
-from kvstore.client_state import ClientOptions, ClientState, ConnectionState, CopyIn, MapArena, SendToStore
+from kvstore.client_actions import ClientOptions, CopyIn, MapArena, SendToStore
+from kvstore.client_state import ClientState, ConnectionState
 from kvstore.key import pack_keys
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 
@@ -75,12 +76,12 @@ KEYS = [block.key for block in BLOCKS]
 
 
 def put(client):
-    return client.machine.put(KEYS, [block.content for block in BLOCKS], [block.seal for block in BLOCKS], client.now)
+    return client.machine.calls.put(KEYS, [block.content for block in BLOCKS], [block.seal for block in BLOCKS], client.now)
 
 
 def test_before_it_is_connected_every_call_is_a_miss_at_once():
     client = Client()
-    ticket = client.machine.lookup(KEYS, client.now)
+    ticket = client.machine.calls.lookup(KEYS, client.now)
     assert (ticket.is_done, list(ticket.hits), ticket.failure) == (True, [False] * 3, "store_unavailable")
     assert client.said() == []
 
@@ -129,7 +130,7 @@ def test_a_store_that_is_understood_again_is_greeted_as_usual():
 
 
 def test_calls_to_a_store_that_turns_out_to_be_of_another_version_end(client):
-    ticket = client.machine.lookup(KEYS, client.now)
+    ticket = client.machine.calls.lookup(KEYS, client.now)
     client.machine.on_other_version(client.now)
     assert (ticket.is_done, ticket.failure) == (True, "other_version")
 
@@ -140,7 +141,7 @@ def test_an_arena_that_cannot_be_mapped_means_frames():
     client.greet(arena=ARENA)
     client.said()
     client.machine.on_mapped(None)
-    assert (client.machine.state, client.machine.is_local) == (ConnectionState.UP, False)
+    assert (client.machine.state, client.machine.calls.is_local) == (ConnectionState.UP, False)
 
 
 def test_a_nonce_that_is_refused_means_frames():
@@ -149,7 +150,7 @@ def test_a_nonce_that_is_refused_means_frames():
     client.greet(arena=ARENA)
     client.machine.on_mapped(own_arena())
     client.hear(m.AttachRefused(code="protocol_error", message="no"))
-    assert (client.machine.state, client.machine.is_local) == (ConnectionState.UP, False)
+    assert (client.machine.state, client.machine.calls.is_local) == (ConnectionState.UP, False)
 
 
 @pytest.mark.parametrize("state", list(ConnectionState))
@@ -158,7 +159,7 @@ def test_the_next_timer_is_never_over_when_timers_have_run(state):
     client.after(0)
     if state is ConnectionState.UP:
         client.greet()
-        client.machine.lookup(KEYS, client.now)
+        client.machine.calls.lookup(KEYS, client.now)
     client.machine.state = state
     for _ in range(12):
         client.after(BEAT_S)
@@ -173,9 +174,9 @@ def test_a_welcome_to_an_earlier_hello_is_ignored():
 
 
 def test_a_large_get_may_take_as_long_as_its_bytes_take_if_the_store_is_alive(client, monkeypatch):
-    monkeypatch.setattr("kvstore.client_state.SLOW_BYTES_PER_S", BLOCK_BYTES)  # a second for each block
+    monkeypatch.setattr("kvstore.client_calls.SLOW_BYTES_PER_S", BLOCK_BYTES)  # a second for each block
     keys = [make_block(number).key for number in range(3)]
-    large, lookup = client.machine.get(keys, client.now), client.machine.lookup(keys, client.now)
+    large, lookup = client.machine.calls.get(keys, client.now), client.machine.calls.lookup(keys, client.now)
     for _ in range(3):
         client.after(TIMEOUT_S - 0.01)
         client.hear(m.Alive(incarnation=INCARNATION))
@@ -185,7 +186,7 @@ def test_a_large_get_may_take_as_long_as_its_bytes_take_if_the_store_is_alive(cl
 
 
 def test_a_call_without_an_answer_is_a_miss_at_its_deadline(client):
-    ticket = client.machine.get(KEYS, client.now)
+    ticket = client.machine.calls.get(KEYS, client.now)
     client.said()
     client.after(TIMEOUT_S - 0.01)
     assert not ticket.is_done
@@ -193,17 +194,17 @@ def test_a_call_without_an_answer_is_a_miss_at_its_deadline(client):
     assert (ticket.is_done, ticket.failure, ticket.blocks) == (True, "deadline", [None] * 3)
     assert m.ReleaseBlocks(numbers=(ticket.number,)) in client.said()
     client.hear(m.GetReply(number=ticket.number, present=b"\0\0\0", seals=b""))  # too late
-    assert client.machine.num_open_calls == 0
+    assert client.machine.calls.num_open == 0
 
 
 def test_the_next_deadline_is_that_of_a_call_that_may_end(local):
-    assert local.machine.end_late_calls(local.now) == math.inf
-    asked, stored = local.machine.lookup(KEYS, local.now), put(local)
-    assert local.machine.end_late_calls(local.now) == local.now + TIMEOUT_S
+    assert local.machine.calls.end_late(local.now) == math.inf
+    asked, stored = local.machine.calls.lookup(KEYS, local.now), put(local)
+    assert local.machine.calls.end_late(local.now) == local.now + TIMEOUT_S
     local.now += TIMEOUT_S
-    assert local.machine.end_late_calls(local.now, but_puts=True) == math.inf
+    assert local.machine.calls.end_late(local.now, but_puts=True) == math.inf
     assert (asked.failure, stored.is_done) == ("deadline", False)
-    local.machine.end_late_calls(local.now)
+    local.machine.calls.end_late(local.now)
     assert stored.failure == "deadline"
 
 
@@ -225,7 +226,7 @@ def test_a_store_that_answers_heartbeats_is_kept(client):
 
 
 def test_a_restarted_store_ends_all_calls_and_is_noticed(client):
-    tickets = [client.machine.lookup(KEYS, client.now), client.machine.get(KEYS, client.now), put(client)]
+    tickets = [client.machine.calls.lookup(KEYS, client.now), client.machine.calls.get(KEYS, client.now), put(client)]
     client.said()
     client.hear(m.UnknownClient(incarnation=78))
     assert [(ticket.is_done, ticket.failure) for ticket in tickets] == [(True, "restarted")] * 3
@@ -241,7 +242,7 @@ def test_a_session_that_was_only_forgotten_is_no_restart(client):
 
 
 def test_a_lost_link_ends_calls_at_once_and_greets_when_it_is_back(client):
-    ticket = client.machine.lookup(KEYS, client.now)
+    ticket = client.machine.calls.lookup(KEYS, client.now)
     client.machine.on_link_lost(client.now)
     assert (ticket.is_done, ticket.failure) == (True, "unreachable")
     client.said()
@@ -258,8 +259,8 @@ def test_a_put_into_the_arena_is_reserved_copied_and_committed(local):
     (copy,) = local.said()
     assert isinstance(copy, CopyIn)
     assert [source.nbytes for source, _ in copy.copies] == [BLOCK_BYTES] * 2
-    assert local.machine.is_open(ticket.number)
-    local.machine.on_copied(ticket.number, local.now)
+    assert local.machine.calls.is_open(ticket.number)
+    local.machine.calls.on_copied(ticket.number, local.now)
     assert local.said() == [m.Commit(number=ticket.number, seals=b"".join(block.seal for block in BLOCKS))]
     assert not ticket.is_done
     local.hear(m.PutReply(number=ticket.number, stored=b"\1\1\0"))
@@ -281,11 +282,11 @@ def test_a_put_that_is_over_is_not_copied(local):
     local.hear(m.Reserved(number=ticket.number, slots=((0, 1, 1), m.NO_SLOT, m.NO_SLOT), stored=b"\0\0\0"))
     local.hear(m.UnknownClient(incarnation=78))
     assert ticket.is_done
-    assert not local.machine.is_open(ticket.number)
+    assert not local.machine.calls.is_open(ticket.number)
 
 
 def test_a_large_put_goes_in_parts(client, monkeypatch):
-    monkeypatch.setattr("kvstore.client_state.MAX_BLOCKS_BYTES", 2 * BLOCK_BYTES)
+    monkeypatch.setattr("kvstore.client_calls.MAX_BLOCKS_BYTES", 2 * BLOCK_BYTES)
     ticket = put(client)
     (first,) = client.said()
     assert first.keys == pack_keys(KEYS[:2])
@@ -308,7 +309,7 @@ def test_a_large_put_goes_in_parts(client, monkeypatch):
     ids=["no seal", "no such slot", "too long", "no such key", "half a seal"],
 )
 def test_an_answer_that_does_not_fit_is_a_miss(local, reply):
-    ticket = local.machine.get(KEYS, local.now)
+    ticket = local.machine.calls.get(KEYS, local.now)
     assert ticket.number == 1
     local.said()
     local.hear(reply)
@@ -317,37 +318,37 @@ def test_an_answer_that_does_not_fit_is_a_miss(local, reply):
 
 
 def test_a_refused_call_is_a_miss(client):
-    ticket = client.machine.lookup(KEYS, client.now)
+    ticket = client.machine.calls.lookup(KEYS, client.now)
     client.hear(m.AttachRefused(code="store_full", message="full", number=ticket.number))
     assert (ticket.is_done, ticket.failure) == (True, "store_full")
 
 
 def test_heartbeats_name_what_is_held(local):
-    ticket = local.machine.get(KEYS[:1], local.now)
+    ticket = local.machine.calls.get(KEYS[:1], local.now)
     local.hear(m.GetReply(number=ticket.number, present=b"\1", seals=BLOCKS[0].seal, slots=((0, 1, 8),)))
-    waiting = local.machine.lookup(KEYS, local.now)
+    waiting = local.machine.calls.lookup(KEYS, local.now)
     local.said()
     local.after(BEAT_S)
     assert local.said() == [m.StoreHeartbeat(last=waiting.number, held=(waiting.number, ticket.number))]
-    local.machine.release(ticket)
-    local.machine.release(ticket)
+    local.machine.calls.release(ticket)
+    local.machine.calls.release(ticket)
     assert local.said() == [m.ReleaseBlocks(numbers=(ticket.number,))]
 
 
 def test_too_many_keys_are_our_own_mistake(client):
     with pytest.raises(ProtocolError, match="at most"):
-        client.machine.lookup(KEYS[:1] * (m.MAX_KEYS + 1), client.now)
+        client.machine.calls.lookup(KEYS[:1] * (m.MAX_KEYS + 1), client.now)
 
 
 def test_keys_without_blocks_are_our_own_mistake(client):
     with pytest.raises(ProtocolError):
-        client.machine.put(KEYS, [], [], client.now)
+        client.machine.calls.put(KEYS, [], [], client.now)
     with pytest.raises(ProtocolError, match="seal"):
-        client.machine.put(KEYS[:1], [BLOCKS[0].content], [b"short"], client.now)
+        client.machine.calls.put(KEYS[:1], [BLOCKS[0].content], [b"short"], client.now)
 
 
 def test_what_the_store_withholds_is_reported_by_its_index_over_all_parts(client):
-    ticket = client.machine.get(KEYS, client.now)
+    ticket = client.machine.calls.get(KEYS, client.now)
     first = m.GetReply(number=ticket.number, present=b"\1", seals=BLOCKS[0].seal, is_last=False)
     client.hear(first, [BLOCKS[0].content])
     client.hear(m.GetReply(number=ticket.number, present=b"\0\0", seals=b"", first=1, withheld=b"\0\1"))

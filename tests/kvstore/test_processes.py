@@ -24,7 +24,7 @@ import sys, time
 from core.clock import SystemClock
 from core.ids import RandomIds
 from kvstore.client import StoreClient, own_process
-from kvstore.client_state import ClientOptions
+from kvstore.client_actions import ClientOptions
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.store_suite import get, put
 ids = RandomIds()
@@ -97,8 +97,8 @@ def test_a_reader_that_lost_its_pins_notices_a_reused_slot(store_process, client
     with client_of(server.address) as reader, client_of(server.address) as writer:
         put(reader, blocks)
         ticket = get(reader, [block.key for block in blocks])
-        reader._machine._pinned.clear()
-        reader._machine._send(ReleaseBlocks(numbers=(ticket.number,)))  # as if the store had taken the pins away
+        reader._machine.calls._pinned.clear()
+        reader._machine.calls._send(ReleaseBlocks(numbers=(ticket.number,)))  # as if the store had taken the pins away
         reader._carry_out()
         for start in range(1000, 1000 + 4 * NUM_SLOTS, 16):
             put(writer, [make_block(start + index) for index in range(16)])
