@@ -12,7 +12,7 @@ from core.wire.contents import ContentReport
 from core.wire.messages import ErrorInfo, Heartbeat, Refused, Registered
 from core.worker.actions import Send
 from core.worker.content_reports import REPORT_INTERVAL_S
-from tests.core.worker.test_state import Harness
+from tests.core.worker.conftest import Harness
 
 TAKES = Registered(router_id="R", takes_contents=True)
 
