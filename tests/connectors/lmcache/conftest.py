@@ -16,6 +16,7 @@ import pytest
 import zmq
 
 from connectors.lmcache.connector import LMCacheConnector
+from connectors.lmcache.messages import ServerFacts
 from connectors.lmcache.staging import PAGE_VERSION, SHM_PREFIX, PageIdentity, PageSealer, Staging
 from connectors.lmcache.wire import (
     EVENT,
@@ -54,6 +55,7 @@ from core.testing.hash_model import (
     hash_model_layout,
 )
 from core.wire.sampling import SamplingParams
+from tests.connectors.lmcache.played_server import FACTS, Played
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 128
@@ -360,3 +362,24 @@ def server_status(lmcache_server) -> Callable[[], dict]:
     """Return what the server says of itself."""
 
     return lambda: ask_status(lmcache_server.http_address)
+
+
+@pytest.fixture
+def start_played(monkeypatch):
+    started: list[Played] = []
+
+    def start(facts: ServerFacts = FACTS, attentions: tuple[HashAttention, ...] = FULL) -> Played:
+        started.append(Played(monkeypatch, attentions))
+        started[-1].start(facts)
+        return started[-1]
+
+    yield start
+    for played in started:
+        played.stop()
+
+
+@pytest.fixture
+def played(start_played) -> Played:
+    found = start_played()
+    found.connect()
+    return found
