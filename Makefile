@@ -59,9 +59,8 @@ demo-vllm: install-test install-vllm
 test: install-test install-lmcache install-vllm check-tools
 	$(BIN)/python -m pytest -n 2 --durations=25
 
-# Servers in one worker of pytest, pairs of engines in the other: each shares among its files what it has started.
 test-vllm: install-test install-vllm
-	$(BIN)/python -m pytest -n 2 --vllm -m vllm --durations=10 -o one_at_a_time=tests/vllm/http tests/vllm tests/packages
+	$(BIN)/python -m pytest -n 2 --vllm -m vllm --durations=10 tests/vllm tests/packages
 
 test-clients: install-test install-vllm install-clients
 	$(BIN)/python -m pytest --clients -m clients --durations=10 tests/clients

@@ -156,6 +156,7 @@ def test_one_bad_block_of_latents_costs_the_tokens_behind_it(latent):
     latent.assert_nothing_is_held()
 
 
+@pytest.mark.full  # the windows above beside full attention are the harder case, and more usual
 def test_one_bad_block_of_a_window_costs_the_whole_load_and_no_token(new_pair, tmp_path):
     """All layers slide, so there is one group. Tokens from the bad block on attend to blocks that were not read."""
     pair = new_pair(extra=settings("tcp"), model=write_tiny_gemma(tmp_path, WINDOW, has_full_layers=False))

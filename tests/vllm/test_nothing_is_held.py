@@ -52,8 +52,8 @@ def test_an_answer_that_is_aborted_after_some_steps(chunked_pair, num_steps):
     assert_goes_on(pair)
 
 
-def test_an_answer_that_is_aborted_while_its_peer_is_frozen(new_pair):
-    pair = new_pair(extra=settings("tcp"))
+def test_an_answer_that_is_aborted_while_its_peer_is_frozen(chunked_pair):
+    pair = chunked_pair
     name, prompt = pair.name(), pair.prompt()
     params = pair.hand_off(prompt)
     pair.p.freeze()
