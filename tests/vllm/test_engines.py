@@ -180,9 +180,10 @@ def test_windows_that_vllm_does_not_manage_are_read_as_a_whole(new_pair, tmp_pat
     pair.assert_nothing_is_held()
 
 
+@pytest.mark.full  # ``test_nothing_is_held`` has a pair in bfloat16
 @pytest.mark.parametrize(
     "arguments",
-    [{"dtype": "bfloat16", "enable_prefix_caching": False}, full({"kv_cache_dtype": "fp8"})],
+    [{"dtype": "bfloat16", "enable_prefix_caching": False}, {"kv_cache_dtype": "fp8"}],
     ids=["bf16 without prefix caching", "fp8"],
 )
 def test_kv_of_other_types_is_handed_off(new_pair, arguments):

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 @pytest.fixture(scope="module")
 def chunked_pair(new_pair):
     """Return a pair whose steps take 64 tokens, so that a prompt takes several."""
-    return new_pair(extra=settings("tcp"), max_num_batched_tokens=64, enable_chunked_prefill=True)
+    return new_pair(extra=settings("tcp"), max_num_batched_tokens=64, enable_chunked_prefill=True, dtype="bfloat16")
 
 
 def assert_goes_on(pair):
