@@ -267,7 +267,10 @@ class KVEventReader:
 
 
 async def replay(context: zmq.asyncio.Context, address: str, first: int) -> list[tuple[int, bytes]]:
-    """Ask a replay socket for the batches from a number on; return those that it still has, in order."""
+    """Ask a replay socket for the batches from a number on; return those that it still has, in order.
+
+    A message that is no batch ends the answer, as its proper end does.
+    """
     found: list[tuple[int, bytes]] = []
     with context.socket(zmq.DEALER) as socket:
         socket.linger = 0
@@ -275,7 +278,7 @@ async def replay(context: zmq.asyncio.Context, address: str, first: int) -> list
         await socket.send_multipart([b"", first.to_bytes(SEQUENCE_BYTES, "big")])
         while True:
             frames = await socket.recv_multipart()
-            number, payload = frames[-2:]
-            if number == END_OF_REPLAY:
+            number, payload = frames[-2:] if len(frames) > 1 else (END_OF_REPLAY, b"")
+            if number == END_OF_REPLAY or len(number) != SEQUENCE_BYTES:
                 return found
             found.append((int.from_bytes(number, "big"), payload))

@@ -6,8 +6,9 @@ import asyncio
 
 import msgspec
 import pytest
+import zmq.asyncio
 
-from agent.kv_events import KVEventReader, RenamedBlocks
+from agent.kv_events import KVEventReader, RenamedBlocks, replay
 from core.engine.kv_events import KVEventPublisher
 from core.errors import ProtocolError
 from core.kv.content_feed import ContentFeed
@@ -210,6 +211,21 @@ async def test_a_quiet_server_is_known_at_once(server, blocks, feed):
     await reader._on_frames([b"", bytes(8), reader._replayed[0]])  # it comes once more by subscription
     assert feed.contents() == keys(TOKENS[:64])
     await reader.close()
+
+
+@pytest.mark.parametrize("bad", [[b"alone"], [b"", b"no number", b"payload"]])
+async def test_a_replayed_message_that_is_no_batch_ends_the_replay(bad):
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+        async def answer():
+            peer, *_ = await socket.recv_multipart()
+            await socket.send_multipart([peer, b"", bytes(8), b"first"])
+            await socket.send_multipart([peer, *bad])
+
+        async with asyncio.timeout(20):
+            found, _ = await asyncio.gather(replay(context, f"tcp://127.0.0.1:{port}", 0), answer())
+    assert found == [(0, b"first")]
 
 
 async def test_missed_events_are_replayed(server, blocks, feed):
