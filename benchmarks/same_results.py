@@ -120,7 +120,7 @@ def main() -> None:
             try:
                 found = differences(files, dtype, quantization, tokens)
             except ConfigError as error:
-                notes.append(f"{name}: refused, {error}")
+                notes.append(f"{name}: {error.message.partition('; ')[0]}")
                 continue
             for label, one in found.items():
                 figures[f"{name}: {label}"] = one

@@ -93,7 +93,7 @@ def test_commands_have_the_flags_that_pages_show(page, cli):
     assert wrong == []
 
 
-def test_processes_that_the_vllm_page_starts_on_one_host_listen_on_ports_of_their_own():
+def test_processes_of_the_vllm_page_listen_on_ports_of_their_own():
     start = (ROOT / "docs/vllm-cluster.md").read_text().split("\n## Start\n")[1].split("\n## ")[0]
     block = FENCED.findall(start)[0].replace("\\\n", " ")
     servers = [line for line in block.splitlines() if re.search(r"\b(vllm serve|kvferry router)\b", line)]
@@ -103,7 +103,7 @@ def test_processes_that_the_vllm_page_starts_on_one_host_listen_on_ports_of_thei
     assert len(set(ports)) == 3
 
 
-def test_the_picture_of_the_packages_has_all_of_them_in_the_order_of_the_import_contracts():
+def test_the_picture_has_all_packages_in_the_order_of_the_import_contracts():
     rows = FENCED.findall((ROOT / "docs/architecture.md").read_text())[0].splitlines()[1:-1]
     linter = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     contracts = [contract["layers"] for contract in linter["contracts"] if contract["type"] == "layers"]

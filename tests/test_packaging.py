@@ -101,6 +101,7 @@ def test_make_says_what_to_do_if_the_python_of_its_environment_is_gone(tmp_path)
     subprocess.run([*command, "clean"], check=True, cwd=ROOT, capture_output=True, timeout=60)
 
 
+@pytest.mark.slow
 def test_wheel_holds_every_module_of_the_tree(unpacked):
     assert list(modules_under(unpacked)) == modules_of_the_tree()
     assert not (unpacked / "tests").exists()

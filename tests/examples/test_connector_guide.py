@@ -25,6 +25,7 @@ def test_the_guide_shows_the_whole_example_and_nothing_else(examples_dir, excerp
     assert re.sub(r'""".*?"""', "", left, count=1, flags=re.DOTALL).split() == [], "the guide leaves this out"
 
 
+@pytest.mark.slow
 async def test_the_suite_of_the_guide_runs_on_the_example(folder_connector, excerpts, tmp_path):
     namespace = {}
     exec(excerpts[-1], namespace)

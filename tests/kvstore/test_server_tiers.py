@@ -4,18 +4,25 @@ import pytest
 
 from kvstore import messages as m
 from kvstore.key import pack_keys
-from kvstore.testing.blocks import make_block, make_key
+from kvstore.testing.blocks import SealedBlock, make_block, make_key
 from kvstore.testing.in_memory import DictTier
 from tests.kvstore.played_server import NUM_SLOTS, Store, blocks_of
 
 
-def test_one_load_serves_all_requests_that_wait_for_it():
+@pytest.fixture
+def below() -> tuple[Store, SealedBlock]:
+    """A store with the clients ``a`` and ``b``, and a block that only its tier has."""
     tier = DictTier()
     store = Store(tiers=[tier])
     store.greet(b"a")
     store.greet(b"b")
     block = make_block(1)
     tier.save(block.key.pack(), block.seal, block.content)
+    return store, block
+
+
+def test_one_load_serves_all_requests_that_wait_for_it(below):
+    store, block = below
     assert store.get(b"a", [block], 1) == store.get(b"b", [block], 1) == []
     assert len(store.jobs) == 1
     parcels = store.finish_jobs()
@@ -98,13 +105,8 @@ def test_blocks_without_a_waiting_query_are_not_requested_from_a_tier(end, must_
 
 
 @pytest.mark.parametrize("is_late", [False, True])
-def test_what_another_waits_for_is_loaded(is_late):
-    tier = DictTier()
-    store = Store(tiers=[tier])
-    store.greet(b"a")
-    store.greet(b"b")
-    block = make_block(1)
-    tier.save(block.key.pack(), block.seal, block.content)
+def test_what_another_waits_for_is_loaded(below, is_late):
+    store, block = below
     store.get(b"a", [block], 1)
     if not is_late:
         store.get(b"b", [block], 1)

@@ -176,6 +176,7 @@ def test_in_peace_everything_is_read_and_nothing_rejected(write_back):
         assert done.num_rejected == 0
 
 
+@pytest.mark.slow
 @WRITES
 @pytest.mark.parametrize("start", [0, *(pytest.param(start, marks=pytest.mark.full) for start in range(10, 200, 10))])
 def test_under_faults_a_block_is_right_or_missing(start, write_back):

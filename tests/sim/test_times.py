@@ -62,6 +62,7 @@ def begin_transfers_with_their_reads(patch):
     patch(Load, "report", report)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "apply",
     [

@@ -80,6 +80,7 @@ def check(tokenizer, token_ids):
     jsonschema.validate(json.loads(text_of(tokenizer, token_ids)), SCHEMA)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["off", "on"])
 def test_every_seeded_output_of_a_random_model_is_valid(build, tokenizer, mode):
     engine = build(scheduler__async_scheduling=mode, scheduler__max_num_seqs=8).engine

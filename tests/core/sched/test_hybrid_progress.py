@@ -214,6 +214,7 @@ requests = st.lists(
 )
 
 
+@pytest.mark.slow
 @settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     specs=specs,

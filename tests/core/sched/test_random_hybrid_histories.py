@@ -315,6 +315,7 @@ class History:
         self.happened[f"ends by {reason}"] += 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start", [*range(0, 80, 20), *(pytest.param(start, marks=pytest.mark.full) for start in range(80, 1600, 20))]
 )

@@ -58,6 +58,7 @@ def exercise(url: str, document: dict[str, Any], place: tuple[str, str], mode: A
     return statuses
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["positive", "negative"])
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
 async def test_answers_are_those_of_the_document(start_router, request, place, mode):
@@ -93,6 +94,7 @@ def promise_a_refusal(document):
     document["components"]["schemas"]["DetokenizeRequest"]["properties"]["tokens"]["maxItems"] = 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "place", "mode", "found"),
     [

@@ -40,6 +40,7 @@ def deltas(draw, num_choices, has_logprobs):
     return delta
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [CompletionShaper, ChatShaper])
 @settings(max_examples=150)
 @given(data=st.data(), options=options, num_prompts=st.integers(1, 2), n=st.integers(1, 2))

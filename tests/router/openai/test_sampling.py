@@ -247,6 +247,7 @@ values = st.recursive(
 plausible = st.integers(-2, 300) | st.floats(-2, 3) | st.lists(st.integers(-1, 300), max_size=3) | st.booleans() | values
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [CompletionRequest, ChatCompletionRequest])
 @given(data=st.data())
 @settings(max_examples=300, deadline=None)

@@ -193,6 +193,7 @@ def num_steps(make: Callable[[], Any], text: str) -> int:
     return count
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PARSERS)
 @pytest.mark.parametrize("repeated", ADVERSARIAL)
 def test_work_grows_with_the_length_of_the_text(make, repeated):
@@ -200,6 +201,7 @@ def test_work_grows_with_the_length_of_the_text(make, repeated):
     assert num_steps(make, long) < 4.5 * num_steps(make, short)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", PARSERS)
 def test_a_megabyte_is_read_to_its_end(make):
     parser = make()

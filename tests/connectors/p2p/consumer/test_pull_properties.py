@@ -327,6 +327,7 @@ class ReusedBlocks(RuleBasedStateMachine):
         self.num_seen = len(self.pull.log)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "must_reach"),
     [
