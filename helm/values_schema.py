@@ -64,6 +64,7 @@ TEXT: Schema = {"type": "string"}
 FLAG: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
+PODS: Schema = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+%?$"}  # a number, or a share
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 QUANTITY: Schema = {"type": ["string", "number"], "pattern": "^[0-9]+([.][0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?$"}
 SIZE: Schema = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)$"}
@@ -182,7 +183,7 @@ def autoscaling() -> Schema:
             "type": "object",
             "minProperties": 1,
             "propertyNames": {"pattern": "^kvferry_[a-z_]+$"},
-            "additionalProperties": {"type": ["string", "number"]},
+            "additionalProperties": {**QUANTITY, "exclusiveMinimum": 0},
         },
         # --set makes texts of fractions
         load={"type": ["string", "number"], "exclusiveMinimum": 0, "maximum": 1, "pattern": "^(0?[.][0-9]*[1-9]|1)$"},
@@ -285,7 +286,7 @@ def ways_in() -> dict[str, Schema]:
             parentRefs=LIST,
             hostnames=texts,
             path=path,
-            requestTimeout={"type": "string", "pattern": "^([0-9]+(ms|s|m|h))*$"},
+            requestTimeout={"type": "string", "pattern": "^([0-9]{1,5}(ms|s|m|h)){0,4}$"},
             toInferencePool=FLAG,
         ),
         "inferencePool": closed(
@@ -342,8 +343,8 @@ def build() -> Schema:
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the kvferry chart",
         **closed(
-            nameOverride=TEXT,
-            fullnameOverride=TEXT,
+            nameOverride={"type": "string", "maxLength": 63, "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$"},
+            fullnameOverride={"type": "string", "pattern": "^([a-z]([-a-z0-9]*[a-z0-9])?)?$"},  # Services are called by it
             image=image(),
             imagePullSecrets={"type": "array", "items": TEXT},
             config={"$ref": "#/$defs/KVFerryConfig"},

@@ -98,6 +98,8 @@ def test_ingress_leads_to_the_router(find, check_kubernetes):
     (rule,) = found["spec"]["rules"]
     assert rule["host"] == "llm.example.com"
     assert rule["http"]["paths"][0]["backend"] == {"service": {"name": "kvferry-router", "port": {"name": "http"}}}
+    (odd,) = find("cpu-minimal", "Ingress", "router", *sets, r"ingress.path=/a\, b")["spec"]["rules"]
+    assert odd["http"]["paths"][0]["path"] == "/a, b"
 
 
 ROUTE = ("httpRoute.enabled=true", "httpRoute.parentRefs[0].name=public", "httpRoute.requestTimeout=600s")
@@ -150,6 +152,48 @@ def release(helm, name):
     done = helm.run("template", name, "helm/kvferry", "--namespace", "llm", "--set", "security.insecure=true")
     assert done.returncode == 0, done.stderr
     return [item for item in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader) if item]
+
+
+NUMBERS = (
+    "nameOverride=1e3",
+    "fullnameOverride=llm",
+    "serviceAccount.name=7",
+    "imagePullSecrets={123}",
+    "modelCache.hfTokenSecret.name=9",
+    "security.clusterKey.existingSecret=1e5",
+    "security.clusterKey.key=1",
+    "security.apiKeys.existingSecret=true",
+    "security.tls.existingSecret=0x1",
+    "decode.priorityClassName=100",
+    "decode.runtimeClassName=1",
+    "decode.schedulerName=2",
+    "modelCache.kind=existingClaim",
+    "modelCache.existingClaim=3",
+    "ingress.enabled=true",
+    "ingress.className=4",
+    "ingress.hosts={llm.example.com}",
+    "kvstore.enabled=true",
+    "kvstore.disk.size=1Gi",
+    "kvstore.disk.storageClassName=5",
+    "kvstore.redis.enabled=true",
+    "kvstore.redis.host=redis",
+    "kvstore.redis.existingSecret=6",
+)
+
+
+def test_names_that_look_like_numbers_stay_names(helm, check_kubernetes):
+    arguments = [part for value in NUMBERS for part in ("--set" if ".enabled=" in value else "--set-string", value)]
+    done = helm.run("template", "123", "helm/kvferry", "--kube-version", "1.33", *arguments)
+    assert done.returncode == 0, done.stderr
+    for manifest in yaml.load_all(done.stdout, Loader=yaml.CSafeLoader):
+        if manifest:
+            check_kubernetes(manifest, "1.33")
+
+
+@pytest.mark.parametrize("name", ["123", "a.b"])
+def test_a_release_whose_services_could_have_no_such_name_is_refused(helm, name):
+    done = helm.run("template", name, "helm/kvferry", "--set", "security.insecure=true")
+    assert "set fullnameOverride" in done.stderr
 
 
 @pytest.mark.parametrize(

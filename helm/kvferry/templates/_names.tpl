@@ -14,8 +14,8 @@
 {{- end -}}
 
 {{- define "kvferry.selector" -}}
-app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 app.kubernetes.io/component: {{ .role }}
 {{- end -}}
 
@@ -29,8 +29,8 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{/* A NetworkPolicy or affinity selector for the pods of several roles: (dict "root" $ "roles" (list ...)). */}}
 {{- define "kvferry.selectorOf" -}}
 matchLabels:
-  app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride }}
-  app.kubernetes.io/instance: {{ .root.Release.Name }}
+  app.kubernetes.io/name: {{ default .root.Chart.Name .root.Values.nameOverride | quote }}
+  app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 matchExpressions:
   - key: app.kubernetes.io/component
     operator: In

@@ -14,7 +14,7 @@ metadata:
     {{- with .root.Values.rdma.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- end }}
 spec:
-  serviceAccountName: {{ include "kvferry.serviceAccount" .root }}
+  serviceAccountName: {{ include "kvferry.serviceAccount" .root | quote }}
   automountServiceAccountToken: false
   enableServiceLinks: false
   {{- if include "kvferry.hasStore" . }}
@@ -32,7 +32,7 @@ spec:
   {{- with .root.Values.imagePullSecrets }}
   imagePullSecrets:
     {{- range . }}
-    - name: {{ . }}
+    - name: {{ . | quote }}
     {{- end }}
   {{- end }}
   {{- include "kvferry.placement" (dict "root" .root "role" .role "values" $values) | nindent 2 }}
@@ -52,13 +52,13 @@ spec:
 
 {{- define "kvferry.placement" -}}
 {{- with .values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- with .values.runtimeClassName }}
-runtimeClassName: {{ . }}
+runtimeClassName: {{ . | quote }}
 {{- end }}
 {{- with .values.schedulerName }}
-schedulerName: {{ . }}
+schedulerName: {{ . | quote }}
 {{- end }}
 {{- with .values.nodeSelector }}
 nodeSelector: {{ toYaml . | nindent 2 }}
@@ -195,14 +195,14 @@ volumeMounts:
 {{- include "kvferry.clusterKeyEnv" .root }}
 {{- if and (eq .role "router") $values.security.apiKeys.existingSecret }}
 - name: KVFERRY_API_KEY
-  valueFrom: {secretKeyRef: {name: {{ $values.security.apiKeys.existingSecret }}, key: {{ $values.security.apiKeys.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ $values.security.apiKeys.existingSecret | quote }}, key: {{ $values.security.apiKeys.key | quote }}}}
 {{- end }}
 {{- if eq .role "kvstore" }}
 {{- include "kvferry.redisEnv" .root }}
 {{- end }}
 {{- with $values.modelCache.hfTokenSecret.name }}
 - name: HF_TOKEN
-  valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.modelCache.hfTokenSecret.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $values.modelCache.hfTokenSecret.key | quote }}}}
 {{- end }}
 {{- range $name := keys $ucx | sortAlpha }}
 - name: {{ $name }}
@@ -296,7 +296,7 @@ volumeMounts:
 {{- end }}
 {{- if and (eq .role "router") $values.security.tls.existingSecret }}
 - name: tls
-  secret: {secretName: {{ $values.security.tls.existingSecret }}, defaultMode: 0440}
+  secret: {secretName: {{ $values.security.tls.existingSecret | quote }}, defaultMode: 0440}
 {{- end }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ include "kvferry.shmSize" . }}}
@@ -305,7 +305,7 @@ volumeMounts:
   {{- if eq $cache.kind "emptyDir" }}
   emptyDir: {sizeLimit: {{ $cache.size }}}
   {{- else }}
-  persistentVolumeClaim: {claimName: {{ include "kvferry.modelClaim" .root }}{{ if $cache.readOnly }}, readOnly: true{{ end }}}
+  persistentVolumeClaim: {claimName: {{ include "kvferry.modelClaim" .root | quote }}{{ if $cache.readOnly }}, readOnly: true{{ end }}}
   {{- end }}
 {{- end }}
 {{- if and (include "kvferry.hasStore" .) $values.kvstore.disk.size }}
@@ -345,7 +345,7 @@ volumeMounts:
     - {name: HF_HOME, value: /var/cache/kvferry/huggingface}
     {{- with $values.modelCache.hfTokenSecret.name }}
     - name: HF_TOKEN
-      valueFrom: {secretKeyRef: {name: {{ . }}, key: {{ $values.modelCache.hfTokenSecret.key }}}}
+      valueFrom: {secretKeyRef: {name: {{ . | quote }}, key: {{ $values.modelCache.hfTokenSecret.key | quote }}}}
     {{- end }}
     {{- with (index $values .role).extraEnv }}
     {{- toYaml . | nindent 4 }}

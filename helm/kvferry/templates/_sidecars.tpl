@@ -77,16 +77,16 @@
 {{- $redis := .Values.kvstore.redis -}}
 {{- if and $redis.enabled $redis.existingSecret }}
 - name: KVFERRY_REDIS_PASSWORD
-  valueFrom: {secretKeyRef: {name: {{ $redis.existingSecret }}, key: {{ $redis.passwordKey }}}}
+  valueFrom: {secretKeyRef: {name: {{ $redis.existingSecret | quote }}, key: {{ $redis.passwordKey | quote }}}}
 {{- end }}
 {{- end -}}
 
 {{- define "kvferry.clusterKeyEnv" -}}
 {{- if not .Values.security.insecure }}
 - name: KVFERRY_CLUSTER_KEY
-  valueFrom: {secretKeyRef: {name: {{ include "kvferry.clusterKeySecret" . }}, key: {{ .Values.security.clusterKey.key }}}}
+  valueFrom: {secretKeyRef: {name: {{ include "kvferry.clusterKeySecret" . | quote }}, key: {{ .Values.security.clusterKey.key | quote }}}}
 - name: KVFERRY_OTHER_CLUSTER_KEYS   # while the key changes
-  valueFrom: {secretKeyRef: {name: {{ include "kvferry.clusterKeySecret" . }}, key: {{ .Values.security.clusterKey.othersKey }}, optional: true}}
+  valueFrom: {secretKeyRef: {name: {{ include "kvferry.clusterKeySecret" . | quote }}, key: {{ .Values.security.clusterKey.othersKey | quote }}, optional: true}}
 {{- end }}
 {{- end -}}
 
@@ -94,7 +94,7 @@
 {{- define "kvferry.storeClaim" -}}
 accessModes: [ReadWriteOnce]
 {{- with .Values.kvstore.disk.storageClassName }}
-storageClassName: {{ . }}
+storageClassName: {{ . | quote }}
 {{- end }}
 resources:
   requests:

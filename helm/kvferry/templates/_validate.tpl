@@ -8,6 +8,10 @@
 {{- if ne .Values.prefill.enabled .Values.decode.enabled -}}
 {{- fail "prefill.enabled and decode.enabled: a prompt needs one worker of each; set both, or use aggregated.enabled" -}}
 {{- end -}}
+{{- $name := include "kvferry.fullname" . -}}
+{{- if not (regexMatch "^[a-z]([-a-z0-9]*[a-z0-9])?$" $name) -}}
+{{- fail (printf "names of this release would begin with %q, but a Service begins with a letter and has lower-case letters, digits and - only: set fullnameOverride" $name) -}}
+{{- end -}}
 {{- if not $workers -}}
 {{- fail "no worker is enabled: set prefill.enabled and decode.enabled, or aggregated.enabled" -}}
 {{- end -}}
