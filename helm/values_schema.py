@@ -161,6 +161,8 @@ def vllm() -> Schema:
         arguments={"type": "array", "items": TEXT},
         settings=ANYTHING,
         tmpSize=SIZE,
+        endpointDelaySeconds=COUNT,
+        idleSeconds=POSITIVE,
         agent=closed(
             enabled=FLAG,
             resources=closed(

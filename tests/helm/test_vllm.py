@@ -223,31 +223,60 @@ def test_without_named_clients_everyone_reaches_the_engines_as_llm_d_does(find, 
     assert gateway["namespaceSelector"]["matchLabels"] == {"kubernetes.io/metadata.name": "gateway"}
 
 
-def test_a_pod_without_agent_waits_for_readers_before_it_leaves(find):
-    (vllm,) = pod(find, LLMD, "prefill")["containers"]
-    script = vllm["lifecycle"]["preStop"]["exec"]["command"][-1]
-    compile(script, "preStop", "exec")
-    assert "vllm:(?:kvferry_held_blocks|num_requests_running" in script
+DELAY_S, IDLE_S = 5, 10
 
 
-def test_one_slow_answer_does_not_end_the_wait_for_readers(find):
-    (vllm,) = pod(find, LLMD, "prefill")["containers"]
-    script = vllm["lifecycle"]["preStop"]["exec"]["command"][-1]
-    answers = [TimeoutError(), held_blocks(3), TimeoutError(), held_blocks(0)]
+def leave(find, answer_at, *sets, role="prefill"):
+    """Run the script by which a pod without agent leaves, and return after how many seconds, and when it first looked."""
+    (vllm,) = pod(find, LLMD, role, *sets)["containers"]
+    now, looks = [0.0], []
 
     def urlopen(url, timeout):
-        answer = answers.pop(0)
-        if isinstance(answer, Exception):
-            raise answer
+        looks.append(now[0])
+        answer = answer_at(now[0])
+        if answer is None:
+            now[0] += timeout
+            raise TimeoutError
         return io.BytesIO(answer)
 
-    with mock.patch("urllib.request.urlopen", urlopen), mock.patch("time.sleep"):
-        exec(script, {})
-    assert answers == []
+    def sleep(seconds):
+        now[0] += seconds
+
+    def monotonic():
+        return now[0]
+
+    with (
+        mock.patch("urllib.request.urlopen", urlopen),
+        mock.patch("time.sleep", sleep),
+        mock.patch("time.monotonic", monotonic),
+    ):
+        exec(vllm["lifecycle"]["preStop"]["exec"]["command"][-1], {})
+    return now[0], looks[0]
 
 
 def held_blocks(number):
     return f'vllm:num_requests_running{{engine="0"}} 0.0\nvllm:kvferry_held_blocks{{engine="0"}} {number}.0\n'.encode()
+
+
+def test_an_idle_pod_without_agent_serves_until_gateways_know_and_its_proxy_is_done(find):
+    assert leave(find, lambda now: held_blocks(0), role="decode") == (DELAY_S + IDLE_S, DELAY_S)
+    sets = ("vllm.endpointDelaySeconds=8", "vllm.idleSeconds=20")
+    assert leave(find, lambda now: held_blocks(0), *sets, role="decode") == (28, 8)
+
+
+def test_a_pod_without_agent_waits_for_readers_before_it_leaves(find):
+    left, _ = leave(find, lambda now: held_blocks(3 if 12 <= now < 30 else 0))
+    assert 30 + IDLE_S - 2 <= left <= 30 + IDLE_S
+
+
+def test_slow_answers_do_not_end_the_wait_for_readers(find):
+    left, _ = leave(find, lambda now: None if now < 40 else held_blocks(0))
+    assert 40 + IDLE_S - 6 <= left <= 40 + IDLE_S + 6
+
+
+def test_a_pod_without_agent_leaves_within_its_grace_period(find):
+    left, _ = leave(find, lambda now: held_blocks(3))
+    assert 60 + 30 + DELAY_S + IDLE_S <= left < pod(find, LLMD, "prefill")["terminationGracePeriodSeconds"]
 
 
 # ---- refusals --------------------------------------------------------------------------------------------------------

@@ -148,7 +148,11 @@ known: change security.revision by hand there. */}}
 {{- else if eq .role "encode" -}}
 {{- add (ceil $config.worker.drain_timeout_s | int) (ceil (dig "ec_connector" "lease_s" 60 $config) | int) -}}
 {{- else -}}
-{{- add (ceil $config.worker.drain_timeout_s | int) (ceil $config.connector.lease_s | int) -}}
+{{- $seconds := add (ceil $config.worker.drain_timeout_s | int) (ceil $config.connector.lease_s | int) -}}
+{{- if and (include "kvferry.isVllm" .) (not (include "kvferry.hasAgent" .)) -}}
+{{- $seconds = add $seconds .root.Values.vllm.endpointDelaySeconds .root.Values.vllm.idleSeconds -}}
+{{- end -}}
+{{- $seconds -}}
 {{- end -}}
 {{- end -}}
 

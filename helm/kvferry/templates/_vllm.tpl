@@ -175,7 +175,10 @@ volumeMounts:
 {{- end }}
 {{- end -}}
 
-{{/* vLLM as the main container: its pod leaves when its requests have ended and no reader needs a block. */}}
+{{/*
+vLLM as the main container. Its pod leaves once gateways know of it, its requests have ended and no reader needs a block, for
+some seconds in a row: a request whose prompt is computed elsewhere is at the proxy, and the engine does not count it yet.
+*/}}
 {{- define "kvferry.vllmMain" -}}
 {{- $port := include "kvferry.vllmPort" . -}}
 name: {{ .role }}
@@ -194,14 +197,17 @@ lifecycle:
         - |
           import re, time, urllib.request
           end = time.monotonic() + {{ include "kvferry.drainSeconds" . }}
-          while time.monotonic() < end:
+          time.sleep({{ .root.Values.vllm.endpointDelaySeconds }})
+          busy_at = time.monotonic()
+          while time.monotonic() < min(end, busy_at + {{ .root.Values.vllm.idleSeconds }}):
               try:
                   text = urllib.request.urlopen("http://127.0.0.1:{{ $port }}/metrics", timeout=5).read().decode()
+                  held = re.findall(r"^vllm:(?:kvferry_held_blocks|num_requests_running|num_requests_waiting)\{.*\} (\S+)$", text, re.M)
+                  is_busy = any(map(float, held))
               except TimeoutError:
-                  continue
-              held = re.findall(r"^vllm:(?:kvferry_held_blocks|num_requests_running|num_requests_waiting)\{.*\} (\S+)$", text, re.M)
-              if not any(map(float, held)):
-                  break
+                  is_busy = True
+              if is_busy:
+                  busy_at = time.monotonic()
               time.sleep(1)
 {{- end }}
 {{- end -}}
