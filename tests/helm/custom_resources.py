@@ -34,7 +34,13 @@ _TRIGGER = closed(
     "type metadata",
     type={"const": "prometheus"},
     metricType={"enum": ["AverageValue", "Value"]},
-    metadata=closed("serverAddress query threshold", serverAddress=TEXT, query=TEXT, threshold=TEXT),
+    metadata=closed(
+        "serverAddress query threshold",
+        serverAddress=TEXT,
+        query=TEXT,
+        threshold=TEXT,
+        ignoreNullValues={"enum": ["true", "false"]},
+    ),
 )
 _WINDOW: Schema = {"type": "integer", "minimum": 0, "maximum": 3600}
 _BEHAVIOR = closed("scaleDown", scaleDown=closed("", stabilizationWindowSeconds=_WINDOW))

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from core.config import load_config
+from router.planner.loads import PLANNED_ROLES
 
 pytestmark = pytest.mark.slow
 
@@ -334,6 +335,20 @@ def test_keda_asks_the_router_how_many_workers_a_role_needs(find):
     selector = 'namespace="llm",pod=~"kvferry-router-.*",role="decode"'  # other releases of the namespace have their own demand
     assert asked["query"] == f"max(kvferry_role_demanded_workers{{{selector}}})"
     assert (triggers[-1]["metricType"], asked["threshold"]) == ("AverageValue", "0.8")
+
+
+def test_an_empty_answer_of_prometheus_is_an_error_not_zero_load(find):
+    triggers = find("ha", "ScaledObject", "decode", "decode.autoscaling.load=0.8")["spec"]["triggers"]
+    assert len(triggers) == 3
+    assert {trigger["metadata"]["ignoreNullValues"] for trigger in triggers} == {"false"}
+
+
+@pytest.mark.parametrize("role", ["encode", "prefill", "decode", "aggregated"])
+def test_exactly_the_roles_with_a_demand_can_be_scaled_by_their_load(helm, role):
+    sets = [f"{role}.enabled=true", *(f"{role}.autoscaling.{part}" for part in ("type=keda", "min=1", "max=2", "load=0.8"))]
+    arguments = [part for value in sets for part in ("--set", value)]
+    done = helm.run("template", "kvferry", "helm/kvferry", "--set", "security.insecure=true", *arguments)
+    assert (done.returncode == 0) is (role in PLANNED_ROLES), done.stderr
 
 
 @pytest.mark.parametrize("seconds", [300, 600])

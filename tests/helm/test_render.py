@@ -101,6 +101,15 @@ def test_notes_tell_the_effective_topology_and_what_is_open(helm):
     assert "UCX        has no authentication" in notes(helm, "gpu-rdma")
 
 
+def test_notes_say_whose_metrics_the_chart_has_nobody_scrape(helm):
+    sets = ("decode.autoscaling.load=0.8", "monitoring.podMonitor.enabled=false", "monitoring.serviceMonitor.enabled=false")
+    assert "scaling" not in notes(helm, "ha", sets[0])
+    missing = notes(helm, "ha", *sets)
+    assert "scaling    of decode needs its metrics in Prometheus: monitoring.podMonitor is off" in missing
+    assert "scaling    of decode needs the router's metrics in Prometheus: monitoring.serviceMonitor is off" in missing
+    assert "scaling    of prefill" not in missing, "an HPA asks its adapter"
+
+
 def test_older_kubernetes_is_refused(helm):
     done = helm.run("template", "kvferry", str(CHART), "--kube-version", "1.28")
     assert "incompatible with Kubernetes" in done.stderr

@@ -80,8 +80,13 @@
 {{- if and (dig "autoscaling" "load" 0 $values) (ne (dig "autoscaling" "type" "none" $values) "keda") -}}
 {{- fail (printf "%s.autoscaling.load: it is asked of the router's metrics, which only KEDA can; set %s.autoscaling.type to keda" .role .role) -}}
 {{- end -}}
-{{- if and (dig "autoscaling" "load" 0 $values) (eq .role "router") -}}
-{{- fail "router.autoscaling.load: it is the load of workers; use router.autoscaling.metrics" -}}
+{{- if and (dig "autoscaling" "load" 0 $values) (not (has .role (list "prefill" "decode" "aggregated"))) -}}
+{{- fail (printf "%s.autoscaling.load: the router knows no demand for this role; use %s.autoscaling.metrics" .role .role) -}}
+{{- end -}}
+{{- range $metric, $target := dig "autoscaling" "metrics" dict $values -}}
+{{- if and (eq $values.autoscaling.type "keda") (regexMatch "[A-Za-z]$" (toString $target)) -}}
+{{- fail (printf "%s.autoscaling.metrics.%s = %v: KEDA takes a plain number, such as 0.7" $.role $metric $target) -}}
+{{- end -}}
 {{- end -}}
 {{- range $label, $_ := default dict $values.podLabels -}}
 {{- if has $label (list "app.kubernetes.io/name" "app.kubernetes.io/instance" "app.kubernetes.io/component") -}}
