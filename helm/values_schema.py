@@ -95,9 +95,10 @@ def image(**more: Schema) -> Schema:
     )
 
 
-def probe() -> Schema:
+def probe(**more: Schema) -> Schema:
     """Return the settings of a probe."""
-    return closed(initialDelaySeconds=COUNT, **dict.fromkeys(("periodSeconds", "timeoutSeconds", "failureThreshold"), POSITIVE))
+    counts = dict.fromkeys(("periodSeconds", "timeoutSeconds", "failureThreshold"), POSITIVE)
+    return closed(initialDelaySeconds=COUNT, **counts, **more)
 
 
 def resource_claim() -> Schema:
@@ -137,9 +138,13 @@ def role(*kinds: str, **more: Schema) -> Schema:
         resourceClaims={"type": "array", "items": resource_claim()},
         progressDeadlineSeconds=POSITIVE,
         terminationGracePeriodSeconds=POSITIVE,
-        rollingUpdate=closed(maxUnavailable={"type": ["integer", "string"]}, maxSurge={"type": ["integer", "string"]}),
-        probes=closed(startup=probe(), readiness=probe(), liveness=probe()),
-        pdb=closed(enabled=FLAG, maxUnavailable={"type": ["integer", "string"]}),
+        rollingUpdate=closed(maxUnavailable=PODS, maxSurge=PODS),
+        probes=closed(
+            startup=probe(terminationGracePeriodSeconds=POSITIVE),
+            readiness=probe(),
+            liveness=probe(terminationGracePeriodSeconds=POSITIVE),
+        ),
+        pdb=closed(enabled=FLAG, maxUnavailable=PODS),
         autoscaling=autoscaling(),
         **more,
     )

@@ -108,6 +108,15 @@ def test_liveness_and_start_ask_the_process_alone_and_only_readiness_its_peers(f
     assert paths == {"startup": "/started", "readiness": "/ready", "liveness": "/health"}
 
 
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_container_that_hangs_gets_no_time_to_drain(helm, preset):
+    for _, pod in pods(helm, preset):
+        for container in containers(pod):
+            if "livenessProbe" in container:
+                assert container["livenessProbe"]["terminationGracePeriodSeconds"] == 15
+                assert "terminationGracePeriodSeconds" not in container.get("readinessProbe", ())
+
+
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize(("drain_s", "lease_s"), [(60, 30), (20, 90)])
 def test_pod_may_take_as_long_to_leave_as_its_requests_and_leases(find, role, drain_s, lease_s):

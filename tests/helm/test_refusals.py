@@ -53,6 +53,27 @@ CASES = {
         [*(f"decode.autoscaling.{part}" for part in ("type=hpa", "min=1", "max=2", "load=0.8"))],
         "decode.autoscaling.load: it is asked of the router's metrics, which only KEDA can",
     ),
+    "load of encode workers": (
+        ["encode.enabled=true", *(f"encode.autoscaling.{part}" for part in ("type=keda", "min=1", "max=2", "load=0.8"))],
+        "encode.autoscaling.load: the router knows no demand for this role; use encode.autoscaling.metrics",
+    ),
+    "metric without a number": (
+        [*(f"decode.autoscaling.{part}" for part in ("type=hpa", "min=1", "max=2", "metrics.kvferry_requests=four"))],
+        "at '/decode/autoscaling/metrics/kvferry_requests'",
+    ),
+    "unit that KEDA does not know": (
+        [*(f"decode.autoscaling.{part}" for part in ("type=keda", "min=1", "max=2", "metrics.kvferry_usage=700m"))],
+        "decode.autoscaling.metrics.kvferry_usage = 700m: KEDA takes a plain number",
+    ),
+    "negative surge": (["decode.rollingUpdate.maxSurge=-1"], "at '/decode/rollingUpdate/maxSurge'"),
+    "budget in words": (["decode.pdb.maxUnavailable=one"], "at '/decode/pdb/maxUnavailable'"),
+    "grace of a readiness probe": (
+        ["decode.probes.readiness.terminationGracePeriodSeconds=5"],
+        "additional properties 'terminationGracePeriodSeconds' not allowed",
+    ),
+    "name that is no label": (["nameOverride=" + "n" * 64], "at '/nameOverride'"),
+    "name that no Service can have": (["fullnameOverride=7b"], "at '/fullnameOverride'"),
+    "longer timeout than a route has": (["httpRoute.requestTimeout=100000s"], "at '/httpRoute/requestTimeout'"),
     "both scalers": (["decode.autoscaling.type=both"], "at '/decode/autoscaling"),
     "claim without a name": (["modelCache.kind=existingClaim"], "modelCache.existingClaim: name the claim"),
     "empty cache that is read-only": (["modelCache.readOnly=true"], "modelCache.readOnly: an emptyDir starts empty"),

@@ -79,9 +79,10 @@ def test_the_server_of_an_agent_has_the_timings_of_the_role_s_probes(find):
     vllm = by_name(pod(find, OURS, "decode", *sets)["initContainers"])["vllm"]
     timings = {name: {key: value for key, value in vllm[name].items() if key != "exec"} for name in PROBES}
     assert not any("timeout" in str(vllm[name]["exec"]) for name in PROBES), "the kubelet ends the look"
+    common = {"timeoutSeconds": 5, "terminationGracePeriodSeconds": 15}
     assert timings == {
-        "startupProbe": {"periodSeconds": 5, "timeoutSeconds": 5, "failureThreshold": 900},
-        "livenessProbe": {"periodSeconds": 30, "timeoutSeconds": 5, "failureThreshold": 6},
+        "startupProbe": {"periodSeconds": 5, "failureThreshold": 900, **common},
+        "livenessProbe": {"periodSeconds": 30, "failureThreshold": 6, **common},
     }
 
 

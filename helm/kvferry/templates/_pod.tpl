@@ -231,14 +231,17 @@ volumeMounts:
 {{- end }}
 {{- end -}}
 
-{{/* Start-up and liveness ask about this process alone; only readiness depends on others. */}}
+{{/*
+Start-up and liveness ask about this process alone; only readiness depends on others. A process that hangs has nothing to drain,
+so its grace period is short.
+*/}}
 {{- define "kvferry.probes" -}}
 {{- $given := default dict (index .root.Values .role).probes -}}
 {{- $started := ternary "/started" "/health" (has .role (list "encode" "prefill" "decode" "aggregated")) -}}
 {{- $defaults := dict
-      "startup" (dict "path" $started "periodSeconds" 5 "failureThreshold" (include "kvferry.startTries" . | int))
+      "startup" (dict "path" $started "periodSeconds" 5 "failureThreshold" (include "kvferry.startTries" . | int) "terminationGracePeriodSeconds" 15)
       "readiness" (dict "path" "/ready" "periodSeconds" 2 "failureThreshold" 2)
-      "liveness" (dict "path" "/health" "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) -}}
+      "liveness" (dict "path" "/health" "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6 "terminationGracePeriodSeconds" 15) -}}
 {{- range $name := list "startup" "readiness" "liveness" }}
 {{- $probe := get $defaults $name }}
 {{ $name }}Probe:

@@ -49,6 +49,7 @@
     periodSeconds: 10
     timeoutSeconds: 5
     failureThreshold: 6
+    terminationGracePeriodSeconds: 15
   securityContext:
     {{- include "kvferry.containerSecurity" . | nindent 4 }}
   resources:

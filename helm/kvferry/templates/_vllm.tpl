@@ -217,15 +217,18 @@ lifecycle:
 exec: {command: [python3, -c, "import urllib.request; urllib.request.urlopen('http://127.0.0.1:{{ include "kvferry.vllmPort" . }}/health')"]}
 {{- end -}}
 
-{{/* Liveness is of a server that hangs; one that dies ends its container. An agent says itself whether requests may come. */}}
+{{/*
+Liveness is of a server that hangs, which has nothing to drain; one that dies ends its container. An agent says itself whether
+requests may come.
+*/}}
 {{- define "kvferry.vllmProbes" -}}
 {{- $given := default dict (index .root.Values .role).probes -}}
 {{- $hasAgent := eq (include "kvferry.hasAgent" .) "true" -}}
 {{- $isOnLoopback := or $hasAgent (eq (include "kvferry.hasProxy" .) "true") -}}
 {{- $defaults := dict
-      "startup" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" (include "kvferry.startTries" . | int))
+      "startup" (dict "periodSeconds" 5 "timeoutSeconds" 5 "failureThreshold" (include "kvferry.startTries" . | int) "terminationGracePeriodSeconds" 15)
       "readiness" (dict "periodSeconds" 2 "timeoutSeconds" 2 "failureThreshold" 2)
-      "liveness" (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6) -}}
+      "liveness" (dict "periodSeconds" 10 "timeoutSeconds" 5 "failureThreshold" 6 "terminationGracePeriodSeconds" 15) -}}
 {{- range $name := ternary (list "startup" "liveness") (list "startup" "readiness" "liveness") $hasAgent }}
 {{ $name }}Probe:
   {{- if $isOnLoopback }}
