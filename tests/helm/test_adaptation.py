@@ -75,9 +75,22 @@ def test_probes_and_the_deadline_of_a_rollout_can_be_set(find):
     (container,) = deployment["spec"]["template"]["spec"]["containers"]
     assert container["startupProbe"]["failureThreshold"] == 720
     assert container["readinessProbe"]["timeoutSeconds"] == 3
-    assert deployment["spec"]["progressDeadlineSeconds"] == 720 * 5 + 60  # a slow start is no failed rollout
+    assert deployment["spec"]["progressDeadlineSeconds"] == 1800 + 720 * 5 + 60  # a slow start is no failed rollout
     chosen = find("cpu-minimal", "Deployment", "decode", "decode.progressDeadlineSeconds=99")
     assert chosen["spec"]["progressDeadlineSeconds"] == 99
+
+
+@pytest.mark.parametrize(
+    ("preset", "role", "seconds"),
+    [
+        pytest.param("cpu-minimal", "router", 1800 + 900, id="the model is fetched"),
+        pytest.param("gpu-rdma", "decode", 900, id="the model is on a claim"),
+        pytest.param("vllm-1p1d", "decode", 2 * 1800, id="vLLM starts, then the agent"),
+        pytest.param("vllm-llm-d", "decode", 1800, id="vLLM starts"),
+    ],
+)
+def test_a_rollout_waits_for_everything_that_a_pod_does_before_it_is_ready(find, preset, role, seconds):
+    assert find(preset, "Deployment", role)["spec"]["progressDeadlineSeconds"] == seconds + 60
 
 
 def test_devices_can_be_claimed(find, check_kubernetes):

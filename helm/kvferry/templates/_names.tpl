@@ -163,10 +163,22 @@ known: change security.revision by hand there. */}}
 {{- default $derived $given | int -}}
 {{- end -}}
 
-{{/* How long a Deployment waits for a new pod: as long as its startup probe allows, and a minute to be placed. */}}
+{{/* True if the pods of a role have an init container that fetches the model. vLLM fetches its model itself. */}}
+{{- define "kvferry.fetchesModel" -}}
+{{- $cache := .root.Values.modelCache -}}
+{{- if and (ne .role "kvstore") (not (include "kvferry.isVllm" .)) $cache.fetch (not $cache.readOnly) -}}true{{- end -}}
+{{- end -}}
+
+{{/*
+How long a Deployment waits for a new pod: a minute to be placed, half an hour to fetch the model, and as long as its startup
+probes allow. With an agent there are two in turn, vLLM's and the agent's.
+*/}}
 {{- define "kvferry.startSeconds" -}}
 {{- $probe := dig "probes" "startup" dict (index .root.Values .role) -}}
-{{- add (mul (dig "periodSeconds" 5 $probe) (dig "failureThreshold" (include "kvferry.startTries" . | int) $probe)) (dig "initialDelaySeconds" 0 $probe) 60 -}}
+{{- $tries := dig "failureThreshold" (include "kvferry.startTries" . | int) $probe -}}
+{{- $seconds := add (mul (dig "periodSeconds" 5 $probe) $tries) (dig "initialDelaySeconds" 0 $probe) -}}
+{{- $fetch := ternary 1800 0 (eq (include "kvferry.fetchesModel" .) "true") -}}
+{{- add 60 $fetch (mul $seconds (ternary 2 1 (eq (include "kvferry.hasAgent" .) "true"))) -}}
 {{- end -}}
 
 {{/* How often the startup probe asks by default: vLLM compiles, and may load a model of many gigabytes. */}}

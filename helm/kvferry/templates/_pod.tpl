@@ -338,8 +338,7 @@ so its grace period is short.
 {{- $root := .root -}}
 {{- $values := $root.Values -}}
 {{- $config := include "kvferry.config" . | fromYaml -}}
-{{- $isWorker := and (has .role (include "kvferry.workers" $root | fromJsonArray)) (not (include "kvferry.isVllm" .)) -}}
-{{- if and (or $isWorker (eq .role "router")) $values.modelCache.fetch (not $values.modelCache.readOnly) }}
+{{- if include "kvferry.fetchesModel" . }}
 - name: fetch-model
   image: {{ include "kvferry.image" (dict "image" $values.image "default" $root.Chart.AppVersion) }}
   imagePullPolicy: {{ $values.image.pullPolicy }}
