@@ -170,6 +170,12 @@ def test_an_engine_of_several_nodes_has_one_agent(helm, check_kubernetes):
         check_kubernetes({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "x"}, "spec": template["spec"]}, "1.33")
 
 
+def test_engines_of_several_nodes_are_replaced_as_the_values_say(helm):
+    (found,) = (item for item in helm.manifests(OURS, *NODES) if item["kind"] == "LeaderWorkerSet")
+    expected = {"maxUnavailable": 1, "maxSurge": 0}
+    assert found["spec"]["rolloutStrategy"] == {"type": "RollingUpdate", "rollingUpdateConfiguration": expected}
+
+
 def test_nodes_of_one_engine_reach_each_other(find):
     policy = find(OURS, "NetworkPolicy", "prefill", *NODES)["spec"]
     own = [rule for rule in policy["ingress"] if "ports" not in rule]
@@ -282,7 +288,7 @@ def test_a_pod_without_agent_leaves_within_its_grace_period(find):
 
 # ---- refusals --------------------------------------------------------------------------------------------------------
 
-VLLM = ("engine=vllm", "prefill.gpu.count=1", "decode.gpu.count=1")
+VLLM = ("engine=vllm", "config.model.name=Qwen/Qwen3-8B", "prefill.gpu.count=1", "decode.gpu.count=1")
 LLMD_ROUTES = (*VLLM, "vllm.agent.enabled=false", "router.enabled=false", "vllm.proxy.image.tag=v0.4.0")
 SCALED = tuple(
     f"prefill.autoscaling.{part}" for part in ("type=hpa", "min=1", "max=2", "metrics.kvferry_num_requests_waiting=4")
@@ -303,7 +309,7 @@ CASES = {
     "GPUs that idle": ((*VLLM, "decode.gpu.count=2"), "decode.gpu.count: the engine has 2 GPUs, but"),
     "plug-in settings without vLLM": (("vllm.settings.lease_s=3",), "vllm.settings: they are of the plug-in for vLLM"),
     "a role's vLLM without vLLM": (("prefill.vllm.tensorParallelSize=2",), "prefill.vllm: it is for vLLM engines"),
-    "another model": ((*VLLM, "decode.config.model.name=gemma3-270m"), 'decode.config.model.name = "gemma3-270m", but prefill'),
+    "another model": ((*VLLM, "decode.config.model.name=a/b"), 'decode.config.model.name = "a/b", but prefill'),
     "another name": ((*VLLM, "decode.config.model.served_name=x"), 'decode.config.model.served_name = "x", but prefill'),
     "shared memory": ((*VLLM, "config.connector.transports={shm}"), "shm works between processes of one pod only"),
     "another connector": ((*VLLM, "config.connector.name=offload"), "vLLM engines hand KV over by p2p"),
@@ -329,6 +335,18 @@ CASES = {
     "a route to llm-d": ((*LLMD_ROUTES, "httpRoute.enabled=true"), "httpRoute.enabled: without our router there is nothing"),
     "a pool of llm-d": ((*LLMD_ROUTES, "inferencePool.enabled=true"), "inferencePool.enabled: without our router there is"),
     "a moving tag": ((*VLLM, "vllm.image.tag=latest"), 'vllm.image.tag: "latest" names another image every day'),
+    "our alias of a model": ((*VLLM, "config.model.name=smollm2-135m"), 'config.model.name = "smollm2-135m": vLLM knows none'),
+    "ranks without shared memory": (
+        (*VLLM, "prefill.gpu.count=2", "prefill.vllm.tensorParallelSize=2"),
+        "shm.size = 64Mi: the ranks of prefill's engine exchange messages in /dev/shm; give at least 1Gi",
+    ),
+    "the port of metrics": ((*VLLM, "vllm.port=9400"), "vllm.port and ports.ops are both 9400 in the pods of workers"),
+    "the port of llm-d's proxy": ((*LLMD_ROUTES, "vllm.port=8000"), "vllm.port and ports.http are both 8000"),
+    "a port of UCX": ((*VLLM, "vllm.port=20001"), "vllm.port = 20001 lies in ports.ucx"),
+    "nodes of a StatefulSet": (
+        (*VLLM, "prefill.vllm.nodes=2", "prefill.vllm.tensorParallelSize=2", "prefill.kind=StatefulSet", "shm.size=1Gi"),
+        "prefill.kind = StatefulSet: an engine of several nodes is a LeaderWorkerSet",
+    ),
     "scaled nodes": (
         (*VLLM, "prefill.vllm.nodes=2", "prefill.vllm.tensorParallelSize=2", *SCALED),
         "an engine of several nodes is a LeaderWorkerSet",

@@ -20,6 +20,7 @@
 {{- end -}}
 {{- include "kvferry.validateSecurity" . -}}
 {{- include "kvferry.validatePorts" . -}}
+{{- include "kvferry.validatePodPorts" . -}}
 {{- include "kvferry.validateStores" . -}}
 {{- if .Values.encode.enabled -}}
 {{- include "kvferry.validateEncode" . -}}
@@ -87,6 +88,32 @@
 {{- if and (ge (int $port) (int $ucx.first)) (le (int $port) (int $ucx.last)) -}}
 {{- fail (printf "ports.%s = %s lies in ports.ucx; move one of them" $name $port) -}}
 {{- end -}}
+{{- end -}}
+{{- end -}}
+
+{{/* Ports of containers beside a worker: all containers of a pod have one network. */}}
+{{- define "kvferry.validatePodPorts" -}}
+{{- $seen := dict -}}
+{{- range $name := list "control" "data" "ops" "store" "storeOps" -}}
+{{- $_ := set $seen (get $.Values.ports $name | toString) (printf "ports.%s" $name) -}}
+{{- end -}}
+{{- $beside := dict -}}
+{{- if eq .Values.engine "vllm" -}}
+{{- $_ := set $beside "vllm.port" .Values.vllm.port -}}
+{{- if not .Values.vllm.agent.enabled -}}{{- $_ := set $seen (toString .Values.ports.http) "ports.http" -}}{{- end -}}
+{{- end -}}
+{{- if eq .Values.lmcache.mode "sidecar" -}}
+{{- $beside = merge $beside (dict "lmcache.port" .Values.lmcache.port "lmcache.httpPort" .Values.lmcache.httpPort) -}}
+{{- end -}}
+{{- $ucx := .Values.ports.ucx -}}
+{{- range $name, $port := $beside -}}
+{{- with get $seen (toString $port) -}}
+{{- fail (printf "%s and %s are both %v in the pods of workers; every port needs its own number" $name . $port) -}}
+{{- end -}}
+{{- if and (ge (int $port) (int $ucx.first)) (le (int $port) (int $ucx.last)) -}}
+{{- fail (printf "%s = %v lies in ports.ucx; move one of them" $name $port) -}}
+{{- end -}}
+{{- $_ := set $seen (toString $port) $name -}}
 {{- end -}}
 {{- end -}}
 

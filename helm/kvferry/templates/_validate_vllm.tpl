@@ -100,6 +100,16 @@
 {{- if and (gt (include "kvferry.nodes" . | int) 1) (ne (dig "autoscaling" "type" "none" $values) "none") -}}
 {{- fail (printf "%s.autoscaling: it scales Deployments, and an engine of several nodes is a LeaderWorkerSet; remove it" .role) -}}
 {{- end -}}
+{{- if and (gt (include "kvferry.nodes" . | int) 1) (ne $values.kind "Deployment") -}}
+{{- fail (printf "%s.kind = %s: an engine of several nodes is a LeaderWorkerSet, which has a Service of its own; leave it at Deployment" .role $values.kind) -}}
+{{- end -}}
+{{- if and (or (gt $size 1) $isParallel) (lt (include "kvferry.bytes" .root.Values.shm.size | int64) 1073741824) -}}
+{{- fail (printf "shm.size = %s: the ranks of %s's engine exchange messages in /dev/shm; give at least 1Gi" .root.Values.shm.size .role) -}}
+{{- end -}}
+{{- $model := (include "kvferry.config" . | fromYaml).model.name -}}
+{{- if not (contains "/" $model) -}}
+{{- fail (printf "%s.config.model.name = %q: vLLM knows none of our aliases; give a Hugging Face id such as Qwen/Qwen3-8B, or a folder" .role $model) -}}
+{{- end -}}
 {{- $chosen := list "--host" "--port" "--api-key" "--served-model-name" "--kv-transfer-config" "--tensor-parallel-size" "-tp" "--data-parallel-size" "-dp" "--nnodes" "--node-rank" "--master-addr" "--headless" -}}
 {{- $tp := " and set vllm.tensorParallelSize of the role" -}}
 {{- $dp := " and set vllm.dataParallelSize of the role" -}}

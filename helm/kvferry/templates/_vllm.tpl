@@ -252,6 +252,13 @@ metadata:
     {{- include "kvferry.labels" . | nindent 4 }}
 spec:
   replicas: {{ $values.replicas }}
+  {{- with $values.rollingUpdate }}
+  rolloutStrategy:
+    type: RollingUpdate
+    rollingUpdateConfiguration:
+      maxUnavailable: {{ dig "maxUnavailable" 0 . }}
+      maxSurge: {{ dig "maxSurge" 1 . }}
+  {{- end }}
   leaderWorkerTemplate:
     size: {{ include "kvferry.nodes" . }}
     restartPolicy: RecreateGroupOnPodRestart   # the engine ends with any of its nodes
