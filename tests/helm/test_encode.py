@@ -81,6 +81,8 @@ def test_a_store_that_is_shared_is_told_to_all(find):
         (("encode.enabled=true", "config.ec_connector.name=none"), "nobody could read"),
         (("encode.enabled=true", "config.ec_connector.name=shared"), "kvstore.enabled"),
         (("encode.enabled=true", "config.ec_connector.transports={shm}"), "shm works between processes of one pod only"),
+        (("encode.enabled=true", "config.ec_connector.transports={nixl,tcp}"), "encode pods open no ports for UCX and get no"),
+        (("encode.enabled=true", "decode.config.ec_connector.transports={nixl}"), "decode.config.ec_connector.transports: nix"),
         (("encode.enabled=true", "prefill.enabled=false", "decode.enabled=false"), "no worker is enabled"),
     ],
 )

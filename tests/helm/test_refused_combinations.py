@@ -57,6 +57,11 @@ CASES = {
     "multi of nothing": (("config.connector.name=multi",), "the list is for connector.name = multi, which needs one"),
     "connectors without multi": (("config.connector.connectors={p2p,store}",), "the list is for connector.name = multi"),
     "unknown transport": (("config.connector.transports={rdma}",), '"rdma" is no transport'),
+    "unknown connector of embeddings": (("config.ec_connector.name=p2q",), '"p2q" is no connector of embeddings; take p2p or'),
+    "unknown transport of embeddings": (
+        ("config.ec_connector.name=p2p", "config.ec_connector.transports={tpc}"),
+        'config.ec_connector.transports: "tpc" is no transport',
+    ),
     "LMCache connector without a server": (("config.connector.name=lmcache",), "connector lmcache needs a server"),
     "offload beyond the limit": (
         ("config.connector.name=offload", "config.connector.offload.memory_bytes=4294967296"),

@@ -198,8 +198,14 @@
 {{- if and (eq $connector.name "shared") (or (not .Values.kvstore.enabled) (ne .Values.kvstore.mode "service")) -}}
 {{- fail "config.ec_connector.name = shared: it needs a store that all workers reach; set kvstore.enabled, with kvstore.mode service" -}}
 {{- end -}}
-{{- if has "shm" $connector.transports -}}
-{{- fail "config.ec_connector.transports: shm works between processes of one pod only, and every worker has a pod of its own; use nixl or tcp" -}}
+{{- range $role := include "kvferry.workers" . | fromJsonArray -}}
+{{- $transports := (include "kvferry.config" (dict "root" $ "role" $role) | fromYaml).ec_connector.transports -}}
+{{- if has "shm" $transports -}}
+{{- fail (printf "%s.config.ec_connector.transports: shm works between processes of one pod only, and every worker has a pod of its own; use tcp" $role) -}}
+{{- end -}}
+{{- if has "nixl" $transports -}}
+{{- fail (printf "%s.config.ec_connector.transports: nixl would not connect, since encode pods open no ports for UCX and get no RDMA device; use tcp" $role) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 

@@ -49,6 +49,7 @@
 {{- end -}}
 {{- end -}}
 {{- end -}}
+{{- include "kvferry.validateEmbeddings" . -}}
 {{- if and $connector.peer_prefixes (not (has "p2p" $names)) -}}
 {{- fail (printf "%s.config.connector.peer_prefixes: it is of connector p2p, which is not among %s; turn it off, or add p2p" .role (join ", " $names)) -}}
 {{- end -}}
@@ -60,6 +61,21 @@
 {{- include "kvferry.validateOrder" (list "config.router.heartbeat_interval_s" (dig "router" "heartbeat_interval_s" 1.0 $config) "below" "config.router.heartbeat_timeout_s" (dig "router" "heartbeat_timeout_s" 5.0 $config)) -}}
 {{- include "kvferry.validateOrder" (list "config.router.max_body_bytes" (dig "router" "max_body_bytes" 12582912 $config) "at most" "config.router.max_upload_bytes" (dig "router" "max_upload_bytes" 268435456 $config)) -}}
 {{- include "kvferry.validateOrder" (list "config.kvstore.heartbeat_interval_s" (dig "kvstore" "heartbeat_interval_s" 0.5 $config) "below" "config.kvstore.client_timeout_s" (dig "kvstore" "client_timeout_s" 5.0 $config)) -}}
+{{- end -}}
+
+{{- define "kvferry.validateEmbeddings" -}}
+{{- $connector := default dict .config.ec_connector -}}
+{{- $name := default "none" $connector.name -}}
+{{- if not (or (has $name (list "none" "p2p" "shared")) (contains ":" $name)) -}}
+{{- fail (printf "%s.config.ec_connector.name: %q is no connector of embeddings; take p2p or shared, or module:factory for one of your image" .role $name) -}}
+{{- end -}}
+{{- if eq $name "p2p" -}}
+{{- range $connector.transports -}}
+{{- if not (has . (list "tcp" "nixl" "shm")) -}}
+{{- fail (printf "%s.config.ec_connector.transports: %q is no transport; take tcp" $.role .) -}}
+{{- end -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "kvferry.validateOrder" -}}
