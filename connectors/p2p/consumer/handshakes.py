@@ -1,7 +1,7 @@
 """The handshakes that loads wait for: one per address however many loads wait, asked again if lost, given up in time.
 
 Owns the handshakes in progress, what is known of the process behind each control connection, and the back-off from workers of
-another wire version. It closes a connection whose process does not answer or has been replaced. Knows nothing of reads: loads
+another wire version. It closes a connection whose process does not answer or has been replaced. Posts and ends no reads: loads
 leave it when their peer is open or cannot be opened, and ``connectors.p2p.consumer.pull`` decides which ones need a handshake.
 Does no I/O and reads no clock.
 """
@@ -59,7 +59,7 @@ class _OtherVersion:
 
 
 class Handshakes:
-    """Handshakes by address. ``num_sent`` counts the messages, ``num_failed`` the handshakes that opened no peer."""
+    """Handshakes by address. ``num_sent`` counts the messages, ``num_failed`` the handshakes that ended and opened no peer."""
 
     def __init__(
         self,
@@ -159,6 +159,7 @@ class Handshakes:
 
     def on_reply(self, address: str, reply: HandshakeReply, now: float) -> None:
         """Open the peer with the awaited answer and let the loads that wait for it begin; they fail if it does not fit."""
+        waiting = self._waiting_at(address)
         try:
             peer = self._peers.open(address, reply, self._open[address].transports, now)
         except KVFerryError as error:
@@ -166,7 +167,7 @@ class Handshakes:
             return
         del self._open[address]
         self._other_versions.pop(peer.peer_id, None)
-        for load in self._loads.connecting_to(address):
+        for load in waiting:
             if not load.is_reading:  # else its reads, posted in vain, are about to end
                 self._exits.begin(load, peer, now)
 
@@ -195,8 +196,12 @@ class Handshakes:
         """Fail all loads that wait for this handshake."""
         self._open.pop(address, None)
         self.num_failed += 1
-        for load in self._loads.connecting_to(address):
+        for load in self._waiting_at(address):
             self._exits.end(load, error, now)
+
+    def _waiting_at(self, address: str) -> list[Load]:
+        """Return the loads that wait for a handshake. The peer of the others is open: they wait until it is retired."""
+        return [load for load in self._loads.connecting_to(address) if self._peers.get(load.producer) is None]
 
     # ---- control connections -----------------------------------------------------------------------------------------
 
@@ -210,14 +215,17 @@ class Handshakes:
         if not waiting or self._answering.get(address) != incarnation:
             self._answering[address] = incarnation
             return []
-        self._open.pop(address, None)
-        self._close_control(address)
+        self._drop(address)
         for producer in dict.fromkeys(load.producer for load in waiting):
             self._leases.ask_producer(producer, now)
         return self._loads.connecting_to(address)
 
     def on_disconnected(self, address: str) -> None:
         """The control connection is lost, and with it the answer to a handshake."""
+        self._drop(address)
+
+    def _drop(self, address: str) -> None:
+        """Close the control connection and give up the handshake on it."""
         if self._open.pop(address, None) is not None:
             self.num_failed += 1
         self._close_control(address)
@@ -245,7 +253,7 @@ class Handshakes:
         """End the loads that have waited long enough; repeat the handshake once for those that came later."""
         address, timeout_s = handshake.peer_id.address, self._terms.handshake_timeout_s
         error = ErrorInfo.of(PeerUnreachable(f"no answer to the handshake from {address} in {timeout_s:g} s"))
-        waiting = self._loads.connecting_to(address)
+        waiting = self._waiting_at(address)
         later = [load.started_at for load in waiting if load.started_at + timeout_s > now]
         if later and now - handshake.asked_at < 2 * timeout_s:  # an older one needs a new connection
             self._send(replace(handshake, deadline=min(later) + timeout_s))

@@ -53,7 +53,7 @@ class Loads:
         return [load for load in self._loads.values() if load.producer == peer_id]
 
     def connecting_to(self, address: str) -> list[Load]:
-        """Return the loads that wait for a handshake at this control address."""
+        """Return the loads at this control address that wait for a handshake, or for the end of a retiring peer."""
         return [load for load in self.at(address) if load.phase is LoadPhase.CONNECTING]
 
     def overdue(self, now: float) -> list[Load]:

@@ -16,7 +16,7 @@ from connectors.p2p.actions import (
 from connectors.p2p.producer.handshake import UNKNOWN_CODE
 from connectors.p2p.transport.interface import PeerId
 from core.errors import ConnectorUnavailable, LeaseExpired, PeerUnreachable
-from core.wire.kv import Handshake, HandshakeRefused, LeaseRenew, LeaseState
+from core.wire.kv import ControlError, Handshake, HandshakeRefused, LeaseRenew, LeaseState, kind_of
 
 
 @pytest.fixture
@@ -295,6 +295,40 @@ def test_loads_that_wait_for_a_better_transport_outlive_the_loss_of_the_other(pu
     pull.accept(transport="shm")
     pull.end_reads()
     assert pull.ended["second"].error is None
+
+
+def wait_for_retirement(pull, peer):
+    """Let a load by tcp go on while shm works again, let ``b`` wait for its end, and ask for the handoff of another process."""
+    fall_back_to_tcp(pull, peer, "a")
+    pull.tick(1.0)
+    end_probe(pull)
+    pull.start("b")
+    pull.start("old", transfer_id="o", incarnation=7)
+
+
+def test_load_that_waits_for_a_retiring_peer_outlives_an_unanswered_handshake(pull, peer):
+    wait_for_retirement(pull, peer)
+    pull.tick(5.0)
+    assert pull.failed == {"old": "peer_lost"}
+
+
+def test_load_that_waits_for_a_retiring_peer_outlives_a_refused_handshake(pull, peer):
+    wait_for_retirement(pull, peer)
+    pull.receive(ControlError(code=UNKNOWN_CODE, message="what?", kind=kind_of(Handshake)))
+    assert pull.failed.keys() == {"old"}
+
+
+def test_answer_to_another_handshake_starts_no_load_on_a_retiring_peer(pull, peer):
+    wait_for_retirement(pull, peer)
+    pull.accept(transport="tcp")
+    pull.accept(transport="shm")
+    assert pull.failed.keys() == {"old"}
+    assert not pull.reads_of("b")
+    pull.end_reads()
+    assert offered(pull) == ("shm", "tcp")
+    pull.accept(transport="shm")
+    pull.end_reads()
+    assert pull.ended["b"].usage.transport == "shm"
 
 
 def test_abort_of_the_last_load_lets_the_others_continue(pull, peer):
