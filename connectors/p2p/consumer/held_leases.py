@@ -3,8 +3,9 @@
 Owns which handoffs are held from arrival to release, and the questions to their producers: all leases of one producer in one
 message, repeated every interval. A lease is good until a lower bound: the producer's answer, counted from the sending of the
 question, so that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the
-bound, and answers to questions from before a lease was taken are ignored for it. Each lease remembers the questions about
-itself, so however many leases there are, their answers find them. Leases say how long blocks are *kept*, and so whether a
+bound, and answers to questions from before a lease was taken are ignored for it. A refusal names no question: all that wait at
+its producer are asked anew. Each lease remembers the questions about itself, so however many leases there are, their answers
+find them. Leases say how long blocks are *kept*, and so whether a
 read is worth starting; they never prove that a read was right.
 """
 
@@ -28,6 +29,7 @@ class _HeldLease:
     good_until: float = -math.inf
     expected_until: float | None = None  # not held yet: until when it is kept; None = it is held
     asked_at: dict[int, float] = field(default_factory=dict)  # of the open questions about it, by number, in order
+    num_refusals: int = 0  # since the last answer
 
     def open_question(self, number: int, now: float) -> None:
         """Remember when a question about it is asked."""
@@ -122,6 +124,7 @@ class HeldLeases:
             lease = self._leases.get(transfer_id)
             if lease is None or lease.producer != PeerId(address, state.incarnation) or state.number < lease.first_question:
                 continue
+            lease.num_refusals = 0
             asked_at = lease.close_questions(state.number)
             if left_ms / 1000 <= self._margin_s:
                 del self._leases[transfer_id]
@@ -131,6 +134,20 @@ class HeldLeases:
                 lease.good_until = max(lease.good_until, asked_at + left_ms / 1000)
             going_on.append(transfer_id)
         return going_on, ending
+
+    def on_refused(self, address: str, now: float) -> list[str]:
+        """A producer cannot answer a question, and does not say which; return the transfer ids that it may be about.
+
+        They may be asked about anew. One that is refused twice in a row is dropped, unless it is known to last.
+        """
+        asked = [name for name, lease in self._leases.items() if lease.producer.address == address and lease.asked_at]
+        for transfer_id in asked:
+            lease = self._leases[transfer_id]
+            lease.asked_at.clear()
+            lease.num_refusals += 1
+            if lease.num_refusals > 1 and lease.good_until <= now + self._margin_s:
+                del self._leases[transfer_id]
+        return asked
 
     def forget_others(self, address: str, incarnation: int) -> None:
         """Drop the leases of earlier processes at the address."""

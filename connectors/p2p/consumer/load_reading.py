@@ -73,7 +73,7 @@ class LoadReader:
         transfer_id, is_leased = load.request.handoff.transfer_id, load.request.is_leased
         while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
             if is_leased and transfer_id not in self._leases:
-                error = LeaseExpired(f"{load.producer.address} no longer holds the handoff {transfer_id}")
+                error = LeaseExpired(f"{load.producer.address} does not keep the handoff {transfer_id}")
                 load.invalidate_waiting(ErrorInfo.of(error))
             elif load.may_read and (not is_leased or self._leases.may_start_read(transfer_id, now)):
                 rows = load.next_slice()

@@ -22,7 +22,7 @@ transfer thread reads them after the blocks (``PostSealRead.after``).
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from connectors.p2p.actions import (
     Action,
@@ -55,7 +55,7 @@ from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded
 from core.errors import KVFerryError, PeerUnreachable, TransferTimeout, VersionMismatch
 from core.machine_driver import ByType, EventHandler, TimerDue
-from core.wire.kv import ControlError, HandshakeRefused, HandshakeReply, LeaseState
+from core.wire.kv import ControlError, HandshakeRefused, HandshakeReply, LeaseRenew, LeaseState, kind_of
 from core.wire.messages import ErrorInfo
 
 
@@ -188,6 +188,9 @@ class PullProtocol:
                 self._handshakes.on_refused(address, message, now)
             case ControlError(code=VersionMismatch.code) if not self.peers.at(address):
                 self._handshakes.note_other_version(address)
+            case ControlError() if message.kind == kind_of(LeaseRenew):
+                self._counts.unexpected_messages += 1
+                self._go_on(address, self.leases.on_refused(address, now), now)
             case _:
                 self._counts.unexpected_messages += 1
         return self._take_actions(now)
@@ -375,9 +378,12 @@ class PullProtocol:
         self._note_incarnation(address, state.incarnation, now)
         self._handshakes.repeat_if_lost(address, state.number, now)
         going_on, ending = self.leases.on_state(address, state)
-        news = {*going_on, *ending}
+        self._go_on(address, {*going_on, *ending}, now)
+
+    def _go_on(self, address: str, transfer_ids: Collection[str], now: float) -> None:
+        """Continue the loads of handoffs of which there is news."""
         for load in self.loads.at(address):
-            if load.phase is LoadPhase.READING and load.request.handoff.transfer_id in news:
+            if load.phase is LoadPhase.READING and load.request.handoff.transfer_id in transfer_ids:
                 self._reader.post_reads(load, now)
 
     # ---- the end -----------------------------------------------------------------------------------------------------

@@ -40,6 +40,43 @@ def test_peer_that_did_not_understand_another_message_fails_no_loads(pull, other
     assert pull.protocol.counts.unexpected_messages == 1
 
 
+def refuse_lease_question(pull):
+    return pull.receive(ControlError(code="other", message="the message could not be handled", kind=kind_of(LeaseRenew)))
+
+
+def test_load_whose_lease_question_is_refused_asks_once_more_then_fails_at_once(pull):
+    pull.start()
+    pull.accept()
+    num_questions = len(pull.messages(LeaseRenew))
+    refuse_lease_question(pull)
+    assert len(pull.messages(LeaseRenew)) == num_questions + 1
+    assert pull.failed == {}
+    refuse_lease_question(pull)
+    assert pull.failed == {"r": "lease_expired"}
+    assert len(pull.messages(LeaseRenew)) == num_questions + 1
+
+
+def test_load_goes_on_if_the_second_lease_question_is_answered(pull):
+    pull.start()
+    pull.accept()
+    refuse_lease_question(pull)
+    pull.grant()
+    assert pull.reads_of("r")
+    pull.tick(5.0)
+    refuse_lease_question(pull)
+    pull.end_reads()
+    assert pull.ended["r"].error is None
+
+
+def test_refused_lease_questions_do_not_end_a_lease_that_is_known_to_last(pull):
+    pull.start_reading(num_rows=12)
+    for _ in range(2):
+        pull.tick(5.0)
+        refuse_lease_question(pull)
+    pull.end_reads()
+    assert pull.ended["r"].error is None
+
+
 # ---- another wire version
 
 
