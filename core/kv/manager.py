@@ -172,8 +172,7 @@ class KVCacheManager:
         num_computed = request.num_computed_tokens + num_new_computed_tokens + num_external_computed_tokens
         num_computed = min(num_computed, self.max_model_len)
         num_slots = min(num_computed + num_new_tokens, self.max_model_len)
-        # The last token is computed here even if its KV was loaded, and it sees one token more than the next one will.
-        num_processed = max(0, min(num_computed, request.num_tokens - 1) - request.num_in_flight_tokens)
+        num_processed = _num_processed_tokens(request, num_computed)
         coordinator.remove_skipped_blocks(request_id, num_processed)
         num_free = self.block_pool.num_free_blocks - (self._watermark_blocks if is_admission and has_scheduled_reqs else 0)
         if full_sequence_must_fit and self._num_blocks_of_sequence(request, hits, num_processed) > num_free:
@@ -221,8 +220,8 @@ class KVCacheManager:
 
     def remove_skipped_blocks(self, request: KVCacheRequest) -> None:
         """Free the request's blocks that no unprocessed token attends to."""
-        num_processed = min(request.num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens
-        self.coordinator.remove_skipped_blocks(request.request_id, max(0, num_processed))
+        num_processed = _num_processed_tokens(request, request.num_computed_tokens)
+        self.coordinator.remove_skipped_blocks(request.request_id, num_processed)
 
     def withhold_first_block(self, request_id: str, group_id: int) -> None:
         """Never hash or seal the first block of a group's table that is not null: its first tokens are missing.
@@ -268,9 +267,16 @@ class KVCacheManager:
         """Length of the longest request that could run if it were alone."""
         return self.kv_cache_config.max_tokens_of_sequence(self.max_in_flight_tokens, self.max_model_len)
 
-    def get_num_missing_blocks(self, request: KVCacheRequest) -> int:
-        """Return how many blocks the request takes at most until all its tokens have slots."""
-        return self._num_blocks_of_sequence(request, self.coordinator.no_blocks, 0)
+    def get_num_missing_blocks(
+        self, request: KVCacheRequest, new_computed_blocks: KVCacheBlocks | None = None, num_computed_tokens: int = 0
+    ) -> int:
+        """Return how many free blocks the request takes at most until all its tokens have slots.
+
+        Of one without blocks: if it adopts these hits, and has so many computed tokens, hits and loaded ones included.
+        """
+        hits = self.coordinator.no_blocks if new_computed_blocks is None else new_computed_blocks.blocks
+        num_computed = min(num_computed_tokens, self.max_model_len)
+        return self._num_blocks_of_sequence(request, hits, _num_processed_tokens(request, num_computed))
 
     def _num_blocks_of_sequence(self, request: KVCacheRequest, hits: BlocksPerGroup, num_processed_tokens: int) -> int:
         """Most blocks that all known tokens of the request still take at a time; the only place where the cap counts."""
@@ -313,3 +319,11 @@ class KVCacheManager:
         """Count the lookup of an admitted request. The scheduler calls it once per successful admission."""
         if self.enable_caching:
             self.prefix_cache_stats.record(num_tokens, num_hits, preempted)
+
+
+def _num_processed_tokens(request: KVCacheRequest, num_computed_tokens: int) -> int:
+    """Return how many tokens no step attends from any more.
+
+    The last token is computed here even if its KV was loaded, and it sees one token more than the next one will.
+    """
+    return max(0, min(num_computed_tokens, request.num_tokens - 1) - request.num_in_flight_tokens)

@@ -170,7 +170,9 @@ def _allocate_and_start(state: SchedulerState, step: Step, request: Request, pre
         if num_new_tokens == 0:
             return _Outcome.SKIPPED
     while not _allocate(state, request, prefix, num_new_tokens):
-        if not give_way(state, request) and not state.free_spare_blocks():
+        if _early_pulls_suffice(state, request, prefix, num_computed_tokens) and give_way(state, request):
+            continue
+        if not state.free_spare_blocks():
             return _Outcome.NO_BLOCKS
     take_over(state, request)
     if plan is not None:
@@ -200,6 +202,21 @@ def _allocate(state: SchedulerState, request: Request, prefix: _Prefix, num_new_
         has_scheduled_reqs=bool(state.running),
     )
     return blocks is not None
+
+
+def _early_pulls_suffice(state: SchedulerState, request: Request, prefix: _Prefix, num_computed_tokens: int) -> bool:
+    """Return False if a request lacks blocks even when every early pull has given way, or if there is none.
+
+    The end of a pull can only raise what a request without blocks needs: its hits may be in the free queue then. A holder may
+    need less, since blocks of a window that it shared with a round are its own then; so pulls give way to it in any case.
+    """
+    if not state.early_pulls:
+        return False
+    if prefix.blocks is None:
+        return True
+    manager = state.kv_cache_manager
+    num_missing = manager.get_num_missing_blocks(request, prefix.blocks, num_computed_tokens)
+    return num_missing <= manager.block_pool.num_free_blocks + count_yielding_blocks(state, with_leaving=True)
 
 
 def _may_load_ahead(state: SchedulerState, step: Step, request: Request) -> bool:

@@ -5,12 +5,14 @@
 
 A round is admitted like a load, by the bound of the whole prompt, after every request of the step. Its blocks become hits when
 they are verified. They give way to any request: a pull ends before a running request is preempted, and before a request is
-refused its blocks. The request waits for a round that is loading, and takes over the hits.
+refused its blocks, if all pulls together have what it lacks. The request waits for a round that is loading, and takes over the
+hits.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -117,11 +119,17 @@ def give_way(state: SchedulerState, claimant: Request | None = None) -> bool:
     return True
 
 
-def count_yielding_blocks(state: SchedulerState) -> int:
-    """Return how many blocks would be free if every early pull gave way, at the end of its reads; shared ones do not count."""
+def count_yielding_blocks(state: SchedulerState, *, with_leaving: bool = False) -> int:
+    """Return how many blocks would be free if every early pull gave way, at the end of its reads.
+
+    Blocks that others hold, too, do not count. ``with_leaving`` adds those of the rounds that have given way and still load.
+    """
+    rounds = {request.request_id for request in state.early_pulls.rounds()}
+    if with_leaving:
+        rounds |= state.early_pulls.leaving & state.awaiting_recving
     blocks = state.kv_cache_manager.block_pool.blocks
-    held = {block_id for request in state.early_pulls.rounds() for block_id in _block_ids(state, request)}
-    return sum(blocks[block_id].ref_cnt == 1 for block_id in held)
+    num_holders = Counter(block_id for request_id in rounds for block_id in _block_ids(state, request_id))
+    return sum(blocks[block_id].ref_cnt == count for block_id, count in num_holders.items())
 
 
 # ---- details ---------------------------------------------------------------------------------------------------------
@@ -164,7 +172,7 @@ def _begin_round(state: SchedulerState, pull: EarlyPull, handoff: KVHandoff, num
     if covered is None:
         pull.handoff = None
         return True
-    num_held = len(_block_ids(state, pull.round)) if pull.round is not None else 0
+    num_held = len(_block_ids(state, pull.round.request_id)) if pull.round is not None else 0
     num_missing = manager.get_num_missing_blocks(pull.prompt) - num_held
     if num_missing > manager.block_pool.num_free_blocks - num_reserved_blocks:
         return False
@@ -262,6 +270,6 @@ def _end_round(state: SchedulerState, pull: EarlyPull) -> None:
         state.early_pulls.leaving.add(request.request_id)
 
 
-def _block_ids(state: SchedulerState, request: Request) -> set[int]:
-    tables = state.kv_cache_manager.get_block_ids(request.request_id)
+def _block_ids(state: SchedulerState, request_id: str) -> set[int]:
+    tables = state.kv_cache_manager.get_block_ids(request_id)
     return {block_id for block_ids in tables for block_id in block_ids} - {NULL_BLOCK_ID}

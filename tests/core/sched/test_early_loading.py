@@ -187,6 +187,54 @@ def test_early_blocks_give_way_to_the_admission_of_another_request():
     assert num_early(world) == 0
 
 
+def test_early_pulls_stay_if_their_blocks_would_not_suffice_for_an_admission():
+    world = World(with_connector=True, num_blocks=17)
+    world.add("a", 60, max_tokens=60)
+    world.step()
+    announce(world, world.prompt(60), 48, 0)
+    world.step()
+    world.complete_load("r/early/0")
+    world.step()
+    world.add("big", 200)  # 13 blocks: 9 are free, and 3 are held early
+    world.step()
+    assert world.waiting_ids == ["big"]
+    assert num_early(world) == 3
+
+
+def test_all_early_pulls_give_way_at_once_if_only_together_they_suffice():
+    world = World(with_connector=True, num_blocks=17)
+    for number in range(3):
+        announce(world, world.prompt(50, seed=number), 48, number, name=f"r{number}/early")
+        world.step()
+    world.add("big", 250, max_tokens=1)  # 16 blocks: 7 are free
+    world.step()
+    assert num_early(world) == 0
+    assert world.waiting_ids == ["big"]
+    for number in range(3):
+        world.end_load(f"r{number}/early/{number}")
+    world.run()
+    assert world.ends == {"big": "length"}
+    check_nothing_left(world)
+
+
+def test_blocks_that_only_early_pulls_share_count_once_for_an_admission():
+    world = World(with_connector=True, num_blocks=9)
+    prompt = world.prompt(50)
+    announce(world, prompt, 48, 0, name="r0/early")
+    world.step()
+    world.complete_load("r0/early/0")
+    world.step()
+    announce(world, [*prompt[:48], *world.prompt(18, seed=1)], 64, 1, name="r1/early")
+    world.step()
+    world.complete_load("r1/early/1")
+    world.step()
+    assert world.num_used_blocks == 4
+    world.add("big", 120, max_tokens=1)  # 8 blocks: 4 are free
+    world.run()
+    assert world.ends == {"big": "length"}
+    check_nothing_left(world)
+
+
 def begin_loads(world: World) -> None:
     """Begin three loads of 3 blocks for two slots: the next one may need no more blocks than are free."""
     for name in ("l0", "l1", "l2"):
