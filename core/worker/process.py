@@ -188,8 +188,9 @@ class WorkerProcess:
             self._perform(self._state.on_bad_frame(link, error, self._clock.now()))
             return
         now = self._clock.now()
-        self._traces.on_message(message, now)
-        self._perform(self._state.on_router_message(link, message, now))
+        actions = self._state.on_router_message(link, message, now)
+        self._traces.on_message(message, now, is_taken=bool(actions))  # first: an action may be the reply that ends a span
+        self._perform(actions)
 
     def on_links_death(self, error: BaseException) -> None:
         """End the process as after the engine's death: a worker that heartbeats but receives nothing is useless."""
@@ -272,8 +273,8 @@ class WorkerProcess:
     def _send(self, action: Send) -> None:
         assert self._state is not None
         message = action.message
-        self._traces.on_reply(message, self._clock.now())
         frames, errors = encode_reply(message)
+        self._traces.on_reply(message, self._clock.now(), unsendable=errors)
         sent = [self._sockets.send(action.link, frame) for frame in frames]
         for request_id, error in errors.items():
             self._perform(self._state.on_unsendable(action.link, request_id, error))

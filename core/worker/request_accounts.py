@@ -16,7 +16,7 @@ from core.wire.messages import EncodeDone, EncodeFailed, ErrorInfo, PrefillDone,
 from core.worker.role import Reply
 from core.worker.served import Served, ServedRequests
 
-logger = logging.getLogger("core.worker.state")
+logger = logging.getLogger("core.worker.state")  # as in core.worker.serving
 
 
 class RequestAccounts:
@@ -46,7 +46,7 @@ class RequestAccounts:
         if isinstance(reply, RequestFailed | EncodeFailed):
             served.failure = reply.error.code
             self._metrics.count_failed(reply.error.code)
-            self._log_failure(reply.request_id, reply.error)
+            self.log_failure(reply.request_id, reply.error)
             return
         if isinstance(reply, EncodeDone | PrefillProgress):
             return
@@ -57,7 +57,8 @@ class RequestAccounts:
             served.first_token_s = now - served.arrival_time
             self._metrics.observe_first_token(served.first_token_s)
 
-    def _log_failure(self, request_id: str, error: ErrorInfo) -> None:
+    def log_failure(self, request_id: str, error: ErrorInfo) -> None:
+        """Log why a request has failed."""
         logger.warning(event("request_failed", request_id=request_id, code=error.code, message=error.message))
 
     def drop(self, request_id: str, outcome: str) -> Served | None:

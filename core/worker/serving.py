@@ -33,7 +33,7 @@ from core.worker.request_accounts import RequestAccounts
 from core.worker.role import RoleHandler, RoleOutput, split_choice_id
 from core.worker.served import Served, ServedRequests, num_choices
 
-logger = logging.getLogger("core.worker.state")
+logger = logging.getLogger("core.worker.state")  # the name in operators' filters; they need not know how a worker is divided
 
 ROUTER_LOST = "aborted:router_lost"
 
@@ -216,8 +216,10 @@ class Serving:
     def fail_at(self, link: str, request_id: str, error: KVFerryError) -> list[Action]:
         """Stop a request, if it has not ended yet, and tell the router of a link why."""
         self._metrics.count_failed(error.code)
-        failed = Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
-        return [*self._drop(request_id, error.code), failed]
+        info = ErrorInfo.of(error)
+        if request_id not in self.requests:  # its last reply could not be sent: the log tells of a request that was served
+            self._accounts.log_failure(request_id, info)
+        return [*self._drop(request_id, error.code), Send(link, RequestFailed(request_id=request_id, error=info))]
 
     def _drop(self, request_id: str, outcome: str) -> list[Action]:
         """Stop a request and free its resources. The caller sends the reply, if there is one."""

@@ -8,7 +8,7 @@ laid end to end before the first token, the wait first. Without a tracer every c
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from core.tracing import Attributes, TraceContext, Tracer
@@ -57,24 +57,26 @@ class WorkerTraces:
     engine_id: str
     _open: OrderedDict[str, _Open] = field(default_factory=OrderedDict)
 
-    def on_message(self, message: RouterMessage, now: float) -> None:
-        """Process a router's message."""
+    def on_message(self, message: RouterMessage, now: float, *, is_taken: bool) -> None:
+        """Process a router's message. A request that is not taken is ignored by the worker: it gets no reply."""
         if self.tracer is None:
             return
         match message:
-            case Generate() if message.trace is not None:
+            case Generate() if is_taken and message.trace is not None:
                 self._hold(message.request_id, _open_generate(message, message.trace, now))
-            case EncodeRequest() if message.trace is not None:
+            case EncodeRequest() if is_taken and message.trace is not None:
                 self._hold(message.request_id, _Open(ENCODE, message.trace, now, {}, set()))
             case Abort():
                 for name in message.request_ids:
                     self._abort(name, message.reason, now)
 
-    def on_reply(self, message: WorkerMessage | Sequence[Tokens], now: float) -> None:
-        """Process a message to a router."""
+    def on_reply(self, message: WorkerMessage | Sequence[Tokens], now: float, unsendable: Container[str] = ()) -> None:
+        """Process a message to a router. No frame holds what it says of the ``unsendable`` requests: their failures follow."""
         if not self._open:
             return
         match message:
+            case PrefillDone() | EncodeDone() if message.request_id in unsendable:
+                pass
             case PrefillDone():
                 self._on_prefill_done(message, now)
             case EncodeDone():
@@ -83,7 +85,8 @@ class WorkerTraces:
                 self._end(message.request_id, now, message.error.code)
             case list():
                 for item in message:
-                    self._on_tokens(item, now)
+                    if item.request_id not in unsendable:
+                        self._on_tokens(item, now)
 
     def on_unanswered(self, request_ids: Sequence[str], outcome: str, now: float) -> None:
         """Process the end of requests that get no reply."""
@@ -91,6 +94,9 @@ class WorkerTraces:
             self._end(request_id, now, outcome)
 
     def _hold(self, request_id: str, begun: _Open) -> None:
+        """Follow a request, unless its id is in use: the worker refuses it then."""
+        if request_id in self._open:
+            return
         begun.attributes |= {"kvferry.engine_id": self.engine_id, "kvferry.wire_id": request_id}
         self._open[request_id] = begun
         if len(self._open) > MAX_OPEN:

@@ -22,7 +22,7 @@ from core.engine.step_watch import StepSize
 from core.errors import ConfigError
 from core.release import package_version
 from core.tracing import TraceContext
-from core.wire.codec import WIRE_VERSION
+from core.wire.codec import WIRE_VERSION, encode_router_message
 from core.wire.early import MeetProducer
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import (
@@ -53,6 +53,7 @@ from tests.support.trace_collector import memory_tracer
 pytestmark = pytest.mark.slow
 
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=16, num_layers=1, num_kv_heads=1, head_dim=8, block_bytes=1024)
+LEG = TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
 
 
 @pytest.fixture
@@ -240,6 +241,20 @@ async def test_a_reply_too_large_for_a_frame_ends_no_other_request(make_worker, 
     assert await task == 0
 
 
+async def test_a_last_reply_too_large_for_a_frame_is_a_failure_in_trace_and_log(make_worker, router, monkeypatch, caplog):
+    monkeypatch.setattr("core.wire.codec.MAX_WORKER_FRAME_BYTES", 4096)
+    tracer, spans = memory_tracer(SystemClock())
+    task = asyncio.create_task(make_worker(tracer=tracer).run(lambda announcement: None))
+    await router.expect(Heartbeat)
+    await router.send(msgspec.structs.replace(generate("big", first_token=9, max_tokens=1), trace=LEG))
+    assert (await router.expect(RequestFailed)).error.code == "protocol_error"
+    assert spans()["kvferry.decode"].status.description == "protocol_error"
+    (line,) = [record.getMessage() for record in caplog.records if "request_failed" in record.getMessage()]
+    assert "code=protocol_error" in line
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+
+
 async def test_messages_of_handoffs_reach_the_connector(running, router, journal):
     await router.expect(Heartbeat)
     await router.send(MeetProducer(engine_id="p0", incarnation=1, control_address="tcp://10.0.0.2:5600"))
@@ -335,12 +350,24 @@ async def test_request_of_a_lost_router_ends_in_its_trace(make_worker, router):
     tracer, spans = memory_tracer(SystemClock())
     task = asyncio.create_task(make_worker(tracer=tracer).run(lambda announcement: None))
     await router.expect(Heartbeat)
-    leg = TraceContext(traceparent=f"00-{'a' * 32}-{'b' * 16}-01")
-    await router.send(msgspec.structs.replace(generate("orphan", first_token=7), trace=leg))
+    await router.send(msgspec.structs.replace(generate("orphan", first_token=7), trace=LEG))
     await router.send(Refused(error=ErrorInfo(code="not_registered", message="unknown worker")))
     await router.send(generate("next", max_tokens=1))
     await router.expect(list)
     assert spans()["kvferry.decode"].status.description == "aborted:router_lost"
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+
+
+async def test_request_that_comes_after_its_router_was_lost_opens_no_span(make_worker, router):
+    tracer, _ = memory_tracer(SystemClock())
+    worker = make_worker(tracer=tracer)
+    task = asyncio.create_task(worker.run(lambda announcement: None))
+    await router.expect(Heartbeat)
+    (link,) = worker._state._links
+    worker.on_disconnect(link)
+    worker.on_frame(link, [encode_router_message(msgspec.structs.replace(generate("late", first_token=7), trace=LEG))])
+    assert not worker._traces._open
     os.kill(os.getpid(), signal.SIGTERM)
     assert await task == 0
 

@@ -54,7 +54,7 @@ class Bench:
 
     def generate(self, request_id="r", at=1000.0, trace=LEG, **fields):
         message = Generate(request_id=request_id, prompt_token_ids=(1,) * 100, sampling=SamplingParams(), trace=trace, **fields)
-        self.traces.on_message(message, at)
+        self.traces.on_message(message, at, is_taken=True)
 
     def continue_(self, *indices):
         choices = tuple(ChoiceStart(index=index, output_token_ids=(5,)) for index in indices)
@@ -139,7 +139,7 @@ def test_a_request_ends_with_the_last_of_its_choices(bench):
     bench.continue_(0, 2)
     bench.tokens(1000.1, index=2, finish_reason="stop")
     assert bench.spans() == {}
-    bench.traces.on_message(Abort(request_ids=("r/0",), reason="stop"), 1000.2)
+    bench.traces.on_message(Abort(request_ids=("r/0",), reason="stop"), 1000.2, is_taken=True)
     assert bench.interval_ms("kvferry.decode") == (0, 200)
     assert bench.spans()["kvferry.decode"].status.is_ok
 
@@ -158,7 +158,7 @@ def test_a_failure_and_an_abort_end_a_span_as_failed(bench, fields, name):
     bench.traces.on_reply(RequestFailed(request_id="r", error=error), 1000.1)
     assert bench.spans()[name].status.description == "engine_dead"
     bench.generate("s", **fields)
-    bench.traces.on_message(Abort(request_ids=("s",), reason="client"), 1000.2)
+    bench.traces.on_message(Abort(request_ids=("s",), reason="client"), 1000.2, is_taken=True)
     assert bench.spans()[name].status.description == "aborted:client"
 
 
@@ -168,7 +168,7 @@ def test_images_that_are_embedded_are_a_span_of_their_own(bench):
     source = ECSource(seal=seal, connector="p2p", engine_id="e0", incarnation=1, lease_ms=1, payload=b"")
     for name in ("r", "s"):
         message = EncodeRequest(request_id=name, mm_features=(feature,), media=(b"file",), trace=LEG)
-        bench.traces.on_message(message, 1000.0)
+        bench.traces.on_message(message, 1000.0, is_taken=True)
     bench.traces.on_reply(EncodeDone(request_id="r", ec_sources=(source,), queue_ms=20.0), 1000.05)
     spans = bench.spans()
     assert bench.interval_ms("kvferry.encode") == (0, 50)
@@ -184,7 +184,7 @@ def test_what_is_not_traced_leaves_nothing(bench):
     bench.generate(trace=None)
     bench.tokens(1000.1, finish_reason="stop")
     off = WorkerTraces(None, "w0")
-    off.on_message(Generate(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), trace=LEG), 1000.0)
+    off.on_message(Generate(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), trace=LEG), 1000.0, is_taken=True)
     off.on_reply([Tokens("r", 0, 0, (6,), "stop")], 1000.1)
     assert bench.spans() == {}
 
@@ -196,18 +196,34 @@ def test_a_request_that_gets_no_reply_ends_as_failed(bench):
     assert bench.spans()["kvferry.decode"].status.description == "aborted:router_lost"
 
 
+def test_request_that_was_not_taken_has_no_span(bench):
+    message = Generate(request_id="r", prompt_token_ids=(1,), sampling=SamplingParams(), trace=LEG)
+    bench.traces.on_message(message, 1000.0, is_taken=False)
+    bench.tokens(1000.1, finish_reason="stop")
+    assert bench.spans() == {}
+
+
+def test_second_request_of_an_id_leaves_the_span_of_the_first(bench):
+    bench.generate()
+    bench.generate(at=1000.1)
+    bench.tokens(1000.2, finish_reason="stop")
+    assert bench.interval_ms("kvferry.decode") == (0, 200)
+
+
 def test_neither_prompts_nor_images_are_kept_for_spans(bench):
     prompt, image = tuple(range(1000)), bytes(1000)
     before = sys.getrefcount(prompt), sys.getrefcount(image)
-    bench.traces.on_message(Generate(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(), trace=LEG), 1000.0)
-    bench.traces.on_message(EncodeRequest(request_id="s", mm_features=(), media=(image,), trace=LEG), 1000.0)
+    bench.traces.on_message(
+        Generate(request_id="r", prompt_token_ids=prompt, sampling=SamplingParams(), trace=LEG), 1000.0, is_taken=True
+    )
+    bench.traces.on_message(EncodeRequest(request_id="s", mm_features=(), media=(image,), trace=LEG), 1000.0, is_taken=True)
     assert (sys.getrefcount(prompt), sys.getrefcount(image)) == before
 
 
 def test_no_more_than_a_bounded_number_of_requests_is_followed(bench):
     for number in range(MAX_OPEN + 1):
         bench.generate(f"r{number}")
-    bench.traces.on_message(Abort(request_ids=("r0",)), 1000.1)
+    bench.traces.on_message(Abort(request_ids=("r0",)), 1000.1, is_taken=True)
     assert bench.spans() == {}
-    bench.traces.on_message(Abort(request_ids=("r1",)), 1000.1)
+    bench.traces.on_message(Abort(request_ids=("r1",)), 1000.1, is_taken=True)
     assert "kvferry.decode" in bench.spans()
