@@ -22,14 +22,14 @@ class ClientOptions:
 
 @dataclass(frozen=True, slots=True)
 class SendToStore:
-    """Send this; if it cannot be sent at once, call ``on_link_lost``."""
+    """Send this; if it cannot be sent at once, call ``ClientState.on_link_lost``."""
 
     parcel: Parcel[ToStore]
 
 
 @dataclass(frozen=True, slots=True)
 class MapArena:
-    """Map this file, then call ``on_mapped`` with the view or None."""
+    """Map this file, then call ``ClientState.on_mapped`` with the view or None."""
 
     file: messages.ArenaFile
     incarnation: int
@@ -37,7 +37,10 @@ class MapArena:
 
 @dataclass(frozen=True, slots=True)
 class CopyIn:
-    """Copy each source to its target, then call ``on_copied(number)``. Nothing else may happen to the session meanwhile."""
+    """Copy each source to its target, then call ``ClientCalls.on_copied(number)``.
+
+    Nothing else may happen to the session meanwhile.
+    """
 
     number: int
     copies: Sequence[tuple[memoryview, memoryview]]

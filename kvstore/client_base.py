@@ -105,13 +105,11 @@ class StoreClientBase(BlockStore):
     def _reject(self, block: StoredBlock, error: StaleBlock | CorruptBlock) -> None:
         """Count a block that failed verification. If its slot was reused, the bytes prove nothing about the block."""
         is_reused = not block.is_current()
+        found = StaleBlock("the slot was reused while it was read") if is_reused else error
         with self._lock:
-            if is_reused:
-                self._machine.calls.rejected[StaleBlock.code] += 1
-            else:
-                self._machine.calls.reject(block, error.code)
+            self._machine.calls.reject(block, found.code, tell=not is_reused)
             self._carry_out()
-        raise (StaleBlock("the slot was reused while it was read") if is_reused else error) from None
+        raise found from None
 
     def _verifier(self) -> BlockVerifier:
         if not hasattr(self._local, "verifier"):

@@ -69,7 +69,7 @@ class ClientCalls:
         return len(self._pinned)
 
     def is_open(self, number: int) -> bool:
-        """Return whether a call still waits for its answer. A driver checks this before it copies."""
+        """Return whether a call still waits for its answer. A driver whose puts may end before it copies checks this first."""
         return number in self._calls
 
     # ---- the connection ----------------------------------------------------------------------------------------------
@@ -135,10 +135,10 @@ class ClientCalls:
             del self._pinned[ticket.number]
             self._send(messages.ReleaseBlocks(numbers=(ticket.number,)))
 
-    def reject(self, block: StoredBlock, code: str) -> None:
-        """Report a block that failed verification; the store drops it."""
+    def reject(self, block: StoredBlock, code: str, *, tell: bool) -> None:
+        """Count a block that failed verification; if told to ``tell``, the store drops it."""
         self.rejected[code] += 1
-        if self._is_up:
+        if tell and self._is_up:
             self._send(messages.Corrupt(keys=block.key.pack(), code=code))
 
     # ---- answers -----------------------------------------------------------------------------------------------------

@@ -46,7 +46,7 @@ class ClientState:
         self._is_unreachable = True
         self._other_version = RetryBackoff()
         self._incarnation = 0
-        self._mapped: ArenaView | None = None  # not attached yet
+        self._mapped: ArenaView | None = None  # while attaching
         self._last_heard = 0.0
         self._next_beat = 0.0
         self._actions: list[ClientAction] = []
@@ -187,6 +187,7 @@ class ClientState:
 
     def _go_up(self, arena: ArenaView | None) -> None:
         self.state = ConnectionState.UP
+        self._mapped = None
         self.calls.connect(arena)
 
     def _send(self, message: ToStore) -> None:
