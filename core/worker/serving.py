@@ -112,9 +112,11 @@ class Serving:
         logger.info(event("refused", request_id=request_id, code=error.code, message=error.message))
         return Send(link, RequestFailed(request_id=request_id, error=ErrorInfo.of(error)))
 
-    def pull_early(self, message: PullEarly, now: float) -> list[Action]:
-        """Read ahead for a request that will follow. Ignored once the request is here."""
-        return [] if message.request_id in self.requests else self._follow(self._handler.on_pull_early(message, now))
+    def pull_early(self, message: PullEarly, now: float, *, is_leaving: bool) -> list[Action]:
+        """Read ahead for a request that will follow. Ignored once the request is here, or if it will not be taken."""
+        if is_leaving or message.request_id in self.requests:
+            return []
+        return self._follow(self._handler.on_pull_early(message, now))
 
     def abort(self, link: str, message: Abort, now: float) -> list[Action]:
         """Stop requests and choices that their router names; those of other routers are left alone."""

@@ -171,7 +171,7 @@ class WorkerState:
             case Generate() | EncodeRequest() | EngineCall():
                 return self._on_request(link, message, now)
             case PullEarly():
-                return [] if self.is_draining else self.serving.pull_early(message, now)
+                return self.serving.pull_early(message, now, is_leaving=self.is_draining)
             case Abort():
                 return [*self.serving.abort(link, message, now), *self._leave_if_done(now)]
             case MeetProducer() | Release() | Renew():
