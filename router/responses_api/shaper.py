@@ -69,8 +69,10 @@ class ResponsesShaper(Shaper):
         return self._body()
 
     def chunks(self, deltas: Sequence[Delta]) -> list[ResponseEvent]:
-        """Return the events for new deltas. The last one has the whole answer."""
+        """Return the events for new deltas, none without any. The last one of the stream has the whole answer."""
         events: list[ResponseEvent] = []
+        if not deltas:  # before any output, so that a failure still has its own status, or after the end
+            return events
         if not self._num_events:
             events += [
                 ResponseStatusEvent(type="response.created", response=self._body()),

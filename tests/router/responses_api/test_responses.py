@@ -1,5 +1,6 @@
 """The responses endpoint through the router, answered by scripted workers, and read by OpenAI's own types."""
 
+import asyncio
 import json
 
 import openai
@@ -8,8 +9,21 @@ import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
 from core.model.tokenizer import Tokenizer
-from core.wire.messages import Generate
+from core.wire.messages import ErrorInfo, Generate
+from core.wire.sampling import SamplingParams
+from router.dispatch.types import ChoiceUpdate, Update
+from router.http.responses_answer import ResponsesAnswer
+from router.openai.chat_output import ChatOutput
+from router.openai.logprobs import TokenTexts
+from router.openai.postprocess import RequestOutput
+from router.openai.preprocess import Prompt
+from router.openai.responses import Envelope
+from router.openai.sampling import OutputOptions
 from router.openai.served_model import ServedModel
+from router.openai.text_pool import TextPool
+from router.responses_api.requests import ResponsesRequest
+from router.responses_api.shaper import ResponsesOutput, ResponsesShaper
+from router.tools.formats import HERMES
 
 TEMPLATE = (
     "{% if tools %}<tools>{{ tools | tojson }}</tools>{% endif %}"
@@ -202,6 +216,52 @@ async def test_failure_in_mid_stream_is_an_event(under_test):
     assert found[-1].type == "response.failed"
     assert found[-1].response.error.code
     assert found[-1].response.output[0].content[0].text
+
+
+async def test_failure_before_any_output_has_its_status_in_every_stream(under_test):
+    late = ErrorInfo(code="deadline_exceeded", message="too late", http_status=504)
+    for worker in under_test.workers:
+        worker.script.error = late
+    bodies = {
+        "/v1/completions": {"prompt": "hi"},
+        "/v1/chat/completions": {"messages": [{"role": "user", "content": "hi"}]},
+        "/v1/responses": {"input": "hi"},
+    }
+    async with under_test.client() as client:
+        for path, body in bodies.items():
+            whole, streamed = [await client.post(path, json={**body, "stream": flag}) for flag in (False, True)]
+            assert (streamed.status_code, streamed.json()) == (504, whole.json()), path
+
+
+class Batches:
+    """A generation whose updates come in batches."""
+
+    def __init__(self, *batches: list[tuple[int, Update]]) -> None:
+        self._batches = list(batches)
+
+    async def updates(self, writer: object) -> list[tuple[int, Update]]:
+        return self._batches.pop(0)
+
+    def finish_choice(self, prompt_index: int, choice_index: int) -> None: ...
+
+    def abort(self, reason: str) -> None: ...
+
+
+async def test_updates_behind_a_stop_string_add_no_second_end(tiny_tokenizer):
+    options = OutputOptions(is_stream=True, stop=("END",))
+    output = RequestOutput(tiny_tokenizer, options, [Prompt((1,), "x")], 1)
+    splitting = ChatOutput(tools=None, format=HERMES, has_reasoning=False, is_reasoning_open=False, shows_reasoning=True)
+    envelope = Envelope(id="resp_1", created=1, model="tiny")
+    wanted = ResponsesOutput(ResponsesRequest(input="hi"), splitting)
+    shaper = ResponsesShaper(envelope, options, output, TokenTexts(tiny_tokenizer), wanted, SamplingParams())
+    updates = [(0, Update(choices=[ChoiceUpdate(0, tuple(tiny_tokenizer.encode(text)))])) for text in ("a", "b END", "zz", "y")]
+    answer = ResponsesAnswer(Batches(updates), output, shaper, asyncio.Event().wait, TextPool(tiny_tokenizer, 1))
+    text = (await answer.first()).decode()
+    answer.close()
+    kinds = [line.removeprefix("event: ") for line in text.split("\n") if line.startswith("event: ")]
+    assert kinds[-1] == "response.completed"
+    assert len([kind for kind in kinds if kind in STATUS]) == 3
+    assert answer.is_finished
 
 
 async def test_the_stream_helper_puts_the_response_together(under_test):
