@@ -81,11 +81,10 @@ class OutputSplitter:
         return self.body.fields.get("parallel_tool_calls") is False
 
     def _finished(self, choice: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        """Set the reason of an end by tool calls as the engine's chat route does: not for a tool that the client has named."""
+        """Set the reason of the end: tool calls, unless the output was cut or the client has named the tool."""
         calls = choice["message"].get("tool_calls")
-        is_end = bool(calls) if self._tool_choice == "auto" else self._tool_choice == "required" and reason == "stop"
-        if is_end:
-            choice["finish_reason"] = "tool_calls"
+        is_by_calls = reason == "stop" and (self._tool_choice == "required" or (self._tool_choice == "auto" and bool(calls)))
+        choice["finish_reason"] = "tool_calls" if is_by_calls else reason
         if calls and self._has_one_call:
             choice["message"]["tool_calls"] = calls[:1]
         return choice

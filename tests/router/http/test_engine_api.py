@@ -134,6 +134,25 @@ async def test_a_stream_has_one_call_only_if_they_may_not_be_parallel(engines, s
     assert {call["index"] for chunk in chunks for call in chunk["choices"][0]["delta"]["tool_calls"]} == set(range(num_calls))
 
 
+async def test_calls_that_max_tokens_has_cut_end_with_length_whole_and_streamed(engines, sse_events):
+    def split_as_vllm(body):
+        status, answer = split(body)
+        if body.get("stream"):
+            (choice,) = answer["chunk"]["choices"]
+            choice["finish_reason"] = choice["finish_reason"] and "tool_calls"
+        else:
+            answer["choices"][0]["finish_reason"] = body["generate_response"]["choices"][0]["finish_reason"]
+        return status, answer
+
+    for worker in engines.workers:
+        worker.script.calls[SPLIT] = split_as_vllm
+    for max_tokens, reason in ((3, "length"), (20, "tool_calls")):
+        fields = {"tools": TOOLS, "max_tokens": max_tokens}
+        whole = await ask(engines, chat(**fields))
+        *_, last, _ = sse_events(await ask(engines, chat(**fields, stream=True)))
+        assert [answer["choices"][0]["finish_reason"] for answer in (whole, last)] == [reason, reason]
+
+
 async def test_a_list_of_prompts_is_rendered_at_once(engines):
     body = {"prompt": ["a", "b"], "structured_outputs": {"regex": "h.*"}, "max_tokens": 20}
     answer = await ask(engines, body, COMPLETIONS)
