@@ -52,6 +52,13 @@ class _Choice:
     reasoning: ReasoningParser | None
     tools: ToolParser | None
     num_calls: int = 0
+    drops_calls: bool = False  # those after the first
+
+    @property
+    def has_whole_calls(self) -> bool:
+        """True if there are calls, none of which a stop string or the end of the text has cut."""
+        is_cut = self.tools is not None and self.tools.is_in_call and not self.drops_calls
+        return self.num_calls > 0 and not is_cut
 
 
 @dataclass(slots=True, kw_only=True)
@@ -95,7 +102,7 @@ class ChatOutput:
             part.text = ""
             for piece in pieces:
                 self._add(piece, part, choice, delta.index)
-            if choice.num_calls and delta.finish_reason == "stop" and not self._is_named:
+            if delta.finish_reason == "stop" and not self._is_named and choice.has_whole_calls:
                 part.finish_reason = "tool_calls"
         return part
 
@@ -129,6 +136,7 @@ class ChatOutput:
             part.text += piece
             return
         if piece.index and self.tools is not None and not self.tools.is_parallel:
+            choice.drops_calls = True
             return
         if isinstance(piece, CallStart):
             choice.num_calls += 1

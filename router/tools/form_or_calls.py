@@ -35,6 +35,11 @@ class FormOrCallsParser:
         """Return what was held back."""
         return self._calls.finish() if self._has_calls else _as_text(self._held)
 
+    @property
+    def is_in_call(self) -> bool:
+        """As that of the parser of calls."""
+        return self._calls.is_in_call
+
     def _decided(self, text: str) -> bool | None:
         if not self._openings:
             return False

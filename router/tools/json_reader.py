@@ -93,6 +93,8 @@ class ArgumentsReader:
         status = self._extent.feed(letter)
         if status is not Status.WRONG:
             self._output.arguments(letter)
+        if status is Status.DONE:
+            self._output.end()
         return status
 
 
@@ -210,6 +212,7 @@ class CallObjectReader:
         text = "".join(self._token)
         if self._is_passed_on:
             self._has_arguments = True
+            self._output.end()
         elif self._key == "name" and self._name is None:
             self._name = _string(text)
             return bool(self._name)
@@ -237,6 +240,7 @@ class CallObjectReader:
     def _send_arguments(self, text: str) -> None:
         self._start()
         self._output.arguments(text)
+        self._output.end()
         self._has_arguments = True
 
     def _start(self) -> None:

@@ -53,6 +53,11 @@ class MarkerParser:
             self._flush_space()
         return self._output.take()
 
+    @property
+    def is_in_call(self) -> bool:
+        """True if the last call has begun, and its arguments are not whole."""
+        return self._output.is_in_call
+
     def _step(self, letter: str) -> None:
         reader = self._reader
         if reader is None:

@@ -36,12 +36,18 @@ class ToolParser(Protocol):
         """Return what was held back. No text may follow."""
         ...
 
+    @property
+    def is_in_call(self) -> bool:
+        """True if the last call has begun, and its arguments are not whole."""
+        ...
+
 
 class PieceCollector:
     """The pieces so far; neighbours of one kind are joined."""
 
     def __init__(self) -> None:
         self.num_calls = 0
+        self.is_in_call = False
         self._pieces: list[Piece] = []
         self._open: list[str] = []  # of the last piece, of text or of arguments
         self._is_text = True
@@ -55,10 +61,15 @@ class PieceCollector:
         self._close()
         self._pieces.append(CallStart(self.num_calls, name))
         self.num_calls += 1
+        self.is_in_call = True
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the last call."""
         self._extend(text, is_text=False)
+
+    def end(self) -> None:
+        """End the arguments of the last call."""
+        self.is_in_call = False
 
     def take(self) -> list[Piece]:
         """Return the pieces since the last call."""

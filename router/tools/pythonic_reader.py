@@ -86,6 +86,7 @@ class PythonicReader:
         name, arguments = found
         self._output.start(name)
         self._output.arguments(arguments)
+        self._output.end()
         self._call.clear()
         self._before.clear()
         return Status.MORE

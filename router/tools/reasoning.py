@@ -105,3 +105,8 @@ class NamedArgumentsParser:
     def finish(self) -> list[Piece]:
         """Return nothing: no text is held back."""
         return []
+
+    @property
+    def is_in_call(self) -> bool:
+        """Return False: nothing tells the end of the arguments but the end of the text."""
+        return False

@@ -139,7 +139,28 @@ async def test_calls_have_log_probabilities_and_end_at_stop_strings(with_tools, 
     assert "".join(token["token"] for token in whole["logprobs"]["content"]) == f"{text}<eos>"
     assert whole["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "Oslo"}'
     assert cut["message"]["tool_calls"][0]["function"]["arguments"] == '{"city": "O'
-    assert (cut["finish_reason"], cut["stop_reason"]) == (whole["finish_reason"], "slo")
+    assert (cut["finish_reason"], cut["stop_reason"]) == ("stop", "slo")
+    assert whole["finish_reason"] == ("stop" if isinstance(choice, dict) else "tool_calls")
+
+
+CUT = CALL[: CALL.index("slo")]
+
+
+@pytest.mark.parametrize(
+    ("text", "fields", "reason"),
+    [
+        (CUT, {}, "stop"),
+        (CALL + CUT, {}, "stop"),
+        (CALL + CUT, {"parallel_tool_calls": False}, "tool_calls"),
+        (CALL.removesuffix("}</tool_call>"), {}, "tool_calls"),
+        (CALL, {"stop": "}"}, "stop"),
+        (CALL, {"stop": "</tool_call>"}, "tool_calls"),
+        (CALL + "Observation", {"stop": "Observation"}, "tool_calls"),
+    ],
+)
+async def test_only_whole_calls_end_with_tool_calls(with_tools, sse_events, text, fields, reason):
+    _, _, calls, found = await both(with_tools, sse_events, text, tools=TOOLS, **fields)
+    assert (found, calls[0]["name"]) == (reason, "weather")
 
 
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message", "self"])
