@@ -72,7 +72,7 @@ FUNCTIONARY = ToolFormat(
     syntaxes=(CallSyntax(before="<function=", name_end=">", after="</function>"),),
 )
 # Of required calls, whose form a grammar gives: a JSON list.
-REQUIRED = ToolFormat(parser=lambda: MarkerParser((), CallListReader, first_letters="["))
+REQUIRED = ToolFormat(parser=lambda: MarkerParser((), CallListReader, first_letters="[", is_forced=True))
 
 _MARKS = {  # in chat templates
     "<tool_call>": HERMES,

@@ -296,8 +296,10 @@ def _string(text: str) -> str | None:
 
 
 def _arguments(text: str) -> str:
-    """Return arguments that are no object as one: some models write an object as a string, or null."""
-    if text.startswith("{"):
-        return text
-    inner = (_string(text) or "").strip()
-    return inner if inner.startswith("{") else "{}"
+    """Return an object that a model has written as a string, ``{}`` for nothing, and anything else as it is written."""
+    if text == "null":
+        return "{}"
+    inner = _string(text)
+    if inner is not None and (not inner.strip() or inner.lstrip().startswith("{")):
+        return inner.strip() or "{}"
+    return text

@@ -17,11 +17,19 @@ class MarkerParser:
     """A parser of ``opens`` ... ``close``; ``close`` may be missing, and is dropped only after a call.
 
     ``first_letters`` begin a call without a marker if the text starts with one of them; ``separator`` is dropped between two
-    calls, and such a letter may follow it.
+    calls, and such a letter may follow it. ``is_forced``: a grammar lets only calls be written, so that the beginning of a
+    call at the end of the text is one that was cut, and is dropped.
     """
 
     def __init__(
-        self, opens: Sequence[str], reader: ReaderFactory, *, close: str = "", first_letters: str = "", separator: str = ""
+        self,
+        opens: Sequence[str],
+        reader: ReaderFactory,
+        *,
+        close: str = "",
+        first_letters: str = "",
+        separator: str = "",
+        is_forced: bool = False,
     ) -> None:
         self._opens = tuple(opens)
         self._close = close
@@ -30,6 +38,7 @@ class MarkerParser:
         self._reader_factory = reader
         self._first_letters = first_letters
         self._separator = separator
+        self._is_forced = is_forced
         self._output = PieceCollector()
         self._reader: CallReader | None = None
         self._opened_by = ""  # the marker before the reader
@@ -46,7 +55,7 @@ class MarkerParser:
 
     def finish(self) -> list[Piece]:
         """Return what was held back."""
-        if self._reader is not None:
+        if self._reader is not None and not self._is_forced:
             self._give_up(self._reader)
         self._flush_candidate()
         if not self._output.num_calls:
