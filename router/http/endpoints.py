@@ -158,7 +158,7 @@ class Endpoints:
                 raise InvalidRequest(_ONLY_IN_CHATS)
             return await self._chat(chat, caller, request)
         except InvalidRequest as error:
-            raise in_words_of_responses(error, request) from None
+            raise in_words_of_responses(error) from None
 
     async def _chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None = None) -> ASGIApp:
         """Serve a chat; ``answers`` is the request that it is the meaning of, if it came by another endpoint."""

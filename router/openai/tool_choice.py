@@ -85,6 +85,8 @@ def calls_form(tools: ToolUse) -> StructuredOutput:
 def earlier_calls(value: object, place: str) -> list[dict[str, Any]]:
     """Return the ``tool_calls`` of an assistant's message for a template, with arguments as objects.
 
+    Arguments that are no JSON object, as of a call that was cut, stay the text that they are.
+
     Raises:
         InvalidRequest: they are malformed; names the place.
     """
@@ -98,14 +100,20 @@ def _earlier_call(value: object, place: str) -> dict[str, Any]:
     if not isinstance(value, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise InvalidRequest(f"{place} must be an object with a function that has a name", param=place)
     written = function.get("arguments")
-    try:
-        arguments = msgspec.json.decode(written or "{}") if isinstance(written, str | None) else written
-    except (msgspec.DecodeError, UnicodeError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
+    if not isinstance(written, str | dict | None):
         raise InvalidRequest(f"{place}.function.arguments must be the JSON text of an object", param=place)
+    arguments = _object_of(written or "{}") if isinstance(written, str | None) else written
     found = {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
     return {"id": value["id"], **found} if isinstance(value.get("id"), str) else found
+
+
+def _object_of(text: str) -> dict[str, Any] | str:
+    """Return the object that a text writes, and else the text."""
+    try:
+        found = msgspec.json.decode(text)
+    except (msgspec.DecodeError, UnicodeError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
 
 
 def _schemas(tools: object) -> dict[str, dict[str, Any]]:

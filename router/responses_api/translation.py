@@ -35,7 +35,6 @@ _RENAMED = {
     "messages": "input",
 }
 _IN_TOOL = re.compile(r"(\btools\[\d+\])\.function\.")
-_CALL = re.compile(r"\bmessages\[(\d+)\]\.tool_calls\[(\d+)\](\.function)?")
 
 
 def chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
@@ -59,28 +58,17 @@ def chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
     return chat
 
 
-def in_words_of_responses(error: InvalidRequest, request: ResponsesRequest) -> InvalidRequest:
-    """Return an error of the chat that ``request`` means with this endpoint's names of fields.
+def in_words_of_responses(error: InvalidRequest) -> InvalidRequest:
+    """Return an error of a chat with this endpoint's names of fields.
 
-    Places in messages are dropped, because they are not those of the items, except for calls.
+    Places in messages are dropped, because they are not those of the items.
     """
-    call = _CALL.match(error.param or "")
-    if call is not None:
-        item = _item_of_call(request, int(call[1]), int(call[2]))
-        return type(error)(_CALL.sub(item, str(error)), param=f"{item}.arguments")
     text = _IN_TOOL.sub(r"\1.", str(error)).replace("response_format.json_schema.", "response_format.")
     for theirs, ours in _RENAMED.items():
         place = re.compile(rf"\b{re.escape(theirs)}\b(\[\d+\][\w.\[\]]*)?")
         if error.param is not None and place.match(error.param):
             return type(error)(place.sub(ours, text), param=ours)
     return type(error)(text, param=error.param)
-
-
-def _item_of_call(request: ResponsesRequest, message_index: int, call_index: int) -> str:
-    """Return the place of the item that has become a call of a message."""
-    num_before = sum(len(message.tool_calls or ()) for message in _messages(request)[:message_index])
-    calls = [index for index, item in enumerate(request.input) if isinstance(item, InputItem) and item.type == "function_call"]
-    return f"input[{calls[num_before + call_index]}]"
 
 
 def _messages(request: ResponsesRequest) -> list[ChatMessage]:

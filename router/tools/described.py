@@ -58,9 +58,9 @@ def _with_functions(messages: list[dict[str, Any]], definitions: Sequence[object
 
 
 def _call(call: Mapping[str, Any]) -> str:
-    function = call["function"]
-    said = msgspec.json.encode({"name": function["name"], "arguments": function["arguments"]}).decode()
-    return f"<tool_call>\n{said}\n</tool_call>"
+    name, arguments = msgspec.json.encode(call["function"]["name"]).decode(), call["function"]["arguments"]
+    written = arguments if isinstance(arguments, str) else msgspec.json.encode(arguments).decode()
+    return f'<tool_call>\n{{"name":{name},"arguments":{written}}}\n</tool_call>'
 
 
 def _text(content: str | Sequence[Mapping[str, str]]) -> str:

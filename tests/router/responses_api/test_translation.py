@@ -143,14 +143,5 @@ def test_unknown_fields_of_items_are_ignored():
     ],
 )
 def test_errors_of_the_chat_name_the_fields_of_this_endpoint(param, text, renamed, new_text):
-    error = in_words_of_responses(InvalidRequest(text, param=param), parsed())
+    error = in_words_of_responses(InvalidRequest(text, param=param))
     assert (error.param, str(error)) == (renamed, new_text)
-
-
-def test_an_error_in_an_earlier_call_names_its_item():
-    output = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
-    user = {"role": "user", "content": "hi"}
-    request = parsed(input=[user, CALL, CALL, output, CALL, CALL, output], instructions="be short")
-    of_chat = InvalidRequest("messages[4].tool_calls[1].function.arguments must be", param="messages[4].tool_calls[1]")
-    error = in_words_of_responses(of_chat, request)
-    assert (error.param, str(error)) == ("input[5].arguments", "input[5].arguments must be")

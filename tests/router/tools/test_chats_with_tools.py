@@ -202,6 +202,15 @@ async def test_required_calls_are_a_list(with_tools, sse_events):
     assert found == ("", "", [{"type": "function", "name": "weather", "arguments": '{"city": "Oslo"}'}], "tool_calls")
 
 
+async def test_an_answer_cut_in_a_call_is_taken_back_in_the_next_turn(with_tools):
+    answer = (await with_tools(CALL, tools=TOOLS, max_tokens=55)).json()["choices"][0]["message"]
+    (call,) = answer["tool_calls"]
+    assert not call["function"]["arguments"].endswith("}")
+    told = {"role": "tool", "tool_call_id": call["id"], "content": "the arguments are no JSON"}
+    response = await with_tools("ok", messages=[*USER, answer, told], tools=TOOLS)
+    assert response.status_code == 200, response.text
+
+
 async def test_tools_earlier_calls_and_effort_are_rendered(with_tools):
     history = [
         *USER,

@@ -45,6 +45,12 @@ def test_calls_and_their_answers_become_text():
     ]
 
 
+def test_arguments_that_are_no_object_stand_there_as_they_were_written():
+    broken = {"type": "function", "function": {"name": "weather", "arguments": '{"city": Os'}}
+    (message,) = with_described_tools([{"role": "assistant", "content": "", "tool_calls": [broken]}], [])
+    assert message["content"] == '<tool_call>\n{"name":"weather","arguments":{"city": Os}\n</tool_call>'
+
+
 def test_the_clients_messages_stay_as_they_are():
     messages = [{"role": "system", "content": "x"}, {"role": "tool", "content": "a"}, {"role": "tool", "content": "b"}]
     before = json.dumps(messages)

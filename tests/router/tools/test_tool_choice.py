@@ -99,7 +99,13 @@ def test_earlier_calls_have_their_arguments_as_objects():
     }
 
 
-@pytest.mark.parametrize("wrong", [{}, [1], [{"function": {}}], [{"function": {"name": "f", "arguments": "[1]"}}]])
+@pytest.mark.parametrize("written", ["[1]", '{"a": tru', "null", "rain", '"rain"', "[" * 5000])
+def test_earlier_arguments_that_are_no_object_stay_the_text_that_they_are(written):
+    calls = [{"type": "function", "function": {"name": "f", "arguments": written}}]
+    assert earlier_calls(calls, "p")[0]["function"]["arguments"] == written
+
+
+@pytest.mark.parametrize("wrong", [{}, [1], [{"function": {}}], [{"function": {"name": "f", "arguments": [1]}}]])
 def test_malformed_earlier_calls_are_refused(wrong):
     with pytest.raises(InvalidRequest):
         earlier_calls(wrong, "messages[0].tool_calls")
