@@ -30,6 +30,7 @@ _KINDS: dict[str, GrammarKind] = {
     "json_object": "json_object",
 }
 GUIDED = ("json", "regex", "choice", "grammar", "json_object")  # the older spelling
+_SCHEMA_FIELDS = ("name", "description", "strict", "schema")  # of ``response_format.json_schema``
 # Options of vLLM's that change no meaning here, or only if they have another value.
 _NEUTRAL_OPTIONS: dict[str, tuple[Any, ...]] = {
     "disable_fallback": (None, True, False),
@@ -83,20 +84,32 @@ def _from_response_format(value: object) -> StructuredOutput | None:
         raise InvalidRequest("response_format must be an object", param=field)
     match value.get("type"):
         case "text":
+            _check_fields(value, ("type",), field, "text")
             return None
         case "json_object":
+            _check_fields(value, ("type",), field, "json_object")
             return StructuredOutput(kind="json_object")
         case "json_schema":
             described = value.get("json_schema")
             schema = described.get("schema") if isinstance(described, dict) else None
-            if not isinstance(schema, dict | bool):
+            if not isinstance(described, dict) or not isinstance(schema, dict | bool):
                 raise InvalidRequest("response_format.json_schema.schema must be a JSON schema", param=field)
+            _check_fields(value, ("type", "json_schema"), field, "json_schema")
+            _check_fields(described, _SCHEMA_FIELDS, f"{field}.json_schema", "json_schema")
             return StructuredOutput(kind="json_schema", value=_text(schema))
         case "structural_tag":
             return StructuredOutput(kind="structural_tag", value=_text(value))
         case other:
             allowed = "text, json_object, json_schema, structural_tag"
             raise InvalidRequest(f"response_format.type must be one of {allowed}, got {other!r}", param=field)
+
+
+def _check_fields(value: dict[str, Any], known: tuple[str, ...], place: str, kind: str) -> None:
+    """Refuse fields that a ``response_format`` of this kind does not have; null is none."""
+    unknown = next((name for name, one in value.items() if one is not None and name not in known), None)
+    if unknown is not None:
+        fix = "use type json_schema" if unknown == "schema" else "leave it out"
+        raise InvalidRequest(f"{place}.{unknown} is no field of type {kind}: {fix}", param="response_format")
 
 
 def _from_structured_outputs(value: object) -> StructuredOutput | None:

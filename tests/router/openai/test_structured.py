@@ -29,6 +29,7 @@ def of_schema(schema):
     ("fields", "form"),
     [
         ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "text", "json_schema": None}}, None),
         ({"response_format": None, "guided_json": None, "structured_outputs": None, "guided_json_object": False}, None),
         ({"response_format": {"type": "json_object"}}, StructuredOutput(kind="json_object")),
         (
@@ -65,6 +66,26 @@ def test_reads_each_spelling(fields, form):
             {"response_format": {"type": "json_schema", "json_schema": {"schema": 1}}},
             "response_format",
             "must be a JSON schema",
+        ),
+        (
+            {"response_format": {"type": "json_object", "schema": SCHEMA}},
+            "response_format",
+            "response_format.schema .* json_object: use type json_schema",
+        ),
+        (
+            {"response_format": {"type": "text", "json_schema": {"schema": SCHEMA}}},
+            "response_format",
+            "response_format.json_schema .* text: leave it out",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA, "strikt": True}}},
+            "response_format",
+            "response_format.json_schema.strikt .* leave it out",
+        ),
+        (
+            {"response_format": {"type": "json_schema", "schema": SCHEMA}},
+            "response_format",
+            "response_format.json_schema.schema must be",
         ),
         ({"structured_outputs": {}}, "structured_outputs", "exactly one"),
         ({"structured_outputs": {"json": SCHEMA, "regex": "a"}}, "structured_outputs", "exactly one"),

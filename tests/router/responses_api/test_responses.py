@@ -185,6 +185,8 @@ async def test_the_next_turn_is_rendered_with_the_calls_of_the_last(ask, under_t
     [
         ({"text": {"format": {"type": "json_schema", "schema": {"type": "object", "not": {}}}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "n"}}}, "text.format"),
+        ({"text": {"format": {"type": "json_object", "schema": PARAMETERS}}}, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "schema": PARAMETERS, "colour": 1}}}, "text.format"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 1}]}, "tools[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
