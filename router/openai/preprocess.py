@@ -1,7 +1,7 @@
 """Turns prompts and conversations into token ids without stalling the event loop.
 
-Owns the forms of ``prompt``, the parts of messages, and truncation. Work of more than about ten milliseconds runs on the
-threads of ``router.openai.text_pool``. Input that cannot fit is refused before it is processed.
+Owns the forms of ``prompt`` and the parts of messages. Work of more than about ten milliseconds runs on the threads of
+``router.openai.text_pool``. Input that cannot fit is refused before it is processed.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from router.openai.requests import (
     TextPart,
     TokenizeRequest,
 )
-from router.openai.sampling import ModelLimits, check_token_ids
+from router.openai.sampling import ModelLimits, check_token_ids, truncated
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool
 
 MAX_PROMPTS = 128
@@ -110,7 +110,7 @@ class PromptReader:
                 token_ids = item
             if not token_ids:
                 raise InvalidRequest(f"prompt {index} is empty", param="prompt")
-            kept = _truncate(token_ids, request.truncate_prompt_tokens, limits)
+            kept = truncated(token_ids, request, limits)
             _check_num_tokens(kept, limits, "prompt")  # before millions of them are checked
             num_tokens += len(kept)
             _check_all_tokens(num_tokens)
@@ -143,7 +143,7 @@ class PromptReader:
         references = find_images(request.messages)
         if references and self._image_support is not None:
             return await self._read_with_images(request, text, await self._image_support.reader.read(references, hold), limits)
-        token_ids = _truncate(await self._encode_chat(request, text, limits), request.truncate_prompt_tokens, limits)
+        token_ids = truncated(await self._encode_chat(request, text, limits), request, limits)
         hold(_memory_of(len(token_ids)))
         return Prompt(token_ids, text)
 
@@ -322,15 +322,3 @@ def _check_num_tokens(token_ids: Sequence[int], limits: ModelLimits, param: str)
             f"{len(token_ids)}, which leaves no room for an answer.",
             param=param,
         )
-
-
-def _truncate(token_ids: Sequence[int], limit: int | None, limits: ModelLimits) -> tuple[int, ...]:
-    """Return the last ``limit`` tokens; -1 means the context length less one token of output."""
-    if limit is None:
-        return tuple(token_ids)
-    if limit < 1 and limit != -1:
-        raise InvalidRequest(
-            f"truncate_prompt_tokens must be at least 1, or -1 for the model's limit, got {limit}",
-            param="truncate_prompt_tokens",
-        )
-    return tuple(token_ids[-(limit if limit > 0 else max(1, limits.max_model_len - 1)) :])

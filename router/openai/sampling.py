@@ -392,9 +392,7 @@ def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_t
     """Return the client's limit, else the endpoint's default, checked against the model's context."""
     room = max_model_len - num_prompt_tokens
     is_chat = isinstance(request, ChatCompletionRequest)
-    wanted = request.max_tokens
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        wanted = request.max_completion_tokens
+    wanted = _wanted_tokens(request)
     if wanted is None:
         wanted = room if is_chat else min(COMPLETION_MAX_TOKENS, room)
     needed = max(1, wanted)
@@ -405,6 +403,36 @@ def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_t
             param="messages" if is_chat else "prompt",
         )
     return wanted
+
+
+def _wanted_tokens(request: CommonRequest) -> int | None:
+    """Return the client's limit of output tokens."""
+    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
+        return request.max_completion_tokens
+    return request.max_tokens
+
+
+def truncated(token_ids: Sequence[int], request: CommonRequest, limits: ModelLimits) -> tuple[int, ...]:
+    """Return the last tokens of a prompt, as many as ``truncate_prompt_tokens`` says.
+
+    -1 means what fits beside ``max_tokens``, or beside ``COMPLETION_MAX_TOKENS`` if the client gives none.
+
+    Raises:
+        InvalidRequest: the number is neither -1 nor at least 1.
+    """
+    limit = request.truncate_prompt_tokens
+    if limit is None:
+        return tuple(token_ids)
+    if limit < 1 and limit != -1:
+        raise InvalidRequest(
+            f"truncate_prompt_tokens must be at least 1, or -1 for the model's limit, got {limit}",
+            param="truncate_prompt_tokens",
+        )
+    if limit == -1:
+        wanted = _wanted_tokens(request)
+        room = limits.max_model_len - (COMPLETION_MAX_TOKENS if wanted is None else max(1, wanted))
+        limit = max(1, min(room, limits.max_prompt_tokens or room))
+    return tuple(token_ids[-limit:])
 
 
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:

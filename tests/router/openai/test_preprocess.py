@@ -18,7 +18,7 @@ from router.openai.requests import (
     RefusalPart,
     TextPart,
 )
-from router.openai.sampling import ModelLimits
+from router.openai.sampling import ModelLimits, sampling_params
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool
 
 LIMITS = ModelLimits(max_model_len=20_000, vocab_size=257)
@@ -95,10 +95,29 @@ async def test_truncation_keeps_the_end(reader, spell):
         assert (kept.token_ids, kept.text) == (spell("ef"), "ef")
 
 
-async def test_truncation_to_the_model_s_limit_leaves_room_for_a_token(reader):
-    limits = ModelLimits(max_model_len=4, vocab_size=257)
-    (kept,) = await reader.read_completion(CompletionRequest(prompt="abcdef", truncate_prompt_tokens=-1), limits)
-    assert kept.text == "def"
+@pytest.mark.parametrize(
+    ("fields", "most", "num_kept"),
+    [
+        ({"max_tokens": 10}, 0, 90),
+        ({"max_tokens": 1}, 0, 99),
+        ({}, 0, 84),
+        ({"max_tokens": 10}, 50, 50),
+        ({"max_tokens": 200}, 0, 1),
+    ],
+)
+async def test_truncation_to_what_fits_leaves_room_for_the_output(reader, fields, most, num_kept):
+    limits = ModelLimits(max_model_len=100, vocab_size=257, max_prompt_tokens=most)
+    request = CompletionRequest(prompt="ab" * 80, truncate_prompt_tokens=-1, **fields)
+    (kept,) = await reader.read_completion(request, limits)
+    assert kept.text == ("ab" * 80)[-num_kept:]
+    if fields != {"max_tokens": 200}:
+        assert sampling_params(request, num_kept, 5, limits).max_tokens == fields.get("max_tokens", 16)
+
+
+async def test_a_chats_own_limit_of_tokens_counts_when_it_is_truncated(reader):
+    limits = ModelLimits(max_model_len=100, vocab_size=257)
+    request = said(USER, truncate_prompt_tokens=-1, max_tokens=1, max_completion_tokens=98)
+    assert len((await reader.read_chat(request, limits)).token_ids) == 2
 
 
 @pytest.mark.parametrize("limit", [0, -2])
