@@ -27,7 +27,7 @@ from router.http.passed_on import PassedOn, unless_gone
 from router.http.responses_answer import ResponsesAnswer
 from router.http.split_answer import SplitAnswer
 from router.http.streaming import EventStream, HttpAnswer
-from router.images.reader import Hold, RequestImageReader
+from router.images.reader import Hold, RequestImageReader, find_images
 from router.metrics import RouterMetrics
 from router.openai.chat_output import ChatOutput, has_thinking_tags, opens_reasoning
 from router.openai.logprobs import TokenTexts
@@ -388,7 +388,10 @@ class Endpoints:
         if request.prompt is not None:
             text, add_special = request.prompt, request.add_special_tokens is not False
         else:
-            text, add_special = await self._reader.render_in_time(request), bool(request.add_special_tokens)
+            images = find_images(request.messages or ())
+            if images:  # their number of tokens depends on their sizes, for which they would have to be fetched
+                raise InvalidRequest(f"{images[0].place}: /tokenize takes no images: leave it out", param=images[0].place)
+            text, add_special = await self._reader.render_in_time(request.as_chat()), bool(request.add_special_tokens)
         found = await self._reader.tokenize(text, add_special_tokens=add_special, max_model_len=max_model_len)
         tokens = list(found)
         strings = await self._pool.run(lambda: self._spelled(tokens)) if request.return_token_strs else None

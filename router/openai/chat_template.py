@@ -20,7 +20,6 @@ from router.openai.requests import (
     ImagePart,
     RefusalPart,
     TextPart,
-    TokenizeRequest,
 )
 from router.openai.tool_choice import earlier_calls, tool_use
 from router.tools.described import with_described_tools
@@ -38,7 +37,7 @@ class ChatTemplate:
         self._reads_tools = "tools" in tokenizer.template_variables
         self._describes_tools = tools_in_prompt == "hermes" and not self._reads_tools
 
-    def render(self, request: ChatCompletionRequest | TokenizeRequest, limit_s: float = MAX_RENDER_S) -> str:
+    def render(self, request: ChatCompletionRequest, limit_s: float = MAX_RENDER_S) -> str:
         """Return a conversation rendered by the model's template, with a tag for each image.
 
         Raises:
@@ -47,10 +46,9 @@ class ChatTemplate:
         """
         if not request.messages:
             raise InvalidRequest("messages is empty", param="messages")
-        sees_images = self._has_images and isinstance(request, ChatCompletionRequest)
-        messages = [_template_message(index, message, sees_images) for index, message in enumerate(request.messages)]
+        messages = [_template_message(index, message, self._has_images) for index, message in enumerate(request.messages)]
         if self._describes_tools:
-            tools = tool_use(request) if isinstance(request, ChatCompletionRequest) else None
+            tools = tool_use(request)
             messages = with_described_tools(messages, tools.definitions if tools is not None else [])
         self._check_calls_are_read(messages)
         if self._has_images:  # such a template expects messages as lists of parts
@@ -61,8 +59,7 @@ class ChatTemplate:
         reserved = sorted(_RESERVED_ARGUMENTS & arguments.keys())
         if reserved:
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
-        if isinstance(request, ChatCompletionRequest):
-            arguments = self._reasoning_arguments(request) | arguments | self._tools_argument(request)
+        arguments = self._reasoning_arguments(request) | arguments | self._tools_argument(request)
         return self._tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_prompt,

@@ -25,7 +25,6 @@ from router.openai.requests import (
     CommonRequest,
     CompletionRequest,
     TextPart,
-    TokenizeRequest,
 )
 from router.openai.sampling import ModelLimits, check_token_ids, truncated
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool
@@ -171,13 +170,12 @@ class PromptReader:
             raise InvalidRequest("the conversation is empty", param="messages")
         return token_ids
 
-    async def render_in_time(self, request: ChatCompletionRequest | TokenizeRequest) -> str:
+    async def render_in_time(self, request: ChatCompletionRequest) -> str:
         """Return the rendered conversation, from a thread if it is long or takes long. ``check_messages`` must have passed."""
-        messages = request.messages or ()
+        messages = request.messages
         is_short = len(messages) <= _INLINE_MESSAGES and sum(map(_num_parts, messages)) <= _INLINE_MESSAGES
         # Tools, earlier calls and reasoning may be long, and are not counted as characters: a template may leave them out.
-        has_more = isinstance(request, ChatCompletionRequest) and bool(request.tools)
-        has_more = has_more or any(message.tool_calls or message.reasoning_content for message in messages)
+        has_more = bool(request.tools) or any(message.tool_calls or message.reasoning_content for message in messages)
         if is_short and not has_more and sum(map(_num_characters, messages)) <= INLINE_CHARACTERS * 16:
             with suppress(RenderTooSlow):
                 return self._template.render(request, _INLINE_RENDER_S)

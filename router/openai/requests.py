@@ -189,6 +189,21 @@ class TokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    reasoning_effort: Any = None
+
+    def as_chat(self) -> ChatCompletionRequest:
+        """Return the chat whose prompt the conversation is."""
+        return ChatCompletionRequest(
+            messages=self.messages or [],
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+            chat_template_kwargs=self.chat_template_kwargs,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            reasoning_effort=self.reasoning_effort,
+        )
 
 
 class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):

@@ -281,7 +281,9 @@ async def test_conversations_with_images_cannot_be_tokenized_alone(start_sighted
     async with under_test.client() as client:
         body = {"messages": chat(image_part(data_url(picture())))["messages"]}
         response = await client.post("/tokenize", json=body)
-    assert response.status_code == 400
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "messages[0].content[0]")
+    assert "/tokenize takes no images" in error["message"]
 
 
 async def test_images_of_listed_hosts_are_fetched(start_sighted, host):

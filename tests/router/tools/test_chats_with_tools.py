@@ -202,6 +202,15 @@ async def test_required_calls_are_a_list(with_tools, sse_events):
     assert found == ("", "", [{"type": "function", "name": "weather", "arguments": '{"city": "Oslo"}'}], "tool_calls")
 
 
+@pytest.mark.parametrize("fields", [{}, {"tool_choice": "none"}, {"reasoning_effort": "high"}])
+async def test_a_conversation_with_tools_is_tokenized_as_the_chat_is(with_tools, fields):
+    body = {"messages": USER, "tools": TOOLS, **fields}
+    chat = (await with_tools("ok", **body, return_token_ids=True)).json()
+    async with with_tools.under_test.client() as client:
+        alone = (await client.post("/tokenize", json=body)).json()
+    assert alone["tokens"] == chat["prompt_token_ids"]
+
+
 async def test_an_answer_cut_in_a_call_is_taken_back_in_the_next_turn(with_tools):
     answer = (await with_tools(CALL, tools=TOOLS, max_tokens=55)).json()["choices"][0]["message"]
     (call,) = answer["tool_calls"]
