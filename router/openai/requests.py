@@ -23,11 +23,14 @@ class RefusalPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", 
     refusal: str
 
 
+ImageDetail = Literal["auto", "low", "high", "original"]
+
+
 class ImageURL(msgspec.Struct, forbid_unknown_fields=True):
-    """The URL of an image, ``data:`` or http(s). ``detail`` may only be "auto"."""
+    """The URL of an image, ``data:`` or http(s). ``detail`` is a hint without effect."""
 
     url: str
-    detail: Literal["auto"] | None = None
+    detail: ImageDetail | None = None
 
 
 class ImagePart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="image_url"):

@@ -10,7 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from core.errors import InvalidRequest
-from router.openai.requests import NEUTRAL, KVTransferParams, RefusalPart, TextPart
+from router.openai.requests import NEUTRAL, ImageDetail, KVTransferParams, RefusalPart, TextPart
 
 
 class InputTextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
@@ -35,7 +35,7 @@ class InputImagePart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type
     """An image by its URL, ``data:`` or http(s)."""
 
     image_url: str | None = None
-    detail: Literal["auto"] | None = None
+    detail: ImageDetail | None = None
     file_id: str | None = None
 
 

@@ -268,12 +268,21 @@ async def test_a_model_that_reads_text_only_refuses_images(served):
     assert "reads text only" in await refused(served, chat(image_part(data_url(picture()))))
 
 
-async def test_sizes_of_images_that_are_not_known_are_refused(start_sighted):
+@pytest.mark.parametrize(
+    ("detail", "status"), [("auto", 200), ("low", 200), ("high", 200), ("original", 200), (None, 200), ("huge", 400)]
+)
+async def test_detail_of_an_image_is_a_hint_of_known_values(start_sighted, detail, status):
     under_test = await start_sighted()
-    part = {"type": "image_url", "image_url": {"url": data_url(picture()), "detail": "high"}}
-    response = await post(under_test, chat(part))
-    assert response.status_code == 400
-    assert "detail" in response.json()["error"]["param"]
+    url = data_url(picture())
+    of_chat = {"type": "image_url", "image_url": {"url": url, "detail": detail}}
+    of_responses = {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": url, "detail": detail}]}]}
+    response = await post(under_test, chat(of_chat))
+    assert response.status_code == status, response.text
+    async with under_test.client() as client:
+        response = await client.post("/v1/responses", json=of_responses)
+    assert response.status_code == status, response.text
+    if status == 400:
+        assert "detail" in response.json()["error"]["param"]
 
 
 async def test_conversations_with_images_cannot_be_tokenized_alone(start_sighted):
