@@ -28,6 +28,7 @@ CALL_PATHS = frozenset(
         "/v1/completions",
         "/v1/completions/render",
         "/v1/messages",
+        "/v1/messages/count_tokens",
     }
 )
 EVENT_STREAM = "text/event-stream"

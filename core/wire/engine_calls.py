@@ -22,8 +22,8 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_def
 
     @property
     def needs_steps(self) -> bool:
-        """True if the engine computes for it; rendering needs its front end only."""
-        return not self.path.endswith("render")  # or "derender"
+        """True if the engine computes for it; rendering and counting need its front end only."""
+        return not self.path.endswith(("render", "count_tokens"))  # or "derender"
 
 
 class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply", omit_defaults=True):

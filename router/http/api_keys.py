@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from hashlib import blake2b
 
-from litestar.utils import normalize_path
-
-from router.rendered.bodies import MESSAGES
+from router.http.errors import is_anthropics
 
 _SCHEME = b"bearer"
 
@@ -14,10 +12,10 @@ _SCHEME = b"bearer"
 def key_of(path: str, authorization: bytes, x_api_key: bytes) -> bytes:
     """Return the key of a request by its path and two of its headers, or empty.
 
-    Anthropic's clients send ``x-api-key``, which their endpoint reads if there is no bearer token.
+    Anthropic's clients send ``x-api-key``, which their endpoints read if there is no bearer token.
     """
     key = bearer_key(authorization)
-    return key or (x_api_key.strip() if normalize_path(path) == MESSAGES else b"")
+    return key or (x_api_key.strip() if is_anthropics(path) else b"")
 
 
 def bearer_key(authorization: bytes) -> bytes:

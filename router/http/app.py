@@ -38,7 +38,7 @@ from core.wire.messages import ErrorInfo
 from core.worker.ops_http import OpsResponse
 from router.http.api_keys import key_of, tenant_of
 from router.http.endpoints import Caller, Detokenized, Endpoints, Tokenized
-from router.http.errors import BUG, RETRY_AFTER_S, AnthropicErrorBody, ErrorBody, RequestFailure, error_response
+from router.http.errors import BUG, RETRY_AFTER_S, AnthropicErrorBody, ErrorBody, RequestFailure, error_response, is_anthropics
 from router.http.key_limit import KeyLimit
 from router.http.middleware import RequestIdMiddleware, client_id, report_ignored
 from router.http.openapi import openapi_document
@@ -47,7 +47,7 @@ from router.http.uploads import UploadLimit, hold_of
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.sampling import decode_json
 from router.openai.unknown_fields import parse_lenient_body
-from router.rendered.bodies import CHAT, COMPLETIONS, MESSAGES, EngineBody
+from router.rendered.bodies import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, EngineBody
 from router.responses_api.requests import ResponsesRequest
 
 logger = logging.getLogger(__name__)
@@ -175,21 +175,29 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
         """Answer items of a conversation, by items."""
         return await endpoints.respond(data, _caller(request, data.request_id))
 
-    @post(MESSAGES, status_code=200, include_in_schema=False)
-    async def messages(request: Request[Any, Any, Any]) -> ASGIApp:
-        """Answer a conversation in Anthropic's form, by the engine."""
+    async def anthropics_body(path: str, request: Request[Any, Any, Any]) -> EngineBody:
         await endpoints.gateway.wait_for_route()
         if not endpoints.gateway.engine_api.is_there:
             endpoints.check_ready()  # engines that are all away may be back soon
-            raise NotFoundException(f"{MESSAGES} is served by vLLM engines only")
+            raise NotFoundException(f"{path} is served by vLLM engines only")
         content = await request.body()
-        body = endpoints.engine_body(MESSAGES, content)
+        body = endpoints.engine_body(path, content)
         if body is None:
             decode_json(content, object)
             raise InvalidRequest("the body must be a JSON object")
-        return await by_engine(body, request)
+        return body
 
-    return [completions, chat_completions, responses, messages]
+    @post(MESSAGES, status_code=200, include_in_schema=False)
+    async def messages(request: Request[Any, Any, Any]) -> ASGIApp:
+        """Answer a conversation in Anthropic's form, by the engine."""
+        return await by_engine(await anthropics_body(MESSAGES, request), request)
+
+    @post(COUNT_TOKENS, status_code=200, include_in_schema=False)
+    async def count_tokens(request: Request[Any, Any, Any]) -> dict[str, Any]:
+        """Return how many tokens a conversation in Anthropic's form has, by the engine."""
+        return await endpoints.count_by_engine(await anthropics_body(COUNT_TOKENS, request), _caller(request, None))
+
+    return [completions, chat_completions, responses, messages, count_tokens]
 
 
 def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
@@ -339,7 +347,7 @@ def _on_error(endpoints: Endpoints) -> ExceptionHandler[Exception]:
         response = error_response(
             info,
             error.retry_after_s if isinstance(error, DeadlineUnreachable) else RETRY_AFTER_S,
-            is_anthropic=request.scope["path"] == MESSAGES,
+            is_anthropic=is_anthropics(request.scope["path"]),
         )
         if isinstance(error, MethodNotAllowedException):
             response.set_header("allow", _allowed(error))

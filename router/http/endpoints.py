@@ -212,6 +212,15 @@ class Endpoints:
             prompts = [replace(prompt, text=await self._pool.decode(prompt.token_ids)) for prompt in prompts]
         return await self._generate(request, options, prompts, limits, caller, body if body.is_split else None)
 
+    async def count_by_engine(self, body: EngineBody, caller: Caller) -> dict[str, Any]:
+        """Return what an engine answers to a body that asks for a number of tokens. Raises as ``serve_by_engine``."""
+        self.gateway.core.check_room_for_call()
+        counting = self._renderer.count_tokens(body, body.time_limit_s(self._request_timeout_s))
+        try:
+            return await unless_gone(caller.receive, counting)
+        except EngineRefusal as refusal:
+            raise RequestFailure(refusal.info) from None
+
     async def _pass_on(self, body: EngineBody, caller: Caller) -> ASGIApp:
         await self.gateway.wait_for_route()
         timeout_s = body.time_limit_s(self._request_timeout_s)

@@ -9,8 +9,10 @@ from typing import Literal
 
 import msgspec
 from litestar import MediaType, Response
+from litestar.utils import normalize_path
 
 from core.wire.messages import ErrorInfo
+from router.rendered.bodies import MESSAGES
 
 RETRY_AFTER_S = 1
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
@@ -42,7 +44,7 @@ class AnthropicErrorDetail(msgspec.Struct, kw_only=True):
 
 
 class AnthropicErrorBody(msgspec.Struct, kw_only=True):
-    """Body of every response of ``/v1/messages`` that is not a success."""
+    """Body of every response of ``/v1/messages``, and of paths below it, that is not a success."""
 
     type: Literal["error"] = "error"
     error: AnthropicErrorDetail
@@ -54,6 +56,11 @@ class RequestFailure(Exception):
     def __init__(self, info: ErrorInfo) -> None:
         super().__init__(info.message)
         self.info = info
+
+
+def is_anthropics(path: str) -> bool:
+    """Return True for paths of Anthropic's API, whether they are served or not."""
+    return f"{normalize_path(path)}/".startswith(f"{MESSAGES}/")
 
 
 def error_body(info: ErrorInfo) -> ErrorBody:

@@ -23,6 +23,8 @@ from router.openai.sampling import parse_body
 from router.openai.structured import GUIDED
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+COUNT_TOKENS = f"{MESSAGES}/count_tokens"
+_ANTHROPICS = (MESSAGES, COUNT_TOKENS)
 
 # Of the router alone; an engine's API refuses or misreads them.
 _OF_ROUTER = ("timeout_s", "session_id", "request_id", "kv_transfer_params")
@@ -73,7 +75,7 @@ class EngineBody:
         found = {name: value for name, value in self.fields.items() if name not in _OF_ROUTER and name != "model"} | changes
         if self.adapter:
             found["model"] = self.adapter
-        elif self.path == MESSAGES:  # where it is required
+        elif self.path in _ANTHROPICS:  # where it is required
             found["model"] = self.fields.get("model")
         return {name: value for name, value in found.items() if value is not None}
 
@@ -126,7 +128,7 @@ def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> E
     is_chat = path == CHAT
     has_tools = _is_used(fields, "tools") and fields.get("tool_choice") != "none"
     is_split = is_chat and (splits_output or has_tools)
-    is_whole = path == MESSAGES or any(_is_used(fields, name) for name in _WHOLE)
+    is_whole = path in _ANTHROPICS or any(_is_used(fields, name) for name in _WHOLE)
     is_whole = is_whole or (is_split and any(_is_used(fields, name) for name in _NOT_WITH_SPLITTING))
     is_rendered = is_split or bool(adapter) or any(_is_used(fields, name) for name in _RENDERED)
     if is_chat:
@@ -134,7 +136,7 @@ def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> E
         is_whole = is_whole or _has_media(fields.get("messages"))
     if not is_rendered and not is_whole:
         return None
-    if path != MESSAGES:
+    if path not in _ANTHROPICS:
         _check_supported(fields)
         fields = _with_structured_outputs(fields)
     return EngineBody(path=path, fields=fields, adapter=adapter, is_split=is_split, is_whole=is_whole)

@@ -1,6 +1,6 @@
-"""Has an engine render bodies, and split finished output into text, reasoning and tool calls.
+"""Has an engine render bodies, count their tokens, and split finished output into text, reasoning and tool calls.
 
-Both are done by any engine of the cluster, again by another one if one fails: they change nothing there.
+All are done by any engine of the cluster, again by another one if one fails: they change nothing there.
 """
 
 from __future__ import annotations
@@ -89,6 +89,15 @@ class EngineRenderer:
         found, model_fingerprint = await self._ask(f"{body.path}/render", fields, timeout_s, _read_rendered)
         prompts = [_prompt(item, body.adapter) for item in found]
         return RenderedBody(prompts, model_fingerprint)
+
+    async def count_tokens(self, body: EngineBody, timeout_s: float) -> dict[str, Any]:
+        """Return what an engine answers to the path of a body that only asks for a number of tokens.
+
+        Raises:
+            EngineRefusal: the engine refuses it, or no engine could answer.
+        """
+        answer, _ = await self._ask(body.path, body.for_engine(), timeout_s, msgspec.json.Decoder(dict[str, Any]).decode)
+        return answer
 
     async def derender(self, body: Mapping[str, Any], timeout_s: float, model_fingerprint: bytes, kind: type[T]) -> T:
         """Return what an engine makes of output tokens, a ``SplitOutput`` or, of a stream, a ``SplitPart``.

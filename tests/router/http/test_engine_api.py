@@ -10,6 +10,7 @@ from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"
+COUNT = f"{MESSAGES}/count_tokens"
 RENDER, SPLIT = f"{CHAT}/render", f"{CHAT}/derender"
 EOS = 256
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
@@ -233,9 +234,10 @@ async def test_no_engine_is_one_error(engines):
     assert answer["error"]["code"] == "no_worker"  # one after the other has said that it is dead
 
 
-async def test_workers_without_an_api_leave_everything_to_the_router(served):
-    answer = await ask(served, {"model": "x", "max_tokens": 5}, MESSAGES, status=404)
-    assert "vLLM engines" in answer["error"]["message"]
+@pytest.mark.parametrize("path", [MESSAGES, COUNT])
+async def test_workers_without_an_api_leave_everything_to_the_router(served, path):
+    answer = await ask(served, {"model": "x", "max_tokens": 5}, path, status=404)
+    assert f"{path} is served by vLLM engines only" in answer["error"]["message"]
     assert calls_of(served, RENDER) == []
 
 
@@ -243,6 +245,29 @@ async def test_without_any_worker_anthropics_form_is_worth_another_try(start_rou
     served = await start_router(has_http=False)
     answer = await ask(served, {"model": "x", "max_tokens": 5}, MESSAGES, status=503)
     assert answer["type"] == "error"
+
+
+async def test_tokens_of_anthropics_form_are_counted_by_one_engine(engines):
+    body = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
+    for worker in engines.workers:
+        worker.script.calls[COUNT] = lambda body: (200, {"input_tokens": 7})
+    assert await ask(engines, body, COUNT) == {"input_tokens": 7}
+    assert calls_of(engines, COUNT) == [body]
+
+
+async def test_another_engine_counts_if_one_fails_and_what_it_refuses_the_client_hears(engines):
+    engines.workers[0].script.calls[COUNT] = lambda body: GONE
+    engines.workers[1].script.calls[COUNT] = lambda body: (400, {"error": {"message": "no messages"}})
+    for _ in range(2):
+        answer = await ask(engines, {"model": "tiny"}, COUNT, status=400)
+        assert answer == {"type": "error", "error": {"type": "invalid_request_error", "message": "vLLM: no messages"}}
+
+
+@pytest.mark.parametrize(("method", "path", "status"), [("POST", f"{MESSAGES}/batches", 404), ("GET", f"{MESSAGES}/", 405)])
+async def test_errors_of_all_paths_below_messages_have_anthropics_shape(engines, method, path, status):
+    async with engines.client() as client:
+        answer = await client.request(method, path)
+    assert (answer.status_code, answer.json()["type"]) == (status, "error")
 
 
 @pytest.mark.parametrize("content", [b"{", b"[]", b""])
@@ -278,12 +303,15 @@ async def test_a_stream_of_anthropics_endpoint_that_breaks_ends_with_its_error_e
         (MESSAGES, {"authorization": "Bearer secret"}, 200),
         (MESSAGES, {"authorization": "Bearer wrong", "x-api-key": "secret"}, 401),
         (MESSAGES, {"x-api-key": "wrong"}, 401),
+        (f"{MESSAGES}/", {"x-api-key": "wrong"}, 401),
+        (COUNT, {"x-api-key": "secret"}, 200),
+        (COUNT, {}, 401),
         (CHAT, {"x-api-key": "secret"}, 401),
     ],
 )
 async def test_anthropics_header_has_the_key_at_its_endpoint_only(start_router, path, headers, status):
     served = await start_router(has_http=False, api_key="secret")
-    calls = {MESSAGES: lambda body: (200, {"type": "message"})}
+    calls = dict.fromkeys((MESSAGES, COUNT), lambda body: (200, {"type": "message"}))
     await served.add("aggregated", takes_calls=True, script=served.script(calls=calls))
     async with served.client() as client:
         answer = await client.post(path, json=chat(), headers=headers)
