@@ -44,8 +44,8 @@ from router.http.middleware import RequestIdMiddleware, client_id, report_ignore
 from router.http.openapi import openapi_document
 from router.http.probes import ProbeAnswers
 from router.http.uploads import UploadLimit, hold_of
+from router.openai.body_parser import decode_json
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from router.openai.sampling import decode_json
 from router.openai.unknown_fields import parse_lenient_body
 from router.rendered.bodies import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, EngineBody
 from router.responses_api.requests import ResponsesRequest

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.inspect import CollectionType, StructType, Type, UnionType, type_info
 
 from core.errors import InvalidRequest
-from router.openai.sampling import decode_json, explain, parse_body
+from router.openai.body_parser import decode_json, explain, parse_body
 
 LENIENT_FIELDS = ("messages", "input")
 # Fields of messages and parts that change nothing in what a text model reads, whatever they hold.

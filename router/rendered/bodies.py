@@ -18,8 +18,8 @@ from typing import Any
 import msgspec
 
 from core.errors import InvalidRequest
+from router.openai.body_parser import parse_body
 from router.openai.requests import NEUTRAL, ChatCompletionRequest, CompletionRequest
-from router.openai.sampling import parse_body
 from router.openai.structured import GUIDED
 
 CHAT, COMPLETIONS, MESSAGES = "/v1/chat/completions", "/v1/completions", "/v1/messages"

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from core.errors import InvalidRequest
+from router.openai.body_parser import parse_body
 from router.openai.requests import (
     NEUTRAL,
     ChatCompletionRequest,
@@ -18,7 +19,7 @@ from router.openai.requests import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from router.openai.sampling import check_supported, parse_body
+from router.openai.sampling import check_supported
 from router.responses_api.requests import RESPONSES_NEUTRAL, ResponsesRequest
 
 PAGE = (Path(__file__).parents[3] / "docs/api.md").read_text()

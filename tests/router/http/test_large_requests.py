@@ -19,6 +19,7 @@ from core.wire.messages import TokenLogprobs
 from router.dispatch.types import PromptReport
 from router.http.body_checks import check_num_values, separators_outside_texts
 from router.openai import sampling as params_module
+from router.openai.body_parser import parse_body
 from router.openai.chat_template import ChatTemplate
 from router.openai.logprobs import TokenTexts, prompt_logprobs
 from router.openai.postprocess import RequestOutput
@@ -32,7 +33,6 @@ from router.openai.sampling import (
     check_ranges,
     output_options,
     params_of_prompt,
-    parse_body,
     shared_params,
 )
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool

@@ -10,6 +10,7 @@ from core.errors import ContextTooLong, InvalidRequest
 from core.wire import codec
 from core.wire.messages import Generate
 from core.wire.sampling import SamplingParams
+from router.openai.body_parser import parse_body
 from router.openai.requests import NEUTRAL, ChatCompletionRequest, CompletionRequest
 from router.openai.sampling import (
     ModelLimits,
@@ -17,7 +18,6 @@ from router.openai.sampling import (
     check_supported,
     load_failure_policy,
     output_options,
-    parse_body,
     sampling_params,
 )
 

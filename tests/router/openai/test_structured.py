@@ -8,8 +8,9 @@ from core.errors import InvalidRequest
 from core.model.hub import resolve_model
 from core.model.tokenizer import Tokenizer
 from core.wire.sampling import StructuredOutput
+from router.openai.body_parser import parse_body
 from router.openai.requests import ChatCompletionRequest, CompletionRequest
-from router.openai.sampling import ModelLimits, check_supported, parse_body, shared_params
+from router.openai.sampling import ModelLimits, check_supported, shared_params
 from router.openai.structured import GrammarGate, field_of_form, structured_output
 from tests.support.json_model import write_json_model
 

@@ -1,0 +1,86 @@
+"""Decodes the JSON of bodies as typed structs; its errors name the field and the fix."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+
+from core.errors import InvalidRequest
+from router.http.body_checks import check_num_values
+
+_UNKNOWN_FIELD = re.compile(r"unknown field `(.+?)`")
+_MISSING_FIELD = re.compile(r"missing required field `(.+?)`")
+_PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
+_WRONG_TYPE = re.compile(r"Expected `(.+?)`, got `(.+?)`")
+_TYPES = {
+    "int": "an integer",
+    "float": "a number",
+    "str": "a string",
+    "bool": "true or false",
+    "array": "a list",
+    "object": "an object",
+}
+
+Body = TypeVar("Body", bound=msgspec.Struct)
+Decoded = TypeVar("Decoded")
+
+
+def parse_body(body: bytes, kind: type[Body]) -> Body:
+    """Decode a JSON body.
+
+    Raises:
+        InvalidRequest: the JSON is malformed or has too many values, or a field is unknown, missing or of a wrong type;
+            ``param`` names the field.
+    """
+    check_num_values(body)
+    try:
+        return decode_json(body, kind)
+    except msgspec.ValidationError as error:
+        raise explain(str(error)) from None
+
+
+def decode_json(body: bytes, kind: type[Decoded]) -> Decoded:
+    """Decode JSON.
+
+    Raises:
+        InvalidRequest: it is malformed.
+        msgspec.ValidationError: it is no ``kind``.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError:
+        raise
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+
+
+def explain(message: str) -> InvalidRequest:
+    """Return the message of a ``msgspec.ValidationError`` as an error that names the field."""
+    path = _PATH.search(message)
+    place = path.group(1) if path else ""
+    what = message[: path.start()] if path else message
+    unknown, missing = _UNKNOWN_FIELD.search(what), _MISSING_FIELD.search(what)
+    named = unknown or missing
+    if named is not None:
+        place = f"{place}.{named.group(1)}" if place else named.group(1)
+        what = "unknown field: leave it out" if unknown else "this field is required"
+    wrong_type = _WRONG_TYPE.fullmatch(what)
+    if wrong_type is not None:
+        what = _name_the_fix(wrong_type.group(1).split(" | "), wrong_type.group(2))
+    text = f"{place}: {what[0].lower()}{what[1:]}" if place else f"the body is not a valid request: {what}"
+    return InvalidRequest(text, param=place or None)
+
+
+def _name_the_fix(expected: list[str], got: str) -> str:
+    """Return the type that a value must have, and how to correct the value that was sent."""
+    allowed = " or ".join(_TYPES.get(name, name) for name in expected if name != "null")
+    text = f"must be {allowed}, not {_TYPES.get(got, got)}"
+    if got == "str" and "bool" in expected:
+        return f"{text}: true and false go without quotes"
+    if got == "str" and not {"int", "float"}.isdisjoint(expected):
+        return f"{text}: numbers go without quotes"
+    if got in ("int", "float", "bool") and "str" in expected:
+        return f"{text}: texts go in quotes"
+    return f"{text}: correct it, or leave it out" if "null" in expected else f"{text}: correct it"
