@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import msgspec
 
@@ -23,6 +23,12 @@ _TYPES = {
     "object": "an object",
 }
 
+_FLOAT_FOR_INT = re.compile(r"Expected `int[^`]*`, got `float`")
+_EXACT = 2**53  # from here on a float may stand for another integer
+# A pair of surrogates, a surrogate alone (the group), or another escape.
+_ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.", re.DOTALL)
+_SEARCHED_BYTES = 256 << 10  # takes milliseconds
+
 Body = TypeVar("Body", bound=msgspec.Struct)
 Decoded = TypeVar("Decoded")
 
@@ -38,7 +44,26 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
     try:
         return decode_json(body, kind)
     except msgspec.ValidationError as error:
+        if not _FLOAT_FOR_INT.match(str(error)):
+            raise explain(str(error)) from None
+    return convert(decode_json(body, dict), kind)
+
+
+def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
+    """Return decoded fields as a body; whole numbers may be written as floats, as clients without integers do.
+
+    Raises:
+        InvalidRequest: as ``parse_body``.
+    """
+    try:
+        return msgspec.convert({name: _as_int(value) for name, value in fields.items()}, kind)
+    except msgspec.ValidationError as error:
         raise explain(str(error)) from None
+
+
+def _as_int(value: Any) -> Any:  # noqa: ANN401 - decoded JSON
+    """Return the integer that a float is; anything else as it is."""
+    return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
 
 
 def decode_json(body: bytes, kind: type[Decoded]) -> Decoded:
@@ -53,7 +78,15 @@ def decode_json(body: bytes, kind: type[Decoded]) -> Decoded:
     except msgspec.ValidationError:
         raise
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body is not valid JSON: {error}") from None
+        half = _half_character(body)
+        what = f"it has half a character, {half}: a surrogate needs its other half" if half else str(error)
+        raise InvalidRequest(f"the body is not valid JSON: {what}") from None
+
+
+def _half_character(body: bytes) -> str:
+    """Return the first escape of a surrogate without its other half, empty if there is none."""
+    found = (match[1] for match in _ESCAPE.finditer(body, 0, _SEARCHED_BYTES) if match[1])
+    return next(found, b"").decode()
 
 
 def explain(message: str) -> InvalidRequest:

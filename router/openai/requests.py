@@ -6,6 +6,7 @@ send. vLLM's additional fields are listed after OpenAI's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import msgspec
@@ -214,6 +215,11 @@ class DetokenizeRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True
 
     tokens: list[int]
     model: str | None = None
+
+
+def is_one_of(value: object, values: Sequence[object]) -> bool:
+    """Return True if a value and its type are among these: ``True`` is not ``1``, nor ``0`` ``False``."""
+    return any(type(value) is type(one) and value == one for one in values)
 
 
 # Field → the values that mean "not used". Any other value is refused as unsupported, not silently ignored.

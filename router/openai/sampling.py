@@ -15,7 +15,7 @@ import msgspec
 from core.errors import ContextTooLong, InvalidRequest
 from core.wire.messages import LoadFailurePolicy
 from core.wire.sampling import SamplingParams, check_tokens_left
-from router.openai.requests import NEUTRAL, ChatCompletionRequest, CommonRequest, CompletionRequest
+from router.openai.requests import NEUTRAL, ChatCompletionRequest, CommonRequest, CompletionRequest, is_one_of
 from router.openai.served_model import NEUTRAL_SAMPLING, SamplingDefaults
 from router.openai.structured import structured_output
 
@@ -48,7 +48,7 @@ RANGES = {
     "max_output_tokens": Range(1),
     "min_tokens": Range(0),
     "temperature": Range(0, 2),
-    "top_p": Range(0, 1, is_low_open=True),
+    "top_p": Range(0, 1),
     "top_k": Range(-1),
     "min_p": Range(0, 1),
     "repetition_penalty": Range(0.01, 100),
@@ -100,7 +100,7 @@ def check_supported(request: CommonRequest) -> None:
     """
     for field, neutral in NEUTRAL.items():
         value = getattr(request, field, None)
-        if value is not None and value not in neutral:
+        if value is not None and not is_one_of(value, neutral):
             raise InvalidRequest(f"{field} is not supported yet: leave it out", param=field)
     if isinstance(request, ChatCompletionRequest) and request.echo:
         raise InvalidRequest("echo is not supported yet in chats: leave it out", param="echo")
@@ -170,10 +170,11 @@ def shared_params(
     prompt_logprobs = options.prompt_logprobs
     if prompt_logprobs is None and options.echo:
         prompt_logprobs = options.logprobs
+    top_p = _default(request.top_p, defaults.top_p)
     params = SamplingParams(
         min_tokens=request.min_tokens or 0,
-        temperature=_default(request.temperature, defaults.temperature),
-        top_p=_default(request.top_p, defaults.top_p),
+        temperature=_default(request.temperature, defaults.temperature) if top_p else 0.0,
+        top_p=top_p,
         top_k=min(max(0, defaults.top_k if request.top_k is None else request.top_k), limits.vocab_size),
         min_p=_default(request.min_p, defaults.min_p),
         repetition_penalty=_default(request.repetition_penalty, defaults.repetition_penalty),

@@ -18,7 +18,7 @@ from core.grammar.child import Setup
 from core.grammar.limits import check_limits
 from core.model.tokenizer import Tokenizer
 from core.wire.sampling import IGNORES_END, GrammarKind, StructuredOutput
-from router.openai.requests import CommonRequest
+from router.openai.requests import CommonRequest, is_one_of
 
 # vLLM's name of each form, as a key of ``structured_outputs`` and after ``guided_``.
 _KINDS: dict[str, GrammarKind] = {
@@ -121,7 +121,7 @@ def _from_structured_outputs(value: object) -> StructuredOutput | None:
     for name, one in value.items():
         if name not in _KINDS and name not in _NEUTRAL_OPTIONS:
             raise InvalidRequest(f"structured_outputs has no field {name!r}", param=field)
-        if one not in _NEUTRAL_OPTIONS.get(name, (one,)):
+        if not is_one_of(one, _NEUTRAL_OPTIONS.get(name, (one,))):
             raise InvalidRequest(f"structured_outputs.{name} is not supported: leave it out", param=field)
     given = {name: one for name, one in value.items() if name in _KINDS and one is not None and one is not False}
     if len(given) != 1:

@@ -16,7 +16,7 @@ import msgspec
 from msgspec.inspect import CollectionType, StructType, Type, UnionType, type_info
 
 from core.errors import InvalidRequest
-from router.openai.body_parser import decode_json, explain, parse_body
+from router.openai.body_parser import convert, decode_json, parse_body
 
 LENIENT_FIELDS = ("messages", "input")
 # Fields of messages and parts that change nothing in what a text model reads, whatever they hold.
@@ -52,10 +52,7 @@ def parse_lenient_body(body: bytes, kind: type[Body]) -> tuple[Body, Sequence[st
     for field in top.fields:
         if field.encode_name in LENIENT_FIELDS and field.encode_name in fields:
             fields[field.encode_name] = _without_unknown(fields[field.encode_name], field.type, field.encode_name, ignored)
-    try:
-        return msgspec.convert(fields, kind), ignored
-    except msgspec.ValidationError as error:
-        raise explain(str(error)) from None
+    return convert(fields, kind), ignored
 
 
 def ignored_header(paths: Sequence[str]) -> str:

@@ -43,7 +43,7 @@ def test_top_levels_are_closed_and_messages_are_open(document):
     ("good", "wrong"),
     [
         ({"temperature": 2}, {"temperature": 2.1}),
-        ({"top_p": 0.01}, {"top_p": 0}),
+        ({"top_p": 0}, {"top_p": 1.1}),
         ({"n": 128}, {"n": 129}),
         ({"max_tokens": 1}, {"max_tokens": 0}),
         ({"top_logprobs": 20}, {"top_logprobs": 21}),

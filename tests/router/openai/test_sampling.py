@@ -20,6 +20,7 @@ from router.openai.sampling import (
     output_options,
     sampling_params,
 )
+from router.openai.unknown_fields import parse_lenient_body
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=257)
 
@@ -90,6 +91,40 @@ def test_what_is_no_json_object_is_refused(body):
         parse_body(body, CompletionRequest)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [r"\ud800", r"a\ud83dbc", r"\udc00 \ud83d\ude00", r"\ud83d\ud83d", r"\\\\\uDFFF"],
+    ids=["end", "cut", "low", "two", "escaped"],
+)
+def test_half_a_character_is_named(text):
+    with pytest.raises(InvalidRequest, match=r"half a character, \\u[dD]"):
+        parse_body(b'{"prompt": "%s"}' % text.encode(), CompletionRequest)
+
+
+@pytest.mark.parametrize(
+    "body", [b'{"prompt": "x', rb'{"prompt": "\ud83d\ude00', rb'{"prompt": "\\\\ud800'], ids=["", "pair", "backslash"]
+)
+def test_a_body_that_is_cut_is_not_said_to_have_half_a_character(body):
+    with pytest.raises(InvalidRequest, match="truncated"):
+        parse_body(body, CompletionRequest)
+
+
+def test_whole_numbers_may_be_written_as_floats():
+    request = completion(max_tokens=100.0, seed=7.0, temperature=1, n=2.0)
+    assert (request.max_tokens, request.seed, request.temperature, request.n) == (100, 7, 1.0, 2)
+    assert isinstance(request.max_tokens, int)
+    body = {"messages": [{"role": "user", "content": "x", "mood": 1}], "max_tokens": 5.0}
+    assert parse_lenient_body(json.dumps(body).encode(), ChatCompletionRequest)[0].max_tokens == 5
+    for wrong in (1.5, 1e300, True):
+        with pytest.raises(InvalidRequest, match="max_tokens"):
+            completion(max_tokens=wrong)
+
+
+def test_a_mass_of_nothing_is_greedy():
+    assert sampling(completion(top_p=0, temperature=0.9)).temperature == 0.0
+    assert sampling(completion(top_p=0.1, temperature=0.9)).temperature == 0.9
+
+
 def test_null_is_as_good_as_nothing_for_every_optional_field():
     for request, kind in ((completion(), CompletionRequest), (chat(), ChatCompletionRequest)):
         required = {"prompt", "messages"}
@@ -117,7 +152,9 @@ def test_fields_that_clients_send_for_themselves_are_ignored():
         ("guided_whitespace_pattern", " "),
         ("bad_words", ["x"]),
         ("length_penalty", 0.5),
+        ("length_penalty", True),
         ("use_beam_search", True),
+        ("use_beam_search", 0),
     ],
 )
 def test_unsupported_fields_of_completions_are_refused_by_name(field, value):
@@ -165,7 +202,7 @@ def test_neutral_values_pass(kind):
         ("min_tokens", -1),
         ("temperature", -0.1),
         ("temperature", 2.1),
-        ("top_p", 0.0),
+        ("top_p", -0.1),
         ("top_p", 1.1),
         ("top_k", -2),
         ("min_p", 1.5),
