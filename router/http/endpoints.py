@@ -5,6 +5,7 @@ Owns the order of the steps and the ids of requests.
 
 from __future__ import annotations
 
+import logging
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from litestar.types import ASGIApp, Receive
 from core.config_router import RouterSection
 from core.errors import InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
+from core.log import event
 from core.tracing import TraceContext
 from core.wire.sampling import SamplingParams, StructuredOutput
 from router.dispatch.policy import choose_weights
@@ -67,10 +69,16 @@ from router.rendered.splitting import OutputSplitter
 from router.responses_api.requests import ResponsesRequest, check_responses_supported
 from router.responses_api.shaper import ResponsesOutput, ResponsesShaper
 from router.responses_api.translation import chat_request, in_words_of_responses
-from router.tools.formats import tool_format
+from router.tools.formats import AUTO, has_known_calls, tool_format
+
+logger = logging.getLogger(__name__)
 
 _ONLY_IN_CHATS = (
     "vLLM engines serve tools, forms, images, reasoning.effort and adapters through /v1/chat/completions only: use that"
+)
+_UNKNOWN_CALLS = (
+    "the chat template reads tools and has no mark of a known format of calls: they stay text; set router.tool_format if one "
+    "fits, unless vLLM engines split the answers"
 )
 _ID_PREFIXES = {CompletionRequest: "cmpl-", ChatCompletionRequest: "chatcmpl-"}
 
@@ -129,6 +137,12 @@ class Endpoints:
         self._texts = TokenTexts(model.tokenizer)
         self._grammars = GrammarGate(model.tokenizer)
         self._tool_format = tool_format(config.tool_format, model.tokenizer.template)
+        if (
+            config.tool_format == AUTO
+            and "tools" in model.tokenizer.template_variables
+            and not has_known_calls(model.tokenizer.template)
+        ):
+            logger.warning(event("tool_format_unknown", reason=_UNKNOWN_CALLS))
         self._has_reasoning = has_thinking_tags(model.tokenizer.template)
         self._ids = ids
         self._max_prompt_tokens = config.max_prompt_tokens

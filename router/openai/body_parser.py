@@ -14,6 +14,7 @@ _UNKNOWN_FIELD = re.compile(r"unknown field `(.+?)`")
 _MISSING_FIELD = re.compile(r"missing required field `(.+?)`")
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _WRONG_TYPE = re.compile(r"Expected `(.+?)`, got `(.+?)`")
+_UNLISTED_VALUE = re.compile(r"Invalid enum value (.+)")
 _TYPES = {
     "int": "an integer",
     "float": "a number",
@@ -99,6 +100,9 @@ def explain(message: str) -> InvalidRequest:
     if named is not None:
         place = f"{place}.{named.group(1)}" if place else named.group(1)
         what = "unknown field: leave it out" if unknown else "this field is required"
+    unlisted = _UNLISTED_VALUE.fullmatch(what)
+    if unlisted is not None:
+        what = f"{unlisted.group(1)} is none of its values, which /openapi.json lists"
     wrong_type = _WRONG_TYPE.fullmatch(what)
     if wrong_type is not None:
         what = _name_the_fix(wrong_type.group(1).split(" | "), wrong_type.group(2))

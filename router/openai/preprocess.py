@@ -245,16 +245,28 @@ def max_text_tokens(max_model_len: int) -> int:
 
 
 def check_messages(messages: Sequence[ChatMessage]) -> None:
-    """Refuse a conversation with too many messages or parts.
+    """Refuse a conversation with too many messages or parts, or with a message that lacks what its role needs.
 
     Raises:
-        InvalidRequest: names the limit.
+        InvalidRequest: names the limit, or the field that is missing.
     """
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"there are {len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages")
     num_parts = sum(map(_num_parts, messages))
     if num_parts > MAX_MESSAGES:
         raise InvalidRequest(f"the messages have {num_parts} parts, at most {MAX_MESSAGES} are allowed", param="messages")
+    for index, message in enumerate(messages):
+        field = _missing_field(message)
+        if field:
+            place = f"messages[{index}].{field}"
+            raise InvalidRequest(f"{place} is required in a message of the {message.role}", param=place)
+
+
+def _missing_field(message: ChatMessage) -> str:
+    """Return what a message of its role cannot be without, empty if it is there."""
+    if message.role == "user" and message.content in (None, []):
+        return "content"
+    return "tool_call_id" if message.role == "tool" and message.tool_call_id is None else ""
 
 
 def continued_text(request: ChatCompletionRequest) -> str:

@@ -135,8 +135,8 @@ def _schemas(tools: object) -> dict[str, dict[str, Any]]:
             raise InvalidRequest(f"{place}.function.name must be 1 to 64 letters, digits, _, . or -", param=place)
         if name in schemas:
             raise InvalidRequest(f"{place}: there are two functions named {name}", param=place)
-        if not isinstance(parameters, dict | None):
-            raise InvalidRequest(f"{place}.function.parameters must be a JSON schema", param=place)
+        if not isinstance(parameters, dict | None) or (parameters or {}).get("type", "object") != "object":
+            raise InvalidRequest(f"{place}.function.parameters must be a JSON schema of type object", param=place)
         schemas[name] = _NO_ARGUMENTS if parameters is None else {"type": "object", **parameters}
     return schemas
 

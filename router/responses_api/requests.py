@@ -5,12 +5,25 @@ Owns the shape of requests, and the fields that are known and refused; ``router.
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
 from core.errors import InvalidRequest
 from router.openai.requests import NEUTRAL, ImageDetail, KVTransferParams, RefusalPart, TextPart
+
+LOGPROBS_INCLUDED: Literal["message.output_text.logprobs"] = "message.output_text.logprobs"
+Included = Literal[
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+Summary = Literal["auto", "concise", "detailed"]
 
 
 class InputTextPart(msgspec.Struct, forbid_unknown_fields=True, tag_field="type", tag="input_text"):
@@ -64,8 +77,8 @@ class ReasoningConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     """How much the model reasons. Summaries are not made: the reasoning itself is in the answer."""
 
     effort: Any = None
-    summary: Any = None
-    generate_summary: Any = None
+    summary: Summary | None = None
+    generate_summary: Summary | None = None
 
 
 class TextConfig(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -97,8 +110,8 @@ class ResponsesRequest(msgspec.Struct, forbid_unknown_fields=True, kw_only=True)
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
     reasoning: ReasoningConfig | None = None
-    include: list[str] | None = None
-    max_tool_calls: int | None = None  # of built-in tools, and there are none
+    include: list[Included] | None = None
+    max_tool_calls: Annotated[int, msgspec.Meta(ge=0)] | None = None  # of built-in tools, and there are none
     metadata: dict[str, Any] | None = None
     user: str | None = None
     prompt_cache_key: str | None = None
@@ -152,7 +165,6 @@ _REASONS = {
     "truncation": "nothing is cut off silently: send fewer items",
     "top_logprobs": "use /v1/chat/completions for log-probabilities",
 }
-LOGPROBS_INCLUDED = "message.output_text.logprobs"
 
 
 def check_responses_supported(request: ResponsesRequest) -> None:

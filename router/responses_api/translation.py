@@ -97,7 +97,12 @@ def _messages(request: ResponsesRequest) -> list[ChatMessage]:
 def _message(item: InputItem, place: str, reasoning: str) -> ChatMessage:
     if item.role is None:
         raise InvalidRequest(f"{place}.role is required in a message", param=f"{place}.role")
-    message = ChatMessage(role=item.role, content=_content(item.content, f"{place}.content"))
+    for field in ("call_id", "arguments", "output"):
+        if getattr(item, field) is not None:
+            raise InvalidRequest(f"{place}.{field} is no field of a message: leave it out", param=f"{place}.{field}")
+    if item.role == "user" and item.content in (None, []):
+        raise InvalidRequest(f"{place}.content is required in a message of the user", param=f"{place}.content")
+    message = ChatMessage(role=item.role, content=_content(item.content, f"{place}.content"), name=item.name)
     if item.role == "assistant" and reasoning:
         message.reasoning_content = reasoning
     return message

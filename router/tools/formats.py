@@ -83,6 +83,12 @@ _MARKS = {  # in chat templates
     '"parameters": dictionary of argument name': LLAMA3_JSON,
     "[func_name1(": PYTHONIC,
 }
+_XML_MARK = "<parameter="  # of arguments in XML, within the marks of other formats
+
+
+def has_known_calls(template: str) -> bool:
+    """Return True if a template writes calls in one of the known formats, as far as its marks tell."""
+    return any(mark in template for mark in _MARKS) and _XML_MARK not in template
 
 
 def tool_format(name: str, template: str = "") -> ToolFormat:

@@ -89,6 +89,20 @@ async def test_prompts_times_n_is_limited_before_anything_is_tokenized(reader, t
     assert refused.value.param == "n"
 
 
+@pytest.mark.parametrize(
+    ("message", "param"),
+    [
+        (ChatMessage(role="user"), "messages[1].content"),
+        (ChatMessage(role="user", content=[]), "messages[1].content"),
+        (ChatMessage(role="tool", content="rain"), "messages[1].tool_call_id"),
+    ],
+)
+async def test_messages_without_what_makes_them_one_are_refused(reader, message, param):
+    with pytest.raises(InvalidRequest, match="is required in a message of the") as refused:
+        await reader.read_chat(said(USER, message), LIMITS)
+    assert refused.value.param == param
+
+
 async def test_truncation_keeps_the_end(reader, spell):
     for prompt in ("abcdef", list(spell("abcdef"))):
         (kept,) = await reader.read_completion(CompletionRequest(prompt=prompt, truncate_prompt_tokens=2), LIMITS)

@@ -54,6 +54,10 @@ def test_messages_go_with_and_without_type():
     ]
 
 
+def test_the_name_of_a_message_stays_with_it():
+    assert messages({"role": "user", "content": "hi", "name": "bob"}) == [{"role": "user", "content": "hi", "name": "bob"}]
+
+
 def test_calls_join_the_message_before_them_and_outputs_are_tool_messages():
     output = {"type": "function_call_output", "call_id": "call_1", "output": "rain"}
     found = messages({"role": "assistant", "content": "I look."}, CALL, CALL | {"call_id": "call_2"}, output)
@@ -114,6 +118,13 @@ def test_tools_choice_form_and_effort_have_the_form_of_chats():
         ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice", "allowed_tools"),
         ({"text": {"format": {"type": "grammar"}}}, "text.format", "json_schema"),
         ({"colour": 1}, "colour", "unknown"),
+        ({"input": [{"role": "user"}]}, "input[0].content", "required"),
+        ({"input": [{"role": "user", "content": []}]}, "input[0].content", "required"),
+        ({"input": [{"role": "user", "content": "x", "arguments": "{}"}]}, "input[0].arguments", "no field of a message"),
+        ({"input": [{"role": "user", "content": "x", "output": "z"}]}, "input[0].output", "no field of a message"),
+        ({"max_tool_calls": -4}, "max_tool_calls", ">= 0"),
+        ({"include": ["nonsense"]}, "include[0]", "openapi.json"),
+        ({"reasoning": {"summary": "zzz"}}, "reasoning.summary", "openapi.json"),
     ],
 )
 def test_what_is_not_supported_is_named_with_its_reason(fields, param, reason):

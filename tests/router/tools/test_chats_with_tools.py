@@ -21,14 +21,24 @@ USER = [{"role": "user", "content": "hi"}]
 PARAMETERS = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}]
 EARLIER = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+TOLD = {"role": "tool", "tool_call_id": "call_1", "content": "rain"}
 CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call>'
 
 
 @pytest.fixture
-async def with_tools(start_router, write_tiny_files, tmp_path):
-    files = write_tiny_files(tmp_path)
-    object.__setattr__(files, "chat_template", TEMPLATE)
-    under_test = await start_router(has_http=False, model=ServedModel(name="tiny", tokenizer=Tokenizer(files)))
+def tiny_router_of(start_router, write_tiny_files, tmp_path):
+    async def start(template, **settings):
+        files = write_tiny_files(tmp_path)
+        object.__setattr__(files, "chat_template", template)
+        model = ServedModel(name="tiny", tokenizer=Tokenizer(files))
+        return await start_router(has_http=False, model=model, **settings)
+
+    return start
+
+
+@pytest.fixture
+async def with_tools(tiny_router_of):
+    under_test = await tiny_router_of(TEMPLATE)
     await under_test.pair()
 
     async def ask(text, **fields):
@@ -220,6 +230,20 @@ async def test_an_answer_cut_in_a_call_is_taken_back_in_the_next_turn(with_tools
     assert response.status_code == 200, response.text
 
 
+@pytest.mark.parametrize(
+    ("template", "tool_format", "is_said"),
+    [
+        ("{{ tools }}{{ messages }}", "auto", True),
+        ("{{ tools }}{{ messages }}", "hermes", False),
+        ("{{ messages }}", "auto", False),
+        (TEMPLATE, "auto", False),
+    ],
+)
+async def test_a_template_of_unknown_calls_is_a_warning(tiny_router_of, caplog, template, tool_format, is_said):
+    await tiny_router_of(template, tool_format=tool_format)
+    assert ("router.tool_format" in caplog.text) == is_said
+
+
 async def test_tools_earlier_calls_and_effort_are_rendered(with_tools):
     history = [
         *USER,
@@ -255,7 +279,7 @@ async def test_a_template_without_tools_has_them_described_if_the_settings_say_s
     under_test = await start_router(has_http=False, tools_in_prompt="hermes")
     for role in ("prefill", "decode"):
         await under_test.add(role, max_model_len=2048)
-    history = [*USER, {"role": "assistant", "tool_calls": [EARLIER]}, {"role": "tool", "content": "rain"}]
+    history = [*USER, {"role": "assistant", "tool_calls": [EARLIER]}, TOLD]
     prompt = await prompt_of(under_test, messages=history, tools=TOOLS)
     assert '<tools>\n{"type":"function","function":{"name":"weather"' in prompt
     assert '<tool_call>\n{"name":"weather","arguments":{"city":"Oslo"}}\n</tool_call>' in prompt

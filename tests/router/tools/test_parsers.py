@@ -18,6 +18,7 @@ from router.tools.formats import (
     PYTHONIC,
     REQUIRED,
     ToolFormat,
+    has_known_calls,
     tool_format,
 )
 from router.tools.output import CallArguments, CallStart, Piece, join
@@ -250,6 +251,19 @@ def test_arguments_that_are_passed_on_may_be_as_deep_as_a_grammar_lets_them(tool
 )
 def test_the_template_tells_the_format(template, expected):
     assert tool_format("auto", template) is expected
+
+
+@pytest.mark.parametrize(
+    ("template", "expected"),
+    [
+        ("{{ '<tool_call>' }}", True),
+        ("[TOOL_CALLS]", True),
+        ("{{ tools | tojson }} Answer with a JSON list.", False),
+        ("<tool_call>\n<function=f>\n<parameter=a>", False),
+    ],
+)
+def test_a_template_whose_calls_no_format_reads_is_known(template, expected):
+    assert has_known_calls(template) is expected
 
 
 @pytest.mark.parametrize(("name", "expected"), [("pythonic", PYTHONIC), ("functionary", FUNCTIONARY)])

@@ -77,6 +77,7 @@ def test_forced_call_replaces_a_form_of_the_output():
         ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools[0]"),
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1]"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0]"),
         ({"tools": TOOLS * 65}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
