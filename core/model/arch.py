@@ -88,7 +88,12 @@ class _Traits:
     window_gate: str | None = None  # the flag that switches ``sliding_window`` on; None: the window alone decides
 
 
-_QWEN_DEFAULTS = {"num_key_value_heads": 32, "max_position_embeddings": 32768, "max_window_layers": 28}
+_QWEN_DEFAULTS = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
 
 _TRAITS: Mapping[str, _Traits] = {
     "gemma3_text": _Traits(
@@ -128,7 +133,7 @@ _TRAITS: Mapping[str, _Traits] = {
         },
     ),
     "mistral": _Traits(
-        defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096 * 32},
+        defaults={"num_key_value_heads": 8, "max_position_embeddings": 4096 * 32, "sliding_window": 4096},
         qkv_bias=False,
         attention_output_bias=False,
     ),

@@ -133,6 +133,26 @@ LLAMA4 = {
 }
 
 
+def test_a_window_that_is_left_out_is_not_one_that_is_switched_off():
+    assert parse(model_type="mistral").sliding_windows == (4096,) * 4
+    gated = {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 2}
+    assert parse(**gated).sliding_windows == (None, None, 4096, 4096)
+    assert parse(**gated, sliding_window=None).sliding_windows == (None,) * 4
+    assert parse(model_type="qwen3").sliding_windows == (None,) * 4
+
+
+@pytest.mark.parametrize("model_type", ["mistral", "qwen2", "qwen3"])
+def test_what_a_config_leaves_out_is_what_transformers_takes(model_type):
+    from transformers import AutoConfig
+
+    gate = {} if model_type == "mistral" else {"use_sliding_window": True}
+    whole = AutoConfig.for_model(model_type, **gate)
+    said = {"model_type": model_type, "vocab_size": 9, "hidden_size": 4096, "intermediate_size": 9, **gate}
+    said |= {"num_hidden_layers": whole.num_hidden_layers, "num_attention_heads": whole.num_attention_heads}
+    said |= {"bos_token_id": whole.bos_token_id, "eos_token_id": whole.eos_token_id}
+    assert parse_arch(said) == parse_arch({**whole.to_dict(), **said})
+
+
 def test_gemma3_slides_in_all_but_every_sixth_layer_and_has_a_rope_for_each_kind():
     arch = parse(**GEMMA3)
     assert arch.sliding_windows == (8,) * 5 + (None, 8)
