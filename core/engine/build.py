@@ -193,6 +193,9 @@ class _LoadedModel:
 def _load_model(config: KVFerryConfig) -> _LoadedModel:
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     arch = parse_arch(files.config)
+    if files.unknown_eos_token_ids:
+        token_ids = ",".join(map(str, files.unknown_eos_token_ids))
+        logger.warning(event("eos_left_out", token_ids=token_ids, vocab_size=arch.vocab_size))
     device = device_of(config.model)
     check_quantization(config.model, device.type)
     dtype = dtype_of(config.model, arch, device)

@@ -115,10 +115,29 @@ class ModelFiles:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """The ids that end a generation: those of ``generation_config.json`` if it names any, else of ``config.json``."""
-        text_config = self.config.get("text_config") or {}
-        named = (source.get("eos_token_id") for source in (self.generation_config, self.config, text_config))
+        """The ids that end a generation: those of ``generation_config.json`` if it names any, else of ``config.json``.
+
+        Without ``unknown_eos_token_ids``.
+        """
+        return tuple(token_id for token_id in self._named_eos_token_ids if self._can_sample(token_id))
+
+    @property
+    def unknown_eos_token_ids(self) -> tuple[int, ...]:
+        """Named, but outside the model's vocabulary: tokens that were added to a model whose embeddings were not resized."""
+        return tuple(token_id for token_id in self._named_eos_token_ids if not self._can_sample(token_id))
+
+    @property
+    def _named_eos_token_ids(self) -> tuple[int, ...]:
+        named = (source.get("eos_token_id") for source in (self.generation_config, self.config, self._text_config))
         return next((ids for ids in map(as_token_ids, named) if ids), ())
+
+    @property
+    def _text_config(self) -> Mapping[str, Any]:
+        return self.config.get("text_config") or {}
+
+    def _can_sample(self, token_id: int) -> bool:
+        vocab_size = self._text_config.get("vocab_size") or self.config.get("vocab_size")
+        return token_id >= 0 and (vocab_size is None or token_id < vocab_size)
 
     @property
     def weights_id(self) -> str:

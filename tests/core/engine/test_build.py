@@ -1,5 +1,6 @@
 import gc
 import os
+import shutil
 import threading
 from array import array
 from pathlib import Path
@@ -49,6 +50,15 @@ def test_lengths_and_facts_agree_with_the_model_and_the_pool(build_tiny):
     assert len(built.model_fingerprint) == 16
     assert build_tiny(cache__num_blocks=100).max_model_len == 512  # what the model allows
     assert build_tiny(model__max_model_len=99).max_model_len == 99
+
+
+def test_an_eos_outside_the_vocabulary_is_left_out_and_said(build_tiny, tiny_llama, run_engine, greedy, tmp_path, caplog):
+    folder = shutil.copytree(tiny_llama[0], tmp_path / "added")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 211]}')
+    built = build_tiny(model__name=str(folder))
+    assert "event=eos_left_out token_ids=211" in caplog.text
+    new = NewRequest(request_id="a", prompt_token_ids=range(3, 9), sampling=greedy, stop_token_ids=built.eos_token_ids)
+    assert run_engine(built.engine, [new])["a"].finish_reason in {"stop", "length"}
 
 
 @pytest.mark.parametrize(

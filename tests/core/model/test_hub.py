@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fnmatch
 import hashlib
+import json
 import multiprocessing
 import os
 import threading
@@ -309,6 +310,15 @@ def test_generation_config_wins_for_eos(tmp_path):
     folder = write_model(tmp_path / "model")
     (folder / "generation_config.json").write_text('{"eos_token_id": [5, 6]}')
     assert read_model_folder("m", folder, tmp_path / "cache").eos_token_ids == (5, 6)
+
+
+@pytest.mark.parametrize("config", [{"vocab_size": 7}, {"vocab_size": 100, "text_config": {"vocab_size": 7}}])
+def test_an_eos_that_the_model_cannot_sample_ends_nothing(tmp_path, config):
+    folder = write_model(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **config}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [5, 7, -1]}')
+    files = read_model_folder("m", folder, tmp_path / "cache")
+    assert (files.eos_token_ids, files.unknown_eos_token_ids) == ((5,), (7, -1))
 
 
 def test_chat_template_file_wins_and_named_templates_give_their_default(tmp_path):
