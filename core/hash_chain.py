@@ -11,7 +11,7 @@ import hashlib
 import struct
 from functools import cache
 
-from core.compiled import load_library
+from core.compiled import load_library, warn_unused
 
 HASH_BYTES = 16
 
@@ -53,7 +53,10 @@ def compiled_library() -> ctypes.PyDLL | None:
     start.restype = function.restype = None
     start.argtypes = [text, size, text, text]
     function.argtypes = [text, text, text, size, size, text]
-    return library if _is_right(library) else None
+    if not _is_right(library):
+        warn_unused("_hash_chain", "its results are wrong")
+        return None
+    return library
 
 
 def _is_right(library: ctypes.PyDLL) -> bool:

@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import numpy.typing as npt
 
-from core.compiled import load_library
+from core.compiled import load_library, warn_unused
 
 CHUNK_ROWS = 256  # 1 MiB of rows of 512 words: few calls for a block, and little scratch memory
 
@@ -98,7 +98,10 @@ def compiled_library() -> ctypes.CDLL | None:
         return None
     library.kvferry_multilinear.restype = ctypes.c_uint64
     library.kvferry_multilinear.argtypes = [ctypes.c_void_p, ctypes.c_size_t] * 3
-    return library if _is_right(library) else None
+    if not _is_right(library):
+        warn_unused("_multilinear", "its results are wrong")
+        return None
+    return library
 
 
 def _is_right(library: ctypes.CDLL) -> bool:

@@ -12,7 +12,7 @@ from functools import cache
 import numpy as np
 import numpy.typing as npt
 
-from core.compiled import load_library
+from core.compiled import load_library, warn_unused
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -42,7 +42,10 @@ def compiled_library() -> ctypes.CDLL | None:
         return None
     library.kvferry_stream_copy.restype = None
     library.kvferry_stream_copy.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    return library if _is_right(library) else None
+    if not _is_right(library):
+        warn_unused("_stream_copy", "its results are wrong")
+        return None
+    return library
 
 
 def _is_right(library: ctypes.CDLL) -> bool:

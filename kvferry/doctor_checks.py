@@ -21,12 +21,12 @@ import httpx
 import zmq
 
 from connectors.p2p.transport.nixl import installed_module
+from core.compiled import missing_libraries
 from core.config import KVFerryConfig
 from core.environment import ucx_net_devices
 from core.errors import ConfigError, KVFerryError
 from core.model.arch import parse_arch
 from core.model.hub import ALIASES, peek_config, read_model_folder
-from core.multilinear import compiled_library
 from core.wire.key_rotation import keys_of
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry import preflight, vllm_preflight
@@ -58,11 +58,11 @@ def check_versions(config: KVFerryConfig) -> Iterator[Finding]:
         yield Finding("versions", "failure", "this ZeroMQ has no CURVE", "install pyzmq from its wheel")
 
 
-def check_digests(_: KVFerryConfig) -> Iterator[Finding]:
-    """Check whether compiled code computes the digests of blocks."""
-    is_compiled = compiled_library() is not None
-    text = "computed by compiled code" if is_compiled else "computed with numpy, which is slower"
-    yield Finding("digests", "ok" if is_compiled else "warning", text, "install gcc, then kvferry again")
+def check_compiled_code(_: KVFerryConfig) -> Iterator[Finding]:
+    """Check whether all that is compiled at installation is there: attention, layers, digests, hashes, copies and masks."""
+    missing = missing_libraries()
+    text = f"missing: {', '.join(missing)}; numpy and torch do that, several times slower" if missing else "all of it is there"
+    yield Finding("compiled code", "warning" if missing else "ok", text, "install gcc, then kvferry again")
 
 
 def check_model(config: KVFerryConfig) -> Iterator[Finding]:
@@ -329,7 +329,7 @@ def check_clock(url: str) -> Iterator[Finding]:
 
 CHECKS = (
     check_versions,
-    check_digests,
+    check_compiled_code,
     check_model,
     check_engine,
     check_connector,

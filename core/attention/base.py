@@ -230,6 +230,11 @@ class AttentionBackend(ABC):
         The step's keys and values are already written.
         """
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        """What computes each part, for the log, where that depends on this machine."""
+        return {}
+
     def graph_widths(self, max_blocks: int) -> tuple[int, ...]:
         """Return the widths of a decode step's block tables for which a graph is worth recording, the last one ``max_blocks``.
 

@@ -65,6 +65,16 @@ class PagedCpuBackend(AttentionBackend):
         self._decode = _decode_kernel(cache, self.may_be_compiled)
         self._write = CompiledWrite(cache) if self.may_be_compiled and can_compile_write(cache) else None
 
+    @property
+    def kernels(self) -> dict[str, str]:
+        """See ``AttentionBackend.kernels``."""
+        is_compiled = {
+            "decode": isinstance(self._decode, CompiledDecode),
+            "prefill": isinstance(self._prefill, CompiledPrefill),
+            "write": self._write is not None,
+        }
+        return {part: "compiled" if compiled else "torch" for part, compiled in is_compiled.items()}
+
     def plan(self, batch: AttentionBatch) -> PagedCpuPlan:
         """See ``AttentionBackend.plan``."""
         if self._write is not None:

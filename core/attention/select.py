@@ -125,6 +125,7 @@ def probe(backend_type: type[AttentionBackend], problem: AttentionProblem) -> st
 
 
 def _chosen(backend_type: type[AttentionBackend], problem: AttentionProblem) -> AttentionChoice:
+    backend = backend_type(_probe_cache(backend_type.preferred_layout, problem, problem.specs[0]))
     logger.info(
         event(
             "attention_backend",
@@ -133,6 +134,7 @@ def _chosen(backend_type: type[AttentionBackend], problem: AttentionProblem) -> 
             device=problem.device,
             dtype=problem.dtype,
             block_size=problem.block_size,
+            **backend.kernels,
         )
     )
     return AttentionChoice(backend_type, problem.block_size)

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from core.attention.torch_kernels import upload
-from core.compiled import load_library
+from core.compiled import load_library, warn_unused
 
 _BYTES_PER_PIECE = 3072
 
@@ -73,7 +73,10 @@ def compiled_library() -> ctypes.PyDLL | None:
         return None
     library.kvferry_keep_allowed.restype = None
     library.kvferry_keep_allowed.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
-    return library if _is_right(library) else None
+    if not _is_right(library):
+        warn_unused("_allowed_tokens", "its results are wrong")
+        return None
+    return library
 
 
 def _is_right(library: ctypes.PyDLL) -> bool:

@@ -22,6 +22,7 @@ import torch
 from core.attention.base import AttentionBackend
 from core.attention.select import AttentionProblem, choose_attention
 from core.clock import Clock
+from core.compiled import missing_libraries
 from core.config import KVFerryConfig
 from core.config_workers import (
     CPU_STEP_TOKENS,
@@ -191,6 +192,9 @@ class _LoadedModel:
 
 
 def _load_model(config: KVFerryConfig) -> _LoadedModel:
+    missing = missing_libraries()
+    if missing:
+        logger.warning(event("compiled_libraries_missing", libraries=",".join(missing)))
     files = resolve_model(config.model.name, Path(config.model.cache_dir))
     arch = parse_arch(files.config)
     if files.unknown_eos_token_ids:

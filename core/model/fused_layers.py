@@ -104,8 +104,12 @@ def layer_ops(device: torch.device, dtype: torch.dtype, sizes: tuple[int, ...]) 
     ``sizes``: elements of a hidden state, of the gate, and of half a head.
     """
     tolerance = _TOLERANCES.get(device.type, {}).get(dtype)
-    can_compile = compiled_layers.is_built() and compiled_layers.fills_vectors(*sizes)
-    if tolerance is None or (device.type == "cpu" and not can_compile):
+    if tolerance is None:
+        logger.warning(event("fused_layers_off", reason=f"there are none for {dtype} on {device.type}"))
+        return LayerOps()
+    if device.type == "cpu" and not compiled_layers.fills_vectors(*sizes):
+        reason = f"of {', '.join(map(str, sizes))} elements some are no multiples of {compiled_layers.LANES}"
+        logger.warning(event("fused_layers_off", reason=reason))
         return LayerOps()
     try:
         fused = CompiledLayerOps() if device.type == "cpu" else TritonLayerOps()

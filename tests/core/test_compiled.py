@@ -2,11 +2,15 @@
 
 import shutil
 import subprocess
+import tomllib
+from pathlib import Path
 
 import pytest
 
-from core import hash_chain, multilinear, stream_copy
+from core import compiled, hash_chain, multilinear, stream_copy
 from core.engine import allowed_tokens
+
+ROOT = Path(__file__).parents[2]
 
 LOADERS = {
     multilinear: "kvferry_multilinear",
@@ -34,6 +38,22 @@ def test_a_library_that_computes_something_else_is_none(module, load_from, tmp_p
     (tmp_path / "other.c").write_text(f"void kvferry_hash_chain_start() {{}} void {name}() {{}}")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True)
     assert load_from(module.compiled_library, tmp_path / "other.so") is None
+
+
+def test_a_library_that_computes_something_else_is_named_in_the_log(module, monkeypatch, caplog):
+    if module.compiled_library() is None:
+        pytest.skip("it was not built")
+    monkeypatch.setattr(module, "_is_right", lambda library: False)
+    assert module.compiled_library.__wrapped__() is None
+    name = module.__name__.rpartition(".")[2]
+    assert f"event=compiled_library_off library=_{name} reason=" in caplog.text
+
+
+def test_the_libraries_of_the_build_are_those_that_are_looked_for(monkeypatch):
+    modules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    assert sorted(f"core.{name}" for name in compiled.LIBRARIES) == sorted(module["name"] for module in modules)
+    monkeypatch.setattr(compiled, "load_library", lambda kind, name, package: None if "paged" in name else kind)
+    assert compiled.missing_libraries() == ["attention._paged_decode", "attention._paged_prefill"]
 
 
 def test_the_library_that_was_built_is_found(module):

@@ -28,12 +28,13 @@ def listener():
         yield found.getsockname()[1]
 
 
-def test_digests_without_compiled_code_are_slow_and_the_fix_is_named(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "compiled_library", lambda: None)
-    found = verdicts(doctor_checks.check_digests)["digests"]
+def test_missing_compiled_code_is_slow_and_the_fix_is_named(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "missing_libraries", lambda: ["_hash_chain", "attention._paged_decode"])
+    found = verdicts(doctor_checks.check_compiled_code)["compiled code"]
     assert (found.verdict, found.fix) == ("warning", "install gcc, then kvferry again")
-    monkeypatch.setattr(doctor_checks, "compiled_library", object)
-    assert verdicts(doctor_checks.check_digests)["digests"].verdict == "ok"
+    assert "_hash_chain, attention._paged_decode" in found.text
+    monkeypatch.setattr(doctor_checks, "missing_libraries", list)
+    assert verdicts(doctor_checks.check_compiled_code)["compiled code"].verdict == "ok"
 
 
 def test_model_that_is_not_fetched_comes_with_the_command_to_fetch_it(tmp_path):

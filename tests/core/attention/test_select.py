@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from core.attention import select
+from core.attention import compiled_decode, compiled_prefill, select
 from core.attention.base import AttentionSpec, KVLayout
 from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.pages import PagesBackend
@@ -75,6 +75,14 @@ def test_cpu_default_is_the_paged_kernel_and_is_logged(caplog):
     with caplog.at_level(logging.INFO):
         assert select_backend(problem()) is PagedCpuBackend
     assert "event=attention_backend backend=paged_cpu layout=HND" in caplog.text
+
+
+def test_the_log_says_which_kernels_are_compiled(caplog, monkeypatch):
+    monkeypatch.setattr(compiled_decode, "built_library", lambda: None)
+    monkeypatch.setattr(compiled_prefill, "built_library", lambda: None)
+    with caplog.at_level(logging.INFO):
+        choose_attention(problem())
+    assert "decode=torch prefill=torch" in caplog.text
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

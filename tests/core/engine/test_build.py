@@ -61,6 +61,12 @@ def test_an_eos_outside_the_vocabulary_is_left_out_and_said(build_tiny, tiny_lla
     assert run_engine(built.engine, [new])["a"].finish_reason in {"stop", "length"}
 
 
+def test_missing_compiled_code_is_said(build_tiny, monkeypatch, caplog):
+    monkeypatch.setattr("core.engine.build.missing_libraries", lambda: ["model._layer_ops", "attention._paged_prefill"])
+    build_tiny()
+    assert "event=compiled_libraries_missing libraries=model._layer_ops,attention._paged_prefill" in caplog.text
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [

@@ -25,12 +25,14 @@ def no_choice_is_kept():
     layer_ops.cache_clear()
 
 
-def test_torch_does_it_where_there_are_no_kernels(monkeypatch):
+def test_torch_does_it_where_there_are_no_kernels(monkeypatch, caplog):
     assert type(layer_ops(CUDA, torch.float32, SIZES)) is LayerOps
     assert type(layer_ops(CPU, torch.float16, SIZES)) is LayerOps
     assert type(layer_ops(CPU, torch.float32, (576, 1536, 40))) is LayerOps, "half a head does not fill vectors"
+    assert "no multiples of 16" in caplog.text
     monkeypatch.setattr(compiled_layers, "built_library", lambda: None)
     assert type(layer_ops(CPU, torch.bfloat16, SIZES)) is LayerOps
+    assert "_layer_ops.c was not built" in caplog.text
     with pytest.raises(ImportError, match=r"_layer_ops\.c was not built"):
         CompiledLayerOps()
 
