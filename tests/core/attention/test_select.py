@@ -11,6 +11,7 @@ import torch
 
 from core.attention import compiled_decode, compiled_prefill, select
 from core.attention.base import AttentionSpec, KVLayout
+from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
@@ -115,6 +116,28 @@ def test_probe_feels_a_window_longer_than_its_sequences():
     windowed = problem(specs=(SPEC, AttentionSpec(9, 3, 64, 0.125, sliding_window=100_000)))
     assert "differs from the reference" in probe(WindowBlind, windowed)
     assert probe(WindowBlind, problem()) is None
+
+
+class ReadsLeftOfTheMask(SdpaBackend):
+    """Gives the values that a sequence no longer sees weight 0, as a kernel does that reads whole tiles."""
+
+    def attend(self, layer, query, spec, plan):
+        output = super().attend(layer, query, spec, plan)
+        for sequence, block_ids in plan.sequences:
+            values = self._gather(self.cache.value(layer), block_ids)[:, : sequence.seq_len]
+            output[sequence.query_start : sequence.query_end] += 0 * values.sum()
+        return output
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("mask", [{"sliding_window": 512}, {"chunk_size": 8192}])
+def test_probe_refuses_a_kernel_that_reads_what_lies_left_of_the_mask(mask, block_size):
+    masked = problem(specs=(AttentionSpec(9, 3, 64, 0.125, **mask),), block_size=block_size)
+    assert "nan" in probe(ReadsLeftOfTheMask, masked)
+    assert "nan" in probe(ReadsLeftOfTheMask, replace(masked, specs=(SPEC, *masked.specs))), "of any layer"
+    assert probe(ReadsLeftOfTheMask, problem(block_size=block_size)) is None
+    for backend in (PagedCpuBackend, BatchedSdpaBackend, StandInPagesBackend, SdpaBackend):
+        assert probe(backend, masked) is None
 
 
 def test_probe_reports_the_first_line_of_a_refusal():
