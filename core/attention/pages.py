@@ -13,8 +13,9 @@ against each other. Tables are dense, ``[N, pages]``: where a sequence has no pa
 weight 0. Shapes depend on N and the width only, so that a decode step can be recorded, once per power of two. A call of
 the kernel takes a bounded number of pages; a sequence is in one call, so one of more than 65,535 pages cannot be attended.
 
-Prefill chunks run as one causal batch. They gather their keys and values, which takes little time compared with attention,
-unless a step has whole prompts only: those are attended where they were computed, without a gather.
+Prefill chunks run as causal batches. They gather their keys and values, which takes little time compared with attention,
+unless a step has whole prompts only: those are attended where they were computed, without a gather. A batch is cut where what
+is gathered would exceed a bound; a single longer sequence is one by itself (``core.engine.trial_steps`` measures it).
 
 The tests drive this file on the CPU with a stand-in that follows the documentation of ``varlen_attn``, and with the kernel on a
 GPU; docs/gpu.md says when that was.
@@ -22,11 +23,13 @@ GPU; docs/gpu.md says when that was.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any, ClassVar
 
 import numpy as np
+import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -46,7 +49,7 @@ from core.attention.torch_kernels import refill, upload, varlen_kernel_with_sums
 from core.errors import ConfigError
 
 MAX_PARTS = 32 << 10  # pages in one call of the kernel, whose grid takes 65,535 sequences
-_SCRATCH_BYTES = 256 << 20  # of a call: queries and results of each page
+_SCRATCH_BYTES = 256 << 20  # of a call: queries and results of each page, or gathered keys and values
 
 
 def _varlen_attn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - torch's parameters
@@ -68,19 +71,35 @@ class _Intervals:
 
 
 @dataclass(frozen=True, slots=True)
-class _Chunks:
-    """Prefill chunks under one mask, in order.
+class _Piece:
+    """Consecutive queries of one sequence that see keys from one on: the query rows, and the pool rows of the keys; int64."""
 
-    rows: int64, their query rows; None if they are all rows of the step. slots: int64, the pool rows of their keys; None if
-    these are the keys of the step itself, row by row.
+    rows: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class _Call:
+    """A call of the kernel for some of the prefill chunks.
+
+    queries: its rows, among those of all chunks. slots: int64, the pool rows of its keys; None if these are the keys of the
+    step itself, row by row.
     """
 
-    rows: Tensor | None
+    queries: slice
     slots: Tensor | None
     query_starts: Tensor
     key_starts: Tensor
     max_query_len: int
     max_key_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """Prefill chunks under one mask, in order. rows: int64, their query rows; None if they are all rows of the step."""
+
+    rows: Tensor | None
+    calls: list[_Call]
 
 
 @dataclass(slots=True)
@@ -273,53 +292,84 @@ class PagesBackend(AttentionBackend):
         return merged.transpose(1, 2).reshape(query.shape).to(query.dtype)
 
     def _chunks(self, plan: PagesPlan, spec: AttentionSpec) -> _Chunks:
-        """Concatenate the prefill chunks; a chunk of local attention ends where its next one begins."""
-        rows, slots, num_queries, num_keys = [], [], [], []
-        for sequence in plan.prefills:
-            position = sequence.first_position
-            while position < sequence.seq_len:
-                limit = sequence.seq_len
-                if spec.chunk_size is not None:
-                    limit = min(limit, (position // spec.chunk_size + 1) * spec.chunk_size)
-                seen = np.arange(spec.first_visible(position), limit)
-                slots.append(
-                    sequence.block_ids[seen // self.cache.block_size] * self._rows_per_block + seen % self.cache.block_size
-                )
-                first_row = sequence.query_start + position - sequence.first_position
-                rows.append(np.arange(first_row, first_row + limit - position))
-                num_queries.append(limit - position)
-                num_keys.append(len(seen))
-                position = limit
-        device = self.cache.device
-        is_written_now = plan.written is not None and num_keys == num_queries
+        """Share the prefill chunks out to calls of the kernel."""
+        pieces = [piece for sequence in plan.prefills for piece in self._pieces(sequence, spec)]
+        is_written_now = plan.written is not None and all(len(piece.slots) == len(piece.rows) for piece in pieces)
+        token_bytes = 2 * spec.num_kv_heads * self.cache.head_dim * self.cache.dtype.itemsize
+        runs = [pieces] if is_written_now else _cut(pieces, _SCRATCH_BYTES // token_bytes)
+        ends = np.cumsum([0, *(sum(len(piece.rows) for piece in run) for run in runs)]).tolist()
         return _Chunks(
-            rows=None if plan.has_only_prefills else upload(np.concatenate(rows), device),
-            slots=None if is_written_now else upload(np.concatenate(slots), device),
-            query_starts=upload(np.cumsum([0, *num_queries], dtype=np.int32), device),
-            key_starts=upload(np.cumsum([0, *num_keys], dtype=np.int32), device),
-            max_query_len=max(num_queries),
-            max_key_len=max(num_keys),
+            rows=None if plan.has_only_prefills else self._upload([piece.rows for piece in pieces]),
+            calls=[
+                _Call(
+                    queries=slice(*queries),
+                    slots=None if is_written_now else self._upload([piece.slots for piece in run]),
+                    query_starts=self._starts([len(piece.rows) for piece in run]),
+                    key_starts=self._starts([len(piece.slots) for piece in run]),
+                    max_query_len=max(len(piece.rows) for piece in run),
+                    max_key_len=max(len(piece.slots) for piece in run),
+                )
+                for run, queries in zip(runs, pairwise(ends), strict=True)
+            ],
         )
 
+    def _pieces(self, sequence: BatchedSequence, spec: AttentionSpec) -> Iterator[_Piece]:
+        """Cut a sequence where a chunk of local attention ends and its next one begins."""
+        size, position = self.cache.block_size, sequence.first_position
+        while position < sequence.seq_len:
+            limit = sequence.seq_len
+            if spec.chunk_size is not None:
+                limit = min(limit, (position // spec.chunk_size + 1) * spec.chunk_size)
+            seen = np.arange(spec.first_visible(position), limit)
+            first_row = sequence.query_start + position - sequence.first_position
+            yield _Piece(
+                rows=np.arange(first_row, first_row + limit - position),
+                slots=sequence.block_ids[seen // size] * self._rows_per_block + seen % size,
+            )
+            position = limit
+
+    def _upload(self, arrays: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+        return upload(np.concatenate(arrays), self.cache.device)
+
+    def _starts(self, lengths: Sequence[int]) -> Tensor:
+        return upload(np.cumsum([0, *lengths], dtype=np.int32), self.cache.device)
+
     def _attend_chunks(self, layer: int, query: Tensor, spec: AttentionSpec, chunks: _Chunks, written: Tensor | None) -> Tensor:
-        if chunks.slots is None:
+        outputs = [self._attend_call(layer, query[call.queries], spec, call, written) for call in chunks.calls]
+        return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
+
+    def _attend_call(self, layer: int, query: Tensor, spec: AttentionSpec, call: _Call, written: Tensor | None) -> Tensor:
+        if call.slots is None:
             assert written is not None, "write_kv comes before attend"
             keys, values = written.to(query.dtype).unbind(1)
         else:
-            keys, values = (plane[layer][chunks.slots].to(query.dtype) for plane in (self._keys, self._values))
+            keys, values = (plane[layer][call.slots].to(query.dtype) for plane in (self._keys, self._values))
         # The kernel counts the keys left of the query; a window counts the query too. -1: no limit.
         left = -1 if spec.sliding_window is None else spec.sliding_window - 1
         output, _ = type(self).kernel(
             query,
             keys,
             values,
-            chunks.query_starts,
-            chunks.key_starts,
-            chunks.max_query_len,
-            chunks.max_key_len,
+            call.query_starts,
+            call.key_starts,
+            call.max_query_len,
+            call.max_key_len,
             scale=spec.scale,
             window_size=(left, 0),
             enable_gqa=spec.num_heads != spec.num_kv_heads,
             seqused_k=None,
         )
         return output
+
+
+def _cut(pieces: Sequence[_Piece], max_keys: int) -> list[list[_Piece]]:
+    """Cut into runs of at most so many keys, or of one piece that has more."""
+    runs: list[list[_Piece]] = []
+    room = 0
+    for piece in pieces:
+        if not runs or len(piece.slots) > room:
+            runs.append([])
+            room = max_keys
+        runs[-1].append(piece)
+        room -= len(piece.slots)
+    return runs

@@ -23,6 +23,8 @@ from core.attention.base import (
 )
 from core.attention.torch_kernels import upload
 
+_SCORES_BYTES = 256 << 20  # of a call, in float32: some kernels of torch make all of them
+
 
 @dataclass(slots=True)
 class SdpaPlan(AttentionPlan):
@@ -62,23 +64,25 @@ class SdpaBackend(AttentionBackend):
         assert isinstance(plan, SdpaPlan)
         output = query.new_empty(query.shape)
         for sequence, block_ids in plan.sequences:
-            rows = slice(sequence.query_start, sequence.query_end)
             lowest = spec.first_visible(sequence.first_position)
             first_page, skipped = divmod(lowest, self.cache.block_size)
             keys = slice(skipped, skipped + sequence.seq_len - lowest)
             key = self._gather(self.cache.key(layer), block_ids[first_page:])[:, keys].to(query.dtype)
             value = self._gather(self.cache.value(layer), block_ids[first_page:])[:, keys].to(query.dtype)
             key_positions = torch.arange(lowest, sequence.seq_len, device=query.device)
-            mask = visible(key_positions[-sequence.num_queries :], key_positions, spec)
-            attended = F.scaled_dot_product_attention(
-                query[rows].transpose(0, 1)[None],
-                key[None],
-                value[None],
-                attn_mask=mask,
-                scale=spec.scale,
-                enable_gqa=True,
-            )
-            output[rows] = attended[0].transpose(0, 1)
+            num_rows = max(1, _SCORES_BYTES // (4 * spec.num_heads * len(key_positions)))
+            for start in range(sequence.query_start, sequence.query_end, num_rows):
+                rows = slice(start, min(start + num_rows, sequence.query_end))
+                query_positions = key_positions[start - sequence.query_end :][:num_rows]
+                attended = F.scaled_dot_product_attention(
+                    query[rows].transpose(0, 1)[None],
+                    key[None],
+                    value[None],
+                    attn_mask=visible(query_positions, key_positions, spec),
+                    scale=spec.scale,
+                    enable_gqa=True,
+                )
+                output[rows] = attended[0].transpose(0, 1)
         return output
 
     def _gather(self, pages: Tensor, block_ids: Tensor) -> Tensor:

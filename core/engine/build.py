@@ -46,7 +46,7 @@ from core.engine.media.encoder_runner import EncoderRunner
 from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.engine.runner import ModelRunner
 from core.engine.step_watch import StepSize
-from core.engine.trial_steps import run_largest_step, run_usual_step, run_widest_decode
+from core.engine.trial_steps import run_largest_step, run_longest_prefills, run_usual_step, run_widest_decode
 from core.errors import ConfigError
 from core.grammar.child import Setup
 from core.grammar.compiler import GrammarCompiler
@@ -216,6 +216,8 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
 
     def run_largest() -> None:
         run_largest_step(decoder, backend, layers, config.scheduler, dtype)
+        longest = min(arch.max_position_embeddings, config.model.max_model_len or arch.max_position_embeddings)
+        run_longest_prefills(decoder, backend, layers, config.scheduler, dtype, longest)
         if image_encoder is not None:
             image_encoder.warm_up()
 

@@ -19,7 +19,7 @@ from core.engine.step_watch import StepSize
 from core.kv.spec import KVCacheConfig
 from core.model.decoder import Decoder
 
-_DECODE_BLOCKS = 128 << 10  # table entries of the decode step that is measured; attention takes larger ones in slices as well
+_TABLE_ENTRIES = 128 << 10  # of the steps that are measured with long sequences; attention takes larger ones in slices as well
 _NUM_LOGPROBS = 20
 _USUAL_TOKENS = 16  # few: each start of a worker on a CPU takes that time
 
@@ -63,6 +63,37 @@ def run_usual_step(
 
 
 @torch.inference_mode()
+def run_longest_prefills(
+    decoder: Decoder,
+    backend: type[AttentionBackend],
+    config: KVCacheConfig,
+    section: SchedulerSection,
+    dtype: torch.dtype,
+    longest: int,
+) -> None:
+    """Compute the tokens of a step for as many sequences as there may be, behind long prefixes, which attention may gather.
+
+    The last sequence has ``longest`` tokens.
+    """
+    device, size = decoder.device, config.groups[0].spec.block_size
+    num_seqs = max(1, min(section.max_num_seqs, section.step_tokens // 2))  # a single query would be one of decode
+    ends = np.arange(num_seqs + 1) * section.step_tokens // num_seqs
+    num_queries = np.minimum(np.diff(ends), longest)
+    seq_lens = np.clip(_TABLE_ENTRIES // num_seqs * size, num_queries, longest)
+    seq_lens[-1] = longest
+    positions = np.concatenate([np.arange(end - count, end) for count, end in zip(num_queries, seq_lens, strict=True)])
+    batch = AttentionBatch(
+        query_start_loc=np.concatenate(([0], num_queries.cumsum())).astype(np.int32),
+        seq_lens=seq_lens.astype(np.int32),
+        block_tables=np.zeros((num_seqs, -(-longest // size)), dtype=np.int32),
+        slot_mapping=positions % size,
+    )
+    attention = _over_one_block(backend, config, dtype, device)
+    plans = [attention.plan(batch)] * len(config.groups)
+    decoder.forward(torch.zeros(len(positions), dtype=torch.int32, device=device), upload(positions, device), attention, plans)
+
+
+@torch.inference_mode()
 def run_widest_decode(
     decoder: Decoder, backend: type[AttentionBackend], config: KVCacheConfig, section: SchedulerSection, dtype: torch.dtype
 ) -> None:
@@ -70,7 +101,7 @@ def run_widest_decode(
     device, size = decoder.device, config.groups[0].spec.block_size
     attention = _over_one_block(backend, config, dtype, device)
     num_seqs = min(section.max_num_seqs, section.step_tokens)
-    width = min(-(-decoder.arch.max_position_embeddings // size), max(1, _DECODE_BLOCKS // num_seqs))
+    width = min(-(-decoder.arch.max_position_embeddings // size), max(1, _TABLE_ENTRIES // num_seqs))
     seq_len = min(decoder.arch.max_position_embeddings, width * size)
     batch = AttentionBatch(
         query_start_loc=np.arange(num_seqs + 1, dtype=np.int32),

@@ -9,6 +9,7 @@ from core.attention.base import AttentionSpec, KVLayout
 from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
 from core.attention.pages import PagesBackend
+from core.attention.sdpa import SdpaBackend
 from core.attention.varlen import VarlenBackend
 from core.errors import ConfigError
 from tests.support.varlen_kernel import documented_varlen_attn, documented_varlen_attn_with_sums
@@ -110,6 +111,45 @@ def test_pages_are_attended_in_calls_of_bounded_size(paged, monkeypatch, num_hea
     torch.testing.assert_close(step.step(backend, backend.plan(step.batch)).double(), step.expected(), rtol=0, atol=2e-5)
     assert len(calls) == 3, "two sequences of three pages at a time"
     assert max(calls) <= 8
+
+
+@pytest.mark.parametrize("decoding", [[], [(9, 1)]], ids=["prefills", "mixed"])
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "window", "chunks"])
+def test_prefills_behind_prefixes_gather_a_bounded_number_of_keys(paged, monkeypatch, mask, decoding):
+    calls = []
+
+    def counting(query, keys, *args, **options):
+        if options["seqused_k"] is None:  # not the decode rows
+            calls.append(len(keys))
+        return documented_varlen_attn_with_sums(query, keys, *args, **options)
+
+    class Counting(PagesBackend):
+        kernel = counting
+
+    case = paged.Case([paged.Seq(*seq) for seq in [(40, 3), (33, 2), *decoding, (70, 4), (20, 5), (9, 8)]], **mask)
+    step = paged.Step(case, KVLayout.NHD)
+    monkeypatch.setattr("core.attention.pages._SCRATCH_BYTES", 64 * 2 * 3 * 16 * 4)  # keys and values of 64 tokens
+    backend = Counting(step.cache)
+    torch.testing.assert_close(step.step(backend, backend.plan(step.batch)).double(), step.expected(), rtol=0, atol=2e-5)
+    assert sum(calls) > 64
+    assert all(keys <= 64 or keys == 70 for keys in calls), "a sequence that is longer has a call of its own"
+
+
+@pytest.mark.parametrize("mask", MASKS, ids=["full", "window", "chunks"])
+def test_the_reference_makes_a_bounded_number_of_scores(paged, monkeypatch, mask):
+    scores, attend = [], torch.nn.functional.scaled_dot_product_attention
+
+    def counting(query, key, *args, **options):
+        scores.append(query.shape[1] * query.shape[2] * key.shape[2])
+        return attend(query, key, *args, **options)
+
+    step = paged.Step(paged.Case([paged.Seq(70, 40), paged.Seq(20, 20), paged.Seq(9, 1)], **mask), KVLayout.NHD)
+    monkeypatch.setattr("core.attention.sdpa._SCORES_BYTES", 4 * 9 * 200)
+    monkeypatch.setattr("core.attention.sdpa.F.scaled_dot_product_attention", counting)
+    backend = SdpaBackend(step.cache)
+    torch.testing.assert_close(step.step(backend, backend.plan(step.batch)).double(), step.expected(), rtol=0, atol=2e-5)
+    assert max(scores) <= 9 * 200
+    assert len(scores) > 4
 
 
 WHOLE, LATER, DECODING = (20, 20), (40, 8), (9, 1)  # tokens of a sequence, and how many of them are the step's

@@ -1,3 +1,4 @@
+import numpy as np
 import pytest
 import torch
 
@@ -6,11 +7,12 @@ from core.attention.pages import PagesBackend
 from core.attention.sdpa import SdpaBackend
 from core.config_workers import SchedulerSection
 from core.engine.cuda.device_memory import DeviceMemory, measure, pool_bytes
-from core.engine.trial_steps import run_largest_step, run_widest_decode
+from core.engine.trial_steps import run_largest_step, run_longest_prefills, run_widest_decode
 from core.errors import ConfigError
 from tests.support.varlen_kernel import documented_varlen_attn_with_sums
 
 GIB = 1 << 30
+BLOCK = 16
 
 
 class StandInPagesBackend(PagesBackend):
@@ -73,6 +75,25 @@ def test_the_widest_decode_step_has_every_sequence_at_its_full_length(build_tiny
     run_widest_decode(decoder, backend, built.pool.config, section, torch.float32)
     assert shapes == [(num_seqs, decoder.arch.hidden_size)]
     assert batches[0].seq_lens.tolist() == [decoder.arch.max_position_embeddings] * num_seqs
+
+
+@pytest.mark.parametrize("backend", [SdpaBackend, BatchedSdpaBackend, StandInPagesBackend])
+@pytest.mark.parametrize(("num_seqs", "num_tokens", "longest"), [(4, 14, 200), (40, 14, 200), (1, 1, 200), (1, 60, 40)])
+def test_long_prefixes_are_measured_too(build_tiny, monkeypatch, backend, num_seqs, num_tokens, longest):
+    built = build_tiny()
+    decoder, batches, shapes = built.engine.runner.decoder, [], []
+    plan, forward = backend.plan, decoder.forward
+    monkeypatch.setattr(backend, "plan", lambda self, batch: batches.append(batch) or plan(self, batch))
+    monkeypatch.setattr("core.engine.trial_steps._TABLE_ENTRIES", 16)
+    decoder.forward = lambda *args: shapes.append(tuple(forward(*args).shape)) or forward(*args)
+    section = SchedulerSection(max_num_batched_tokens=num_tokens, max_num_seqs=num_seqs)
+    run_longest_prefills(decoder, backend, built.pool.config, section, torch.float32, longest)
+    (batch,) = batches
+    num_queries, width = np.diff(batch.query_start_loc), 16 // len(batch.seq_lens)
+    assert num_queries.sum() == min(num_tokens, longest * len(num_queries))
+    assert len(num_queries) == min(num_seqs, max(1, num_tokens // 2)), "a single query would be one of decode"
+    assert batch.seq_lens.tolist() == [*[min(longest, width * BLOCK)] * (len(num_queries) - 1), longest]
+    assert shapes == [(num_queries.sum(), decoder.arch.hidden_size)]
 
 
 @pytest.mark.gpu
