@@ -101,7 +101,7 @@ check-tools:
 	@command -v promtool >/dev/null || echo "The tests of the chart's alerts are skipped. To run them: apt-get install prometheus"
 
 # torch first and spelled exactly: any other spelling may pass by a build for CPUs, and pull gigabytes of CUDA libraries.
-$(VENV)/.installed: pyproject.toml constraints.txt $(wildcard core/*.[ch] core/*/*.[ch])
+$(VENV)/.installed: pyproject.toml build_libraries.py constraints.txt $(wildcard core/*.[ch] core/*/*.[ch])
 	$(PYTHON_FOUND) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 13) and $(WRONG_PYTHON) % sys.version_info[:2])'
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(PIP) torch==2.13.0

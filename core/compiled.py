@@ -7,9 +7,12 @@ are missing; knows no function of any of them.
 from __future__ import annotations
 
 import ctypes
+import hashlib
 import importlib.util
 import logging
+import re
 import sys
+from pathlib import Path
 from typing import TypeVar
 
 from core.log import event
@@ -17,6 +20,8 @@ from core.log import event
 logger = logging.getLogger(__name__)
 
 _Library = TypeVar("_Library", bound=ctypes.CDLL)
+
+DIGEST_SYMBOL = "kvferry_sources"  # a string in each library: the digest of what it was built from
 
 LIBRARIES = (  # by their places in this package
     "_hash_chain",
@@ -33,7 +38,8 @@ LIBRARIES = (  # by their places in this package
 def load_library(kind: type[_Library], name: str, package: str | None, *functions: str) -> _Library | None:
     """Return the library built from ``name.c`` of a package, with these functions; None if there is none for this machine.
 
-    ``kind`` is ``ctypes.CDLL``, whose functions release the interpreter's lock, or ``ctypes.PyDLL``.
+    ``kind`` is ``ctypes.CDLL``, whose functions release the interpreter's lock, or ``ctypes.PyDLL``. None of them may be called
+    if the library is older or newer than its sources, where these lie beside it: what the caller passes may have another form.
     """
     found = importlib.util.find_spec(f".{name}", package)
     if found is None or found.origin is None or sys.byteorder != "little":
@@ -44,7 +50,36 @@ def load_library(kind: type[_Library], name: str, package: str | None, *function
             getattr(library, function)
     except (OSError, AttributeError):  # built for another system, or from another release
         return None
+    wanted = sources_digest(Path(found.origin).with_name(f"{name.rpartition('.')[2]}.c"))
+    if wanted is not None and wanted != _digest_of(library):
+        warn_unused(name, "its sources have changed since it was built")
+        return None
     return library
+
+
+def sources_digest(source: Path) -> str | None:
+    """Return a digest of a C file and of the files that it includes by name; None if any of them is not there."""
+    digest = hashlib.blake2b(digest_size=16)
+    waiting, seen = [source], set()
+    while waiting:
+        path = waiting.pop().resolve()
+        if path in seen:
+            continue
+        seen.add(path)
+        try:
+            text = path.read_bytes()
+        except OSError:
+            return None
+        digest.update(hashlib.blake2b(text).digest())
+        waiting += [path.parent / name.decode() for name in re.findall(rb'^#include "(.+)"', text, re.MULTILINE)]
+    return digest.hexdigest()
+
+
+def _digest_of(library: ctypes.CDLL) -> str | None:
+    try:
+        return ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, DIGEST_SYMBOL))).decode()
+    except ValueError:  # it has no such symbol
+        return None
 
 
 def missing_libraries() -> list[str]:

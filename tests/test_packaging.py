@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tomllib
 import zipfile
 from pathlib import Path
@@ -21,12 +22,18 @@ ROOT = Path(__file__).parent.parent
 PACKAGES = ("core", "router", "encode", "prefill", "decode", "agent", "connectors", "kvstore", "kvferry")
 
 
-def unpacked_wheel(folder, **environment):
-    tree = folder / "tree"  # setuptools packs what an earlier build left in ``build``, so it must not see ours
+def clean_tree(folder):
+    """Copy what is packed: setuptools packs what an earlier build left in ``build``, so it must not see ours."""
+    tree = folder / "tree"
     for package in PACKAGES:
         shutil.copytree(ROOT / package, tree / package, ignore=shutil.ignore_patterns("*.so"))
-    for name in ("pyproject.toml", "README.md", "LICENSE"):
+    for name in ("pyproject.toml", "build_libraries.py", "MANIFEST.in", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, tree)
+    return tree
+
+
+def unpacked_wheel(folder, **environment):
+    tree = clean_tree(folder)
     command = [
         sys.executable,
         "-m",
@@ -155,6 +162,22 @@ def test_wheel_holds_the_compiled_parts(unpacked):
     assert len(list(unpacked.glob("core/attention/_write_rows*.so"))) == 1
     assert len(list(unpacked.glob("core/engine/_allowed_tokens*.so"))) == 1
     assert len(list(unpacked.glob("core/model/_layer_ops*.so"))) == 1
+    program = "from core.compiled import missing_libraries; assert missing_libraries() == [], missing_libraries()"
+    env = {**os.environ, "PYTHONPATH": str(unpacked)}
+    subprocess.run([sys.executable, "-P", "-c", program], env=env, cwd="/", check=True, timeout=60)
+
+
+@pytest.mark.slow
+def test_a_source_distribution_holds_what_its_build_needs(tmp_path):
+    program = "from setuptools import setup; setup()"
+    command = [sys.executable, "-c", program, "--quiet", "sdist", "--dist-dir", str(tmp_path)]
+    subprocess.run(command, cwd=clean_tree(tmp_path), check=True, capture_output=True, timeout=60)
+    (packed,) = tmp_path.glob("*.tar.gz")
+    with tarfile.open(packed) as archive:
+        held = {name.partition("/")[2] for name in archive.getnames()}
+    modules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
+    sources = {source for module in modules for source in (*module["sources"], *module.get("depends", ()))}
+    assert {"pyproject.toml", "build_libraries.py", *sources} <= held
 
 
 @pytest.mark.slow

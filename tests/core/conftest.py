@@ -55,6 +55,6 @@ def load_from(monkeypatch):
         spec = ModuleSpec("library", None, origin=str(path))
         with monkeypatch.context() as patch:
             patch.setattr("importlib.util.find_spec", lambda name, package=None: spec)
-            return compiled_library.__wrapped__()
+            return getattr(compiled_library, "__wrapped__", compiled_library)()
 
     return load

@@ -1,5 +1,6 @@
 """Libraries built from C: one that is broken, of another release or wrong here is not used."""
 
+import ctypes
 import shutil
 import subprocess
 import tomllib
@@ -38,6 +39,25 @@ def test_a_library_that_computes_something_else_is_none(module, load_from, tmp_p
     (tmp_path / "other.c").write_text(f"void kvferry_hash_chain_start() {{}} void {name}() {{}}")
     subprocess.run(["gcc", "-shared", "-fPIC", "-o", "other.so", "other.c"], cwd=tmp_path, check=True)
     assert load_from(module.compiled_library, tmp_path / "other.so") is None
+
+
+@pytest.mark.skipif(shutil.which("gcc") is None, reason="there is no C compiler")
+@pytest.mark.parametrize("change", ["", "source", "header", "no digest"])
+def test_a_library_of_other_sources_than_those_beside_it_is_none(load_from, tmp_path, change, caplog):
+    source, header, library = tmp_path / "pack" / "_thing.c", tmp_path / "_shared.h", tmp_path / "pack" / "_thing.so"
+    source.parent.mkdir()
+    header.write_text("int shared;\n")
+    source.write_text('#include "../_shared.h"\nint thing(void) { return shared; }\n')
+    stamp = "" if change == "no digest" else f'const char {compiled.DIGEST_SYMBOL}[] = "{compiled.sources_digest(source)}";'
+    (tmp_path / "digest.c").write_text(stamp)
+    subprocess.run(["gcc", "-shared", "-fPIC", "-o", library, source, tmp_path / "digest.c"], check=True)
+    for file in [source] * (change == "source") + [header] * (change == "header"):
+        file.write_text(f"{file.read_text()}/* changed */\n")
+    loaded = load_from(lambda: compiled.load_library(ctypes.CDLL, "_thing", "core", "thing"), library)
+    assert (loaded is None) == bool(change)
+    assert ("event=compiled_library_off library=_thing" in caplog.text) == bool(change)
+    header.unlink()  # as where a library was installed with only some of its sources
+    assert load_from(lambda: compiled.load_library(ctypes.CDLL, "_thing", "core", "thing"), library) is not None
 
 
 def test_a_library_that_computes_something_else_is_named_in_the_log(module, monkeypatch, caplog):
