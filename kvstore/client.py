@@ -48,7 +48,7 @@ class StoreClient(StoreClientBase):
         self._address = address
         self._wakeup = Wakeup()
         self._is_closing = False
-        self._last_arena: ArenaView | None = None  # of the incarnation seen last, so that it is mapped once
+        self._last_arena: ArenaView | None = None  # until the link is lost, so that it is mapped once
         self._limited_log = LimitedLog(_log, clock.now)
         self._last_refusal = ""  # logged once
         self._was_refused = False  # whether the last event of the monitor was a failed handshake
@@ -208,6 +208,8 @@ class StoreClient(StoreClientBase):
             self._machine.calls.on_copied(action.number, self._clock.now())
 
     def _lose_link(self) -> None:
+        """Forget the store, and unmap its arena: the store has probably died, and the next one needs the memory."""
+        self._last_arena = None
         with self._progress:
             self._machine.on_link_lost(self._clock.now())
             self._progress.notify_all()

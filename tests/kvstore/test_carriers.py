@@ -1,9 +1,11 @@
 """The threads and sockets around the two machines: which clients are accepted, what is refused, and the end of a thread."""
 
 import contextlib
+import gc
 import logging
 import threading
 import time
+from pathlib import Path
 
 import pytest
 import zmq
@@ -148,6 +150,22 @@ def test_an_arena_that_cannot_be_mapped_means_frames(monkeypatch):
         assert not client.is_local
         put(client, [block])
         assert read(client, [block.key]) == [bytes(block.content)]
+
+
+def test_memory_of_a_lost_store_is_unmapped_so_that_the_next_one_has_room():
+    gc.collect()  # arenas of other tests
+    with contextlib.ExitStack() as store:
+        server, address = store.enter_context(serving())
+        with client_at(address) as client:
+            assert client.wait_until_connected(DEADLINE_S)
+            num_mapped = num_mapped_arenas()
+            store.close()
+            eventually(lambda: num_mapped_arenas() == num_mapped - 1, "the client keeps it")
+        assert server.machine.memory is not None  # its own mapping stays
+
+
+def num_mapped_arenas():
+    return Path("/proc/self/maps").read_text().count("memfd:kvferry-arena")
 
 
 def test_a_process_that_is_another_one_by_now_does_not_count_as_alive():
