@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import zmq
+
 from connectors.lmcache.client import LMCacheClient, fetch_facts
 from connectors.lmcache.loads import Faults, PageLoads
 from connectors.lmcache.messages import LMCacheMPConnectorMetadata, LoadPages, SavePages, ServerSession
@@ -155,6 +157,8 @@ class LMCacheConnector(Connector):
             return TransferTimeout("the LMCache server could not be reached in time")
         except KVFerryError as error:
             return error
+        except (OSError, zmq.ZMQError) as error:  # such as too few descriptors
+            return ConnectorUnavailable(f"no connection to the LMCache server can be made: {error}")
         finally:
             self.server = self.scheduler.server = None
             if staging is not None:
@@ -178,8 +182,12 @@ class LMCacheConnector(Connector):
         _log.info(event("lmcache_connected", chunk_size=geometry.chunk_size, pages=staging.pages.num_pages))
 
     def _on_end(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled():
-            self.worker.fail(task.exception() or RuntimeError("it returned"))
+        if task.cancelled():
+            return
+        error = task.exception() or RuntimeError("it returned")
+        _log.error(event("lmcache_died", error=repr(error)), exc_info=error)
+        self._has_tried.set()  # ``start`` returns, and the next step raises
+        self.worker.fail(error)
 
     # ---- what the engine thread says -------------------------------------------------------------------------------
 

@@ -128,7 +128,7 @@ class Staging:
     of it lives; ``unlink`` removes the name.
 
     Raises:
-        ConnectorUnavailable: there is not enough shared memory, or ``num_bytes`` holds fewer than three pages.
+        ConnectorUnavailable: too little shared memory, or no access to it, or ``num_bytes`` holds fewer than three pages.
     """
 
     def __init__(self, name: str, num_bytes: int, block_bytes: int, block_size: int) -> None:
@@ -142,8 +142,9 @@ class Staging:
         self.pages = SharedPages(name, num_pages, page_bytes, block_size)
         self.block_bytes = block_bytes
         self._path = SHM_FOLDER / name
-        self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        self._fd = -1
         try:
+            self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX)  # tells sweep_segments that the owner is alive
             os.posix_fallocate(self._fd, 0, num_pages * page_bytes)
             memory = mmap.mmap(self._fd, num_pages * page_bytes)
@@ -151,7 +152,7 @@ class Staging:
             self.unlink()
             raise ConnectorUnavailable(
                 f"no {num_pages * page_bytes} bytes of shared memory in {SHM_FOLDER}: {error}; "
-                "lower connector.lmcache.staging_bytes or make it larger"
+                "lower connector.lmcache.staging_bytes, or make it larger and writable"
             ) from None
         self.rows: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(num_pages, page_bytes)
         half = 1 + (num_pages - 1) // 2

@@ -79,7 +79,7 @@ class Played:
 
     def start(self, facts: ServerFacts = FACTS) -> None:
         self.facts = facts
-        self.loop.create_task(self.connector.start())
+        self.starting = self.loop.create_task(self.connector.start())
         self.loop.settle()
 
     def connect(self) -> None:

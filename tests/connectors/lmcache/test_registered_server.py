@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+
 import pytest
+import zmq
 
 from connectors.lmcache.messages import ServerFacts
 from connectors.lmcache.wire import Operation
+from core.errors import EngineDead
 from core.testing.hash_model import FULL, HashAttention
 from tests.connectors.lmcache.played_server import FACTS
 
@@ -76,6 +80,40 @@ def test_a_connection_that_is_lost_during_the_registration_ends_the_attempt(star
     played.asked.clear()
     played.lose()
     played.connect()
+
+
+def test_a_start_ends_although_shared_memory_cannot_be_opened(start_played, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr("connectors.lmcache.staging.SHM_FOLDER", tmp_path / "missing")
+    played = start_played()
+    assert played.starting.done()
+    played.tick(3.0)
+    assert caplog.text.count("lmcache_unavailable") == 1
+    assert not played.connector.is_connected
+    monkeypatch.setattr("connectors.lmcache.staging.SHM_FOLDER", tmp_path)
+    played.connect()
+
+
+@pytest.mark.parametrize("place", ["connectors.lmcache.staging.os.open", "connectors.lmcache.connector.LMCacheClient"])
+def test_too_few_descriptors_for_a_new_connection_cost_hits_only(played, monkeypatch, place):
+    def refuse(*_):
+        raise OSError(errno.EMFILE, "too many open files") if "os.open" in place else zmq.ZMQError(errno.EMFILE)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(place, refuse)
+        played.lose()
+        played.tick(1.0)
+        assert not played.connector.is_connected
+    played.connect()
+
+
+def test_a_start_ends_although_our_own_code_fails(start_played, monkeypatch, caplog):
+    monkeypatch.setattr("connectors.lmcache.connector.check_server", lambda *_: 1 // 0)
+    played = start_played()
+    assert played.starting.done()
+    with pytest.raises(EngineDead):
+        played.tick()
+    assert caplog.text.count("lmcache_died") == 1
+    played.worker._death = None
 
 
 def test_silence_is_a_reason_to_leave(played):
