@@ -24,7 +24,7 @@ from kvstore.client_base import StoreClientBase
 from kvstore.client_state import ClientState, ConnectionState
 from kvstore.key import StoreKey
 from kvstore.messages import Parcel, ToStore
-from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob
+from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.tiers.base import Tier, TierJob
 from kvstore.tiers.worker import TierWorker
 
@@ -132,7 +132,7 @@ class EmbeddedStore(StoreClientBase):
         client_actions = deque(self._machine.take_actions())
         while client_actions or store_actions:
             if store_actions:
-                self._follow_store(store_actions.popleft())
+                store_actions.extend(self._follow_store(store_actions.popleft()))
             else:
                 store_actions.extend(self._follow_client(client_actions.popleft()))
             client_actions.extend(self._machine.take_actions())
@@ -152,12 +152,17 @@ class EmbeddedStore(StoreClientBase):
     def _to_store(self, parcel: Parcel[ToStore]) -> list[Action]:
         return self.machine.on_parcel(_SELF, parcel.message, parcel.blocks, self._clock.now())
 
-    def _follow_store(self, action: Action) -> None:
-        if isinstance(action, SendParcel):
-            self._machine.on_parcel(action.parcel.message, action.parcel.blocks, self._clock.now())
-        elif isinstance(action, StartJob):
-            self._progress_of[action.job.tier].on_job(self._clock.now())
-            self.workers[action.job.tier].submit(action.job)
+    def _follow_store(self, action: Action) -> Sequence[Action]:
+        """Carry out an action of the store's machine; return its actions that follow."""
+        match action:
+            case SendParcel():
+                self._machine.on_parcel(action.parcel.message, action.parcel.blocks, self._clock.now())
+            case StartJob():
+                self._progress_of[action.job.tier].on_job(self._clock.now())
+                self.workers[action.job.tier].submit(action.job)
+            case WatchProcess():  # this one
+                return self.machine.on_watched(action.client_id)
+        return ()
 
     def _copy_all(self) -> None:
         while True:

@@ -142,7 +142,7 @@ class Welcome(msgspec.Struct, frozen=True, kw_only=True, tag="welcome", omit_def
 
 
 class Attached(msgspec.Struct, frozen=True, kw_only=True, tag="attached", omit_defaults=True):
-    """Store → client: the nonce is right; slots instead of frames from now on."""
+    """Store → client: the nonce is right, and the process is watched; slots instead of frames from now on."""
 
 
 class AttachRefused(msgspec.Struct, frozen=True, kw_only=True, tag="refused", omit_defaults=True):

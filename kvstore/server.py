@@ -180,17 +180,31 @@ class StoreServer:
     def _watch(self, action: WatchProcess) -> None:
         """Detect the end of a process. Its start time distinguishes it from a later process with the same number."""
         if action.client_id in self._pidfds.values():
+            self._follow(self.machine.on_watched(action.client_id))
             return
         try:
             pidfd = os.pidfd_open(action.pid)
-        except OSError:
-            pidfd = -1
-        if pidfd >= 0 and process_start_ticks(action.pid) == action.start_ticks:
-            self._pidfds[pidfd] = action.client_id
+        except ProcessLookupError:
+            self._follow(self.machine.on_process_died(action.client_id))
             return
-        if pidfd >= 0:
-            os.close(pidfd)
-        self._follow(self.machine.on_process_died(action.client_id))
+        except OSError as error:  # not permitted in this container, or too few descriptors
+            self._refuse_to_watch(action, str(error))
+            return
+        start_ticks = process_start_ticks(action.pid)
+        if start_ticks == action.start_ticks:
+            self._pidfds[pidfd] = action.client_id
+            self._follow(self.machine.on_watched(action.client_id))
+            return
+        os.close(pidfd)
+        if start_ticks is None:
+            self._refuse_to_watch(action, f"/proc/{action.pid}/stat cannot be read")
+        else:
+            self._follow(self.machine.on_process_died(action.client_id))
+
+    def _refuse_to_watch(self, action: WatchProcess, reason: str) -> None:
+        self._limited_log.warning("kvstore_cannot_watch", client=action.client_id, reason=reason)
+        reason = f"the store cannot watch process {action.pid}: {reason}; no shared memory"
+        self._follow(self.machine.on_unwatchable(action.client_id, reason))
 
     def _on_job_done(self, job: TierJob) -> None:
         self._done.append(job)

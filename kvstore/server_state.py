@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from core.errors import Full, KVFerryError, LayoutMismatch, ProtocolError
+from core.errors import Full, KVFerryError, LayoutMismatch, ProtocolError, Unavailable
 from kvstore import messages
 from kvstore.key import StoreKey, split_keys
 from kvstore.memory import MemoryTier, Resident
@@ -49,7 +49,10 @@ class SendParcel:
 
 @dataclass(frozen=True, slots=True)
 class WatchProcess:
-    """Call ``on_process_died(client_id)`` when this process has ended, at once if it already has."""
+    """Call ``on_process_died(client_id)`` when this process has ended, at once if it already has.
+
+    Before that call ``on_watched(client_id)``, or ``on_unwatchable`` if its end cannot be observed here.
+    """
 
     client_id: str
     pid: int
@@ -157,9 +160,22 @@ class ServerState:
                 self._answer(query)
         return self._take_actions()
 
+    def on_watched(self, client_id: str) -> list[Action]:
+        """Let a client use the arena from now on: the end of its process will be noticed."""
+        for session in self._sessions_of(client_id):
+            session.is_local = True
+            self._send(session.client, messages.Attached())
+        return self._take_actions()
+
+    def on_unwatchable(self, client_id: str, reason: str) -> list[Action]:
+        """Refuse a client the arena: slots that it writes could not be freed after its death. Its blocks go as frames."""
+        for session in self._sessions_of(client_id):
+            self._send(session.client, messages.AttachRefused(code=Unavailable.code, message=reason[:1000]))
+        return self._take_actions()
+
     def on_process_died(self, client_id: str) -> list[Action]:
         """End the sessions of a process that has ended, and free the slots reserved for it."""
-        for session in [session for session in self._sessions.values() if session.client_id == client_id]:
+        for session in self._sessions_of(client_id):
             self._end(session, may_still_write=False)
         self._reclaim(client_id)
         return self._take_actions()
@@ -205,6 +221,9 @@ class ServerState:
             case messages.Hello():  # a session begins before it is looked up
                 pass
 
+    def _sessions_of(self, client_id: str) -> list[_Session]:
+        return [session for session in self._sessions.values() if session.client_id == client_id]
+
     def _on_hello(self, client: bytes, message: messages.Hello, now: float) -> None:
         """Begin a session. Ends the earlier session of the process, which has stopped writing."""
         for session in list(self._sessions.values()):
@@ -224,9 +243,7 @@ class ServerState:
     def _on_attach(self, session: _Session, message: messages.Attach) -> None:
         if self._open_memory().arena.nonce != message.nonce:
             raise ProtocolError("the nonce is not that of the arena: no shared memory")
-        session.is_local = True
         self._actions.append(WatchProcess(session.client_id, message.pid, message.start_ticks))
-        self._send(session.client, messages.Attached())
 
     def _ask(self, session: _Session, number: int, packed: bytes, *, is_get: bool) -> None:
         keys = split_keys(packed)

@@ -180,6 +180,7 @@ class SimStoreServer:
         client = self._processes[client_id]
         if client.is_alive:
             client.on_death(tell)
+            self._follow(self.machine.on_watched(client_id))
         else:
             tell()
 
@@ -355,14 +356,20 @@ class SimEmbeddedStore(SimStoreClientBase):
     def _follow(self, action: ClientAction) -> None:
         match action:
             case SendToStore(parcel):
-                for answer in self.machine.on_parcel(b"self", parcel.message, parcel.blocks, self._clock.now()):
-                    if isinstance(answer, SendParcel):
-                        self._machine.on_parcel(answer.parcel.message, answer.parcel.blocks, self._clock.now())
+                self._follow_store(self.machine.on_parcel(b"self", parcel.message, parcel.blocks, self._clock.now()))
             case MapArena():
                 assert self.machine.memory is not None
                 self._machine.on_mapped(self.machine.memory.arena)
             case CopyIn(number, copies):
                 self._copier.put(lambda: self._copy(number, copies))
+
+    def _follow_store(self, actions: Sequence[Action]) -> None:
+        for action in actions:
+            match action:
+                case SendParcel(parcel=parcel):
+                    self._machine.on_parcel(parcel.message, parcel.blocks, self._clock.now())
+                case WatchProcess(client_id):
+                    self._follow_store(self.machine.on_watched(client_id))
 
     def _copy(self, number: int, copies: Sequence[tuple[memoryview, memoryview]]) -> None:
         for source, target in copies:

@@ -33,8 +33,12 @@ class Store:
 
     def take(self, actions):
         self.jobs += [action.job for action in actions if isinstance(action, StartJob)]
-        self.watched += [action.client_id for action in actions if isinstance(action, WatchProcess)]
-        return [action.parcel for action in actions if isinstance(action, SendParcel)]
+        watched = [action.client_id for action in actions if isinstance(action, WatchProcess)]
+        self.watched += watched
+        parcels = [action.parcel for action in actions if isinstance(action, SendParcel)]
+        for client_id in watched:
+            parcels += self.take(self.machine.on_watched(client_id))
+        return parcels
 
     def finish_jobs(self):
         parcels = []

@@ -177,6 +177,27 @@ def test_a_process_that_is_another_one_by_now_does_not_count_as_alive():
         client.close()
 
 
+@pytest.mark.parametrize("missing", ["pidfd", "start time"])
+def test_a_client_that_cannot_be_watched_is_served_by_frames(missing, monkeypatch, caplog):
+    def refuse(*_):
+        raise PermissionError(1, "not permitted")
+
+    blocks = [make_block(number) for number in range(3)]
+    if missing == "pidfd":
+        monkeypatch.setattr("kvstore.server.os.pidfd_open", refuse)
+    else:
+        monkeypatch.setattr("kvstore.server.process_start_ticks", lambda _: None)
+    with serving() as (server, address), client_at(address) as client:
+        assert client.wait_until_connected(DEADLINE_S)
+        assert not client.is_local
+        for block in blocks:
+            assert put(client, [block]).stored == [True]
+            assert read(client, [block.key]) == [bytes(block.content)]
+        assert (server.machine.num_clients, server.machine.num_local_clients) == (1, 0)
+        assert client.statistics().timeouts == 0
+    assert caplog.text.count("kvstore_cannot_watch") == 1
+
+
 def test_the_start_of_a_process_is_read_from_the_system():
     assert process_start_ticks(own_process()[0]) == own_process()[1] > 0
     assert process_start_ticks(2**22 + 5) is None
