@@ -30,6 +30,7 @@ from kvstore.key import StoreKey, layout_key
 
 NAME = "shared"
 RETRY_S = 0.005  # before chunks that the store has and could not pin are requested again
+WITHHELD_S = 2.0  # without a chunk, and those that the store withholds count as missing: one of its tiers may hang
 CHUNKS_PER_GET = 64  # a store limits the pins of one client
 CHUNKS_PER_TURN = 8  # of one fetch, before other fetches and new orders get their turn
 _ANY_GENERATION = 1  # of a chunk in a store, where chunks are never rewritten
@@ -70,6 +71,7 @@ class _Fetching:
     ticket: GetTicket | None = None
     first_got: int = 0  # the first chunk of the ticket
     retry_at: float = 0.0
+    withheld_since: float | None = None  # the store withholds what is next
     is_aborted: bool = False
 
 
@@ -186,16 +188,29 @@ class EmbeddingTransfer:
                 self._release(fetching)
                 return
             if position in ticket.withheld:
-                self._release(fetching)
-                fetching.retry_at = self._clock.now() + RETRY_S
+                self._wait_for_withheld(fetching)
                 return
             block = ticket.blocks[position] if position < len(ticket.blocks) else None
             if block is None:
                 raise NotFound(f"the store does not have the embeddings{ticket.failure and ': '}{ticket.failure}")
             self._store.copy_out(block, self._memory.chunk(fetching.fetch.chunks[fetching.num_done]))
             fetching.num_done += 1
+            fetching.withheld_since = None
             if fetching.num_done == len(fetching.keys):
                 return
+
+    def _wait_for_withheld(self, fetching: _Fetching) -> None:
+        """Ask again in a moment, but not for ever.
+
+        Raises:
+            NotFound: it has waited long enough.
+        """
+        now = self._clock.now()
+        self._release(fetching)
+        fetching.withheld_since = now if fetching.withheld_since is None else fetching.withheld_since
+        if now - fetching.withheld_since >= WITHHELD_S:
+            raise NotFound(f"the store withholds the embeddings for {WITHHELD_S:g} s")
+        fetching.retry_at = now + RETRY_S
 
     def _end_fetch(self, fetching: _Fetching, error: KVFerryError | None) -> None:
         self._release(fetching)

@@ -38,6 +38,7 @@ from kvstore.messages import MAX_KEYS
 from kvstore.seal_check import check_seal
 
 RETRY_S = 0.005  # before it asks again for blocks that the tier has and could not pin
+WITHHELD_S = 2.0  # without a block, and those that the tier withholds count as missing: it may hang
 SLOW_S = 0.1  # without progress, and saves are slow: preempting is better than waiting for their blocks
 BLOCKS_PER_TURN = 4  # of one load, before the others and new commands get their turn
 GET_BYTES = 64 << 20  # asked for at a time: a store pins only so much for one client
@@ -56,6 +57,7 @@ class _Load:
     num_asked: int = 0
     num_done: int = 0
     retry_at: float = 0.0  # no question before
+    withheld_since: float | None = None  # the tier withholds what is next
     errors: dict[int, KVFerryError] = field(default_factory=dict)
     is_aborted: bool = False
 
@@ -185,11 +187,10 @@ class TierTransfer:
         for _ in range(BLOCKS_PER_TURN):
             if load.num_done - first in ticket.withheld:
                 self._check_landed(load, landed)
-                self._release(load)
-                load.num_asked, load.retry_at = load.num_done, self._clock.now() + RETRY_S
-                self.counts["withheld_gets"] += 1
+                self._wait_for_withheld(load)
                 return
             self._load_block(load, load.num_done, ticket, landed)
+            load.withheld_since = None
             load.num_done = _next_wanted(load, load.num_done + 1)
             load.num_asked = max(load.num_asked, load.num_done)
             if load.num_done >= end:
@@ -197,6 +198,17 @@ class TierTransfer:
         self._check_landed(load, landed)
         while load.tickets and load.num_done >= load.tickets[0][0] + len(load.tickets[0][1].keys):
             self._store.release(load.tickets.popleft()[1])
+
+    def _wait_for_withheld(self, load: _Load) -> None:
+        """Ask again in a moment, but not for ever."""
+        now = self._clock.now()
+        self.counts["withheld_gets"] += 1
+        self._release(load)
+        load.withheld_since = now if load.withheld_since is None else load.withheld_since
+        if now - load.withheld_since >= WITHHELD_S:
+            self._end_group(load, load.num_done, NotFound(f"{self._name}: the block is withheld for {WITHHELD_S:g} s"))
+            load.num_done = _next_wanted(load, load.num_done)
+        load.num_asked, load.retry_at = load.num_done, now + RETRY_S
 
     def _load_block(self, load: _Load, index: int, ticket: GetTicket, landed: dict[int, StoredBlock]) -> None:
         """Copy and verify a block, or add it to ``landed`` for verification on the device."""

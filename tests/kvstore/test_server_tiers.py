@@ -138,6 +138,25 @@ def test_no_more_is_brought_up_at_a_time_than_half_of_the_slots_hold():
     assert all(parcel.message.present)
 
 
+def test_blocks_of_a_tier_that_hangs_are_misses_and_not_withheld():
+    tier = DictTier()
+    store = Store(tiers=[tier])
+    blocks = [make_block(number) for number in range(NUM_SLOTS)]
+    for block in blocks:
+        tier.save(block.key.pack(), block.seal, block.content)
+    store.greet(b"a")
+    for number in range(2):  # each to its deadline; the tier finishes no job
+        store.get(b"a", blocks[2 * number : 2 * number + 2], number)
+        store.say(b"a", m.ReleaseBlocks(numbers=(number,)))
+    (reply,) = store.get(b"a", blocks[NUM_SLOTS // 2 :], 2)
+    assert not any(reply.message.present)
+    assert not any(reply.message.withheld)
+    store.finish_jobs()  # the tier recovers
+    assert store.get(b"a", blocks[NUM_SLOTS // 2 :], 3) == []
+    (reply,) = store.finish_jobs()
+    assert all(reply.message.present)
+
+
 def test_a_tier_that_has_to_be_asked_delays_the_answer():
     tier = DictTier(must_be_asked=True)
     store = Store(tiers=[tier])

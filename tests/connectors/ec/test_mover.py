@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
 
 from connectors.ec.chunks import ChunkLayout, num_chunks
 from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
-from connectors.ec.mover import RETRY_S, CheckStored, EmbeddingHolder, EmbeddingTransfer, Forgotten, SaveEmbeddings
+from connectors.ec.mover import (
+    RETRY_S,
+    WITHHELD_S,
+    CheckStored,
+    EmbeddingHolder,
+    EmbeddingTransfer,
+    Forgotten,
+    SaveEmbeddings,
+)
 from connectors.ec.worker import OfferEnded
 from core.ec_connector import EmbeddingsLayout
 from core.testing.clock import FakeClock
@@ -146,6 +156,18 @@ def test_chunks_that_are_withheld_are_asked_for_again(mover, store, clock, saved
     clock.advance(RETRY_S)
     assert run(mover, store) == [FetchEnded(NAME)]
     assert len(store.released) == 2
+
+
+def test_chunks_that_are_withheld_without_an_end_are_a_miss(mover, store, clock, saved, fetch):
+    store.withheld = {1, 2}
+    mover.submit(FetchingMetadata(fetches=[dataclasses.replace(fetch, deadline=clock.now() + 10)]))
+    assert run(mover, store) == []
+    store.withheld = {0, 1}
+    clock.advance(0.9 * WITHHELD_S)
+    assert run(mover, store) == []
+    clock.advance(0.1 * WITHHELD_S)
+    (ended,) = run(mover, store)
+    assert ended.error.code == "store_miss"
 
 
 def test_missing_chunk_is_a_miss(mover, store, saved, fetch):

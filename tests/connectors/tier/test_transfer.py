@@ -274,6 +274,24 @@ def test_a_tier_that_continues_withholding_costs_no_more_than_the_deadline(regio
     assert (ended.error.code, ended.invalid_block_ids) == ("deadline", ALL_BLOCKS)
 
 
+def test_blocks_that_a_tier_withholds_without_an_end_are_missing_long_before_the_deadline(region, store):
+    clock = FakeClock()
+    mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
+    items = [sealed(region, block_id, group_id=block_id % 2) for block_id in (1, 2)]
+    save(mover, *items)
+    store.max_pins = 0
+    keys = tuple(item.key for item in items)
+    mover.submit(TierConnectorMetadata(loads=[TierLoad("r", keys, (20, 21), BLOCK_SIZE, deadline=clock.now() + 30)]))
+    assert drive(mover) == []
+    clock.advance(0.9 * mover_module.WITHHELD_S)
+    assert drive(mover) == []
+    ended = []
+    for _ in range(3):
+        clock.advance(0.1 * mover_module.WITHHELD_S)
+        ended += drive(mover)
+    assert [(report.error.code, report.invalid_block_ids) for report in ended] == [("store_miss", ALL_BLOCKS)]
+
+
 def test_a_load_of_nothing_names_no_blocks(mover, region, store):
     items = [sealed(region, block_id) for block_id in (1, 2)]
     load(mover, items, (20, 21))
