@@ -73,10 +73,12 @@ class Tiering:
         self._promotions: dict[bytes, _Promotion] = {}
         self._locations: dict[LocateJob, _Location] = {}
         self._saves: dict[bytes, _Save] = {}
-        self._backlog: dict[bytes, Resident] = {}  # write-through: not saved yet, may be evicted
+        self._backlog: dict[bytes, Resident] = {}  # write-through: in memory, not saved yet, may be evicted
         self._num_save_jobs = [0] * len(tiers)
         self._jobs: list[TierJob] = []
         self.num_dropped_saves = 0
+        if tiers:
+            memory.on_forgotten = self._on_forgotten
 
     @property
     def num_loading(self) -> int:
@@ -306,11 +308,14 @@ class Tiering:
     def _save_backlog(self) -> None:
         while self._backlog:
             key, resident = next(iter(self._backlog.items()))
-            is_there = self._memory.find(key) is resident
-            if is_there and not self._save(resident):
+            if not self._save(resident):
                 return
-            self.num_dropped_saves += not is_there
             del self._backlog[key]
+
+    def _on_forgotten(self, key: bytes) -> None:
+        """Save a block no more that has left memory before its turn."""
+        if self._backlog.pop(key, None) is not None:
+            self.num_dropped_saves += 1
 
     def _demote(self) -> None:
         """Write-back: save the next blocks to be evicted while too few slots are free or clean."""

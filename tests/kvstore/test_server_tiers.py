@@ -215,6 +215,16 @@ def test_what_is_evicted_before_its_turn_is_counted(monkeypatch):
     assert store.machine.tiering.num_dropped_saves == 3
 
 
+def test_blocks_that_wait_for_a_tier_that_hangs_are_no_more_than_memory_holds():
+    store = Store(tiers=[DictTier()])
+    store.greet(b"a")
+    for number in range(10 * NUM_SLOTS):  # the tier finishes no job
+        store.put(b"a", blocks_of(number))
+    tiering = store.machine.tiering
+    assert tiering.num_saving <= NUM_SLOTS
+    assert tiering.num_dropped_saves == 10 * NUM_SLOTS - tiering.num_saving
+
+
 def test_write_back_hands_down_when_clean_slots_get_few_and_loses_nothing():
     tier = DictTier()
     store = Store(tiers=[tier], write_back=True)
