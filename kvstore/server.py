@@ -31,6 +31,7 @@ from kvstore.tiers.worker import TierWorker
 from kvstore.wakeup import Wakeup
 
 FLUSH_TIMEOUT_S = 30.0
+STOP_TIMEOUT_S = 5.0  # of a tier's present job when the store is stopped
 MAX_QUEUED_MESSAGES = 1024  # for each client
 MAX_MESSAGES_PER_TURN = 64
 
@@ -86,21 +87,21 @@ class StoreServer:
         return self._thread.is_alive() and not self._is_closing
 
     def stop(self, flush_timeout_s: float = FLUSH_TIMEOUT_S) -> None:
-        """Stop serving, save the dirty blocks, and release all resources."""
+        """Stop serving, save the dirty blocks, and release all resources but those of a tier that hangs."""
         self._is_closing = True
         self._wakeup.set()
         if self._thread.ident is not None:
             self._thread.join()
             self._flush(flush_timeout_s)
         for worker in self.workers:
-            worker.stop()
+            worker.stop(STOP_TIMEOUT_S)
         for pidfd in self._pidfds:
             os.close(pidfd)
         self._wakeup.close()
         self._socket.close(linger=CLOSE_LINGER_MS)
         self._context.term()
         if self.machine.memory is not None:
-            self.machine.memory.arena.close()
+            self.machine.memory.arena.close()  # its mapping stays: a tier that hangs may still read or write there
 
     def _run(self) -> None:
         try:

@@ -32,6 +32,7 @@ from kvstore.messages import (
 )
 from kvstore.server import StoreServer
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
+from kvstore.testing.in_memory import DictTier
 from kvstore.testing.store_suite import NUM_SLOTS, put, read
 
 DEADLINE_S = 30.0
@@ -233,6 +234,39 @@ def test_a_fault_of_ours_ends_the_server_visibly(monkeypatch):
         assert died.wait(DEADLINE_S)
         eventually(lambda: not server.is_serving, "it still looks alive")
     assert isinstance(deaths[0], ZeroDivisionError)
+
+
+class HangingTier(DictTier):
+    """Takes no block until it is ``released``."""
+
+    def __init__(self):
+        super().__init__()
+        self.released, self.is_closed = threading.Event(), False
+
+    def save(self, key, seal, block):
+        self.released.wait()
+        return super().save(key, seal, block)
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_a_server_stops_although_a_tier_hangs(monkeypatch):
+    monkeypatch.setattr("kvstore.server.STOP_TIMEOUT_S", 0.1)
+    tier, block = HangingTier(), make_block(1)
+    options = machine_options(KVStoreSection(memory_bytes=(NUM_SLOTS + 2) * BLOCK_BYTES), RandomIds())
+    server = StoreServer(options, [tier], SystemClock(), pytest.fail)
+    stopping = threading.Thread(target=server.stop, args=(0.1,), daemon=True)
+    with client_at(server.start("tcp://127.0.0.1:0")) as client:
+        assert client.wait_until_connected(DEADLINE_S)
+        put(client, [block])
+        stopping.start()
+        stopping.join(DEADLINE_S)
+    assert not stopping.is_alive()
+    assert not tier.is_closed
+    tier.released.set()
+    eventually(lambda: tier.values, "what the tier wrote is gone")
+    assert bytes(tier.values[block.key.pack()][1]) == bytes(block.content)
 
 
 def test_no_thread_or_descriptor_is_left():
