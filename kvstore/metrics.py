@@ -24,7 +24,7 @@ _COUNTS = {
     "put_blocks": "Blocks that were stored.",
     "refused_blocks": "Blocks that were not stored for lack of room.",
     "dropped_blocks": "Blocks that left memory because a reader found them wrong.",
-    "forgotten_calls": "Gets and reservations whose end was lost on the way.",
+    "forgotten_calls": "Lookups, gets and reservations whose end was lost on the way.",
     "silent_clients": "Clients that lost their session by silence.",
     "refused_messages": "Messages that could not be followed.",
     "bad_frames": "Frames that could not be understood.",

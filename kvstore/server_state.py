@@ -75,13 +75,13 @@ class _Session:
     client_id: str
     last_heard: float
     is_local: bool = False
-    gets: dict[int, Query] = field(default_factory=dict)
+    queries: dict[int, Query] = field(default_factory=dict)  # lookups until they are answered, gets until they are released
     reservations: dict[int, list[Resident | None]] = field(default_factory=dict)
     stored: dict[int, list[bool]] = field(default_factory=dict)  # per reservation: blocks that the store had already
 
     @property
     def num_pinned(self) -> int:
-        return sum(resident is not None for query in self.gets.values() for resident in query.residents)
+        return sum(resident is not None for query in self.queries.values() for resident in query.residents)
 
 
 class ServerState:
@@ -248,12 +248,12 @@ class ServerState:
     def _ask(self, session: _Session, number: int, packed: bytes, *, is_get: bool) -> None:
         keys = split_keys(packed)
         query = Query(session, number, keys, is_get=is_get)
+        if number in session.queries:
+            raise ProtocolError(f"call {number} is open already")
         if is_get:
-            if number in session.gets:
-                raise ProtocolError(f"get {number} is open already")
             max_pinned = max(1, int(self._open_memory().arena.num_slots * self._options.max_pinned_share))
             query.max_pins = max_pinned - session.num_pinned
-            session.gets[number] = query
+        session.queries[number] = query
         self.counts["get_keys" if is_get else "lookup_keys"] += len(keys)
         if self._open_tiering().start(query):
             self._answer(query)
@@ -262,6 +262,7 @@ class ServerState:
         session = query.owner
         assert isinstance(session, _Session)
         if not query.is_get:
+            del session.queries[query.number]
             self.counts["lookup_hits"] += sum(query.hits)
             self._send(session.client, messages.LookupReply(number=query.number, hits=bytes(query.hits)))
             return
@@ -349,7 +350,7 @@ class ServerState:
 
     def _on_heartbeat(self, session: _Session, message: messages.StoreHeartbeat) -> None:
         held = set(message.held)
-        for number in [*session.gets, *session.reservations]:
+        for number in [*session.queries, *session.reservations]:
             if number <= message.last and number not in held:
                 self.counts["forgotten_calls"] += 1
                 self._release(session, number)
@@ -360,7 +361,7 @@ class ServerState:
             self.counts["dropped_blocks"] += self._open_memory().drop(key)
 
     def _release(self, session: _Session, number: int) -> None:
-        query = session.gets.pop(number, None)
+        query = session.queries.pop(number, None)
         if query is not None:
             self._open_tiering().abandon(query)
             for resident in query.residents:
@@ -378,7 +379,7 @@ class ServerState:
                 self._open_memory().abandon(resident)
             if reserved:
                 self._late_writers.setdefault(session.client_id, []).extend(reserved)
-        for number in [*session.gets, *session.reservations]:
+        for number in [*session.queries, *session.reservations]:
             self._release(session, number)
 
     def _reclaim(self, client_id: str) -> None:

@@ -1,8 +1,9 @@
 """The thread of a tier: runs its jobs one after another, verifies loaded blocks, and counts failures.
 
-It owns the queue of one tier. Loads and lookups run before saves, because requests wait for them; a job that no query needs any
-more is skipped. If the tier raises, the job finds nothing. A block whose bytes or seal do not match its key is removed from the
-tier and counts as missing. ``submit`` may be called from any thread; ``on_done`` is called on the thread of the tier.
+It owns the queue of one tier. Lookups, which are short, run before loads, and loads before saves: requests wait for them. A job
+that no query needs any more is skipped. If the tier raises, the job finds nothing. A block whose bytes or seal do not match its
+key is removed from the tier and counts as missing. ``submit`` may be called from any thread; ``on_done`` is called on the
+thread of the tier.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class TierWorker:
         self.tier = tier
         self._on_done = on_done
         self._runner = TierRunner(tier)
-        self._urgent: deque[TierJob] = deque()
-        self._saves: deque[TierJob] = deque()
+        self._jobs: dict[type[TierJob], deque[TierJob]] = {
+            kind: deque() for kind in (LocateJob, LoadJob, SaveJob)
+        }  # by urgency
         self._wake = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"kvstore-{tier.name}", daemon=True)
@@ -43,7 +45,7 @@ class TierWorker:
     def submit(self, job: TierJob) -> None:
         """Queue a job; ``on_done`` is called when it has ended."""
         with self._wake:
-            (self._saves if isinstance(job, SaveJob) else self._urgent).append(job)
+            self._jobs[type(job)].append(job)
             self._wake.notify()
 
     def statistics(self) -> TierStatistics:
@@ -72,10 +74,10 @@ class TierWorker:
 
     def _next_job(self) -> TierJob | None:
         with self._wake:
-            self._wake.wait_for(lambda: self._is_closing or self._urgent or self._saves)
+            self._wake.wait_for(lambda: self._is_closing or any(self._jobs.values()))
             if self._is_closing:
                 return None
-            return (self._urgent or self._saves).popleft()
+            return next(jobs for jobs in self._jobs.values() if jobs).popleft()
 
 
 class TierRunner:

@@ -104,6 +104,21 @@ def test_blocks_without_a_waiting_query_are_not_requested_from_a_tier(end, must_
     assert (store.machine.tiering.num_loading, store.arena.num_free) == (0, NUM_SLOTS)
 
 
+@pytest.mark.parametrize(
+    "end", [m.ReleaseBlocks(numbers=(1,)), m.StoreHeartbeat(last=1), m.StoreGoodbye()], ids=["released", "forgotten", "gone"]
+)
+def test_a_lookup_that_nobody_waits_for_is_not_carried_out(end):
+    store = Store(tiers=[DictTier(must_be_asked=True)])
+    store.greet(b"a")
+    assert store.say(b"a", m.Lookup(number=1, keys=pack_keys([make_key(1)]))) == []
+    store.say(b"a", m.StoreHeartbeat(last=1, held=(1,)))
+    (job,) = store.jobs
+    assert job.is_wanted
+    store.say(b"a", end)
+    assert not job.is_wanted
+    assert store.finish_jobs() == []
+
+
 @pytest.mark.parametrize("is_late", [False, True])
 def test_what_another_waits_for_is_loaded(below, is_late):
     store, block = below
