@@ -246,7 +246,7 @@ class ClientCalls:
         self._close(call, tell=tell)
 
     def _put_next_part(self, call: _Call, ticket: PutTicket) -> None:
-        """Send as many blocks as fit one message."""
+        """Send as many blocks as fit one message; their bytes get time of their own."""
         first = end = len(call.stored)
         num_bytes = 0
         while end < len(ticket.keys):
@@ -255,6 +255,7 @@ class ClientCalls:
                 break
             end += 1
         call.part = range(first, end)
+        call.deadline += sum(block.nbytes for block in ticket.blocks[first:end]) / SLOW_BYTES_PER_S
         message = messages.Put(
             number=ticket.number, keys=pack_keys(ticket.keys[first:end]), seals=b"".join(ticket.seals[first:end])
         )

@@ -107,14 +107,14 @@ class EmbeddedStore(StoreClientBase):
             return self._progress.wait_for(self._is_flushed, timeout_s)
 
     def close(self) -> None:
-        """See ``BlockStore``. Saves the dirty blocks first."""
+        """See ``BlockStore``. Ends the copies that are queued, then saves the dirty blocks."""
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-        self.flush()
         self._copies.put(None)
         self._copier.join()
+        self.flush()
         with self._progress:
             self._machine.say_goodbye()
             self._carry_out()

@@ -185,6 +185,16 @@ def test_a_large_get_may_take_as_long_as_its_bytes_take_if_the_store_is_alive(cl
     assert large.failure == "deadline"
 
 
+def test_each_part_of_a_large_put_may_take_as_long_as_its_bytes_take(client, monkeypatch):
+    monkeypatch.setattr("kvstore.client_calls.SLOW_BYTES_PER_S", BLOCK_BYTES)  # a second for each block
+    monkeypatch.setattr("kvstore.client_calls.MAX_BLOCKS_BYTES", 2 * BLOCK_BYTES)
+    ticket = put(client)
+    assert client.machine.calls.next_deadline() == client.now + TIMEOUT_S + 2
+    client.now += 2.5
+    client.hear(m.PutReply(number=ticket.number, stored=b"\1\1"))
+    assert client.machine.calls.next_deadline() == client.now + TIMEOUT_S + 1
+
+
 def test_a_call_without_an_answer_is_a_miss_at_its_deadline(client):
     ticket = client.machine.calls.get(KEYS, client.now)
     client.said()

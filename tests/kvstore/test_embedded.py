@@ -5,6 +5,7 @@ import time
 
 import pytest
 
+from kvstore.embedded import EmbeddedStore
 from kvstore.testing.blocks import make_block
 from kvstore.testing.in_memory import DictTier
 from kvstore.testing.store_suite import copy_of, get, lookup, put, read
@@ -54,6 +55,22 @@ def test_a_get_and_a_lookup_end_in_time_although_a_tier_hangs(tier, embedded_sto
         assert store.flush()
         assert read(store, [block.key]) == [bytes(block.content)]
         assert store.machine.memory.arena.num_pinned == 0
+
+
+def test_what_is_still_to_be_copied_when_a_store_closes_reaches_the_tier(monkeypatch, embedded_store):
+    tier, block, copy_all = DictTier(), make_block(1), EmbeddedStore._copy_all
+
+    def copy_late(store):
+        while store._copies.qsize() < 2:  # the put, and the end
+            time.sleep(0.001)
+        copy_all(store)
+
+    monkeypatch.setattr(EmbeddedStore, "_copy_all", copy_late)
+    monkeypatch.setattr("kvstore.build.make_tiers", lambda *_: [tier])
+    with embedded_store(write_policy="back") as store:
+        ticket = store.put([block.key], [block.content], [block.seal])
+    assert ticket.stored == [True]
+    assert bytes(tier.values[block.key.pack()][1]) == bytes(block.content)
 
 
 class SlowTier(DictTier):
