@@ -107,6 +107,8 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         if self.kvstore.address:
             check_peer_address("kvstore.address", self.kvstore.address)
         check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")
+        if self.kvstore.redis_url:
+            check_order("kvstore", self.kvstore, "redis_timeout_s < request_timeout_s")
         for address in worker.router_addresses:
             check_peer_address("worker.router_addresses", address)
         check_order("worker", worker, "host_slot < workers_on_host")

@@ -1,9 +1,10 @@
 """The Redis tier: one key per block in a Redis or Valkey server, which limits and evicts by its own settings.
 
-Owns keys and values there: ``kvferry:1:<packed key>`` holds the seal, then the block. Every call has a time limit; a server
-that fails is not called for a while, so that a dead one delays a few calls and not all. One that refuses a command (its memory
-is full, it is read-only, the user may not) is alive: a refused save is a failed one, and reads go on. The library is imported
-here only (extra ``redis``). Set ``maxmemory`` and an eviction policy there: this tier deletes corrupt blocks only.
+Owns keys and values there: ``kvferry:1:<packed key>`` holds the seal, then the block. Connecting and each receive of a call
+have a time limit; resolving the server's name has the resolver's. A server that fails is not called for a while, so that a dead
+one delays a few calls and not all. One that refuses a command (its memory is full, it is read-only, the user may not) is alive:
+a refused save is a failed one, and reads go on. The library is imported here only (extra ``redis``). Set ``maxmemory`` and an
+eviction policy there: this tier deletes corrupt blocks only.
 """
 
 from __future__ import annotations

@@ -277,6 +277,10 @@ def test_cache_dir_follows_the_environment(monkeypatch):
             ["kvstore.heartbeat_interval_s=5"],
             "kvstore.heartbeat_interval_s = 5 must be below kvstore.client_timeout_s = 5",
         ),
+        (
+            ["kvstore.redis_timeout_s=2", "kvstore.redis_url=redis://redis:6379/0"],
+            "kvstore.redis_timeout_s = 2 must be below kvstore.request_timeout_s = 2",
+        ),
         (["worker.host_slot=1"], "worker.host_slot = 1 must be below worker.workers_on_host = 1"),
         (["router.process_number=1"], "router.process_number = 1 must be below router.processes_at_port = 1"),
     ],
