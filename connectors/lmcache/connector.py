@@ -163,6 +163,7 @@ class LMCacheConnector(Connector):
             self.server = self.scheduler.server = None
             if staging is not None:
                 staging.unlink()
+                staging.discard()
             if client is not None:
                 await client.close()
 

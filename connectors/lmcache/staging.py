@@ -112,6 +112,10 @@ class _FreePages:
         with self._lock:
             self._free.extend(pages)
 
+    def free_pages(self) -> list[int]:
+        with self._lock:
+            return self._free.copy()
+
     @property
     def num_free(self) -> int:
         return len(self._free)
@@ -147,14 +151,14 @@ class Staging:
             self._fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
             fcntl.flock(self._fd, fcntl.LOCK_EX)  # tells sweep_segments that the owner is alive
             os.posix_fallocate(self._fd, 0, num_pages * page_bytes)
-            memory = mmap.mmap(self._fd, num_pages * page_bytes)
+            self._memory = mmap.mmap(self._fd, num_pages * page_bytes)
         except OSError as error:
             self.unlink()
             raise ConnectorUnavailable(
                 f"no {num_pages * page_bytes} bytes of shared memory in {SHM_FOLDER}: {error}; "
                 "lower connector.lmcache.staging_bytes, or make it larger and writable"
             ) from None
-        self.rows: Bytes = np.frombuffer(memory, dtype=np.uint8).reshape(num_pages, page_bytes)
+        self.rows: Bytes = np.frombuffer(self._memory, dtype=np.uint8).reshape(num_pages, page_bytes)
         half = 1 + (num_pages - 1) // 2
         self._to_load = _FreePages(range(1, half))
         self._to_save = _FreePages(range(half, num_pages))
@@ -186,6 +190,25 @@ class Staging:
         """Return pages, all of one kind, that neither the server nor this process uses any more."""
         if pages:
             (self._to_load if pages[0] <= self._to_load.capacity else self._to_save).give(pages)
+
+    def discard(self) -> None:
+        """Give the memory of free pages back to the system; they read as zeros. Mappings stay valid.
+
+        LMCache 0.5.6 keeps a segment mapped until it ends, also after the segment was unregistered.
+        """
+        num_pages = self.pages.num_pages
+        taken = sorted(set(range(1, num_pages)).difference(self._to_load.free_pages(), self._to_save.free_pages()))
+        first = 0
+        for end in (*taken, num_pages):
+            self._discard_bytes(first * self.pages.page_bytes, end * self.pages.page_bytes)
+            first = end + 1
+
+    def _discard_bytes(self, start: int, end: int) -> None:
+        """Give back the pages of the system that lie within [start, end)."""
+        start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
+        if start < end:
+            with contextlib.suppress(OSError):  # a file system that cannot
+                self._memory.madvise(mmap.MADV_REMOVE, start, end - start)
 
     def unlink(self) -> None:
         """Remove the name: existing mappings stay valid, new ones are impossible. Idempotent."""

@@ -122,8 +122,11 @@ def test_silence_is_a_reason_to_leave(played):
     played.tick(2.0)
     assert played.asks(Operation.PING) is not None
     assert played.connector.is_connected
+    rows = played.server.staging.rows
+    rows[:] = 7
     played.tick(5.0)
     assert not played.connector.is_connected
+    assert not rows[1:-1].all(), "the server never unmaps it, so that the memory would be lost"
 
 
 def test_each_attempt_has_a_connection_memory_and_an_identity_of_its_own(start_played):

@@ -110,6 +110,18 @@ def test_the_name_goes_and_the_memory_stays(staging):
     assert (staging.rows[3] == 7).all()
 
 
+def test_memory_of_free_pages_goes_back_to_the_system_and_that_of_taken_ones_stays(staging):
+    staging.rows[:] = 7
+    (taken,) = staging.take_to_save(1)
+    staging.give_back(staging.take_to_load(2))
+    staging.discard()
+    assert (staging.rows[taken] == 7).all()
+    assert (staging.rows == 0).mean() > 0.8  # whole pages of the system
+    staging.give_back([taken])
+    staging.discard()
+    assert (SHM_FOLDER / staging.pages.shm_name).stat().st_blocks <= 16  # the last page of the system may be shared
+
+
 def test_segments_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path):
     for name in ("dead", "living"):
         (tmp_path / f"{SHM_PREFIX}{name}").write_bytes(b"x")
