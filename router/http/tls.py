@@ -1,23 +1,66 @@
-"""The TLS context of the clients' port.
+"""The TLS context of the clients' port, which follows its files.
 
-Owns which files it is read from. Versions and ciphers are Python's defaults for servers, so at least TLS 1.2.
+Owns which files it is read from, and when they are read again: at the first handshake after they have changed. Versions and
+ciphers are Python's defaults for servers, so at least TLS 1.2.
 """
 
 from __future__ import annotations
 
+import logging
+import os
 import ssl
 
 from core.errors import ConfigError
+from core.log import event
+
+logger = logging.getLogger(__name__)
 
 
 def server_context(cert_file: str, key_file: str) -> ssl.SSLContext | None:
     """Return the context of ``router.tls_cert`` and ``router.tls_key``; None without a certificate.
 
+    New connections get what the files hold then. Files that cannot be loaded any more leave the last certificate in use.
+
     Raises:
         ConfigError: a file cannot be read, they hold no certificate and key, or do not belong together.
     """
-    if not cert_file:
-        return None
+    return _RenewedCertificate(cert_file, key_file).context if cert_file else None
+
+
+class _RenewedCertificate:
+    """The context of two files, whose callback gives each handshake the certificate that they hold by then."""
+
+    def __init__(self, cert_file: str, key_file: str) -> None:
+        self._files = (cert_file, key_file)
+        self._state = self._state_of_files()  # before they are read: a change during that is read by the next handshake
+        self.context = self._newest = _load(cert_file, key_file)
+        self.context.sni_callback = self._on_hello  # called for clients without SNI, too
+
+    def _on_hello(self, connection: ssl.SSLObject, _host: str | None, _context: ssl.SSLContext) -> None:
+        state = self._state_of_files()
+        if state != self._state:
+            self._state = state
+            try:
+                # Into a new context: of a half-written pair, the old one would take the certificate and lack its key.
+                self._newest = _load(*self._files)
+                logger.info(event("certificate_renewed", file=self._files[0]))
+            except ConfigError as error:
+                logger.error(event("certificate_refused", error=error.message))
+        connection.context = self._newest
+
+    def _state_of_files(self) -> list[tuple[int, int, int] | None]:
+        """Return what differs once the files have been replaced or written."""
+        states: list[tuple[int, int, int] | None] = []
+        for path in self._files:
+            try:
+                found = os.stat(path)
+                states.append((found.st_ino, found.st_mtime_ns, found.st_size))
+            except OSError:
+                states.append(None)
+        return states
+
+
+def _load(cert_file: str, key_file: str) -> ssl.SSLContext:
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
     try:

@@ -55,6 +55,29 @@ async def test_certificate_is_the_configured_one(secure):
             await stranger.get("/health")
 
 
+async def test_a_renewed_certificate_is_used_from_the_next_connection_on(secure, files):
+    async with client_of(secure, files) as client:
+        assert (await client.get("/health")).status_code == 200
+        files[1].write_text("half a file")
+        async with client_of(secure, files) as other:
+            assert (await other.get("/health")).status_code == 200, "a wrong key does not replace the loaded one"
+        self_signed(files[0].parent)
+        async with client_of(secure, files) as other:
+            assert (await other.get("/health")).status_code == 200
+        assert (await client.get("/health")).status_code == 200, "a connection outlives its certificate"
+
+
+async def test_a_certificate_whose_files_are_gone_stays_in_use(secure, files, caplog):
+    client = client_of(secure, files)
+    for file in files:
+        file.unlink()
+    async with client:
+        assert (await client.get("/health")).status_code == 200
+    async with httpx.AsyncClient(base_url=secure.url, verify=False) as other:
+        assert (await other.get("/health")).status_code == 200
+    assert [record.levelname for record in caplog.records if "certificate_refused" in record.message] == ["ERROR"]
+
+
 @pytest.mark.parametrize("path", ["/health", "/ready"])
 async def test_probes_are_answered_to_clients_and_to_the_supervisor(secure, files, path):
     async with client_of(secure, files) as client:
