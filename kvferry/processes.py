@@ -248,12 +248,13 @@ class ProcessKeeper:
                     pass_fds=(write_fd,),
                     start_new_session=True,  # a Ctrl-C of the terminal reaches the supervisor only
                 )
+            pidfd = _pidfd_of(process)
         except BaseException:
             os.close(read_fd)
             raise
         finally:
             os.close(write_fd)
-        child = Child(spec, process, os.pidfd_open(process.pid), read_fd, self._clock.now())
+        child = Child(spec, process, pidfd, read_fd, self._clock.now())
         self._children[spec.name] = child
         logger.info(event("started", child=spec.name, pid=child.pid))
         return child
@@ -351,6 +352,16 @@ def _pipe_of(text: str) -> Iterator[int]:
         yield read_fd
     finally:
         os.close(read_fd)
+
+
+def _pidfd_of(process: subprocess.Popen[bytes]) -> int:
+    """Return a pidfd of a child; without one nobody could watch the child, so it is killed and reaped with its group."""
+    try:
+        return os.pidfd_open(process.pid)
+    except BaseException:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        raise
 
 
 def describe_exit(code: int) -> str:

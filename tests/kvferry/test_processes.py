@@ -231,3 +231,21 @@ def test_backoff_doubles_up_to_its_limit_and_starts_over_after_a_long_life():
     backoff = Backoff(0.5, 3.0)
     assert [backoff.next_delay_s(lived_s=0.1) for _ in range(4)] == [0.5, 1.0, 2.0, 3.0]
     assert backoff.next_delay_s(lived_s=10.0) == 0.5
+
+
+def test_child_that_nobody_could_watch_is_not_left_running(keeper, monkeypatch):
+    opened, pids = os.pidfd_open, []
+
+    def fail_once(pid):
+        monkeypatch.setattr(os, "pidfd_open", opened)
+        pids.append(pid)
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pidfd_open", fail_once)
+    num_open = psutil.Process().num_fds()
+    with pytest.raises(OSError, match="Too many open files"):
+        keeper.start(child(SLEEP))
+    assert not psutil.pid_exists(pids[0])
+    assert psutil.Process().num_fds() == num_open
+    assert keeper.current("c") is None
+    assert keeper.start(child(TELL + SLEEP)).addresses.result(30)
