@@ -215,6 +215,14 @@ class LocalCluster:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self.stop()
 
+    def check(self) -> None:
+        """Do nothing as long as something keeps the processes.
+
+        Raises:
+            StartFailed: nothing does: the cluster is not running, or an error has ended the thread that keeps them.
+        """
+        self._running().check()
+
     # ---- state -------------------------------------------------------------------------------------------------------
 
     @property

@@ -8,7 +8,6 @@ sends its addresses, and the reason of its end, through a pipe; its end is detec
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import queue
@@ -22,6 +21,8 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeVar
+
+import msgspec
 
 from core.clock import Clock
 from core.errors import StartFailed
@@ -37,6 +38,7 @@ _MAX_INPUT_BYTES = 64 << 10  # the capacity of a pipe
 _PIPE_READ_BYTES = 64 << 10
 _SPAWN_RETRY_S = 5.0
 _LIVENESS_CHECK_S = 1.0
+_HAS_DIED = "the thread that keeps the child processes has died, and they with it; its error is in the log"
 _REPLACE_GRACE_S = 2.0  # a stopped process takes no notice of SIGTERM, and one that hangs seldom does
 
 
@@ -83,6 +85,12 @@ class Child:
         """False once the child has ended and is reaped."""
         return not self.ended.is_set()
 
+    def note_end(self) -> None:
+        """Wake all who wait for this child, which is reaped."""
+        if not self.addresses.done():
+            self.addresses.set_exception(ChildProcessError(self.describe_end()))
+        self.ended.set()
+
     def describe_end(self) -> str:
         """Return how and why it has ended, in one line without its name."""
         code = self.process.returncode
@@ -111,7 +119,8 @@ class ProcessKeeper:
     """The thread that owns the children; its public methods may be called from any other thread.
 
     ``on_exit`` is called on the keeper's thread with every child that ended without ``stop``; it returns the seconds after
-    which a child of the same spec shall be started, None = never.
+    which a child of the same spec shall be started, None = never. ``has_failed`` is set if an error has ended the thread: all
+    children have ended with it, and none can be started any more.
     """
 
     def __init__(self, clock: Clock, on_exit: Callable[[Child, float], float | None]) -> None:
@@ -121,11 +130,21 @@ class ProcessKeeper:
         self._restarts: dict[str, tuple[float, ChildSpec]] = {}
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._is_closing = False
+        self.has_failed = threading.Event()
         self._wake_read, self._wake_write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
         self._thread = threading.Thread(target=self._run, name="process-keeper", daemon=True)
         self._thread.start()
 
     # ---- for other threads -------------------------------------------------------------------------------------------
+
+    def check(self) -> None:
+        """Do nothing while the thread is well.
+
+        Raises:
+            StartFailed: an error has ended it, and all children with it.
+        """
+        if self.has_failed.is_set():
+            raise StartFailed(_HAS_DIED)
 
     def start(self, spec: ChildSpec) -> Child:
         """Start a child under its name, which must be free."""
@@ -133,15 +152,17 @@ class ProcessKeeper:
 
     def current(self, name: str) -> Child | None:
         """Return the live child of this name."""
-        return self._call(lambda: self._children.get(name))
+        return None if self.has_failed.is_set() else self._call(lambda: self._children.get(name))
 
     def send_signal(self, child: Child, number: int) -> bool:
         """Send a signal; returns False if the child has ended."""
-        return self._call(lambda: self._signal(child, number))
+        return child.is_alive and self._call(lambda: self._signal(child, number))
 
     def replace(self, child: Child, reason: str) -> None:
         """End a hung child, and kill it if it does not leave at once; its end counts like a crash."""
-        if self._call(lambda: self._give_up(child, reason)) and not child.ended.wait(_REPLACE_GRACE_S):
+        if not child.is_alive or not self._call(lambda: self._give_up(child, reason)):
+            return
+        if not child.ended.wait(_REPLACE_GRACE_S):
             self.send_signal(child, signal.SIGKILL)
             child.ended.wait()
 
@@ -150,7 +171,7 @@ class ProcessKeeper:
 
         No successor is started.
         """
-        children = self._call(lambda: self._ask_to_leave(names))
+        children = [] if self.has_failed.is_set() else self._call(lambda: self._ask_to_leave(names))
         deadline = self._clock.now() + grace_s
         for child in children:
             if not child.ended.wait(max(0.0, deadline - self._clock.now())):
@@ -184,18 +205,33 @@ class ProcessKeeper:
         while not result.done() and self._thread.is_alive():
             futures.wait([result], timeout=_LIVENESS_CHECK_S)
         if not result.done():
-            raise StartFailed("the thread that keeps the child processes has died")
+            raise StartFailed(_HAS_DIED)
         return result.result()
 
     def _run(self) -> None:
-        while not self._is_closing:
-            self._wait()
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    self._commands.get_nowait()()
-            self._start_due()
+        try:
+            while not self._is_closing:
+                self._wait()
+                with contextlib.suppress(queue.Empty):
+                    while True:
+                        self._commands.get_nowait()()
+                self._start_due()
+        except Exception:  # the kernel kills the children of a thread that ends; here they are reaped as well
+            try:
+                logger.exception(event("keeper_failed"))
+            finally:
+                self._kill_all()
+            return
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _kill_all(self) -> None:
+        try:
+            for child in self._close_down():
+                child.process.wait()
+                child.note_end()
+        finally:
+            self.has_failed.set()
 
     def _wait(self) -> None:
         """Sleep until a child writes or ends, a command arrives, or a restart is due."""
@@ -226,7 +262,7 @@ class ProcessKeeper:
             del self._restarts[name]
             try:
                 self._spawn(spec)
-            except OSError as error:  # no memory or descriptors now; a later try may succeed
+            except Exception as error:  # no memory or descriptors now; a later try may succeed
                 logger.error(event("restart_failed", child=name, error=repr(error)))
                 self._restarts[name] = (now + _SPAWN_RETRY_S, spec)
 
@@ -270,7 +306,11 @@ class ProcessKeeper:
             child.pipe_fd = -1
         *lines, child.unread = (child.unread + chunk).split(b"\n")
         for line in lines:
-            told: dict[str, str] = json.loads(line)
+            try:
+                told = msgspec.json.decode(line, type=dict[str, str])
+            except (msgspec.DecodeError, UnicodeDecodeError) as error:  # what a library writes there is not worth the child
+                logger.warning(event("bad_message", child=child.spec.name, error=str(error)))
+                continue
             if FAILURE in told:
                 child.failure = told[FAILURE]
             elif not child.addresses.done():
@@ -285,9 +325,7 @@ class ProcessKeeper:
             child.pipe_fd = -1
         os.close(child.pidfd)
         del self._children[child.spec.name]
-        if not child.addresses.done():
-            child.addresses.set_exception(ChildProcessError(child.describe_end()))
-        child.ended.set()
+        child.note_end()
         if child.is_exit_expected:
             return
         lived_s = self._clock.now() - child.started_at
@@ -366,4 +404,7 @@ def _pidfd_of(process: subprocess.Popen[bytes]) -> int:
 
 def describe_exit(code: int) -> str:
     """Return an exit code in words."""
-    return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+    if code >= 0:
+        return f"exit code {code}"
+    names = {each.value: each.name for each in signal.Signals}
+    return f"signal {names.get(-code, -code)}"  # most real-time signals have no name

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable, Mapping
 from types import FrameType
@@ -70,6 +69,15 @@ class RouterGroup:
         several = {key: ",".join([addresses[key] for addresses in found]) for key in ("worker_address", "ops_address")}
         return {"http_address": found[0]["http_address"], **several}
 
+    def wait(self) -> None:
+        """Wait for a signal, whose handler must raise.
+
+        Raises:
+            StartFailed: an error has ended the thread that keeps the processes, and all of them with it.
+        """
+        self._keeper.has_failed.wait()
+        self._keeper.check()
+
     def stop(self, grace_s: float) -> None:
         """Let all processes drain, and kill those that take longer than ``grace_s``. Idempotent."""
         self._keeper.end(self._plan.names, grace_s)
@@ -109,9 +117,9 @@ def run_group(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], Non
     """Serve until SIGTERM or SIGINT; a second one stops at once. Returns the exit code.
 
     Raises:
-        StartFailed: a process could not start.
+        StartFailed: a process could not start, or the thread that keeps them has died.
     """
-    group, is_leaving = RouterGroup(config), threading.Event()
+    group = RouterGroup(config)
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         raise _Stop
@@ -123,7 +131,7 @@ def run_group(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], Non
             addresses = group.start()
             announce(addresses)
             logger.info(event("routers_started", **addresses))
-            is_leaving.wait()
+            group.wait()
         except _Stop:
             group.stop(config.router.drain_timeout_s + _MARGIN_S)
     except _Stop:

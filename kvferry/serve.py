@@ -21,6 +21,7 @@ from core.process_signals import SIGNALS
 from kvferry.local import LocalCluster
 from kvferry.machine import format_bytes, memory_limit_bytes
 
+CHECK_INTERVAL_S = 1.0  # between two looks whether the processes are still kept
 _MARGIN_S = 5.0  # on top of a process's own drain timeout
 
 
@@ -33,7 +34,7 @@ def serve_forever(config: KVFerryConfig) -> int:
 
     Raises:
         ConfigError: a setting is wrong, or the model cannot be found.
-        StartFailed: a process did not become ready.
+        StartFailed: a process did not become ready, or the thread that keeps the processes has died.
     """
     configure_logging(config.log.level, "serve", is_json=config.log.format == "json")
     cluster = LocalCluster(config, supervise=True, inherit_logs=True)
@@ -54,7 +55,8 @@ def serve_forever(config: KVFerryConfig) -> int:
         cluster.start(is_cancelled=is_leaving.is_set)
         if not is_leaving.is_set():
             _print_address(cluster, config)
-            is_leaving.wait()
+            while not is_leaving.wait(CHECK_INTERVAL_S):
+                cluster.check()
             _say("draining; press Ctrl-C again to stop at once")
     except _Hurry:
         grace_s = router_grace_s = 0.0

@@ -13,8 +13,9 @@ import psutil
 import pytest
 
 from core.clock import SystemClock
+from core.errors import StartFailed
 from kvferry.child import FAILURE, SupervisorPipe
-from kvferry.processes import Backoff, ChildSpec, ProcessKeeper
+from kvferry.processes import Backoff, ChildSpec, ProcessKeeper, describe_exit
 
 # Children are scripts; each is called with --ready-fd FD --parent-pid PID at the end of its arguments.
 TELL = 'import os, sys; os.write(int(sys.argv[-3]), b\'{"ops_address": "here"}\\n\'); os.close(int(sys.argv[-3]));'
@@ -233,6 +234,13 @@ def test_backoff_doubles_up_to_its_limit_and_starts_over_after_a_long_life():
     assert backoff.next_delay_s(lived_s=10.0) == 0.5
 
 
+def test_a_line_that_is_no_message_is_no_end_of_the_supervision(keeper):
+    script = 'import os, sys; os.write(int(sys.argv[-3]), b\'no json\\n{"\\xff": 1}\\n7\\n[]\\n{"ops_address": "here"}\\n\');'
+    started = keeper.start(child(script + SLEEP))
+    assert started.addresses.result(30) == {"ops_address": "here"}
+    assert keeper.current("c") is started
+
+
 def test_child_that_nobody_could_watch_is_not_left_running(keeper, monkeypatch):
     opened, pids = os.pidfd_open, []
 
@@ -249,3 +257,49 @@ def test_child_that_nobody_could_watch_is_not_left_running(keeper, monkeypatch):
     assert psutil.Process().num_fds() == num_open
     assert keeper.current("c") is None
     assert keeper.start(child(TELL + SLEEP)).addresses.result(30)
+
+
+@pytest.mark.parametrize("error", [OSError, MemoryError])
+def test_restart_that_fails_is_tried_again(error, monkeypatch):
+    monkeypatch.setattr("kvferry.processes._SPAWN_RETRY_S", 0.01)
+    starts, third = [], threading.Event()
+
+    def read_input():
+        starts.append(None)
+        if len(starts) == 2:
+            raise error
+        if len(starts) == 3:
+            third.set()
+        return ""
+
+    keeper = ProcessKeeper(SystemClock(), lambda child, lived_s: 0.01 if len(starts) == 1 else None)
+    keeper.start(ChildSpec("c", [sys.executable, "-c", "pass"], None, read_input))
+    assert third.wait(30)
+    keeper.close()
+
+
+def test_an_error_of_the_keeper_ends_all_children_and_is_told():
+    def on_exit(child, lived_s):
+        raise RuntimeError("a bug")
+
+    keeper = ProcessKeeper(SystemClock(), on_exit)
+    lasting = keeper.start(child(TELL + SLEEP, "lasting"))
+    silent = keeper.start(child(SLEEP, "silent"))
+    lasting.addresses.result(30)
+    keeper.start(child("pass", "brief"))
+    assert keeper.has_failed.wait(30)
+    assert [each.process.returncode for each in (lasting, silent)] == [-signal.SIGKILL] * 2
+    assert lasting.ended.is_set()
+    with pytest.raises(ChildProcessError, match="SIGKILL"):
+        silent.addresses.result(30)
+    assert keeper.current("lasting") is None
+    assert keeper.send_signal(lasting, signal.SIGTERM) is False
+    with pytest.raises(StartFailed, match="has died"):
+        keeper.start(child("pass"))
+    keeper.replace(lasting, "it hangs")
+    keeper.end(["lasting"], grace_s=30)
+    keeper.close()
+
+
+def test_signals_without_a_name_are_told_by_their_number():
+    assert [describe_exit(code) for code in (3, -signal.SIGKILL, -35)] == ["exit code 3", "signal SIGKILL", "signal 35"]

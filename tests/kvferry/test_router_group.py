@@ -14,6 +14,7 @@ import pytest
 
 from core.config import load_config
 from core.errors import StartFailed
+from kvferry.processes import ChildSpec
 from kvferry.router_group import RouterGroup
 
 pytestmark = [pytest.mark.slow, pytest.mark.full, pytest.mark.usefixtures("no_child_left")]
@@ -99,3 +100,15 @@ def test_router_that_dies_while_the_others_start_fails_the_start(monkeypatch):
             group.start()
     finally:
         group.close()
+
+
+def test_wait_ends_with_the_thread_that_keeps_the_processes(monkeypatch):
+    def fail(group, child, lived_s):
+        raise RuntimeError("a bug")
+
+    monkeypatch.setattr(RouterGroup, "_on_exit", fail)
+    group = RouterGroup(load_config(assignments=SETTINGS))
+    group._keeper.start(ChildSpec("router", [sys.executable, "-c", "pass"], None))
+    with pytest.raises(StartFailed, match="has died"):
+        group.wait()
+    group.close()

@@ -8,6 +8,7 @@ from typing import ClassVar
 import pytest
 
 from core.config import load_config
+from core.errors import StartFailed
 from kvferry import serve
 
 
@@ -76,6 +77,27 @@ def test_cluster_drains_although_nobody_reads_its_messages(monkeypatch):
         assert serve.serve_forever(load_config()) == 0
         monkeypatch.undo()
     assert Cluster.graces["grace_s"] > 0
+
+
+class LostCluster(Cluster):
+    """A cluster whose processes have ended with the thread that keeps them."""
+
+    base_url = "http://127.0.0.1:8000"
+
+    def start(self, is_cancelled):
+        pass
+
+    def check(self):
+        raise StartFailed("the thread has died")
+
+
+@pytest.mark.usefixtures("signals")
+def test_a_cluster_whose_processes_nothing_keeps_any_more_ends_the_command(monkeypatch):
+    monkeypatch.setattr(serve, "LocalCluster", LostCluster)
+    monkeypatch.setattr(serve, "CHECK_INTERVAL_S", 0.01)
+    with pytest.raises(StartFailed, match="has died"):  # exit code 1
+        serve.serve_forever(load_config())
+    assert Cluster.graces
 
 
 @pytest.mark.usefixtures("signals")
