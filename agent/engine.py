@@ -34,7 +34,6 @@ from core.worker.parts import EngineEvents
 
 logger = logging.getLogger(__name__)
 
-HANDOFF_LEASE_MS = 30_000  # of vLLM's side, if its answer does not say
 NUM_LOOKS = 2  # at a server that seems to be gone
 LOOK_INTERVAL_S = 0.1
 LOOK_TIMEOUT_S = 1.0
@@ -43,12 +42,13 @@ ACCOUNT_TIMEOUT_S = 1.0  # for the last part of a stream, after its last tokens
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentIdentity:
-    """What this agent writes into handoffs."""
+    """What this agent writes into handoffs. ``lease_s``: how long its server keeps blocks for a reader that does not renew."""
 
     engine_id: str
     incarnation: int
     model_fingerprint: bytes
     layout: KVLayoutInfo
+    lease_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -231,7 +231,7 @@ class VllmEngine:
             layout=identity.layout,
             groups=(),
             num_tokens=len(request.prompt_token_ids),
-            lease_ms=HANDOFF_LEASE_MS,
+            lease_ms=int(1000 * identity.lease_s),
             engine_params=msgspec.json.encode(answer.kv_transfer_params),
         )
 

@@ -11,7 +11,7 @@ from typing import Literal
 
 from prometheus_client import CollectorRegistry
 
-from agent.engine import HANDOFF_LEASE_MS, AgentIdentity, VllmEngine, WatchTerms
+from agent.engine import AgentIdentity, VllmEngine, WatchTerms
 from agent.kv_events import KVEventReader, RenamedBlocks
 from agent.prefill_handler import VllmPrefillHandler
 from agent.readings import count_handoffs, readings
@@ -132,7 +132,7 @@ class VllmWorker(WorkerSource):
                 max_waiting_requests=config.worker.max_waiting_requests,
                 drain_timeout_s=config.worker.drain_timeout_s,
             ),
-            load=lambda: _load(engine),
+            load=lambda: _load(engine, identity.lease_s),
             metrics=WorkerMetrics(context.metrics, readings(engine, facts.num_blocks, events.state, context.role)),
             api=engine,
             contents=contents,
@@ -201,6 +201,7 @@ def _identity(context: WorkerContext, facts: ServerFacts) -> AgentIdentity:
         layout=KVLayoutInfo(
             dtype=f"vllm {minor}", order="vllm", block_size=16, num_layers=1, num_kv_heads=1, head_dim=1, block_bytes=1
         ),
+        lease_s=context.config.connector.lease_s,
     )
 
 
@@ -228,13 +229,13 @@ def _registration(context: WorkerContext, identity: AgentIdentity, facts: Server
     )
 
 
-def _load(engine: VllmEngine) -> EngineLoad:
+def _load(engine: VllmEngine, lease_s: float) -> EngineLoad:
     load = engine.load
     return EngineLoad(
         num_running=max(load.num_running, engine.num_requests - load.num_waiting),
         num_waiting=load.num_waiting,
         kv_cache_usage=load.kv_cache_usage,
         num_leased_blocks=load.num_held_blocks,
-        longest_lease_s=HANDOFF_LEASE_MS / 1e3 if load.num_held_blocks else 0.0,
+        longest_lease_s=lease_s if load.num_held_blocks else 0.0,
         progress=engine.reading(),
     )

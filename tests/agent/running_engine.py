@@ -22,7 +22,7 @@ class Running:
         self.server = server
         self.outputs, self.replies, self.deaths = [], [], []
         self.http = VllmServer(server.url)
-        identity = AgentIdentity(engine_id="p0", incarnation=5, model_fingerprint=b"m", layout=LAYOUT)
+        identity = AgentIdentity(engine_id="p0", incarnation=5, model_fingerprint=b"m", layout=LAYOUT, lease_s=20.0)
         events = EngineEvents(self.outputs.extend, self.replies.append, self.deaths.append, lambda: None)
         terms = WatchTerms(interval_s=0.02, patience_s=patience_s)
         self.engine = VllmEngine(self.http, identity, events, terms, SystemClock(), RandomIds())
@@ -36,11 +36,16 @@ class Running:
         return list(self.outputs)
 
     async def until(self, holds):
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                if holds():
-                    return
-                await asyncio.sleep(0.005)
+        await until(holds)
+
+
+async def until(holds):
+    """Return once ``holds()`` is true."""
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            if holds():
+                return
+            await asyncio.sleep(0.005)
 
 
 def new_request(name="r/0", **fields):

@@ -1,5 +1,6 @@
-"""The start of an agent's process: it waits for its server, and says so."""
+"""The start of an agent's process, which waits for its server and says so, and what its drain has to wait for."""
 
+import asyncio
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,8 @@ from connectors.testing.contexts import worker_context
 from core.config import load_config
 from core.errors import EngineDead
 from core.testing.clock import FakeClock
+from core.worker.parts import EngineEvents
+from tests.agent.running_engine import WAIT_S, until
 
 
 class Start:
@@ -19,7 +22,8 @@ class Start:
     def __init__(self, server, monkeypatch):
         self.clock = FakeClock()
         self.looks = []
-        config = load_config(assignments=[f"agent.engine={server.url}", "agent.start_timeout_s=100"])
+        settings = [f"agent.engine={server.url}", "agent.start_timeout_s=100", "connector.lease_s=120"]
+        config = load_config(assignments=settings)
         self.worker = VllmWorker(replace(worker_context("decode"), config=config, clock=self.clock))
         monkeypatch.setattr(worker, "START_POLL_S", 0.0)
         monkeypatch.setattr(VllmServer, "health", self._look)
@@ -60,3 +64,17 @@ async def test_an_agent_gives_up_a_server_that_does_not_come(start):
     start.looks = [Health.GONE] * 11
     with pytest.raises(EngineDead, match="not ready after 100 s"):
         await start.worker.load()
+
+
+async def test_a_drain_waits_for_readers_as_long_as_the_settings_let_the_server_hold_blocks(server, start, monkeypatch):
+    start.looks = [Health.HEALTHY]
+    server.answers.append([])
+    await start.worker.load()
+    events = EngineEvents(print, print, print, lambda: None)
+    parts = await start.worker.open(events)
+    assert parts.load().longest_lease_s == 0.0, "no block is held yet"
+    monkeypatch.undo()
+    parts.engine.start()
+    await until(lambda: parts.load().num_leased_blocks)
+    assert parts.load().longest_lease_s == 120.0
+    await asyncio.to_thread(parts.engine.stop, WAIT_S)
