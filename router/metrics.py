@@ -6,10 +6,12 @@ queueing, both legs and the handoff.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import msgspec
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
 
 from core.errors import FALLBACK_REASONS, error_codes
 from core.metrics import EventHistogram, start_at_zero
@@ -38,6 +40,29 @@ PLACEMENT_REASONS = ("prefix", "source", "wait", "load", "session", "availabilit
 _LATENCY_BUCKETS_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 INFERENCE_PATHS = ("/v1/chat/completions", "/v1/completions")
 _TOKEN_BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 10.0)
+
+
+class _LabelledGauge(Collector):
+    """A gauge with one label, whose samples are read at every scrape."""
+
+    def __init__(self, name: str, documentation: str, label: str, reads: Mapping[str, Callable[[], float | None]]) -> None:
+        self._name = name
+        self._documentation = documentation
+        self._label = label
+        self._reads = reads
+
+    def describe(self) -> list[GaugeMetricFamily]:
+        """Return the gauge without samples."""
+        return [GaugeMetricFamily(self._name, self._documentation, labels=[self._label])]
+
+    def collect(self) -> list[GaugeMetricFamily]:
+        """Return the gauge with a sample for each value of the label that has one now."""
+        (family,) = self.describe()
+        for value, read in self._reads.items():
+            number = read()
+            if number is not None:
+                family.add_metric([value], number)
+        return [family]
 
 
 class RouterMetrics:
@@ -155,11 +180,9 @@ class RouterMetrics:
         gauge = Gauge(PREFIX + name, documentation, list(labels), registry=self.registry)
         (gauge.labels(**labels) if labels else gauge).set_function(read)
 
-    def watch_each(self, name: str, documentation: str, label: str, reads: dict[str, Callable[[], float]]) -> None:
-        """Add a gauge with one label, one callable per value of it."""
-        gauge = Gauge(PREFIX + name, documentation, [label], registry=self.registry)
-        for value, read in reads.items():
-            gauge.labels(value).set_function(read)
+    def watch_each(self, name: str, documentation: str, label: str, reads: Mapping[str, Callable[[], float | None]]) -> None:
+        """Add a gauge with one label, one callable per value of it; there is no sample while a callable returns None."""
+        self.registry.register(_LabelledGauge(PREFIX + name, documentation, label, reads))
 
     def observe_first_token(self, seconds: float) -> None:
         """Record the time to the first token of a request, seconds."""

@@ -12,11 +12,18 @@ from router.planner.loads import PLANNED_ROLES, RoleLoad
 
 
 def add_planner_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -> None:
-    """Have the metrics read them at every scrape, also without a planner."""
+    """Have the metrics read them at every scrape, also without a planner.
 
-    def watch(name: str, documentation: str, read: Callable[[RoleLoad], float]) -> None:
-        def read_role(role: Role) -> Callable[[], float]:
-            return lambda: read(core.planner.loads.of(role, core.membership.workers, clock.now()))
+    What a role without workers needs is unknown: a zero would have a scaler give up the workers that are about to return.
+    """
+
+    def watch(name: str, documentation: str, read: Callable[[RoleLoad], float], *, is_measured_at_workers: bool = True) -> None:
+        def read_role(role: Role) -> Callable[[], float | None]:
+            def number() -> float | None:
+                load = core.planner.loads.of(role, core.membership.workers, clock.now())
+                return None if is_measured_at_workers and not load.num_available else read(load)
+
+            return number
 
         metrics.watch_each(name, documentation, "role", {role: read_role(role) for role in PLANNED_ROLES})
 
@@ -25,9 +32,20 @@ def add_planner_gauges(metrics: RouterMetrics, core: RouterCore, clock: Clock) -
         "role_inflight_tokens",
         "Tokens at the role's workers: of prompts to compute, or that decode workers may come to hold.",
         lambda load: load.inflight_tokens,
+        is_measured_at_workers=False,
     )
     watch("role_demanded_workers", "Workers that the role's present demand needs.", lambda load: load.demanded)
-    watch("role_available_workers", "Workers of the role that take requests.", lambda load: load.num_available)
+    watch(
+        "role_offered_workers",
+        "Workers that the prompts which this router has sent lately keep busy; the sum over all routers counts.",
+        lambda load: load.offered,
+    )
+    watch(
+        "role_available_workers",
+        "Workers of the role that take requests.",
+        lambda load: load.num_available,
+        is_measured_at_workers=False,
+    )
     metrics.watch(
         "planner_workers",
         "Workers whose roles this router's planner may change.",

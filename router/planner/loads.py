@@ -8,7 +8,7 @@ waits at a prefill worker for the prompts before it; a choice waits at a decode 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from core.wire.messages import Role
 from router.dispatch.members import GenerationWorker
@@ -21,12 +21,17 @@ _MEMORY = 0.9  # of the time that a choice takes: about the last ten requests
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RoleLoad:
-    """One role: workers that take requests, how many are needed, the wait of a new request in seconds, and its tokens."""
+    """One role: workers that take requests, how many are needed, the wait of a new request in seconds, and its tokens.
+
+    ``offered``: how many workers the prompts that this router alone has sent keep busy. Several routers' add up; their demands
+    do not, because workers report the rest to each of them.
+    """
 
     num_available: int
     demanded: float
     wait_s: float
     inflight_tokens: int
+    offered: float = 0.0
 
     def without_one(self) -> float:
         """Return the load of each worker if there were one less; infinite if it were the last."""
@@ -59,14 +64,16 @@ class RoleLoads:
         members = [worker for worker in workers if worker.role == role and not worker.is_closed]
         prompts, decodes = self._of_prompts(role, members, now), self._of_decodes(members)
         if role == "aggregated":
-            return max(prompts, decodes, key=lambda load: load.demanded)
+            return replace(max(prompts, decodes, key=lambda load: load.demanded), offered=prompts.offered)
         return prompts if role == "prefill" else decodes
 
     def _of_prompts(self, role: Role, members: list[GenerationWorker], now: float) -> RoleLoad:
         waits_s = [self._wait_s(worker, now) for worker in members]
+        offered = self._costs.offered(role, now)
         return RoleLoad(
             num_available=len(members),
-            demanded=max(self._costs.offered(role, now), sum(waits_s) / self._max_wait_s),
+            demanded=max(offered, sum(waits_s) / self._max_wait_s),
+            offered=offered,
             wait_s=min(waits_s, default=0.0),
             inflight_tokens=sum(self._costs.num_queued_tokens(worker.key) for worker in members),
         )

@@ -342,7 +342,8 @@ def test_keda_asks_the_router_how_many_workers_a_role_needs(find):
     triggers = find("ha", "ScaledObject", "decode", "decode.autoscaling.load=0.8")["spec"]["triggers"]
     asked = triggers[-1]["metadata"]
     selector = 'namespace="llm",pod=~"kvferry-router-.*",role="decode"'  # other releases of the namespace have their own demand
-    assert asked["query"] == f"max(kvferry_role_demanded_workers{{{selector}}})"
+    demanded, offered = (f"kvferry_role_{name}_workers{{{selector}}}" for name in ("demanded", "offered"))
+    assert asked["query"] == f"max({demanded}) > sum({offered}) or sum({offered})"
     assert (triggers[-1]["metricType"], asked["threshold"]) == ("AverageValue", "0.8")
 
 
