@@ -22,6 +22,8 @@ from core.wire.sampling import SamplingParams
 
 LAYOUT = EmbeddingsLayout(hidden_size=8, dtype="float32", itemsize=4)
 IMAGE_FILE = b"an image"
+TIMEOUT_S = 20.0
+_WHERE = "does the connector call the wakeup, and what has it written to the log?"
 
 
 def identifier_of(name: str) -> bytes:
@@ -150,16 +152,29 @@ class ECEngine:
             rows = self.encoder_cache[feature.identifier]
             assert torch.equal(rows, embed(feature.identifier, feature.num_embeds, self.layout)), "rows of something else"
 
-    async def until(self, condition: Callable[[], bool]) -> None:
-        """Step until the condition holds; sleep while the connector reports nothing. Raises TimeoutError after 20 s."""
-        await step_until(condition, self.step, self._wake)
+    async def until(self, condition: Callable[[], bool], timeout_s: float = TIMEOUT_S) -> None:
+        """Step until the condition holds; sleep while the connector reports nothing.
 
-    async def run(self, request: Request) -> None:
-        """Step until a request has its embeddings, or has failed."""
-        await self.until(lambda: request.request_id in self.ran or request.request_id in self.errors)
+        Raises:
+            TimeoutError: it does not hold after ``timeout_s``. The message names the requests that still wait.
+        """
+        try:
+            await step_until(condition, self.step, self._wake, timeout_s=timeout_s)
+        except TimeoutError:
+            owed = [f"the embeddings of {request_id!r} are neither loaded nor unavailable" for request_id in self.waiting]
+            owed = owed or ["the connector has not done what the test waits for"]
+            raise TimeoutError(f"after {timeout_s:g} s {'; '.join(owed)}: {_WHERE}") from None
 
-    async def save(self, image: Image) -> ECSource:
-        """Compute an image as an encode worker does, and return where other workers find it."""
+    async def run(self, request: Request, timeout_s: float = TIMEOUT_S) -> None:
+        """Step until a request has its embeddings, or has failed; see ``until``."""
+        await self.until(lambda: request.request_id in self.ran or request.request_id in self.errors, timeout_s)
+
+    async def save(self, image: Image, timeout_s: float = TIMEOUT_S) -> ECSource:
+        """Compute an image as an encode worker does, and return where other workers find it.
+
+        Raises:
+            TimeoutError: the connector has not reported the end of the save after ``timeout_s``.
+        """
         held = self.worker.find_source(image.identifier)
         if held is not None:
             return held
@@ -168,11 +183,15 @@ class ECEngine:
         self.computed.append(image.identifier)
         self.worker.save_caches(self.encoder_cache, image.identifier)
         del self.encoder_cache[image.identifier]
-        await step_until(
-            lambda: image.identifier in self.saved or image.identifier in self.not_saved,
-            lambda: self._take(self.worker.get_finished(set())),
-            self._wake,
-        )
+        try:
+            await step_until(
+                lambda: image.identifier in self.saved or image.identifier in self.not_saved,
+                lambda: self._take(self.worker.get_finished(set())),
+                self._wake,
+                timeout_s=timeout_s,
+            )
+        except TimeoutError:
+            raise TimeoutError(f"after {timeout_s:g} s the save of image {image.name!r} has not ended: {_WHERE}") from None
         return self.saved[image.identifier]
 
     def _schedule(self, request: Request, coming: set[bytes], to_compute: dict[bytes, int]) -> None:
