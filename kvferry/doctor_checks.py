@@ -11,7 +11,7 @@ import platform
 import shutil
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -80,6 +80,8 @@ def check_model(config: KVFerryConfig) -> Iterator[Finding]:
     try:
         if known is not None and not _is_for_vllm(config):
             preflight.check_model(parse_arch(known), workers_here(config))
+            if is_for_serve(config):
+                preflight.check_encode_workers(config, known)
         if folder.is_dir() and name not in ALIASES:
             preflight.check_weights(read_model_folder(name, folder, Path(cache)).weight_files)
     except ConfigError as error:
@@ -281,17 +283,41 @@ def check_security(config: KVFerryConfig) -> Iterator[Finding]:
     except KVFerryError as error:
         yield Finding("security", "failure", error.message, "kvferry keygen")
         return
-    addresses = {"router.worker_address": config.router.worker_address, "worker.control_address": config.worker.control_address}
-    exposed = [setting for setting, address in addresses.items() if not is_loopback(split_tcp(address)[0])]
+    exposed = _exposed(
+        {
+            "router.worker_address": config.router.worker_address,
+            "worker.control_address": config.worker.control_address,
+            "kvstore.bind_address": config.kvstore.bind_address,
+        }
+    )
     yield from _check_ucx(config)
+    yield from _check_kv_events(config)
     if keys is not None:
         yield Finding("security", "ok", "a cluster key is set")
     elif exposed:
         verdict: Verdict = "warning" if config.security.insecure else "failure"
-        text = f"{', '.join(exposed)} can be reached by others, and there is no cluster key"
+        text = f"{', '.join(exposed)} can be reached by others, and without a cluster key strangers are taken for members"
         yield Finding("security", verdict, text, "export KVFERRY_CLUSTER_KEY=$(kvferry keygen) for every process")
     else:
         yield Finding("security", "ok", "the cluster's sockets are for this machine only")
+
+
+def _exposed(addresses: Mapping[str, str]) -> list[str]:
+    """Return the settings of addresses that other machines can reach; an empty one is not bound."""
+    return [setting for setting, address in addresses.items() if address and not is_loopback(split_tcp(address)[0])]
+
+
+def _check_kv_events(config: KVFerryConfig) -> Iterator[Finding]:
+    """Report KV events that others can read, since no key protects them."""
+    settings = ("kv_events_address", "kv_events_replay_address") if config.cache.kv_events else ()
+    exposed = _exposed({f"worker.{name}": getattr(config.worker, name) for name in settings})
+    if not exposed:
+        return
+    subject, text = "security of KV events", f"{', '.join(exposed)} can be reached by others; no key protects what is cached"
+    if config.security.insecure:
+        yield Finding(subject, "warning", text, "keep it on a closed network, or on this machine: tcp://127.0.0.1:PORT")
+    else:
+        yield _refused(subject, ConfigError(text), config, "worker")
 
 
 def _check_ucx(config: KVFerryConfig) -> Iterator[Finding]:

@@ -13,7 +13,7 @@ import os
 import struct
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from core.config import KVFerryConfig
 from core.config_router import RouterSection
@@ -62,16 +62,13 @@ def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[
     known = peek_config(name, cache_dir)
     if known is not None:
         check_model(parse_arch(known), workers)
+        check_encode_workers(config, known)
     with shown_progress() as progress:
         files = resolve_model(name, cache_dir, progress)
     if known is None:
         check_model(parse_arch(files.config), workers)
+        check_encode_workers(config, files.config)
     check_weights(files.weight_files)
-    if config.local.num_encode and parse_vision_arch(files.config) is None:
-        raise ConfigError(
-            f"local.num_encode = {config.local.num_encode}: model {name} reads text only; leave encode workers out",
-            param="local.num_encode",
-        )
 
 
 def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None:
@@ -248,6 +245,20 @@ def check_model(arch: ModelArch, workers: Workers) -> None:
             continue
         dtype = resolve_dtype_name(config.model.dtype, arch.dtype, "cuda" if is_gpu else "cpu")
         size_kv_cache(config, arch, _FLOAT32_BYTES if dtype == "float32" else _HALF_BYTES)
+
+
+def check_encode_workers(config: KVFerryConfig, model_config: Mapping[str, Any]) -> None:
+    """Refuse encode workers of a local cluster whose model reads no images.
+
+    Raises:
+        ConfigError: that is so.
+    """
+    if config.local.num_encode and parse_vision_arch(model_config) is None:
+        raise ConfigError(
+            f"local.num_encode = {config.local.num_encode}: model {config.model.name} reads text only; "
+            "leave encode workers out",
+            param="local.num_encode",
+        )
 
 
 def _check_length(config: KVFerryConfig, arch: ModelArch) -> None:

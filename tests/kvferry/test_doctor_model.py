@@ -68,6 +68,13 @@ def test_settings_that_do_not_fit_the_model_are_a_failure(model_folder):
     assert (found.verdict, "model.max_model_len = 65" in found.text) == ("failure", True)
 
 
+def test_encode_workers_of_a_model_that_reads_text_only_are_refused_as_serve_does(model_folder):
+    settings = [f"model.name={model_folder}", "local.num_encode=1"]
+    found = verdicts(doctor_checks.check_model, *settings)["model"]
+    assert (found.verdict, "reads text only; leave encode workers out" in found.text) == ("failure", True)
+    assert verdicts(doctor_checks.check_model, *settings, OF_ANY_PROCESS)["model"].verdict == "ok", "serve starts them"
+
+
 def test_model_of_vllm_is_not_compared_with_what_our_engine_computes(model_folder):
     (model_folder / "config.json").write_text('{"model_type": "other"}')
     settings = [f"model.name={model_folder}", "local.engine=vllm"]

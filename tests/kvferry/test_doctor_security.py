@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvferry import doctor_checks
-from tests.kvferry.findings import verdicts
+from tests.kvferry.findings import OF_ANY_PROCESS, verdicts
 
 
 @pytest.mark.parametrize(
@@ -15,6 +15,9 @@ from tests.kvferry.findings import verdicts
         (["worker.control_address=tcp://*:5571"], "failure"),
         (["worker.control_address=tcp://*:5571", "security.insecure=true"], "warning"),
         (["worker.control_address=tcp://*:5571", "security.cluster_key=0123456789abcdef0123456789abcdef"], "ok"),
+        (["router.worker_address=tcp://*:5570"], "failure"),
+        (["kvstore.bind_address=tcp://*:5572"], "failure"),
+        (["kvstore.bind_address=tcp://*:5572", "security.insecure=true"], "warning"),
         (["security.cluster_key=short"], "failure"),
     ],
 )
@@ -48,3 +51,25 @@ def test_ucx_devices_of_the_environment_are_reported(devices, verdict, monkeypat
 
 def test_without_nixl_nothing_is_said_of_ucx():
     assert "security of nixl" not in verdicts(doctor_checks.check_security)
+
+
+@pytest.mark.parametrize("setting", ["kv_events_address", "kv_events_replay_address"])
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [
+        ([], "failure"),
+        (["security.cluster_key=0123456789abcdef0123456789abcdef"], "failure"),
+        (["security.insecure=true"], "warning"),
+        ([OF_ANY_PROCESS], "warning"),
+    ],
+)
+def test_kv_events_for_strangers_are_reported_whatever_key_there_is(setting, settings, verdict, monkeypatch):
+    monkeypatch.delenv("KVFERRY_CLUSTER_KEY", raising=False)
+    exposed = [f"worker.{setting}=tcp://*:5557", *settings]
+    assert "security of KV events" not in verdicts(doctor_checks.check_security, *exposed), "there are none"
+    found = verdicts(doctor_checks.check_security, "cache.kv_events=true", *exposed)["security of KV events"]
+    assert (found.verdict, f"worker.{setting}" in found.text) == (verdict, True)
+
+
+def test_kv_events_on_this_machine_are_not_reported():
+    assert "security of KV events" not in verdicts(doctor_checks.check_security, "cache.kv_events=true")
