@@ -212,9 +212,7 @@ class ProcessKeeper:
         try:
             while not self._is_closing:
                 self._wait()
-                with contextlib.suppress(queue.Empty):
-                    while True:
-                        self._commands.get_nowait()()
+                self._run_commands()
                 self._start_due()
         except Exception:  # the kernel kills the children of a thread that ends; here they are reaped as well
             try:
@@ -224,6 +222,11 @@ class ProcessKeeper:
             return
         os.close(self._wake_read)
         os.close(self._wake_write)
+
+    def _run_commands(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._commands.get_nowait()()
 
     def _kill_all(self) -> None:
         try:
