@@ -43,6 +43,7 @@ from router.dispatch.handoffs import Handoffs, release
 from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import EncodeWorker, GenerationWorker, Member, WorkerKey
 from router.dispatch.membership import Left, Membership
+from router.dispatch.open_requests import OpenRequests
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.placement import Placement
 from router.dispatch.policy import Route
@@ -53,7 +54,6 @@ from router.dispatch.request_state import (
     DeliverTokens,
     DispatchAction,
     EncodeEnded,
-    Ended,
     RequestPhase,
     RequestState,
     Retried,
@@ -96,7 +96,6 @@ class Dispatcher:
         self._request_timeout_s = request_timeout_s
         self._max_requests = max_requests
         self._max_retries = max_retries
-        self.requests: dict[str, RequestState] = {}
         self._attempts = Attempts()
         self.restarts = Restarts(worker_wait_s)
         self._shares = TenantShares()
@@ -104,6 +103,10 @@ class Dispatcher:
         self._pairs = PairHealth()
         self._handoffs = Handoffs(membership)
         self._early_pulls = EarlyPulls(membership)
+        self._open = OpenRequests(
+            self._attempts, self._waiting, self._shares, self._inflight, self._encode_legs, self._early_pulls
+        )
+        self.requests = self._open.by_id
         self.route_costs = RouteCosts()
         self.placement = Placement(membership, self._inflight, self._pairs, self.route_costs)
 
@@ -143,33 +146,28 @@ class Dispatcher:
         except Overloaded as error:
             if not may_wait:
                 raise
-            self._open(request)
+            self._open.add(request)
             request.is_held = True
             return [*self._wait(request, error, now), *self.place_waiting(now)]
-        self._open(request)
+        self._open.add(request)
         return self._start(request, route, now)
-
-    def _open(self, request: RequestState) -> None:
-        self.requests[request.request_id] = request
-        self._shares.add(request.submission.tenant)
-        self._attempts.begin(request)
 
     def fail_attempt(self, wire_id: str, error: KVFerryError, now: float) -> list[DispatchAction]:
         """End a request whose message cannot be sent to any worker; unknown ids are ignored."""
         request = self._attempts.get(wire_id)
-        return self._fail(request, error, now) if request is not None else []
+        return self._open.fail(request, error, now) if request is not None else []
 
     def abort(self, request_id: str, reason: str, now: float) -> list[DispatchAction]:
         """End a request in any phase; unknown ids are ignored."""
         request = self.requests.get(request_id)
         if request is None:
             return []
-        return self._fail_with(request, ErrorInfo.of(Cancelled(f"the request was aborted: {reason}")), now, reason=reason)
+        return self._open.fail_with(request, ErrorInfo.of(Cancelled(f"the request was aborted: {reason}")), now, reason=reason)
 
     def fail(self, request_id: str, error: KVFerryError, now: float) -> list[DispatchAction]:
         """End a request that this router cannot continue; unknown ids are ignored."""
         request = self.requests.get(request_id)
-        return self._fail(request, error, now) if request is not None else []
+        return self._open.fail(request, error, now) if request is not None else []
 
     def finish_choice(self, request_id: str, index: int, now: float) -> list[DispatchAction]:
         """End a choice at a stop string; workers know only tokens and cannot find it."""
@@ -178,7 +176,7 @@ class Dispatcher:
             return []
         request.finish_reasons[index] = "stop"
         if request.is_finished:
-            return [*self._stop_workers(request, "stop"), self._end(request, now)]
+            return self._open.stop(request, "stop", now)
         self._inflight.shrink(request, request.attempt.decode, request.num_live_choices)
         abort = Abort(request_ids=(f"{request.wire_id}/{index}",), reason="stop")
         return [SendToWorker(request.current, abort)] if request.current else []
@@ -198,12 +196,12 @@ class Dispatcher:
         request.handoff = message.kv_handoff
         problem = find_prefill_done_problem(message, sender, request)
         if problem:
-            return self._fail(request, ProtocolError(f"prefill worker {sender.key.engine_id}: {problem}"), now)
+            return self._open.fail(request, ProtocolError(f"prefill worker {sender.key.engine_id}: {problem}"), now)
         sender.progress.on_success()
         actions: list[DispatchAction] = [Deliver(request.request_id, apply_prefill_done(request, message, now))]
         if request.is_finished:
             actions += self._early_pulls.stop(request)
-            return [*actions, *release(sender.key, message.kv_handoff), self._end(request, now)]
+            return [*actions, *release(sender.key, message.kv_handoff), self._open.end(request, now)]
         self._inflight.free(request, sender.key)
         return actions + self._send_to_decode(request, now)
 
@@ -230,7 +228,7 @@ class Dispatcher:
                 actions += self._retry(request, ErrorInfo.of(error), now, is_gone=False, is_free=is_free)
             except ProtocolError as error:
                 updates.pop(request.request_id, None)
-                actions += self._fail(request, error, now)
+                actions += self._open.fail(request, error, now)
             else:
                 self._pairs.learn(request, item.usage.kv_transfer if item.usage else None, now)
                 updates[request.request_id] = update
@@ -239,7 +237,7 @@ class Dispatcher:
             request = self.requests[request_id]
             if request.is_finished:
                 sender.progress.on_success()
-                actions.append(self._end(request, now))
+                actions.append(self._open.end(request, now))
             else:
                 self._inflight.shrink(request, request.attempt.decode, request.num_live_choices)
         return [DeliverTokens(plain), *actions] if plain else actions  # first: a request's later tokens are in an update
@@ -256,7 +254,7 @@ class Dispatcher:
             return self._retry(request, error, now, is_gone=True, is_free=is_pause)
         if request.attempt.has_handoff and request.attempt.prefill is not None:  # under the policy "fail"
             self._pairs.note((request.attempt.prefill, sender.key), fallback_reason(error.code), now)
-        return self._fail_with(request, name_image(request.submission, error), now, gone=sender.key)
+        return self._open.fail_with(request, name_image(request.submission, error), now, gone=sender.key)
 
     def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[DispatchAction]:
         """Fail the requests that the rejected message may have been about: those without a token from this worker."""
@@ -265,7 +263,7 @@ class Dispatcher:
             failures = [RequestFailed(request_id=request.wire_id, error=error) for request in waiting]
             return [action for failure in failures for action in self.on_encode_failed(sender, failure, now)]
         affected = [each for each in self.requests.values() if not each.attempt.shown and each.current == sender.key]
-        return [action for request in affected for action in self._fail_with(request, error, now)]
+        return [action for request in affected for action in self._open.fail_with(request, error, now)]
 
     def on_left(self, left: Left, now: float) -> list[DispatchAction]:
         """Continue the requests of a lost worker on others."""
@@ -297,7 +295,7 @@ class Dispatcher:
         for request in list(self.requests.values()):
             if now >= request.deadline:
                 limit_s = request.deadline - request.arrival
-                actions += self._fail(request, DeadlineExceeded(f"the request took longer than {limit_s:g} s"), now)
+                actions += self._open.fail(request, DeadlineExceeded(f"the request took longer than {limit_s:g} s"), now)
             elif request.phase is RequestPhase.ENCODE and request.encoding is not None and now >= request.encoding.deadline:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)
@@ -343,10 +341,10 @@ class Dispatcher:
             route = self.placement.route(request, now)
         except (NoWorker, Overloaded) as error:
             if request.attempt.previous_error is not None and request.attempt.previous_error.code == Overloaded.code:
-                return self._fail_with(request, request.attempt.previous_error, now)  # no worker has admitted it
+                return self._open.fail_with(request, request.attempt.previous_error, now)  # no worker has admitted it
             return self._wait(request, error, now)
         except RequestError as error:
-            return self._fail_with(request, request.attempt.previous_error or ErrorInfo.of(error), now)
+            return self._open.fail_with(request, request.attempt.previous_error or ErrorInfo.of(error), now)
         self._waiting.remove(request)
         return self._start(request, route, now)
 
@@ -369,7 +367,7 @@ class Dispatcher:
         """Let a request wait for a worker; end it if it has waited too long."""
         is_only_busy = isinstance(error, Overloaded) or self.placement.may_resume(request)
         too_long = self._waiting.keep(request, error, now, is_only_busy=is_only_busy)
-        return self._fail(request, too_long, now) if too_long is not None else []
+        return self._open.fail(request, too_long, now) if too_long is not None else []
 
     # ---- the encode leg ----------------------------------------------------------------------------------------------
 
@@ -388,7 +386,7 @@ class Dispatcher:
         if request is None or ended is None:
             return []
         if isinstance(message, EncodeFailed) and error.code == InvalidRequest.code:
-            return [ended, *self._fail_with(request, name_image(request.submission, error, message.media_index), now)]
+            return [ended, *self._open.fail_with(request, name_image(request.submission, error, message.media_index), now)]
         return self._after_encode(request, ended, now)
 
     def _after_encode(self, request: RequestState, ended: EncodeEnded, now: float) -> list[DispatchAction]:
@@ -460,7 +458,7 @@ class Dispatcher:
         self._attempts.begin_next(request, error, now)
         self._inflight.free_all(request)
         if len(request.blamed) > self._max_retries:
-            return actions + self._fail_with(request, error, now)
+            return actions + self._open.fail_with(request, error, now)
         next_actions = self._continue(request, now)
         if request.error is None:
             if is_refusal:
@@ -469,31 +467,3 @@ class Dispatcher:
                 request.retried.append(kind)
             actions.append(Retried(request.request_id, kind, error, failed, request.current))
         return actions + next_actions
-
-    # ---- the end -----------------------------------------------------------------------------------------------------
-
-    def _fail(self, request: RequestState, error: KVFerryError, now: float) -> list[DispatchAction]:
-        return self._fail_with(request, ErrorInfo.of(error), now)
-
-    def _fail_with(
-        self, request: RequestState, error: ErrorInfo, now: float, *, gone: WorkerKey | None = None, reason: str = ""
-    ) -> list[DispatchAction]:
-        """End a request with an error; ``gone`` no longer has it and gets no abort."""
-        request.error = error
-        stops = [action for action in self._stop_workers(request, reason or error.code) if action.worker != gone]
-        return [*stops, Deliver(request.request_id, Update(error=error)), self._end(request, now)]
-
-    def _stop_workers(self, request: RequestState, reason: str) -> list[SendToWorker]:
-        """Abort the request at its workers, and release a handoff that may be unread."""
-        current = request.current
-        aborts = [SendToWorker(current, Abort(request_ids=(request.wire_id,), reason=reason))] if current else []
-        aborts += [*self._encode_legs.aborts(request, reason), *self._early_pulls.stop(request)]
-        return [*aborts, *release(request.attempt.prefill, request.handoff)]
-
-    def _end(self, request: RequestState, now: float) -> Ended:
-        del self.requests[request.request_id]
-        self._shares.remove(request.submission.tenant)
-        self._waiting.remove(request)
-        self._attempts.end(request, now)
-        self._inflight.free_all(request)
-        return Ended(request, now)
