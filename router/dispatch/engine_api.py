@@ -17,6 +17,8 @@ from router.dispatch.core import Action, RouterCore
 from router.dispatch.engine_calls import Answered
 from router.dispatch.members import GenerationWorker, WorkerKey
 
+SHUTS_DOWN = "the router shuts down: try again"
+
 
 class CallFailed(Exception):
     """A call that its worker did not answer, or not to its end."""
@@ -76,12 +78,7 @@ class EngineApi:
         self._clock = clock
         self._perform = perform
         self._answers: dict[str, EngineAnswer] = {}
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
-
-    async def wait_idle(self) -> None:
-        """Wait until no call is open."""
-        await self._is_idle.wait()
+        self.is_closed = False
 
     @property
     def is_there(self) -> bool:
@@ -118,19 +115,18 @@ class EngineApi:
         """Have a worker's engine called; yield its answer after the first part. Leaving the context ends the call.
 
         Raises:
-            CallFailed: the worker was lost, or does not answer in time.
+            CallFailed: the worker was lost, or does not answer in time, or the router ends.
         """
+        if self.is_closed:
+            raise CallFailed(ErrorInfo.of(NoWorker(SHUTS_DOWN)))
         request_id = call.request_id
         answer = self._answers[request_id] = EngineAnswer()
-        self._is_idle.clear()
         try:
             self._perform(self._core.begin_call(call, worker, self._clock.now()))
             await answer.open()
             yield answer
         finally:
             del self._answers[request_id]
-            if not self._answers:
-                self._is_idle.set()
             self._perform(self._core.abort_call(request_id, self._clock.now()))
 
     def put(self, answered: Answered) -> None:
@@ -140,7 +136,8 @@ class EngineApi:
             answer.put(answered.reply)
 
     def close(self) -> None:
-        """Fail all calls: the router ends."""
-        gone = ErrorInfo.of(NoWorker("the router shuts down: try again"))
+        """Fail all calls, and those to come: the router ends."""
+        self.is_closed = True
+        gone = ErrorInfo.of(NoWorker(SHUTS_DOWN))
         for answer in self._answers.values():
             answer.put(gone)

@@ -26,7 +26,7 @@ from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate, RouterMessage
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
 from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit, requests_of
-from router.dispatch.engine_api import EngineApi
+from router.dispatch.engine_api import SHUTS_DOWN, EngineApi
 from router.dispatch.engine_calls import Answered
 from router.dispatch.frame_reader import FrameReader
 from router.dispatch.gauges import add_gauges
@@ -144,8 +144,7 @@ class WorkerGateway:
         self._socket: AsyncSocket | None = None
         self._monitor: AsyncSocket | None = None
         self._tasks: list[asyncio.Task[None]] = []
-        self._is_idle = asyncio.Event()
-        self._is_idle.set()
+        self._is_stopped = False
         self._has_changed = asyncio.Event()  # something that the core knows
         self._death: asyncio.Future[BaseException] | None = None
         add_gauges(metrics, self.core, clock)
@@ -164,6 +163,7 @@ class WorkerGateway:
         Raises:
             ConfigError: the address cannot be bound.
         """
+        self._is_stopped = self.engine_api.is_closed = False
         self._context = AsyncContext()
         options = SocketOptions(max_message_bytes=codec.MAX_WORKER_FRAME_BYTES, keys=self._keys)
         self._socket = router_socket(self._context, options)
@@ -181,10 +181,12 @@ class WorkerGateway:
             task.add_done_callback(self._on_task_end)
 
     async def stop(self) -> None:
-        """Fail the remaining requests, send their aborts, and close the socket. Idempotent."""
+        """Fail the remaining requests, send their aborts, and close the socket; later requests are refused. Idempotent."""
+        self._is_stopped = True
+        self._has_changed.set()
         self.engine_api.close()
         for request_id in list(self._listeners):
-            self._give_up(request_id, NoWorker("the router shuts down: try again"))
+            self._give_up(request_id, NoWorker(SHUTS_DOWN))
         tasks, self._tasks = self._tasks, []
         for task in tasks:
             task.cancel()
@@ -258,11 +260,12 @@ class WorkerGateway:
             for index, submission in enumerate(submissions):
                 if index and index % _PROMPTS_PER_TURN == 0:
                     await asyncio.sleep(0)
+                if self._is_stopped:
+                    raise NoWorker(SHUTS_DOWN)
                 actions = self.core.submit(submission, now)
                 self._listeners[submission.request_id] = _Listener(
                     generation, index, self.observer.on_placed(submission.request_id, now)
                 )
-                self._is_idle.clear()
                 self._perform(actions)
         except BaseException as error:  # a bug must not leave prompts without a client, either
             generation.abort("another prompt of the request was refused, or the request was given up")
@@ -274,14 +277,9 @@ class WorkerGateway:
 
     async def wait_for_route(self) -> None:
         """Wait while there is no route but one is expected, as after a pause of this router, when workers reconnect."""
-        while self.core.is_route_expected(self._clock.now()):
+        while not self._is_stopped and self.core.is_route_expected(self._clock.now()):
             self._has_changed.clear()
             await self._has_changed.wait()
-
-    async def wait_idle(self) -> None:
-        """Wait until no request and no call is in flight."""
-        await self._is_idle.wait()
-        await self.engine_api.wait_idle()
 
     def abort(self, request_id: str, reason: str) -> None:
         """End a request; unknown ids are ignored."""
@@ -362,8 +360,6 @@ class WorkerGateway:
             return
         listener.generation.put(listener.prompt_index, Update(error=ErrorInfo.of(error)))  # the core has lost it
         self.observer.on_failed(request_id, ErrorInfo.of(error))
-        if not self._listeners:
-            self._is_idle.set()
 
     # ---- actions -----------------------------------------------------------------------------------------------------
 
@@ -434,8 +430,6 @@ class WorkerGateway:
 
     def _on_ended(self, request: RequestState, now: float) -> None:
         listener = self._listeners.pop(request.request_id, None)
-        if not self._listeners:
-            self._is_idle.set()
         self.observer.on_ended(request, now, listener.generation.client_id if listener is not None else None)
 
 

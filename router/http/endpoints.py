@@ -237,6 +237,7 @@ class Endpoints:
 
     async def _pass_on(self, body: EngineBody, caller: Caller) -> ASGIApp:
         await self.gateway.wait_for_route()
+        self.check_ready()
         timeout_s = body.time_limit_s(self._request_timeout_s)
         legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, timeout_s, caller.trace)
         async with AsyncExitStack() as stack:

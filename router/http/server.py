@@ -8,11 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import socket
 from collections.abc import Iterator
 
 import msgspec
 import uvicorn
+from litestar.types import ASGIApp
 from prometheus_client import CollectorRegistry
 
 from core.clock import Clock, SystemClock
@@ -29,6 +31,7 @@ from router.http.app import BodyLimits, create_app
 from router.http.connections import ClientLimits, HttpConfig, limit_unread_answers
 from router.http.descriptors import connections_within
 from router.http.endpoints import Endpoints
+from router.http.in_flight import InFlight
 from router.http.probes import ProbeAnswers
 from router.http.tls import server_context
 from router.images.reader import RequestImageReader
@@ -79,7 +82,7 @@ class Router:
             max_requests_per_key=config.max_requests_per_key,
             has_fair_shares=config.fair_shares,
         )
-        self.app = create_app(
+        app = create_app(
             self.endpoints,
             version=package_version(),
             api_key=config.api_key,
@@ -87,6 +90,8 @@ class Router:
             has_metrics=config.ops_port is None,
             cors_origins=config.cors_origins,
         )
+        self._in_flight = InFlight(app)
+        self.app: ASGIApp = self._in_flight
         tls = server_context(config.tls_cert, config.tls_key)
         self.http = HttpConfig(self.app, _client_limits(config), metrics.count_cut, tls)
         answers = ProbeAnswers(self.endpoints, package_version())
@@ -153,16 +158,22 @@ class Router:
         await self.stop(self._config.drain_timeout_s)
 
     async def stop(self, grace_s: float = 0.0) -> None:
-        """Refuse new requests, wait up to ``grace_s`` for those in flight, fail the rest, and close. Idempotent."""
+        """Refuse new requests, wait up to ``grace_s`` for those in flight, fail the rest, and close. Idempotent.
+
+        What is left of that time is for clients that still read.
+        """
+        loop = asyncio.get_running_loop()
+        ends_at = loop.time() + grace_s
         self.endpoints.is_closing = True
         if self._config.shares_port and self._server is not None:
             self._server.stop_listening()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(grace_s):
-                await self.gateway.wait_idle()
+                await self._in_flight.drain()
         serving, self._serving = self._serving, None
         await self.gateway.stop()
         if self._server is not None and serving is not None:
+            self.http.timeout_graceful_shutdown = max(1, math.ceil(ends_at - loop.time()))
             self._server.should_exit = True
             await serving
             logger.info(event("router_stopped"))

@@ -10,12 +10,16 @@ from prometheus_client import CollectorRegistry
 
 from core.clock import SystemClock
 from core.config_router import RouterSection
-from core.errors import ConfigError, ProtocolError, VersionMismatch
+from core.errors import ConfigError, NoWorker, ProtocolError, VersionMismatch
 from core.testing.clock import FakeClock
 from core.wire.codec import WIRE_VERSION, encode_worker_message
+from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate, Goodbye, PrefillDone, Refused, Registered, Rejected, RequestFailed, Tokens
+from core.wire.sampling import SamplingParams
 from router.dispatch.core import Transmit
+from router.dispatch.engine_api import CallFailed
 from router.dispatch.frame_reader import FrameReader
+from router.dispatch.types import Submission
 from router.dispatch.worker_gateway import WorkerGateway
 from router.metrics import RouterMetrics
 
@@ -166,7 +170,6 @@ async def test_a_request_that_a_bug_has_cut_off_from_the_machine_is_answered_too
         patch.setattr(gateway, "_on_ended", lambda *args: 1 / 0)
         assert (await complete(served)).status_code in (200, 500)  # the answer may be whole before the bug strikes
     await served.until(lambda: gateway.num_requests == 0)
-    await asyncio.wait_for(gateway.wait_idle(), 5)
     assert (await complete(served)).status_code == 200
 
 
@@ -304,3 +307,18 @@ async def test_the_deadline_of_a_request_is_kept(start_router):
     response = await complete(under_test)
     assert (response.status_code, response.json()["error"]["code"]) == (504, "deadline_exceeded")
     await prefill.aborts((await prefill.generated()).request_id)
+
+
+# ---- the end of the router ---------------------------------------------------------------------------------------------------
+
+
+async def test_a_stopped_gateway_refuses_requests_and_calls(served):
+    gateway = served.router.gateway
+    worker = gateway.core.membership.workers[0]
+    await gateway.stop()
+    submission = Submission(request_id="r", prompt_token_ids=(5,), sampling=SamplingParams(seed=7, max_tokens=2))
+    with pytest.raises(NoWorker, match="shuts down"):
+        await gateway.open("client", [submission])
+    with pytest.raises(CallFailed, match="shuts down"):
+        async with gateway.engine_api.call(worker, EngineCall(request_id="c", path="/x", body=b"{}", deadline_ms=2000)):
+            pass

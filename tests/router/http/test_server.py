@@ -10,10 +10,12 @@ import pytest
 
 from core.config_router import RouterSection
 from core.errors import ConfigError
+from core.wire.engine_calls import EngineCall, EngineReply
 from router.http.server import Router, _listen
 from router.main import _serve
 from router.openai.served_model import ServedModel
 
+MESSAGES = "/v1/messages"
 BODY = {"prompt": "p", "max_tokens": 50}
 
 
@@ -110,6 +112,48 @@ async def test_stopping_waits_for_requests_in_flight_and_refuses_new_ones(start_
         assert under_test.metric("kvferry_ready") == 0
         decode.script.resume.set()
         assert (await call).json()["choices"][0]["text"] == "hello world"
+        await stopping
+
+
+async def test_stopping_waits_for_requests_that_no_worker_has_yet(start_router, monkeypatch):
+    under_test = await start_router()
+    await under_test.pair()
+    reader, is_reading, may_go_on = under_test.router.endpoints._reader, asyncio.Event(), asyncio.Event()
+    read_completion = reader.read_completion
+
+    async def slow(*args):
+        is_reading.set()
+        await may_go_on.wait()
+        return await read_completion(*args)
+
+    monkeypatch.setattr(reader, "read_completion", slow)
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await is_reading.wait()
+        stopping = asyncio.create_task(under_test.router.stop(grace_s=10))
+        await under_test.until(lambda: under_test.router.endpoints.is_closing)
+        assert under_test.router.gateway.is_alive
+        may_go_on.set()
+        assert (await call).json()["choices"][0]["text"] == "hello world"
+        await stopping
+
+
+async def test_stopping_waits_for_both_legs_of_a_body_for_engines_and_refuses_new_ones(start_router):
+    under_test = await start_router()
+    message = {"model": "tiny", "max_tokens": 5}
+    parts = under_test.script(calls={MESSAGES: lambda body: (200, None)})
+    prefill = await under_test.add("prefill", takes_calls=True, script=parts)
+    whole = under_test.script(calls={MESSAGES: lambda body: (200, {"content": []})})
+    await under_test.add("decode", takes_calls=True, script=whole)
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post(MESSAGES, json=message))
+        first_leg = await prefill.wait_for(lambda message: isinstance(message, EngineCall))
+        stopping = asyncio.create_task(under_test.router.stop(grace_s=10))
+        await under_test.until(lambda: under_test.router.endpoints.is_closing)
+        async with under_test.client() as late:
+            assert (await late.post(MESSAGES, json=message)).status_code == 503
+        await prefill.send(EngineReply(request_id=first_leg.request_id, position=0, status=200, body=b"{}", is_last=True))
+        assert ((await call).status_code, (await call).json()) == (200, {"content": []})
         await stopping
 
 
