@@ -147,7 +147,7 @@ class Dispatcher:
             if not may_wait:
                 raise
             self._open.add(request)
-            request.is_held = True
+            request.is_held = request.was_held = True
             return [*self._wait(request, error, now), *self.place_waiting(now)]
         self._open.add(request)
         return self._start(request, route, now)
@@ -341,7 +341,9 @@ class Dispatcher:
             route = self.placement.route(request, now)
         except (NoWorker, Overloaded) as error:
             if request.attempt.previous_error is not None and request.attempt.previous_error.code == Overloaded.code:
-                return self._open.fail_with(request, request.attempt.previous_error, now)  # no worker has admitted it
+                if not request.was_held:
+                    return self._open.fail_with(request, request.attempt.previous_error, now)  # no worker has admitted it
+                request.is_held = True
             return self._wait(request, error, now)
         except RequestError as error:
             return self._open.fail_with(request, request.attempt.previous_error or ErrorInfo.of(error), now)
@@ -442,7 +444,7 @@ class Dispatcher:
         """Retry a request after its current worker failed it, or let it wait, or end it if its retries are used up.
 
         With ``is_gone`` the worker no longer has the request and gets no abort. With ``is_free`` neither the worker nor the
-        request is at fault, and the retry costs no budget.
+        request is at fault, and the retry costs no budget; nor does one after a refusal.
         """
         failed = request.current
         assert failed is not None, f"{request.request_id} has no worker that could have failed it"
@@ -450,9 +452,9 @@ class Dispatcher:
         actions: list[DispatchAction] = [*self._early_pulls.stop(request)]
         if not is_gone:
             actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
-        is_refusal = retries.is_free(request, error)
-        is_blameless = is_free and retries.take_free_retry(request, error)
-        if not is_refusal and not is_blameless:
+        is_refusal = retries.is_refusal(error)
+        waits_for_room = is_refusal and request.has_begun
+        if not waits_for_room and not ((is_free or is_refusal) and retries.take_free_retry(request, error)):
             request.blamed.append(failed)
         request.avoid.add(failed)
         self._attempts.begin_next(request, error, now)
@@ -461,7 +463,7 @@ class Dispatcher:
             return actions + self._open.fail_with(request, error, now)
         next_actions = self._continue(request, now)
         if request.error is None:
-            if is_refusal:
+            if waits_for_room:
                 request.num_refusals += 1
             else:
                 request.retried.append(kind)

@@ -57,11 +57,6 @@ def is_worth_a_retry(error: ErrorInfo) -> bool:
     return error.retryable and error.code not in _LOAD_FAILURES
 
 
-def is_free(request: RequestState, error: ErrorInfo) -> bool:
-    """Return True if the error is a refusal of a request that has begun: it waits for room, and its budget stays."""
-    return is_refusal(error) and request.has_begun
-
-
 def is_blameless(error: ErrorInfo) -> bool:
     """Return True for a pause of the router or the worker: neither has failed, so the retry costs no budget."""
     return error.code in _PAUSES

@@ -96,6 +96,27 @@ def test_what_was_reserved_at_a_worker_that_takes_nothing_goes_elsewhere(make_be
     assert [message.request_id for message in bench.to("d1", Generate)] == ["r1.2", "r3"]
 
 
+@pytest.mark.parametrize("max_retries", [0, 2])
+@pytest.mark.parametrize("error", [FULL, DRAINING], ids=lambda error: error.code)
+def test_refusals_before_the_first_token_cost_no_retry(make_bench, error, max_retries):
+    bench = make_bench("p0", "p1", "p2", "p3", "d0", max_retries=max_retries)
+    bench.submit()
+    for number, name in enumerate(("p0", "p1", "p2")):
+        bench.fails(name, error, "r1" if not number else f"r1.{number + 1}")
+    assert bench.generated("p3").request_id == "r1.4"
+    assert bench.core.dispatcher.requests["r1"].blamed == []
+
+
+def test_prompt_that_is_refused_again_and_again_ends(make_bench):
+    bench = make_bench("a0", max_retries=0, request_timeout_s=600.0)
+    bench.submit()
+    while "r1" not in bench.ended:
+        bench.fails("a0", DRAINING, bench.generated("a0").request_id)
+        bench.tick(bench.now + 2.0)
+    assert bench.error() == DRAINING
+    assert bench.now <= 40.0
+
+
 # ---- how long started requests wait ----------------------------------------------------------------------------------
 
 

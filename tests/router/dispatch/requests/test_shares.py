@@ -7,7 +7,7 @@ import random
 import pytest
 
 from core.errors import DeadlineUnreachable, Overloaded
-from core.wire.messages import Generate
+from core.wire.messages import ErrorInfo, Generate
 from core.wire.sampling import SamplingParams
 from router.dispatch.waiting import PASS_S
 
@@ -41,6 +41,15 @@ def test_a_key_with_less_than_its_share_waits_for_room(full):
     assert "c0" not in started(full)
     finish(full, "f0")
     assert started(full)[-1] == "c0"
+
+
+def test_a_key_that_waited_for_room_waits_on_if_there_was_none(full):
+    submit(full, "c0", CALM)
+    finish(full, "f0")
+    full.fails("a0", ErrorInfo.of(Overloaded("others were sooner")), "c0")
+    assert "c0" not in full.ended
+    full.tick(2.0)
+    assert started(full)[-1] == "c0.2"
 
 
 def test_the_key_that_took_the_room_is_refused_meanwhile(full):
