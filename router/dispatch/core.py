@@ -200,8 +200,7 @@ class RouterCore:
 
     def on_unreachable(self, peer: bytes, now: float) -> list[Action]:
         """Drop the worker whose connection no longer accepts messages."""
-        worker = self.membership.by_peer(peer)
-        return self._after(self.membership.on_unreachable(worker, now), now) if worker is not None else []
+        return self._after(self.membership.on_unreachable(peer, now), now)
 
     def probe_connections(self) -> list[Action]:
         """Send every worker a message without effect; sending fails on a lost connection, and so detects it."""

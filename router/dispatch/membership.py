@@ -214,14 +214,17 @@ class Membership:
         """Drop a worker that is unreachable or violates the protocol; it may register again."""
         return [self._remove(worker, reason)] if self.member(worker.key) is worker else []
 
-    def on_unreachable(self, worker: Member, now: float) -> list[MembershipAction]:
-        """Drop a worker whose connection is lost.
+    def on_unreachable(self, peer: bytes, now: float) -> list[MembershipAction]:
+        """Drop the worker whose connection is lost, unless it has a newer one: late messages of the old one may still come.
 
         After a pause of the router, the worker may have closed the connection itself; it gets time to open another one.
         """
+        worker = self.by_peer(peer)
+        if worker is None or peer != worker.peer:
+            return []
         if not self.pauses.is_settling(now):
             return self.on_broken(worker, "its connection is gone")
-        worker.cut_peer = worker.peer
+        worker.cut_peer = peer
         return []
 
     def on_timer(self, now: float) -> list[MembershipAction]:

@@ -95,6 +95,21 @@ def test_a_worker_whose_connection_is_gone_gets_nothing_until_it_is_back(make_be
     assert not bench.core.membership.by_peer(b"d0-again").is_closed
 
 
+@pytest.mark.parametrize("pause_s", [0.0, 12.0])
+def test_late_messages_of_an_old_connection_do_not_cut_the_new_one_off(make_bench, pause_s):
+    bench = make_bench("p0", "d0")
+    bench.tick(0.0)
+    freeze(bench, pause_s)
+    bench.receive("d0-again", Heartbeat(engine_id="d0", incarnation=1))
+    for _ in range(2):
+        bench.heartbeat("d0")
+        bench.do(bench.core.on_unreachable(b"d0", bench.now))
+    worker = bench.core.membership.by_peer(b"d0-again")
+    assert (worker.peer, worker.is_closed) == (b"d0-again", False)
+    bench.do(bench.core.on_unreachable(b"d0-again", bench.now))
+    assert bench.core.membership.by_peer(b"d0-again") is None or worker.is_closed
+
+
 def test_a_stream_leaves_a_worker_whose_connection_is_gone_at_once(make_bench):
     bench = make_bench("p0", "d0", "d1", max_retries=0)
     bench.tick(0.0)
