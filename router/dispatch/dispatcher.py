@@ -99,7 +99,7 @@ class Dispatcher:
         self._attempts = Attempts()
         self.restarts = Restarts(worker_wait_s)
         self._shares = TenantShares()
-        self._waiting = Waiting(self.restarts, self._shares)
+        self._waiting = Waiting(membership, self.restarts, self._shares)
         self._pairs = PairHealth()
         self._handoffs = Handoffs(membership)
         self._early_pulls = EarlyPulls(membership)
@@ -141,8 +141,7 @@ class Dispatcher:
         request = open_request(submission, now, self._request_timeout_s)
         request.avoid |= avoid
         try:
-            route = self.placement.route(request, now)
-            self._waiting.check_turn(route.workers, now)
+            route = self.placement.route(request, now, self._waiting.kept_from(request, now))
         except Overloaded as error:
             if not may_wait:
                 raise
@@ -337,8 +336,9 @@ class Dispatcher:
 
     def _restart(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Start a request again from its beginning, before its first token."""
+        kept = self._waiting.kept_from(request, now) if request.is_held else frozenset[WorkerKey]()
         try:
-            route = self.placement.route(request, now)
+            route = self.placement.route(request, now, kept)
         except (NoWorker, Overloaded) as error:
             if request.attempt.previous_error is not None and request.attempt.previous_error.code == Overloaded.code:
                 if not request.was_held:

@@ -40,9 +40,12 @@ class Placement:
         self._inflight = inflight
         self._pairs = pairs
 
-    def route(self, request: RequestState, now: float) -> Route:
-        """Return the workers that serve the request from its beginning. Raises the errors of ``choose_route``."""
-        route, offers, slack_ms = self._find(request, now)
+    def route(self, request: RequestState, now: float, kept: frozenset[WorkerKey] = frozenset()) -> Route:
+        """Return the workers that serve the request from its beginning, none of ``kept``, whose room is for others.
+
+        Raises the errors of ``choose_route``.
+        """
+        route, offers, slack_ms = self._find(request, now, kept)
         offer = offers.get(route.workers[0].key)
         request.patience_ms = offer.patience_ms if offer is not None else 0.0
         request.source = source_of(offer) if offer is not None else None
@@ -53,7 +56,9 @@ class Placement:
             self._costs.on_chosen(offer)
         return route
 
-    def _find(self, request: RequestState, now: float) -> tuple[Route, _Offers, float]:
+    def _find(
+        self, request: RequestState, now: float, kept: frozenset[WorkerKey] = frozenset()
+    ) -> tuple[Route, _Offers, float]:
         """Return a route, what was compared, and by how many ms of cost its session may prefer another worker."""
         workers, wanted = self._membership.workers, request.submission
         extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
@@ -68,7 +73,7 @@ class Placement:
         if slack_ms:
             crowded = affinity.crowded({w.key: w.load for w in workers if w.key in able})
             costs |= affinity.with_preference({key: costs[key] for key in able}, slack_ms, _session_of(request), crowded)
-        demand = replace(self._demand(request, now), costs=costs)
+        demand = replace(self._demand(request, now), costs=costs, kept=kept)
         route = choose_route(workers, demand)
         may_shorten = (
             self._costs.max_local_itl_ms and not wanted.mm_features

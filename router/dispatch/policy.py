@@ -30,15 +30,16 @@ class Demand:
     """What a request needs of a worker: context for ``num_tokens`` (prompt and output), and room for its choices.
 
     Workers in ``avoid`` have failed it before, and ``bad_pairs`` of prefill and decode worker had failing handoffs recently;
-    both are chosen only as a last resort. With a ``model_fingerprint``, only workers with these weights are chosen, because the
-    identifiers of the request's images are valid only for them. ``costs`` are those of the prompt at each worker, in ms;
-    empty = choose by load.
+    both are chosen only as a last resort. The room of workers in ``kept`` is for other requests. With a ``model_fingerprint``,
+    only workers with these weights are chosen, because the identifiers of the request's images are valid only for them.
+    ``costs`` are those of the prompt at each worker, in ms; empty = choose by load.
     """
 
     num_tokens: int
     num_prompt_tokens: int = 0
     num_choices: int = 1
     avoid: frozenset[WorkerKey] = frozenset()
+    kept: frozenset[WorkerKey] = frozenset()
     model_fingerprint: bytes = b""  # empty = any
     bad_pairs: frozenset[tuple[WorkerKey, WorkerKey]] = frozenset()
     costs: Mapping[WorkerKey, float] = field(default_factory=dict)
@@ -46,6 +47,10 @@ class Demand:
     def order(self, worker: GenerationWorker) -> tuple[float, float, int]:
         """Return the key of the order in which workers are chosen to compute the prompt, the best first."""
         return self.costs.get(worker.key, 0.0), *_least_loaded(worker)
+
+    def has_room(self, worker: GenerationWorker) -> bool:
+        """Return True if a worker has room for the choices that is not kept for others."""
+        return worker.has_room(self.num_choices) and worker.key not in self.kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,7 @@ def local_candidates(
         worker
         for worker in _fitting(workers, demand)
         if worker.role == "decode"
-        and worker.has_room(demand.num_choices)
+        and demand.has_room(worker)
         and not (worker.num_waiting or worker.is_reserve or worker.key in demand.avoid)
         and worker.has_free_tokens(num_tokens)
         and (prefill is None or mismatch(prefill, worker) is None)
@@ -214,7 +219,8 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand) -> Route:
             return Route(None, min(candidates, key=demand.order))
     if _best_pair(fitting, demand) or _best_aggregated(fitting, demand) or alone:
         _check_num_choices(fitting, demand)
-        raise Overloaded("every worker that could serve the request is full: try again later")
+        others = "requests with other API keys wait for room" if demand.kept else ""
+        raise Overloaded(f"{others or 'every worker that could serve the request is full'}: try again later")
     limit = max_model_len(members)
     if limit:
         needed = demand.num_tokens
@@ -339,7 +345,7 @@ def _fitting(workers: Iterable[GenerationWorker], demand: Demand) -> list[Genera
 
 def _in_order_of_preference(workers: list[GenerationWorker], demand: Demand) -> Iterator[list[GenerationWorker]]:
     """Yield the workers with room that have not failed the request; then also those that have; then also those in reserve."""
-    with_room = [worker for worker in workers if worker.has_room(demand.num_choices)]
+    with_room = [worker for worker in workers if demand.has_room(worker)]
     trusted = [worker for worker in with_room if not worker.is_reserve]
     yield [worker for worker in trusted if worker.key not in demand.avoid]
     yield trusted

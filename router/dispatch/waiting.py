@@ -7,11 +7,14 @@ tenants with fewer open requests, then the oldest.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
-from core.errors import NoWorker, Overloaded, RequestError
+from core.errors import NoWorker, RequestError
 from core.wire.messages import Role
-from router.dispatch.members import GenerationWorker
+from router.dispatch.members import GenerationWorker, WorkerKey
+from router.dispatch.membership import Membership
 from router.dispatch.request_state import RequestState
 from router.dispatch.restarts import Restarts
 from router.dispatch.shares import TenantShares
@@ -20,35 +23,72 @@ PASS_S = 2.0  # so long a held request lets others pass that need less room, or 
 _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
 
 
+class _Kind(NamedTuple):
+    """Which workers a request can use: those with so much context, and these weights (empty = any)."""
+
+    max_model_len: float
+    model_fingerprint: bytes
+
+    def has(self, worker: GenerationWorker) -> bool:
+        """Return True if the worker is one of them."""
+        facts = worker.facts
+        return facts.max_model_len >= self.max_model_len and self.model_fingerprint in (b"", facts.model_fingerprint)
+
+
 class Waiting:
     """The waiting requests. Times are seconds of the router's clock."""
 
-    def __init__(self, restarts: Restarts, shares: TenantShares) -> None:
+    def __init__(self, membership: Membership, restarts: Restarts, shares: TenantShares) -> None:
+        self._membership = membership
         self._restarts = restarts
         self._shares = shares
         self._requests: dict[str, RequestState] = {}
+        self._passed: list[RequestState] = []  # those that found no room in the present turns, and keep it from others
 
     def __len__(self) -> int:
         return len(self._requests)
 
-    def check_turn(self, workers: Iterable[GenerationWorker], now: float) -> None:
-        """Raise Overloaded if a new request may not go to these workers: one that is held for long waits for their room."""
-        due = [request for request in self._requests.values() if _is_due(request, now)]
-        if any(not worker.has_room(request.submission.n) for request in due for worker in workers):
-            raise Overloaded("requests with other API keys wait for room: try again later")
+    def kept_from(self, request: RequestState, now: float) -> frozenset[WorkerKey]:
+        """Return the workers whose room is kept from a request, for those that are held for long and come before it.
+
+        They come before all new ones. The room of a worker that they cannot use, or that has enough, is kept for nobody.
+        """
+        is_new = request.request_id not in self._requests
+        due = [held for held in self._requests.values() if _is_due(held, now)] if is_new else self._passed
+        if not due:
+            return frozenset()
+        workers = self._membership.workers
+        contexts = _contexts(workers)
+        wanted: dict[_Kind, int] = {}  # the most choices
+        for held in due:
+            kind = _kind(held, contexts)
+            wanted[kind] = max(wanted.get(kind, 0), held.submission.n)
+        return frozenset(
+            worker.key for worker in workers for kind, n in wanted.items() if kind.has(worker) and not worker.has_room(n)
+        )
 
     def turns(self, now: float) -> Iterator[RequestState]:
         """Yield the waiting requests that may look for a worker now, the next one first; each looks before the next is drawn.
 
-        Of those that are held, one without room keeps back all that need as much of it, and after a while all others.
+        Of those that are held, one without room keeps back all that need as much of it at the same workers, and after a while
+        also others from these workers (``kept_from``).
         """
-        most = math.inf  # choices of a held request that may still find room
+        if not self._requests:
+            return
+        self._passed.clear()
+        contexts, fewest = _contexts(self._membership.workers), dict[_Kind, int]()  # choices without room
         for request in sorted(self._requests.values(), key=self._order):
-            if request.is_held and request.submission.n > most:
+            if not request.is_held:
+                yield request
+                continue
+            kind, n = _kind(request, contexts), request.submission.n
+            if n >= fewest.get(kind, math.inf):
                 continue
             yield request
             if request.is_held and request.error is None:
-                most = 0 if _is_due(request, now) else min(most, request.submission.n - 1)
+                fewest[kind] = n
+                self._passed += [request] if _is_due(request, now) else []
+        self._passed.clear()
 
     def _order(self, request: RequestState) -> tuple[bool, int, int]:
         wanted = request.submission
@@ -87,3 +127,13 @@ class Waiting:
 def _is_due(request: RequestState, now: float) -> bool:
     """Return True if a request is held for so long that the room it needs is kept for it."""
     return request.is_held and now >= request.arrival + PASS_S
+
+
+def _contexts(workers: Iterable[GenerationWorker]) -> list[int]:
+    return sorted({worker.facts.max_model_len for worker in workers})
+
+
+def _kind(request: RequestState, contexts: Sequence[int]) -> _Kind:
+    wanted = request.submission
+    index = bisect_left(contexts, wanted.num_tokens)
+    return _Kind(contexts[index] if index < len(contexts) else math.inf, wanted.model_fingerprint)

@@ -106,7 +106,7 @@ def test_while_there_is_no_room_only_the_next_request_is_tried(full, monkeypatch
     tried = []
     placement = full.core.dispatcher.placement
     route = placement.route
-    monkeypatch.setattr(placement, "route", lambda request, now: tried.append(request.request_id) or route(request, now))
+    monkeypatch.setattr(placement, "route", lambda request, *args: tried.append(request.request_id) or route(request, *args))
     full.do(full.core.dispatcher.place_waiting(0.0))
     assert tried == ["c0"]
     finish(full, "f0")
@@ -224,7 +224,61 @@ def test_a_smaller_request_that_is_held_passes_one_that_needs_more(full):
 def test_room_of_a_worker_that_has_enough_for_all_is_kept_for_nobody(full):
     submit(full, "c0", CALM)
     full.now += PASS_S
-    full.core.dispatcher._waiting.check_turn([], full.now)
     full.join("a1", max_num_choices=4)
     submit(full, "f9", FLOOD)
     assert started(full, "a1") == ["c0", "f9"]
+
+
+@pytest.fixture
+def uneven(make_bench):
+    """A worker with much context and one with little, both full, and a request that only the first can hold."""
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_model_len=100, max_num_choices=2)
+    bench.join("a1", max_model_len=40, max_num_choices=2)
+    for number in range(4):
+        submit(bench, f"f{number}", FLOOD)
+    submit(bench, "big", CALM, prompt=60)
+    return bench
+
+
+@pytest.mark.parametrize("wait_s", [0.0, PASS_S + 1.0])
+def test_room_that_the_next_request_cannot_use_goes_to_the_one_after_it(uneven, wait_s):
+    submit(uneven, "small", THIRD)
+    uneven.tick(wait_s)
+    for name in started(uneven, "a1"):
+        finish(uneven, name)
+    assert started(uneven, "a1")[-1] == "small"
+    submit(uneven, "new", 4)
+    assert started(uneven, "a1")[-1] == "new", "big can never run there"
+    finish(uneven, started(uneven, "a0")[0])
+    assert started(uneven, "a0")[-1] == "big"
+
+
+def test_room_that_is_kept_for_a_request_is_not_given_to_one_that_could_go_elsewhere(make_bench):
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_model_len=100, max_num_choices=2)
+    bench.join("a1", max_model_len=40, max_num_choices=2)
+    for number in range(4):
+        submit(bench, f"f{number}", FLOOD)
+    submit(bench, "big", CALM, prompt=60, n=2)
+    submit(bench, "small", THIRD)
+    bench.tick(PASS_S + 1.0)
+    finish(bench, started(bench, "a0")[0])
+    assert bench.core.dispatcher.num_waiting == 2
+    finish(bench, started(bench, "a1")[0])
+    assert started(bench, "a1")[-1] == "small"
+    finish(bench, started(bench, "a0")[1])
+    assert started(bench, "a0")[-1] == "big"
+
+
+def test_weights_that_the_next_request_cannot_use_serve_the_one_after_it(make_bench):
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_num_choices=2)
+    bench.join("a1", max_num_choices=2, model_fingerprint=b"new")
+    for number in range(4):
+        submit(bench, f"f{number}", FLOOD)
+    submit(bench, "image", CALM, model_fingerprint=b"w")
+    submit(bench, "text", THIRD)
+    bench.tick(PASS_S + 1.0)
+    finish(bench, started(bench, "a1")[0])
+    assert started(bench, "a1")[-1] == "text"
