@@ -39,7 +39,7 @@ from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.engine_calls import Answered, EngineCalls
 from router.dispatch.members import EncodeWorker, GenerationWorker, WorkerKey
 from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled, Switched
-from router.dispatch.policy import Demand, max_model_len, why_not_ready
+from router.dispatch.policy import Demand, longest_model_len, max_model_len, why_not_ready
 from router.dispatch.request_state import Deliver, DeliverTokens, DispatchAction, EncodeEnded, Ended, Retried, SendToWorker
 from router.dispatch.types import Submission
 from router.dispatch.wait_estimate import WaitEstimates
@@ -143,6 +143,13 @@ class RouterCore:
     def max_model_len(self) -> int:
         """The longest context of any route, in tokens; 0 without a route."""
         return max_model_len(self.membership.workers)
+
+    def longest_model_len(self, now: float) -> int:
+        """The longest context of any route that there is, or that workers now closed or away may soon offer; in tokens."""
+        workers, absent = self.membership.workers, self.dispatcher.restarts.absent(now)
+        if not absent and not any(worker.is_closed for worker in workers):
+            return self.max_model_len
+        return longest_model_len([*workers, *absent])
 
     @property
     def not_ready_reason(self) -> str | None:

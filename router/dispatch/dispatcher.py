@@ -108,7 +108,7 @@ class Dispatcher:
         )
         self.requests = self._open.by_id
         self.route_costs = RouteCosts()
-        self.placement = Placement(membership, self._inflight, self._pairs, self.route_costs)
+        self.placement = Placement(membership, self.restarts, self._inflight, self._pairs, self.route_costs)
 
     def __len__(self) -> int:
         return len(self.requests)
@@ -132,7 +132,7 @@ class Dispatcher:
         Raises:
             Overloaded: this router has reached its limit of requests, or every worker that could take it is full.
             NoWorker: no route takes it now.
-            ContextTooLong: no route can hold prompt and output.
+            ContextTooLong: no route can hold prompt and output, now or soon.
             InvalidRequest: no route can hold so many choices.
         """
         may_wait, num_open = self._shares.is_below(submission.tenant), len(self.requests)
@@ -270,6 +270,8 @@ class Dispatcher:
         self._handoffs.forget(key)
         if not left.is_back:
             self._pairs.forget(key)
+            if isinstance(left.worker, GenerationWorker):
+                self.restarts.on_left(left.worker, now)
         affected = [request for request in self.requests.values() if key in request.workers]
         return [action for request in affected for action in self._on_worker_lost(request, left, now)]
 

@@ -21,6 +21,7 @@ from router.dispatch.offers import Offer, report, source_of
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
 from router.dispatch.request_state import RequestPhase, RequestState, open_request
+from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.sources import Holder, message_of, others_than
 from router.dispatch.types import Submission
@@ -34,8 +35,11 @@ _Prompt = tuple[Sequence[int], Sequence[ExtraKey]]
 class Placement:
     """Chooses workers for one request at a time. ``pairs`` knows whose handoffs failed recently, ``costs`` predicts times."""
 
-    def __init__(self, membership: Membership, inflight: InflightCounts, pairs: PairHealth, costs: RouteCosts) -> None:
+    def __init__(
+        self, membership: Membership, restarts: Restarts, inflight: InflightCounts, pairs: PairHealth, costs: RouteCosts
+    ) -> None:
         self._membership = membership
+        self._restarts = restarts
         self._costs = costs
         self._inflight = inflight
         self._pairs = pairs
@@ -74,7 +78,7 @@ class Placement:
             crowded = affinity.crowded({w.key: w.load for w in workers if w.key in able})
             costs |= affinity.with_preference({key: costs[key] for key in able}, slack_ms, _session_of(request), crowded)
         demand = replace(self._demand(request, now), costs=costs, kept=kept)
-        route = choose_route(workers, demand)
+        route = choose_route(workers, demand, self._restarts.absent(now))
         may_shorten = (
             self._costs.max_local_itl_ms and not wanted.mm_features
         )  # an encode worker's embeddings go to the other one

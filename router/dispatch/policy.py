@@ -8,7 +8,7 @@ Knows the workers (``router.dispatch.members``) and a request's ``Demand``, and 
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.errors import (
@@ -127,21 +127,28 @@ def why_not_read(prefill: GenerationWorker | None, successor: GenerationWorker) 
 
 def routes(workers: Iterable[GenerationWorker]) -> Iterator[Route]:
     """Yield every route that takes new requests."""
-    open_workers = [worker for worker in workers if not worker.is_closed]
-    decoders = [worker for worker in open_workers if worker.role == "decode"]
-    for worker in open_workers:
+    return _routes_if_open([worker for worker in workers if not worker.is_closed])
+
+
+def _routes_if_open(workers: Sequence[GenerationWorker]) -> Iterator[Route]:
+    """Yield every route that there would be if all these workers took requests."""
+    decoders = [worker for worker in workers if worker.role == "decode"]
+    for worker in workers:
         if worker.role == "prefill":
             yield from (Route(worker, decode) for decode in decoders if mismatch(worker, decode) is None)
         elif worker.role == "aggregated":
             yield Route(None, worker)
-    yield from (Route(None, worker) for worker in _alone(open_workers))
+    yield from (Route(None, worker) for worker in _alone_if_open(workers))
 
 
 def _alone(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
     """Return the decode workers that serve requests alone: those that may, and that can read from no open prefill worker."""
-    open_workers = [worker for worker in workers if not worker.is_closed]
-    prefills = [worker for worker in open_workers if worker.role == "prefill"]
-    candidates = [worker for worker in open_workers if worker.may_serve_alone]
+    return _alone_if_open([worker for worker in workers if not worker.is_closed])
+
+
+def _alone_if_open(workers: Sequence[GenerationWorker]) -> list[GenerationWorker]:
+    prefills = [worker for worker in workers if worker.role == "prefill"]
+    candidates = [worker for worker in workers if worker.may_serve_alone]
     return [worker for worker in candidates if not any(mismatch(prefill, worker) is None for prefill in prefills)]
 
 
@@ -185,7 +192,7 @@ def starters(workers: Iterable[GenerationWorker], demand: Demand) -> list[Genera
     return [worker for worker in fitting if can_begin(worker)]
 
 
-def choose_route(workers: Iterable[GenerationWorker], demand: Demand) -> Route:
+def choose_route(workers: Iterable[GenerationWorker], demand: Demand, absent: Sequence[GenerationWorker] = ()) -> Route:
     """Return the route that holds the request, has room for it, and is the cheapest.
 
     The cheapest prefill worker with a partner is combined with its least loaded partner. The cost of a pair is that of its
@@ -195,9 +202,11 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand) -> Route:
     long. Among equals the worker picked least recently is chosen, and a pair before an aggregated worker. Pairs with failing
     handoffs come after all others. A decode worker alone comes last, if it can read from no open prefill worker.
 
+    Workers that take no requests, and those in ``absent``, which have left, may soon serve again.
+
     Raises:
         NoWorker: no worker can serve now; says what is missing.
-        ContextTooLong: there are routes, but none can hold so many tokens.
+        ContextTooLong: there are routes, but none can hold so many tokens, now or soon.
         InvalidRequest: no route can ever hold so many choices at once.
         Overloaded: every route that could take it is full.
     """
@@ -218,12 +227,13 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand) -> Route:
         if candidates:
             return Route(None, min(candidates, key=demand.order))
     if _best_pair(fitting, demand) or _best_aggregated(fitting, demand) or alone:
-        _check_num_choices(fitting, demand)
+        _check_num_choices(fitting, [*every, *absent], demand)
         others = "requests with other API keys wait for room" if demand.kept else ""
         raise Overloaded(f"{others or 'every worker that could serve the request is full'}: try again later")
-    limit = max_model_len(members)
+    limit, needed = max_model_len(members), demand.num_tokens
+    if limit and needed <= longest_model_len([*members, *_with_weights(absent, demand)]):
+        raise NoWorker(f"the request needs {needed} tokens, and the workers that hold so many take no requests at the moment")
     if limit:
-        needed = demand.num_tokens
         raise ContextTooLong(f"the request needs {needed} tokens, this model's context holds {limit}", param="prompt")
     if demand.model_fingerprint:
         raise NoWorker(f"no worker with model {demand.model_fingerprint.hex()}, which names the images, takes new requests")
@@ -243,13 +253,17 @@ def choose_weights(workers: Iterable[GenerationWorker]) -> bytes:
     return route.decode.facts.model_fingerprint
 
 
-def _check_num_choices(fitting: Iterable[GenerationWorker], demand: Demand) -> None:
-    """Refuse a request for good if no route could ever hold its choices, however long it waits."""
+def _check_num_choices(fitting: Iterable[GenerationWorker], every: Iterable[GenerationWorker], demand: Demand) -> None:
+    """Refuse a request for good if no route could ever hold its choices, however long it waits; ``every`` may serve later."""
     limits = [route.max_num_choices for route in routes(fitting)]
-    if limits and 0 not in limits and demand.num_choices > max(limits):
-        raise InvalidRequest(
-            f"n = {demand.num_choices}: no worker that could serve the request holds more than {max(limits)} choices", param="n"
-        )
+    if not limits or any(demand.num_choices <= (limit or demand.num_choices) for limit in limits):
+        return
+    later = [worker for worker in _with_weights(every, demand) if worker.facts.max_model_len >= demand.num_tokens]
+    if any(demand.num_choices <= (route.max_num_choices or demand.num_choices) for route in _routes_if_open(later)):
+        raise NoWorker(f"n = {demand.num_choices}: the workers that hold so many choices take no requests at the moment")
+    raise InvalidRequest(
+        f"n = {demand.num_choices}: no worker that could serve the request holds more than {max(limits)} choices", param="n"
+    )
 
 
 def choose_decode(workers: Iterable[GenerationWorker], prefill: GenerationWorker, demand: Demand) -> GenerationWorker:
@@ -301,6 +315,12 @@ def unpaired(workers: Iterable[GenerationWorker]) -> dict[WorkerKey, str]:
 def max_model_len(workers: Iterable[GenerationWorker]) -> int:
     """Return the longest context of any route, 0 if there is no route."""
     return max((route.max_model_len for route in routes(workers)), default=0)
+
+
+def longest_model_len(workers: Sequence[GenerationWorker]) -> int:
+    """Return the longest context of any route that there is, or would be if all these workers took requests."""
+    if_open = max((route.max_model_len for route in _routes_if_open(workers)), default=0)
+    return max(if_open, max_model_len(workers))
 
 
 def why_not_ready(workers: Iterable[GenerationWorker]) -> str | None:

@@ -31,16 +31,30 @@ class Restarts:
         self._is_supervised: dict[Role, bool] = {}
         self._missing_since: dict[Role, float] = {}
         self._first_look: float | None = None
+        self._left: dict[str, tuple[GenerationWorker, float]] = {}  # by engine_id: who has left, and when
 
     def on_joined(self, worker: GenerationWorker, now: float) -> None:
         """Learn the restart time of a role from the worker's start time and from how long the role was missing."""
         role, facts = worker.role, worker.facts
+        self._left.pop(facts.engine_id, None)
         self._is_supervised[role] = facts.is_supervised
         start_s = facts.start_ms / 1e3 if facts.start_ms else _UNKNOWN_START_S
         absent_s = now - self._missing_since.get(role, now)
         learned_s = absent_s if absent_s <= _MAX_LEARNED_S else 0.0
         starts = self._starts.setdefault(role, deque(maxlen=_NUM_REMEMBERED))
         starts.append(max(_START_FACTOR * start_s + _NOTICE_S, learned_s))
+
+    def on_left(self, worker: GenerationWorker, now: float) -> None:
+        """Remember a worker that has left, since its successor may be like it."""
+        self._left[worker.key.engine_id] = (worker, now)
+        self.absent(now)
+
+    def absent(self, now: float) -> list[GenerationWorker]:
+        """Return the workers that have left, and for whose successors requests would still wait."""
+        if self._left:
+            kept = {name: (each, at) for name, (each, at) in self._left.items() if now < at + self.patience_s((each.role,))}
+            self._left = kept
+        return [worker for worker, _ in self._left.values()]
 
     def look(self, workers: Iterable[GenerationWorker], now: float) -> None:
         """Record which of the known roles are missing, that is, have no worker that takes requests."""

@@ -381,6 +381,7 @@ class Endpoints:
         self.check_ready()
         return ModelLimits(
             max_model_len=self.gateway.core.max_model_len,
+            later_model_len=self.gateway.core.longest_model_len(self.gateway.now),
             max_prompt_tokens=self._max_prompt_tokens,
             vocab_size=self._tokenizer.vocab_size,
             defaults=self._defaults,
@@ -448,7 +449,7 @@ class Endpoints:
                 "owned_by": "kvferry",
                 "root": self.model,
                 "parent": None,
-                "max_model_len": self.gateway.core.max_model_len or None,  # unknown without a worker
+                "max_model_len": self.gateway.core.longest_model_len(self.gateway.now) or None,  # unknown without a worker
                 "permission": [],
             }
         ]

@@ -185,10 +185,10 @@ class PromptReader:
         """Refuse a text that cannot fit, before seconds are spent on its tokenization."""
         param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
         if request.truncate_prompt_tokens is not None:
-            self.check_text(num_characters, limits.max_model_len, param)
-        elif num_characters > self._longest_token * limits.max_model_len:
+            self.check_text(num_characters, limits.longest_model_len, param)
+        elif num_characters > self._longest_token * limits.longest_model_len:
             raise ContextTooLong(
-                f"This model's maximum context length is {limits.max_model_len} tokens. A prompt of {num_characters} "
+                f"This model's maximum context length is {limits.longest_model_len} tokens. A prompt of {num_characters} "
                 "characters takes more.",
                 param=param,
             )
@@ -208,7 +208,7 @@ class PromptReader:
     ) -> Sequence[int]:
         is_cut = request.truncate_prompt_tokens is not None
         # Twice, because pieces have more tokens than the whole; the exact number is checked later, with the prompt's limits.
-        most = max_text_tokens(limits.max_model_len) if is_cut else 2 * limits.max_model_len
+        most = max_text_tokens(limits.longest_model_len) if is_cut else 2 * limits.longest_model_len
         return await self._pool.encode(text, add_special_tokens=add_special_tokens, max_tokens=most, is_inline=is_inline)
 
     async def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int) -> Sequence[int]:
@@ -326,9 +326,9 @@ def check_num_choices(num_prompts: int, n: int) -> None:
 
 
 def _check_num_tokens(token_ids: Sequence[int], limits: ModelLimits, param: str) -> None:
-    if len(token_ids) >= limits.max_model_len:
+    if len(token_ids) >= limits.longest_model_len:
         raise ContextTooLong(
-            f"This model's maximum context length is {limits.max_model_len} tokens. However, the prompt has "
+            f"This model's maximum context length is {limits.longest_model_len} tokens. However, the prompt has "
             f"{len(token_ids)}, which leaves no room for an answer.",
             param=param,
         )

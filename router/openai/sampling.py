@@ -64,13 +64,23 @@ _TOKEN_ID = re.compile(r"[0-9]{1,10}")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelLimits:
-    """The limits that the served model sets for a request, and its defaults for missing fields."""
+    """The limits that the served model sets for a request, and its defaults for missing fields.
+
+    Output without a limit of its own ends at ``max_model_len``, the longest context that is served now. Only what exceeds
+    ``longest_model_len`` is refused for good.
+    """
 
     max_model_len: int
     vocab_size: int
     max_prompt_tokens: int = 0  # the operator's limit; 0 = no limit
     defaults: SamplingDefaults = NEUTRAL_SAMPLING
     eos_token_ids: frozenset[int] = frozenset()
+    later_model_len: int = 0  # the longest context that may soon be served; 0 = as now
+
+    @property
+    def longest_model_len(self) -> int:
+        """The longest context that is served now, or may soon be."""
+        return max(self.max_model_len, self.later_model_len)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,7 +217,7 @@ def params_of_prompt(
         ContextTooLong: prompt and output together exceed the model's context.
     """
     _check_prompt_length(request, num_prompt_tokens, limits.max_prompt_tokens)
-    max_tokens = _max_tokens(request, num_prompt_tokens, limits.max_model_len)
+    max_tokens = _max_tokens(request, num_prompt_tokens, limits)
     if (request.min_tokens or 0) > max_tokens:
         raise InvalidRequest(f"min_tokens = {request.min_tokens} exceeds max_tokens = {max_tokens}", param="min_tokens")
     return msgspec.structs.replace(
@@ -344,17 +354,19 @@ def _check_prompt_length(
         )
 
 
-def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, max_model_len: int) -> int:
+def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, limits: ModelLimits) -> int:
     """Return the client's limit, else the endpoint's default, checked against the model's context."""
-    room = max_model_len - num_prompt_tokens
+    most = limits.longest_model_len - num_prompt_tokens
+    room = limits.max_model_len - num_prompt_tokens
+    room = room if room > 0 else most
     is_chat = isinstance(request, ChatCompletionRequest)
     wanted = _wanted_tokens(request)
     if wanted is None:
         wanted = room if is_chat else min(COMPLETION_MAX_TOKENS, room)
     needed = max(1, wanted)
-    if needed > room:
+    if needed > most:
         raise ContextTooLong(
-            f"This model's maximum context length is {max_model_len} tokens. However, you requested "
+            f"This model's maximum context length is {limits.longest_model_len} tokens. However, you requested "
             f"{num_prompt_tokens + needed} tokens ({num_prompt_tokens} in the prompt, {needed} in the completion).",
             param="messages" if is_chat else "prompt",
         )

@@ -495,3 +495,13 @@ def test_one_token_that_does_not_end_the_text_is_enough():
     limits = ModelLimits(max_model_len=100, vocab_size=257, eos_token_ids=frozenset({0}))
     sampling_params(completion(min_tokens=1, stop_token_ids=list(range(2, 257))), 10, 5, limits)
     sampling_params(completion(min_tokens=1, stop_token_ids=list(range(1, 257)), ignore_eos=True), 10, 5, limits)
+
+
+@pytest.mark.parametrize(
+    ("fields", "num_prompt_tokens", "expected"), [({}, 30, 70), ({}, 150, 50), ({"max_tokens": 120}, 30, 120)]
+)
+def test_output_that_only_a_worker_that_is_away_could_hold_is_not_refused_here(fields, num_prompt_tokens, expected):
+    limits = ModelLimits(max_model_len=100, later_model_len=200, vocab_size=257)
+    assert sampling_params(chat(**fields), num_prompt_tokens, 5, limits).max_tokens == expected
+    with pytest.raises(ContextTooLong, match="200 tokens"):
+        sampling_params(chat(max_tokens=171), num_prompt_tokens, 5, limits)

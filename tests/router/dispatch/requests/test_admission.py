@@ -152,6 +152,52 @@ def test_a_full_decode_worker_is_passed_over(make_bench):
     assert [message.request_id for message in bench.to("d1", Generate)] == ["r2", "r3"]
 
 
+# ---- workers of different size -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def uneven(make_bench):
+    """A worker that holds much, and one that holds little."""
+    bench = make_bench()
+    bench.join("a0", max_model_len=100, max_num_choices=8)
+    bench.join("a1", max_model_len=20, max_num_choices=2)
+    return bench
+
+
+@pytest.mark.parametrize("wanted", [{"prompt": 40}, {"prompt": 10, "max_tokens": 5, "n": 4}], ids=["tokens", "choices"])
+def test_what_only_a_worker_that_is_away_could_hold_is_worth_another_try(uneven, wanted):
+    uneven.heartbeat("a0", is_draining=True)
+    with pytest.raises(NoWorker, match="take no requests at the moment") as refused:
+        uneven.submit(**wanted)
+    assert refused.value.http_status == 503
+    uneven.leave("a0")
+    uneven.tick(9.0)
+    with pytest.raises(NoWorker):
+        uneven.submit(**wanted)
+    uneven.tick(11.0)
+    with pytest.raises((ContextTooLong, InvalidRequest)):
+        uneven.submit(**wanted)
+    with pytest.raises(ContextTooLong):
+        uneven.submit(prompt=100)
+
+
+def test_a_request_waits_for_the_successor_of_the_only_worker_that_could_hold_it(uneven):
+    uneven.submit(prompt=40)
+    uneven.leave("a0")
+    uneven.tick(5.0)
+    assert uneven.core.dispatcher.num_waiting == 1
+    uneven.join("a0", incarnation=2, max_model_len=100)
+    assert uneven.generated("a0").request_id == "r1.2"
+
+
+def test_the_longest_context_is_that_of_workers_that_may_be_back(uneven):
+    for change in (lambda: None, lambda: uneven.heartbeat("a0", is_draining=True), lambda: uneven.leave("a0")):
+        change()
+        assert uneven.core.longest_model_len(uneven.now) == 100
+    assert uneven.core.max_model_len == 20
+    assert uneven.core.longest_model_len(uneven.now + 11.0) == 20
+
+
 # ---- a decode worker alone ---------------------------------------------------------------------------------------------------
 
 
