@@ -21,7 +21,7 @@ class Attempts:
 
     def __init__(self) -> None:
         self._requests: dict[str, RequestState] = {}
-        self._aborted_at: dict[str, float] = {}  # oldest first
+        self._ended = EndedNames()
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -47,20 +47,35 @@ class Attempts:
     def end(self, request: RequestState, now: float) -> None:
         """Forget the name of a request's current attempt; late messages about it are ignored."""
         del self._requests[request.wire_id]
-        self._note_abort(request.wire_id, now)
+        self._ended.add(request.wire_id, now)
 
     def stop_stale(self, wire_id: str, worker: WorkerKey, now: float) -> list[SendToWorker]:
-        """Abort a stale attempt at a worker that still sends tokens of it.
+        """Abort a stale attempt at a worker that still sends tokens of it."""
+        return self._ended.stop(wire_id, worker, now)
 
-        Tokens that were in flight when the last abort was sent cause no second one.
+
+class EndedNames:
+    """Names of attempts or calls that have ended, and when each was aborted last. Times are seconds of the router's clock."""
+
+    def __init__(self) -> None:
+        self._aborted_at: dict[str, float] = {}  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._aborted_at)
+
+    def stop(self, wire_id: str, worker: WorkerKey, now: float) -> list[SendToWorker]:
+        """Abort what has ended, or is not known, at a worker that still answers.
+
+        Answers that were in flight when the last abort was sent cause no second one.
         """
         aborted_at = self._aborted_at.get(wire_id)
         if aborted_at is not None and now < aborted_at + _ABORT_AGAIN_S:
             return []
-        self._note_abort(wire_id, now)
+        self.add(wire_id, now)
         return [SendToWorker(worker, Abort(request_ids=(wire_id,), reason="unknown"))]
 
-    def _note_abort(self, wire_id: str, now: float) -> None:
+    def add(self, wire_id: str, now: float) -> None:
+        """Record the end of an attempt or a call, or an abort after it."""
         self._aborted_at.pop(wire_id, None)
         self._aborted_at[wire_id] = now
         while len(self._aborted_at) > _MAX_REMEMBERED:

@@ -187,7 +187,8 @@ class RouterCore:
             self.planner.on_refused(sender.key, message.error.message)
             return []
         if isinstance(message, Rejected):
-            return self._resolve(self.dispatcher.on_rejected(sender, message.error, now), now)
+            failed = self.dispatcher.on_rejected(sender, message.error, now)
+            return self._resolve([*failed, *self.calls.on_rejected(sender.key, message.error, now)], now)
         if isinstance(sender, GenerationWorker):
             return self._resolve(self._on_worker_message(sender, message, now), now)
         assert isinstance(sender, EncodeWorker)
@@ -236,13 +237,15 @@ class RouterCore:
         return self._resolve(self.dispatcher.abort(request_id, reason, now), now)
 
     def fail(self, request_id: str, error: KVFerryError, now: float) -> list[Action]:
-        """End a request that this router cannot continue."""
+        """End a request or a call that this router cannot continue."""
+        if request_id in self.calls:
+            return self._resolve(self.calls.give_up(request_id, error, now), now)
         return self._resolve(self.dispatcher.fail(request_id, error, now), now)
 
     def fail_attempt(self, wire_id: str, error: KVFerryError, now: float) -> list[Action]:
         """End a request or a call whose message cannot be sent to any worker."""
         if wire_id in self.calls:
-            return self._resolve(self.calls.fail(wire_id, ErrorInfo.of(error)), now)
+            return self._resolve(self.calls.fail(wire_id, ErrorInfo.of(error), now), now)
         return self._resolve(self.dispatcher.fail_attempt(wire_id, error, now), now)
 
     def finish_choice(self, request_id: str, index: int, now: float) -> list[Action]:
@@ -265,7 +268,7 @@ class RouterCore:
 
     def abort_call(self, request_id: str, now: float) -> list[Action]:
         """End a call; does nothing after its end."""
-        return self._resolve(self.calls.abort(request_id, "client"), now)
+        return self._resolve(self.calls.abort(request_id, "client", now), now)
 
     def on_timer(self, now: float) -> list[Action]:
         """Handle what is due: silent workers, deadlines, renewals. Call it several times per heartbeat."""
@@ -301,10 +304,10 @@ class RouterCore:
                 sender.progress.on_answer(now)
                 return self.dispatcher.on_prefill_progress(sender, message)
             case EngineReply():
-                return self.calls.on_reply(sender.key, message)
+                return self.calls.on_reply(sender.key, message, now)
             case RequestFailed() if message.request_id in self.calls:
                 sender.note_failure(message.error)
-                return self.calls.on_failed(sender.key, message)
+                return self.calls.on_failed(sender.key, message, now)
             case RequestFailed():
                 self.wait_estimates.drop(message.request_id, now)
                 self.route_costs.drop(message.request_id, now)
@@ -348,7 +351,7 @@ class RouterCore:
                     self.planner.on_left(action.worker.key)
                 self.wait_estimates.forget(action.worker.key)
                 self.route_costs.forget(action.worker.key)
-                result += self._resolve([*self.dispatcher.on_left(action, now), *self.calls.on_left(action.worker.key)], now)
+                result += self._resolve([*self.dispatcher.on_left(action, now), *self.calls.on_left(action, now)], now)
             if isinstance(action, Switched):
                 self.planner.on_switched(action.worker)
                 self.route_costs.on_switched(action.worker)
@@ -390,9 +393,9 @@ class RouterCore:
 
 
 def requests_of(message: WorkerMessage | list[Tokens]) -> list[str]:
-    """Return the router's ids of the requests that a message names, by any of their attempts, each once."""
+    """Return the router's ids of the requests and calls that a message names, by any of their attempts, each once."""
     match message:
-        case PrefillDone() | RequestFailed() | EncodeDone() | EncodeFailed():
+        case PrefillProgress() | EngineReply() | PrefillDone() | RequestFailed() | EncodeDone() | EncodeFailed():
             return [router_id(message.request_id)]
         case list():
             return list(dict.fromkeys(router_id(item.request_id) for item in message))

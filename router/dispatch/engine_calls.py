@@ -9,11 +9,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from core.errors import DeadlineExceeded, PeerUnreachable, ProtocolError, WorkerStalled
+from core.errors import DeadlineExceeded, KVFerryError, PeerUnreachable, ProtocolError, WorkerStalled
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import Abort, ErrorInfo, RequestFailed
+from router.dispatch.attempts import EndedNames
 from router.dispatch.members import GenerationWorker, WorkerKey
-from router.dispatch.membership import Membership
+from router.dispatch.membership import Left, Membership
 from router.dispatch.request_state import SendToWorker
 
 
@@ -39,6 +40,7 @@ class EngineCalls:
     def __init__(self, membership: Membership) -> None:
         self._membership = membership
         self._open: dict[str, _Open] = {}
+        self._ended = EndedNames()
 
     def __len__(self) -> int:
         return len(self._open)
@@ -54,36 +56,45 @@ class EngineCalls:
         worker.num_inflight += 1
         return [SendToWorker(worker.key, call)]
 
-    def on_reply(self, sender: WorkerKey, reply: EngineReply) -> list[SendToWorker | Answered]:
-        """Pass on a part. Parts of ended calls and of other workers are ignored; a lost part fails the call."""
+    def on_reply(self, sender: WorkerKey, reply: EngineReply, now: float) -> Sequence[SendToWorker | Answered]:
+        """Pass on a part. Those of other workers are ignored; a lost part fails the call; calls that have ended are aborted."""
         found = self._open.get(reply.request_id)
-        if found is None or found.worker != sender:
+        if found is None:
+            return [] if reply.is_last else self._ended.stop(reply.request_id, sender, now)
+        if found.worker != sender:
             return []
         if reply.position != found.position:
             lost = ProtocolError(f"part {found.position} of an answer of {sender.engine_id} was lost on the way")
-            return [*self.abort(reply.request_id, lost.code), Answered(reply.request_id, ErrorInfo.of(lost))]
+            return self.give_up(reply.request_id, lost, now)
         found.position += 1
         if reply.is_last:
-            self._close(reply.request_id)
+            self._close(reply.request_id, now)
         return [Answered(reply.request_id, reply)]
 
-    def on_failed(self, sender: WorkerKey, failed: RequestFailed) -> list[SendToWorker | Answered]:
+    def on_failed(self, sender: WorkerKey, failed: RequestFailed, now: float) -> list[Answered]:
         """End a call that its worker has failed."""
         found = self._open.get(failed.request_id)
-        return self.fail(failed.request_id, failed.error) if found is not None and found.worker == sender else []
+        return self.fail(failed.request_id, failed.error, now) if found is not None and found.worker == sender else []
 
-    def on_left(self, worker: WorkerKey) -> list[SendToWorker | Answered]:
-        """Fail the calls of a lost worker."""
+    def on_rejected(self, sender: WorkerKey, error: ErrorInfo, now: float) -> list[SendToWorker | Answered]:
+        """Fail the calls that the rejected message may have been: those without an answer from this worker."""
+        names = [name for name, found in self._open.items() if found.worker == sender and not found.position]
+        return [action for name in names for action in self._stop(name, error, now)]
+
+    def on_left(self, left: Left, now: float) -> list[SendToWorker | Answered]:
+        """Fail the calls of a lost worker. One that is back has them still: parts of their answers are lost, so they end."""
+        worker = left.worker.key
         lost = _lost(worker)
         names = [name for name, found in self._open.items() if found.worker == worker]
-        return [action for name in names for action in self.fail(name, lost)]
+        aborts = [SendToWorker(worker, Abort(request_ids=tuple(names), reason=lost.code))] if names and left.is_back else []
+        return [*aborts, *(action for name in names for action in self.fail(name, lost, now))]
 
     def on_timer(self, now: float) -> list[SendToWorker | Answered]:
         """End calls at their deadline, and those that another worker can answer sooner."""
         actions: list[SendToWorker | Answered] = []
         for name, found in list(self._open.items()):
             if (error := self._why_end(found, now)) is not None:
-                actions += [*self.abort(name, error.code), Answered(name, ErrorInfo.of(error))]
+                actions += self.give_up(name, error, now)
         return actions
 
     def _why_end(self, found: _Open, now: float) -> DeadlineExceeded | WorkerStalled | None:
@@ -98,21 +109,29 @@ class EngineCalls:
         has_other = any((other.role, other.facts.model_fingerprint) == same and not other.is_closed for other in others)
         return WorkerStalled(worker.why_unresponsive) if has_other else None
 
-    def fail(self, request_id: str, error: ErrorInfo) -> list[SendToWorker | Answered]:
-        """End a call with an error."""
-        self._close(request_id)
+    def fail(self, request_id: str, error: ErrorInfo, now: float) -> list[Answered]:
+        """End a call that its worker does not have, with an error."""
+        self._close(request_id, now)
         return [Answered(request_id, error)]
 
-    def abort(self, request_id: str, reason: str) -> list[SendToWorker]:
+    def give_up(self, request_id: str, error: KVFerryError, now: float) -> list[SendToWorker | Answered]:
+        """End a call with an error, at its worker as well."""
+        return self._stop(request_id, ErrorInfo.of(error), now)
+
+    def _stop(self, request_id: str, error: ErrorInfo, now: float) -> list[SendToWorker | Answered]:
+        return [*self.abort(request_id, error.code, now), Answered(request_id, error)]
+
+    def abort(self, request_id: str, reason: str, now: float) -> list[SendToWorker]:
         """End a call that its caller has given up; unknown ids are ignored."""
         found = self._open.get(request_id)
         if found is None:
             return []
-        self._close(request_id)
+        self._close(request_id, now)
         return [SendToWorker(found.worker, Abort(request_ids=(request_id,), reason=reason))]
 
-    def _close(self, request_id: str) -> None:
+    def _close(self, request_id: str, now: float) -> None:
         found = self._open.pop(request_id)
+        self._ended.add(request_id, now)
         worker = self._membership.get(found.worker)
         if worker is not None:
             worker.num_inflight -= 1

@@ -353,8 +353,9 @@ class WorkerGateway:
         return True
 
     def _give_up(self, request_id: str, error: KVFerryError) -> None:
-        """Fail a request, also if a bug made the core lose it; its client would otherwise wait until its deadline."""
+        """Fail a request or call, also if a bug made the core lose it; its client would otherwise wait until its deadline."""
         self._guard(self.core.fail, request_id, error, self._clock.now())
+        self.engine_api.put(Answered(request_id, ErrorInfo.of(error)))
         listener = self._listeners.pop(request_id, None)
         if listener is None:
             return

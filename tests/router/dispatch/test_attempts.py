@@ -73,4 +73,4 @@ def test_ended_attempts_are_forgotten_in_the_order_in_which_they_were_last_heard
     assert not attempts.stop_stale("a", D0, 6.0)
     assert not attempts.stop_stale("c", D0, 6.0)
     assert attempts.stop_stale("b", D0, 6.0), "forgotten, so it is told as if for the first time"
-    assert len(attempts._aborted_at) == 2
+    assert len(attempts._ended) == 2

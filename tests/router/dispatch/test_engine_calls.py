@@ -3,10 +3,10 @@
 import msgspec
 import pytest
 
-from core.errors import ProtocolError
+from core.errors import KVFerryError, ProtocolError
 from core.wire.engine_calls import EngineCall, EngineReply
-from core.wire.messages import Abort, ErrorInfo, Generate, Goodbye, RequestFailed
-from router.dispatch.core import Transmit
+from core.wire.messages import Abort, ErrorInfo, Generate, Goodbye, Heartbeat, Rejected, RequestFailed
+from router.dispatch.core import Transmit, requests_of
 from router.dispatch.engine_calls import Answered
 from tests.router.dispatch.requests.conftest import Bench
 
@@ -56,6 +56,38 @@ def test_a_lost_part_fails_the_call_and_ends_it_at_the_worker(begun):
     assert abort == Transmit(b"a0", Abort(request_ids=("c",), reason=ProtocolError.code))
     assert answered.reply.code == ProtocolError.code
     assert len(begun.calls) == 0
+
+
+def test_a_rejected_message_fails_the_calls_that_it_may_have_been(bench, worker):
+    error = ErrorInfo.of(ProtocolError("no such message"))
+    for request_id in ("answered", "c"):
+        bench.do(bench.core.begin_call(msgspec.structs.replace(CALL, request_id=request_id), worker, 0.0))
+    bench.receive("a0", EngineReply(request_id="answered", position=0, body=b"p"))
+    bench.receive("a0", Rejected(error=error))
+    assert bench.answered[1:] == [Answered("c", error)]
+    assert bench.to("a0", Abort) == [Abort(request_ids=("c",), reason=error.code)]
+    assert "answered" in bench.core.calls
+
+
+def test_calls_of_a_worker_that_comes_by_another_connection_end_there_too(bench, worker):
+    bench.do(bench.core.begin_call(CALL, worker, 0.0))
+    bench.receive("a0-again", Heartbeat(engine_id="a0", incarnation=1))
+    assert bench.to("a0-again", Abort) == [Abort(request_ids=("c",), reason="peer_lost")]
+    assert [answered.reply.code for answered in bench.answered] == ["peer_lost"]
+
+
+def test_a_worker_that_goes_on_answering_a_call_that_has_ended_is_told_so(begun):
+    begun.abort_call("c", 0.1)
+    told = [now for now in (0.2, 2.0, 2.2, 4.0) if begun.on_message(b"a0", part(0), now)]
+    assert told == [2.2]
+    (abort,) = begun.on_message(b"a0", msgspec.structs.replace(part(3), request_id="unknown"), 5.0)
+    assert abort == Transmit(b"a0", Abort(request_ids=("unknown",), reason="unknown"))
+
+
+def test_a_call_that_the_router_cannot_continue_fails(begun):
+    assert requests_of(part(0)) == ["c"]
+    abort, answered = begun.fail("c", KVFerryError("a bug"), 0.1)
+    assert (abort.message.request_ids, answered.reply.code) == (("c",), "internal_error")
 
 
 @pytest.mark.parametrize("how", ["failed", "left", "late"])

@@ -279,6 +279,19 @@ async def test_a_body_in_anthropics_form_that_is_no_object_is_a_400(engines, con
     assert "JSON" in answer.json()["error"]["message"]
 
 
+@pytest.mark.parametrize("place", ["on_reply", "give_up"])
+async def test_a_bug_in_a_call_s_step_is_its_answer(engines, monkeypatch, place):
+    def boom(*args):
+        raise RuntimeError("bug")
+
+    for worker in engines.workers:
+        worker.script.calls[MESSAGES] = lambda body: (200, {"content": []})
+    for name in {"on_reply", place}:
+        monkeypatch.setattr(engines.router.gateway.core.calls, name, boom)
+    answer = await ask(engines, {"model": "tiny", "max_tokens": 5}, MESSAGES, status=500)
+    assert answer["error"]["type"] == "api_error"
+
+
 async def test_errors_of_anthropics_endpoint_have_its_shape(engines):
     for worker in engines.workers:
         worker.script.calls[MESSAGES] = lambda body: (500, {"error": {"message": "it broke"}})
