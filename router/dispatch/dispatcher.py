@@ -302,7 +302,10 @@ class Dispatcher:
                 actions += self._end_encode_leg(request, now)
             else:
                 actions += self._move(request, now)
-        return [*actions, *self._handoffs.renewals(self.requests.values(), now), *self.place_waiting(now)]
+        actions += [*self._handoffs.renewals(self.requests.values(), now), *self.place_waiting(now)]
+        for request, why in self._waiting.not_tried:
+            actions += self._wait(request, why, now)
+        return actions
 
     def place_waiting(self, now: float) -> list[DispatchAction]:
         """Give waiting requests to workers that have room now."""
@@ -340,6 +343,7 @@ class Dispatcher:
         """Start a request again from its beginning, before its first token."""
         kept = self._waiting.kept_from(request, now) if request.is_held else frozenset[WorkerKey]()
         try:
+            self.placement.check_room(request, now, kept)
             route = self.placement.route(request, now, kept)
         except (NoWorker, Overloaded) as error:
             if request.attempt.previous_error is not None and request.attempt.previous_error.code == Overloaded.code:

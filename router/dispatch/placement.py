@@ -60,6 +60,14 @@ class Placement:
             self._costs.on_chosen(offer)
         return route
 
+    def check_room(self, request: RequestState, now: float, kept: frozenset[WorkerKey] = frozenset()) -> None:
+        """Check that ``route`` would find one. What the prompt costs at each worker is not asked, since a long one takes long.
+
+        Raises the errors of ``choose_route``.
+        """
+        demand = replace(self._demand(request, now), kept=kept)
+        choose_route(self._membership.workers, demand, self._restarts.absent(now))
+
     def _find(
         self, request: RequestState, now: float, kept: frozenset[WorkerKey] = frozenset()
     ) -> tuple[Route, _Offers, float]:
@@ -183,7 +191,7 @@ class Placement:
             if request.has_begun:
                 choose_successor(self._membership.workers, request.model_fingerprint, self._demand(request, now))
             else:
-                self._find(request, now)
+                self.check_room(request, now)
         except RequestError:
             return False
         return True

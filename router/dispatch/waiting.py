@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from core.errors import NoWorker, RequestError
+from core.errors import NoWorker, Overloaded
 from core.wire.messages import Role
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
@@ -20,6 +20,7 @@ from router.dispatch.restarts import Restarts
 from router.dispatch.shares import TenantShares
 
 PASS_S = 2.0  # so long a held request lets others pass that need less room, or the room of other workers
+_NoRoom = NoWorker | Overloaded
 _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
 
 
@@ -43,7 +44,10 @@ class Waiting:
         self._restarts = restarts
         self._shares = shares
         self._requests: dict[str, RequestState] = {}
+        self._errors: dict[str, _NoRoom] = {}  # by request: why no worker can take it
         self._passed: list[RequestState] = []  # those that found no room in the present turns, and keep it from others
+        # Those without a turn in the latest turns, and why the one before them found no room.
+        self.not_tried: list[tuple[RequestState, _NoRoom]] = []
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -70,23 +74,29 @@ class Waiting:
     def turns(self, now: float) -> Iterator[RequestState]:
         """Yield the waiting requests that may look for a worker now, the next one first; each looks before the next is drawn.
 
-        Of those that are held, one without room keeps back all that need as much of it at the same workers, and after a while
-        also others from these workers (``kept_from``).
+        One before its first token that finds no room has looked for all that need as much at the same workers: these are not
+        tried. One that is held looks for held ones only, and after a while keeps others from its workers (``kept_from``).
         """
+        self.not_tried.clear()
+        self._passed.clear()
         if not self._requests:
             return
-        self._passed.clear()
-        contexts, fewest = _contexts(self._membership.workers), dict[_Kind, int]()  # choices without room
+        contexts = _contexts(self._membership.workers)
+        tried: dict[tuple[_Kind, bool], tuple[int, _NoRoom]] = {}  # by ``is_held`` too: the fewest choices without room
         for request in sorted(self._requests.values(), key=self._order):
-            if not request.is_held:
+            if request.has_begun:
                 yield request
                 continue
-            kind, n = _kind(request, contexts), request.submission.n
-            if n >= fewest.get(kind, math.inf):
+            kind, n, is_held = _kind(request, contexts), request.submission.n, request.is_held
+            looked = tried.get((kind, False))
+            if looked is None or looked[0] > n:
+                looked = tried.get((kind, is_held))
+            if looked is not None and looked[0] <= n:
+                self.not_tried.append((request, looked[1]))
                 continue
             yield request
-            if request.is_held and request.error is None:
-                fewest[kind] = n
+            if request.request_id in self._requests:
+                tried[kind, is_held] = n, self._errors[request.request_id]
                 self._passed += [request] if _is_due(request, now) else []
         self._passed.clear()
 
@@ -97,8 +107,9 @@ class Waiting:
     def remove(self, request: RequestState) -> None:
         """Remove a request; does nothing if it does not wait."""
         self._requests.pop(request.request_id, None)
+        self._errors.pop(request.request_id, None)
 
-    def keep(self, request: RequestState, error: RequestError, now: float, *, is_only_busy: bool) -> NoWorker | None:
+    def keep(self, request: RequestState, error: _NoRoom, now: float, *, is_only_busy: bool) -> NoWorker | None:
         """Keep a request that no worker can take now because of ``error``; return an error if it has waited too long.
 
         If suitable workers are members but busy (``is_only_busy``), it waits until its deadline. Otherwise it waits for a
@@ -107,6 +118,7 @@ class Waiting:
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
             request.waits_since = now
+        self._errors[request.request_id] = error
         if is_only_busy:
             request.waits_since = now
         patience_s = self._restarts.patience_s(_ROLES_THAT_GO_ON)

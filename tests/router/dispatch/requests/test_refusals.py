@@ -153,6 +153,49 @@ def test_the_time_without_workers_begins_when_the_last_full_worker_leaves(make_b
     bench.assert_idle()
 
 
+def test_many_that_wait_cost_no_more_than_the_next_one(make_bench, monkeypatch):
+    bench = make_bench("p0", "d0", "d1", max_requests=100, heartbeat_timeout_s=50.0)
+    bench.submit("running")
+    bench.prefill_done("running")
+    for number in range(50):
+        bench.submit(f"r{number}")
+    for name in ("d0", "d1"):
+        bench.heartbeat(name, is_draining=True)
+    for number in range(50):
+        bench.fails("p0", DRAINING, f"r{number}")
+    dispatcher, tried, num_offers = bench.core.dispatcher, [], 0
+    offers, check = dispatcher.route_costs.offers, dispatcher.placement.check_room
+
+    def count(*args, **kwargs):
+        nonlocal num_offers
+        num_offers += 1
+        return offers(*args, **kwargs)
+
+    monkeypatch.setattr(dispatcher.route_costs, "offers", count)
+    monkeypatch.setattr(
+        dispatcher.placement, "check_room", lambda request, *args: tried.append(request) or check(request, *args)
+    )
+    bench.do(bench.core.abort("running", "client", bench.now))
+    assert (dispatcher.num_waiting, len(tried), num_offers) == (50, 1, 0)
+    bench.wait(9.5)
+    assert dispatcher.num_waiting == 50
+    bench.wait(11.0)
+    assert {bench.error(f"r{number}").code for number in range(50)} == {"no_worker"}, "each has waited for itself"
+
+
+def test_all_that_wait_for_room_are_placed_in_order_when_there_is_some(make_bench):
+    bench = make_bench("p0", "d0", max_requests=100, heartbeat_timeout_s=50.0)
+    for number in range(5):
+        bench.submit(f"r{number}", n=1 + number % 2)
+    bench.leave("p0")
+    bench.leave("d0")
+    bench.tick(2.0)
+    bench.join("a0", max_num_choices=4)
+    assert [message.request_id for message in bench.to("a0", Generate)] == ["r0.3", "r1.3", "r2.3"]
+    bench.do(bench.core.abort("r0", "client", bench.now))
+    assert bench.generated("a0").request_id == "r4.3", "r3 needs two places"
+
+
 # ---- workers that failed a request and stay --------------------------------------------------------------------------
 
 

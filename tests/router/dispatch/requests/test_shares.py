@@ -105,8 +105,10 @@ def test_while_there_is_no_room_only_the_next_request_is_tried(full, monkeypatch
         submit(full, f"c{number}", CALM)
     tried = []
     placement = full.core.dispatcher.placement
-    route = placement.route
-    monkeypatch.setattr(placement, "route", lambda request, *args: tried.append(request.request_id) or route(request, *args))
+    check = placement.check_room
+    monkeypatch.setattr(
+        placement, "check_room", lambda request, *args: tried.append(request.request_id) or check(request, *args)
+    )
     full.do(full.core.dispatcher.place_waiting(0.0))
     assert tried == ["c0"]
     finish(full, "f0")
