@@ -297,7 +297,7 @@ class Dispatcher:
             if now >= request.deadline:
                 limit_s = request.deadline - request.arrival
                 actions += self._open.fail(request, DeadlineExceeded(f"the request took longer than {limit_s:g} s"), now)
-            elif request.phase is RequestPhase.ENCODE and request.encoding is not None and now >= request.encoding.deadline:
+            elif request.encoding is not None and request.encoding.waiting and now >= request.encoding.deadline:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)
             else:

@@ -113,6 +113,23 @@ def test_a_request_with_images_does_not_begin_where_everything_is_refused_by_now
     assert bench.generated("p1").ec_sources
 
 
+def test_time_without_a_route_is_not_that_of_the_encode_workers(bench, monkeypatch):
+    tried = []
+    restart = bench.core.dispatcher._restart
+    monkeypatch.setattr(bench.core.dispatcher, "_restart", lambda *args: tried.append(bench.now) or restart(*args))
+    submit(bench, CAT)
+    bench.leave("p0")
+    bench.leave("d0")
+    bench.tick(1.0)
+    done(bench, CAT)
+    bench.tick(10.0)
+    assert tried == [float(second) for second in range(1, 11)], "once at each tick"
+    bench.join("a0", ec_connector="shared")
+    assert bench.generated("a0").request_id == "r1"
+    assert bench.ended == {}
+    assert bench.core.dispatcher.requests["r1"].measurements.encode_s == 1.0
+
+
 def test_one_image_named_twice_is_asked_for_once(bench):
     submit(bench, CAT, CAT)
     assert len(asked(bench).mm_features) == 1
