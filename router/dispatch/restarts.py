@@ -31,7 +31,8 @@ class Restarts:
         self._is_supervised: dict[Role, bool] = {}
         self._missing_since: dict[Role, float] = {}
         self._first_look: float | None = None
-        self._left: dict[str, tuple[GenerationWorker, float]] = {}  # by engine_id: who has left, and when
+        # By engine_id, oldest first: who has left, and until when requests wait for a successor.
+        self._left: dict[str, tuple[GenerationWorker, float]] = {}
 
     def on_joined(self, worker: GenerationWorker, now: float) -> None:
         """Learn the restart time of a role from the worker's start time and from how long the role was missing."""
@@ -46,15 +47,14 @@ class Restarts:
 
     def on_left(self, worker: GenerationWorker, now: float) -> None:
         """Remember a worker that has left, since its successor may be like it."""
-        self._left[worker.key.engine_id] = (worker, now)
-        self.absent(now)
+        self._left.pop(worker.key.engine_id, None)
+        self._left[worker.key.engine_id] = (worker, now + self.patience_s((worker.role,)))
+        while self._left and now >= next(iter(self._left.values()))[1]:
+            del self._left[next(iter(self._left))]
 
     def absent(self, now: float) -> list[GenerationWorker]:
         """Return the workers that have left, and for whose successors requests would still wait."""
-        if self._left:
-            kept = {name: (each, at) for name, (each, at) in self._left.items() if now < at + self.patience_s((each.role,))}
-            self._left = kept
-        return [worker for worker, _ in self._left.values()]
+        return [worker for worker, until in self._left.values() if now < until]
 
     def look(self, workers: Iterable[GenerationWorker], now: float) -> None:
         """Record which of the known roles are missing, that is, have no worker that takes requests."""

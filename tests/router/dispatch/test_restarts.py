@@ -93,3 +93,20 @@ def test_requests_wait_longer_for_supervised_workers():
     alone, _ = known("d0", is_supervised=False)
     assert supervised.patience_s(["decode", "aggregated"]) == 3 * 34.0
     assert alone.patience_s(["decode", "aggregated"]) == 10.0
+
+
+def test_workers_that_have_left_are_remembered_while_requests_wait_for_them():
+    restarts = Restarts(worker_wait_s=10.0)
+    for number in range(3):
+        restarts.on_left(worker(f"d{number}"), 4.0 * number)
+    assert [each.key.engine_id for each in restarts.absent(11.0)] == ["d1", "d2"]
+    restarts.on_joined(worker("d2", is_supervised=False), 11.0)
+    assert [each.key.engine_id for each in restarts.absent(11.0)] == ["d1"]
+    restarts.on_left(worker("d9"), 100.0)
+    assert (len(restarts._left), len(restarts.absent(110.0))) == (1, 0)
+
+
+def test_nobody_is_waited_for_without_patience():
+    restarts = Restarts(worker_wait_s=0.0)
+    restarts.on_left(worker("d0"), 1.0)
+    assert restarts.absent(1.0) == []
