@@ -280,15 +280,15 @@ def _operator_routes(probes: ProbeAnswers) -> list[BaseRouteHandler]:
     return [metrics, status_page, status, history, requests]
 
 
-def _described(routes: Sequence[BaseRouteHandler]) -> set[tuple[str, str]]:
+def _described(routes: Sequence[BaseRouteHandler]) -> frozenset[tuple[str, str]]:
     """Return methods and paths of the routes that the OpenAPI document describes."""
     handlers = [route for route in routes if isinstance(route, HTTPRouteHandler) and route.include_in_schema is not False]
-    return {
+    return frozenset(
         (method, path.replace(":path}", "}"))
         for handler in handlers
         for path in handler.paths
         for method in handler.http_methods
-    }
+    )
 
 
 def _document_route(document: bytes) -> BaseRouteHandler:

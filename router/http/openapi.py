@@ -6,7 +6,8 @@ their parts are open, because unknown fields in them are ignored (``router.opena
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -152,8 +153,9 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 }
 
 
-def openapi_document(version: str, served: Collection[tuple[str, str]], *, has_key: bool) -> bytes:
-    """Return the document as JSON, with the methods and paths of ``served``.
+@functools.cache
+def openapi_document(version: str, served: frozenset[tuple[str, str]], *, has_key: bool) -> bytes:
+    """Return the document as JSON, with the methods and paths of ``served``. Takes 20 ms the first time.
 
     Raises:
         KeyError: a served path is not in ``OPERATIONS``.

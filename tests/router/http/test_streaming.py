@@ -160,7 +160,7 @@ async def test_each_token_is_an_event_also_if_they_come_at_once(start_router, ss
         for position, letter in enumerate(letters):  # before the task of the stream gets a turn
             reason = "length" if position == len(letters) - 1 else None
             item = Tokens(request_id, 0, position, (letter,), reason, logprobs=entry)
-            under_test.router.gateway._perform(core.on_message(member.peer, [item], 0.0))
+            under_test.router.gateway._perform(core.on_message(member.peer, [item], under_test.router.gateway.now))
         events = sse_events((await call).text)[:-1]
     texts = [event["choices"][0]["text"] for event in events if event["choices"]]
     assert [text for text in texts if text] == list("abcdef")
