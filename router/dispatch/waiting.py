@@ -63,12 +63,12 @@ class Waiting:
             return frozenset()
         workers = self._membership.workers
         contexts = _contexts(workers)
-        wanted: dict[_Kind, int] = {}  # the most choices
-        for held in due:
-            kind = _kind(held, contexts)
-            wanted[kind] = max(wanted.get(kind, 0), held.submission.n)
+        wanted = {(_kind(held, contexts), held.submission.n) for held in due}
         return frozenset(
-            worker.key for worker in workers for kind, n in wanted.items() if kind.has(worker) and not worker.has_room(n)
+            worker.key
+            for worker in workers
+            for kind, n in wanted
+            if kind.has(worker) and worker.may_hold(n) and not worker.has_room(n)
         )
 
     def turns(self, now: float) -> Iterator[RequestState]:

@@ -284,3 +284,33 @@ def test_weights_that_the_next_request_cannot_use_serve_the_one_after_it(make_be
     bench.tick(PASS_S + 1.0)
     finish(bench, started(bench, "a1")[0])
     assert started(bench, "a1")[-1] == "text"
+
+
+@pytest.mark.parametrize("is_draining", [False, True])
+def test_room_of_a_worker_that_can_never_hold_the_choices_is_kept_for_nobody(make_bench, is_draining):
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_num_choices=4)
+    for number in range(4):
+        submit(bench, f"f{number}", FLOOD)
+    bench.join("a1", max_num_choices=2)
+    submit(bench, "c0", CALM, n=4)
+    bench.heartbeat("a0", is_draining=is_draining)
+    bench.now += PASS_S
+    submit(bench, "t0", THIRD)
+    assert started(bench, "a1") == ["t0"]
+
+
+def test_room_is_kept_for_fewer_choices_also_where_more_wait(make_bench):
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_num_choices=4)
+    bench.join("a1", max_num_choices=2)
+    for number in range(6):
+        submit(bench, f"f{number}", FLOOD)
+    submit(bench, "c0", CALM, n=4)
+    submit(bench, "c1", CALM, n=2)
+    bench.now += PASS_S
+    finish(bench, started(bench, "a1")[0])
+    with pytest.raises(Overloaded):
+        submit(bench, "f9", FLOOD)
+    finish(bench, started(bench, "a1")[1])
+    assert started(bench, "a1")[-1] == "c1"
