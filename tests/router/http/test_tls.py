@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import errno
 import json
 import socket
 import ssl
@@ -14,7 +16,7 @@ from core.config import load_config
 from core.config_router import RouterSection
 from core.errors import ConfigError
 from kvferry.http_get import get
-from router.http.tls import server_context
+from router.http.tls import RETRY_S, server_context
 from tests.support.certificates import self_signed
 
 BODY = {"prompt": "p", "max_tokens": 50}
@@ -76,6 +78,59 @@ async def test_a_certificate_whose_files_are_gone_stays_in_use(secure, files, ca
     async with httpx.AsyncClient(base_url=secure.url, verify=False) as other:
         assert (await other.get("/health")).status_code == 200
     assert [record.levelname for record in caplog.records if "certificate_refused" in record.message] == ["ERROR"]
+
+
+@pytest.fixture
+def handshake(files):
+    """Do handshakes with the context of files that could not be read once; return the certificate of each."""
+    now = [0.0]
+    context = server_context(str(files[0]), str(files[1]), lambda: now[0])
+    client = ssl.create_default_context()
+    client.check_hostname, client.verify_mode = False, ssl.CERT_NONE
+
+    def shake(at: float) -> bytes:
+        now[0] = at
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        ours = client.wrap_bio(to_client, to_server)
+        theirs = context.wrap_bio(to_server, to_client, server_side=True)
+        for _ in range(3):
+            for end in (ours, theirs):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        return ours.getpeercert(binary_form=True)
+
+    return shake
+
+
+def lacking(error: Exception, times: int):
+    """Return a stand-in for ``load_cert_chain`` that fails so many times."""
+    load, left = ssl.SSLContext.load_cert_chain, [error] * times
+
+    def load_cert_chain(context, *args, **kwargs):
+        if left:
+            raise left.pop()
+        load(context, *args, **kwargs)
+
+    return load_cert_chain
+
+
+def test_a_renewed_certificate_that_could_not_be_read_is_tried_again(files, handshake, monkeypatch, caplog):
+    old = handshake(0.0)
+    self_signed(files[0].parent)
+    error = OSError(errno.EMFILE, "Too many open files")
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", lacking(error, times=2))
+    assert [handshake(at) == old for at in (1.0, 1.5, 1.0 + RETRY_S, 1.5 + RETRY_S)] == [True] * 4
+    assert handshake(1.0 + 2 * RETRY_S) != old
+    assert caplog.text.count("certificate_refused") == 1
+
+
+def test_a_certificate_that_is_wrong_is_not_tried_again_until_it_changes(files, handshake, monkeypatch):
+    old = handshake(0.0)
+    self_signed(files[0].parent)
+    monkeypatch.setattr(ssl.SSLContext, "load_cert_chain", lacking(ssl.SSLError("mismatch"), times=1))
+    assert handshake(1.0) == handshake(100.0) == old
+    files[1].chmod(0o640)
+    assert handshake(100.1) != old
 
 
 @pytest.mark.parametrize("path", ["/health", "/ready"])
