@@ -146,10 +146,7 @@ class RouterCore:
 
     def longest_model_len(self, now: float) -> int:
         """The longest context of any route that there is, or that workers now closed or away may soon offer; in tokens."""
-        workers, absent = self.membership.workers, self.dispatcher.restarts.absent(now)
-        if not absent and not any(worker.is_closed for worker in workers):
-            return self.max_model_len
-        return longest_model_len([*workers, *absent])
+        return longest_model_len(self.membership.workers, self.dispatcher.restarts.absent(now))
 
     @property
     def not_ready_reason(self) -> str | None:

@@ -231,7 +231,7 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand, absent: Se
         others = "requests with other API keys wait for room" if demand.kept else ""
         raise Overloaded(f"{others or 'every worker that could serve the request is full'}: try again later")
     limit, needed = max_model_len(members), demand.num_tokens
-    if limit and needed <= longest_model_len([*members, *_with_weights(absent, demand)]):
+    if limit and needed <= longest_model_len(members, _with_weights(absent, demand)):
         raise NoWorker(f"the request needs {needed} tokens, and the workers that hold so many take no requests at the moment")
     if limit:
         raise ContextTooLong(f"the request needs {needed} tokens, this model's context holds {limit}", param="prompt")
@@ -314,13 +314,30 @@ def unpaired(workers: Iterable[GenerationWorker]) -> dict[WorkerKey, str]:
 
 def max_model_len(workers: Iterable[GenerationWorker]) -> int:
     """Return the longest context of any route, 0 if there is no route."""
-    return max((route.max_model_len for route in routes(workers)), default=0)
+    return _max_model_len_if_open([worker for worker in workers if not worker.is_closed])
 
 
-def longest_model_len(workers: Sequence[GenerationWorker]) -> int:
-    """Return the longest context of any route that there is, or would be if all these workers took requests."""
-    if_open = max((route.max_model_len for route in _routes_if_open(workers)), default=0)
-    return max(if_open, max_model_len(workers))
+def longest_model_len(workers: Sequence[GenerationWorker], absent: Sequence[GenerationWorker]) -> int:
+    """Return the longest context of any route that there is, or would be if all took requests, those in ``absent`` too."""
+    return max(max_model_len(workers), _max_model_len_if_open([*workers, *absent]))
+
+
+def _max_model_len_if_open(workers: Sequence[GenerationWorker]) -> int:
+    """Return the longest context of ``_routes_if_open``; compares only workers that may make it longer, as it takes long."""
+    longest = max((worker.facts.max_model_len for worker in workers if worker.role == "aggregated"), default=0)
+    by_context = sorted(workers, key=lambda worker: worker.facts.max_model_len, reverse=True)
+    prefills = [worker for worker in by_context if worker.role == "prefill"]
+    decoders = [worker for worker in by_context if worker.role == "decode"]
+    for prefill in prefills:
+        for decode in decoders:
+            length = min(prefill.facts.max_model_len, decode.facts.max_model_len)
+            if length <= longest:
+                break
+            if mismatch(prefill, decode) is None:
+                longest = length
+    longer = [worker for worker in decoders if worker.facts.max_model_len > longest]
+    alone = _alone_if_open([*prefills, *longer])
+    return max((worker.facts.max_model_len for worker in alone), default=longest)
 
 
 def why_not_ready(workers: Iterable[GenerationWorker]) -> str | None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -9,6 +11,7 @@ from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from core.errors import ContextTooLong, EngineDead, NoWorker, Overloaded
 from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo
 from core.wire.messages import ErrorInfo, Register
+from router.dispatch import policy
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import (
     Demand,
@@ -16,8 +19,10 @@ from router.dispatch.policy import (
     choose_route,
     choose_successor,
     choose_weights,
+    longest_model_len,
     max_model_len,
     mismatch,
+    routes,
     unpaired,
     why_not_read,
     why_not_ready,
@@ -277,6 +282,42 @@ def test_the_smaller_half_bounds_a_pair_s_context():
     assert names(choose_route(workers, Demand(num_tokens=200))) == ["p0", "d0"]
     with pytest.raises(ContextTooLong, match="201"):
         choose_route(workers, Demand(num_tokens=201))
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from(["prefill", "decode", "aggregated"]),
+            st.sampled_from([50, 100, 200]),
+            st.sampled_from([b"v1", b"v2"]),
+            st.booleans(),
+            st.booleans(),
+        ),
+        max_size=6,
+    ),
+    st.integers(0, 6),
+)
+def test_the_longest_context_is_that_of_the_best_route(given, num_present):
+    workers = [
+        member(role, f"w{number}", max_model_len=length, model_fingerprint=weights, is_draining=is_draining)
+        for number, (role, length, weights, is_draining, _) in enumerate(given)
+    ]
+    for worker, (*_, may_serve_alone) in zip(workers, given, strict=True):
+        worker.may_serve_alone = may_serve_alone and worker.role == "decode"
+    present, absent = workers[:num_present], workers[num_present:]
+    served = max((route.max_model_len for route in routes(present)), default=0)
+    assert max_model_len(present) == served
+    are_open = [replace(worker, is_draining=False) for worker in workers]
+    if_open = max((route.max_model_len for route in routes(are_open)), default=0)
+    assert longest_model_len(present, absent) == max(served, if_open)
+
+
+def test_the_longest_context_of_like_workers_is_found_at_the_first_pair(monkeypatch):
+    workers = [member(role, f"{role}{number}") for role in ("prefill", "decode") for number in range(8)]
+    compared = []
+    monkeypatch.setattr(policy, "_mismatch", lambda *pair: compared.append(pair))
+    assert (max_model_len(workers), longest_model_len(workers[1:], workers[:1])) == (100, 100)
+    assert len(compared) == 3
 
 
 def test_a_long_request_goes_where_it_fits_even_if_that_is_fuller():

@@ -198,6 +198,14 @@ def test_the_longest_context_is_that_of_workers_that_may_be_back(uneven):
     assert uneven.core.longest_model_len(uneven.now + 11.0) == 20
 
 
+def test_the_longest_context_is_not_below_what_a_decode_worker_alone_serves(make_bench):
+    bench = make_bench()
+    bench.join("p0", max_model_len=50)
+    bench.join("d0", max_model_len=100)
+    bench.leave("p0")
+    assert (bench.core.max_model_len, bench.core.longest_model_len(bench.now)) == (100, 100)
+
+
 # ---- a decode worker alone ---------------------------------------------------------------------------------------------------
 
 
