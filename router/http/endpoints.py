@@ -381,12 +381,17 @@ class Endpoints:
         self.check_ready()
         return ModelLimits(
             max_model_len=self.gateway.core.max_model_len,
-            later_model_len=self.gateway.core.longest_model_len(self.gateway.now),
+            later_model_len=self._longest_model_len,
             max_prompt_tokens=self._max_prompt_tokens,
             vocab_size=self._tokenizer.vocab_size,
             defaults=self._defaults,
             eos_token_ids=frozenset(self._tokenizer.eos_token_ids),
         )
+
+    @property
+    def _longest_model_len(self) -> int:
+        """The longest context that is served now, or may soon be, in tokens."""
+        return self.gateway.core.longest_model_len(self.gateway.now)
 
     def check_ready(self) -> None:
         """Check that a request can be served now.
@@ -409,7 +414,7 @@ class Endpoints:
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
         check_messages(request.messages or ())
-        max_model_len = self.gateway.core.max_model_len
+        max_model_len = self._longest_model_len
         if request.prompt is not None:
             text, add_special = request.prompt, request.add_special_tokens is not False
         else:
@@ -425,7 +430,7 @@ class Endpoints:
     async def detokenize(self, request: DetokenizeRequest) -> Detokenized:
         """Serve ``POST /detokenize``. Raises InvalidRequest for ids outside the vocabulary, or too many."""
         self.check_model(request.model)
-        most = max_text_tokens(self.gateway.core.max_model_len)
+        most = max_text_tokens(self._longest_model_len)
         if len(request.tokens) > most:
             raise InvalidRequest(f"there are {len(request.tokens)} tokens, at most {most} are taken here", param="tokens")
         check_token_ids("tokens", request.tokens, self._tokenizer.vocab_size)
@@ -449,7 +454,7 @@ class Endpoints:
                 "owned_by": "kvferry",
                 "root": self.model,
                 "parent": None,
-                "max_model_len": self.gateway.core.longest_model_len(self.gateway.now) or None,  # unknown without a worker
+                "max_model_len": self._longest_model_len or None,  # unknown without a worker
                 "permission": [],
             }
         ]

@@ -67,6 +67,16 @@ async def test_tokenize_and_detokenize_are_inverse(served):
         assert (await client.post("/detokenize", json={"tokens": done["tokens"]})).json() == {"prompt": "héé"}
 
 
+async def test_tokenize_tells_the_same_context_as_the_models(served):
+    larger = await served.add("aggregated", max_model_len=1000)
+    await larger.leave()
+    await served.until(lambda: served.router.gateway.core.max_model_len == 512)
+    async with served.client() as client:
+        (card,) = (await client.get("/v1/models")).json()["data"]
+        done = (await client.post("/tokenize", json={"prompt": "h"})).json()
+    assert (card["max_model_len"], done["max_model_len"]) == (1000, 1000)
+
+
 async def test_tokenize_renders_conversations(served):
     async with served.client() as client:
         chat = (await client.post("/tokenize", json={"messages": USER})).json()
