@@ -93,11 +93,12 @@ class Waiting:
                 looked = tried.get((kind, is_held))
             if looked is not None and looked[0] <= n:
                 self.not_tried.append((request, looked[1]))
-                continue
-            yield request
-            if request.request_id in self._requests:
+            else:
+                yield request
+                if request.request_id not in self._requests:
+                    continue
                 tried[kind, is_held] = n, self._errors[request.request_id]
-                self._passed += [request] if _is_due(request, now) else []
+            self._passed += [request] if _is_due(request, now) else []
         self._passed.clear()
 
     def _order(self, request: RequestState) -> tuple[bool, int, int]:

@@ -314,3 +314,19 @@ def test_room_is_kept_for_fewer_choices_also_where_more_wait(make_bench):
         submit(bench, "f9", FLOOD)
     finish(bench, started(bench, "a1")[1])
     assert started(bench, "a1")[-1] == "c1"
+
+
+@pytest.mark.parametrize("is_one_ahead", [False, True])
+def test_room_is_kept_for_a_request_also_while_one_ahead_looks_in_its_place(uneven, is_one_ahead):
+    finish(uneven, "big")
+    for worker in ("a0", "a1"):
+        assert len(started(uneven, worker)) == 2
+    submit(uneven, "two", CALM, n=2)
+    uneven.tick(PASS_S + 1.0)
+    if is_one_ahead:
+        submit(uneven, "sooner", THIRD, n=2, priority=-1)
+    submit(uneven, "long", 4, prompt=60)
+    finish(uneven, started(uneven, "a0")[0])
+    assert len(started(uneven, "a0")) == 2
+    finish(uneven, started(uneven, "a0")[1])
+    assert started(uneven, "a0")[-1] == ("sooner" if is_one_ahead else "two")
