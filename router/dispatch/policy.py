@@ -204,6 +204,8 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand, absent: Se
 
     Workers that take no requests, and those in ``absent``, which have left, may soon serve again.
 
+    The texts of ``NoWorker`` and ``Overloaded`` have no numbers of the request: others that wait as it does get them, too.
+
     Raises:
         NoWorker: no worker can serve now; says what is missing.
         ContextTooLong: there are routes, but none can hold so many tokens, now or soon.
@@ -232,7 +234,7 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand, absent: Se
         raise Overloaded(f"{others or 'every worker that could serve the request is full'}: try again later")
     limit, needed = max_model_len(members), demand.num_tokens
     if limit and needed <= longest_model_len(members, _with_weights(absent, demand)):
-        raise NoWorker(f"the request needs {needed} tokens, and the workers that hold so many take no requests at the moment")
+        raise NoWorker("the workers that hold as many tokens as the request needs take no requests at the moment")
     if limit:
         raise ContextTooLong(f"the request needs {needed} tokens, this model's context holds {limit}", param="prompt")
     if demand.model_fingerprint:
@@ -260,7 +262,7 @@ def _check_num_choices(fitting: Iterable[GenerationWorker], every: Iterable[Gene
         return
     later = [worker for worker in _with_weights(every, demand) if worker.facts.max_model_len >= demand.num_tokens]
     if any(demand.num_choices <= (route.max_num_choices or demand.num_choices) for route in _routes_if_open(later)):
-        raise NoWorker(f"n = {demand.num_choices}: the workers that hold so many choices take no requests at the moment")
+        raise NoWorker("the workers that hold as many choices as the request asks for take no requests at the moment")
     raise InvalidRequest(
         f"n = {demand.num_choices}: no worker that could serve the request holds more than {max(limits)} choices", param="n"
     )

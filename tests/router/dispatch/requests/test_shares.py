@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 
 import pytest
 
@@ -330,3 +331,23 @@ def test_room_is_kept_for_a_request_also_while_one_ahead_looks_in_its_place(unev
     assert len(started(uneven, "a0")) == 2
     finish(uneven, started(uneven, "a0")[1])
     assert started(uneven, "a0")[-1] == ("sooner" if is_one_ahead else "two")
+
+
+@pytest.mark.parametrize("wanted", [({"prompt": 60}, {"prompt": 70}), ({"n": 4}, {"n": 3})], ids=["tokens", "choices"])
+def test_reason_of_one_request_does_not_tell_another_key_what_it_needs(make_bench, wanted):
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_model_len=100, max_num_choices=4)
+    bench.join("a1", max_model_len=40, max_num_choices=2)
+    for number in range(6):
+        submit(bench, f"f{number}", FLOOD)
+    submit(bench, "x", CALM, **wanted[0])
+    bench.now = 0.5
+    submit(bench, "sooner", THIRD, priority=-1, **wanted[1])
+    bench.heartbeat("a0", is_draining=True, num_running=4)
+    for second in range(1, 11):
+        bench.wait(float(second))
+        bench.heartbeat("a0", is_draining=True, num_running=4)
+        bench.heartbeat("a1", num_running=2)
+    message = bench.error("x").message
+    assert "take no requests at the moment; no worker could continue the request for 10 s" in message
+    assert not re.search(r"90|n = 3", message)
