@@ -257,8 +257,12 @@ def choose_weights(workers: Iterable[GenerationWorker]) -> bytes:
 
 def _check_num_choices(fitting: Iterable[GenerationWorker], every: Iterable[GenerationWorker], demand: Demand) -> None:
     """Refuse a request for good if no route could ever hold its choices, however long it waits; ``every`` may serve later."""
-    limits = [route.max_num_choices for route in routes(fitting)]
-    if not limits or any(demand.num_choices <= (limit or demand.num_choices) for limit in limits):
+    limits: list[int] = []
+    for route in routes(fitting):
+        limits.append(route.max_num_choices)
+        if demand.num_choices <= (limits[-1] or demand.num_choices):
+            return
+    if not limits:
         return
     later = [worker for worker in _with_weights(every, demand) if worker.facts.max_model_len >= demand.num_tokens]
     if any(demand.num_choices <= (route.max_num_choices or demand.num_choices) for route in _routes_if_open(later)):

@@ -312,6 +312,16 @@ def test_the_longest_context_is_that_of_the_best_route(given, num_present):
     assert longest_model_len(present, absent) == max(served, if_open)
 
 
+def test_full_workers_that_are_alike_are_refused_after_few_comparisons(monkeypatch):
+    names = [(role, f"{role}{number}") for role in ("prefill", "decode") for number in range(8)]
+    workers = [member(*name, max_num_choices=2, load=2) for name in names]
+    compared = []
+    monkeypatch.setattr(policy, "_mismatch", lambda *pair: compared.append(pair))
+    with pytest.raises(Overloaded):
+        choose_route(workers, Demand(num_tokens=10, num_choices=2))
+    assert len(compared) < 8
+
+
 def test_the_longest_context_of_like_workers_is_found_at_the_first_pair(monkeypatch):
     workers = [member(role, f"{role}{number}") for role in ("prefill", "decode") for number in range(8)]
     compared = []
