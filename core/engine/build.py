@@ -37,7 +37,7 @@ from core.constants import DIGEST_TRANSPORTS, HASH_BLOCK_SIZE
 from core.ec_connector import ECConnector
 from core.engine.core import EngineCore
 from core.engine.cuda.cuda_graphs import CudaRecorder, batch_sizes
-from core.engine.cuda.device_memory import measure, pool_bytes
+from core.engine.cuda.device_memory import DeviceMemory, measure, memory_before_steps, pool_bytes
 from core.engine.input_batch import InputBatch
 from core.engine.kv_events import KVEventPublisher, event_group
 from core.engine.kv_pool import KVPool, PoolOptions, allocate_kv_pool
@@ -214,19 +214,26 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
     )
     image_encoder = load_image_encoder(files, dtype, device, quantization)
 
-    def run_largest() -> None:
+    def sizing_within(memory: DeviceMemory) -> KVCacheSizing:
+        num_bytes = pool_bytes(memory, config.cache.gpu_memory_utilization, has_graphs=config.model.cuda_graphs)
+        if image_encoder is not None:
+            num_bytes -= image_encoder.layout.num_bytes(config.scheduler.encoder_cache_embeds)
+        return size_kv_cache(_with_cache(config, memory_bytes=max(1, num_bytes)), arch, dtype.itemsize)
+
+    def run_largest(longest: int) -> None:
         run_largest_step(decoder, backend, layers, config.scheduler, dtype)
-        longest = min(arch.max_position_embeddings, config.model.max_model_len or arch.max_position_embeddings)
         run_longest_prefills(decoder, backend, layers, config.scheduler, dtype, longest)
         if image_encoder is not None:
             image_encoder.warm_up()
 
     if sizing is None:
-        memory = measure(device, run_largest, lambda: run_widest_decode(decoder, backend, layers, config.scheduler, dtype))
-        num_bytes = pool_bytes(memory, config.cache.gpu_memory_utilization, has_graphs=config.model.cuda_graphs)
-        if image_encoder is not None:
-            num_bytes -= image_encoder.layout.num_bytes(config.scheduler.encoder_cache_embeds)
-        sizing = size_kv_cache(_with_cache(config, memory_bytes=max(1, num_bytes)), arch, dtype.itemsize)
+        longest = sizing_within(memory_before_steps(device)).max_model_len  # of what the pool could hold if steps took nothing
+        memory = measure(
+            device,
+            lambda: run_largest(longest),
+            lambda: run_widest_decode(decoder, backend, layers, config.scheduler, dtype),
+        )
+        sizing = sizing_within(memory)
     return _LoadedModel(
         files=files,
         arch=arch,

@@ -55,15 +55,26 @@ def pool_bytes(memory: DeviceMemory, utilization: float, *, has_graphs: bool = T
         raise ConfigError(
             f"no memory is left for the KV pool: {allowed} of {memory.total} bytes are this worker's "
             f"(cache.gpu_memory_utilization = {utilization}), {memory.free} are free, the weights take {memory.weights}, the "
-            f"largest step {memory.activations} (scheduler.max_num_batched_tokens), recorded decode steps {graphs} "
-            "(model.cuda_graphs)",
+            f"largest step {memory.activations} (scheduler.max_num_batched_tokens, scheduler.max_num_seqs, "
+            f"model.max_model_len), recorded decode steps {graphs} (model.cuda_graphs)",
             param="cache.gpu_memory_utilization",
         )
     return left
 
 
+def memory_before_steps(device: torch.device) -> DeviceMemory:
+    """Return what is known before any step has run; torch's cache is emptied."""
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total=total, free=free, weights=torch.cuda.memory_allocated(device), activations=0)
+
+
 def measure(device: torch.device, run_largest: Callable[[], None], run_decode: Callable[[], None]) -> DeviceMemory:
-    """Run a largest step and a widest decode step and return the memory they took; torch's cache is emptied."""
+    """Run a largest step and a widest decode step and return the memory they took; torch's cache is emptied.
+
+    Raises:
+        ConfigError: the device has not enough memory for one of them.
+    """
     weights = torch.cuda.memory_allocated(device)
     decode = _peak(device, run_decode)
     activations = max(decode, _peak(device, run_largest))
@@ -78,7 +89,14 @@ def _peak(device: torch.device, run: Callable[[], None]) -> int:
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
-    run()
+    try:
+        run()
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(
+            f"the largest step does not fit the device's memory beside {before} bytes of weights: lower "
+            f"scheduler.max_num_batched_tokens, scheduler.max_num_seqs or model.max_model_len ({error})",
+            param="scheduler.max_num_batched_tokens",
+        ) from error
     torch.cuda.synchronize(device)
     peak = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()

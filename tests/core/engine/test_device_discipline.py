@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import shutil
 
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from core.attention.batched import BatchedSdpaBackend
 from core.attention.pages import PagesBackend
 from core.attention.varlen import VarlenBackend
 from core.digest import BlockDigester
+from core.engine import build
 from core.engine.runner import ModelRunner
 from core.kv.seals import decode_seal
 from core.model.image_encoder import load_image_encoder
@@ -235,6 +237,18 @@ def test_a_pool_is_measured_and_filled_on_the_device(build_tiny, run_engine, dev
     built = build_tiny(cache__num_blocks=0, cache__gpu_memory_utilization=1.0, **settings)
     assert 7 << 20 < built.pool.cache.pool.nbytes <= 8 << 20
     assert len(run_engine(built.engine, requests(lengths=(5, 6)))) == 2
+
+
+def test_no_step_is_measured_that_is_longer_than_the_pool(build_tiny, tiny_llama, device, tmp_path, monkeypatch):
+    folder = shutil.copytree(tiny_llama[0], tmp_path / "long")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 32_768}))
+    longest, run = [], build.run_longest_prefills
+    monkeypatch.setattr(build, "run_longest_prefills", lambda *args: longest.append(args[-1]) or run(*args))
+    device.cuda.total = device.cuda.free = (768 + 512 + 2) << 20  # context, graphs, and two MiB
+    settings = {"model__device": "cuda", "model__attention": "gather", "scheduler__max_num_seqs": 2}
+    built = build_tiny(model__name=str(folder), cache__num_blocks=0, cache__gpu_memory_utilization=1.0, **settings)
+    assert longest[0] <= built.num_blocks * 16
 
 
 def without_waiting(runner, monkeypatch):

@@ -47,6 +47,19 @@ def test_a_share_that_holds_no_pool_is_refused_with_the_figures():
     with pytest.raises(ConfigError, match="gpu_memory_utilization") as caught:
         pool_bytes(memory(), 0.2)
     assert str(16 * GIB) in str(caught.value)
+    assert "model.max_model_len" in str(caught.value)
+
+
+def test_a_step_that_does_not_fit_names_the_settings_that_make_it_smaller(monkeypatch):
+    for name in ("synchronize", "empty_cache", "reset_peak_memory_stats", "memory_allocated"):
+        monkeypatch.setattr(f"torch.cuda.{name}", lambda *device: 16 * GIB)
+
+    def run_largest():
+        raise torch.OutOfMemoryError("Tried to allocate 4 GiB")
+
+    with pytest.raises(ConfigError, match="max_model_len") as caught:
+        measure(torch.device("cuda"), run_largest, run_largest)
+    assert all(name in str(caught.value) for name in ("max_num_batched_tokens", "max_num_seqs", "allocate 4 GiB"))
 
 
 @pytest.mark.parametrize("backend", [SdpaBackend, BatchedSdpaBackend])
