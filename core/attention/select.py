@@ -12,6 +12,7 @@ kernel that reads them fails, too.
 from __future__ import annotations
 
 import logging
+import math
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -123,6 +124,8 @@ def probe(backend_type: type[AttentionBackend], problem: AttentionProblem) -> st
     too_large = [error for error in errors if not error <= tolerance]  # NaN is one
     if not too_large:
         return None
+    if any(map(math.isnan, too_large)):
+        return "its result holds NaN, as slots that no query may see do: it must not read them, not even with weight 0"
     return f"differs from the reference by {too_large[0]:.2g} (allowed {tolerance:.2g})"
 
 
