@@ -117,19 +117,28 @@ class ModelFiles:
     def eos_token_ids(self) -> tuple[int, ...]:
         """The ids that end a generation: those of ``generation_config.json`` if it names any, else of ``config.json``.
 
-        Without ``unknown_eos_token_ids``.
+        Without ``unknown_eos_token_ids``: a file that names no other ids counts as one that names none.
         """
-        return tuple(token_id for token_id in self._named_eos_token_ids if self._can_sample(token_id))
+        known = (tuple(filter(self._can_sample, ids)) for ids in self._named_eos_token_ids)
+        return next(filter(None, known), ())
 
     @property
     def unknown_eos_token_ids(self) -> tuple[int, ...]:
-        """Named, but outside the model's vocabulary: tokens that were added to a model whose embeddings were not resized."""
-        return tuple(token_id for token_id in self._named_eos_token_ids if not self._can_sample(token_id))
+        """Named, but outside the model's vocabulary: tokens that were added to a model whose embeddings were not resized.
+
+        Of the files up to the one that ``eos_token_ids`` are taken from.
+        """
+        unknown: list[int] = []
+        for ids in self._named_eos_token_ids:
+            unknown += (token_id for token_id in ids if not self._can_sample(token_id))
+            if any(map(self._can_sample, ids)):
+                break
+        return tuple(dict.fromkeys(unknown))
 
     @property
-    def _named_eos_token_ids(self) -> tuple[int, ...]:
-        named = (source.get("eos_token_id") for source in (self.generation_config, self.config, self._text_config))
-        return next((ids for ids in map(as_token_ids, named) if ids), ())
+    def _named_eos_token_ids(self) -> list[tuple[int, ...]]:
+        """File by file, in the order in which they count."""
+        return [as_token_ids(source.get("eos_token_id")) for source in (self.generation_config, self.config, self._text_config)]
 
     @property
     def _text_config(self) -> Mapping[str, Any]:

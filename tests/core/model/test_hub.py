@@ -321,6 +321,17 @@ def test_an_eos_that_the_model_cannot_sample_ends_nothing(tmp_path, config):
     assert (files.eos_token_ids, files.unknown_eos_token_ids) == ((5,), (7, -1))
 
 
+def test_eos_is_that_of_the_first_file_with_one_the_model_can_sample(tmp_path):
+    folder = write_model(tmp_path / "m")
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "vocab_size": 32_000, "eos_token_id": [2, 40_000]}))
+    (folder / "generation_config.json").write_text('{"eos_token_id": [32000]}')
+    files = read_model_folder("m", folder, tmp_path / "cache")
+    assert (files.eos_token_ids, files.unknown_eos_token_ids) == ((2,), (32_000, 40_000))
+    (folder / "generation_config.json").write_text('{"eos_token_id": 3}')
+    files = read_model_folder("m", folder, tmp_path / "cache")
+    assert (files.eos_token_ids, files.unknown_eos_token_ids) == ((3,), ())
+
+
 def test_chat_template_file_wins_and_named_templates_give_their_default(tmp_path):
     folder = write_model(tmp_path / "model")
     named = '{"chat_template": [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]}'
