@@ -73,6 +73,7 @@ def test_a_store_that_is_shared_is_told_to_all(find):
     sets = ("config.ec_connector.name=shared", "kvstore.enabled=true")
     for role in ("encode", "prefill", "decode"):
         assert config_of(find, role, *sets)["kvstore"]["address"].startswith("tcp://kvferry-kvstore.")
+    assert config_of(find, "encode", *sets, "config.ec_connector.transports={nixl}"), "which it does not use"
 
 
 @pytest.mark.parametrize(

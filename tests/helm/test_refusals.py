@@ -113,7 +113,7 @@ CASES = {
     ),
     "port of the LMCache server twice": (
         ["lmcache.mode=sidecar", "lmcache.image.repository=x", "lmcache.image.tag=v1", "lmcache.httpPort=9400"],
-        "lmcache.httpPort and ports.ops are both 9400 in the pods of workers",
+        "lmcache.httpPort and ports.ops are both 9400 in the pods of prefill workers",
     ),
     "Redis without a store": (["kvstore.redis.enabled=true"], "kvstore.redis: Redis is a tier of the store"),
     "Redis nowhere": (["kvstore.enabled=true", "kvstore.redis.enabled=true"], "kvstore.redis.host: say where"),

@@ -340,7 +340,11 @@ CASES = {
         (*VLLM, "prefill.gpu.count=2", "prefill.vllm.tensorParallelSize=2"),
         "shm.size = 64Mi: the ranks of prefill's engine exchange messages in /dev/shm; give at least 1Gi",
     ),
-    "the port of metrics": ((*VLLM, "vllm.port=9400"), "vllm.port and ports.ops are both 9400 in the pods of workers"),
+    "the port of metrics": ((*VLLM, "vllm.port=9400"), "vllm.port and ports.ops are both 9400 in the pods of prefill workers"),
+    "no time for gateways to learn": (
+        (*LLMD_ROUTES, "prefill.terminationGracePeriodSeconds=100"),
+        "give at least 110, or shorten the drain time, connector.lease_s, vllm.endpointDelaySeconds and vllm.idleSeconds",
+    ),
     "the port of llm-d's proxy": ((*LLMD_ROUTES, "vllm.port=8000"), "vllm.port and ports.http are both 8000"),
     "a port of UCX": ((*VLLM, "vllm.port=20001"), "vllm.port = 20001 lies in ports.ucx"),
     "nodes of a StatefulSet": (
@@ -363,3 +367,10 @@ def test_what_cannot_work_is_refused_with_the_fix(helm, case):
 def test_the_least_values_are_accepted(helm):
     with pytest.raises(AssertionError, match="was accepted"):
         helm.refusal(*VLLM, "security.clusterKey.generate=true")
+
+
+def test_a_port_that_no_container_of_a_pod_listens_on_may_be_any(helm):
+    """vLLM alone listens on ports.http."""
+    alone = ("prefill.enabled=false", "decode.enabled=false", "aggregated.enabled=true", "aggregated.gpu.count=1")
+    assert helm.manifests(LLMD, *alone, "rdma.enabled=false", "vllm.port=8000")
+    assert helm.manifests(OURS, "vllm.port=7070", "ports.store=7070"), "there is no store"

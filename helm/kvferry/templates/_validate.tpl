@@ -93,27 +93,32 @@
 
 {{/* Ports of containers beside a worker: all containers of a pod have one network. */}}
 {{- define "kvferry.validatePodPorts" -}}
+{{- $ucx := .Values.ports.ucx -}}
+{{- range $role := include "kvferry.workers" . | fromJsonArray -}}
+{{- $at := dict "root" $ "role" $role -}}
+{{- $used := list "control" "data" "ops" -}}
+{{- if include "kvferry.hasStore" $at -}}{{- $used = concat $used (list "store" "storeOps") -}}{{- end -}}
+{{- if and (include "kvferry.isVllm" $at) (not $.Values.vllm.agent.enabled) -}}{{- $used = append $used "http" -}}{{- end -}}
 {{- $seen := dict -}}
-{{- range $name := list "control" "data" "ops" "store" "storeOps" -}}
+{{- range $name := $used -}}
 {{- $_ := set $seen (get $.Values.ports $name | toString) (printf "ports.%s" $name) -}}
 {{- end -}}
 {{- $beside := dict -}}
-{{- if eq .Values.engine "vllm" -}}
-{{- $_ := set $beside "vllm.port" .Values.vllm.port -}}
-{{- if not .Values.vllm.agent.enabled -}}{{- $_ := set $seen (toString .Values.ports.http) "ports.http" -}}{{- end -}}
+{{- if or (include "kvferry.hasAgent" $at) (include "kvferry.hasProxy" $at) -}}
+{{- $_ := set $beside "vllm.port" $.Values.vllm.port -}}
 {{- end -}}
-{{- if eq .Values.lmcache.mode "sidecar" -}}
-{{- $beside = merge $beside (dict "lmcache.port" .Values.lmcache.port "lmcache.httpPort" .Values.lmcache.httpPort) -}}
+{{- if eq $.Values.lmcache.mode "sidecar" -}}
+{{- $beside = merge $beside (dict "lmcache.port" $.Values.lmcache.port "lmcache.httpPort" $.Values.lmcache.httpPort) -}}
 {{- end -}}
-{{- $ucx := .Values.ports.ucx -}}
 {{- range $name, $port := $beside -}}
 {{- with get $seen (toString $port) -}}
-{{- fail (printf "%s and %s are both %v in the pods of workers; every port needs its own number" $name . $port) -}}
+{{- fail (printf "%s and %s are both %v in the pods of %s workers; every port needs its own number" $name . $port $role) -}}
 {{- end -}}
 {{- if and (ge (int $port) (int $ucx.first)) (le (int $port) (int $ucx.last)) -}}
 {{- fail (printf "%s = %v lies in ports.ucx; move one of them" $name $port) -}}
 {{- end -}}
 {{- $_ := set $seen (toString $port) $name -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
@@ -170,8 +175,12 @@
 {{- end -}}
 {{- $grace := include "kvferry.graceSeconds" . | int -}}
 {{- $drain := include "kvferry.drainSeconds" . | int -}}
+{{- $parts := "the drain time and connector.lease_s" -}}
+{{- if and (include "kvferry.isVllm" .) (not (include "kvferry.hasAgent" .)) -}}
+{{- $parts = "the drain time, connector.lease_s, vllm.endpointDelaySeconds and vllm.idleSeconds" -}}
+{{- end -}}
 {{- if lt $grace (add $drain 5 | int) -}}
-{{- fail (printf "%s.terminationGracePeriodSeconds = %d: draining takes up to %d s, so the pod would be killed in the middle of it; give at least %d, or shorten the drain time and connector.lease_s" .role $grace $drain (add $drain 5)) -}}
+{{- fail (printf "%s.terminationGracePeriodSeconds = %d: draining takes up to %d s, so the pod would be killed in the middle of it; give at least %d, or shorten %s" .role $grace $drain (add $drain 5) $parts) -}}
 {{- end -}}
 {{- $checked := dict "role" .role "values" $values "config" $config "root" .root -}}
 {{- include "kvferry.validateWorkload" $checked -}}
@@ -199,7 +208,8 @@
 {{- fail "config.ec_connector.name = shared: it needs a store that all workers reach; set kvstore.enabled, with kvstore.mode service" -}}
 {{- end -}}
 {{- range $role := include "kvferry.workers" . | fromJsonArray -}}
-{{- $transports := (include "kvferry.config" (dict "root" $ "role" $role) | fromYaml).ec_connector.transports -}}
+{{- $own := (include "kvferry.config" (dict "root" $ "role" $role) | fromYaml).ec_connector -}}
+{{- $transports := ternary $own.transports list (eq $own.name "p2p") -}}
 {{- if has "shm" $transports -}}
 {{- fail (printf "%s.config.ec_connector.transports: shm works between processes of one pod only, and every worker has a pod of its own; use tcp" $role) -}}
 {{- end -}}

@@ -108,7 +108,7 @@
 {{- end -}}
 {{- $model := (include "kvferry.config" . | fromYaml).model.name -}}
 {{- if not (contains "/" $model) -}}
-{{- fail (printf "%s.config.model.name = %q: vLLM knows none of our aliases; give a Hugging Face id such as Qwen/Qwen3-8B, or a folder" .role $model) -}}
+{{- fail (printf "%s.config.model.name = %q: vLLM knows none of our aliases; give a Hugging Face id with its owner, such as Qwen/Qwen3-8B or openai-community/gpt2, or a folder" .role $model) -}}
 {{- end -}}
 {{- $chosen := list "--host" "--port" "--api-key" "--served-model-name" "--kv-transfer-config" "--tensor-parallel-size" "-tp" "--data-parallel-size" "-dp" "--nnodes" "--node-rank" "--master-addr" "--headless" -}}
 {{- $tp := " and set vllm.tensorParallelSize of the role" -}}
