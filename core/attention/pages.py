@@ -49,7 +49,7 @@ from core.attention.torch_kernels import refill, upload, varlen_kernel_with_sums
 from core.errors import ConfigError
 
 MAX_PARTS = 32 << 10  # pages in one call of the kernel, whose grid takes 65,535 sequences
-_SCRATCH_BYTES = 256 << 20  # of a call: queries and results of each page, or gathered keys and values
+_SCRATCH_BYTES = 256 << 20  # of a call: queries and results of each page; see gathered_bytes
 
 
 def _varlen_attn(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:  # noqa: ANN401 - torch's parameters
@@ -144,6 +144,7 @@ class PagesBackend(AttentionBackend):
         length = rows.shape[0] - self._rows_per_block + cache.block_size
         planes = [rows[plane * cache.block_size :][:length] for plane in range(2 * cache.num_layers)]
         self._keys, self._values = planes[0::2], planes[1::2]
+        self._gathered_bytes = gathered_bytes(cache.device)
 
     def plan(self, batch: AttentionBatch) -> PagesPlan:
         """See ``AttentionBackend.plan``."""
@@ -296,7 +297,7 @@ class PagesBackend(AttentionBackend):
         pieces = [piece for sequence in plan.prefills for piece in self._pieces(sequence, spec)]
         is_written_now = plan.written is not None and all(len(piece.slots) == len(piece.rows) for piece in pieces)
         token_bytes = 2 * spec.num_kv_heads * self.cache.head_dim * self.cache.dtype.itemsize
-        runs = [pieces] if is_written_now else _cut(pieces, _SCRATCH_BYTES // token_bytes)
+        runs = [pieces] if is_written_now else _cut(pieces, self._gathered_bytes // token_bytes)
         ends = np.cumsum([0, *(sum(len(piece.rows) for piece in run) for run in runs)]).tolist()
         return _Chunks(
             rows=None if plan.has_only_prefills else self._upload([piece.rows for piece in pieces]),
@@ -360,6 +361,12 @@ class PagesBackend(AttentionBackend):
             seqused_k=None,
         )
         return output
+
+
+def gathered_bytes(device: torch.device) -> int:
+    """Return how many bytes of keys and values a call may gather: more on a large GPU, which few sequences do not fill."""
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
+    return max(_SCRATCH_BYTES, total // 100)
 
 
 def _cut(pieces: Sequence[_Piece], max_keys: int) -> list[list[_Piece]]:

@@ -8,7 +8,7 @@ import torch
 from core.attention.base import AttentionSpec, KVLayout
 from core.attention.batched import BatchedSdpaBackend
 from core.attention.paged_cpu import PagedCpuBackend
-from core.attention.pages import PagesBackend
+from core.attention.pages import PagesBackend, gathered_bytes
 from core.attention.sdpa import SdpaBackend
 from core.attention.varlen import VarlenBackend
 from core.errors import ConfigError
@@ -133,6 +133,13 @@ def test_prefills_behind_prefixes_gather_a_bounded_number_of_keys(paged, monkeyp
     torch.testing.assert_close(step.step(backend, backend.plan(step.batch)).double(), step.expected(), rtol=0, atol=2e-5)
     assert sum(calls) > 64
     assert all(keys <= 64 or keys == 70 for keys in calls), "a sequence that is longer has a call of its own"
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(8, 256 << 20), (80, (80 << 30) // 100)])
+def test_a_call_gathers_more_on_a_large_gpu(monkeypatch, gib, expected):
+    monkeypatch.setattr("torch.cuda.mem_get_info", lambda device: (1 << 30, gib << 30))
+    assert gathered_bytes(torch.device("cuda")) == expected
+    assert gathered_bytes(torch.device("cpu")) == 256 << 20
 
 
 @pytest.mark.parametrize("mask", MASKS, ids=["full", "window", "chunks"])
