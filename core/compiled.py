@@ -41,20 +41,29 @@ def load_library(kind: type[_Library], name: str, package: str | None, *function
     ``kind`` is ``ctypes.CDLL``, whose functions release the interpreter's lock, or ``ctypes.PyDLL``. None of them may be called
     if the library is older or newer than its sources, where these lie beside it: what the caller passes may have another form.
     """
+    library, reason = _load(kind, name, package, functions)
+    if reason is not None:
+        warn_unused(f"{package}.{name}".removeprefix(f"{__package__}."), reason)
+    return library
+
+
+def _load(
+    kind: type[_Library], name: str, package: str | None, functions: tuple[str, ...] = ()
+) -> tuple[_Library | None, str | None]:
+    """Return the library, or None with the reason if it is there for this machine and must not be used."""
     found = importlib.util.find_spec(f".{name}", package)
     if found is None or found.origin is None or sys.byteorder != "little":
-        return None
+        return None, None
     try:
         library = kind(found.origin)
         for function in functions:
             getattr(library, function)
     except (OSError, AttributeError):  # built for another system, or from another release
-        return None
+        return None, None
     wanted = sources_digest(Path(found.origin).with_name(f"{name.rpartition('.')[2]}.c"))
     if wanted is not None and wanted != _digest_of(library):
-        warn_unused(name, "its sources have changed since it was built")
-        return None
-    return library
+        return None, "its sources have changed since it was built"
+    return library, None
 
 
 def sources_digest(source: Path) -> str | None:
@@ -83,10 +92,13 @@ def _digest_of(library: ctypes.CDLL) -> str | None:
 
 
 def missing_libraries() -> list[str]:
-    """Return those of ``LIBRARIES`` that this process cannot load: what they are for takes several times as long."""
-    return [name for name in LIBRARIES if load_library(ctypes.CDLL, name, __package__) is None]
+    """Return those of ``LIBRARIES`` that this process must do without: what they are for takes several times as long.
+
+    Why one that is there is not used is logged where it would have been.
+    """
+    return [name for name in LIBRARIES if _load(ctypes.CDLL, name, __package__)[0] is None]
 
 
 def warn_unused(name: str, reason: str) -> None:
-    """Log why a library that is there is not used."""
+    """Log why one of ``LIBRARIES`` that is there is not used."""
     logger.warning(event("compiled_library_off", library=name, reason=reason))

@@ -61,7 +61,9 @@ def check_versions(config: KVFerryConfig) -> Iterator[Finding]:
 def check_compiled_code(_: KVFerryConfig) -> Iterator[Finding]:
     """Check whether all that is compiled at installation is there: attention, layers, digests, hashes, copies and masks."""
     missing = missing_libraries()
-    text = f"missing: {', '.join(missing)}; numpy and torch do that, several times slower" if missing else "all of it is there"
+    text = "all of it is there"
+    if missing:
+        text = f"missing or older than their sources: {', '.join(missing)}; numpy and torch do that, several times slower"
     yield Finding("compiled code", "warning" if missing else "ok", text, "install gcc, then kvferry again")
 
 

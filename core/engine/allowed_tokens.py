@@ -74,7 +74,7 @@ def compiled_library() -> ctypes.PyDLL | None:
     library.kvferry_keep_allowed.restype = None
     library.kvferry_keep_allowed.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
     if not _is_right(library):
-        warn_unused("_allowed_tokens", "its results are wrong")
+        warn_unused("engine._allowed_tokens", "its results are wrong")
         return None
     return library
 

@@ -19,7 +19,7 @@ from core.engine.step_watch import StepSize
 from core.kv.spec import KVCacheConfig
 from core.model.decoder import Decoder
 
-_TABLE_ENTRIES = 128 << 10  # of the steps that are measured with long sequences; attention takes larger ones in slices as well
+_TABLE_ENTRIES = 128 << 10  # of measured steps with long sequences, but for a longest one; attention cuts larger steps, too
 _NUM_LOGPROBS = 20
 _USUAL_TOKENS = 16  # few: each start of a worker on a CPU takes that time
 

@@ -97,11 +97,6 @@ class LayerKernels:
         self._threads.run(function, [(*problem, *part) for part in pairwise(borders)])
 
 
-def is_built() -> bool:
-    """Return True if the library was built here."""
-    return built_library() is not None
-
-
 def fills_vectors(*sizes: int) -> bool:
     """Return True if the kernels take rows, and halves of heads, of these numbers of elements."""
     return all(size % LANES == 0 for size in sizes)

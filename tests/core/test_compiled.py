@@ -65,14 +65,25 @@ def test_a_library_that_computes_something_else_is_named_in_the_log(module, monk
         pytest.skip("it was not built")
     monkeypatch.setattr(module, "_is_right", lambda library: False)
     assert module.compiled_library.__wrapped__() is None
-    name = module.__name__.rpartition(".")[2]
-    assert f"event=compiled_library_off library=_{name} reason=" in caplog.text
+    package, _, name = module.__name__.removeprefix("core.").rpartition(".")
+    full_name = f"{package}._{name}".lstrip(".")
+    assert full_name in compiled.LIBRARIES
+    assert f"event=compiled_library_off library={full_name} reason=" in caplog.text
+
+
+def test_an_older_library_is_said_once_by_its_full_name(monkeypatch, caplog):
+    monkeypatch.setattr(compiled, "sources_digest", lambda source: "another")
+    if "attention._paged_decode" not in compiled.missing_libraries():
+        pytest.skip("it was not built")
+    assert caplog.text == ""
+    assert compiled.load_library(ctypes.CDLL, "_paged_decode", "core.attention") is None
+    assert caplog.text.count("event=compiled_library_off library=attention._paged_decode") == 1
 
 
 def test_the_libraries_of_the_build_are_those_that_are_looked_for(monkeypatch):
     modules = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["ext-modules"]
     assert sorted(f"core.{name}" for name in compiled.LIBRARIES) == sorted(module["name"] for module in modules)
-    monkeypatch.setattr(compiled, "load_library", lambda kind, name, package: None if "paged" in name else kind)
+    monkeypatch.setattr(compiled, "_load", lambda kind, name, package: (None if "paged" in name else kind, None))
     assert compiled.missing_libraries() == ["attention._paged_decode", "attention._paged_prefill"]
 
 

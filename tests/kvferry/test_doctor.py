@@ -18,7 +18,7 @@ def test_missing_compiled_code_is_slow_and_the_fix_is_named(monkeypatch):
     monkeypatch.setattr(doctor_checks, "missing_libraries", lambda: ["_hash_chain", "attention._paged_decode"])
     found = verdicts(doctor_checks.check_compiled_code)["compiled code"]
     assert (found.verdict, found.fix) == ("warning", "install gcc, then kvferry again")
-    assert "_hash_chain, attention._paged_decode" in found.text
+    assert "missing or older than their sources: _hash_chain, attention._paged_decode" in found.text
     monkeypatch.setattr(doctor_checks, "missing_libraries", list)
     assert verdicts(doctor_checks.check_compiled_code)["compiled code"].verdict == "ok"
 

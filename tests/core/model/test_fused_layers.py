@@ -14,7 +14,8 @@ from core.testing.older_cpu import OLDER, computing_as_on
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SIZES = (576, 1536, 32)
 needs_library = pytest.mark.skipif(
-    not compiled_layers.is_built(), reason="core/model/_layer_ops.c was not built: make install, or pip install --editable ."
+    compiled_layers.built_library() is None,
+    reason="core/model/_layer_ops.c was not built: make install, or pip install --editable .",
 )
 
 
