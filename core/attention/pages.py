@@ -72,18 +72,18 @@ class _Intervals:
 
 @dataclass(frozen=True, slots=True)
 class _Piece:
-    """Consecutive queries of one sequence that see keys from one on: the query rows, and the pool rows of the keys; int64."""
+    """Consecutive queries of one sequence that see keys from one on: the query rows, and the pool rows of the keys."""
 
     rows: npt.NDArray[np.int64]
-    slots: npt.NDArray[np.int64]
+    slots: npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
     """A call of the kernel for some of the prefill chunks.
 
-    queries: its rows, among those of all chunks. slots: int64, the pool rows of its keys; None if these are the keys of the
-    step itself, row by row.
+    queries: its rows, among those of all chunks. slots: int32, the pool rows of its keys, all of a step's on the device until
+    it ends; None if these are the keys of the step itself, row by row.
     """
 
     queries: slice
@@ -321,15 +321,15 @@ class PagesBackend(AttentionBackend):
             limit = sequence.seq_len
             if spec.chunk_size is not None:
                 limit = min(limit, (position // spec.chunk_size + 1) * spec.chunk_size)
-            seen = np.arange(spec.first_visible(position), limit)
+            seen = np.arange(spec.first_visible(position), limit, dtype=np.int32)
             first_row = sequence.query_start + position - sequence.first_position
             yield _Piece(
                 rows=np.arange(first_row, first_row + limit - position),
-                slots=sequence.block_ids[seen // size] * self._rows_per_block + seen % size,
+                slots=sequence.block_ids[seen // size].astype(np.int32) * self._rows_per_block + seen % size,
             )
             position = limit
 
-    def _upload(self, arrays: Sequence[npt.NDArray[np.int64]]) -> Tensor:
+    def _upload(self, arrays: Sequence[npt.NDArray[np.int32 | np.int64]]) -> Tensor:
         return upload(np.concatenate(arrays), self.cache.device)
 
     def _starts(self, lengths: Sequence[int]) -> Tensor:
@@ -344,7 +344,8 @@ class PagesBackend(AttentionBackend):
             assert written is not None, "write_kv comes before attend"
             keys, values = written.to(query.dtype).unbind(1)
         else:
-            keys, values = (plane[layer][call.slots].to(query.dtype) for plane in (self._keys, self._values))
+            slots = call.slots.long()
+            keys, values = (plane[layer][slots].to(query.dtype) for plane in (self._keys, self._values))
         # The kernel counts the keys left of the query; a window counts the query too. -1: no limit.
         left = -1 if spec.sliding_window is None else spec.sliding_window - 1
         output, _ = type(self).kernel(

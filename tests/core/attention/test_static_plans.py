@@ -130,8 +130,11 @@ def test_prefills_behind_prefixes_gather_a_bounded_number_of_keys(paged, monkeyp
     step = paged.Step(case, KVLayout.NHD)
     monkeypatch.setattr("core.attention.pages._SCRATCH_BYTES", 64 * 2 * 3 * 16 * 4)  # keys and values of 64 tokens
     backend = Counting(step.cache)
-    torch.testing.assert_close(step.step(backend, backend.plan(step.batch)).double(), step.expected(), rtol=0, atol=2e-5)
+    plan = backend.plan(step.batch)
+    torch.testing.assert_close(step.step(backend, plan).double(), step.expected(), rtol=0, atol=2e-5)
     assert sum(calls) > 64
+    tables = [call.slots for chunks in plan.chunks.values() for call in chunks.calls]
+    assert sum(slots.nbytes for slots in tables) == 4 * sum(calls), "they are there until the step ends"
     assert all(keys <= 64 or keys == 70 for keys in calls), "a sequence that is longer has a call of its own"
 
 
