@@ -187,6 +187,7 @@ def test_wheel_is_built_without_a_compiler(tmp_path):
     assert not list(site.rglob("*.so"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "module", ["core.sched.scheduler", "core.kv.manager", "core.wire.codec", "core.request", "router.http.app", "agent.worker"]
 )
@@ -204,6 +205,7 @@ def imported_names(path):
             yield node.module.partition(".")[0]
 
 
+@pytest.mark.slow
 def test_everything_imported_is_a_declared_dependency():
     """Test suites that ship may use what tests use; the rest what an installation without the extra ``test`` has."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]

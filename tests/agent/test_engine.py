@@ -116,6 +116,7 @@ async def test_a_handoff_that_no_engine_will_read_comes_back_in_a_request_that_i
     assert body["model"] not in ("m", "")
 
 
+@pytest.mark.slow
 async def test_only_the_latest_handoffs_are_kept(running):
     releases = HandoffReleases(running.http)
     for number in range(MAX_KEPT + 1):
@@ -217,6 +218,7 @@ async def test_an_aborted_request_ends_at_the_server_too(running):
     assert len(running.outputs) == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["frozen", "unhealthy"])
 async def test_a_lost_server_is_reported_once_and_takes_no_more_requests(server, how):
     running = Running(server, patience_s=0.1)

@@ -25,6 +25,7 @@ async def leave(server, how):
         server.stop()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dead engine", "no server"])
 async def test_a_server_that_is_gone_is_lost_at_once(server, running, how):
     await begin(running, server, [tokens(1), None])
@@ -35,6 +36,7 @@ async def test_a_server_that_is_gone_is_lost_at_once(server, running, how):
         running.engine.submit_add([new_request("s/0")])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["dead engine", "no server"])
 async def test_a_request_that_finds_the_server_gone_is_answered_by_its_death(server, running, how):
     await leave(server, how)
@@ -116,6 +118,7 @@ async def test_loads_that_have_begun_are_counted_and_no_others(server, running):
     assert (load.num_waiting, load.num_loading) == (1, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_back", [True, False])
 async def test_a_pause_of_the_agent_is_no_silence_of_the_server(server, is_back, monkeypatch):
     """A look that was paused together with the agent finds nothing; the next one decides."""

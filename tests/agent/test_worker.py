@@ -66,6 +66,7 @@ async def test_an_agent_gives_up_a_server_that_does_not_come(start):
         await start.worker.load()
 
 
+@pytest.mark.slow
 async def test_a_drain_waits_for_readers_as_long_as_the_settings_let_the_server_hold_blocks(server, start, monkeypatch):
     start.looks = [Health.HEALTHY]
     server.answers.append([])

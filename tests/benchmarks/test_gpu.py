@@ -149,6 +149,7 @@ def measure(mark, report):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hangs", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_a_process_that_dies_or_hangs_costs_the_part_it_was_at(load_gpu, tmp_path, monkeypatch, hangs):
     monkeypatch.delitem(sys.modules, "dying_measure", raising=False)

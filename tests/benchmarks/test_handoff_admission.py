@@ -9,6 +9,7 @@ def figures(load_benchmark):
     return {case.name: benchmark.measure(case) for case in benchmark.CASES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["thrash", "thrash, slow loads", "idle", "idle, very slow loads", "long promises"])
 def test_no_handoff_is_preempted(figures, case):
     assert figures[case].num_preemptions == 0

@@ -135,6 +135,7 @@ def test_any_flipped_bit_changes_it(data, num_bytes):
     assert digest(damaged) != digest(block)
 
 
+@pytest.mark.slow
 @given(data=st.data(), bit=st.integers(0, 63), num_flips=st.integers(2, 40))
 @settings(max_examples=200, deadline=None)
 def test_the_same_bit_flipped_in_several_words_changes_it(data, bit, num_flips):
@@ -146,6 +147,7 @@ def test_the_same_bit_flipped_in_several_words_changes_it(data, bit, num_flips):
     assert digest(damaged.view(np.uint8)) != digest(words.view(np.uint8))
 
 
+@pytest.mark.slow
 @given(data=st.data())
 @settings(max_examples=200, deadline=None)
 def test_swapped_words_change_it(data):

@@ -29,6 +29,7 @@ def nodes_in_sight():
     return [found for found in gc.get_objects() if type(found) is Node]
 
 
+@pytest.mark.slow
 def test_what_is_loaded_is_out_of_sight_and_what_comes_later_is_not(collector):
     kept = Node()
     assert nodes_in_sight() == [kept]
@@ -56,6 +57,7 @@ def test_worker_is_frozen_when_it_is_loaded_and_before_it_serves(monkeypatch):
     assert journal == ["loaded", "frozen"]
 
 
+@pytest.mark.slow
 def test_garbage_is_not_kept_forever(collector):
     Node()
     freeze_loaded_objects()

@@ -29,6 +29,7 @@ def hashlib_only(monkeypatch):
     return make
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(compiled_library() is None, reason="core/_hash_chain.c was not built")
 @given(key=st.binary(min_size=1, max_size=64), block_size=st.integers(1, 100), tokens=token_lists, data=st.data())
 @settings(max_examples=300, deadline=None)

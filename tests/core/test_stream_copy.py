@@ -22,6 +22,7 @@ def implementation(request):
         yield
 
 
+@pytest.mark.slow
 @given(start=st.integers(0, 100), to=st.integers(0, 100), num_bytes=st.integers(0, 300) | st.integers(16_000, SIZE - 100))
 @settings(max_examples=200, deadline=None)
 def test_copies_exactly_these_bytes(implementation, start, to, num_bytes):

@@ -152,6 +152,7 @@ def test_sums_are_demanded_and_no_pip_is_left():
     assert "rm -rf /usr/local/bin/pip*" in DOCKERFILE.read_text()
 
 
+@pytest.mark.slow
 def test_bill_of_materials_names_every_package_of_the_lock_with_its_sum(tmp_path):
     """Of an environment that holds three packages, by their metadata."""
     lock = ""

@@ -42,6 +42,7 @@ def put_together(monkeypatch):
     return put
 
 
+@pytest.mark.slow
 def test_it_introduces_itself_by_what_it_holds_and_how_it_is_read(put_together):
     context, assembled = put_together("ec_connector.name=p2p", "encode.max_batch_images=3", "worker.max_waiting_requests=5")
     facts = registration(context, assembled, "http://here:1")
@@ -56,6 +57,7 @@ def test_it_introduces_itself_by_what_it_holds_and_how_it_is_read(put_together):
     assembled.built.engine.shutdown()
 
 
+@pytest.mark.slow
 def test_it_is_of_the_model_that_its_readers_quantize(put_together):
     context, assembled = put_together("ec_connector.name=p2p", "model.quantization=int8")
     assert registration(context, assembled, "http://here:1").model_fingerprint == b"other weights"

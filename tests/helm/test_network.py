@@ -64,6 +64,7 @@ def test_a_store_in_the_workers_pods_is_reached_by_these_workers_only(find):
         assert redis["to"][0]["podSelector"]["matchLabels"] == {"app.kubernetes.io/name": "redis"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("endpoint", "port"),
     [
@@ -85,6 +86,7 @@ def test_traces_reach_their_collector_and_nothing_is_open_without_them(find, end
         assert outside(role, peer) == []
 
 
+@pytest.mark.slow
 def test_ucx_ports_are_open_from_decode_to_prefill_only_and_only_if_nixl_is_used(may_talk):
     for port in (20000, 20127):
         assert may_talk("gpu-rdma", "decode", "prefill", port)
@@ -183,6 +185,7 @@ def test_workers_that_can_switch_or_share_prefixes_read_from_each_other(find, so
         assert passes(policies[target]["ingress"], "from", source, port)
 
 
+@pytest.mark.slow
 def test_aggregated_workers_that_share_prefixes_read_from_each_other(find):
     nixl = ("config.connector.transports[0]=nixl", "config.connector.transports[1]=tcp")
     sets = ("prefill.enabled=false", "decode.enabled=false", "aggregated.enabled=true")
@@ -218,6 +221,7 @@ def test_only_workers_that_exchange_blocks_serve_readers_as_decode_workers(find,
 SOURCES = {"modelSources": ("decode", 443), "imageSources": ("router", 80), "dns": ("decode", 53)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SOURCES)
 def test_sources_that_are_emptied_are_closed_not_open_to_everyone(find, name):
     role, port = SOURCES[name]

@@ -51,12 +51,14 @@ def environment(tmp_path):
     return {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, paths))}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("setting", ["connector.name", "ec_connector.name"])
 def test_factory_that_workers_can_import_is_accepted_and_not_imported_here(setting, environment):
     check_factories(load_config(assignments=[f"{setting}=mine:make"]), environment)
     assert "mine" not in sys.modules
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("assignments", "reason"),
     [
@@ -89,6 +91,7 @@ def test_factory_whose_module_replaces_stdout_is_accepted(environment):
     check_factories(load_config(assignments=["connector.name=quiet:make"]), environment)
 
 
+@pytest.mark.slow
 def test_import_that_starts_a_process_is_not_waited_for_and_leaves_none(environment, tmp_path, monkeypatch, eventually):
     monkeypatch.setattr(connector_preflight, "_IMPORT_TIMEOUT_S", 30.0)  # of the 600 that its process would live
     check_factories(load_config(assignments=["connector.name=launching:make"]), environment)
@@ -108,6 +111,7 @@ def test_own_connectors_need_no_import(monkeypatch):
     check_factories(load_config(assignments=["connector.name=multi", "connector.connectors=[p2p, offload]"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["mine:Nope", "nowhere:make"])
 def test_cluster_with_a_connector_that_cannot_be_imported_starts_nothing(name, environment, monkeypatch):
     started = []

@@ -147,6 +147,7 @@ def watched(url, started_pids=(), **limits):
     watch.stop()
 
 
+@pytest.mark.slow
 def test_watch_replaces_a_process_that_answers_with_a_reason():
     with server(200, b"{}") as good, server(503, b'{"status": "engine stuck"}') as bad, watched(good) as child:
         assert child.has_been_well.wait(60)
@@ -155,6 +156,7 @@ def test_watch_replaces_a_process_that_answers_with_a_reason():
     assert child.reasons[0] == "engine stuck"
 
 
+@pytest.mark.slow
 def test_process_that_hangs_before_its_first_check_is_replaced_if_it_had_started():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/health"

@@ -232,6 +232,7 @@ def test_probe_waits_for_no_answer_beyond_its_time(timeout_s, least, most):
     assert (least <= min(found), max(found) <= most) == (True, True)
 
 
+@pytest.mark.slow
 def test_probe_of_a_dead_port_reports_it_and_fails():
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"http://127.0.0.1:{free.getsockname()[1]}"

@@ -68,6 +68,7 @@ def client_at(address, keys=None, block_bytes=BLOCK_BYTES):
         client.close()
 
 
+@pytest.mark.slow
 def test_only_holders_of_the_key_get_in():
     keys, others = (derive_keys(new_cluster_key(RandomIds())) for _ in range(2))
     block = make_block(1)
@@ -96,6 +97,7 @@ def test_store_may_hold_either_key_while_it_changes(age, monkeypatch):
         assert read(member, [block.key]) == [bytes(block.content)]
 
 
+@pytest.mark.slow
 def test_blocks_that_do_not_fit_are_refused_and_the_reason_is_reported_once(caplog):
     with serving() as (_, address), client_at(address) as fitting:
         assert fitting.wait_until_connected(DEADLINE_S)
@@ -121,6 +123,7 @@ def test_frames_of_another_version_are_refused_once_and_logged_once(caplog):
     assert caplog.text.count("other_wire_version") == 1
 
 
+@pytest.mark.slow
 def test_a_client_backs_off_from_a_store_of_another_version_until_it_is_understood(caplog):
     caplog.set_level(logging.INFO)
     with zmq.Context() as context, context.socket(zmq.ROUTER) as store:

@@ -41,6 +41,7 @@ def tier(request, monkeypatch):
     tier.released.set()
 
 
+@pytest.mark.slow
 def test_a_get_and_a_lookup_end_in_time_although_a_tier_hangs(tier, embedded_store):
     block = make_block(1)
     tier.values[block.key.pack()] = (block.seal, bytearray(block.content))
@@ -81,6 +82,7 @@ class SlowTier(DictTier):
         return super().load(key, target)
 
 
+@pytest.mark.slow
 def test_calls_wait_for_a_tier_that_is_only_slow(monkeypatch, embedded_store):
     tier, blocks = SlowTier(), [make_block(number) for number in range(4)]
     tier.values = {block.key.pack(): (block.seal, bytearray(block.content)) for block in blocks}

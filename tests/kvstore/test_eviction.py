@@ -102,6 +102,7 @@ def test_what_may_not_go_is_passed_over(name):
     assert policy.evict(free.__contains__) is None
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POLICIES)
 @given(
     steps=st.lists(st.tuples(st.sampled_from(["ask", "remove", "evict"]), st.integers(0, 40), st.integers(0, 3)), max_size=200)

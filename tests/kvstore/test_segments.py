@@ -99,6 +99,7 @@ def written(tmp_path_factory):
     return folder, ends
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(choice=st.data())
 def test_a_cut_at_any_byte_costs_only_what_was_cut(written, tmp_path_factory, choice):
@@ -187,6 +188,7 @@ for number in range(int(sys.argv[2]), 10**9):
 """
 
 
+@pytest.mark.slow
 def test_a_killed_writer_leaves_everything_it_had_committed(tmp_path):
     committed, start = [], 0
     for num_wanted in (3, 17, 40):
@@ -400,6 +402,7 @@ for step in range(1000):
 """
 
 
+@pytest.mark.slow
 def test_kill_before_any_step_on_segment_files_loses_no_kept_block(tmp_path):
     capacity = 16 * record_bytes(4000)
     subprocess.run([sys.executable, "-c", KILLED_AT_EACH_STEP, tmp_path, str(capacity)], check=True, timeout=60)

@@ -9,6 +9,7 @@ from kvstore.testing.store_suite import get, lookup, put
 NUM_SLOTS, NUM_PROMPTS, NUM_BLOCKS, STEP = 182, 16, 32, 8
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("policy", "kept"),
     [

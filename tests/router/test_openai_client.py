@@ -34,6 +34,7 @@ async def test_chat(client):
     assert answer._request_id
 
 
+@pytest.mark.slow
 async def test_chat_stream(client):
     stream = await client.chat.completions.create(
         model="tiny", messages=USER, stream=True, stream_options={"include_usage": True}
@@ -63,11 +64,13 @@ async def test_completion_stream(client):
     assert "".join([chunk.choices[0].text async for chunk in stream]) == "hello world"
 
 
+@pytest.mark.slow
 async def test_models(client):
     assert [model.id async for model in client.models.list()] == ["tiny"]
     assert (await client.models.retrieve("tiny")).id == "tiny"
 
 
+@pytest.mark.slow
 async def test_errors_have_their_classes(client, under_test):
     with pytest.raises(openai.NotFoundError) as missing:
         await client.chat.completions.create(model="other", messages=USER)
@@ -88,6 +91,7 @@ async def test_errors_have_their_classes(client, under_test):
     assert unserved.value.status_code == 503
 
 
+@pytest.mark.slow
 async def test_an_error_in_mid_stream_reaches_the_caller(client, under_test):
     decode = under_test.workers[1]
     decode.script.pause_after = 3
@@ -109,6 +113,7 @@ async def test_extra_body_fields_of_vllm_clients(client):
     assert len(answer.choices[0].token_ids) == 3
 
 
+@pytest.mark.slow
 async def test_the_synchronous_client(under_test):
     def call() -> tuple[str, str]:
         with openai.OpenAI(base_url=f"{under_test.url}/v1", api_key="none", max_retries=0) as client:

@@ -134,6 +134,7 @@ def lines(caplog) -> list[str]:
     return [record.getMessage() for record in caplog.records if record.levelname in ("WARNING", "ERROR")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("versions", [(2, 1), (1, 2), (255, 1), (1, 255)])
 def test_ten_minutes_of_skew_cost_few_frames_and_two_lines(caplog, versions):
     talk = Talk(*versions)

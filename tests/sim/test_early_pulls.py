@@ -24,6 +24,7 @@ def play(seeds: range) -> Summary:
     return runs
 
 
+@pytest.mark.slow
 def test_prompts_of_many_chunks_are_read_early_under_faults():
     runs = play(range(20))
     assert runs.happened["early_loads"] > 40

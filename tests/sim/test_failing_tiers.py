@@ -86,6 +86,7 @@ def test_full_tier_refuses_what_is_new_and_a_healed_one_takes_it(lost_reads):
 # ---- in runs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TIER_FAULTS)
 def test_each_failure_is_drawn_for_some_seeds_and_told(kind):
     plans = [plan for plan in map(draw_plan, range(100)) if kind in plan.kinds]

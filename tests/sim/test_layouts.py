@@ -15,6 +15,7 @@ from kvferry.sim.runs import Summary, run_seeds
 LOSSES = (Fault.LAYOUT, Fault.CRASH, Fault.SLOW)
 
 
+@pytest.mark.slow
 def test_workers_of_another_layout_are_drawn_for_some_seeds_and_told():
     plans = [plan for plan in map(draw_plan, range(100)) if Fault.LAYOUT in plan.kinds]
     assert 0 < len(plans) < 20

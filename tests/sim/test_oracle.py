@@ -241,6 +241,7 @@ def test_trouble_of_others_or_of_another_kind_is_no_cause(run, reason, kind, nam
     assert "was not used" in run.end_without_its_kv(reason, 11.0)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("away", "at", "is_explained"),
     [("decode-0", 9.9, True), ("", 9.9, False), ("prefill-1", 9.9, False), ("decode-0", 10.3, False)],

@@ -26,6 +26,7 @@ def slow(plan: ClusterPlan) -> list[RequestPlan]:
     return [request for request in plan.requests if request.reading is not None]
 
 
+@pytest.mark.slow
 def test_slow_clients_are_drawn_for_some_seeds_and_told():
     plans = [plan for plan in map(draw_any_plan, range(100)) if Fault.SLOW_CLIENT in plan.kinds]
     assert 3 < len(plans) < 30

@@ -17,6 +17,7 @@ from kvferry.sim.runs import Summary
 from kvferry.sim.troubles import Kind, Troubles
 
 
+@pytest.mark.slow
 def test_loads_within_a_step_are_drawn_for_some_seeds_and_told():
     plans = [plan for plan in map(draw_any_plan, range(100)) if Fault.STEP_LOAD in plan.kinds]
     assert 3 < len(plans) < 30

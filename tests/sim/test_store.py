@@ -168,6 +168,7 @@ def run(seed: int, *, has_faults: bool, write_back: bool = False) -> StoreRun:
 WRITES = pytest.mark.parametrize("write_back", [False, True], ids=["through", "back"])
 
 
+@pytest.mark.slow
 @WRITES
 def test_in_peace_everything_is_read_and_nothing_rejected(write_back):
     for seed in range(4):
@@ -186,6 +187,7 @@ def test_under_faults_a_block_is_right_or_missing(start, write_back):
     assert sum(done.happened["store crashes"] for done in runs) > 3
 
 
+@pytest.mark.slow
 def test_a_seed_replays_exactly():
     runs = [run(7, has_faults=True) for _ in range(2)]
     assert len({(done.num_reads, done.num_rejected, done.loop.num_events) for done in runs}) == 1

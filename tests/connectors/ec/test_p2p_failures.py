@@ -140,6 +140,7 @@ async def test_a_repeated_image_is_not_encoded_again(new_side):
     assert encoder.connector.num_leased_chunks() <= 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_images", [True, False])
 @pytest.mark.parametrize("late_bytes", [False, True])
 async def test_frozen_encoder_costs_no_more_than_the_time_there_is(new_side, fabric, late_bytes, has_images):

@@ -55,6 +55,7 @@ async def test_wildcard_without_an_advertised_host_is_refused_where_others_read(
     await connector.stop()
 
 
+@pytest.mark.slow
 async def test_no_transport_at_all_is_refused():
     connector = build("prefill", "ec_connector.name=p2p", "ec_connector.transports=[]")
     connector.worker.register_caches(EmbeddingsLayout(8, "float32"))

@@ -147,6 +147,7 @@ async def test_store_that_is_started_again_is_used_again(new_store, new_side):
     assert reader.engine.loaded == [Image("b").identifier]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_images", [True, False])
 async def test_frozen_store_costs_no_more_than_the_time_there_is(new_store, new_side, monkeypatch, has_images):
     """It answers no request; other requests continue meanwhile, and afterwards it is used again."""

@@ -178,6 +178,7 @@ def test_a_load_that_failed_counts_as_nothing():
 # ---- any sequence ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_every_chunk_is_saved_once_and_only_when_it_is_computed(data):

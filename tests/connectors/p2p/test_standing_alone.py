@@ -35,6 +35,7 @@ def modules_loaded_by(*names):
     return {name for name in run.stdout.split() if name.startswith(FORBIDDEN)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "names",
     [
@@ -52,5 +53,6 @@ def test_agent_is_imported_without_engine_configuration_or_tensors(names):
     assert modules_loaded_by(*names) == set()
 
 
+@pytest.mark.slow
 def test_connector_of_the_engine_loads_what_the_agent_does_not():
     assert {"core.config", "core.connector", "core.request", "yaml"} <= modules_loaded_by("connectors.p2p.connector")

@@ -153,6 +153,7 @@ def run_on_delayed_device(tier_engine, store, seed, attentions, is_pinned=False,
     return happened
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("attentions", "is_pinned"),
     [
@@ -173,6 +174,7 @@ def test_no_copy_is_ever_early_or_late(tier_engine, scripted_store, attentions, 
         assert happened[what] > 0, f"no {what}: the histories show nothing"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_pinned", [False, True], ids=["slots", "pinned"])
 def test_no_copy_is_ever_early_or_late_with_async_scheduling(tier_engine, scripted_store, is_pinned):
     happened = Counter()

@@ -86,6 +86,7 @@ def test_a_stop_token_ends_a_request_whose_next_step_is_under_way(run_both, buil
     assert {result[1] for result in with_it.values()} == {"stop"}
 
 
+@pytest.mark.slow
 def test_preempted_requests_give_the_same(run_both):
     requests = [request(f"r{i}", text, max_tokens=40) for i, text in enumerate(prompts(5, seed=2, longest=40))]
     settings = {"cache__num_blocks": 12, "scheduler__max_num_batched_tokens": 32, "cache__enable_prefix_caching": False}

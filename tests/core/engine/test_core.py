@@ -60,6 +60,7 @@ def test_prefix_hits_change_no_token(build_tiny, run_engine, oracle):
     assert built.engine.stats.num_prefix_hit_tokens == 3 * 64
 
 
+@pytest.mark.slow
 def test_preempted_requests_give_the_same_tokens(build_tiny, run_engine, oracle):
     built = build_tiny(cache__num_blocks=12, scheduler__max_num_batched_tokens=32, cache__enable_prefix_caching=False)
     texts = prompts(6, seed=2, longest=40)
@@ -88,6 +89,7 @@ def sampled_requests():
         )
 
 
+@pytest.mark.slow
 def test_random_requests_do_not_depend_on_their_company(build_tiny, run_engine):
     together = run_engine(build_tiny(scheduler__max_num_batched_tokens=50).engine, sampled_requests(), per_step=1)
     lonely = build_tiny()
@@ -95,6 +97,7 @@ def test_random_requests_do_not_depend_on_their_company(build_tiny, run_engine):
         assert run_engine(lonely.engine, [new])[new.request_id].token_ids == together[new.request_id].token_ids
 
 
+@pytest.mark.slow
 def test_preemption_does_not_disturb_random_streams_and_penalties(build_tiny, run_engine):
     roomy = run_engine(build_tiny().engine, sampled_requests())
     tight = build_tiny(cache__num_blocks=10, cache__enable_prefix_caching=False)
@@ -103,6 +106,7 @@ def test_preemption_does_not_disturb_random_streams_and_penalties(build_tiny, ru
     assert {name: one.token_ids for name, one in found.items()} == {name: one.token_ids for name, one in roomy.items()}
 
 
+@pytest.mark.slow
 def test_another_engine_continues_a_request_token_by_token(build_tiny, run_engine):
     whole = run_engine(build_tiny().engine, sampled_requests())
     first_half, second_half = build_tiny(), build_tiny()

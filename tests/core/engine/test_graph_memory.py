@@ -73,6 +73,7 @@ def test_a_worker_serves_behind_a_recording_that_ran_out_of_memory(build_tiny, r
     assert [len(tokens) for tokens in found] == [9, 9, 9]
 
 
+@pytest.mark.slow
 @NO_DEVICE
 @pytest.mark.parametrize("is_recording", [False, True], ids=["first run", "recording"])
 def test_the_stand_in_serves_behind_one(build_tiny, run_engine, caplog, oracle, cuda, is_recording):
@@ -131,6 +132,7 @@ def test_graphs_of_a_long_context_stay_within_what_is_kept_for_them(build_tiny, 
     assert taken <= kept
 
 
+@pytest.mark.slow
 @NO_DEVICE
 def test_the_stand_in_records_what_fits(build_tiny, long_context_model, cuda):
     settings = {"model__dtype": "float32", "model__attention": "gather"}

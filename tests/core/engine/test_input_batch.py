@@ -155,7 +155,7 @@ class InputBatchMachine(RuleBasedStateMachine):
 
 
 InputBatchMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
-TestInputBatch = InputBatchMachine.TestCase
+TestInputBatch = pytest.mark.slow(InputBatchMachine.TestCase)
 
 
 def test_pure_decode_of_all_rows_reads_the_persistent_table_in_place():

@@ -147,6 +147,7 @@ def test_malformed_replay_request_has_no_answer_and_does_no_harm(replaying):
     assert not replayer.socket.poll(0)
 
 
+@pytest.mark.slow
 def test_only_the_newest_batches_are_kept_for_a_replay(replaying):
     publisher, replayer = replaying
     for _ in range(MAX_REPLAYED_BATCHES + 3):

@@ -124,6 +124,7 @@ async def test_decode_worker_goes_on_where_the_prefill_worker_stopped(build_tiny
         oracle.assert_greedy(prompt, text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_handoff_in_bfloat16_changes_no_token(build_tiny, greedy_for, oracle, make_oracle, run_engine, transport):
     if transport == "nixl" and installed_module() is None:
@@ -157,6 +158,7 @@ async def test_handoff_to_another_dtype_is_refused_with_both_values(build_tiny, 
     assert f"dtype {first} at the peer, {second} at decode-0" in caplog.text
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_handoff_with_8_bit_weights_changes_no_token(build_tiny, greedy_for, run_engine, dtype):
     settings = {"model__device": "cpu", "model__dtype": dtype, "model__quantization": "int8"}
@@ -209,6 +211,7 @@ async def make_handoff_to_larger_blocks(build_tiny, greedy_for, transport, **set
     return texts
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("transport", ["tcp", "shm"])
 async def test_handoff_to_a_worker_with_larger_blocks(build_tiny, greedy_for, oracle, transport):
     texts = await make_handoff_to_larger_blocks(build_tiny, greedy_for, transport, model__device="cpu")

@@ -116,6 +116,7 @@ def test_draws_follow_the_exact_distribution(params, sampling_rows):
     assert statistic < degrees + 6 * math.sqrt(2 * degrees) + 6
 
 
+@pytest.mark.slow
 def test_draws_reach_every_segment_of_a_large_vocabulary(sampling_rows):
     logits = logits_of(3, vocab=700, scale=0.5)
     params = SamplingParams(seed=4)
@@ -140,6 +141,7 @@ def test_extreme_random_numbers_give_tokens_that_are_allowed(number, sampling_ro
         assert set(seen) == {512}
 
 
+@pytest.mark.slow
 def test_top_p_is_exact_when_its_mass_lies_beyond_the_candidates(sampling_rows):
     logits = logits_of(5, vocab=2000, scale=0.1)
     params = SamplingParams(top_p=0.9, seed=1)

@@ -91,6 +91,7 @@ def test_every_seeded_output_of_a_random_model_is_valid(build, tokenizer, mode):
     assert len({tuple(token_ids) for token_ids in tokens.values()}) > 10
 
 
+@pytest.mark.slow
 def test_free_text_beside_it_is_what_it_is_alone(build):
     free = [request(f"f{seed}", None, seed=seed, max_tokens=30) for seed in range(3)]
     alone, _ = run(build().engine, free)
@@ -98,6 +99,7 @@ def test_free_text_beside_it_is_what_it_is_alone(build):
     assert {name: together[name] for name in alone} == alone
 
 
+@pytest.mark.slow
 def test_a_worker_goes_on_from_the_tokens_of_another(build, tokenizer):
     whole, _ = run(build().engine, [request("a")])
     for count in (1, 7, len(whole["a"]) - 1):
@@ -105,12 +107,14 @@ def test_a_worker_goes_on_from_the_tokens_of_another(build, tokenizer):
         assert whole["a"][:count] + rest["a"] == whole["a"]
 
 
+@pytest.mark.slow
 def test_tokens_of_another_worker_that_do_not_follow_are_an_error(build):
     _, ends = run(build().engine, [request("a", output=[30, 31])])
     assert ends["a"].finish_reason == "error"
     assert "does not follow the grammar" in ends["a"].error.message
 
 
+@pytest.mark.slow
 def test_preemption_changes_nothing(build, tokenizer):
     requests = [request(f"r{seed}", seed=seed) for seed in range(6)]
     calm, _ = run(build().engine, requests)
@@ -120,6 +124,7 @@ def test_preemption_changes_nothing(build, tokenizer):
     assert tight == calm
 
 
+@pytest.mark.slow
 def test_a_minimum_above_what_the_grammar_allows_ends_with_it(build, tokenizer):
     form = StructuredOutput(kind="choice", value='["yes", "no"]')
     tokens, ends = run(build().engine, [request("a", form, min_tokens=50)])
@@ -127,6 +132,7 @@ def test_a_minimum_above_what_the_grammar_allows_ends_with_it(build, tokenizer):
     assert ends["a"].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_a_minimum_makes_an_output_longer_where_the_grammar_allows_it(build, tokenizer):
     form = StructuredOutput(kind="regex", value="[a-z]*")
     tokens, _ = run(build().engine, [request("a", form, min_tokens=40, logit_bias={2: 100.0})])
@@ -137,12 +143,14 @@ def test_a_minimum_makes_an_output_longer_where_the_grammar_allows_it(build, tok
     assert text_of(tokenizer, tokens["a"]) == "x" * 40
 
 
+@pytest.mark.slow
 def test_greedy_outputs_with_penalties_and_logprobs_are_valid(build, tokenizer):
     tokens, ends = run(build().engine, [request("a", temperature=0.0, repetition_penalty=1.3, logprobs=3)])
     check(tokenizer, tokens["a"])
     assert ends["a"].finish_reason == "stop"
 
 
+@pytest.mark.slow
 def test_allowed_tokens_that_the_grammar_excludes_end_in_an_error(build, tokenizer):
     letter = tokenizer.encode("x")
     _, ends = run(build().engine, [request("a", allowed_token_ids=tuple(letter))])
@@ -151,6 +159,7 @@ def test_allowed_tokens_that_the_grammar_excludes_end_in_an_error(build, tokeniz
     assert "or leave allowed_token_ids out" in ends["a"].error.message
 
 
+@pytest.mark.slow
 def test_a_minimum_ends_where_only_allowed_tokens_that_end_go_on(build, tokenizer):
     form = StructuredOutput(kind="regex", value="xy*")
     allowed = (*tokenizer.encode("x"), *EOS_TOKEN_IDS)
@@ -159,6 +168,7 @@ def test_a_minimum_ends_where_only_allowed_tokens_that_end_go_on(build, tokenize
     assert text_of(tokenizer, tokens["a"]) == "x"
 
 
+@pytest.mark.slow
 def test_an_unsupported_schema_ends_in_an_error_and_the_others_go_on(build, tokenizer):
     bad = StructuredOutput(kind="json_schema", value='{"uniqueItems": true}')
     tokens, ends = run(build().engine, [request("bad", bad), request("good")])
@@ -188,6 +198,7 @@ def test_a_waiting_request_can_be_aborted(build):
     assert not engine.has_requests()
 
 
+@pytest.mark.slow
 def test_a_grammar_that_is_known_starts_at_once(build):
     engine = build().engine
     run(engine, [request("first")])

@@ -75,6 +75,7 @@ def is_gone(pid):
     return False
 
 
+@pytest.mark.slow
 def test_a_grammar_that_takes_too_long_is_refused_and_its_process_killed(checker):
     checker.check(regex("ab"))
     pid = checker.pid
@@ -85,6 +86,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_its_process_killed(checker
     assert checker.pid != pid
 
 
+@pytest.mark.slow
 def test_a_grammar_that_comes_again_costs_nothing(checker):
     with pytest.raises(InvalidRequest, match="too complex"):
         checker.check(EXPLODES)
@@ -94,6 +96,7 @@ def test_a_grammar_that_comes_again_costs_nothing(checker):
     assert checker.pid is None  # it did not start again
 
 
+@pytest.mark.slow
 def test_a_process_that_died_is_replaced(checker):
     checker.check(regex("ab"))
     os.kill(checker.pid, 9)
@@ -107,6 +110,7 @@ def test_checks_grammars_however_many_descriptors_are_open(checker):
         checker.check(regex("(?=a)"))
 
 
+@pytest.mark.slow
 def test_an_answer_that_was_not_read_is_not_taken_for_the_next(checker, monkeypatch):
     def fail(stream):
         monkeypatch.undo()

@@ -90,6 +90,7 @@ def test_extending_in_any_steps_gives_the_same_chain(token_ids, steps):
     assert grown == hasher.hash_request_blocks(array("i", token_ids), KEYS)
 
 
+@pytest.mark.slow
 @given(token_lists, st.integers(0, 79))
 def test_values_agree_exactly_up_to_the_first_different_token(token_ids, position):
     assume(position < len(token_ids))

@@ -77,6 +77,7 @@ def caches(draw):
     return found, cached
 
 
+@pytest.mark.slow
 @settings(max_examples=400, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(cache_state=caches(), max_length=st.integers(0, NUM_TOKENS))
 def test_hit_is_the_longest_prefix_after_which_every_group_can_continue(cache_state, max_length):

@@ -396,4 +396,4 @@ class KVCacheMachine(RuleBasedStateMachine):
 
 
 KVCacheMachine.TestCase.settings = settings(stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-TestKVCache = KVCacheMachine.TestCase
+TestKVCache = pytest.mark.slow(KVCacheMachine.TestCase)

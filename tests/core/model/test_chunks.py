@@ -44,6 +44,7 @@ def start(tiny_model, paged):
     return prepare
 
 
+@pytest.mark.slow
 @needs_library
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

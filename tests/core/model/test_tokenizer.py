@@ -163,6 +163,7 @@ def test_truncation_and_padding_of_the_file_are_switched_off(model_folder, byte_
     assert len(Tokenizer(model_folder(limited)).encode("the quick brown fox jumps over")) > 8 - 3
 
 
+@pytest.mark.slow
 def test_the_router_side_never_imports_torch():
     code = (
         "import sys; import core.model.detokenizer, core.model.tokenizer, core.model.hub, core.model.arch, core.model.gguf;"

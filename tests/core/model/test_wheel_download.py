@@ -37,11 +37,13 @@ def index():
         thread.join()
 
 
+@pytest.mark.slow
 def test_takes_the_wheel_of_the_version(index, tmp_path):
     path = download_from_index("tiny-model==1.0", tmp_path, index)
     assert (path.name, path.read_bytes()) == (WHEEL, b"the wheel")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("requirement", "why"),
     [("tiny-model==2.0", "has no wheel of tiny-model==2.0"), ("other==1.0", "404"), ("tiny-model==1.0.1", "404")],
@@ -56,6 +58,7 @@ def test_index_that_cannot_be_reached_is_named(tmp_path):
         download_from_index("tiny-model==1.0", tmp_path, "http://127.0.0.1:9/simple")
 
 
+@pytest.mark.slow
 def test_without_pip_the_index_of_the_environment_is_asked(index, tmp_path, monkeypatch):
     monkeypatch.setattr(wheel_download.importlib.util, "find_spec", lambda _: None)
     monkeypatch.setenv("PIP_INDEX_URL", index)

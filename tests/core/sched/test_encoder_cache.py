@@ -237,5 +237,5 @@ class CacheMachine(RuleBasedStateMachine):
         assert set(self.cache.holder_ids) == {request_id for request_id, _ in self.held}
 
 
-TestCacheMachine = CacheMachine.TestCase
+TestCacheMachine = pytest.mark.slow(CacheMachine.TestCase)
 TestCacheMachine.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)

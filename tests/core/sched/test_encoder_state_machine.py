@@ -150,6 +150,7 @@ def machine(make_world) -> type[ImageMachine]:
     return type("BoundImageMachine", (ImageMachine,), {"make_world": staticmethod(make_world)})
 
 
+@pytest.mark.slow
 def test_random_histories_with_images(machine):
     run_state_machine_as_test(
         machine,

@@ -161,6 +161,7 @@ def test_removed_requests_cost_their_tenant_nothing():
         queue.pop_request()
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_for_many_tenants():
     queue = FairRequestQueue("fcfs")
     for tenant in range(20_000):
@@ -171,6 +172,7 @@ def test_memory_is_bounded_for_many_tenants():
     assert len(queue._tags) < 3000
 
 
+@pytest.mark.slow
 def test_no_tenant_starves_in_random_histories():
     """While two tenants wait, neither is served more than one of its prompts ahead of the other."""
     for seed in range(30):

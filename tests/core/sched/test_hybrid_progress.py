@@ -278,6 +278,7 @@ def test_without_the_cap_that_prompt_would_never_be_admitted():
         add_prompts(engine, 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("is_capped", "num_together"), [(True, 4), (False, 1)])
 def test_several_long_prompts_run_together_where_an_uncapped_gate_runs_one(is_capped, num_together):
     engine = mixed_engine(6 * 1025, is_capped)  # one such prompt, if every layer kept everything

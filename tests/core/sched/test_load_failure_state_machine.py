@@ -237,10 +237,12 @@ def run_machine(make_world, remote, load_error):
     return run
 
 
+@pytest.mark.slow
 def test_random_failures_change_no_token_and_leak_nothing(run_machine):
     run_machine(NUM_EXAMPLES)
 
 
+@pytest.mark.slow
 def test_random_failures_with_async_scheduling(run_machine):
     run_machine(NUM_EXAMPLES // 2, async_scheduling=True)
 

@@ -477,10 +477,12 @@ def _run(machine: type[SchedulerMachine], num_examples: int) -> None:
     )
 
 
+@pytest.mark.slow
 def test_random_histories_give_the_oracles_tokens_and_leak_nothing(run_machine):
     run_machine(NUM_EXAMPLES)
 
 
+@pytest.mark.slow
 def test_random_histories_with_async_scheduling(run_machine):
     run_machine(NUM_EXAMPLES // 2, async_scheduling=True)
 

@@ -211,12 +211,14 @@ def test_random_bytes_raise_only_protocol_errors(noise):
     _only_protocol_errors(noise)
 
 
+@pytest.mark.slow
 @given(st.sampled_from([1, 2, 3, 4]), st.binary(max_size=200))
 @settings(max_examples=500, deadline=None)
 def test_random_payloads_raise_only_protocol_errors(kind, noise):
     _only_protocol_errors(bytes([1, kind]) + noise)
 
 
+@pytest.mark.slow
 @given(st.sampled_from(GOLDEN_BYTES), st.data())
 @settings(max_examples=400, deadline=None)
 def test_mutated_frames_raise_only_protocol_errors(case, data):
@@ -237,6 +239,7 @@ def test_mutated_frames_raise_only_protocol_errors(case, data):
 token_ids = st.lists(st.integers(0, 2**31 - 1), max_size=5).map(tuple)
 
 
+@pytest.mark.slow
 @given(
     st.lists(
         st.builds(

@@ -61,6 +61,7 @@ def test_no_stage_parts_a_client_from_a_server(context, server, client):
     assert exchange(context, keys(*server), keys(*client))
 
 
+@pytest.mark.slow
 def test_old_key_is_refused_after_the_last_stage(context):
     assert not exchange(context, keys(*STAGES[-1]), keys(*STAGES[0]), wait_ms=300)
 

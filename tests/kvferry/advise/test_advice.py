@@ -60,11 +60,13 @@ def test_an_interval_is_that_of_student_s_t():
     assert (interval.mean, interval.half_width) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
 
 
+@pytest.mark.slow
 def test_a_strict_limit_between_tokens_favours_prefill_and_decode_workers():
     comparison = Comparison(trace_of(), COSTS, Slo(ttft_ms=1000, itl_ms=30), 0.95)
     assert comparison.study(4).ratio.low > 1.1
 
 
+@pytest.mark.slow
 def test_short_prompts_and_long_answers_favour_aggregated_workers():
     trace = trace_of(num_tokens=100, num_output_tokens=300, every_ms=50)
     costs = Costs(prefill=COSTS.prefill, step=COSTS.step, kv_tokens=4000)
@@ -73,11 +75,13 @@ def test_short_prompts_and_long_answers_favour_aggregated_workers():
     assert study.ratio.high < 1
 
 
+@pytest.mark.slow
 def test_the_best_split_follows_the_work():
     long_prompts = Comparison(trace_of(num_output_tokens=2), COSTS, Slo(), 0.95).study(6).disaggregated.layout
     assert long_prompts == Layout(5, 1)
 
 
+@pytest.mark.slow
 def test_the_workers_needed_are_enough_and_one_less_is_not():
     comparison = Comparison(trace_of(every_ms=100), COSTS, Slo(ttft_ms=1000), 0.95)
     side = comparison.study().aggregated
@@ -94,6 +98,7 @@ def test_goodput_is_the_largest_rate_within_the_slo():
     assert comparison.shares(layout, [speed * 1.2])[0] < 0.95
 
 
+@pytest.mark.slow
 def test_a_slo_that_no_rate_meets_ends():
     study = Comparison(trace_of(100), COSTS, Slo(tpot_ms=1), 0.95).study()
     assert study.aggregated.num_needed is None
@@ -144,6 +149,7 @@ def trace_file(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_the_command_prints_a_page_and_writes_a_plot(trace_file, tmp_path):
     plot = tmp_path / "plot.svg"
     result = CliRunner().invoke(

@@ -102,6 +102,7 @@ def test_a_dead_server_is_left_alone_for_a_while_and_used_again(tier, redis_proc
     assert load(tier, block) == (bytes(block.content), block.seal)
 
 
+@pytest.mark.slow
 def test_a_frozen_server_costs_one_time_limit(tier, redis_process):
     redis_process.signal(signal.SIGSTOP)
     with pytest.raises(Unavailable):

@@ -146,7 +146,7 @@ class AnyHistory(RuleBasedStateMachine):
 AnyHistory.TestCase.settings = settings(
     max_examples=60, stateful_step_count=30, deadline=None, suppress_health_check=[HealthCheck.too_slow]
 )
-test_expected_hits_are_the_workers_hits_after_any_history = AnyHistory.TestCase
+test_expected_hits_are_the_workers_hits_after_any_history = pytest.mark.slow(AnyHistory.TestCase)
 
 
 def test_a_prefix_without_its_window_is_no_hit():

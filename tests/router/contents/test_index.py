@@ -58,9 +58,10 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 AnyHistory.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-test_index_equals_the_model_after_any_history = AnyHistory.TestCase
+test_index_equals_the_model_after_any_history = pytest.mark.slow(AnyHistory.TestCase)
 
 
+@pytest.mark.slow
 def test_many_keys_survive_growth_and_churn():
     index, rng = ContentIndex(), random.Random(5)
     held = {worker: set() for worker in range(5)}
@@ -74,6 +75,7 @@ def test_many_keys_survive_growth_and_churn():
     assert {worker: set(index.contents(worker)) for worker in held} == held
 
 
+@pytest.mark.slow
 def test_memory_is_bounded_by_the_live_keys_not_by_the_past_ones():
     table, live = KeyTable(), 20_000
     rng = random.Random(3)
@@ -86,6 +88,7 @@ def test_memory_is_bounded_by_the_live_keys_not_by_the_past_ones():
     assert table.num_bytes < 64 * live
 
 
+@pytest.mark.slow
 def test_an_entry_takes_less_than_64_bytes_with_its_share_of_the_sets():
     index, rng = ContentIndex(), random.Random(4)
     for worker in range(20):

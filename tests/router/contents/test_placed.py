@@ -116,4 +116,4 @@ class AnyPending(RuleBasedStateMachine):
 
 
 AnyPending.TestCase.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
-test_pending_prompts_after_any_history = AnyPending.TestCase
+test_pending_prompts_after_any_history = pytest.mark.slow(AnyPending.TestCase)

@@ -125,7 +125,7 @@ class AnyHistory(RuleBasedStateMachine):
 
 
 AnyHistory.TestCase.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
-test_index_equals_the_workers_contents_after_any_history = AnyHistory.TestCase
+test_index_equals_the_workers_contents_after_any_history = pytest.mark.slow(AnyHistory.TestCase)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -35,6 +36,7 @@ def names(found):
     return {key.engine_id for key in found.disliked}
 
 
+@pytest.mark.slow
 @given(num_routers=st.integers(2, 5), num_prefill=st.integers(1, 9), num_decode=st.integers(0, 9), seed=st.randoms())
 def test_each_worker_is_one_router_s_and_roles_are_shared_out_evenly(num_routers, num_prefill, num_decode, seed):
     workers = [worker(f"w{n}", "prefill" if n < num_prefill else "decode") for n in range(num_prefill + num_decode)]

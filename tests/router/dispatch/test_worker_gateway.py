@@ -130,6 +130,7 @@ async def test_messages_of_workers_that_never_registered_are_refused(served):
     assert (await complete(served)).status_code == 200
 
 
+@pytest.mark.slow
 @given(st.lists(st.binary(max_size=60), min_size=1, max_size=3))
 @settings(max_examples=200, deadline=None)
 def test_no_bytes_of_a_worker_are_a_bug_of_ours(frames):
@@ -197,6 +198,7 @@ async def test_a_worker_that_says_goodbye_gets_no_more_requests(start_router):
     assert under_test.metric("kvferry_workers_lost_total", role="aggregated") == 0.0
 
 
+@pytest.mark.slow
 async def test_a_silent_worker_is_dropped_and_comes_back_with_its_next_registration(start_router):
     clock = FakeClock()
     under_test = await start_router(has_http=False, clock=clock)
@@ -261,6 +263,7 @@ async def test_a_message_that_cannot_be_sent_shows_that_a_worker_is_gone(start_r
     assert "no worker has registered" in (await complete(under_test)).text
 
 
+@pytest.mark.slow
 async def test_a_worker_whose_process_dies_is_missed_at_once_not_by_its_silence(start_router):
     under_test = await start_router(has_http=False, heartbeat_timeout_s=600.0)
     prefill, _ = await under_test.pair()
@@ -301,6 +304,7 @@ async def test_a_taken_worker_port_is_a_configuration_error(start_router):
         await start_router(has_http=False, worker_address=under_test.router.worker_address)
 
 
+@pytest.mark.slow
 async def test_the_deadline_of_a_request_is_kept(start_router):
     under_test = await start_router(has_http=False, request_timeout_s=0.3)
     prefill, _ = await under_test.pair(is_silent=True)

@@ -218,6 +218,7 @@ async def test_a_chat_completion_has_openai_s_shape(served):
     }
 
 
+@pytest.mark.slow
 async def test_logprobs_of_a_chat(served):
     body = (await post(served, "/v1/chat/completions", messages=USER, max_tokens=2, logprobs=True, top_logprobs=2)).json()
     first = body["choices"][0]["logprobs"]["content"][0]
@@ -420,6 +421,7 @@ async def test_an_error_that_may_pass_says_when_to_come_back(start_router, retry
     assert (response.status_code, response.headers.get("retry-after")) == (status, header)
 
 
+@pytest.mark.slow
 async def test_a_lost_worker_without_a_successor_is_a_503_that_says_when_to_come_back(start_router):
     under_test = await start_router(has_http=False, worker_wait_s=0.1)
     worker = await under_test.add("aggregated", script=under_test.script(is_silent=True), start_ms=12_000)
@@ -433,6 +435,7 @@ async def test_a_lost_worker_without_a_successor_is_a_503_that_says_when_to_come
     assert (again.status_code, int(again.headers["retry-after"]) >= 30) == (503, True)
 
 
+@pytest.mark.slow
 async def test_without_its_prefill_worker_the_decode_worker_serves_and_usage_reports_it(start_router):
     under_test = await start_router(has_http=False)
     prefill = await under_test.add("prefill", script=under_test.script(is_silent=True))

@@ -35,6 +35,7 @@ async def test_models_are_listed(served):
         error_of(await client.get("/v1/models/acme/other"), 404)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["/data/m", "%2Fdata%2Fm", "data/m"])
 async def test_a_model_whose_name_is_a_path_is_described(start_router, tiny_tokenizer, asked):
     under_test = await start_router(model=ServedModel(name="/data/m", tokenizer=tiny_tokenizer, defaults=NEUTRAL_SAMPLING))

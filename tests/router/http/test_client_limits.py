@@ -50,6 +50,7 @@ async def test_a_key_has_one_bound_however_its_scheme_is_written(start_router):
     await asyncio.gather(call, return_exceptions=True)
 
 
+@pytest.mark.slow
 async def test_a_key_s_places_are_free_again_once_its_requests_have_ended(start_router):
     under_test = await start_router(has_http=False, api_key="only", max_requests_per_key=1)
     await under_test.pair()
@@ -62,6 +63,7 @@ async def test_a_wrong_key_is_told_so_and_not_that_it_is_busy(start_router):
     assert (await complete(under_test, "wrong")).status_code == 401
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("path", "field", "prompt"),
     [

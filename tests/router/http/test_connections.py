@@ -56,6 +56,7 @@ async def impatient(start_router):
     return await start_router(receive_timeout_s=SHORT_S)
 
 
+@pytest.mark.slow
 async def test_connection_without_a_request_is_closed(impatient):
     reader, writer = await open_to(impatient)
     assert await read_to_end(reader) == b""
@@ -63,6 +64,7 @@ async def test_connection_without_a_request_is_closed(impatient):
     writer.close()
 
 
+@pytest.mark.slow
 async def test_request_after_one_that_wants_another_protocol_is_answered(impatient):
     reader, writer = await open_to(impatient)
     first = b"GET /health HTTP/1.1\r\nhost: x\r\nconnection: upgrade\r\nupgrade: h2c\r\n\r\n"
@@ -74,6 +76,7 @@ async def test_request_after_one_that_wants_another_protocol_is_answered(impatie
     writer.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start", [b"GET /health HTTP/1.1\r\nx: ", b"\r\n"], ids=["a header that never ends", "nothing but newlines"]
 )
@@ -84,6 +87,7 @@ async def test_dripping_head_is_cut_off(impatient, start):
     assert impatient.metric("kvferry_http_connections_cut_total", reason="receive") == 1
 
 
+@pytest.mark.slow
 async def test_slow_head_after_an_answer_is_cut_off(impatient):
     reader, writer = await open_to(impatient)
     writer.write(HEALTH)
@@ -92,6 +96,7 @@ async def test_slow_head_after_an_answer_is_cut_off(impatient):
     assert impatient.metric("kvferry_http_connections_cut_total", reason="receive") == 1
 
 
+@pytest.mark.slow
 async def test_body_that_does_not_arrive_is_told_408(impatient):
     await impatient.pair()
     reader, writer = await open_to(impatient)
@@ -103,6 +108,7 @@ async def test_body_that_does_not_arrive_is_told_408(impatient):
     writer.close()
 
 
+@pytest.mark.slow
 async def test_slow_body_after_its_answer_is_cut_off(impatient):
     reader, writer = await open_to(impatient)
     writer.write(b"GET /health HTTP/1.1\r\nhost: router\r\ncontent-length: 1000000\r\n\r\n")
@@ -112,6 +118,7 @@ async def test_slow_body_after_its_answer_is_cut_off(impatient):
     assert impatient.metric("kvferry_http_connections_cut_total", reason="receive") == 1
 
 
+@pytest.mark.slow
 async def test_answer_may_take_longer_than_the_request(impatient):
     _, decode = await impatient.pair(pause_after=1)
     reader, writer = await open_to(impatient)
@@ -127,6 +134,7 @@ async def test_answer_may_take_longer_than_the_request(impatient):
     writer.close()
 
 
+@pytest.mark.slow
 async def test_unread_stream_ends_with_its_request(start_router):
     under_test = await start_router(send_timeout_s=SHORT_S)
     facts = {"max_model_len": 5000}
@@ -145,6 +153,7 @@ async def test_unread_stream_ends_with_its_request(start_router):
     client.close()
 
 
+@pytest.mark.slow
 async def test_connection_above_the_limit_is_closed_and_the_others_served(start_router):
     under_test = await start_router(max_connections=2)
     served = [await open_to(under_test) for _ in range(2)]
@@ -199,6 +208,7 @@ async def test_load_balancer_has_no_bound_per_address(start_router):
         writer.close()
 
 
+@pytest.mark.slow
 async def test_idle_connection_is_closed_after_its_time(start_router):
     under_test = await start_router(idle_timeout_s=0.1)  # uvicorn counts whole seconds
     reader, writer = await open_to(under_test)

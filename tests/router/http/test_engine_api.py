@@ -433,6 +433,7 @@ async def test_a_client_that_leaves_ends_the_call(start_router):
     await served.until(lambda: ends_of(served) == {"cancelled": 1})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"use_beam_search": True}, {"tools": TOOLS}], ids=["whole", "rendered"])
 async def test_a_client_that_leaves_before_the_engine_answers_ends_the_call(start_router, fields):
     served = await start_router()
@@ -466,6 +467,7 @@ async def test_a_prefill_engine_that_fails_is_not_asked_for_the_next_try(engines
     assert engines.workers[0].messages(EngineCall)
 
 
+@pytest.mark.slow
 async def test_a_whole_body_ends_at_the_time_that_its_client_gives_it(engines):
     whole(engines, lambda body: (200, None), lambda body: (200, None))
     error = (await ask(engines, chat(use_beam_search=True, timeout_s=0.2), status=504))["error"]
@@ -474,6 +476,7 @@ async def test_a_whole_body_ends_at_the_time_that_its_client_gives_it(engines):
     assert error["param"] == "timeout_s"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"use_beam_search": True}, {"tools": TOOLS}], ids=["whole", "rendered"])
 async def test_more_bodies_for_engines_than_the_limit_are_refused(start_router, fields):
     served = await start_router(has_http=False, max_requests=1)
@@ -485,6 +488,7 @@ async def test_more_bodies_for_engines_than_the_limit_are_refused(start_router, 
     await first
 
 
+@pytest.mark.slow
 async def test_both_legs_have_one_deadline_and_no_second_try_after_it(start_router):
     served = await start_router(has_http=False, request_timeout_s=1.0)
     for role in ("prefill", "decode", "decode"):

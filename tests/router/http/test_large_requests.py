@@ -299,6 +299,7 @@ def test_prompts_of_a_request_share_their_lists():
     assert msgspec.structs.replace(one, seed=6) == other
 
 
+@pytest.mark.slow
 async def test_prompts_of_one_request_are_started_in_turns(start_router):
     under_test = await start_router(has_http=False, request_timeout_s=0.5)
     for role in ("prefill", "decode"):

@@ -15,6 +15,7 @@ async def ask(base, path):
         return await client.get(path)
 
 
+@pytest.mark.slow
 async def test_metrics_and_status_are_on_the_ops_port_only(start_router):
     under_test = await start_router(ops_port=0)
     for path in ("/metrics", "/status", "/status.json", "/status/history.json", "/status/requests.json"):
@@ -23,6 +24,7 @@ async def test_metrics_and_status_are_on_the_ops_port_only(start_router):
     assert "kvferry_http_requests_total" in (await ask(under_test.router.ops_address, "/metrics")).text
 
 
+@pytest.mark.slow
 async def test_a_request_is_looked_up_by_its_id_on_the_ops_port(start_router):
     under_test = await start_router(ops_port=0)
     await under_test.pair()
@@ -39,6 +41,7 @@ async def test_a_request_is_looked_up_by_its_id_on_the_ops_port(start_router):
         assert (refused.status_code, refused.headers["allow"]) == (405, "GET, HEAD")
 
 
+@pytest.mark.slow
 async def test_probes_are_on_both_ports_and_agree(start_router):
     under_test = await start_router(ops_port=0)
     for path in ("/health", "/ping", "/ready", "/readyz", "/version"):
@@ -47,6 +50,7 @@ async def test_probes_are_on_both_ports_and_agree(start_router):
         assert answers[0].json() == answers[1].json()
 
 
+@pytest.mark.slow
 async def test_ops_port_needs_no_key_and_knows_nothing_of_the_api(start_router):
     under_test = await start_router(ops_port=0, api_key="secret")
     assert (await ask(under_test.router.ops_address, "/ready")).json()["status"] == "not ready"
@@ -60,6 +64,7 @@ async def test_status_page_keeps_its_content_security_policy(start_router):
     assert answer.headers["content-type"] == "text/html; charset=utf-8"
 
 
+@pytest.mark.slow
 async def test_probes_answer_while_clients_fill_the_api_s_port(start_router):
     under_test = await start_router(ops_port=0, max_connections=2)
     opened = [await asyncio.open_connection("127.0.0.1", under_test.router.port) for _ in range(2)]

@@ -42,6 +42,7 @@ def fields(number: int, size: int = 1) -> bytes:
     return b"".join(b"x-%d: %s\r\n" % (index, b"v" * size) for index in range(number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "head",
     [
@@ -61,17 +62,20 @@ async def test_head_beyond_the_bound_is_a_431(strict, head):
     assert strict.metric("kvferry_http_connections_cut_total", reason="head") == 1
 
 
+@pytest.mark.slow
 async def test_head_in_many_pieces_is_bounded_as_a_whole(strict):
     answer = await exchange(strict, GET, *[b"x: " + b"v" * 500 + b"\r\n"] * 20)
     assert answer.startswith(b"HTTP/1.1 431 ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("trailer", [fields(40, 1000), b"x: " + b"v" * 40_000], ids=["many", "endless"])
 async def test_trailers_of_a_body_are_bounded_as_the_head_is(strict, trailer):
     await exchange(strict, CHUNKED + b"1\r\na\r\n0\r\n", trailer)
     assert strict.metric("kvferry_http_connections_cut_total", reason="head") == 1
 
 
+@pytest.mark.slow
 async def test_requests_that_are_sent_ahead_are_bounded(strict):
     await strict.pair(pause_after=1)
     body = b'{"prompt": "p", "max_tokens": 9}'
@@ -89,11 +93,13 @@ async def test_large_body_is_not_taken_for_a_head(strict):
     assert (await exchange(strict, head + body)).startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.slow
 async def test_head_within_the_bounds_is_served(strict):
     answer = await exchange(strict, GET + b"connection: close\r\n" + fields(MAX_HEADERS - 2) + b"\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
+@pytest.mark.slow
 async def test_what_is_no_http_is_a_400_in_the_api_s_shape(strict):
     answer, _, body = (await exchange(strict, b"\x16\x03\x01 hello\r\n\r\n")).partition(b"\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")

@@ -28,6 +28,7 @@ async def test_ports_are_told_after_the_start(start_router):
     assert router.worker_address == f"tcp://127.0.0.1:{router.worker_port}"
 
 
+@pytest.mark.slow
 async def test_clients_and_workers_are_served_over_ipv6(needs_ipv6, start_router):
     under_test = await start_router(host="::1", worker_address="tcp://[::1]:0")
     await under_test.pair()
@@ -37,6 +38,7 @@ async def test_clients_and_workers_are_served_over_ipv6(needs_ipv6, start_router
     assert response.json()["choices"][0]["text"] == "hello world"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("address", "num_warnings"), [("tcp://127.0.0.1:0", 0), ("tcp://0.0.0.0:0", 1)])
 async def test_workers_port_that_other_machines_reach_is_warned_about(start_router, caplog, address, num_warnings):
     await start_router(worker_address=address)
@@ -50,12 +52,14 @@ def test_answers_do_not_wait_for_the_acknowledgement_of_the_ones_before():
             assert accepted.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
+@pytest.mark.slow
 async def test_a_taken_http_port_is_a_configuration_error(start_router):
     under_test = await start_router()
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{under_test.router.port}"):
         await start_router(port=under_test.router.port)
 
 
+@pytest.mark.slow
 async def test_routers_that_share_a_port_serve_it_together(start_router):
     first = await start_router(shares_port=True)
     second = await start_router(shares_port=True, port=first.router.port)
@@ -70,6 +74,7 @@ async def test_routers_that_share_a_port_serve_it_together(start_router):
             assert (await client.get("/health")).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_router_that_drains_leaves_a_shared_port_to_the_others(start_router):
     first = await start_router(shares_port=True)
     await first.pair()
@@ -91,6 +96,7 @@ async def test_a_router_that_drains_leaves_a_shared_port_to_the_others(start_rou
     await draining
 
 
+@pytest.mark.slow
 async def test_a_failed_start_frees_the_http_port(start_router):
     under_test = await start_router()
     taken = under_test.router.worker_address
@@ -98,6 +104,7 @@ async def test_a_failed_start_frees_the_http_port(start_router):
         await start_router(worker_address=taken)
 
 
+@pytest.mark.slow
 async def test_stopping_waits_for_requests_in_flight_and_refuses_new_ones(start_router):
     under_test = await start_router()
     _, decode = await under_test.pair(pause_after=1)
@@ -175,6 +182,7 @@ async def test_stopping_waits_for_both_legs_of_a_body_for_engines_and_refuses_ne
         await stopping
 
 
+@pytest.mark.slow
 async def test_stopping_sends_away_what_outlasts_the_grace(start_router):
     under_test = await start_router()
     prefill, _ = await under_test.pair(is_silent=True)
@@ -205,6 +213,7 @@ async def test_stopping_ends_a_stream_with_an_error(start_router):
     await decode.aborts((await decode.generated()).request_id)
 
 
+@pytest.mark.slow
 async def test_stopping_twice_is_harmless_and_closes_the_port(start_router):
     under_test = await start_router()
     url = under_test.url
@@ -215,6 +224,7 @@ async def test_stopping_twice_is_harmless_and_closes_the_port(start_router):
             await client.get(f"{url}/health")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 async def test_a_signal_ends_the_process_s_loop_in_order(tiny_tokenizer, number):
     section = RouterSection(port=0, worker_address="tcp://127.0.0.1:0")
@@ -228,6 +238,7 @@ async def test_a_signal_ends_the_process_s_loop_in_order(tiny_tokenizer, number)
         assert await serving == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_all_broken", [False, True])
 async def test_a_bug_in_the_timer_ends_the_process_and_answers_everyone(start_router, monkeypatch, caplog, is_all_broken):
     under_test = await start_router(has_http=False)

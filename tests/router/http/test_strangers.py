@@ -28,6 +28,7 @@ async def gateway():
     await found.stop()
 
 
+@pytest.mark.slow
 async def test_worker_with_another_key_is_counted_each_time_and_logged_once(gateway, caplog):
     router, registry = gateway
     context = AsyncContext()

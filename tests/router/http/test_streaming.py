@@ -145,6 +145,7 @@ async def test_the_first_token_is_streamed_before_decode_answers(start_router):
 # ---- one event per token -----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{}, {"stop": "zzz"}, {"logprobs": 1}, {"stream_options": {"include_usage": True}}])
 async def test_each_token_is_an_event_also_if_they_come_at_once(start_router, sse_events, fields):
     under_test = await start_router()
@@ -166,6 +167,7 @@ async def test_each_token_is_an_event_also_if_they_come_at_once(start_router, ss
     assert [text for text in texts if text] == list("abcdef")
 
 
+@pytest.mark.slow
 async def test_tokens_are_written_without_waking_the_stream_task(start_router):
     under_test = await start_router()
     worker = await under_test.add("aggregated")
@@ -239,6 +241,7 @@ async def begun_stream(under_test, worker):
 # ---- failures ----------------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 async def test_a_failure_in_mid_stream_is_an_event_and_no_clean_end(start_router):
     under_test = await start_router()
     _, decode = await under_test.pair(pause_after=3)
@@ -256,6 +259,7 @@ async def test_a_failure_in_mid_stream_is_an_event_and_no_clean_end(start_router
     assert '"type":"server_error"' in rest[0]
 
 
+@pytest.mark.slow
 async def test_tokens_that_come_with_a_failure_are_shown_before_it(start_router, sse_events):
     under_test = await start_router()
     worker = await under_test.add("aggregated")
@@ -285,6 +289,7 @@ async def leave_during(under_test, reached, path: str, **body) -> None:
         await asyncio.gather(call, return_exceptions=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_leaving_before_the_first_token_aborts_prefill(start_router, is_stream):
     under_test = await start_router()
@@ -296,6 +301,7 @@ async def test_leaving_before_the_first_token_aborts_prefill(start_router, is_st
     await under_test.until(lambda: under_test.metric("kvferry_request_failure_total", code="cancelled") == 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_leaving_during_the_handoff_aborts_decode_and_releases_the_lease(start_router, is_stream):
     under_test = await start_router()
@@ -307,6 +313,7 @@ async def test_leaving_during_the_handoff_aborts_decode_and_releases_the_lease(s
     await under_test.until(lambda: under_test.router.gateway.num_requests == 0)
 
 
+@pytest.mark.slow
 async def test_leaving_in_mid_stream_aborts_decode(start_router):
     under_test = await start_router()
     _, decode = await under_test.pair(pause_after=3)
@@ -320,6 +327,7 @@ async def test_leaving_in_mid_stream_aborts_decode(start_router):
     await under_test.until(lambda: under_test.router.gateway.num_requests == 0)
 
 
+@pytest.mark.slow
 async def test_leaving_aborts_every_prompt_of_the_request(start_router):
     under_test = await start_router()
     prefill, _ = await under_test.pair(is_silent=True)
@@ -332,6 +340,7 @@ async def test_leaving_aborts_every_prompt_of_the_request(start_router):
         await prefill.aborts(message.request_id)
 
 
+@pytest.mark.slow
 async def test_one_failing_prompt_stops_the_others(start_router):
     under_test = await start_router()
     prefill, _ = await under_test.pair(is_silent=True)
@@ -344,6 +353,7 @@ async def test_one_failing_prompt_stops_the_others(start_router):
     await prefill.aborts(second.request_id)
 
 
+@pytest.mark.slow
 async def test_a_client_that_stays_gets_its_answer_while_others_leave(start_router):
     under_test = await start_router()
     _, decode = await under_test.pair(pause_after=1)
@@ -360,6 +370,7 @@ async def test_a_client_that_stays_gets_its_answer_while_others_leave(start_rout
         assert (await staying).json()["choices"][0]["text"] == "hello world"
 
 
+@pytest.mark.slow
 async def test_many_streams_at_once_each_get_their_own_text(start_router, sse_events):
     under_test = await start_router()
     await under_test.pair(tokens_per_frame=2)

@@ -74,6 +74,7 @@ async def test_bodies_beyond_the_bound_are_told_to_come_back_and_those_within_it
     assert (await post(limited, 500)).status_code == 200
 
 
+@pytest.mark.slow
 async def test_a_body_counts_as_long_as_its_answer_lasts(start_router):
     under_test = await start_router(max_upload_bytes=LIMIT, worker_wait_s=0.1)
     worker = await under_test.add("aggregated", script=under_test.script(is_silent=True))
@@ -86,6 +87,7 @@ async def test_a_body_counts_as_long_as_its_answer_lasts(start_router):
     await held(under_test, 0)
 
 
+@pytest.mark.slow
 async def test_a_client_that_leaves_in_mid_upload_leaves_nothing(limited):
     slow = Upload(limited.url, body_of(700))
     await slow.send(600)

@@ -138,6 +138,7 @@ async def test_a_host_that_says_no_is_quoted_by_its_status(host, make_fetcher: M
     assert "status 404" in await refusal(make_fetcher(LOOPBACK), f"{host.url}/nothing")
 
 
+@pytest.mark.slow
 async def test_a_host_that_says_nothing_is_not_waited_for(host, make_fetcher: Make):
     host.pages["/slow"] = None
     assert "longer than 0.3 s" in await refusal(make_fetcher(LOOPBACK, timeout_s=0.3), f"{host.url}/slow")
@@ -205,6 +206,7 @@ async def test_names_are_those_of_the_system():
     resolver.close()
 
 
+@pytest.mark.slow
 async def test_names_that_take_their_time_keep_no_thread_from_others(make_fetcher: Make, monkeypatch):
     gate, asked = threading.Event(), threading.Semaphore(0)
 

@@ -111,6 +111,7 @@ async def test_a_text_is_one_message(ask):
     assert (found.instructions, found.metadata) == ("be short", {"a": "b"})
 
 
+@pytest.mark.slow
 async def test_order_of_the_events_of_a_text(ask):
     found = [event.type for event in await events(ask, "hi")]
     assert [kind for number, kind in enumerate(found) if kind not in found[:number]] == [
@@ -126,6 +127,7 @@ async def test_order_of_the_events_of_a_text(ask):
     ]
 
 
+@pytest.mark.slow
 async def test_reasoning_text_and_calls_are_items_in_their_order(ask):
     found = await both(ask, f"<think>hm</think>I look.{CALL}{CALL}", tools=TOOLS, max_output_tokens=250)
     assert [item.type for item in found.output] == ["reasoning", "message", "function_call", "function_call"]
@@ -136,6 +138,7 @@ async def test_reasoning_text_and_calls_are_items_in_their_order(ask):
     assert found.usage.output_tokens_details.reasoning_tokens == len("<think>hm</think>")
 
 
+@pytest.mark.slow
 async def test_named_call_is_the_only_item(ask):
     choice = {"type": "function", "name": "weather"}
     found = await both(ask, '{"city": "Oslo"}', tools=TOOLS, tool_choice=choice)
@@ -143,17 +146,20 @@ async def test_named_call_is_the_only_item(ask):
     assert found.tool_choice.name == "weather"
 
 
+@pytest.mark.slow
 async def test_cut_output_is_incomplete(ask):
     found = await both(ask, "hello world", max_output_tokens=5)
     assert (found.status, found.incomplete_details.reason) == ("incomplete", "max_output_tokens")
     assert (found.output[0].status, found.output_text) == ("incomplete", "hello")
 
 
+@pytest.mark.slow
 async def test_empty_output_is_an_empty_message(ask):
     found = await both(ask, "")
     assert (found.output_text, [item.type for item in found.output]) == ("", ["message"])
 
 
+@pytest.mark.slow
 async def test_form_reaches_the_workers_and_is_repeated(ask, under_test):
     form = {"type": "json_schema", "name": "n", "schema": PARAMETERS, "strict": True}
     found = await answer(ask, '{"city": "x"}', text={"format": form})
@@ -162,6 +168,7 @@ async def test_form_reaches_the_workers_and_is_repeated(ask, under_test):
     assert json.loads(sent.sampling.structured_output.value) == PARAMETERS
 
 
+@pytest.mark.slow
 async def test_output_is_of_its_form_or_calls_tools(ask):
     text = {"format": {"type": "json_schema", "name": "x", "schema": PARAMETERS}}
     (message,) = (await both(ask, '{"city": "<tool_call>"}', tools=TOOLS, text=text)).output
@@ -169,6 +176,7 @@ async def test_output_is_of_its_form_or_calls_tools(ask):
     assert (message.content[0].text, call.name, call.arguments) == ('{"city": "<tool_call>"}', "weather", '{"city": "Oslo"}')
 
 
+@pytest.mark.slow
 async def test_the_next_turn_is_rendered_with_the_calls_of_the_last(ask, under_test):
     first = (await ask(CALL, tools=TOOLS)).json()
     (call,) = first["output"]
@@ -180,6 +188,7 @@ async def test_the_next_turn_is_rendered_with_the_calls_of_the_last(ask, under_t
     assert '<assistant><tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call><tool>rain' in prompt
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
@@ -204,6 +213,7 @@ async def test_refusals_name_the_fields_of_this_endpoint(ask, fields, param):
     assert not any(theirs in error["message"] for theirs in ("messages", ".function.", "json_schema."))
 
 
+@pytest.mark.slow
 async def test_failure_in_mid_stream_is_an_event(under_test):
     decode = under_test.workers[1]
     decode.script.pause_after = 3
@@ -217,6 +227,7 @@ async def test_failure_in_mid_stream_is_an_event(under_test):
     assert found[-1].response.output[0].content[0].text
 
 
+@pytest.mark.slow
 async def test_failure_before_any_output_has_its_status_in_every_stream(under_test):
     late = ErrorInfo(code="deadline_exceeded", message="too late", http_status=504)
     for worker in under_test.workers:
@@ -263,6 +274,7 @@ async def test_updates_behind_a_stop_string_add_no_second_end(tiny_tokenizer):
     assert answer.is_finished
 
 
+@pytest.mark.slow
 async def test_the_stream_helper_puts_the_response_together(under_test):
     async with (
         openai.AsyncOpenAI(base_url=f"{under_test.url}/v1", api_key="none", max_retries=0) as client,

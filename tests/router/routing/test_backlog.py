@@ -118,6 +118,7 @@ STEPS = st.lists(
 )
 
 
+@pytest.mark.slow
 @given(STEPS, st.booleans())
 def test_a_wait_is_what_a_look_at_every_prompt_finds(steps, has_patience):
     quick, plain, now = Backlog(), PlainBacklog(), 0.0

@@ -33,6 +33,7 @@ def test_exact_times_are_learned_exactly():
     assert worst_error(learn(PrefillFit(), REAL, 60), REAL) < 0.01
 
 
+@pytest.mark.slow
 @settings(max_examples=30, deadline=None)
 @given(st.floats(1, 100), st.floats(0.005, 1), st.floats(1e-8, 1e-5), st.integers(0, 1000))
 def test_any_model_is_learned_from_noisy_times(base, token, pair, seed):
@@ -64,6 +65,7 @@ def test_coefficients_stay_finite_and_never_negative(observations):
     assert all(0 <= value < 1e15 for value in (fit.time.base_ms, fit.time.token_ms, fit.time.pair_ms))
 
 
+@pytest.mark.slow
 def test_equal_prompts_for_long_do_not_blow_up_the_fit():
     fit = PrefillFit()
     for _ in range(20_000):

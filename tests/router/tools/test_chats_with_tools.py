@@ -111,6 +111,7 @@ async def test_one_call_only_if_they_may_not_be_parallel(with_tools, sse_events)
     assert len((await both(with_tools, sse_events, CALL + CALL, tools=TOOLS, parallel_tool_calls=False))[2]) == 1
 
 
+@pytest.mark.slow
 async def test_a_named_call_is_forced_by_a_grammar(with_tools, sse_events):
     named = {"type": "function", "function": {"name": "weather"}}
     found = await both(with_tools, sse_events, '{"city": "Oslo"}', tools=TOOLS, tool_choice=named)
@@ -119,6 +120,7 @@ async def test_a_named_call_is_forced_by_a_grammar(with_tools, sse_events):
     assert json.loads(generate.sampling.structured_output.value) == PARAMETERS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("choice", "text", "reason"),
     [
@@ -138,6 +140,7 @@ async def test_forced_calls_of_several_choices_have_ids_of_their_own(with_tools,
         assert joined(mine)[2][0]["arguments"] == '{"city": "Oslo"}'
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("choice", ["auto", "required", {"type": "function", "function": {"name": "weather"}}])
 async def test_calls_have_log_probabilities_and_end_at_stop_strings(with_tools, choice):
     text = {"auto": CALL, "required": '[{"name": "weather", "arguments": {"city": "Oslo"}}]'}.get(
@@ -189,6 +192,7 @@ async def test_long_answers_are_split_off_the_loop(with_tools, monkeypatch):
     assert threading.main_thread() not in threads
 
 
+@pytest.mark.slow
 async def test_an_answer_is_of_its_form_or_calls_tools(with_tools, sse_events):
     fields = {"tools": TOOLS, "response_format": {"type": "json_object"}}
     form = '{"text": "<tool_call>{\\"name\\": 1}</tool_call>"}'
@@ -206,6 +210,7 @@ async def test_a_function_that_cannot_be_enforced_is_named_also_beside_a_form(wi
     assert (error["param"], "uniqueItems" in error["message"]) == ("tools", True)
 
 
+@pytest.mark.slow
 async def test_required_calls_are_a_list(with_tools, sse_events):
     text = '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
     found = await both(with_tools, sse_events, text, tools=TOOLS, tool_choice="required")
@@ -287,6 +292,7 @@ async def test_a_template_without_tools_has_them_described_if_the_settings_say_s
     assert "<tools>" not in await prompt_of(under_test, messages=USER, tools=TOOLS, tool_choice="none")
 
 
+@pytest.mark.slow
 async def test_the_format_of_calls_is_a_setting(start_router, write_tiny_files, tmp_path):
     files = write_tiny_files(tmp_path)
     object.__setattr__(files, "chat_template", TEMPLATE)

@@ -157,6 +157,7 @@ _FRAGMENTS = (
 )
 
 
+@pytest.mark.slow
 @given(st.lists(st.sampled_from(_FRAGMENTS), max_size=12), st.sampled_from([case[0] for case in CASES.values()]), st.data())
 @settings(max_examples=400, deadline=None)
 def test_no_text_breaks_a_parser_and_no_cut_changes_it(fragments, found, data):

@@ -118,6 +118,7 @@ def lines(caplog, name):
     return [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"event={name} ")]
 
 
+@pytest.mark.slow
 async def test_handoffs_go_by_another_transport_while_the_data_port_is_dead(make_world, caplog):
     caplog.set_level("INFO")
     world = await make_world("tcp", "shm")
@@ -136,6 +137,7 @@ async def test_handoffs_go_by_another_transport_while_the_data_port_is_dead(make
     assert len(lines(caplog, "kv_transport_restored")) == 1
 
 
+@pytest.mark.slow
 async def test_handoffs_are_refused_while_the_only_data_port_is_dead(make_world):
     world = await make_world("tcp")
     assert (await world.load()).error is None

@@ -104,6 +104,7 @@ async def test_oversized_frame_costs_only_its_sender_the_connection(server, conn
     assert server.num_bad_frames == 0
 
 
+@pytest.mark.slow
 async def test_reply_above_the_cap_is_reported_and_the_next_good_one_served(server, connect):
     """A question just below the cap can have an answer above it: names come back with numbers."""
     question = LeaseRenew(transfer_ids=tuple(f"{index:x}" for index in range(1 << 16, (1 << 16) + 690_000)))

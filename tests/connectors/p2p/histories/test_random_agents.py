@@ -385,6 +385,7 @@ class History:
             assert self.read_block(block_id) == content, f"block {block_id} is free"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "start", [*range(0, 60, 20), *(pytest.param(start, marks=pytest.mark.full) for start in range(60, 1200, 20))]
 )

@@ -103,6 +103,7 @@ def test_process_that_took_over_the_number_is_not_read(reader, owner):
     assert_refused(reader, changed(owner, token=bytes(32)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("token", [b"", b"short"])
 def test_token_of_another_length_is_no_token(reader, owner, token):
     assert_refused(reader, changed(owner, token=token))
@@ -121,6 +122,7 @@ def test_describing_again_makes_older_descriptions_worthless(reader, memory):
         reader.transport.add_peer(PEER._replace(incarnation=2), newer)
 
 
+@pytest.mark.slow
 def test_other_file_at_the_descriptor_is_not_read(reader, owner):
     assert_refused(reader, changed_file(owner, inode=described(owner).files[0].inode + 1))
 
@@ -160,6 +162,7 @@ def test_descriptor_of_something_that_is_no_memory_is_refused(reader, owner):
         os.close(end)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"pid": 0}, {"pid": -1}, {"token_fd": -1}])
 def test_numbers_that_make_no_sense_are_malformed(reader, owner, fields):
     assert_refused(reader, changed(owner, **fields), ProtocolError)
@@ -173,6 +176,7 @@ def test_process_that_never_was_is_unreachable(reader, owner):
 # ---- whose memory it is ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_memory_of_a_dead_owner_is_given_back_as_soon_as_its_death_is_known(reader, owner):
     before = num_maps(), num_open_files()
     reader.transport.add_peer(PEER, owner.metadata)
@@ -182,6 +186,7 @@ def test_memory_of_a_dead_owner_is_given_back_as_soon_as_its_death_is_known(read
     assert (num_maps(), num_open_files()) == before
 
 
+@pytest.mark.slow
 def test_removed_peer_leaves_neither_maps_nor_descriptors(reader, owner):
     before = num_maps(), num_open_files()
     reader.transport.add_peer(PEER, owner.metadata)
@@ -190,6 +195,7 @@ def test_removed_peer_leaves_neither_maps_nor_descriptors(reader, owner):
     assert (num_maps(), num_open_files()) == before
 
 
+@pytest.mark.slow
 def test_owner_sees_nothing_of_its_readers_and_readers_cannot_write(reader, owner):
     reader.transport.add_peer(PEER, owner.metadata)
     lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if MEMORY_NAME in line]
@@ -226,6 +232,7 @@ def test_pages_of_a_new_owner_are_mapped_without_a_read(reader, owner):
     reader.assert_rows(1, [3], [5])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_known", [False, True])
 def test_reads_do_not_wait_for_mapped_pages(reader, owner, monkeypatch, is_known):
     if not is_known:
@@ -235,6 +242,7 @@ def test_reads_do_not_wait_for_mapped_pages(reader, owner, monkeypatch, is_known
     reader.assert_rows(1, [3, 7], [5, 6])
 
 
+@pytest.mark.slow
 def test_reads_go_on_where_no_thread_can_be_started(reader, owner, monkeypatch):
     def refuse(_):
         raise RuntimeError("can't start new thread")
@@ -246,6 +254,7 @@ def test_reads_go_on_where_no_thread_can_be_started(reader, owner, monkeypatch):
     reader.transport.remove_peer(PEER)
 
 
+@pytest.mark.slow
 def test_owner_may_leave_while_its_pages_are_mapped(reader, owner, monkeypatch):
     calls, has_begun, may_end = [], threading.Event(), threading.Event()
 

@@ -28,14 +28,17 @@ class TestTcpTransport(TransportSuite):
     factory = f"{FACTORIES}:make_tcp"
 
 
+@pytest.mark.slow
 class TestTcpTransportWithKey(TransportSuite):
     factory = f"{FACTORIES}:make_tcp_with_key"
 
 
+@pytest.mark.slow
 class TestTcpOverRewrittenRows(RewrittenRowsSuite):
     factory = f"{FACTORIES}:make_tcp"
 
 
+@pytest.mark.slow
 class TestTcpWithKeyOverRewrittenRows(RewrittenRowsSuite):
     factory = f"{FACTORIES}:make_tcp_with_key"
 

@@ -109,6 +109,7 @@ def test_blocks_that_are_written_before_they_have_left_have_broken_seals(world):
     assert (world.ours.seals.rows[:NUM_ROWS] == NEW).all()
 
 
+@pytest.mark.slow
 def test_seals_are_held_back_for_no_reader_that_takes_nothing_any_more(impatient, world):
     world.ask_for_all_of_it_while_the_answers_are_held_up()
     world.drive(lambda: world.owner.max_wait_s() is None)
@@ -129,6 +130,7 @@ def test_seals_that_are_held_back_hold_nothing_else_up(world):
     memory.close()
 
 
+@pytest.mark.slow
 def test_owner_of_a_reader_that_takes_nothing_looks_less_and_less_often(world):
     """A frozen reader costs no processor."""
     world.ask_for_all_of_it_while_the_answers_are_held_up()

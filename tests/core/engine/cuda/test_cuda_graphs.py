@@ -60,6 +60,7 @@ def build_recorded(build_tiny):
     return build
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "sampling", [{}, {"temperature": 1.0, "seed": 7}, {"logprobs": 2}], ids=["greedy", "random", "logprobs"]
 )

@@ -76,6 +76,7 @@ def test_the_largest_step_runs_on_one_block_whatever_its_size(build_tiny, backen
     assert seen == [(min(num_tokens, 32), 48)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", [SdpaBackend, BatchedSdpaBackend, StandInPagesBackend])
 @pytest.mark.parametrize("num_seqs", [1, 40])
 def test_the_widest_decode_step_has_every_sequence_at_its_full_length(build_tiny, monkeypatch, backend, num_seqs):

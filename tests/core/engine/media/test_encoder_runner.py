@@ -110,6 +110,7 @@ def prompts(draw):
     return tokens + draw(st.lists(st.sampled_from([IMAGE, 4]), max_size=3)), features, media
 
 
+@pytest.mark.slow
 @settings(max_examples=80, deadline=None)
 @given(cases=st.lists(prompts(), min_size=1, max_size=3), data=st.data())
 def test_in_any_chunks_each_image_token_takes_its_row(cases, data):

@@ -293,6 +293,7 @@ class ImagesMachine(RuleBasedStateMachine):
         assert self.bench.images.num_images == 0
 
 
+@pytest.mark.slow
 def test_random_histories_keep_the_budget_and_serve_everybody():
     examples = settings.default.max_examples
     run_state_machine_as_test(ImagesMachine, settings=settings(max_examples=examples, stateful_step_count=25, deadline=None))

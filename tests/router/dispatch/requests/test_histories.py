@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -488,4 +489,4 @@ class Histories(RuleBasedStateMachine):
 
 
 Histories.TestCase.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
-TestHistories = Histories.TestCase
+TestHistories = pytest.mark.slow(Histories.TestCase)

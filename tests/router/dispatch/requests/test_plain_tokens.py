@@ -52,6 +52,7 @@ def outcome(frames, *, n, has_short_way, monkeypatch):
         return outputs, {name: [error for error in found if error] for name, found in errors.items()}, ends, bench.sent
 
 
+@pytest.mark.slow
 @given(frames=FRAMES, n=st.sampled_from([1, 1, 2]))
 def test_both_ways_lead_to_the_same(frames, n):
     with pytest.MonkeyPatch.context() as monkeypatch:
