@@ -200,7 +200,7 @@ class Tiering:
             if self._memory.is_incoming(key):  # a client is writing it
                 return
             if len(self._promotions) >= self._max_loads:
-                query.hits[index] = self._is_any_load_wanted()
+                query.hits[index] = True
                 return
             resident = self._reserve(query, index)
             if resident is None:
@@ -212,10 +212,6 @@ class Tiering:
         promotion.waiters.append((query, index))
         query.num_waiting += 1
         query.max_pins -= 1
-
-    def _is_any_load_wanted(self) -> bool:
-        """Return whether a query waits for a promotion. If none does, the tier hangs: so many of its loads were given up."""
-        return any(promotion.job.is_wanted for promotion in self._promotions.values())
 
     def _reserve(self, query: Query, index: int) -> Resident | None:
         """Return a slot for a key, if need be in place of a later block of the query; None if every other slot is in use."""

@@ -153,21 +153,21 @@ def test_no_more_is_brought_up_at_a_time_than_half_of_the_slots_hold():
     assert all(parcel.message.present)
 
 
-def test_blocks_of_a_tier_that_hangs_are_misses_and_not_withheld():
+def test_blocks_are_withheld_while_the_tier_ends_loads_that_nobody_waits_for():
     tier = DictTier()
     store = Store(tiers=[tier])
     blocks = [make_block(number) for number in range(NUM_SLOTS)]
     for block in blocks:
         tier.save(block.key.pack(), block.seal, block.content)
-    store.greet(b"a")
-    for number in range(2):  # each to its deadline; the tier finishes no job
-        store.get(b"a", blocks[2 * number : 2 * number + 2], number)
-        store.say(b"a", m.ReleaseBlocks(numbers=(number,)))
-    (reply,) = store.get(b"a", blocks[NUM_SLOTS // 2 :], 2)
+    for client in (b"a", b"b"):
+        store.greet(client)
+    store.get(b"a", blocks[: NUM_SLOTS // 2], 1)
+    store.say(b"a", m.ReleaseBlocks(numbers=(1,)))
+    (reply,) = store.get(b"b", blocks[NUM_SLOTS // 2 :], 1)
     assert not any(reply.message.present)
-    assert not any(reply.message.withheld)
-    store.finish_jobs()  # the tier recovers
-    assert store.get(b"a", blocks[NUM_SLOTS // 2 :], 3) == []
+    assert reply.message.withheld == b"\x01" * (NUM_SLOTS // 2)
+    store.finish_jobs()
+    assert store.get(b"b", blocks[NUM_SLOTS // 2 :], 2) == []
     (reply,) = store.finish_jobs()
     assert all(reply.message.present)
 
