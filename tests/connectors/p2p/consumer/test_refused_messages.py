@@ -68,6 +68,19 @@ def test_load_goes_on_if_the_second_lease_question_is_answered(pull):
     assert pull.ended["r"].error is None
 
 
+def test_each_of_two_refused_questions_counts_for_its_own_lease_alone(pull):
+    pull.start("a", transfer_id="t")
+    pull.start("b", transfer_id="u")
+    pull.accept()
+    for _ in range(2):
+        refuse_lease_question(pull)
+    assert pull.failed == {}
+    refuse_lease_question(pull)
+    assert pull.failed == {"a": "lease_expired"}
+    refuse_lease_question(pull)
+    assert pull.failed == {"a": "lease_expired", "b": "lease_expired"}
+
+
 def test_refused_lease_questions_do_not_end_a_lease_that_is_known_to_last(pull):
     pull.start_reading(num_rows=12)
     for _ in range(2):
