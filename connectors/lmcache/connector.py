@@ -163,7 +163,7 @@ class LMCacheConnector(Connector):
             self.server = self.scheduler.server = None
             if staging is not None:
                 staging.unlink()
-                staging.discard()
+                asyncio.get_running_loop().run_in_executor(self._copies, self._discard, staging)  # ``stop`` waits for it
             if client is not None:
                 await client.close()
 
@@ -252,6 +252,11 @@ class LMCacheConnector(Connector):
         rows = save.transfer.server.staging.rows
         for move, page in zip(save.transfer.moves, save.pages, strict=True):
             self._sealer.seal(rows[page], move.identity)
+
+    @staticmethod
+    def _discard(staging: Staging) -> None:
+        """Give the memory of free pages back: on this thread, behind the seals of cancelled saves, whose pages are free."""
+        staging.discard()
 
     def _take(self, load: LoadPages, pages: Sequence[int]) -> Faults:
         """Copy pages into the pool and verify the copies, which later writes of the server cannot change.

@@ -31,6 +31,7 @@ from core.kv.seals import SEAL_BYTES, Seal, decode_seal, encode_seal
 
 SHM_FOLDER = Path("/dev/shm")  # where shm_open(3) looks for names
 SHM_PREFIX = "kvferry_lmcache_"
+SLICE_BYTES = 1 << 22  # given back to the system in one call, about 2 ms, in which no other thread of the process runs
 PAGE_VERSION = 1  # of the format of a page; part of the name under which pages are kept
 NULL_PAGE = 0
 
@@ -98,11 +99,12 @@ class _FreePages:
     def __init__(self, pages: Iterable[int]) -> None:
         self._free = list(pages)
         self._lock = threading.Lock()
+        self._is_closed = False
         self.capacity = len(self._free)
 
     def take(self, count: int) -> list[int] | None:
         with self._lock:
-            if count > len(self._free):
+            if self._is_closed or count > len(self._free):
                 return None
             taken = self._free[len(self._free) - count :]
             del self._free[len(self._free) - count :]
@@ -112,8 +114,10 @@ class _FreePages:
         with self._lock:
             self._free.extend(pages)
 
-    def free_pages(self) -> list[int]:
+    def close(self) -> list[int]:
+        """Let nobody take a page from now on, and return those that are free."""
         with self._lock:
+            self._is_closed = True
             return self._free.copy()
 
     @property
@@ -145,6 +149,7 @@ class Staging:
             )
         self.pages = SharedPages(name, num_pages, page_bytes, block_size)
         self.block_bytes = block_bytes
+        self._is_discarded = False
         self._path = SHM_FOLDER / name
         self._fd = -1
         try:
@@ -190,14 +195,18 @@ class Staging:
         """Return pages, all of one kind, that neither the server nor this process uses any more."""
         if pages:
             (self._to_load if pages[0] <= self._to_load.capacity else self._to_save).give(pages)
+        if self._is_discarded:
+            self.discard()
 
     def discard(self) -> None:
-        """Give the memory of free pages back to the system; they read as zeros. Mappings stay valid.
+        """Give the memory of free pages back to the system, now and when others become free; they read as zeros.
 
-        LMCache 0.5.6 keeps a segment mapped until it ends, also after the segment was unregistered.
+        No page can be taken any more. Mappings stay valid. Nobody may still write to free pages: tmpfs would have to find
+        memory for that again. LMCache 0.5.6 keeps a segment mapped until it ends, also after the segment was unregistered.
         """
+        self._is_discarded = True
         num_pages = self.pages.num_pages
-        taken = sorted(set(range(1, num_pages)).difference(self._to_load.free_pages(), self._to_save.free_pages()))
+        taken = sorted(set(range(1, num_pages)).difference(self._to_load.close(), self._to_save.close()))
         first = 0
         for end in (*taken, num_pages):
             self._discard_bytes(first * self.pages.page_bytes, end * self.pages.page_bytes)
@@ -206,9 +215,9 @@ class Staging:
     def _discard_bytes(self, start: int, end: int) -> None:
         """Give back the pages of the system that lie within [start, end)."""
         start, end = -(-start // mmap.PAGESIZE) * mmap.PAGESIZE, end // mmap.PAGESIZE * mmap.PAGESIZE
-        if start < end:
-            with contextlib.suppress(OSError):  # a file system that cannot
-                self._memory.madvise(mmap.MADV_REMOVE, start, end - start)
+        with contextlib.suppress(OSError):  # a file system that cannot
+            for first in range(start, end, SLICE_BYTES):
+                self._memory.madvise(mmap.MADV_REMOVE, first, min(SLICE_BYTES, end - first))
 
     def unlink(self) -> None:
         """Remove the name: existing mappings stay valid, new ones are impossible. Idempotent."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from connectors.lmcache.messages import SavePages
+from connectors.lmcache.staging import Staging
 from connectors.lmcache.wire import Operation
 from tests.connectors.lmcache.played_server import STORED
 
@@ -62,3 +63,11 @@ def test_what_was_copied_for_a_lost_server_is_forgotten(played):
     played.tell(verdicts={late.number: True})
     assert not played.asked
     assert old.staging.num_used_pages == 0
+
+
+def test_memory_of_a_lost_server_goes_back_behind_what_is_still_sealed_in_it(played):
+    save, old = played.save(), played.server
+    played.tell(verdicts={save.number: True})
+    played.lose()
+    assert [type(arguments[0]) for arguments, _ in played.loop.jobs] == [SavePages, Staging]
+    assert played.loop.jobs[1][0] == (old.staging,)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import fcntl
+import mmap
 import os
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+import connectors.lmcache.staging as staging_module
 from connectors.lmcache.staging import SHM_FOLDER, SHM_PREFIX, PageIdentity, PageSealer, Staging, sweep_segments
 from core.digest import BlockDigester
 from core.errors import ConnectorUnavailable, CorruptBlock, StaleBlock
@@ -117,9 +120,26 @@ def test_memory_of_free_pages_goes_back_to_the_system_and_that_of_taken_ones_sta
     staging.discard()
     assert (staging.rows[taken] == 7).all()
     assert (staging.rows == 0).mean() > 0.8  # whole pages of the system
-    staging.give_back([taken])
-    staging.discard()
+    staging.give_back([taken])  # the last who uses one
     assert (SHM_FOLDER / staging.pages.shm_name).stat().st_blocks <= 16  # the last page of the system may be shared
+
+
+def test_pages_whose_memory_went_back_are_taken_by_nobody(staging):
+    pages = staging.take_to_save(1)
+    staging.discard()
+    assert staging.take_to_load(1) is None
+    staging.give_back(pages)
+    assert staging.take_to_save(1) is None
+    assert staging.num_used_pages == 0
+
+
+def test_memory_goes_back_in_slices_between_which_other_threads_run(staging, monkeypatch):
+    lengths = []
+    monkeypatch.setattr(staging_module, "SLICE_BYTES", 3 * mmap.PAGESIZE)
+    staging._memory = SimpleNamespace(madvise=lambda _advice, _start, length: lengths.append(length))
+    staging.discard()
+    assert sum(lengths) == staging.rows.nbytes // mmap.PAGESIZE * mmap.PAGESIZE
+    assert max(lengths) == 3 * mmap.PAGESIZE
 
 
 def test_segments_of_the_dead_are_swept_and_those_of_the_living_are_not(tmp_path):
