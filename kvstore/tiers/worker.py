@@ -1,9 +1,9 @@
 """The thread of a tier: runs its jobs one after another, verifies loaded blocks, and counts failures.
 
-It owns the queue of one tier. Lookups, which are short, run before loads, and loads before saves: requests wait for them. A job
-that no query needs any more is skipped. If the tier raises, the job finds nothing. A block whose bytes or seal do not match its
-key is removed from the tier and counts as missing. ``submit`` may be called from any thread; ``on_done`` is called on the
-thread of the tier.
+It owns the queue of one tier. Lookups, which are short, run before loads, and loads before saves, for which no request waits.
+None is passed over for ever: there may be more lookups, of saves too, than a slow tier can answer. A job that no query needs
+any more is skipped. If the tier raises, the job finds nothing. A block whose bytes or seal do not match its key is removed from
+the tier and counts as missing. ``submit`` may be called from any thread; ``on_done`` is called on the thread of the tier.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
 
 from core.errors import CorruptBlock, StaleBlock, StoreError
 from core.log import event
@@ -20,6 +21,9 @@ from core.rate_limit import LimitedLog
 from kvstore.key import StoreKey
 from kvstore.seal_check import BlockVerifier
 from kvstore.tiers.base import LoadJob, LocateJob, SaveJob, Tier, TierJob, TierStatistics
+
+# How many jobs of other kinds may run while one of a kind waits: then it is its turn.
+MAX_PASSED: Mapping[type[TierJob], int] = MappingProxyType({LoadJob: 1, SaveJob: 16})
 
 _log = logging.getLogger(__name__)
 
@@ -34,6 +38,7 @@ class TierWorker:
         self._jobs: dict[type[TierJob], deque[TierJob]] = {
             kind: deque() for kind in (LocateJob, LoadJob, SaveJob)
         }  # by urgency
+        self._num_passed = dict.fromkeys(MAX_PASSED, 0)  # since the last of the kind ran, while one waits
         self._wake = threading.Condition()
         self._is_closing = False
         self._thread = threading.Thread(target=self._run, name=f"kvstore-{tier.name}", daemon=True)
@@ -77,7 +82,14 @@ class TierWorker:
             self._wake.wait_for(lambda: self._is_closing or any(self._jobs.values()))
             if self._is_closing:
                 return None
-            return next(jobs for jobs in self._jobs.values() if jobs).popleft()
+            waiting = [kind for kind, jobs in self._jobs.items() if jobs]
+            chosen = next((kind for kind in waiting if self._is_its_turn(kind)), waiting[0])
+            for kind in MAX_PASSED.keys() & waiting:
+                self._num_passed[kind] = 0 if kind is chosen else self._num_passed[kind] + 1
+            return self._jobs[chosen].popleft()
+
+    def _is_its_turn(self, kind: type[TierJob]) -> bool:
+        return kind in MAX_PASSED and self._num_passed[kind] >= MAX_PASSED[kind]
 
 
 class TierRunner:

@@ -5,12 +5,13 @@ import threading
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.in_memory import DictTier
 from kvstore.tiers.base import LoadJob, LocateJob, SaveJob
-from kvstore.tiers.worker import TierWorker
+from kvstore.tiers.worker import MAX_PASSED, TierWorker
 
 DEADLINE_S = 30.0
 
 
-def test_lookups_go_before_loads_and_loads_before_saves():
+def order_of(jobs):
+    """Return jobs, all queued before the thread starts, in the order in which it runs them."""
     done, is_over = [], threading.Event()
 
     def on_done(job):
@@ -18,16 +19,34 @@ def test_lookups_go_before_loads_and_loads_before_saves():
         if len(done) == len(jobs):
             is_over.set()
 
-    blocks = [make_block(number) for number in range(2)]
-    jobs = [
-        *(SaveJob(0, block.key.pack(), block.seal, block.content) for block in blocks),
-        *(LoadJob(0, block.key.pack(), memoryview(bytearray(BLOCK_BYTES))) for block in blocks),
-        *(LocateJob(0, [block.key.pack()]) for block in blocks),
-    ]
     worker = TierWorker(DictTier(), on_done)
     for job in jobs:
         worker.submit(job)
     worker.start()
     assert is_over.wait(DEADLINE_S)
     assert worker.stop(DEADLINE_S)
-    assert done == [*jobs[4:], *jobs[2:4], *jobs[:2]]
+    return done
+
+
+def saves(count):
+    return [SaveJob(0, block.key.pack(), block.seal, block.content) for block in map(make_block, range(count))]
+
+
+def loads(count):
+    return [LoadJob(0, make_block(number).key.pack(), memoryview(bytearray(BLOCK_BYTES))) for number in range(count)]
+
+
+def lookups(count):
+    return [LocateJob(0, [make_block(number).key.pack()]) for number in range(count)]
+
+
+def test_lookups_go_before_loads_in_turn_and_loads_before_saves():
+    two_saves, three_loads, two_lookups = saves(2), loads(3), lookups(2)
+    order = order_of([*two_saves, *three_loads, *two_lookups])
+    assert order == [two_lookups[0], three_loads[0], two_lookups[1], *three_loads[1:], *two_saves]
+
+
+def test_no_number_of_lookups_and_loads_keeps_a_save_from_its_turn():
+    (save,), patience = saves(1), MAX_PASSED[SaveJob]
+    order = order_of([save, *loads(patience), *lookups(patience)])
+    assert order.index(save) == patience
