@@ -8,6 +8,7 @@ copies. A tier that is only slow lets them wait. Puts wait for that thread only,
 
 from __future__ import annotations
 
+import logging
 import math
 import queue
 import threading
@@ -19,6 +20,7 @@ import numpy as np
 
 from core.clock import Clock
 from core.ids import IdSource
+from core.log import event
 from kvstore.client_actions import ClientAction, ClientOptions, CopyIn, MapArena, SendToStore
 from kvstore.client_base import StoreClientBase
 from kvstore.client_state import ClientState, ConnectionState
@@ -26,12 +28,14 @@ from kvstore.key import StoreKey
 from kvstore.messages import Parcel, ToStore
 from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.tiers.base import Tier, TierJob
-from kvstore.tiers.worker import TierWorker
+from kvstore.tiers.worker import TierWorker, stop_all
 
-FLUSH_TIMEOUT_S = 30.0
-STOP_TIMEOUT_S = 5.0  # of a tier's present job when the store is closed
+FLUSH_TIMEOUT_S = 25.0
+STOP_TIMEOUT_S = 5.0  # of each tier's present job when the store is closed
 
 _SELF = b"self"
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -114,13 +118,13 @@ class EmbeddedStore(StoreClientBase):
             self._is_closed = True
         self._copies.put(None)
         self._copier.join()
-        self.flush()
+        if not self.flush(FLUSH_TIMEOUT_S):
+            _log.warning(event("kvstore_unsaved", blocks=self.machine.num_unsaved))
         with self._progress:
             self._machine.say_goodbye()
             self._carry_out()
             self._progress.notify_all()
-        for worker in self.workers:
-            worker.stop(STOP_TIMEOUT_S)
+        stop_all(self.workers, STOP_TIMEOUT_S)
         if self.machine.memory is not None:
             self.machine.memory.arena.close()  # its mapping stays: a tier that hangs may still write there
 
@@ -200,4 +204,4 @@ class EmbeddedStore(StoreClientBase):
             return True
         if memory.num_dirty and not tiering.num_saving:
             self._follow(deque(self.machine.flush()))
-        return not memory.num_dirty and not tiering.num_saving
+        return not self.machine.num_unsaved

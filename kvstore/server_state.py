@@ -188,6 +188,13 @@ class ServerState:
                 self._end(session, may_still_write=True)
         return self._take_actions()
 
+    @property
+    def num_unsaved(self) -> int:
+        """Number of blocks that a lower tier is to get and has not got yet."""
+        if self.memory is None or self.tiering is None:
+            return 0
+        return max(self.memory.num_dirty, self.tiering.num_saving)  # a dirty block may be one that is being saved
+
     def flush(self) -> list[Action]:
         """Start to save dirty blocks (write-back), as many as the tiers accept at once."""
         if self.tiering is not None:

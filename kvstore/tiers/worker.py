@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
 
 from core.errors import CorruptBlock, StaleBlock, StoreError
@@ -90,6 +90,13 @@ class TierWorker:
 
     def _is_its_turn(self, kind: type[TierJob]) -> bool:
         return kind in MAX_PASSED and self._num_passed[kind] >= MAX_PASSED[kind]
+
+
+def stop_all(workers: Iterable[TierWorker], timeout_s: float) -> None:
+    """Stop workers, each within this time, and name the tiers whose job does not end in it."""
+    for worker in workers:
+        if not worker.stop(timeout_s):
+            _log.warning(event("kvstore_tier_hangs", tier=worker.tier.name))
 
 
 class TierRunner:

@@ -254,7 +254,7 @@ class HangingTier(DictTier):
         self.is_closed = True
 
 
-def test_a_server_stops_although_a_tier_hangs(monkeypatch):
+def test_a_server_stops_although_a_tier_hangs_and_says_so(monkeypatch, caplog):
     monkeypatch.setattr("kvstore.server.STOP_TIMEOUT_S", 0.1)
     tier, block = HangingTier(), make_block(1)
     options = machine_options(KVStoreSection(memory_bytes=(NUM_SLOTS + 2) * BLOCK_BYTES), RandomIds())
@@ -266,6 +266,8 @@ def test_a_server_stops_although_a_tier_hangs(monkeypatch):
         stopping.start()
         stopping.join(DEADLINE_S)
     assert not stopping.is_alive()
+    assert "event=kvstore_unsaved blocks=1" in caplog.text
+    assert "event=kvstore_tier_hangs tier=dict" in caplog.text
     assert not tier.is_closed
     tier.released.set()
     eventually(lambda: tier.values, "what the tier wrote is gone")

@@ -96,7 +96,7 @@ def test_calls_wait_for_a_tier_that_is_only_slow(monkeypatch, embedded_store):
         assert store.statistics().timeouts == 0
 
 
-def test_a_store_closes_although_a_tier_hangs(tier, embedded_store, monkeypatch):
+def test_a_store_closes_although_a_tier_hangs_and_says_so(tier, embedded_store, monkeypatch, caplog):
     monkeypatch.setattr("kvstore.embedded.STOP_TIMEOUT_S", 0.1)
     block = make_block(1)
     tier.values[block.key.pack()] = (block.seal, bytearray(block.content))
@@ -104,3 +104,13 @@ def test_a_store_closes_although_a_tier_hangs(tier, embedded_store, monkeypatch)
         ticket = store.get([block.key])
     assert ticket.is_done
     assert ticket.blocks == [None]
+    assert "event=kvstore_tier_hangs tier=dict" in caplog.text
+    assert "kvstore_unsaved" not in caplog.text
+
+
+def test_a_store_that_closes_before_its_blocks_are_saved_says_how_many(tier, embedded_store, monkeypatch, caplog):
+    monkeypatch.setattr("kvstore.embedded.STOP_TIMEOUT_S", 0.1)
+    monkeypatch.setattr("kvstore.embedded.FLUSH_TIMEOUT_S", 0.1)
+    with embedded_store(write_policy="back") as store:
+        put(store, [make_block(1), make_block(2)])
+    assert "event=kvstore_unsaved blocks=2" in caplog.text
