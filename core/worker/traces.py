@@ -12,6 +12,7 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from core.tracing import Attributes, TraceContext, Tracer
+from core.wire.engine_calls import EngineCall
 from core.wire.messages import (
     Abort,
     EncodeDone,
@@ -43,6 +44,7 @@ class _Open:
     attributes: dict[str, str | int]
     live_choices: set[int]
     source_engine_id: str = ""  # where a prefill worker may load the beginning of the prompt from
+    num_refusals: int = 0  # on their way, of other requests with its id
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     first_token_at: float | None = None
@@ -58,10 +60,15 @@ class WorkerTraces:
     _open: OrderedDict[str, _Open] = field(default_factory=OrderedDict)
 
     def on_message(self, message: RouterMessage, now: float, *, is_taken: bool) -> None:
-        """Process a router's message. A request that is not taken is ignored by the worker: it gets no reply."""
+        """Process a router's message. A request that is not taken is ignored by the worker: it gets no reply.
+
+        One whose id is in use is refused by the worker at once.
+        """
         if self.tracer is None:
             return
         match message:
+            case Generate() | EncodeRequest() | EngineCall() if is_taken and message.request_id in self._open:
+                self._open[message.request_id].num_refusals += 1
             case Generate() if is_taken and message.trace is not None:
                 self._hold(message.request_id, _open_generate(message, message.trace, now))
             case EncodeRequest() if is_taken and message.trace is not None:
@@ -81,6 +88,8 @@ class WorkerTraces:
                 self._on_prefill_done(message, now)
             case EncodeDone():
                 self._on_encode_done(message, now)
+            case RequestFailed() if self._is_of_another(message.request_id):
+                self._open[message.request_id].num_refusals -= 1
             case RequestFailed() | EncodeFailed():
                 self._end(message.request_id, now, message.error.code)
             case list():
@@ -93,10 +102,13 @@ class WorkerTraces:
         for request_id in request_ids:
             self._end(request_id, now, outcome)
 
+    def _is_of_another(self, request_id: str) -> bool:
+        """Return whether a failure is the refusal of another request with this id."""
+        found = self._open.get(request_id)
+        return found is not None and found.num_refusals > 0
+
     def _hold(self, request_id: str, begun: _Open) -> None:
-        """Follow a request, unless its id is in use: the worker refuses it then."""
-        if request_id in self._open:
-            return
+        """Follow a request."""
         begun.attributes |= {"kvferry.engine_id": self.engine_id, "kvferry.wire_id": request_id}
         self._open[request_id] = begun
         if len(self._open) > MAX_OPEN:

@@ -203,11 +203,24 @@ def test_request_that_was_not_taken_has_no_span(bench):
     assert bench.spans() == {}
 
 
-def test_second_request_of_an_id_leaves_the_span_of_the_first(bench):
+@pytest.mark.parametrize("trace", [LEG, None])
+def test_second_request_of_an_id_leaves_the_span_of_the_first(bench, trace):
     bench.generate()
-    bench.generate(at=1000.1)
+    bench.generate(at=1000.1, trace=trace)
+    error = ErrorInfo(code="invalid_request", message="the id is in use")
+    bench.traces.on_reply(RequestFailed(request_id="r", error=error), 1000.1)
+    assert bench.spans() == {}
     bench.tokens(1000.2, finish_reason="stop")
     assert bench.interval_ms("kvferry.decode") == (0, 200)
+    assert bench.spans()["kvferry.decode"].status.is_ok
+
+
+def test_a_failure_after_the_refusal_of_a_second_request_is_of_the_first(bench):
+    bench.generate()
+    bench.generate()
+    for code in ("invalid_request", "engine_dead"):
+        bench.traces.on_reply(RequestFailed(request_id="r", error=ErrorInfo(code=code, message="?")), 1000.1)
+    assert bench.spans()["kvferry.decode"].status.description == "engine_dead"
 
 
 def test_neither_prompts_nor_images_are_kept_for_spans(bench):
