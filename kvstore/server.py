@@ -195,8 +195,9 @@ class StoreServer:
             self._pidfds[pidfd] = action.client_id
             self._follow(self.machine.on_watched(action.client_id))
             return
+        is_alive = not zmq.zmq_poll([(pidfd, zmq.POLLIN)], 0)  # one that was reaped meanwhile has no start time either
         os.close(pidfd)
-        if start_ticks is None:
+        if start_ticks is None and is_alive:
             self._refuse_to_watch(action, f"/proc/{action.pid}/stat cannot be read")
         else:
             self._follow(self.machine.on_process_died(action.client_id))

@@ -3,6 +3,8 @@
 import contextlib
 import gc
 import logging
+import os
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -179,6 +181,16 @@ def test_a_process_that_is_another_one_by_now_does_not_count_as_alive():
         client = StoreClient(address, options, SystemClock(), RandomIds())
         eventually(lambda: server.machine.memory is not None and server.machine.num_clients == 0, "it counts as alive")
         client.close()
+
+
+def test_a_process_that_ends_while_it_begins_to_be_watched_does_not_count_as_alive(monkeypatch, caplog):
+    monkeypatch.setattr("kvstore.server.process_start_ticks", lambda _: None)  # its parent has reaped it
+    with subprocess.Popen(["true"]) as process, serving() as (server, address):
+        os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        client = StoreClient(address, ClientOptions("c", BLOCK_BYTES, process=(process.pid, 1)), SystemClock(), RandomIds())
+        eventually(lambda: server.machine.memory is not None and server.machine.num_clients == 0, "it counts as alive")
+        client.close()
+    assert "kvstore_cannot_watch" not in caplog.text
 
 
 @pytest.mark.parametrize("missing", ["pidfd", "start time"])
