@@ -14,22 +14,26 @@ TIMEOUT_S = 0.5
 
 
 class HangingTier(DictTier):
-    """Keeps everybody waiting until it is ``released``."""
+    """Keeps everybody waiting until it is ``released``. ``reached`` tells that somebody waits."""
 
     def __init__(self, **options):
         super().__init__(**options)
-        self.released = threading.Event()
+        self.reached, self.released = threading.Event(), threading.Event()
+
+    def hang(self):
+        self.reached.set()
+        self.released.wait()
 
     def locate(self, keys):
-        self.released.wait()
+        self.hang()
         return super().locate(keys)
 
     def load(self, key, target):
-        self.released.wait()
+        self.hang()
         return super().load(key, target)
 
     def save(self, key, seal, block):
-        self.released.wait()
+        self.hang()
         return super().save(key, seal, block)
 
 
@@ -102,6 +106,7 @@ def test_a_store_closes_although_a_tier_hangs_and_says_so(tier, embedded_store, 
     tier.values[block.key.pack()] = (block.seal, bytearray(block.content))
     with embedded_store(request_timeout_s=60.0) as store:
         ticket = store.get([block.key])
+        assert tier.reached.wait(30.0)
     assert ticket.is_done
     assert ticket.blocks == [None]
     assert "event=kvstore_tier_hangs tier=dict" in caplog.text
