@@ -196,10 +196,11 @@ class Staging:
         if pages:
             (self._to_load if pages[0] <= self._to_load.capacity else self._to_save).give(pages)
         if self._is_discarded:
-            self.discard()
+            for page in pages:
+                self._discard_bytes(page * self.pages.page_bytes, (page + 1) * self.pages.page_bytes)
 
     def discard(self) -> None:
-        """Give the memory of free pages back to the system, now and when others become free; they read as zeros.
+        """Give the memory of free pages back to the system, and that of others once they are given back; they read as zeros.
 
         No page can be taken any more. Mappings stay valid. Nobody may still write to free pages: tmpfs would have to find
         memory for that again. LMCache 0.5.6 keeps a segment mapped until it ends, also after the segment was unregistered.

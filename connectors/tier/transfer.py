@@ -20,6 +20,7 @@ digest stored with it, and readers reject it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -39,6 +40,7 @@ from kvstore.seal_check import check_seal
 
 RETRY_S = 0.005  # before it asks again for blocks that the tier has and could not pin
 WITHHELD_S = 2.0  # without a block, and those that the tier withholds count as missing: it may hang
+HUNG_S = 10.0  # after that, they count as missing at once, unless one arrives
 SLOW_S = 0.1  # without progress, and saves are slow: preempting is better than waiting for their blocks
 BLOCKS_PER_TURN = 4  # of one load, before the others and new commands get their turn
 GET_BYTES = 64 << 20  # asked for at a time: a store pins only so much for one client
@@ -105,6 +107,7 @@ class TierTransfer:
         self._saves: deque[_Save] = deque()
         self._saved_at = 0.0  # when the saves last came further, or began
         self._is_slow = False  # and it was said
+        self._hung_until = -math.inf  # the tier withheld blocks for too long; until then nothing waits for it
         self._reports: list[Report] = []
         self.counts: Counter[str] = Counter()
 
@@ -190,7 +193,8 @@ class TierTransfer:
                 self._wait_for_withheld(load)
                 return
             self._load_block(load, load.num_done, ticket, landed)
-            load.withheld_since = None
+            if load.withheld_since is not None:
+                load.withheld_since, self._hung_until = None, -math.inf
             load.num_done = _next_wanted(load, load.num_done + 1)
             load.num_asked = max(load.num_asked, load.num_done)
             if load.num_done >= end:
@@ -206,7 +210,11 @@ class TierTransfer:
         self._release(load)
         load.withheld_since = now if load.withheld_since is None else load.withheld_since
         if now - load.withheld_since >= WITHHELD_S:
-            self._end_group(load, load.num_done, NotFound(f"{self._name}: the block is withheld for {WITHHELD_S:g} s"))
+            self._hung_until = now + HUNG_S
+        if now < self._hung_until:
+            self._end_group(
+                load, load.num_done, NotFound(f"{self._name}: the tier withholds it, as it has done for {WITHHELD_S:g} s")
+            )
             load.num_done = _next_wanted(load, load.num_done)
         load.num_asked, load.retry_at = load.num_done, now + RETRY_S
 

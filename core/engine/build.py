@@ -231,7 +231,7 @@ def _load_model(config: KVFerryConfig) -> _LoadedModel:
         memory = measure(
             device,
             lambda: run_largest(longest),
-            lambda: run_widest_decode(decoder, backend, layers, config.scheduler, dtype),
+            lambda: run_widest_decode(decoder, backend, layers, config.scheduler, dtype, longest),
         )
         sizing = sizing_within(memory)
     return _LoadedModel(

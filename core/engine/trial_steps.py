@@ -95,14 +95,19 @@ def run_longest_prefills(
 
 @torch.inference_mode()
 def run_widest_decode(
-    decoder: Decoder, backend: type[AttentionBackend], config: KVCacheConfig, section: SchedulerSection, dtype: torch.dtype
+    decoder: Decoder,
+    backend: type[AttentionBackend],
+    config: KVCacheConfig,
+    section: SchedulerSection,
+    dtype: torch.dtype,
+    longest: int,
 ) -> None:
-    """Compute one token for as many sequences as there may be, each as long as it may be."""
+    """Compute one token for as many sequences as there may be, each as long as it may be, at most ``longest``."""
     device, size = decoder.device, config.groups[0].spec.block_size
     attention = _over_one_block(backend, config, dtype, device)
     num_seqs = min(section.max_num_seqs, section.step_tokens)
-    width = min(-(-decoder.arch.max_position_embeddings // size), max(1, _TABLE_ENTRIES // num_seqs))
-    seq_len = min(decoder.arch.max_position_embeddings, width * size)
+    width = min(-(-longest // size), max(1, _TABLE_ENTRIES // num_seqs))
+    seq_len = min(longest, width * size)
     batch = AttentionBatch(
         query_start_loc=np.arange(num_seqs + 1, dtype=np.int32),
         seq_lens=np.full(num_seqs, seq_len, dtype=np.int32),

@@ -62,15 +62,19 @@ class TierWorker:
 
         Queued jobs are dropped.
         """
-        with self._wake:
-            self._is_closing = True
-            self._wake.notify()
+        self.close()
         if self._thread.ident is not None:
             self._thread.join(timeout_s)
             if self._thread.is_alive():
                 return False
         self.tier.close()
         return True
+
+    def close(self) -> None:
+        """Have the thread end after its current job. Idempotent."""
+        with self._wake:
+            self._is_closing = True
+            self._wake.notify()
 
     def _run(self) -> None:
         while (job := self._next_job()) is not None:
@@ -93,9 +97,12 @@ class TierWorker:
 
 
 def stop_all(workers: Iterable[TierWorker], timeout_s: float) -> None:
-    """Stop workers, each within this time, and name the tiers whose job does not end in it."""
+    """Stop workers, all within this time, and name the tiers whose job does not end in it."""
+    workers, ends_at = list(workers), time.monotonic() + timeout_s
     for worker in workers:
-        if not worker.stop(timeout_s):
+        worker.close()
+    for worker in workers:
+        if not worker.stop(max(0.0, ends_at - time.monotonic())):
             _log.warning(event("kvstore_tier_hangs", tier=worker.tier.name))
 
 

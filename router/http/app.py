@@ -133,7 +133,7 @@ def create_app(
     app_with_limits: ASGIApp = uploads
     if limits.max_requests_per_key and api_key:
         app_with_limits = KeyLimit(uploads, limits.max_requests_per_key)
-    return RequestIdMiddleware(app_with_limits, endpoints.metrics, paths)
+    return RequestIdMiddleware(app_with_limits, endpoints.metrics, paths, is_closing=lambda: endpoints.is_closing)
 
 
 def _cors(origins: Sequence[str]) -> CORSConfig | None:

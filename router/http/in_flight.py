@@ -1,15 +1,11 @@
-"""Counts the requests in flight, so that a router that drains waits for their last bytes.
-
-Its answers then end their connections: a client that kept one would send its next request, and the retries of it, to a router
-that refuses them.
-"""
+"""Counts the requests in flight, so that a router that drains waits for their last bytes."""
 
 from __future__ import annotations
 
 import asyncio
 
 from litestar.enums import ScopeType
-from litestar.types import ASGIApp, Message, Receive, Scope, Send
+from litestar.types import ASGIApp, Receive, Scope, Send
 
 
 class InFlight:
@@ -26,18 +22,12 @@ class InFlight:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-
-        async def send_or_end(message: Message) -> None:
-            if self._is_draining and message["type"] == "http.response.start":
-                message["headers"] = [*message["headers"], (b"connection", b"close")]
-            await send(message)
-
         if self._is_draining or scope["type"] != ScopeType.HTTP or scope["method"] != "POST":
-            await self._app(scope, receive, send_or_end)
+            await self._app(scope, receive, send)
             return
         self._num_open += 1
         try:
-            await self._app(scope, receive, send_or_end)
+            await self._app(scope, receive, send)
         finally:
             self._num_open -= 1
             self._has_ended.set()

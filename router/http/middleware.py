@@ -1,12 +1,12 @@
-"""The outermost layer of the HTTP application: request ids, names of ignored fields, HEAD, and response counts.
+"""Wraps the HTTP application: request ids, names of ignored fields, HEAD, response counts, and ends of connections.
 
-Owns the headers ``X-Request-Id`` and ``X-KVFerry-Ignored-Fields``, and the labels of ``kvferry_http_requests``.
+Owns the headers ``X-Request-Id``, ``X-KVFerry-Ignored-Fields`` and ``Connection``, and the labels of ``kvferry_http_requests``.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from litestar.enums import ScopeType
@@ -23,12 +23,24 @@ _IGNORED_KEY = "kvferry_ignored_fields"
 
 
 class RequestIdMiddleware:
-    """Wraps the application: accepts or makes a request id, returns it in a header, and counts the response."""
+    """Wraps the application: accepts or makes a request id, returns it in a header, and counts the response.
 
-    def __init__(self, app: ASGIApp, metrics: RouterMetrics, paths: frozenset[str], ids: IdSource | None = None) -> None:
+    While ``is_closing()``, answers end their connections. A client that kept one would send its next request, and the retries
+    of it, to a router that refuses them.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        metrics: RouterMetrics,
+        paths: frozenset[str],
+        ids: IdSource | None = None,
+        is_closing: Callable[[], bool] = lambda: False,
+    ) -> None:
         self._app = app
         self._metrics = metrics
         self._paths = paths
+        self._is_closing = is_closing
         self._ids = ids or RandomIds()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -42,6 +54,13 @@ class RequestIdMiddleware:
         state[_SEND_KEY] = send
         state[_STATE_KEY] = (request_id.decode(), request_id is given)
         path = scope["path"] if scope["path"] in self._paths else "other"
+        has_body = False
+
+        async def receive_body() -> Any:  # noqa: ANN401 - any message of the server
+            nonlocal has_body
+            message = await receive()
+            has_body = has_body or not message.get("more_body", False)
+            return message
 
         async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -49,13 +68,15 @@ class RequestIdMiddleware:
                 if ignored := state.get(_IGNORED_KEY):
                     more.append((b"x-kvferry-ignored-fields", ignored_header(ignored).encode()))
                     self._metrics.count_ignored_fields(len(ignored))
+                if has_body and self._is_closing():  # an end in the midst of a body could cost the client its answer
+                    more.append((b"connection", b"close"))
                 message["headers"] = [*message["headers"], *more]
                 self._metrics.count_http(path, message["status"])
             await send(message)
 
         if scope["method"] == "HEAD":  # answered as GET; the server leaves the body out
             scope = {**scope, "method": "GET"}
-        await self._app(scope, receive, send_with_id)
+        await self._app(scope, receive_body, send_with_id)
 
 
 def plain_send(scope: Scope, send: Send) -> Send:

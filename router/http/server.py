@@ -160,7 +160,8 @@ class Router:
     async def stop(self, grace_s: float = 0.0) -> None:
         """Refuse new requests, wait up to ``grace_s`` for those in flight, fail the rest, and close. Idempotent.
 
-        What is left of that time is for clients that still read. Every answer ends its connection.
+        What is left of that time is for clients that still read. Answers that begin from now on
+        end their connections.
         """
         loop = asyncio.get_running_loop()
         ends_at = loop.time() + grace_s

@@ -168,6 +168,9 @@ def test_chunks_that_are_withheld_without_an_end_are_a_miss(mover, store, clock,
     clock.advance(0.1 * WITHHELD_S)
     (ended,) = run(mover, store)
     assert ended.error.code == "store_miss"
+    mover.submit(FetchingMetadata(fetches=[dataclasses.replace(fetch, deadline=clock.now() + 10)]))
+    (ended,) = run(mover, store)
+    assert ended.error.code == "store_miss", "it is waited for again at once"
 
 
 def test_missing_chunk_is_a_miss(mover, store, saved, fetch):

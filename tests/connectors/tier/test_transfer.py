@@ -292,6 +292,28 @@ def test_blocks_that_a_tier_withholds_without_an_end_are_missing_long_before_the
     assert [(report.error.code, report.invalid_block_ids) for report in ended] == [("store_miss", ALL_BLOCKS)]
 
 
+def test_a_tier_that_has_withheld_for_long_is_not_waited_for_again_until_it_gives(region, store):
+    clock = FakeClock()
+    mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
+    item = sealed(region, 1)
+    save(mover, item)
+    store.max_pins = 0
+    load(mover, [item], (20,), "first")
+    drive(mover)
+    clock.advance(mover_module.WITHHELD_S)
+    assert [report.request_id for report in drive(mover)] == ["first"]
+    load(mover, [item], (20,), "second")
+    (ended,) = drive(mover)
+    assert (ended.request_id, ended.error.code) == ("second", "store_miss")
+    clock.advance(mover_module.HUNG_S)
+    load(mover, [item], (20,), "third")
+    assert drive(mover) == []
+    store.max_pins = 1
+    clock.advance(mover_module.RETRY_S)
+    (ended,) = drive(mover)
+    assert (ended.request_id, ended.error) == ("third", None)
+
+
 def test_a_load_of_nothing_names_no_blocks(mover, region, store):
     items = [sealed(region, block_id) for block_id in (1, 2)]
     load(mover, items, (20, 21))

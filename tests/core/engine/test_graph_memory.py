@@ -109,7 +109,7 @@ def graphs_and_what_is_kept_for_them(build_tiny, model, max_tokens, num_seqs, **
     memory = measure(
         device,
         lambda: run_largest_step(runner.decoder, backend, pool.config, section, dtype),
-        lambda: run_widest_decode(runner.decoder, backend, pool.config, section, dtype),
+        lambda: run_widest_decode(runner.decoder, backend, pool.config, section, dtype, built.max_model_len),
     )
     before, _ = torch.cuda.mem_get_info()
     runner.record_graphs(CudaRecorder(device), batch_sizes(num_seqs), built.max_model_len)

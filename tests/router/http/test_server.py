@@ -140,6 +140,29 @@ async def test_answers_of_a_draining_router_end_their_connections(start_router):
         await stopping
 
 
+async def test_a_draining_router_reads_the_rest_of_a_body_that_it_has_refused(start_router):
+    """The end of a connection in the midst of a body would reset it, and the client could lose the answer."""
+    under_test = await start_router(max_body_bytes=1000)
+    _, decode = await under_test.pair(pause_after=1)
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json=BODY))
+        await decode.generated()
+        stopping = asyncio.create_task(under_test.router.stop(grace_s=10))
+        await under_test.until(lambda: under_test.router.endpoints.is_closing)
+        reader, writer = await asyncio.open_connection("127.0.0.1", under_test.router.port)
+        head = "POST /v1/completions HTTP/1.1\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: 9000\r\n\r\n"
+        writer.write(head.encode() + 3000 * b"x")
+        answer = await reader.readuntil(b"\r\n\r\n")
+        assert b" 413 " in answer.split(b"\r\n")[0]
+        assert b"connection: close" not in answer
+        writer.write(6000 * b"x" + b"GET /health HTTP/1.1\r\nhost: a\r\n\r\n")
+        await reader.readuntil(b" 200 OK")
+        writer.close()
+        decode.script.resume.set()
+        await call
+        await stopping
+
+
 async def test_stopping_waits_for_requests_that_no_worker_has_yet(start_router, monkeypatch):
     under_test = await start_router()
     await under_test.pair()

@@ -86,9 +86,9 @@ def test_the_widest_decode_step_has_every_sequence_at_its_full_length(build_tiny
     monkeypatch.setattr(backend, "plan", lambda self, batch: batches.append(batch) or plan(self, batch))
     decoder.forward = lambda *args: shapes.append(tuple(forward(*args).shape)) or forward(*args)
     section = SchedulerSection(max_num_seqs=num_seqs)
-    run_widest_decode(decoder, backend, built.pool.config, section, torch.float32)
+    run_widest_decode(decoder, backend, built.pool.config, section, torch.float32, 100)
     assert shapes == [(num_seqs, decoder.arch.hidden_size)]
-    assert batches[0].seq_lens.tolist() == [decoder.arch.max_position_embeddings] * num_seqs
+    assert batches[0].seq_lens.tolist() == [100] * num_seqs
 
 
 @pytest.mark.parametrize("backend", [SdpaBackend, BatchedSdpaBackend, StandInPagesBackend])
