@@ -121,7 +121,7 @@ def test_memory_of_free_pages_goes_back_to_the_system_and_that_of_taken_ones_sta
     assert (staging.rows[taken] == 7).all()
     assert (staging.rows == 0).mean() > 0.8  # whole pages of the system
     staging.give_back([taken])  # the last who uses one
-    assert (SHM_FOLDER / staging.pages.shm_name).stat().st_blocks <= 16  # the last page of the system may be shared
+    assert (SHM_FOLDER / staging.pages.shm_name).stat().st_blocks <= 24  # pages of the system that it shares
 
 
 def test_pages_whose_memory_went_back_are_taken_by_nobody(staging):
