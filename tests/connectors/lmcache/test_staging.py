@@ -120,8 +120,21 @@ def test_memory_of_free_pages_goes_back_to_the_system_and_that_of_taken_ones_sta
     staging.discard()
     assert (staging.rows[taken] == 7).all()
     assert (staging.rows == 0).mean() > 0.8  # whole pages of the system
-    staging.give_back([taken])  # the last who uses one
-    assert (SHM_FOLDER / staging.pages.shm_name).stat().st_blocks <= 24  # pages of the system that it shares
+
+
+def test_memory_of_pages_that_are_given_back_later_goes_back_then():
+    staging = Staging(f"{SHM_PREFIX}late_{os.getpid()}", 1 << 20, 1 << 16, BLOCK_SIZE)
+    try:
+        staging.rows[:] = 7
+        pages = [*staging.take_to_save(2), *staging.take_to_load(1)]
+        staging.discard()
+        assert all((staging.rows[page] == 7).all() for page in pages)
+        staging.give_back(pages[:2])
+        staging.give_back(pages[2:])
+        num_bytes = 512 * (SHM_FOLDER / staging.pages.shm_name).stat().st_blocks
+        assert num_bytes <= (len(pages) + 1) * 2 * mmap.PAGESIZE  # what a page of the system shares with the next
+    finally:
+        staging.unlink()
 
 
 def test_pages_whose_memory_went_back_are_taken_by_nobody(staging):
