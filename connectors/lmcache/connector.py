@@ -152,7 +152,10 @@ class LMCacheConnector(Connector):
             view, instance_id = await register(client.calls, self._num_attempts, facts, staging, settings, self._context.ids)
             server = RegisteredServer(client.calls, view, instance_id, settings, self._on_answer, self.worker.fail)
             self._open(server)
-            return await server.run()
+            error = await server.run()
+            self.server = self.scheduler.server = None
+            await server.say_goodbye()
+            return error
         except TimeoutError:
             return TransferTimeout("the LMCache server could not be reached in time")
         except KVFerryError as error:

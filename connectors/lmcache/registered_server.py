@@ -124,6 +124,7 @@ class RegisteredServer:
         self._answer = answer
         self._fail = fail
         self._left = asyncio.Event()
+        self._has_said_goodbye = False
         self._tasks: set[asyncio.Task[Any]] = set()
         self._load_turn = asyncio.Lock()
         self._pages_freed = asyncio.Event()
@@ -151,16 +152,19 @@ class RegisteredServer:
         self._left.set()
 
     async def say_goodbye(self) -> None:
-        """End all sessions, unregister, and wait briefly for the reply: the server logs an error if it cannot deliver it."""
-        if self.error is not None:
-            return
+        """End all sessions, unregister, and wait briefly for the reply: the server logs an error if it cannot deliver it.
+
+        Also of a server that was left because it was slow: else it would keep locks and sessions until it misses the worker.
+        """
         self._cancel(PeerUnreachable("this worker stops"))  # the connection stays open until the server is left
-        for session_id, session in self.sessions.items():
-            if session.locked is not None:
-                self._calls.post(Operation.FREE_LOOKUP_LOCKS, self._key(session, *session.locked), _TP_SIZE)
-            self._calls.post(Operation.END_SESSION, session_id)
-        with contextlib.suppress(KVFerryError):
-            await self._calls.call(_GOODBYE_S, Operation.UNREGISTER_KV_CACHE, self._instance_id)
+        if not self._calls.is_lost and not self._has_said_goodbye:
+            self._has_said_goodbye = True
+            for session_id, session in self.sessions.items():
+                if session.locked is not None:
+                    self._calls.post(Operation.FREE_LOOKUP_LOCKS, self._key(session, *session.locked), _TP_SIZE)
+                self._calls.post(Operation.END_SESSION, session_id)
+            with contextlib.suppress(KVFerryError):
+                await self._calls.call(_GOODBYE_S, Operation.UNREGISTER_KV_CACHE, self._instance_id)
         self._left.set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:

@@ -194,6 +194,25 @@ async def test_an_abort_leaves_neither_locks_nor_sessions(start_engine, server_s
         await until_idle(reader, server_status)
 
 
+async def test_a_server_that_was_slow_for_a_while_keeps_no_locks_and_no_sessions(start_engine, lmcache_server, server_status):
+    async with start_engine() as writer, start_engine(request_timeout_s=1.0) as reader:
+        await writer.run("a", PROMPT)
+        await writer.settled()
+        reader.add("b", PROMPT)
+        reader.step()
+        await reader.answered()
+        lmcache_server.freeze()
+        try:
+            async with asyncio.timeout(30.0):
+                while reader.connector.is_connected:  # noqa: ASYNC110 - without a step, which would begin the load
+                    await asyncio.sleep(0.05)
+        finally:
+            lmcache_server.thaw()
+        await reader.until(lambda: reader.connector.is_connected)
+        await until_idle(reader, server_status)
+        await reader.until(lambda: "b" in reader.ended)
+
+
 async def test_no_session_name_is_ever_used_twice(start_engine):
     async with start_engine(num_blocks=24) as engine:
         seen: list[str] = []

@@ -126,6 +126,8 @@ def test_silence_is_a_reason_to_leave(played):
     rows[:] = 7
     played.tick(5.0)
     assert not played.connector.is_connected
+    assert not played.loop.jobs, "it may only be slow, and hear that this worker has left"
+    played.tick(0.2)
     (((staging,), _),) = played.loop.jobs  # of the copying thread
     staging.discard()
     assert not rows[1:-1].all(), "the server never unmaps it, so that the memory would be lost"

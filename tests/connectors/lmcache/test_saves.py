@@ -39,6 +39,8 @@ def test_a_refused_save_is_a_reason_to_register_again(played):
     played.finish(SavePages)
     played.answer(Operation.STORE, [b"", False])
     assert not played.connector.is_connected
+    assert played.asks(Operation.UNREGISTER_KV_CACHE)
+    played.tick(0.2)  # the reply may not come
     played.connect()
 
 
