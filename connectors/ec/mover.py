@@ -12,7 +12,6 @@ a fetch ends by its deadline.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from connectors.ec.chunks import ChunkLayout, RowsDigester, num_chunks, rows_in_
 from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.worker import OfferEnded
+from connectors.withheld import WITHHELD_S, WithheldPatience
 from core.clock import Clock
 from core.digest import BlockDigester
 from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock, TransferTimeout, Unavailable
@@ -31,8 +31,6 @@ from kvstore.key import StoreKey, layout_key
 
 NAME = "shared"
 RETRY_S = 0.005  # before chunks that the store has and could not pin are requested again
-WITHHELD_S = 2.0  # without a chunk, and those that the store withholds count as missing: one of its tiers may hang
-HUNG_S = 10.0  # after that, they count as missing at once, unless one arrives
 CHUNKS_PER_GET = 64  # a store limits the pins of one client
 CHUNKS_PER_TURN = 8  # of one fetch, before other fetches and new orders get their turn
 _ANY_GENERATION = 1  # of a chunk in a store, where chunks are never rewritten
@@ -109,7 +107,7 @@ class EmbeddingTransfer:
         self._memory = memory
         self._holder = holder
         self._clock = clock
-        self._hung_until = -math.inf  # the store withheld chunks for too long; until then nothing waits for it
+        self._patience = WithheldPatience(clock)
         self._layout_key = layout_key(layout.as_blocks)
         self._layout_version = layout_fingerprint(layout.as_blocks)
         self._chunk_digester = BlockDigester(layout.chunk_bytes)
@@ -199,7 +197,8 @@ class EmbeddingTransfer:
             self._store.copy_out(block, self._memory.chunk(fetching.fetch.chunks[fetching.num_done]))
             fetching.num_done += 1
             if fetching.withheld_since is not None:
-                fetching.withheld_since, self._hung_until = None, -math.inf
+                fetching.withheld_since = None
+                self._patience.on_arrival()
             if fetching.num_done == len(fetching.keys):
                 return
 
@@ -212,9 +211,7 @@ class EmbeddingTransfer:
         now = self._clock.now()
         self._release(fetching)
         fetching.withheld_since = now if fetching.withheld_since is None else fetching.withheld_since
-        if now - fetching.withheld_since >= WITHHELD_S:
-            self._hung_until = now + HUNG_S
-        if now < self._hung_until:
+        if self._patience.is_over(fetching.withheld_since):
             raise NotFound(f"the store withholds the embeddings, as it has done for {WITHHELD_S:g} s")
         fetching.retry_at = now + RETRY_S
 

@@ -31,7 +31,7 @@ from core.kv.seals import SEAL_BYTES, Seal, decode_seal, encode_seal
 
 SHM_FOLDER = Path("/dev/shm")  # where shm_open(3) looks for names
 SHM_PREFIX = "kvferry_lmcache_"
-SLICE_BYTES = 1 << 22  # given back to the system in one call, about 2 ms, in which no other thread of the process runs
+SLICE_BYTES = 1 << 22  # given back to the system in one call, in which no other thread of the process runs
 PAGE_VERSION = 1  # of the format of a page; part of the name under which pages are kept
 NULL_PAGE = 0
 

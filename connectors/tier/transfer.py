@@ -20,7 +20,6 @@ digest stored with it, and readers reject it.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +28,7 @@ from connectors.pool_access import PoolAccess
 from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.tier.contents import TierContents
 from connectors.tier.messages import Report, SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
+from connectors.withheld import WITHHELD_S, WithheldPatience
 from core.clock import Clock
 from core.digest import BlockDigester
 from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock, TransferTimeout
@@ -39,8 +39,6 @@ from kvstore.messages import MAX_KEYS
 from kvstore.seal_check import check_seal
 
 RETRY_S = 0.005  # before it asks again for blocks that the tier has and could not pin
-WITHHELD_S = 2.0  # without a block, and those that the tier withholds count as missing: it may hang
-HUNG_S = 10.0  # after that, they count as missing at once, unless one arrives
 SLOW_S = 0.1  # without progress, and saves are slow: preempting is better than waiting for their blocks
 BLOCKS_PER_TURN = 4  # of one load, before the others and new commands get their turn
 GET_BYTES = 64 << 20  # asked for at a time: a store pins only so much for one client
@@ -107,7 +105,7 @@ class TierTransfer:
         self._saves: deque[_Save] = deque()
         self._saved_at = 0.0  # when the saves last came further, or began
         self._is_slow = False  # and it was said
-        self._hung_until = -math.inf  # the tier withheld blocks for too long; until then nothing waits for it
+        self._patience = WithheldPatience(clock)
         self._reports: list[Report] = []
         self.counts: Counter[str] = Counter()
 
@@ -194,7 +192,8 @@ class TierTransfer:
                 return
             self._load_block(load, load.num_done, ticket, landed)
             if load.withheld_since is not None:
-                load.withheld_since, self._hung_until = None, -math.inf
+                load.withheld_since = None
+                self._patience.on_arrival()
             load.num_done = _next_wanted(load, load.num_done + 1)
             load.num_asked = max(load.num_asked, load.num_done)
             if load.num_done >= end:
@@ -209,9 +208,7 @@ class TierTransfer:
         self.counts["withheld_gets"] += 1
         self._release(load)
         load.withheld_since = now if load.withheld_since is None else load.withheld_since
-        if now - load.withheld_since >= WITHHELD_S:
-            self._hung_until = now + HUNG_S
-        if now < self._hung_until:
+        if self._patience.is_over(load.withheld_since):
             self._end_group(
                 load, load.num_done, NotFound(f"{self._name}: the tier withholds it, as it has done for {WITHHELD_S:g} s")
             )

@@ -155,7 +155,7 @@ OPERATIONS: dict[tuple[str, str], Operation] = {
 
 @functools.cache
 def openapi_document(version: str, served: frozenset[tuple[str, str]], *, has_key: bool) -> bytes:
-    """Return the document as JSON, with the methods and paths of ``served``. Takes 20 ms the first time.
+    """Return the document as JSON, with the methods and paths of ``served``. Made once for the same arguments.
 
     Raises:
         KeyError: a served path is not in ``OPERATIONS``.

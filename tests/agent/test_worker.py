@@ -67,7 +67,7 @@ async def test_an_agent_gives_up_a_server_that_does_not_come(start):
 
 
 @pytest.mark.slow
-async def test_a_drain_waits_for_readers_as_long_as_the_settings_let_the_server_hold_blocks(server, start, monkeypatch):
+async def test_a_drain_waits_for_readers_as_long_as_the_server_may_hold_blocks(server, start, monkeypatch):
     start.looks = [Health.HEALTHY]
     server.answers.append([])
     await start.worker.load()

@@ -136,7 +136,8 @@ def test_what_another_waits_for_is_loaded(below, is_late):
     assert parcel.message.present == b"\x01"
 
 
-def test_no_more_is_brought_up_at_a_time_than_half_of_the_slots_hold():
+def store_that_loads_all_it_may():
+    """Return a store that brings up half as many blocks as it has slots, for client "a", and as many blocks as slots."""
     tier = DictTier()
     store = Store(tiers=[tier])
     blocks = [make_block(number) for number in range(NUM_SLOTS)]
@@ -145,6 +146,11 @@ def test_no_more_is_brought_up_at_a_time_than_half_of_the_slots_hold():
     for client in (b"a", b"b"):
         store.greet(client)
     store.get(b"a", blocks[: NUM_SLOTS // 2], 1)
+    return store, blocks
+
+
+def test_no_more_is_brought_up_at_a_time_than_half_of_the_slots_hold():
+    store, blocks = store_that_loads_all_it_may()
     (reply,) = store.get(b"b", blocks[NUM_SLOTS // 2 :], 1)
     assert len(store.jobs) == NUM_SLOTS // 2
     assert not any(reply.message.present)
@@ -154,14 +160,7 @@ def test_no_more_is_brought_up_at_a_time_than_half_of_the_slots_hold():
 
 
 def test_blocks_are_withheld_while_the_tier_ends_loads_that_nobody_waits_for():
-    tier = DictTier()
-    store = Store(tiers=[tier])
-    blocks = [make_block(number) for number in range(NUM_SLOTS)]
-    for block in blocks:
-        tier.save(block.key.pack(), block.seal, block.content)
-    for client in (b"a", b"b"):
-        store.greet(client)
-    store.get(b"a", blocks[: NUM_SLOTS // 2], 1)
+    store, blocks = store_that_loads_all_it_may()
     store.say(b"a", m.ReleaseBlocks(numbers=(1,)))
     (reply,) = store.get(b"b", blocks[NUM_SLOTS // 2 :], 1)
     assert not any(reply.message.present)

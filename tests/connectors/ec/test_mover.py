@@ -12,7 +12,6 @@ from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.mover import (
     RETRY_S,
-    WITHHELD_S,
     CheckStored,
     EmbeddingHolder,
     EmbeddingTransfer,
@@ -20,6 +19,7 @@ from connectors.ec.mover import (
     SaveEmbeddings,
 )
 from connectors.ec.worker import OfferEnded
+from connectors.withheld import WITHHELD_S
 from core.ec_connector import EmbeddingsLayout
 from core.testing.clock import FakeClock
 from kvstore.base import GetTicket, LookupTicket, PutTicket, StoredBlock

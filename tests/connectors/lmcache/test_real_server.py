@@ -196,11 +196,7 @@ async def test_an_abort_leaves_neither_locks_nor_sessions(start_engine, server_s
 
 async def test_a_server_that_was_slow_for_a_while_keeps_no_locks_and_no_sessions(start_engine, lmcache_server, server_status):
     async with start_engine() as writer, start_engine(request_timeout_s=1.0) as reader:
-        await writer.run("a", PROMPT)
-        await writer.settled()
-        reader.add("b", PROMPT)
-        reader.step()
-        await reader.answered()
+        await find_what_is_saved(writer, reader)
         lmcache_server.freeze()
         try:
             async with asyncio.timeout(30.0):
@@ -317,11 +313,7 @@ async def test_blocks_of_another_place_in_the_prompt_are_refused(start_engine, r
 
 async def test_what_is_gone_between_lookup_and_load_is_computed(start_engine, raw_client):
     async with start_engine() as writer, start_engine() as reader:
-        await writer.run("a", PROMPT)
-        await writer.settled()
-        reader.add("b", PROMPT)
-        reader.step()
-        await reader.answered()
+        await find_what_is_saved(writer, reader)
         raw_client.call(Operation.CLEAR, True)
         await reader.until(lambda: "b" in reader.ended)
         reader.check("b", PROMPT)
@@ -394,11 +386,7 @@ async def test_a_worker_may_stop_in_the_moment_in_which_the_server_is_lost(start
 
 async def test_a_load_that_a_frozen_server_does_not_end_is_computed(start_engine, lmcache_server):
     async with start_engine() as writer, start_engine(request_timeout_s=1.0) as reader:
-        await writer.run("a", PROMPT)
-        await writer.settled()
-        reader.add("b", PROMPT)
-        reader.step()
-        await reader.answered()
+        await find_what_is_saved(writer, reader)
         lmcache_server.freeze()
         try:
             await reader.until(lambda: "b" in reader.ended)
@@ -413,11 +401,7 @@ async def test_a_load_that_a_frozen_server_does_not_end_is_computed(start_engine
 async def test_a_killed_server_is_noticed_and_its_successor_used(start_engine, lmcache_server):
     """The last of the file: it costs a start of the server."""
     async with start_engine() as writer, start_engine() as reader:
-        await writer.run("a", PROMPT)
-        await writer.settled()
-        reader.add("b", PROMPT)
-        reader.step()
-        await reader.answered()
+        await find_what_is_saved(writer, reader)
         lmcache_server.kill()
         await reader.until(lambda: "b" in reader.ended, timeout_s=10.0)
         reader.check("b", PROMPT)
@@ -431,6 +415,15 @@ async def test_a_killed_server_is_noticed_and_its_successor_used(start_engine, l
         await writer.settled()
         assert (await reader.run("d", OTHER)).transferred_tokens == 4 * CHUNK
         await reader.settled()
+
+
+async def find_what_is_saved(writer, reader) -> None:
+    """Have one engine save a prompt, and the other ask for it as "b": it has the answer, and its load has not begun."""
+    await writer.run("a", PROMPT)
+    await writer.settled()
+    reader.add("b", PROMPT)
+    reader.step()
+    await reader.answered()
 
 
 async def until_idle(engine, server_status) -> None:

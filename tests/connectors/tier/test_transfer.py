@@ -11,6 +11,7 @@ from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.tier import transfer as mover_module
 from connectors.tier.messages import SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
 from connectors.tier.transfer import BLOCKS_PER_TURN, TierTransfer
+from connectors.withheld import HUNG_S, WITHHELD_S
 from core.digest import BlockDigester
 from core.kv.seals import ExpectedSeal, decode_seal
 from core.testing.clock import FakeClock
@@ -274,7 +275,7 @@ def test_a_tier_that_continues_withholding_costs_no_more_than_the_deadline(regio
     assert (ended.error.code, ended.invalid_block_ids) == ("deadline", ALL_BLOCKS)
 
 
-def test_blocks_that_a_tier_withholds_without_an_end_are_missing_long_before_the_deadline(region, store):
+def test_blocks_that_a_tier_withholds_without_an_end_are_missing_in_time(region, store):
     clock = FakeClock()
     mover = TierTransfer("tier", store, open_pool(region), region.seals, region.block_bytes, clock)
     items = [sealed(region, block_id, group_id=block_id % 2) for block_id in (1, 2)]
@@ -283,11 +284,11 @@ def test_blocks_that_a_tier_withholds_without_an_end_are_missing_long_before_the
     keys = tuple(item.key for item in items)
     mover.submit(TierConnectorMetadata(loads=[TierLoad("r", keys, (20, 21), BLOCK_SIZE, deadline=clock.now() + 30)]))
     assert drive(mover) == []
-    clock.advance(0.9 * mover_module.WITHHELD_S)
+    clock.advance(0.9 * WITHHELD_S)
     assert drive(mover) == []
     ended = []
     for _ in range(3):
-        clock.advance(0.1 * mover_module.WITHHELD_S)
+        clock.advance(0.1 * WITHHELD_S)
         ended += drive(mover)
     assert [(report.error.code, report.invalid_block_ids) for report in ended] == [("store_miss", ALL_BLOCKS)]
 
@@ -300,12 +301,12 @@ def test_a_tier_that_has_withheld_for_long_is_not_waited_for_again_until_it_give
     store.max_pins = 0
     load(mover, [item], (20,), "first")
     drive(mover)
-    clock.advance(mover_module.WITHHELD_S)
+    clock.advance(WITHHELD_S)
     assert [report.request_id for report in drive(mover)] == ["first"]
     load(mover, [item], (20,), "second")
     (ended,) = drive(mover)
     assert (ended.request_id, ended.error.code) == ("second", "store_miss")
-    clock.advance(mover_module.HUNG_S)
+    clock.advance(HUNG_S)
     load(mover, [item], (20,), "third")
     assert drive(mover) == []
     store.max_pins = 1

@@ -143,14 +143,19 @@ def test_nothing_of_a_partly_bad_round_becomes_a_hit():
     assert len(world.scheduler.quarantined) == 1
 
 
+def hold_early(world, num_tokens):
+    """Have the first 48 tokens of a prompt loaded early."""
+    announce(world, world.prompt(num_tokens), 48, 0)
+    world.step()
+    world.complete_load("r/early/0")
+    world.step()
+
+
 def test_early_blocks_give_way_before_a_running_request_is_preempted():
     world = World(with_connector=True, num_blocks=8)
     world.add("a", 30, max_tokens=60)
     world.step()
-    announce(world, world.prompt(50), 48, 0)
-    world.step()
-    world.complete_load("r/early/0")
-    world.step()
+    hold_early(world, 50)
     assert num_early(world) == 3
     world.run()
     assert world.scheduler.make_stats().num_preemptions == 0
@@ -177,10 +182,7 @@ def test_running_request_waits_for_the_blocks_of_an_aborted_round_unpreempted():
 
 def test_early_blocks_give_way_to_the_admission_of_another_request():
     world = World(with_connector=True, num_blocks=8)
-    announce(world, world.prompt(50), 48, 0)
-    world.step()
-    world.complete_load("r/early/0")
-    world.step()
+    hold_early(world, 50)
     world.add("a", 100, max_tokens=1)
     world.step()
     assert world.ends == {"a": "length"}
@@ -191,10 +193,7 @@ def test_early_pulls_stay_if_their_blocks_would_not_suffice_for_an_admission():
     world = World(with_connector=True, num_blocks=17)
     world.add("a", 60, max_tokens=60)
     world.step()
-    announce(world, world.prompt(60), 48, 0)
-    world.step()
-    world.complete_load("r/early/0")
-    world.step()
+    hold_early(world, 60)
     world.add("big", 200)  # 13 blocks: 9 are free, and 3 are held early
     world.step()
     assert world.waiting_ids == ["big"]
