@@ -122,8 +122,11 @@ def _template_message(index: int, message: ChatMessage, sees_images: bool) -> di
         result["name"] = message.name
     if message.tool_calls:
         result["tool_calls"] = earlier_calls(message.tool_calls, f"messages[{index}].tool_calls")
-    if message.role == "assistant" and isinstance(message.reasoning_content, str):
-        result["reasoning_content"] = message.reasoning_content
+    if message.role == "assistant":
+        # Servers call it one or the other, and clients send back what they have received; templates know the first name.
+        reasoning = message.reasoning if message.reasoning_content is None else message.reasoning_content
+        if isinstance(reasoning, str):
+            result["reasoning_content"] = reasoning
     if message.tool_call_id is not None:
         result["tool_call_id"] = message.tool_call_id
     return result

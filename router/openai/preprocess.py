@@ -175,7 +175,7 @@ class PromptReader:
         messages = request.messages
         is_short = len(messages) <= _INLINE_MESSAGES and sum(map(_num_parts, messages)) <= _INLINE_MESSAGES
         # Tools, earlier calls and reasoning may be long, and are not counted as characters: a template may leave them out.
-        has_more = bool(request.tools) or any(message.tool_calls or message.reasoning_content for message in messages)
+        has_more = bool(request.tools) or any(map(_has_more_than_content, messages))
         if is_short and not has_more and sum(map(_num_characters, messages)) <= INLINE_CHARACTERS * 16:
             with suppress(RenderTooSlow):
                 return self._template.render(request, _INLINE_RENDER_S)
@@ -248,7 +248,7 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
     """Refuse a conversation with too many messages or parts, or with a message that lacks what its role needs.
 
     Raises:
-        InvalidRequest: names the limit, or the field that is missing.
+        InvalidRequest: names the limit, the field that is missing, or calls that are not the assistant's.
     """
     if len(messages) > MAX_MESSAGES:
         raise InvalidRequest(f"there are {len(messages)} messages, at most {MAX_MESSAGES} are allowed", param="messages")
@@ -260,6 +260,9 @@ def check_messages(messages: Sequence[ChatMessage]) -> None:
         if field:
             place = f"messages[{index}].{field}"
             raise InvalidRequest(f"{place} is required in a message of the {message.role}", param=place)
+        if message.tool_calls and message.role != "assistant":
+            place = f"messages[{index}].tool_calls"
+            raise InvalidRequest(f"{place} belongs to a message of the assistant: leave it out", param=place)
 
 
 def _missing_field(message: ChatMessage) -> str:
@@ -267,6 +270,10 @@ def _missing_field(message: ChatMessage) -> str:
     if message.role == "user" and message.content in (None, []):
         return "content"
     return "tool_call_id" if message.role == "tool" and message.tool_call_id is None else ""
+
+
+def _has_more_than_content(message: ChatMessage) -> bool:
+    return bool(message.tool_calls or message.reasoning_content or message.reasoning)
 
 
 def continued_text(request: ChatCompletionRequest) -> str:

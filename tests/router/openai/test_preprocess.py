@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 from core.errors import ContextTooLong, InvalidRequest
+from core.model.tokenizer import Tokenizer
 from router.openai.chat_template import ChatTemplate
 from router.openai.preprocess import PromptReader
 from router.openai.requests import (
@@ -101,6 +102,33 @@ async def test_messages_without_what_makes_them_one_are_refused(reader, message,
     with pytest.raises(InvalidRequest, match="is required in a message of the") as refused:
         await reader.read_chat(said(USER, message), LIMITS)
     assert refused.value.param == param
+
+
+@pytest.mark.parametrize("role", ["user", "system", "tool"])
+async def test_calls_outside_messages_of_the_assistant_are_refused(reader, role):
+    message = ChatMessage(role=role, content="x", tool_calls=[CALL], tool_call_id="a")
+    with pytest.raises(InvalidRequest, match="belongs to a message of the assistant: leave it out") as refused:
+        await reader.read_chat(said(USER, message), LIMITS)
+    assert refused.value.param == "messages[1].tool_calls"
+
+
+@pytest.mark.parametrize(
+    ("fields", "seen"),
+    [
+        ({"reasoning_content": "a"}, "a"),
+        ({"reasoning": "b"}, "b"),
+        ({"reasoning_content": "a", "reasoning": "b"}, "a"),
+        ({"reasoning_content": "", "reasoning": "b"}, ""),
+        ({"reasoning": {"effort": "low"}}, None),
+        ({}, None),
+    ],
+)
+def test_templates_get_reasoning_by_the_name_that_they_know(template, monkeypatch, fields, seen):
+    rendered = []
+    monkeypatch.setattr(Tokenizer, "apply_chat_template", lambda self, messages, **options: rendered.extend(messages) or "")
+    template.render(said(USER, ChatMessage(role="assistant", content="x", **fields), ChatMessage(role="user", content="y")))
+    assert [message.get("reasoning_content") for message in rendered] == [None, seen, None]
+    assert "reasoning" not in rendered[1]
 
 
 async def test_truncation_keeps_the_end(reader, spell):
@@ -205,7 +233,12 @@ async def test_short_texts_that_are_long_together_are_tokenized_off_the_event_lo
 
 @pytest.mark.parametrize(
     ("fields", "is_inline"),
-    [({"content": "x"}, True), ({"tool_calls": [CALL]}, False), ({"content": "x", "reasoning_content": "hm"}, False)],
+    [
+        ({"content": "x"}, True),
+        ({"tool_calls": [CALL]}, False),
+        ({"content": "x", "reasoning_content": "hm"}, False),
+        ({"content": "x", "reasoning": "hm"}, False),
+    ],
 )
 async def test_earlier_calls_and_reasoning_are_rendered_off_the_event_loop(reader, monkeypatch, fields, is_inline):
     threads = []
