@@ -17,6 +17,7 @@ import yaml
 from packaging.specifiers import SpecifierSet
 
 from core.release import package_version
+from tests.support.quick_compiler import quick_compiler
 
 ROOT = Path(__file__).parent.parent
 PACKAGES = ("core", "router", "encode", "prefill", "decode", "agent", "connectors", "kvstore", "kvferry")
@@ -55,7 +56,8 @@ def unpacked_wheel(folder, **environment):
 
 @pytest.fixture(scope="module")
 def unpacked(tmp_path_factory):
-    return unpacked_wheel(tmp_path_factory.mktemp("wheel"))
+    folder = tmp_path_factory.mktemp("wheel")
+    return unpacked_wheel(folder, **quick_compiler(folder))
 
 
 def modules_under(root):

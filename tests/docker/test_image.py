@@ -15,6 +15,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.support.quick_compiler import quick_compiler
+
 ROOT = Path(__file__).parents[2]
 DOCKERFILE = ROOT / "docker" / "Dockerfile"
 
@@ -71,10 +73,10 @@ def test_ports_of_the_chart_are_exposed(instructions):
     assert set(map(int, exposed.split())) == {port for port in ports.values() if isinstance(port, int)}
 
 
-def run_step(instructions, step, source, prefix, variant="cpu"):
-    """Run the RUN instruction of a step as it stands, but for where it installs."""
+def run_step(instructions, step, source, prefix, variant="cpu", **more):
+    """Run the RUN instruction of a step as it stands, but for where it installs. ``more`` is of its environment."""
     (command,) = (value for value in values(instructions, "RUN") if f"install.sh {step}" in value)
-    environment = {"PATH": os.environ["PATH"], "HOME": str(source.parent), "VARIANT": variant, "TORCH_INDEX": ""}
+    environment = {"PATH": os.environ["PATH"], "HOME": str(source.parent), "VARIANT": variant, "TORCH_INDEX": "", **more}
     for name in ("PIP_CONFIG_FILE", "PIP_INDEX_URL", "PIP_FIND_LINKS"):
         if name in os.environ:
             environment[name] = os.environ[name]
@@ -213,7 +215,7 @@ def test_package_step_installs_a_command_that_runs(instructions, source, tmp_pat
     installed = {name: importlib.metadata.version(name) for name in locked("cpu") if has_package(name)}
     lines = [f"{name}=={version} --hash=sha256:{0:064x}\n" for name, version in installed.items()]
     (source / "docker/requirements-cpu.lock").write_text("".join(lines))
-    assert run_step(instructions, "package", source, prefix).strip().splitlines()[-1]
+    assert run_step(instructions, "package", source, prefix, **quick_compiler(tmp_path)).strip().splitlines()[-1]
     command = [prefix / "bin" / "kvferry", "prefill", "--help"]
     assert subprocess.run(command, capture_output=True, cwd=tmp_path, timeout=60, check=False).returncode == 0
     assert json.loads((prefix / "sbom.cdx.json").read_text())["metadata"]["component"]["name"] == "kvferry"

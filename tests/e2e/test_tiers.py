@@ -106,28 +106,33 @@ def test_cluster_finds_in_redis_what_another_has_computed(start, redis_process, 
         )
         return start(name, *settings, f"kvstore.memory_bytes={128 << 20}")
 
-    def ask(served):
-        body = served.complete(corpus[:280], max_tokens=8)
-        assert_token_identical(corpus[:280], body["choices"][0]["token_ids"])
+    def ask(served, start):
+        prompt = corpus[start : start + 280]
+        body = served.complete(prompt, max_tokens=8)
+        assert_token_identical(prompt, body["choices"][0]["token_ids"])
         return body["usage"]
 
     with ThreadPoolExecutor() as pool:  # one of them keeps a single processor busy, mostly
-        first, second, third = pool.map(start_one, ("first", "second", "behind the damage"))
-    assert ask(first)["prompt_tokens_details"]["cached_tokens"] == 0
+        first, second = pool.map(start_one, ("first", "second"))
     with redis.Redis.from_url(redis_process.url) as client:
+        assert ask(first, 0)["prompt_tokens_details"]["cached_tokens"] == 0
         eventually(lambda: client.dbsize() >= 4, "four blocks in Redis")
-        usage = ask(second)
+        whole = set(client.scan_iter())
+        usage = ask(second, 0)
         assert usage["prompt_tokens_details"]["cached_tokens"] == 4 * BLOCK_SIZE
         assert "kv_transfer" not in usage
-        for key in client.scan_iter():
+        ask(first, 500)
+        eventually(lambda: client.dbsize() >= len(whole) + 4, "the blocks of another prompt")
+        for key in set(client.scan_iter()) - whole:
             stored = client.get(key)
             client.set(key, stored[:-1] + bytes([stored[-1] ^ 1]))
-    transfer = ask(third)["kv_transfer"]  # found, refused, and computed
+    transfer = ask(second, 500)["kv_transfer"]  # found, refused, and computed
     assert (transfer["recomputed_tokens"], transfer["fallback_reason"]) == (4 * BLOCK_SIZE, "store_miss")
-    assert samples(third, "kvstore", "kvferry_kvstore_tier_corrupt_blocks_total") == {"redis": 4}
-    (worker,) = third.cluster.workers
-    assert samples(third, worker.engine_id, "kvferry_store_events_total")["failed_blocks"] == 4
-    eventually(lambda: not third.held(), f"release of {third.held()}")
+    assert samples(second, "kvstore", "kvferry_kvstore_tier_corrupt_blocks_total") == {"redis": 4}
+    (worker,) = second.cluster.workers
+    assert samples(second, worker.engine_id, "kvferry_store_events_total")["failed_blocks"] == 4
+    for served in (first, second):
+        eventually(lambda served=served: not served.held(), f"release of {served.held()}")
 
 
 @pytest.mark.full

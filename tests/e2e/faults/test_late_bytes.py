@@ -31,6 +31,7 @@ def test_bytes_of_a_worker_that_thaws_late_spoil_no_other_block(faulty):
     faulty.wait_for_members("prefill", 2)  # UCX may end a process that thaws after a fence; that is a death like any other
 
 
+@pytest.mark.full
 @pytest.mark.quick_on("nixl-tcp")
 @pytest.mark.profile("short deadlines")
 def test_deadline_ends_the_read_of_a_frozen_worker_before_its_silence_does(faulty):
