@@ -80,7 +80,11 @@ class VllmServerPlan:
         self, config: KVFerryConfig, installation: VllmInstallation, variables: Mapping[str, str], log_file: Path | None
     ) -> ChildSpec:
         """Return the start options; ``variables`` are set in addition to those that the server needs."""
-        program = ForeignProgram(command=tuple(self.command(config, installation)), http_address=self.url)
+        program = ForeignProgram(
+            command=tuple(self.command(config, installation)),
+            http_address=self.url,
+            folder_variable="VLLM_RPC_BASE_PATH",  # a server that is killed leaves the sockets of its engines
+        )
         return ChildSpec(
             self.name,
             [sys.executable, "-P", "-m", "kvferry.foreign"],

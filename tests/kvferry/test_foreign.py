@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -41,8 +42,8 @@ time.sleep(600)
 """
 
 
-def foreign(*command):
-    return json.dumps({"command": command, "http_address": ADDRESS})
+def foreign(*command, **fields):
+    return json.dumps({"command": command, "http_address": ADDRESS, **fields})
 
 
 @pytest.fixture
@@ -121,6 +122,49 @@ def test_the_death_of_the_supervisor_ends_all(program, note):
         owner.kill()
         owner.wait()
     wait_until(lambda: all_gone(processes))
+
+
+WITH_SOCKETS = """
+import os, sys, time
+open(os.path.join(os.environ["SOCKETS"], "socket"), "w").close()
+with open(sys.argv[1] + ".new", "w") as file:
+    file.write(os.environ["SOCKETS"])
+os.rename(sys.argv[1] + ".new", sys.argv[1])
+time.sleep(float(sys.argv[2]))
+"""
+
+
+@pytest.mark.parametrize("end", ["asked", "killed", "by itself"])
+def test_a_program_s_sockets_go_with_it(keeper, note, end):
+    lives_s = "0" if end == "by itself" else "600"
+    child = start(keeper, foreign(sys.executable, "-c", WITH_SOCKETS, str(note), lives_s, folder_variable="SOCKETS"))
+    wait_until(note.exists)
+    folder = Path(note.read_text())
+    assert folder.is_absolute()
+    if end == "killed":
+        os.kill(child.pid, signal.SIGKILL)
+    elif end == "asked":
+        keeper.end(["f"], WAIT_S)
+    wait_until(lambda: not folder.exists())
+
+
+def test_a_folder_that_the_user_has_chosen_stays(keeper, note, tmp_path):
+    program = foreign(sys.executable, "-c", WITH_SOCKETS, str(note), "0", folder_variable="SOCKETS")
+    assert start(keeper, program, SOCKETS=str(tmp_path)).ended.wait(WAIT_S)
+    assert note.read_text() == str(tmp_path)
+    assert (tmp_path / "socket").exists()
+
+
+def test_a_folder_with_too_long_a_path_is_not_made(keeper, tmp_path):
+    deep = tmp_path / ("x" * 64)
+    deep.mkdir()
+    program = foreign(
+        sys.executable, "-c", "import os, sys; sys.exit(7 + ('SOCKETS' in os.environ))", folder_variable="SOCKETS"
+    )
+    child = start(keeper, program, TMPDIR=str(deep))
+    assert child.ended.wait(WAIT_S)
+    assert child.process.returncode == 7
+    assert list(deep.iterdir()) == []
 
 
 @pytest.mark.parametrize(
