@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import subprocess
+import tempfile
 import time
 import urllib.request
 from collections.abc import Mapping, Sequence
@@ -49,6 +50,7 @@ class VllmServer:
             *("--host", "127.0.0.1", "--port", str(port), *arguments),
         ]
         self._environment = os.environ | CPU_ENVIRONMENT | (environment or {})
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None  # a killed server leaves them
         self._process: subprocess.Popen[bytes] | None = None
         self._shared_memory: set[str] = set()  # names in /dev/shm
 
@@ -59,13 +61,14 @@ class VllmServer:
 
     def start(self) -> Self:
         """Start the processes; ``wait`` returns when they serve, so that several servers can start together."""
+        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=self._environment,
+                env={**self._environment, "VLLM_RPC_BASE_PATH": self._sockets.name},
                 start_new_session=True,
             )
         return self
@@ -93,8 +96,8 @@ class VllmServer:
         os.killpg(self._running.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End all processes at once, and remove the shared memory that they leave. Idempotent."""
-        if self._process is None:
+        """End all processes at once, and remove the shared memory and the sockets that they leave. Idempotent."""
+        if self._process is None or self._sockets is None:
             return
         self._note_shared_memory()
         process, self._process = self._process, None
@@ -105,6 +108,7 @@ class VllmServer:
         process.wait()
         shared_memory.remove(self._shared_memory)
         self._shared_memory = set()
+        self._sockets.cleanup()
 
     def _note_shared_memory(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
