@@ -21,10 +21,11 @@ import numpy as np
 import numpy.typing as npt
 
 from core.errors import ConfigError
-from core.model.gguf_file import GGUFFile, GGUFTensor, read_gguf
+from core.model.gguf_fields import Fields
+from core.model.gguf_file import GGUFFile, GGUFTensor, can_dequantize, read_gguf
 from core.model.gguf_tokenizer import write_tokenizer
 
-CONVERTER_VERSION = 1  # part of the cache key: raise it when the output for the same file changes
+CONVERTER_VERSION = 2  # part of the cache key: raise it when the output for the same file changes
 
 Array = npt.NDArray[np.float32]
 
@@ -57,8 +58,9 @@ _GEMMA3_LAYER_NAMES = {
     "post_ffw_norm": "post_feedforward_layernorm",
 }
 _GEMMA3_27B_LAYERS = 62  # llama.cpp recognises this size by its number of layers; its queries have another scale
-_GEMMA3_FULL_EVERY = 6  # layers; the others slide
+_GEMMA3_FULL_EVERY = 6  # layers; the others slide, if the file does not say otherwise
 _EMBEDDINGS = "token_embd.weight"
+_JOIN = "join the parts with llama-gguf-split --merge"
 _ROPE_FREQS = "rope_freqs.weight"  # llama3 rope, given as one divisor per frequency
 
 
@@ -108,57 +110,84 @@ def converted_bytes(gguf_path: Path) -> int:
 
 def _hf_config(file: GGUFFile) -> dict[str, Any]:
     """Derive a Hugging Face ``config.json`` from GGUF metadata."""
-    metadata = file.metadata
-    architecture = metadata.get("general.architecture")
+    _require_one_part(file)
+    architecture = file.metadata.get("general.architecture")
     if architecture not in _ARCHITECTURES:
         supported = ", ".join(sorted(_ARCHITECTURES))
         raise ConfigError(
             f"GGUF architecture {architecture!r} is not supported; supported: {supported}", param="general.architecture"
         )
-
-    def required(key: str) -> Any:  # noqa: ANN401
-        name = f"{architecture}.{key}"
-        if name not in metadata:
-            raise ConfigError(f"GGUF metadata lacks {name}", param=name)
-        return metadata[name]
-
     tensors = {tensor.name: tensor for tensor in file.tensors}
-    if _EMBEDDINGS not in tensors:
-        raise ConfigError(
-            "the GGUF file has no token embeddings: if it is one part of a split file, join the parts with "
-            "llama-gguf-split --merge",
-            param="model.name",
-        )
-    num_heads = required("attention.head_count")
-    theta = metadata.get(f"{architecture}.rope.freq_base", 10000.0)
+    _require_computable(tensors)
+    fields = Fields(architecture, file.metadata)
+    num_heads, hidden_size = fields.count("attention.head_count"), fields.count("embedding_length")
+    head_dim = fields.count("attention.key_length", hidden_size // num_heads)
+    _require_assumed(fields, head_dim)
     config = {
         "model_type": _ARCHITECTURES[architecture],
         "vocab_size": tensors[_EMBEDDINGS].shape[0],
-        "hidden_size": required("embedding_length"),
-        "intermediate_size": required("feed_forward_length"),
-        "num_hidden_layers": required("block_count"),
+        "hidden_size": hidden_size,
+        "intermediate_size": fields.count("feed_forward_length"),
+        "num_hidden_layers": fields.count("block_count"),
         "num_attention_heads": num_heads,
-        "num_key_value_heads": metadata.get(f"{architecture}.attention.head_count_kv", num_heads),
-        "head_dim": metadata.get(f"{architecture}.attention.key_length", required("embedding_length") // num_heads),
-        "rms_norm_eps": _shortest(required("attention.layer_norm_rms_epsilon")),
-        "max_position_embeddings": required("context_length"),
-        "rope_parameters": {"rope_theta": _shortest(theta), **_rope_scaling(metadata, architecture, tensors)},
+        "num_key_value_heads": fields.count("attention.head_count_kv", num_heads),
+        "head_dim": head_dim,
+        "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
+        "max_position_embeddings": fields.count("context_length"),
+        "rope_parameters": _rope(fields, tensors),
         "tie_word_embeddings": "output.weight" not in tensors,
         "attention_bias": architecture != "qwen2" and "blk.0.attn_q.bias" in tensors,
         "dtype": "float32",
     }
     if architecture == "gemma3":
-        config.update(_gemma3_fields(config, required("attention.sliding_window")))
+        config.update(_gemma3_fields(config, fields))
     else:
         config["hidden_act"] = "silu"
-    if (bos := metadata.get("tokenizer.ggml.bos_token_id")) is not None:
+    if (bos := file.metadata.get("tokenizer.ggml.bos_token_id")) is not None:
         config["bos_token_id"] = bos
-    stops = [metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    stops = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     config["eos_token_id"] = sorted({token_id for token_id in stops if token_id is not None})
     return config
 
 
-def _gemma3_fields(config: Mapping[str, Any], sliding_window: int) -> dict[str, Any]:
+def _require_one_part(file: GGUFFile) -> None:
+    parts = file.metadata.get("split.count", 1)
+    if parts not in (0, 1):
+        raise ConfigError(f"the GGUF file is one part of a split file (split.count={parts!r}): {_JOIN}", param="model.name")
+
+
+def _require_computable(tensors: Mapping[str, GGUFTensor]) -> None:
+    """Check that the values of all tensors can be computed, before any are written.
+
+    Raises:
+        ConfigError: the embeddings are missing, or a tensor has a type that cannot be dequantized.
+    """
+    if _EMBEDDINGS not in tensors:
+        raise ConfigError(
+            f"the GGUF file has no token embeddings: if it is one part of a split file, {_JOIN}", param="model.name"
+        )
+    refused = {kind for kind in {tensor.kind for tensor in tensors.values()} if not can_dequantize(kind)}
+    for name, tensor in tensors.items():
+        if tensor.kind in refused:
+            text = f"GGUF tensor {name!r} has the type {tensor.kind.name}, which cannot be dequantized here"
+            raise ConfigError(text, param=name)
+
+
+def _require_assumed(fields: Fields, head_dim: int) -> None:
+    """Check the fields that no ``config.json`` of these models has: their values are part of the code.
+
+    Raises:
+        ConfigError: names the first that has another value.
+    """
+    fields.require("attention.causal", True)
+    fields.require("rope.dimension_count", head_dim)
+    fields.require("rope.scaling.attn_factor", 1.0)
+    if fields.architecture == "gemma3":
+        fields.require("attn_logit_softcapping", 0.0)
+        fields.require("final_logit_softcapping", 0.0)
+
+
+def _gemma3_fields(config: Mapping[str, Any], fields: Fields) -> dict[str, Any]:
     """Return the fields that only Gemma 3 has; llama.cpp keeps most of them in its code."""
     scaled_by = config["head_dim"]
     if config["num_hidden_layers"] == _GEMMA3_27B_LAYERS:
@@ -166,29 +195,44 @@ def _gemma3_fields(config: Mapping[str, Any], sliding_window: int) -> dict[str, 
     return {
         "hidden_activation": "gelu_pytorch_tanh",
         "query_pre_attn_scalar": scaled_by,
-        "sliding_window": sliding_window,
+        "sliding_window": fields.count("attention.sliding_window"),
         "layer_types": [
-            "full_attention" if (layer + 1) % _GEMMA3_FULL_EVERY == 0 else "sliding_attention"
-            for layer in range(config["num_hidden_layers"])
+            "sliding_attention" if slides else "full_attention" for slides in _sliding(fields, config["num_hidden_layers"])
         ],
         "rope_parameters": {
             "full_attention": config["rope_parameters"],
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0},
+            "sliding_attention": {"rope_type": "default", "rope_theta": fields.number("rope.freq_base_swa", 10000.0)},
         },
     }
 
 
-def _rope_scaling(metadata: Mapping[str, Any], architecture: str, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
-    kind = metadata.get(f"{architecture}.rope.scaling.type", "none")
-    if kind == "linear":
-        return {"rope_type": "linear", "factor": _shortest(metadata[f"{architecture}.rope.scaling.factor"])}
-    if kind != "none":
-        key = f"{architecture}.rope.scaling.type"
-        raise ConfigError(f"GGUF {key}={kind!r} is not supported; supported: none, linear", param=key)
+def _sliding(fields: Fields, num_layers: int) -> list[bool]:
+    """Return which layers slide: the pattern says it for each, or every how many layers one does not."""
+    name = "attention.sliding_window_pattern"
+    pattern = fields.get(name, _GEMMA3_FULL_EVERY)
+    if isinstance(pattern, list):
+        if len(pattern) != num_layers:
+            raise fields.unsupported(name, f"an array of {num_layers} values")
+        return [bool(slides) for slides in pattern]
+    period = fields.count(name, _GEMMA3_FULL_EVERY)
+    return [(layer + 1) % period != 0 for layer in range(num_layers)]
+
+
+def _rope(fields: Fields, tensors: Mapping[str, GGUFTensor]) -> dict[str, Any]:
+    """Return rope parameters. As in llama.cpp, scaling whose type is absent is linear, and a factor of 0 is none."""
+    theta = fields.number("rope.freq_base", 10000.0)
+    fields.require("rope.scaling.type", "none", "linear")
+    name = "rope.scaling.factor" if "rope.scaling.factor" in fields else "rope.scale_linear"  # an older name
+    factor = fields.number(name, 0.0) or 1.0
+    if fields.get("rope.scaling.type", "linear") == "none":
+        factor = 1.0
+    if factor == 1.0 and _ROPE_FREQS not in tensors:
+        return {"rope_theta": theta, "rope_type": "default"}
+    if factor == 1.0:
+        return {"rope_theta": theta, **_llama3_rope(tensors[_ROPE_FREQS].dequantized(), theta)}
     if _ROPE_FREQS in tensors:
-        factors = tensors[_ROPE_FREQS].dequantized()
-        return _llama3_rope(factors, metadata.get(f"{architecture}.rope.freq_base", 10000.0))
-    return {"rope_type": "default"}
+        raise fields.unsupported(name, f"1.0 in a file with {_ROPE_FREQS}")
+    return {"rope_theta": theta, "rope_type": "linear", "factor": factor}
 
 
 def _llama3_rope(factors: Array, theta: float) -> dict[str, Any]:
@@ -273,11 +317,6 @@ def _offsets(tensors: list[_Tensor]) -> Iterator[tuple[int, int]]:
         end = position + 4 * math.prod(tensor.shape)
         yield position, end
         position = end
-
-
-def _shortest(value: float) -> float:
-    """Undo the widening of a float32: 9.999999747378752e-06 was written as 1e-05."""
-    return float(str(np.float32(value)))
 
 
 def _write_json(path: Path, value: Mapping[str, Any]) -> None:

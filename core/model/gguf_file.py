@@ -52,6 +52,16 @@ class GGUFFile:
     tensors: tuple[GGUFTensor, ...]
 
 
+def can_dequantize(kind: GGMLQuantizationType) -> bool:
+    """Return whether values of this type can be computed: of some, the ``gguf`` package knows the size only."""
+    _, block_bytes = GGML_QUANT_SIZES[kind]
+    try:
+        dequantize(np.zeros(block_bytes, dtype=np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def read_gguf(path: Path) -> GGUFFile:
     """Map a file and read its header.
 

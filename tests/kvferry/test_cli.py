@@ -108,7 +108,7 @@ def test_models_are_listed_with_their_state(tmp_path):
 def test_model_counts_as_cached_only_with_the_wanted_content(tmp_path):
     (tmp_path / "models" / "smollm2-135m-000000000000-v1").mkdir(parents=True)
     assert not is_cached("smollm2-135m", str(tmp_path))
-    (tmp_path / "models" / "smollm2-135m-bcc81830d10c-v1").mkdir(parents=True)
+    (tmp_path / "models" / "smollm2-135m-bcc81830d10c-v2").mkdir(parents=True)
     assert is_cached("smollm2-135m", str(tmp_path))
 
 

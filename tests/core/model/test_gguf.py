@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from core.errors import ConfigError
 from core.model.arch import parse_arch
-from core.model.gguf import convert_gguf
+from core.model.gguf import convert_gguf, read_hf_config
 from core.model.loader import load_decoder
 
 TOKENS = [3, 50, 61, 2, 44, 9, 13, 90]
@@ -95,6 +95,33 @@ def add_tensor(writer, name, values, config, architecture, quantization):
         writer.add_tensor(name, np.ascontiguousarray(values))
     else:
         writer.add_tensor(name, gguf.quants.quantize(np.ascontiguousarray(values), quantization), raw_dtype=quantization)
+
+
+SMALL = {
+    "block_count": 6,
+    "context_length": 64,
+    "embedding_length": 32,
+    "feed_forward_length": 32,
+    "attention.head_count": 2,
+    "attention.layer_norm_rms_epsilon": 1e-5,
+}
+
+
+def small_config(folder, fields, metadata=None, architecture="llama", tensors=("token_embd.weight",)):
+    """Return the configuration of a file with these fields of its architecture and this other metadata."""
+    window = {"attention.sliding_window": 8} if architecture == "gemma3" else {}
+    named = {f"{architecture}.{name}": value for name, value in {**SMALL, **window, **fields}.items()}
+    writer = gguf.GGUFWriter(folder / "small.gguf", architecture)
+    adders = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
+    for key, value in {**named, **(metadata or {})}.items():
+        adders.get(type(value), writer.add_array)(key, value)
+    for name in tensors:
+        writer.add_tensor(name, np.ones((16, 32) if name.startswith("token") else 8, dtype=np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_hf_config(folder / "small.gguf")
 
 
 def convert(path, folder):
@@ -185,6 +212,110 @@ def test_refuses_a_scaled_rope_it_does_not_know(tiny_model, tmp_path):
     path = write_gguf(tmp_path / "model.gguf", model.reference, "llama", metadata={"llama.rope.scaling.type": "yarn"})
     with pytest.raises(ConfigError, match=r"llama\.rope\.scaling\.type='yarn'"):
         convert(path, tmp_path / "converted")
+
+
+LINEAR = {"rope_theta": 10000.0, "rope_type": "linear", "factor": 4.0}
+UNSCALED = {"rope_theta": 10000.0, "rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 4.0}, LINEAR),
+        ({"rope.scaling.factor": 4.0}, LINEAR),
+        ({"rope.scale_linear": 4.0}, LINEAR),
+        ({"rope.scaling.type": "linear", "rope.scale_linear": 4.0}, LINEAR),
+        ({"rope.scaling.factor": 4.0, "rope.scale_linear": 2.0}, LINEAR),
+        ({"rope.scaling.factor": 0.0, "rope.scale_linear": 2.0}, UNSCALED),
+        ({"rope.scaling.type": "linear"}, UNSCALED),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, UNSCALED),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, UNSCALED),
+        ({"rope.scaling.finetuned": False, "rope.scaling.original_context_length": 64}, UNSCALED),
+    ],
+)
+def test_rope_is_scaled_as_llama_cpp_reads_it(fields, expected, tmp_path):
+    assert small_config(tmp_path, fields)["rope_parameters"] == expected
+
+
+def test_refuses_linear_scaling_beside_frequency_divisors(tmp_path):
+    tensors = ("token_embd.weight", "rope_freqs.weight")
+    with pytest.raises(ConfigError, match=r"llama\.rope\.scale_linear=4\.0") as caught:
+        small_config(tmp_path, {"rope.scale_linear": 4.0}, tensors=tensors)
+    assert caught.value.param == "llama.rope.scale_linear"
+    assert small_config(tmp_path, {"rope.scale_linear": 1.0}, tensors=tensors)["rope_parameters"]["rope_type"] == "llama3"
+
+
+@pytest.mark.parametrize(
+    ("architecture", "name", "value"),
+    [
+        ("llama", "attention.causal", False),
+        ("qwen2", "rope.dimension_count", 8),
+        ("qwen3", "rope.dimension_count", 32),
+        ("llama", "rope.scaling.attn_factor", 0.5),
+        ("gemma3", "attn_logit_softcapping", 50.0),
+        ("gemma3", "final_logit_softcapping", 30.0),
+        ("gemma3", "rope.freq_base_swa", "10000"),
+        ("gemma3", "attention.sliding_window", 0),
+        ("gemma3", "attention.sliding_window_pattern", 0),
+        ("gemma3", "attention.sliding_window_pattern", [True, False]),
+        ("llama", "attention.head_count", [2, 2]),
+        ("llama", "attention.head_count_kv", 0),
+        ("llama", "block_count", "6"),
+        ("qwen3", "attention.key_length", 0),
+        ("llama", "attention.layer_norm_rms_epsilon", "1e-5"),
+    ],
+)
+def test_refuses_a_field_that_cannot_be_honoured(architecture, name, value, tmp_path):
+    with pytest.raises(ConfigError, match="is not supported; supported: ") as caught:
+        small_config(tmp_path, {name: value}, architecture=architecture)
+    assert f"{architecture}.{name}={value!r}" in caught.value.message
+    assert caught.value.param == f"{architecture}.{name}"
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_fields_that_say_what_is_assumed_change_nothing(architecture, tmp_path):
+    assumed = {"attention.causal": True, "rope.dimension_count": 16, "rope.scaling.attn_factor": 1.0}
+    if architecture == "gemma3":
+        assumed |= {"attn_logit_softcapping": 0.0, "final_logit_softcapping": 0.0, "rope.freq_base_swa": 10000.0}
+        assumed |= {"attention.sliding_window_pattern": 6}
+    plain = small_config(tmp_path, {}, architecture=architecture)
+    assert small_config(tmp_path, assumed, {"split.count": 1}, architecture) == plain
+    parse_arch(plain)
+
+
+@pytest.mark.parametrize(
+    ("pattern", "sliding"),
+    [(6, [0, 1, 2, 3, 4]), (2, [0, 2, 4]), (1, []), ([True, True, False, False, True, False], [0, 1, 4])],
+)
+def test_gemma_slides_in_the_layers_that_the_file_names(pattern, sliding, tmp_path):
+    config = small_config(
+        tmp_path, {"attention.sliding_window_pattern": pattern, "rope.freq_base_swa": 5e4}, architecture="gemma3"
+    )
+    assert [layer for layer, kind in enumerate(config["layer_types"]) if kind == "sliding_attention"] == sliding
+    assert config["rope_parameters"]["sliding_attention"]["rope_theta"] == 5e4
+    parse_arch(config)
+
+
+@pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q1_0, gguf.GGMLQuantizationType.I32])
+def test_names_a_tensor_of_a_type_that_cannot_be_dequantized(kind, tiny_model, tmp_path, monkeypatch):
+    block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]
+    monkeypatch.setattr(gguf.quants, "quantize", lambda values, _: stored(values, block_elements, block_bytes))
+    model = tiny_model("qwen3", hidden_size=128, intermediate_size=128, num_attention_heads=4, head_dim=32)
+    path = write_gguf(tmp_path / "model.gguf", model.reference, "qwen3", quantization=kind)
+    for read in (lambda: convert(path, tmp_path / "converted"), lambda: read_hf_config(path)):
+        with pytest.raises(ConfigError, match=rf"GGUF tensor 'token_embd\.weight' has the type {kind.name}"):
+            read()
+    assert list((tmp_path / "converted").iterdir()) == []
+
+
+def stored(values, block_elements, block_bytes):
+    return np.zeros((len(values), values.shape[-1] // block_elements * block_bytes), dtype=np.uint8)
+
+
+def test_a_first_part_with_embeddings_names_how_to_join_the_parts(tmp_path):
+    with pytest.raises(ConfigError, match=r"split\.count=3.*llama-gguf-split --merge") as caught:
+        small_config(tmp_path, {}, {"split.no": 0, "split.count": 3})
+    assert caught.value.param == "model.name"
 
 
 def test_a_part_without_embeddings_names_how_to_join_the_parts(tiny_model, tmp_path):
