@@ -23,7 +23,7 @@ import numpy.typing as npt
 from core.errors import ConfigError
 from core.model.gguf_fields import Fields
 from core.model.gguf_file import GGUFFile, GGUFTensor, can_dequantize, read_gguf
-from core.model.gguf_tokenizer import write_tokenizer
+from core.model.gguf_tokenizer import end_tokens, token_id, write_tokenizer
 
 CONVERTER_VERSION = 2  # part of the cache key: raise it when the output for the same file changes
 
@@ -143,10 +143,9 @@ def _hf_config(file: GGUFFile) -> dict[str, Any]:
         config.update(_gemma3_fields(config, fields))
     else:
         config["hidden_act"] = "silu"
-    if (bos := file.metadata.get("tokenizer.ggml.bos_token_id")) is not None:
+    if (bos := token_id(file.metadata, "bos")) is not None:
         config["bos_token_id"] = bos
-    stops = [file.metadata.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
-    config["eos_token_id"] = sorted({token_id for token_id in stops if token_id is not None})
+    config["eos_token_id"] = sorted(end_tokens(file.metadata))
     return config
 
 

@@ -20,6 +20,21 @@ from core.errors import ConfigError
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 _SPACE_MARK = "\u2581"
 _SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+# Spellings of tokens that end an answer or a text, from llama.cpp's list (llama-vocab.cpp).
+_ENDS = frozenset(
+    (
+        "<|eot_id|>",
+        "<|eom_id|>",
+        "<|im_end|>",
+        "<|end|>",
+        "<end_of_turn>",
+        "<end_of_utterance>",
+        "<|endoftext|>",
+        "<|end_of_text|>",
+        "<EOT>",
+        "_<EOT>",
+    )
+)
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -38,10 +53,41 @@ def write_tokenizer(metadata: Mapping[str, Any], gguf_path: Path, folder: Path) 
     tokens: list[str] = metadata.get("tokenizer.ggml.tokens", [])
     config: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}
     for name, kind in _SPECIAL_NAMES.items():
-        token_id = metadata.get(f"tokenizer.ggml.{kind}_token_id")
-        config[name] = tokens[token_id] if token_id is not None and token_id < len(tokens) else None
+        special = token_id(metadata, kind)
+        config[name] = tokens[special] if special is not None and special < len(tokens) else None
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
+
+
+def token_id(metadata: Mapping[str, Any], kind: str) -> int | None:
+    """Return the id of a special token ("bos", "eos", "unknown", …); None if the file names none.
+
+    Raises:
+        ConfigError: it is no such id.
+    """
+    key = f"tokenizer.ggml.{kind}_token_id"
+    value = metadata.get(key)
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 0):
+        raise ConfigError(f"GGUF {key}={value!r} is not supported; supported: the id of a token", param=key)
+    return value
+
+
+def end_tokens(metadata: Mapping[str, Any]) -> set[int]:
+    """Return the ids of the tokens that end an answer: those that the metadata name, and those that are spelled like one.
+
+    Converters write one or two of them, and models for chats have more.
+
+    Raises:
+        ConfigError: as ``token_id``.
+    """
+    named = (token_id(metadata, kind) for kind in ("eos", "eot", "eom"))
+    return _spelled_ends(metadata) | {index for index in named if index is not None}
+
+
+def _spelled_ends(metadata: Mapping[str, Any]) -> set[int]:
+    """Return the tokens of llama.cpp's list, but for one that stands for unknown text, too."""
+    tokens = metadata.get("tokenizer.ggml.tokens", [])
+    return {index for index, text in enumerate(tokens) if text in _ENDS} - {token_id(metadata, "unknown")}
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -54,16 +100,35 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     _require(model, ("gpt2", "llama"), "tokenizer.ggml.model")
     tokenizer = _byte_level(metadata) if model == "gpt2" else _sentencepiece(metadata)
     tokens: list[str] = _list(metadata, "tokenizer.ggml.tokens")
-    types = _list(metadata, "tokenizer.ggml.token_type")
-    pairs = list(zip(tokens, types, strict=True))
+    pairs = list(zip(tokens, _types(metadata), strict=True))
     tokenizer.add_special_tokens([AddedToken(text, special=True, normalized=False) for text, kind in pairs if kind == _CONTROL])
     tokenizer.add_tokens([AddedToken(text, special=False, normalized=False) for text, kind in pairs if kind == _USER_DEFINED])
-    if metadata.get("tokenizer.ggml.add_bos_token", False):
-        bos_id = metadata["tokenizer.ggml.bos_token_id"]
+    if (bos_id := _bos_to_add(metadata)) is not None:
         tokenizer.post_processor = processors.TemplateProcessing(
             single=f"{tokens[bos_id]} $A", special_tokens=[(tokens[bos_id], bos_id)]
         )
     return tokenizer
+
+
+def _bos_to_add(metadata: Mapping[str, Any]) -> int | None:
+    """Return the token to put before a text; None for none.
+
+    Files that do not say whether there is one follow llama.cpp: there is for SentencePiece and for Llama 3.
+    """
+    bos_id = token_id(metadata, "bos")
+    by_default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
+    if not metadata.get("tokenizer.ggml.add_bos_token", by_default and bos_id is not None):
+        return None
+    if bos_id is None or bos_id >= len(_list(metadata, "tokenizer.ggml.tokens")):
+        key = "tokenizer.ggml.bos_token_id"
+        raise ConfigError(f"GGUF {key}={bos_id!r} names no token, but one is to be put before every text", param=key)
+    return bos_id
+
+
+def _types(metadata: Mapping[str, Any]) -> list[int]:
+    """Return the type of each token. As in llama.cpp, one that is spelled like an end is control, whatever the file says."""
+    ends = _spelled_ends(metadata)
+    return [_CONTROL if index in ends else kind for index, kind in enumerate(_list(metadata, "tokenizer.ggml.token_type"))]
 
 
 def _byte_level(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -88,7 +153,7 @@ def _sentencepiece(metadata: Mapping[str, Any]) -> Tokenizer:
     _require(has_prefix, (False,), "tokenizer.ggml.add_space_prefix")
     vocab = _vocabulary(metadata)
     scores = _list(metadata, "tokenizer.ggml.scores")
-    types = _list(metadata, "tokenizer.ggml.token_type")
+    types = _types(metadata)
     pieces = {
         token: score for token, score, kind in zip(vocab, scores, types, strict=True) if kind not in (_CONTROL, _USER_DEFINED)
     }

@@ -296,6 +296,26 @@ def test_gemma_slides_in_the_layers_that_the_file_names(pattern, sliding, tmp_pa
     parse_arch(config)
 
 
+@pytest.mark.parametrize(
+    ("ids", "expected"),
+    [
+        ({"eos": 1}, [1, 3, 5]),
+        ({"eos": 1, "eot": 3}, [1, 3, 5]),
+        ({"eos": 1, "unknown": 5}, [1, 3]),  # SmolLM2: the end of a text is also its unknown token
+        ({}, [3, 5]),
+    ],
+)
+def test_tokens_spelled_like_the_end_of_a_turn_end_answers(ids, expected, tmp_path):
+    metadata = {f"tokenizer.ggml.{kind}_token_id": token_id for kind, token_id in ids.items()}
+    metadata["tokenizer.ggml.tokens"] = ["<pad>", "<eos>", "<start_of_turn>", "<end_of_turn>", "end", "<|endoftext|>"]
+    assert small_config(tmp_path, {}, metadata)["eos_token_id"] == expected
+
+
+def test_refuses_an_end_that_is_no_token(tmp_path):
+    with pytest.raises(ConfigError, match=r"tokenizer\.ggml\.eos_token_id=\[1, 106\]"):
+        small_config(tmp_path, {}, {"tokenizer.ggml.eos_token_id": [1, 106]})
+
+
 @pytest.mark.parametrize("kind", [gguf.GGMLQuantizationType.Q1_0, gguf.GGMLQuantizationType.I32])
 def test_names_a_tensor_of_a_type_that_cannot_be_dequantized(kind, tiny_model, tmp_path, monkeypatch):
     block_elements, block_bytes = gguf.GGML_QUANT_SIZES[kind]

@@ -116,6 +116,52 @@ def test_bos_is_added_if_the_file_requires_it(metadata):
     assert with_bos.encode("the", add_special_tokens=False).ids == without.encode("the").ids
 
 
+@pytest.mark.parametrize(
+    ("says", "pre", "has_bos"),
+    [
+        ({}, "llama-bpe", True),
+        ({"tokenizer.ggml.add_bos_token": False}, "llama-bpe", False),
+        ({}, "smollm", False),
+        ({}, "qwen2", False),
+        ({"tokenizer.ggml.add_bos_token": True}, "qwen2", True),
+    ],
+)
+def test_bos_of_a_file_that_does_not_say_follows_llama_cpp(says, pre, has_bos, metadata):
+    tokenizer = build_tokenizer({**metadata, "tokenizer.ggml.pre": pre, **says})
+    assert (tokenizer.encode("the").ids[0] == 0) == has_bos
+
+
+def test_sentencepiece_adds_bos_unless_the_file_says_otherwise():
+    silent = {key: value for key, value in SENTENCEPIECE.items() if key != "tokenizer.ggml.add_bos_token"}
+    assert build_tokenizer(silent).encode("ab").tokens == ["<bos>", "ab"]
+    assert build_tokenizer({**silent, "tokenizer.ggml.add_bos_token": False}).encode("ab").tokens == ["ab"]
+
+
+@pytest.mark.parametrize("bos_id", [None, 10**6, "1"])
+def test_a_bos_that_is_no_token_is_refused_where_one_is_added(bos_id, metadata):
+    wanted = {**metadata, "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.bos_token_id": bos_id}
+    with pytest.raises(ConfigError, match=rf"tokenizer\.ggml\.bos_token_id={bos_id!r}"):
+        build_tokenizer(wanted)
+
+
+def test_a_llama3_tokenizer_without_bos_adds_none(metadata):
+    silent = {key: value for key, value in metadata.items() if key != "tokenizer.ggml.bos_token_id"}
+    tokenizer = build_tokenizer({**silent, "tokenizer.ggml.pre": "llama-bpe"})
+    assert tokenizer.encode("the").ids == tokenizer.encode("the", add_special_tokens=False).ids
+
+
+def test_a_token_spelled_like_an_end_is_special_whatever_its_type(metadata):
+    ordinary = [1 if text == "<|im_end|>" else kind for text, kind in typed(metadata)]
+    tokenizer = build_tokenizer({**metadata, "tokenizer.ggml.token_type": ordinary})
+    ids = tokenizer.encode("the<|im_end|>").ids
+    assert ids[-1] == metadata["tokenizer.ggml.tokens"].index("<|im_end|>")
+    assert tokenizer.decode(ids, skip_special_tokens=True) == "the"
+
+
+def typed(metadata):
+    return zip(metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"], strict=True)
+
+
 @pytest.mark.parametrize(("key", "value"), [("tokenizer.ggml.model", "t5"), ("tokenizer.ggml.pre", "tekken")])
 def test_refuses_kinds_it_does_not_know_and_names_the_way_out(metadata, key, value, tmp_path):
     with pytest.raises(ConfigError, match=f"{value}.*tokenizer.json beside the file") as caught:
