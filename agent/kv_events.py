@@ -166,7 +166,7 @@ class RenamedBlocks:
 
 
 class KVEventReader:
-    """Reads a server's events until it is closed. ``replay_address`` is asked for what was missed; empty = there is none."""
+    """Reads a server's events until closed. Missed batches are requested from ``replay_address``; empty = there is none."""
 
     def __init__(self, address: str, replay_address: str, blocks: RenamedBlocks) -> None:
         self._address, self._replay_address, self._blocks = address, replay_address, blocks

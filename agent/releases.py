@@ -1,4 +1,4 @@
-"""Handoffs that no engine will read: the server is told, so that it does not keep their blocks until the lease is over.
+"""Releases handoffs that no engine will read, so that the server does not keep their blocks until the lease ends.
 
 vLLM has no route for that. But when it refuses a request, it tells its connector, which releases the handoff that the request
 has brought. So a request that must be refused brings the handoff back to the server that has made it.

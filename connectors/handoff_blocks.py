@@ -47,7 +47,7 @@ def describe_blocks(
     num_tokens: int,
     lease_ms: int,
 ) -> KVHandoff:
-    """Return what readers are told of the owner's blocks of the first ``num_tokens`` tokens."""
+    """Describe to readers the owner's blocks of the first ``num_tokens`` tokens."""
     return KVHandoff(
         transfer_id=transfer_id,
         engine_id=owner.engine_id,

@@ -1,7 +1,7 @@
 """Finds the libraries that were built from the C files of this repository when it was installed, if there was a compiler.
 
-Each has another way in Python beside it, so whatever cannot be loaded is None. Owns their names, and what is said of those that
-are missing; knows no function of any of them.
+Each has a fallback in Python, so a library that cannot be loaded is None. Owns their names and the messages about missing ones;
+knows none of their functions.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def load_library(kind: type[_Library], name: str, package: str | None, *function
     """Return the library built from ``name.c`` of a package, with these functions; None if there is none for this machine.
 
     ``kind`` is ``ctypes.CDLL``, whose functions release the interpreter's lock, or ``ctypes.PyDLL``. None of them may be called
-    if the library is older or newer than its sources, where these lie beside it: what the caller passes may have another form.
+    if the library is older or newer than the sources in its folder: what the caller passes may have another form.
     """
     library, reason = _load(kind, name, package, functions)
     if reason is not None:

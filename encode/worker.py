@@ -56,7 +56,7 @@ def put_together(context: WorkerContext) -> Assembled:
         raise ConfigError(f"model.name = {config.model.name}: it reads text only, an encode worker has nothing to do")
     if make_connector is None:
         raise ConfigError(
-            "ec_connector.name = none: nobody could read what an encode worker computes; say p2p or shared, on all workers",
+            "ec_connector.name = none: no worker could read what an encode worker computes; say p2p or shared, on all workers",
             param="ec_connector.name",
         )
     connector = make_connector(ECContext(**vars(context), model_fingerprint=encoder.model_fingerprint))

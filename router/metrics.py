@@ -130,7 +130,9 @@ class RouterMetrics:
             f"{PREFIX}routing_ttft_error_seconds", "By how much they were shorter or longer than predicted.", registry=registry
         )
         self._prompt_tokens = Counter(f"{PREFIX}prompt_tokens", "Prompt tokens of ended requests.", registry=registry)
-        self._generation_tokens = Counter(f"{PREFIX}generation_tokens", "Tokens put out.", registry=registry)
+        self._generation_tokens = Counter(
+            f"{PREFIX}generation_tokens", "Generated tokens of ended requests.", registry=registry
+        )
         self._success = Counter(
             f"{PREFIX}request_success", "Choices that ended well, by reason.", ["finished_reason"], registry=registry
         )

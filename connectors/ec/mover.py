@@ -203,7 +203,7 @@ class EmbeddingTransfer:
                 return
 
     def _wait_for_withheld(self, fetching: _Fetching) -> None:
-        """Ask again in a moment, but not for ever.
+        """Ask again in a moment, for a bounded time.
 
         Raises:
             NotFound: it has waited long enough.

@@ -240,7 +240,7 @@ class RegisteredServer:
     async def _find(self, session: PromptSession, num_tokens: int) -> None:
         """Look a prompt up. Without an answer in time it is a miss; what is found later is locked, and freed again.
 
-        A lookup that the server does not finish in ``transfer_deadline_s`` is given up, like one without a reply.
+        A lookup that does not finish within ``transfer_deadline_s`` is abandoned, as is one without a reply.
         """
         num_chunks = 0
         timer = asyncio.get_running_loop().call_later(self.settings.lookup_timeout_s, self._miss, session)
@@ -259,7 +259,7 @@ class RegisteredServer:
         """Ask until a lookup is done, and return the number of chunks found.
 
         Raises:
-            TransferTimeout: a question had no reply, or nobody waits any more and the server has had its time.
+            TransferTimeout: a question had no reply, or no request waits for the lookup any more and its time is over.
         """
         loop = asyncio.get_running_loop()
         pause_s, end = POLL_INTERVAL_S, loop.time() + self.settings.transfer_deadline_s

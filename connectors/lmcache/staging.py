@@ -115,7 +115,7 @@ class _FreePages:
             self._free.extend(pages)
 
     def close(self) -> list[int]:
-        """Let nobody take a page from now on, and return those that are free."""
+        """Refuse all further pages, and return the free ones."""
         with self._lock:
             self._is_closed = True
             return self._free.copy()
@@ -200,7 +200,7 @@ class Staging:
                 self._discard_bytes(page * self.pages.page_bytes, (page + 1) * self.pages.page_bytes)
 
     def discard(self) -> None:
-        """Give the memory of free pages back to the system, and that of others once they are given back; they read as zeros.
+        """Return the memory of free pages to the system, and that of pages in use when they are freed. Both then read as zeros.
 
         No page can be taken any more. Mappings stay valid. Nobody may still write to free pages: tmpfs would have to find
         memory for that again. LMCache 0.5.6 keeps a segment mapped until it ends, also after the segment was unregistered.

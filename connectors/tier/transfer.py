@@ -80,7 +80,7 @@ class _Save:
 class TierTransfer:
     """Moves blocks of one pool. All calls come from one thread. ``name`` is that of the connector.
 
-    ``contents`` is told what the tier has; it may be replaced before the first call.
+    ``contents`` receives what the tier has; it may be replaced before the first call.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class TierTransfer:
             self._store.release(load.tickets.popleft()[1])
 
     def _wait_for_withheld(self, load: _Load) -> None:
-        """Ask again in a moment, but not for ever."""
+        """Ask again in a moment, for a bounded time."""
         now = self._clock.now()
         self.counts["withheld_gets"] += 1
         self._release(load)

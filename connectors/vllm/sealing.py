@@ -65,7 +65,7 @@ class Sealer:
 
 
 class SealingThread:
-    """Seals prompts whose KV a device is still writing, in the order in which they were handed over.
+    """Seals prompts whose KV a device is still writing, in the order in which they were submitted.
 
     ``bind`` makes the calling thread use the device of the pool. ``fail`` is called with the error that ended the thread.
     """
@@ -82,7 +82,7 @@ class SealingThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread after what was handed over. Idempotent."""
+        """Seal what was submitted, then end the thread. Idempotent."""
         if self._thread.is_alive():
             self._queue.put(None)
             self._thread.join(STOP_TIMEOUT_S)

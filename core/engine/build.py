@@ -163,7 +163,7 @@ def build_engine(
 
 
 def _content_feed(engine_id: str, incarnation: int, groups: Sequence[KVCacheGroup], connector: Connector | None) -> ContentFeed:
-    """Return what routers are told of the pool and of what the connector holds beside it."""
+    """Return what the worker reports to routers of its pool and of the connector's tiers."""
     tiers = connector.content_parts if connector is not None else ()
     feed = ContentFeed(engine_id, incarnation, [*pool_parts(groups), *map(FeedPart, tiers)])
     if connector is not None:

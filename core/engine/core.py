@@ -133,7 +133,7 @@ class EngineCore:
         try:
             self._add(new)
         except Exception:
-            if new.early_pull:  # its role has forgotten it, so nobody else would end it
+            if new.early_pull:  # its role has forgotten it: only this ends it
                 self.abort_requests((new.early_pull,))
             raise
         self._is_stalled = False

@@ -31,7 +31,7 @@ _MAX_KEPT_BYTES = 4 << 20  # of the texts of grammars whose answers are kept
 
 
 class GrammarChecker:
-    """One process that compiles grammars on trial. ``setup`` is asked for the vocabulary when the process starts."""
+    """One process that compiles grammars on trial. ``setup`` provides the vocabulary when the process starts."""
 
     def __init__(self, setup: Callable[[], Setup], timeout_s: float = CHECK_TIMEOUT_S) -> None:
         self._setup = setup

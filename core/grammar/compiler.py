@@ -1,4 +1,4 @@
-"""Compiles grammars beside the engine, and keeps them.
+"""Compiles grammars on a thread while the engine runs, and caches them.
 
 Owns the thread that compiles, the grammars that are kept, and their bound in bytes. A grammar is compiled on trial in a
 process that can be killed (``core.grammar.checker``), and only then on the thread, where nothing could stop it. The engine's

@@ -22,7 +22,7 @@ from core.wire.sampling import StructuredOutput
 if TYPE_CHECKING:
     from llguidance._lib import JsonCompileOptions
 
-# Between two tokens of JSON. Bounded, because a weak model would go on with spaces for ever.
+# Between two tokens of JSON. Bounded: a weak model would emit spaces without end.
 WHITESPACE = r"[\x20\x0A\x0D\x09]{1,32}"
 _JSON_OPTIONS: JsonCompileOptions = {  # a schema's own "x-guidance" cannot change them
     "item_separator": ",",

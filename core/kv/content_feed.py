@@ -120,7 +120,7 @@ class ContentFeed:
         """See ``KVEventFollower``."""
 
     def start(self, router: str, *, takes_parts: bool = True) -> None:
-        """Begin anew with a router: report 0 is a snapshot. Without ``takes_parts`` it is told of the first part only."""
+        """Begin anew with a router: report 0 is a snapshot. Without ``takes_parts`` its reports cover the first part only."""
         with self._lock:
             self._routers[router] = _Router(len(self._parts) if takes_parts else 1)
 

@@ -141,7 +141,7 @@ def _is_unfinished(state: SchedulerState, request_id: str) -> bool:
 
 
 def _settle(state: SchedulerState, pull: EarlyPull, request: Request) -> None:
-    """Hash and seal what a round has loaded. Of a failed one nothing is kept, whatever of it was verified."""
+    """Hash and seal the blocks of a round. A failed round keeps none, not even its verified ones."""
     early, manager = state.early_pulls, state.kv_cache_manager
     usage = state.transfer_usage.pop(request.request_id, None)
     if request.request_id in early.spoiled:

@@ -1,4 +1,4 @@
-"""What a decode worker is told while a prompt for it is computed: where its prefill worker is, and what can be read already.
+"""Messages to a decode worker while its prompt is computed: where its prefill worker is, and which blocks it can read already.
 
 In an early pull the decode worker reads the sealed prefix of a prompt while its prefill worker computes the rest. The messages
 pass the router, which knows both workers and the attempt that they serve. A prefix comes in parts: each message names the

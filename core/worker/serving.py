@@ -187,7 +187,7 @@ class Serving:
             actions.append(ReleaseEmbeddings(tuple(result.release_sources)))
         return actions
 
-    # ---- ends that nobody has asked for ------------------------------------------------------------------------------
+    # ---- ends without an abort ---------------------------------------------------------------------------------------
 
     def abort_of_link(self, link: str) -> list[Action]:
         """Abort the requests of a router that is gone, and whose clients are gone with it."""

@@ -15,7 +15,7 @@ from core.worker.role import RoleHandler, RoleOutput
 
 
 class SwitchableHandler(RoleHandler):
-    """``prefill`` handles requests that are handed over after the first token, ``decode`` all others."""
+    """``prefill`` handles requests that are handed off after the first token, ``decode`` all others."""
 
     def __init__(self, prefill: RoleHandler, decode: RoleHandler) -> None:
         self._prefill = prefill

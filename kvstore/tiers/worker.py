@@ -1,8 +1,8 @@
 """The thread of a tier: runs its jobs one after another, verifies loaded blocks, and counts failures.
 
 It owns the queue of one tier. Lookups, which are short, run before loads, and loads before saves, for which no request waits.
-None is passed over for ever: there may be more lookups, of saves too, than a slow tier can answer. A job that no query needs
-any more is skipped. If the tier raises, the job finds nothing. A block whose bytes or seal do not match its key is removed from
+No kind starves: lookups, also those of saves, may come faster than a slow tier answers. A job that no query needs any more is
+skipped. If the tier raises, the job finds nothing. A block whose bytes or seal do not match its key is removed from
 the tier and counts as missing. ``submit`` may be called from any thread; ``on_done`` is called on the thread of the tier.
 """
 

@@ -136,7 +136,7 @@ class KnownContents:
         self._prompt.held.clear()
 
     def _held(self, group: ContentGroup, token_ids: Sequence[int], extra_keys: Sequence[ExtraKey]) -> _Holders:
-        """Return who has what of a prompt in a group."""
+        """Return which workers hold which part of a prompt in a group."""
         keys = self._keys(group, token_ids, extra_keys)
         if group not in self._prompt.held:
             claimed = self.reports.num_blocks_held(group, keys) | self._placed.num_blocks_held(keys)

@@ -35,7 +35,7 @@ class Offer:
 
 
 def source_of(offer: Offer) -> KVSource | None:
-    """Return what the worker of an offer is told about its source; it waits as long as computing would take longer."""
+    """Describe the source to the worker of an offer, whose patience is the longest load that still saves time."""
     return None if offer.source is None else offer.source.as_message(offer.alone_ms - (offer.own_ms - offer.source.transfer_ms))
 
 

@@ -40,7 +40,7 @@ class Source:
     later: Sequence[Holder] = ()
 
     def as_message(self, patience_ms: float) -> KVSource:
-        """Return what the reader is told; it waits so long at most."""
+        """Describe the source to the reader, with the longest time that it may wait."""
         message = message_of(self.holder, patience_ms)
         readable = (holder for holder in self.later if transport_between(self.reader, holder.worker))
         others = tuple(message_of(holder, 0) for holder in itertools.islice(readable, MAX_OTHER_SOURCES))
@@ -120,7 +120,7 @@ def transport_between(reader: GenerationWorker, source: GenerationWorker) -> str
 
 
 def message_of(holder: Holder, patience_ms: float) -> KVSource:
-    """Return a holder as a reader is told of it; a patience of 0 is that of the source that it is asked after."""
+    """Describe a holder to a reader. A patience of 0 means that of the source before it."""
     facts = holder.worker.facts
     return KVSource(
         engine_id=facts.engine_id,

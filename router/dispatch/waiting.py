@@ -55,7 +55,7 @@ class Waiting:
     def kept_from(self, request: RequestState, now: float) -> frozenset[WorkerKey]:
         """Return the workers whose room is kept from a request, for those that are held for long and come before it.
 
-        They come before all new ones. The room of a worker that they cannot use, or that has enough, is kept for nobody.
+        They come before all new ones. No room is kept at a worker that they cannot use, or that has enough.
         """
         is_new = request.request_id not in self._requests
         due = [held for held in self._requests.values() if _is_due(held, now)] if is_new else self._passed

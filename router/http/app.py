@@ -85,7 +85,7 @@ class StrictBody(MsgspecDTO[msgspec.Struct]):
 class BodyLimits:
     """Limits: bytes of one request's body, bytes of all bodies together, and requests per API key.
 
-    With ``has_fair_shares`` the requests of different keys share the cluster fairly; keys that are not checked name nobody.
+    With ``has_fair_shares`` the requests of different keys share the cluster fairly; without API keys all count as one client.
     """
 
     max_body_bytes: int = 12 << 20

@@ -100,7 +100,7 @@ def _can_spare(role: Role, loads: Mapping[Role, RoleLoad], limits: Limits) -> bo
 
 
 def _keeps_partners(moved: GenerationWorker, role: Role, counted: Iterable[GenerationWorker], limits: Limits) -> bool:
-    """Return True if enough workers stay in its present role, and nobody, itself included, is left without a partner."""
+    """Return True if enough workers stay in its present role and every worker, itself included, keeps a partner."""
     members = list(counted)
     before = {worker.key: worker.role for worker in members}
     after = before | {moved.key: role}

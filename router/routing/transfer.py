@@ -123,8 +123,8 @@ class SourceTrust:
 def trial_rest_ms(compute_ms: float, num_computed: int, num_rest: int) -> float:
     """Return the time to compute a part of the tokens, as if each took the same share of ``compute_ms``.
 
-    From the first prompts nobody can tell what each token adds to the fixed time of a step. Taken so, a source is tried, at
-    most ``MOST_TRIALS`` times: aggregated workers under load may not show it for long.
+    The first prompts do not show what each token adds to the fixed time of a step. Until they do, all of it counts as time for
+    tokens, so a source is tried, at most ``MOST_TRIALS`` times: aggregated workers under load may not show it for long.
     """
     return compute_ms * num_rest / max(1, num_computed)
 

@@ -70,6 +70,6 @@ def test_a_model_that_reads_text_only_needs_no_encode_worker(put_together):
 
 
 def test_without_a_connector_its_work_could_not_be_read(put_together):
-    with pytest.raises(ConfigError, match="nobody could read") as refused:
+    with pytest.raises(ConfigError, match="no worker could read") as refused:
         put_together()
     assert refused.value.param == "ec_connector.name"

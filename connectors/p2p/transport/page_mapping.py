@@ -1,6 +1,6 @@
 """Puts the pages of mapped files into the page table, so that the first copy from them does not stop at every few pages.
 
-Owns a thread for each mapping, which ends when the pages are in, or when the mapping is given up. On an idle core it stays
+Owns a thread for each mapping. It ends when all pages are mapped, or when the mapping is abandoned. On an idle core it stays
 ahead of a copy that begins at the same time. On kernels before Linux 5.14 it does nothing: each copy finds its pages itself.
 Source: madvise(2).
 """

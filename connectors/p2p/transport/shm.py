@@ -6,8 +6,8 @@ shows that the process number was not reused until the files were open, and a se
 incarnation. Copies happen in ``poll``, some MiB at a time and read by read, on the caller's thread; therefore removing a
 peer is an exact fence, and seals that are requested after their blocks are read after them.
 
-The pages of a producer's pool are put into the page table beside the first reads, by a thread of their own: to wait for all of
-them would delay the first read by 0.1 s for each GiB.
+A thread maps the pages of a producer's pool while the first reads run: waiting for all of them would delay the first read by
+0.1 s for each GiB.
 
 A file whose size is not sealed is refused: its owner could shrink it, and the reader's next access would be a SIGBUS.
 
