@@ -79,7 +79,7 @@ def test_a_store_that_is_shared_is_told_to_all(find):
 @pytest.mark.parametrize(
     ("sets", "why"),
     [
-        (("encode.enabled=true", "config.ec_connector.name=none"), "nobody could read"),
+        (("encode.enabled=true", "config.ec_connector.name=none"), "no worker could read"),
         (("encode.enabled=true", "config.ec_connector.name=shared"), "kvstore.enabled"),
         (("encode.enabled=true", "config.ec_connector.transports={shm}"), "shm works between processes of one pod only"),
         (("encode.enabled=true", "config.ec_connector.transports={nixl,tcp}"), "encode pods open no ports for UCX and get no"),

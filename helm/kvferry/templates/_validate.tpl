@@ -202,7 +202,7 @@
 {{- define "kvferry.validateEncode" -}}
 {{- $connector := (include "kvferry.config" (dict "root" . "role" "encode") | fromYaml).ec_connector -}}
 {{- if eq $connector.name "none" -}}
-{{- fail "config.ec_connector.name = none: nobody could read what encode workers compute; leave it out, or say p2p or shared" -}}
+{{- fail "config.ec_connector.name = none: no worker could read what encode workers compute; leave it out, or say p2p or shared" -}}
 {{- end -}}
 {{- if and (eq $connector.name "shared") (or (not .Values.kvstore.enabled) (ne .Values.kvstore.mode "service")) -}}
 {{- fail "config.ec_connector.name = shared: it needs a store that all workers reach; set kvstore.enabled, with kvstore.mode service" -}}
