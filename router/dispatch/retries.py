@@ -24,6 +24,7 @@ from router.dispatch.request_state import RequestState, RetryKind
 
 # The worker cannot take the request now; it has computed nothing.
 _REFUSALS = frozenset({NoWorker.code, Overloaded.code})
+_REFUSAL = "refusal"  # the reason under which both are counted
 
 _PAUSES = frozenset({RouterSilent.code, WorkerStalled.code})
 _FREE_IN_A_ROW = 16
@@ -68,8 +69,9 @@ def take_free_retry(request: RequestState, error: ErrorInfo) -> bool:
     The limit ends a request that stalls every engine, or that keeps moving between workers without a token.
     """
     limit = _FREE_IN_A_ROW if error.code != WorkerStalled.code else _FREE_STALLS_IN_A_ROW
-    number = request.free_retries.get(error.code, 0)
-    request.free_retries[error.code] = number + 1
+    reason = _REFUSAL if is_refusal(error) else error.code
+    number = request.free_retries.get(reason, 0)
+    request.free_retries[reason] = number + 1
     return number < limit
 
 

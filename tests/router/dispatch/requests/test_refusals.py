@@ -117,6 +117,16 @@ def test_prompt_that_is_refused_again_and_again_ends(make_bench):
     assert bench.now <= 40.0
 
 
+def test_refusals_for_two_reasons_in_turn_are_counted_together(make_bench):
+    bench = make_bench(*(f"a{number}" for number in range(40)), max_retries=0)
+    bench.submit()
+    request, num_refusals = bench.core.dispatcher.requests["r1"], 0
+    while "r1" not in bench.ended:
+        bench.fails(request.current.engine_id, (DRAINING, FULL)[num_refusals % 2], request.wire_id)
+        num_refusals += 1
+    assert num_refusals == 17
+
+
 # ---- how long started requests wait ----------------------------------------------------------------------------------
 
 
