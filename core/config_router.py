@@ -82,7 +82,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     text_threads: Annotated[int, msgspec.Meta(ge=1, le=64)] = 2  # tokenize long texts and fill in long conversations
     tool_format: str = "auto"  # of tool calls in a model's output, a name of kvferry.tool_formats; auto: by its chat template
     tools_in_prompt: Literal["template", "hermes"] = "template"  # hermes: in messages, if the template reads no tools
-    max_retries: NonNegative = 2  # per request: how many workers may fail it; refusals, pauses and stalls do not count
+    max_retries: NonNegative = 2  # per request: how many workers may fail it; refusals, pauses, stalls come on top
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
     # How the worker that computes a prompt is chosen: by the predicted time to the first token, prefixes in its cache counted,
     # or by its number of requests.

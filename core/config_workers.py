@@ -42,7 +42,7 @@ class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     cache_dir: str = msgspec.field(default_factory=default_cache_dir)
     # auto: the first to pass its probe
     attention: Literal["auto", "paged_cpu", "varlen", "triton", "pages", "gather", "sdpa"] = "auto"
-    cuda_graphs: bool = True  # record decode steps on CUDA, 100 and more at start
+    cuda_graphs: bool = True  # record decode steps on CUDA at the start: 11 graphs for 64 sequences
 
 
 class CacheSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -84,7 +84,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     data_port: Port = 0  # prefill, encode: where readers read blocks or embeddings by tcp; 0 = any
     advertise_host: str = ""  # host that peers use for control and data; empty = the bound one
     ops_host: str = "127.0.0.1"
-    ops_port: Port = 0  # /started /health /ready /metrics /drain /role; 0 = any
+    ops_port: Port = 0  # /started /health /ready /metrics /version /drain /role; 0 = any
     cpu_threads: NonNegative = 0  # torch threads; 0 = cores // workers_on_host, at least 1
     workers_on_host: Positive = 1
     host_slot: NonNegative = 0  # which of the workers on this host this one is; picks its cores
