@@ -156,7 +156,7 @@ SUPPORTED_MODEL_TYPES = tuple(sorted([*_TRAITS, *VISION_MODEL_TYPES]))
 
 _DEFAULT_ROPE_THETA = 10000.0
 _GEMMA3_FULL_ROPE_THETA = 1000000.0
-_SAID_ABOVE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype")
+_SAID_ABOVE = ("bos_token_id", "eos_token_id", "dtype", "torch_dtype", "quantization_config")
 _NOT_IN_FINGERPRINT = ("max_position_embeddings", "bos_token_id", "eos_token_ids", "dtype", "weights_prefix")
 
 
@@ -164,7 +164,8 @@ def parse_arch(config: Mapping[str, Any]) -> ModelArch:
     """Parse a Hugging Face ``config.json``; for a model with image input, its text decoder.
 
     Raises:
-        ConfigError: unknown ``model_type``, unsupported rope, activation or experts, or a field that is missing or wrong.
+        ConfigError: unknown ``model_type``, unsupported rope, activation or experts, quantized weights, or a field that is
+            missing or wrong.
     """
     if config.get("model_type") in VISION_MODEL_TYPES:
         return replace(_parse_text_arch(_nested_text_config(config)), weights_prefix="model.text_model")
@@ -172,7 +173,7 @@ def parse_arch(config: Mapping[str, Any]) -> ModelArch:
 
 
 def _nested_text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the text model's part, overridden by the whole model's special tokens, dtype and tied embeddings."""
+    """Return the text model's part, overridden by the whole model's special tokens, dtype, quantization and tied embeddings."""
     text = {"model_type": "llama", **(config.get("text_config") or {})}
     above = {name: config[name] for name in _SAID_ABOVE if config.get(name) is not None}
     return {**text, **above, "tie_word_embeddings": bool(config.get("tie_word_embeddings", False))}
@@ -183,6 +184,7 @@ def _parse_text_arch(config: Mapping[str, Any]) -> ModelArch:
     config = {**traits.defaults, **config}
     for name, value in traits.only.items():
         _require_value(config, name, value)
+    _refuse_quantized(config)
     num_heads, num_kv_heads, head_dim = _parse_heads(config)
     is_gemma = config["model_type"] == "gemma3_text"
     attention_bias = bool(config.get("attention_bias", False))
@@ -260,6 +262,17 @@ def _require_value(config: Mapping[str, Any], name: str, only: object) -> None:
         raise ConfigError(f"config.json: {name}={value!r} is not supported; supported: {only!r}", param=name)
 
 
+def _refuse_quantized(config: Mapping[str, Any]) -> None:
+    quantization = config.get("quantization_config")
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
+        raise ConfigError(
+            f"config.json: quantization_config: weights quantized by {method!r} are not supported; name the checkpoint that is "
+            "not quantized (model.quantization quantizes when it is loaded)",
+            param="quantization_config",
+        )
+
+
 def _traits(model_type: object) -> _Traits:
     traits = _TRAITS.get(model_type) if isinstance(model_type, str) else None
     if traits is None:
@@ -327,16 +340,18 @@ def _parse_temperature(config: Mapping[str, Any], ropes: tuple[Rope | None, ...]
 def _parse_windows(config: Mapping[str, Any], traits: _Traits) -> tuple[int | None, ...]:
     """Return the sliding window of each layer, None where the layer attends to everything."""
     num_layers = positive_count(config, "num_hidden_layers")
+    if config["model_type"] == "llama4_text":
+        return (None,) * num_layers
     window = config.get("sliding_window")
     if traits.window_gate is not None and not config.get(traits.window_gate, False):
         window = None
     is_gemma = config["model_type"] == "gemma3_text"
-    if config["model_type"] in ("llama", "llama4_text") or (window is None and not is_gemma):
+    if config["model_type"] == "llama" or (window is None and not is_gemma):
+        _parse_layer_types(config, "full_attention")
         return (None,) * num_layers
     window = positive_count(config, "sliding_window")
-    layer_types = config.get("layer_types")
-    if layer_types is not None:
-        kinds = _one_per_layer("layer_types", layer_types, num_layers)
+    kinds = _parse_layer_types(config, "full_attention", "sliding_attention")
+    if kinds is not None:
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)
     if is_gemma:  # every n-th layer attends to everything
         pattern = positive_count(config, "sliding_window_pattern")
@@ -350,11 +365,31 @@ def _parse_chunk_sizes(config: Mapping[str, Any]) -> tuple[int | None, ...]:
     num_layers = positive_count(config, "num_hidden_layers")
     if config["model_type"] != "llama4_text":
         return (None,) * num_layers
-    layer_types = config.get("layer_types")
-    if layer_types is None:
-        layer_types = ["chunked_attention" if rotates else "full_attention" for rotates in _llama4_rotations(config)]
-    kinds = _one_per_layer("layer_types", layer_types, num_layers)
+    kinds = _parse_layer_types(config, "full_attention", "chunked_attention")
+    if kinds is None:
+        kinds = ["chunked_attention" if rotates else "full_attention" for rotates in _llama4_rotations(config)]
     return tuple(positive_count(config, "attention_chunk_size") if kind == "chunked_attention" else None for kind in kinds)
+
+
+def _parse_layer_types(config: Mapping[str, Any], *supported: str) -> list[str] | None:
+    """Return the kind of attention of each layer, None if the config names none.
+
+    Raises:
+        ConfigError: a layer has another kind than those supported, or the layers are not as many.
+    """
+    named = config.get("layer_types")
+    if named is None:
+        return None
+    kinds: list[str] = _one_per_layer("layer_types", named, positive_count(config, "num_hidden_layers"))
+    for kind in kinds:
+        if kind not in supported:
+            is_off = kind == "sliding_attention" and config["model_type"] not in ("llama", "llama4_text")
+            raise ConfigError(
+                f"config.json: layer_types: {kind!r} is not supported{' while sliding_window is off' if is_off else ''}; "
+                f"supported: {', '.join(supported)}",
+                param="layer_types",
+            )
+    return kinds
 
 
 def _one_per_layer(name: str, values: list[Any], num_layers: int) -> list[Any]:

@@ -13,6 +13,7 @@ from typing import Any, Literal
 from core.errors import ConfigError
 
 RopeKind = Literal["default", "linear", "llama3"]
+_FIELDS = ("rope_parameters", "rope_scaling")
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,9 +32,41 @@ def parse_rope(config: Mapping[str, Any], default_theta: float) -> Rope:
     """Return the rope of ``rope_parameters`` (new layout) or of ``rope_theta`` + ``rope_scaling`` (old one).
 
     Raises:
-        ConfigError: the variant is not supported, or one of its parameters is missing.
+        ConfigError: the variant is not supported, one of its parameters is missing, or both layouts contradict each other.
     """
-    field = "rope_parameters" if config.get("rope_parameters") else "rope_scaling"
+    fields = [field for field in _FIELDS if config.get(field)] or ["rope_scaling"]
+    ropes = [_flat_rope(config, field, default_theta) for field in fields]
+    if ropes[0] != ropes[-1]:
+        raise _contradiction(ropes[0], ropes[-1])
+    return ropes[0]
+
+
+def parse_rope_pair(config: Mapping[str, Any], default_theta: float, default_local_theta: float) -> tuple[Rope, Rope]:
+    """Return the ropes of full and of sliding layers, for configurations with one for each (Gemma 3).
+
+    ``rope_scaling`` is of the full layers alone.
+
+    Raises:
+        ConfigError: as ``parse_rope``.
+    """
+    both: Mapping[str, Any] = config.get("rope_parameters") or {}
+    scaling: Mapping[str, Any] = config.get("rope_scaling") or {}
+    field = "rope_parameters" if both else "rope_scaling"
+    full, local = ({**(both.get(kind) or {})} for kind in ("full_attention", "sliding_attention"))
+    theta = config.get("rope_theta") or default_theta
+    local_theta = config.get("rope_local_base_freq") or default_local_theta
+    scaled = {**full, **scaling}
+    if "rope_type" not in scaling and "type" in scaling:
+        scaled["rope_type"] = scaling["type"]
+    rope = _stretched(float(scaled.get("rope_theta") or theta), scaled, "rope_scaling" if scaling else field)
+    if both and scaling:
+        unscaled = _stretched(float(full.get("rope_theta") or theta), full, field)
+        if rope != unscaled:
+            raise _contradiction(unscaled, rope)
+    return rope, _stretched(float(local.get("rope_theta") or local_theta), local, field)
+
+
+def _flat_rope(config: Mapping[str, Any], field: str, default_theta: float) -> Rope:
     rope: Mapping[str, Any] = config.get(field) or {}
     theta = float(rope.get("rope_theta") or config.get("rope_theta") or default_theta)
     if rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0)) != 1.0:
@@ -41,23 +74,16 @@ def parse_rope(config: Mapping[str, Any], default_theta: float) -> Rope:
     return _stretched(theta, rope, field)
 
 
-def parse_rope_pair(config: Mapping[str, Any], default_theta: float, default_local_theta: float) -> tuple[Rope, Rope]:
-    """Return the ropes of full and of sliding layers, for configurations with one for each (Gemma 3).
-
-    Raises:
-        ConfigError: as ``parse_rope``.
-    """
-    both: Mapping[str, Any] = config.get("rope_parameters") or {}
-    if both:
-        full, local = (both.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
-    else:
-        full = {**(config.get("rope_scaling") or {}), "rope_theta": config.get("rope_theta")}
-        local = {"rope_theta": config.get("rope_local_base_freq")}
-    field = "rope_parameters" if both else "rope_scaling"
-    return (
-        _stretched(float(full.get("rope_theta") or default_theta), full, field),
-        _stretched(float(local.get("rope_theta") or default_local_theta), local, field),
+def _contradiction(new: Rope, old: Rope) -> ConfigError:
+    return ConfigError(
+        f"config.json: rope_parameters ({_shown(new)}) and rope_scaling ({_shown(old)}) contradict each other: "
+        "describe the rope in rope_parameters and remove rope_scaling",
+        param="rope_scaling",
     )
+
+
+def _shown(rope: Rope) -> str:
+    return f"{rope.kind}, factor {rope.factor:g}, theta {rope.theta:g}"
 
 
 def _stretched(theta: float, rope: Mapping[str, Any], field: str) -> Rope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -76,6 +77,25 @@ def test_both_layouts_of_rope_settings_mean_the_same():
     assert older.ropes == (Rope(5000.0, "linear", 2.0),) * 4
 
 
+def test_both_layouts_at_once_must_mean_the_same():
+    scaling = {"rope_type": "linear", "factor": 2.0}
+    new = {**scaling, "rope_theta": 5000.0}
+    assert parse(rope_parameters=new, rope_scaling=scaling).ropes == (Rope(5000.0, "linear", 2.0),) * 4
+    assert parse(rope_theta=None, rope_parameters=new, rope_scaling=new).ropes == (Rope(5000.0, "linear", 2.0),) * 4
+    for nothing in (None, {}):
+        assert parse(rope_parameters=new, rope_scaling=nothing).ropes == (Rope(5000.0, "linear", 2.0),) * 4
+        assert parse(rope_parameters=nothing, rope_scaling=scaling).ropes == (Rope(5000.0, "linear", 2.0),) * 4
+    contradictions: list[dict[str, object]] = [
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 5000.0}, "rope_scaling": scaling},
+        {"rope_parameters": new, "rope_scaling": {**scaling, "factor": 4.0}},
+        {"rope_parameters": new, "rope_scaling": scaling, "rope_theta": None},  # whose base is not that of rope_parameters
+    ]
+    for overrides in contradictions:
+        with pytest.raises(ConfigError, match=r"rope_parameters \(.*\) and rope_scaling \(.*\) contradict") as caught:
+            parse(**overrides)
+        assert caught.value.param == "rope_scaling"
+
+
 @pytest.mark.parametrize(
     ("overrides", "field", "words"),
     [
@@ -88,6 +108,11 @@ def test_both_layouts_of_rope_settings_mean_the_same():
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, "rope_scaling", ["yarn", "linear"]),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling", ["factor"]),
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters", ["dynamic"]),
+        (
+            {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "yarn", "factor": 4.0}},
+            "rope_scaling",
+            ["yarn"],
+        ),
         ({"partial_rotary_factor": 0.5}, "rope_scaling", ["partial_rotary_factor"]),
         ({"hidden_act": "gelu"}, "hidden_act", ["gelu", "silu"]),
         ({"vocab_size": None}, "vocab_size", ["vocab_size"]),
@@ -95,6 +120,29 @@ def test_both_layouts_of_rope_settings_mean_the_same():
         ({"num_key_value_heads": 3}, "num_key_value_heads", ["4", "3"]),
         ({"model_type": "mistral", "sliding_window": -1}, "sliding_window", ["-1"]),
         ({"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"]}, "layer_types", ["1 of 4"]),
+        ({"layer_types": ["full_attention"]}, "layer_types", ["1 of 4"]),
+        ({"layer_types": ["sliding_attention"] * 4}, "layer_types", ["sliding_attention", "supported: full_attention"]),
+        (
+            {"model_type": "qwen3", "use_sliding_window": False, "layer_types": ["sliding_attention"] * 4},
+            "layer_types",
+            ["sliding_attention", "sliding_window is off"],
+        ),
+        (
+            {"model_type": "qwen3", "use_sliding_window": True, "layer_types": ["linear_attention"] * 4},
+            "layer_types",
+            ["linear_attention", "full_attention, sliding_attention"],
+        ),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config", ["fp8"]),
+        (
+            {"model_type": "smolvlm", "text_config": LLAMA, "quantization_config": {"quant_method": "awq"}},
+            "quantization_config",
+            ["awq"],
+        ),
+        (
+            {"model_type": "smolvlm", "text_config": {**LLAMA, "quantization_config": {"quant_method": "gptq"}}},
+            "quantization_config",
+            ["gptq"],
+        ),
     ],
 )
 def test_refuses_what_it_cannot_compute_and_names_the_field(overrides, field, words):
@@ -111,6 +159,9 @@ def test_windows_are_per_layer():
     assert parse(model_type="qwen2", sliding_window=8).sliding_windows == (None,) * 4
     gated = {"model_type": "qwen2", "use_sliding_window": True, "sliding_window": 8}
     assert parse(**gated, max_window_layers=3).sliding_windows == (None, None, None, 8)
+    for model_type in ("llama", "mistral", "qwen2", "qwen3"):
+        full = parse(model_type=model_type, sliding_window=None, layer_types=["full_attention"] * 4)
+        assert full.sliding_windows == (None,) * 4
     types = ["sliding_attention", "full_attention"] * 2
     assert parse(**gated, layer_types=types).sliding_windows == (8, None, 8, None)
 
@@ -173,6 +224,43 @@ def test_gemma3_stretches_the_rope_of_full_layers_only():
     assert parse(**{**GEMMA3, "rope_theta": None, "rope_local_base_freq": None}, rope_parameters=both) == old
 
 
+GEMMA3_ROPES = {
+    "full_attention": {"rope_type": "default", "rope_theta": 1e6},
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+}
+LINEAR = {"rope_type": "linear", "factor": 8.0}
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4},
+        {"rope_theta": 5e5, "rope_local_base_freq": 2e4, "rope_parameters": {"full_attention": {"rope_type": "default"}}},
+        {"rope_theta": 5e5, "rope_parameters": GEMMA3_ROPES, "rope_scaling": None},
+        {"rope_theta": 5e5, "rope_scaling": {**LINEAR, "rope_theta": 7e5}},
+        {"rope_parameters": {**GEMMA3_ROPES, "full_attention": {**LINEAR, "rope_theta": 7e5}}, "rope_scaling": LINEAR},
+    ],
+)
+def test_gemma3_takes_its_ropes_as_transformers_does(overrides):
+    from transformers import Gemma3TextConfig
+
+    whole = Gemma3TextConfig(**copy.deepcopy(overrides)).rope_parameters
+    config = {**GEMMA3, "rope_theta": None, "rope_local_base_freq": None, **overrides}
+    expected = (
+        Rope(rope["rope_theta"], rope["rope_type"], rope.get("factor", 1.0))
+        for rope in (whole["sliding_attention"], whole["full_attention"])
+    )
+    assert parse(**config).ropes[4:6] == tuple(expected)
+
+
+@pytest.mark.parametrize("scaling", [LINEAR, {"type": "linear", "factor": 8.0}])
+def test_gemma3_refuses_a_scaling_that_its_nested_ropes_lack(scaling):
+    with pytest.raises(ConfigError, match=r"rope_parameters \(.*\) and rope_scaling \(.*\) contradict"):
+        parse(**GEMMA3, rope_parameters=GEMMA3_ROPES, rope_scaling=scaling)
+    stretched = {**GEMMA3_ROPES, "full_attention": {**LINEAR, "rope_theta": 1e6}}
+    parse(**GEMMA3, rope_parameters=stretched, rope_scaling=scaling)
+
+
 def test_llama4_attends_in_chunks_where_it_rotates():
     arch = parse(**LLAMA4)
     assert arch.attention_chunk_sizes == (32, 32, 32, None, 32)
@@ -197,6 +285,8 @@ def test_llama4_attends_in_chunks_where_it_rotates():
         (LLAMA4, {"moe_layers": [1, 3]}, "moe_layers"),
         (LLAMA4, {"attention_chunk_size": None}, "attention_chunk_size"),
         (LLAMA4, {"no_rope_layers": [1, 0]}, "no_rope_layers"),
+        (LLAMA4, {"layer_types": ["sliding_attention"] * 5}, "layer_types"),
+        (GEMMA3, {"layer_types": ["chunked_attention"] * 7}, "layer_types"),
     ],
 )
 def test_refuses_what_hybrid_models_may_have_and_is_not_computed_here(config, overrides, field):
