@@ -18,6 +18,8 @@ from torch import Tensor
 from core.errors import ConfigError
 from core.model.linear import Linear, MakeLinear, make_linear
 
+_COMPARED_ROWS = 1024  # of a matrix, at once
+
 
 @contextmanager
 def open_checkpoint(
@@ -101,9 +103,17 @@ class Checkpoint:
         """Return the rows of all parts as one tensor with memory of its own."""
         return torch.cat([part.to(device=self._device, dtype=self._dtype) for part in parts])
 
-    def ignore(self, name: str) -> None:
-        """Mark a tensor that is present but not needed as used."""
-        self._unused.discard(name)
+    def are_equal(self, name: str, other: str, *shape: int) -> bool:
+        """Return True if two tensors have the same values in the dtype of this checkpoint; both count as used.
+
+        They are compared some rows at a time where they are stored, so that neither is in memory twice.
+        """
+        stored = self._stored(name, shape), self._stored(other, shape)
+        for start in range(0, shape[0], _COMPARED_ROWS):
+            one, two = (tensor[start : start + _COMPARED_ROWS].to(self._dtype) for tensor in stored)
+            if not torch.equal(one, two):
+                return False
+        return True
 
     def require_all_used(self, *prefixes: str, but: Sequence[str] = ()) -> None:
         """Refuse weights that the architecture does not use: computing without them would be silently wrong.

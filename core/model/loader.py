@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from core.errors import ConfigError
 from core.model.arch import VISION_WEIGHTS, ModelArch
 from core.model.checkpoint import Checkpoint, open_checkpoint
 from core.model.decoder import Decoder, DecoderWeights, LayerWeights
@@ -58,8 +59,8 @@ def load_decoder(
     weights in the linear layers of attention and MLP; embeddings and the output layer keep ``dtype``.
 
     Raises:
-        ConfigError: a file cannot be read, a tensor is missing, has another shape, or has no place in ``arch``, or the machine
-            cannot compute with quantized weights.
+        ConfigError: a file cannot be read, a tensor is missing, has another shape, or has no place in ``arch``, a tied head is
+            another one in the files, or the machine cannot compute with quantized weights.
     """
     make: MakeLinear = make_int8_linear if quantization == "int8" else make_linear
     with open_checkpoint(weight_files, dtype, device, make) as tensors, torch.inference_mode():
@@ -76,10 +77,16 @@ def _decoder_weights(tensors: Checkpoint, arch: ModelArch) -> DecoderWeights:
 
 
 def _embedding_and_head(tensors: Checkpoint, arch: ModelArch) -> tuple[Embedding, Linear]:
-    table = tensors.take(f"{arch.weights_prefix}.embed_tokens.weight", arch.vocab_size, arch.hidden_size)
+    name, own_head, shape = f"{arch.weights_prefix}.embed_tokens.weight", "lm_head.weight", (arch.vocab_size, arch.hidden_size)
+    table = tensors.take(name, *shape)
     if not arch.tie_word_embeddings:
-        return TableEmbedding(table), make_linear(tensors.take("lm_head.weight", arch.vocab_size, arch.hidden_size))
-    tensors.ignore("lm_head.weight")
+        return TableEmbedding(table), make_linear(tensors.take(own_head, *shape))
+    if own_head in tensors and not tensors.are_equal(own_head, name, *shape):  # a head that was trained on its own
+        raise ConfigError(
+            f"{own_head} differs from {name}, but config.json says, or means by default, tie_word_embeddings: true; set it to "
+            "false to use that head, or remove the tensor",
+            param="tie_word_embeddings",
+        )
     head = make_linear(table)
     return tied_embedding(table, head), head
 

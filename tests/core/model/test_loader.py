@@ -50,10 +50,21 @@ def test_refuses_a_shape_that_contradicts_the_config(tiny_model):
         load_decoder(arch, model.weight_files, dtype=torch.float32)
 
 
-def test_a_tied_head_wins_over_one_in_the_file(tiny_model, paged):
+def test_a_tied_head_may_be_in_the_file_too(tiny_model, paged):
     model = tiny_model("llama", tie_word_embeddings=True)
-    edit(model, lambda tensors: tensors.update({"lm_head.weight": torch.zeros(97, 48)}))
+    edit(model, lambda tensors: tensors.update({"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}))
     torch.testing.assert_close(paged(model.load()).step([TOKENS]), model.logits(TOKENS), atol=2e-4, rtol=1e-4)
+
+
+def test_refuses_a_tied_head_that_the_file_has_otherwise(tiny_model):
+    """transformers would not tie them."""
+    model = tiny_model("llama", tie_word_embeddings=True)
+    changed = model.reference.get_input_embeddings().weight.detach().clone()
+    changed[-1, -1] += 1
+    edit(model, lambda tensors: tensors.update({"lm_head.weight": changed}))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight differs from model\.embed_tokens\.weight") as caught:
+        model.load()
+    assert caught.value.param == "tie_word_embeddings"
 
 
 def test_accepts_rope_frequencies_of_old_checkpoints(tiny_model):
