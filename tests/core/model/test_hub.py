@@ -293,8 +293,29 @@ def test_an_incomplete_folder_names_what_it_lacks(name, tmp_path):
 
 def test_an_index_names_its_missing_shard(tmp_path):
     folder = write_model(tmp_path / "model")
-    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model.safetensors", "b": "two.safetensors"}}')
+    (folder / "model.safetensors").rename(folder / "one.safetensors")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "one.safetensors", "b": "two.safetensors"}}')
     with pytest.raises(ConfigError, match=r"lacks safetensors weights: two\.safetensors"):
+        read_model_folder("m", folder, tmp_path / "cache")
+
+
+def test_a_file_of_whole_weights_wins_over_an_index_and_others(tmp_path):
+    folder = write_model(tmp_path / "model")
+    for name in ("model_before_dpo.safetensors", "model-00001-of-00001.safetensors"):
+        (folder / name).write_bytes(b"other weights")
+    (folder / "model.safetensors.index.json").write_text('{"weight_map": {"a": "model-00001-of-00001.safetensors"}}')
+    assert read_model_folder("m", folder, tmp_path / "cache").weight_files == (folder / "model.safetensors",)
+    (folder / "model.safetensors").unlink()
+    files = read_model_folder("m", folder, tmp_path / "cache")
+    assert files.weight_files == (folder / "model-00001-of-00001.safetensors",)
+    (folder / "model.safetensors.index.json").unlink()
+    assert len(read_model_folder("m", folder, tmp_path / "cache").weight_files) == 2
+
+
+def test_an_adapter_is_not_silently_left_out(tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / "adapter_config.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"holds adapter_config\.json: adapters are not applied"):
         read_model_folder("m", folder, tmp_path / "cache")
 
 
@@ -334,13 +355,19 @@ def test_eos_is_that_of_the_first_file_with_one_the_model_can_sample(tmp_path):
 
 def test_chat_template_file_wins_and_named_templates_give_their_default(tmp_path):
     folder = write_model(tmp_path / "model")
-    named = '{"chat_template": [{"name": "tools", "template": "T"}, {"name": "default", "template": "D"}]}'
+    named = '{"chat_template": [{"name": "tool_use", "template": "T"}, {"name": "default", "template": "D"}]}'
     (folder / "tokenizer_config.json").write_text(named)
-    assert read_model_folder("m", folder, tmp_path / "cache").chat_template == "D"
+    files = read_model_folder("m", folder, tmp_path / "cache")
+    assert (files.chat_template, files.tool_template) == ("D", "T")
     (folder / "chat_template.json").write_text('{"chat_template": "P"}')
     assert read_model_folder("m", folder, tmp_path / "cache").chat_template == "P"
     (folder / "chat_template.jinja").write_text("J")
-    assert read_model_folder("m", folder, tmp_path / "cache").chat_template == "J"
+    files = read_model_folder("m", folder, tmp_path / "cache")
+    assert (files.chat_template, files.tool_template) == ("J", None)
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("U")
+    files = read_model_folder("m", folder, tmp_path / "cache")
+    assert (files.chat_template, files.tool_template) == ("J", "U")
 
 
 def test_weights_id_is_that_of_the_content_wherever_it_lies(tmp_path):
@@ -378,9 +405,14 @@ def test_a_digest_that_cannot_be_kept_is_only_a_warning(tmp_path, caplog):
 # ---- without weights -------------------------------------------------------------------------------------------------------
 
 
-def fake_hub(monkeypatch, folder):
+WHOLE_WEIGHTS = {"model.safetensors": "weights"}
+SHARDS = {f"model-{number}-of-2.safetensors": "weights" for number in (1, 2)}
+INDEX = {"model.safetensors.index.json": json.dumps({"weight_map": {name[6]: name for name in SHARDS}})}
+
+
+def fake_hub(monkeypatch, folder, weights=WHOLE_WEIGHTS):
     """Let the hub hold a model: a download puts the requested files into the folder; return the list of requested names."""
-    files = {"config.json": "{}", "tokenizer.json": "{}", "chat_template.jinja": "", "model.safetensors": "weights"}
+    files = {"config.json": "{}", "tokenizer.json": "{}", "chat_template.jinja": "", **weights}
     fetched = []
 
     def snapshot_download(repo_id, allow_patterns, **options):
@@ -403,6 +435,40 @@ def test_router_fetches_no_weights_from_the_hub(tmp_path, monkeypatch):
     assert sorted(fetched) == ["chat_template.jinja", "config.json", "tokenizer.json"]
     assert files.weight_files == ()
     assert hub.resolve_model("owner/name", tmp_path).weight_files == (folder / "model.safetensors",)
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ({**WHOLE_WEIGHTS, **INDEX, **SHARDS, "model_fp16.safetensors": ""}, WHOLE_WEIGHTS),
+        ({**INDEX, **SHARDS, "consolidated.safetensors": ""}, SHARDS),
+        (SHARDS, SHARDS),
+    ],
+)
+def test_only_weights_that_are_loaded_are_fetched_from_the_hub(weights, expected, tmp_path, monkeypatch):
+    folder = tmp_path / "snapshot"
+    folder.mkdir()
+    fetched = fake_hub(monkeypatch, folder, weights)
+    files = hub.resolve_model("owner/name", tmp_path)
+    assert [name for name in fetched if name.endswith(".safetensors")] == list(expected)
+    assert files.weight_files == tuple(folder / name for name in expected)
+    assert hub.has_snapshot("owner/name", tmp_path)
+
+
+def test_weights_come_from_the_same_commit_as_the_config(tmp_path, monkeypatch):
+    asked = []
+
+    def snapshot_download(repo_id, revision, allow_patterns, **options):
+        asked.append(revision)
+        folder = tmp_path / "snapshots" / "c0ffee"
+        write_model(folder)
+        if "model.safetensors" not in allow_patterns:
+            (folder / "model.safetensors").unlink()
+        return str(folder)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    resolve_model("owner/name", tmp_path)
+    assert asked == [None, "c0ffee"]
 
 
 def test_fetching_records_digests_for_those_who_only_read(tmp_path, monkeypatch):

@@ -80,6 +80,14 @@ def test_names_a_file_that_is_no_safetensors(tiny_model):
         model.load()
 
 
+def test_refuses_two_files_with_the_same_tensor_and_names_both(tiny_model):
+    model = tiny_model("llama")
+    (path,) = model.weight_files
+    save_file({"model.norm.weight": torch.zeros(48)}, path.with_name("model_old.safetensors"))
+    with pytest.raises(ConfigError, match=r"model\.norm\.weight is in .*/model\.safetensors and in .*/model_old\.safetensors"):
+        model.load()
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_no_weight_keeps_the_file_mapped(tiny_model, dtype):
     model = tiny_model("llama")
