@@ -60,10 +60,22 @@ def _shards(folder: Path) -> list[str]:
     return [] if index is None else sorted(set(index["weight_map"].values()))
 
 
-def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> Mapping[str, str]:
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """Return ``tokenizer_config.json``; in old folders, ``special_tokens_map.json`` names the special tokens.
+
+    Old are those whose config says nothing of added tokens, as for transformers.
+    """
+    config = read_json(folder / "tokenizer_config.json") or {}
+    if "added_tokens_decoder" in config:
+        return config
+    return {**config, **(read_json(folder / "special_tokens_map.json") or {})}
+
+
+def chat_templates(folder: Path, settings: Mapping[str, Any]) -> Mapping[str, str]:
     """Return the chat templates by name; a single one is ``default``, and one for requests with tools is ``tool_use``.
 
-    They are those of separate files, else of the tokenizer config. Older models with image input have ``chat_template.json``.
+    They are those of separate files, else of ``settings``, the tokenizer's. Older models with image input have
+    ``chat_template.json``.
     """
     files = {path.stem: path for path in sorted(folder.glob("additional_chat_templates/*.jinja"))}
     single = folder / "chat_template.jinja"
@@ -71,7 +83,7 @@ def chat_templates(folder: Path, tokenizer_config: Mapping[str, Any]) -> Mapping
         files["default"] = single
     if files:
         return {name: path.read_text(encoding="utf-8") for name, path in files.items()}
-    found = (read_json(folder / "chat_template.json") or tokenizer_config).get("chat_template")
+    found = (read_json(folder / "chat_template.json") or settings).get("chat_template")
     if isinstance(found, list):
         found = {entry["name"]: entry["template"] for entry in found}
     if isinstance(found, dict):

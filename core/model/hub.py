@@ -28,7 +28,7 @@ from typing import Any, BinaryIO
 from core.errors import ConfigError
 from core.log import event
 from core.model.arch import as_token_ids
-from core.model.hf_folder import TEXT_PATTERNS, chat_templates, fetch_weights, read_json, weight_files
+from core.model.hf_folder import TEXT_PATTERNS, chat_templates, fetch_weights, read_json, tokenizer_config, weight_files
 from core.model.progress import LoggedProgress, Progress, bytes_below
 
 logger = logging.getLogger(__name__)
@@ -209,8 +209,8 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path, *, needs_weights
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.is_file():
         raise ConfigError(f"{folder} holds no tokenizer.json", param="model.name")
-    tokenizer_config = read_json(folder / "tokenizer_config.json") or {}
-    templates = chat_templates(folder, tokenizer_config)
+    tokenizer_settings = tokenizer_config(folder)
+    templates = chat_templates(folder, tokenizer_settings)
     processor_config = read_json(folder / "processor_config.json") or {}
     return ModelFiles(
         name=name,
@@ -219,7 +219,7 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path, *, needs_weights
         generation_config=read_json(folder / "generation_config.json") or {},
         weight_files=weight_files(folder) if needs_weights else (),
         tokenizer_file=tokenizer_file,
-        tokenizer_config=tokenizer_config,
+        tokenizer_config=tokenizer_settings,
         chat_template=templates.get("default"),
         digest_record=cache_dir / "digests" / f"{_key(str(folder))}.json",
         image_processor_config=read_json(folder / "preprocessor_config.json") or processor_config.get("image_processor") or {},

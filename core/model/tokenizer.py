@@ -13,8 +13,8 @@ from datetime import datetime
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-import jinja2
 import jinja2.meta
+from jinja2 import Template
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer as BackendTokenizer
 
@@ -34,6 +34,9 @@ WallClock = Callable[[], datetime]
 class Tokenizer:
     """The tokenizer of one model.
 
+    ``template`` is the text of its chat template, ``tool_template`` of that for requests with tools, which is the same in most
+    models; ``template_variables`` and ``tool_template_variables`` are what they read. ``unknown_template_tokens``: special
+    tokens that they read and the model's files do not mention, which are rendered as nothing.
     ``wall_clock`` serves templates that print the date; ``monotonic`` bounds the time of rendering.
 
     Raises: ConfigError if ``tokenizer.json`` cannot be read or the chat template does not compile.
@@ -57,13 +60,25 @@ class Tokenizer:
         self.special_token_ids = frozenset(self.special_tokens.values())
         self.byte_of_letter = _byte_level_alphabet()
         self.byte_level_pieces: dict[int, str | bytes] = {}  # by id, as far as a stream has met them; one per token at most
-        self.template = files.chat_template or ""
         self._sandbox = _sandbox(wall_clock, monotonic)
+        self.template = files.chat_template or ""
+        self.tool_template = files.tool_template or self.template
+        self._templates = {text: self._compiled(text) for text in (self.template, self.tool_template) if text}
+        self.template_variables = self._variables(self.template)
+        self.tool_template_variables = self._variables(self.tool_template)
+        named = self.template_variables | self.tool_template_variables
+        self.unknown_template_tokens = [
+            name for name in _SPECIAL_TOKEN_NAMES if name in named and name not in files.tokenizer_config
+        ]
+
+    def _compiled(self, template: str) -> Template:
         try:
-            self._template = self._sandbox.template(self.template) if self.template else None
+            return self._sandbox.template(template)
         except TemplateError as error:
             raise ConfigError(f"the model's chat template does not compile: {error}", param="model.name") from error
-        self.template_variables = frozenset(jinja2.meta.find_undeclared_variables(self._sandbox.parse(self.template)))
+
+    def _variables(self, template: str) -> frozenset[str]:
+        return frozenset(jinja2.meta.find_undeclared_variables(self._sandbox.parse(template)))
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Return the token ids of ``text``; special tokens written in the text become their ids.
@@ -105,13 +120,14 @@ class Tokenizer:
         """Render a conversation to the prompt text; encode it with ``add_special_tokens=False``.
 
         ``continue_final_message`` leaves the last message open, so that the model continues it. ``template_args`` (``tools``,
-        ``documents``, ...) are passed to the template unchanged.
+        ``documents``, ...) are passed to the template unchanged; with ``tools`` it is ``tool_template``.
 
         Raises:
             InvalidRequest: there is no template, it refuses the conversation or makes too much of it, or arguments contradict.
             RenderTooSlow: it takes more than ``limit_s``.
         """
-        if self._template is None:
+        template = self._templates.get(self.template if template_args.get("tools") is None else self.tool_template)
+        if template is None:
             raise InvalidRequest("this model has no chat template; use the completions endpoint", param="messages")
         if continue_final_message and add_generation_prompt:
             raise InvalidRequest(
@@ -121,7 +137,7 @@ class Tokenizer:
         variables = {"tools": None, "documents": None, **self._named_tokens, **template_args}
         variables |= {"messages": conversation, "add_generation_prompt": add_generation_prompt}
         try:
-            text = self._sandbox.render(self._template, variables, limit_s)
+            text = self._sandbox.render(template, variables, limit_s)
         except (TemplateError, TypeError, ValueError, LookupError, AttributeError, ArithmeticError, RecursionError) as error:
             raise InvalidRequest(f"the chat template refused the messages: {error}", param="messages") from error
         return _cut_at_mark(text) if continue_final_message else text

@@ -80,6 +80,10 @@ _UNKNOWN_CALLS = (
     "the chat template reads tools and has no mark of a known format of calls: they stay text; set router.tool_format if one "
     "fits, unless vLLM engines split the answers"
 )
+_UNKNOWN_TOKENS = (
+    "the chat template writes special tokens that tokenizer_config.json does not name: they are left out of prompts; add them "
+    "there, with the value null if the model has none"
+)
 _ID_PREFIXES = {CompletionRequest: "cmpl-", ChatCompletionRequest: "chatcmpl-"}
 
 
@@ -136,14 +140,19 @@ class Endpoints:
         self._reader = PromptReader(model.tokenizer, self._pool, image_support, config.tools_in_prompt)
         self._texts = TokenTexts(model.tokenizer)
         self._grammars = GrammarGate(model.tokenizer)
-        self._tool_format = tool_format(config.tool_format, model.tokenizer.template)
+        tokenizer = model.tokenizer
+        self._tool_format = tool_format(config.tool_format, tokenizer.tool_template)
         if (
             config.tool_format == AUTO
-            and "tools" in model.tokenizer.template_variables
-            and not has_known_calls(model.tokenizer.template)
+            and "tools" in tokenizer.tool_template_variables
+            and not has_known_calls(tokenizer.tool_template)
         ):
             logger.warning(event("tool_format_unknown", reason=_UNKNOWN_CALLS))
-        self._has_reasoning = has_thinking_tags(model.tokenizer.template)
+        if tokenizer.unknown_template_tokens:
+            logger.warning(
+                event("template_token_unknown", names=",".join(tokenizer.unknown_template_tokens), reason=_UNKNOWN_TOKENS)
+            )
+        self._has_reasoning = has_thinking_tags(tokenizer.template) or has_thinking_tags(tokenizer.tool_template)
         self._ids = ids
         self._max_prompt_tokens = config.max_prompt_tokens
         self._request_timeout_s = config.request_timeout_s

@@ -1,12 +1,13 @@
 """Conversations by the model's own chat template: messages, tools, and what a request tells the template.
 
-A template may know nothing of tools. Then they are described in the messages, by Hermes' form, if the settings say so, and
-else refused.
+A model may have a template of its own for requests with tools. If the template knows nothing of tools, they are described in
+the messages, by Hermes' form, where the settings say so, and else refused.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from core.errors import InvalidRequest
@@ -28,14 +29,22 @@ _EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 _RESERVED_ARGUMENTS = frozenset({"self", "messages", "tools", "add_generation_prompt", "continue_final_message"})
 
 
+@dataclass(frozen=True, slots=True)
+class _Chosen:
+    """The template of one request: its text, the variables that it reads, and whether tools are described in the messages."""
+
+    text: str
+    variables: frozenset[str]
+    describes_tools: bool
+
+
 class ChatTemplate:
-    """The template of one model. ``tools_in_prompt``: what describes tools if the template does not."""
+    """The templates of one model. ``tools_in_prompt``: what describes tools if the template does not."""
 
     def __init__(self, tokenizer: Tokenizer, tools_in_prompt: Literal["template", "hermes"], *, has_images: bool) -> None:
         self._tokenizer = tokenizer
         self._has_images = has_images
-        self._reads_tools = "tools" in tokenizer.template_variables
-        self._describes_tools = tools_in_prompt == "hermes" and not self._reads_tools
+        self._may_describe_tools = tools_in_prompt == "hermes"
 
     def render(self, request: ChatCompletionRequest, limit_s: float = MAX_RENDER_S) -> str:
         """Return a conversation rendered by the model's template, with a tag for each image.
@@ -47,10 +56,12 @@ class ChatTemplate:
         if not request.messages:
             raise InvalidRequest("messages is empty", param="messages")
         messages = [_template_message(index, message, self._has_images) for index, message in enumerate(request.messages)]
-        if self._describes_tools:
-            tools = tool_use(request)
-            messages = with_described_tools(messages, tools.definitions if tools is not None else [])
-        self._check_calls_are_read(messages)
+        tools = tool_use(request)
+        definitions = tools.definitions if tools is not None else []
+        chosen = self._choose(has_tools=tools is not None)
+        if chosen.describes_tools:
+            messages = with_described_tools(messages, definitions)
+        self._check_calls_are_read(messages, chosen.text)
         if self._has_images:  # such a template expects messages as lists of parts
             messages = [{**message, "content": _parts(message["content"])} for message in messages]
         is_continued = bool(request.continue_final_message)
@@ -59,7 +70,9 @@ class ChatTemplate:
         reserved = sorted(_RESERVED_ARGUMENTS & arguments.keys())
         if reserved:
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
-        arguments = self._reasoning_arguments(request) | arguments | self._tools_argument(request)
+        arguments = _reasoning_arguments(request, chosen.variables) | arguments
+        if tools is not None and not chosen.describes_tools:
+            arguments["tools"] = definitions
         return self._tokenizer.apply_chat_template(
             messages,
             add_generation_prompt=add_prompt,
@@ -68,39 +81,43 @@ class ChatTemplate:
             template_args=arguments,
         )
 
-    def _tools_argument(self, request: ChatCompletionRequest) -> dict[str, Any]:
-        """Return the tools for the template.
+    def _choose(self, *, has_tools: bool) -> _Chosen:
+        """Return the template of a request with or without tools.
 
         Raises:
-            InvalidRequest: there are some, and the template does not read them.
+            InvalidRequest: there are tools, and nothing tells the model of them.
         """
-        tools = tool_use(request)
-        if tools is None or self._describes_tools:
-            return {}
-        if not self._reads_tools:
+        known = self._tokenizer
+        if has_tools and "tools" in known.tool_template_variables:
+            return _Chosen(known.tool_template, known.tool_template_variables, describes_tools=False)
+        if has_tools and not self._may_describe_tools:
             raise InvalidRequest(
                 "this model's chat template does not use tools: leave them out, or set router.tools_in_prompt to hermes",
                 param="tools",
             )
-        return {"tools": tools.definitions}
+        describes_tools = self._may_describe_tools and (has_tools or "tools" not in known.template_variables)
+        return _Chosen(known.template, known.template_variables, describes_tools)
 
-    def _reasoning_arguments(self, request: ChatCompletionRequest) -> dict[str, Any]:
-        """Return what the template is told of ``reasoning_effort``; one that does not read it is told nothing."""
-        effort, reads = request.reasoning_effort, self._tokenizer.template_variables
-        if effort is None:
-            return {}
-        if effort not in _EFFORTS:
-            raise InvalidRequest(f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort")
-        if effort == "none" and "enable_thinking" in reads:
-            return {"enable_thinking": False}
-        return {"reasoning_effort": effort} if "reasoning_effort" in reads else {}
-
-    def _check_calls_are_read(self, messages: Sequence[dict[str, Any]]) -> None:
+    def _check_calls_are_read(self, messages: Sequence[dict[str, Any]], template: str) -> None:
         for index, message in enumerate(messages):
-            if "tool_calls" in message and "tool_calls" not in self._tokenizer.template:
+            if "tool_calls" in message and "tool_calls" not in template:
                 field = f"messages[{index}].tool_calls"
                 fix = "leave them out, or set router.tools_in_prompt to hermes"
+                if "tool_calls" in self._tokenizer.tool_template:  # the other one of a model's two
+                    fix = f"send tools with them, {fix}"
                 raise InvalidRequest(f"{field}: this model's chat template does not use tools: {fix}", param=field)
+
+
+def _reasoning_arguments(request: ChatCompletionRequest, reads: frozenset[str]) -> dict[str, Any]:
+    """Return what the template is told of ``reasoning_effort``; one that does not read it is told nothing."""
+    effort = request.reasoning_effort
+    if effort is None:
+        return {}
+    if effort not in _EFFORTS:
+        raise InvalidRequest(f"reasoning_effort must be one of {', '.join(_EFFORTS)}", param="reasoning_effort")
+    if effort == "none" and "enable_thinking" in reads:
+        return {"enable_thinking": False}
+    return {"reasoning_effort": effort} if "reasoning_effort" in reads else {}
 
 
 def _template_message(index: int, message: ChatMessage, sees_images: bool) -> dict[str, Any]:

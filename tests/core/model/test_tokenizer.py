@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import subprocess
 import sys
 from datetime import datetime
 from pathlib import Path
 
 import pytest
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from core.errors import ConfigError, InvalidRequest
+from core.model.hub import read_model_folder
 from core.model.tokenizer import Tokenizer
 
 REPOSITORY = Path(__file__).parents[3]
@@ -56,6 +58,43 @@ def test_renders_like_transformers(name, add_generation_prompt, model_folder):
         MESSAGES, add_generation_prompt=add_generation_prompt, template_args={"custom": "given", "limit_s": 0}
     )
     assert rendered == expected
+
+
+SPECIAL_TOKENS_MAP = {"bos_token": "<|im_start|>", "eos_token": {"content": "<|im_end|>", "lstrip": False}}
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"bos_token": "<|im_end|>"},
+        {"bos_token": "<|im_end|>", "added_tokens_decoder": {}},
+        {"bos_token": None, "added_tokens_decoder": {}},
+    ],
+)
+def test_special_tokens_of_old_folders_are_those_transformers_takes(settings, model_folder, tmp_path):
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", **settings}
+    folder = model_folder(chat_template=TEMPLATES["special tokens"], **settings).path
+    (folder / "special_tokens_map.json").write_text(json.dumps(SPECIAL_TOKENS_MAP))
+    expected = AutoTokenizer.from_pretrained(folder).apply_chat_template(MESSAGES, tokenize=False)
+    tokenizer = Tokenizer(read_model_folder("tiny", folder, tmp_path))
+    assert tokenizer.apply_chat_template(MESSAGES) == expected
+    assert tokenizer.unknown_template_tokens == ([] if "added_tokens_decoder" not in settings else ["eos_token"])
+
+
+def test_requests_with_tools_have_a_template_of_their_own(model_folder, tmp_path):
+    templates = [
+        {"name": "default", "template": CHATML},
+        {"name": "tool_use", "template": "{{ tools | tojson }}" + CHATML},
+    ]
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": templates}
+    folder = model_folder().path
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    tokenizer, reference = Tokenizer(read_model_folder("tiny", folder, tmp_path)), AutoTokenizer.from_pretrained(folder)
+    for tools in (None, [{"type": "function", "function": {"name": "f"}}]):
+        expected = reference.apply_chat_template(MESSAGES, tools=tools, tokenize=False, add_generation_prompt=True)
+        assert tokenizer.apply_chat_template(MESSAGES, template_args={"tools": tools}) == expected
+    assert "tools" in tokenizer.tool_template_variables - tokenizer.template_variables
 
 
 def test_date_comes_from_the_given_clock(model_folder):

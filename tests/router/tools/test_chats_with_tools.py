@@ -2,6 +2,7 @@
 
 import json
 import threading
+from dataclasses import replace
 
 import pytest
 
@@ -27,9 +28,8 @@ CALL = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}</tool_call
 
 @pytest.fixture
 def tiny_router_of(start_router, write_tiny_files, tmp_path):
-    async def start(template, **settings):
-        files = write_tiny_files(tmp_path)
-        object.__setattr__(files, "chat_template", template)
+    async def start(template, tool_template=None, **settings):
+        files = replace(write_tiny_files(tmp_path), chat_template=template, tool_template=tool_template)
         model = ServedModel(name="tiny", tokenizer=Tokenizer(files))
         return await start_router(has_http=False, model=model, **settings)
 
@@ -290,6 +290,39 @@ async def test_a_template_without_tools_has_them_described_if_the_settings_say_s
     assert '<tool_call>\n{"name":"weather","arguments":{"city":"Oslo"}}\n</tool_call>' in prompt
     assert "<tool_response>\nrain\n</tool_response>" in prompt
     assert "<tools>" not in await prompt_of(under_test, messages=USER, tools=TOOLS, tool_choice="none")
+
+
+PLAIN = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+
+
+async def test_a_model_may_have_a_template_for_requests_with_tools(tiny_router_of):
+    under_test = await tiny_router_of(PLAIN, TEMPLATE)
+    for role in ("prefill", "decode"):
+        await under_test.add(role, max_model_len=2048)
+    history = [*USER, {"role": "assistant", "tool_calls": [EARLIER]}, TOLD]
+    assert await prompt_of(under_test, messages=USER) == "<user>hi<assistant>"
+    assert await prompt_of(under_test, messages=USER, reasoning_effort="high") == "<user>hi<assistant>"
+    prompt = await prompt_of(under_test, messages=history, tools=TOOLS, reasoning_effort="high")
+    assert prompt.startswith('<tools>[{"type": "function", "function": {"name": "weather"')
+    assert prompt.endswith("</tool_call><tool>rain[high]<assistant>")
+    async with under_test.client() as client:
+        refused = (await client.post("/v1/chat/completions", json={"messages": history})).json()["error"]
+    assert refused["param"] == "messages[1].tool_calls"
+    assert "send tools with them" in refused["message"]
+
+
+async def test_calls_without_tools_are_described_where_the_template_reads_none(tiny_router_of):
+    under_test = await tiny_router_of(PLAIN, TEMPLATE, tools_in_prompt="hermes")
+    for role in ("prefill", "decode"):
+        await under_test.add(role, max_model_len=2048)
+    history = [*USER, {"role": "assistant", "tool_calls": [EARLIER]}, TOLD]
+    assert "<tool_response>\nrain\n</tool_response>" in await prompt_of(under_test, messages=history)
+    assert "<tool_response>" not in await prompt_of(under_test, messages=history, tools=TOOLS)
+
+
+async def test_a_special_token_that_no_file_names_is_told_at_the_start(tiny_router_of, caplog):
+    await tiny_router_of("{{ bos_token }}{{ eos_token }}" + PLAIN)
+    assert "event=template_token_unknown names=bos_token reason=" in caplog.text
 
 
 @pytest.mark.slow
