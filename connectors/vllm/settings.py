@@ -59,10 +59,13 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         return TransferSettings(**{name: getattr(self, name) for name in TransferSettings.__dataclass_fields__})
 
     def port_of(self, rank: int, parallel: Any) -> int:
-        """Return the port of a tensor-parallel rank by vLLM's ``ParallelConfig``; data-parallel engines follow each other."""
+        """Return the port of a tensor-parallel rank by vLLM's ``ParallelConfig``; data-parallel engines follow each other.
+
+        They are told apart by their index: engines of a dense model are independent, and each has data-parallel rank 0.
+        """
         if not self.port:
             return 0
-        return int(self.port + parallel.data_parallel_rank * parallel.tensor_parallel_size + rank)
+        return int(self.port + parallel.data_parallel_index * parallel.tensor_parallel_size + rank)
 
     def peer_rules(self, has_key: bool) -> PeerRules:
         """Return which peers may be connected to.

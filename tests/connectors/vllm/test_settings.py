@@ -37,8 +37,9 @@ def test_without_a_key_only_loopback_is_bound(host):
 
 
 def test_ranks_and_engines_of_one_host_have_ports_of_their_own():
+    """vLLM lets engines of a dense model be independent: each has rank 0, and only the index tells them apart."""
     settings = read_settings({"kvferry.port": 7000})
-    engines = [SimpleNamespace(data_parallel_rank=rank, tensor_parallel_size=2) for rank in range(3)]
+    engines = [SimpleNamespace(data_parallel_rank=0, data_parallel_index=index, tensor_parallel_size=2) for index in range(3)]
     assert [settings.port_of(rank, engine) for engine in engines for rank in range(2)] == list(range(7000, 7006))
     assert read_settings({}).port_of(1, engines[1]) == 0
 

@@ -1,0 +1,26 @@
+"""What vLLM makes of settings together with the plug-in, without an engine."""
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.support.vllm_engine import CPU_ENVIRONMENT, vllm_python
+
+pytestmark = [pytest.mark.vllm, pytest.mark.slow]
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def found():
+    command = [vllm_python(), ROOT / "tests/vllm/configuration_dump.py"]
+    environment = os.environ | CPU_ENVIRONMENT | {"PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_data_parallel_engines_of_a_dense_model_have_ports_of_their_own(found):
+    assert found["ports"] == [7000, 7001, 7002]
