@@ -130,14 +130,12 @@ class Producer:
         """Order the seals of the prompts that this step completes.
 
         Requests whose seals were ordered and that go on are cancelled: a preempted one has lost its blocks, and one that is
-        scheduled again is no prompt for another engine.
+        scheduled again is no prompt for another engine, unless it was preempted and resumed since the last step.
         """
         for request_id, (ordered_request, _) in list(self._ordered.items()):
-            if ordered_request.status.name == PREEMPTED:
+            if ordered_request.status.name == PREEMPTED or request_id in num_scheduled_tokens:
                 self._cancel(request_id)
-                self._wanted[request_id] = ordered_request
-            elif request_id in num_scheduled_tokens:
-                self._cancel(request_id)
+                self._want_again(ordered_request)
         for request_id, count in num_scheduled_tokens.items():
             request = self._wanted.get(request_id)
             if request is None:
@@ -187,8 +185,9 @@ class Producer:
 
         Prompts that have been computed in part are not handed off: their KV is of both.
         """
-        for request_id in list(self._ordered):
+        for request_id, (ordered_request, _) in list(self._ordered.items()):
             self._cancel(request_id)
+            self._want_again(ordered_request)
         self._wanted = {name: request for name, request in self._wanted.items() if not request.num_computed_tokens}
         self.orders.ended += [ordered.transfer_id for ordered in self._published.values()]
         self._engine, self._hasher = engine, hasher
@@ -253,6 +252,11 @@ class Producer:
             self.orders.seals = waiting
         else:
             self.orders.cancelled.append(ordered.transfer_id)
+
+    def _want_again(self, request: VllmRequest) -> None:
+        """Remember a cancelled request whose prompt is computed anew: its output was in flight when it was preempted."""
+        if request.num_computed_tokens < request.num_prompt_tokens and not request.num_output_tokens:
+            self._wanted[request.request_id] = request
 
     def _forget(self, ordered: _Ordered) -> None:
         for block_id in ordered.block_ids():

@@ -38,6 +38,11 @@ def finish(producer, request, table, status=Status.FINISHED_LENGTH_CAPPED):
     return producer.request_finished(request, (table,))
 
 
+def preempt(request):
+    """Take the request's blocks, and drop its output, which was in flight."""
+    request.status, request.num_computed_tokens, request.num_output_tokens = Status.PREEMPTED, 0, 0
+
+
 def test_the_step_that_completes_the_prompt_seals_it(producer):
     request = prompt_of("a")
     producer.on_new_request(request)
@@ -102,17 +107,31 @@ def test_a_handoff_that_no_reader_would_take_is_cancelled_and_said_once(producer
 def test_a_preempted_request_is_cancelled_and_sealed_again(producer):
     request = prompt_of("a")
     (first,) = complete(producer, request, [3, 4, 5]).seals
-    request.status, request.num_computed_tokens = Status.PREEMPTED, 0
+    preempt(request)
     producer.build_orders({}, lambda name: None)
     assert orders(producer).cancelled == [first.transfer_id]
     request.status = Status.RUNNING
     producer.build_orders({"a": 70}, lambda name: ([7, 8, 9],))
     (second,) = orders(producer).seals
     assert second.transfer_id != first.transfer_id
-    request.num_computed_tokens = 70
+    request.num_computed_tokens, request.num_output_tokens = 70, 1
     params = finish(producer, request, [7, 8, 9])
     assert params is not None
     assert params["remote_block_ids"] == [[7, 8, 9]]
+
+
+def test_a_request_that_is_resumed_before_the_next_step_is_sealed_again(producer):
+    """After a reset of the running requests, vLLM preempts and resumes in one pass."""
+    request = prompt_of("a")
+    (first,) = complete(producer, request, [3, 4, 5]).seals
+    preempt(request)
+    request.status, request.num_computed_tokens = Status.RUNNING, 32  # what its prefix cache still has
+    producer.build_orders({"a": 38}, lambda name: ([3, 8, 9],))
+    found = orders(producer)
+    assert found.cancelled == [first.transfer_id]
+    assert len(found.seals) == 1
+    request.num_computed_tokens, request.num_output_tokens = 70, 1
+    assert finish(producer, request, [3, 8, 9]) is not None
 
 
 def test_a_request_that_goes_on_is_cancelled(producer):

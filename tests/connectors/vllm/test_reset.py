@@ -74,6 +74,20 @@ def test_a_prompt_that_was_computed_in_part_is_not_handed_off(new_side):
     assert finish(side, request) is None
 
 
+def test_a_prompt_that_is_computed_anew_is_handed_off_after_the_reset(new_side):
+    """vLLM preempts the running requests before the reset, and resumes them in the next step."""
+    side = new_side("p")
+    request, orders = begin(side, "a")
+    request.status, request.num_computed_tokens = Status.PREEMPTED, 0
+    side.reset()
+    request.status = Status.RUNNING
+    found = step(side, a=70)
+    assert found.cancelled == [orders.seals[0].transfer_id]
+    assert len(found.seals) == 1
+    request.num_computed_tokens = 70
+    assert decode_handoff(finish(side, request)).model.weights_epoch == 1
+
+
 def test_an_offer_from_before_is_released_unread(new_side):
     side, owner = new_side("d"), new_side("p")
     request, _ = begin(owner, "a")
