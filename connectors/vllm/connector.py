@@ -238,9 +238,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.request_finished_all_groups(request, (block_ids,))
 
     def reset_cache(self) -> bool:
-        """End all handoffs: vLLM's caches are reset, because the weights have changed."""
-        self.scheduler_side.reset()
-        return True
+        """End all handoffs: vLLM resets its caches, because the weights have changed. Return False if it has failed to."""
+        return self.scheduler_side.reset()
 
     def has_pending_push_work(self) -> bool:
         """True while a step is needed without any request."""

@@ -60,6 +60,7 @@ class Consumer:
         self._offers: dict[str, _Offer] = {}  # by request id
         self._loading: dict[str, RemoteHandoff] = {}
         self._num_users: Counter[RemoteHandoff] = Counter()  # requests with an offer or a load of it
+        self._is_suspended = False
         self._limited_log = LimitedLog(_log, time.monotonic)
 
     @property
@@ -123,12 +124,17 @@ class Consumer:
         elif request_id in self._loading:
             self.orders.aborts.append(request_id)
 
-    def reset(self, engine: EngineIdentity, hasher: BlockHasher) -> None:
-        """Give up the handoffs that are not being loaded yet, and go on as this engine: the model has other weights."""
+    def suspend(self) -> None:
+        """Give up the handoffs that are not being loaded yet, and refuse all until ``reset``: the model has other weights."""
+        self._is_suspended = True
         while self._offers:
             _, offer = self._offers.popitem()
             self._release(offer.remote)
-        self._engine, self._hasher = engine, hasher
+
+    def reset(self, engine: EngineIdentity, hasher: BlockHasher) -> None:
+        """Give up the handoffs that are not being loaded yet, and go on as this engine: no KV of the old weights is left."""
+        self.suspend()
+        self._engine, self._hasher, self._is_suspended = engine, hasher, False
 
     def on_loads_ended(self, request_ids: set[str]) -> None:
         """All ranks have ended these loads, successfully or not: release the leases."""
@@ -162,6 +168,8 @@ class Consumer:
             StaleBlock: they are not those of this prompt.
         """
         engine = self._engine
+        if self._is_suspended:
+            raise LayoutMismatch("the last reset of vLLM's caches has failed here: reset them again")
         check_same_model(engine.model, handoff.model)
         check_convertible(engine.layout, handoff.layout, engine.engine_id)
         _check_ranks(engine, handoff)

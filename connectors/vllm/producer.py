@@ -104,6 +104,7 @@ class Producer:
         self._published: dict[str, _Ordered] = {}
         self._sealed: dict[int, _SealedBlock] = {}
         self._last_generation = 0
+        self._is_suspended = False
         self._limited_log = LimitedLog(_log, time.monotonic)
 
     @property
@@ -136,6 +137,8 @@ class Producer:
             if ordered_request.status.name == PREEMPTED or request_id in num_scheduled_tokens:
                 self._cancel(request_id)
                 self._want_again(ordered_request)
+        if self._is_suspended:
+            return
         for request_id, count in num_scheduled_tokens.items():
             request = self._wanted.get(request_id)
             if request is None:
@@ -180,17 +183,22 @@ class Producer:
         self.orders.ended.append(handoff.transfer_id)
         return True
 
-    def reset(self, engine: EngineIdentity, hasher: BlockHasher) -> None:
-        """End all handoffs, and go on as this engine: the model has other weights.
+    def suspend(self) -> None:
+        """End all handoffs, and make none until ``reset``: the model has other weights.
 
-        Prompts that have been computed in part are not handed off: their KV is of both.
+        Prompts that have been computed in part are not handed off later either: their KV is of both.
         """
+        self._is_suspended = True
         for request_id, (ordered_request, _) in list(self._ordered.items()):
             self._cancel(request_id)
             self._want_again(ordered_request)
         self._wanted = {name: request for name, request in self._wanted.items() if not request.num_computed_tokens}
         self.orders.ended += [ordered.transfer_id for ordered in self._published.values()]
-        self._engine, self._hasher = engine, hasher
+
+    def reset(self, engine: EngineIdentity, hasher: BlockHasher) -> None:
+        """End all handoffs, and go on as this engine: no KV of the old weights is left."""
+        self.suspend()
+        self._engine, self._hasher, self._is_suspended = engine, hasher, False
 
     def on_sending_ended(self, request_ids: set[str]) -> None:
         """All ranks have broken their seals of these requests' blocks, which vLLM frees now."""

@@ -31,6 +31,9 @@ class BlockPool(Protocol):
 
     blocks: Sequence[Any]
 
+    def get_num_free_blocks(self) -> int:
+        """Return how many blocks nothing uses. The null block is always used."""
+
     def touch(self, blocks: Sequence[Any]) -> None:
         """Add a reference to each block."""
 
@@ -133,14 +136,29 @@ class SchedulerSide:
         self.producer.on_sending_ended(finished_sending)
         self.consumer.on_loads_ended(finished_recving)
 
-    def reset(self) -> None:
-        """End all handoffs, and count up the epoch of the weights: engines of another epoch refuse handoffs of this one."""
+    def reset(self) -> bool:
+        """End all handoffs, and count up the epoch of the weights: engines of another epoch refuse handoffs of this one.
+
+        vLLM calls this right after it has tried to reset its own caches, also in vain, because blocks are in use; then its
+        prefix cache still has KV of the old weights. Return False in that case: no epoch is counted, and nothing is handed off
+        or loaded until a reset succeeds.
+        """
+        pool = self._block_pool
+        assert pool is not None, "vLLM binds its block pool before any request"
+        num_used = len(pool.blocks) - pool.get_num_free_blocks() - 1  # without the null block, as vLLM counts them
+        if num_used:
+            self.producer.suspend()
+            self.consumer.suspend()
+            hint = "nothing is handed off or loaded until a reset succeeds: repeat it"
+            _log.warning(event("kvferry_reset_failed", used_blocks=num_used, hint=hint))
+            return False
         model = msgspec.structs.replace(self._engine.model, weights_epoch=self._engine.model.weights_epoch + 1)
         self._engine = replace(self._engine, model=model)
         hasher = BlockHasher(model.fingerprint)
         self.producer.reset(self._engine, hasher)
         self.consumer.reset(self._engine, hasher)
         _log.info(event("kvferry_reset", weights_epoch=model.weights_epoch))
+        return True
 
     def take_counts(self) -> SchedulerCounts:
         """Return the counts since the last call."""

@@ -14,7 +14,7 @@ _CLASSES = {  # whose public methods are called, or overridden
     f"{_CONNECTORS}.factory": ("KVConnectorFactory",),
     "vllm.v1.core.block_pool": ("BlockPool",),
 }
-_USED = {"KVConnectorFactory": {"register_connector"}, "BlockPool": {"touch", "free_blocks"}}
+_USED = {"KVConnectorFactory": {"register_connector"}, "BlockPool": {"touch", "free_blocks", "get_num_free_blocks"}}
 _RECORDS = {  # whose fields are read
     f"{_CONNECTORS}.v1.base": ("KVConnectorTransferResults",),
     "vllm.config.kv_transfer": ("KVTransferConfig",),

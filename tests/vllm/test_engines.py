@@ -72,8 +72,11 @@ def test_a_control_connection_that_is_cut_during_a_load_costs_no_token(two_ranks
 def test_a_handoff_of_other_weights_is_refused_and_ends_with_them(two_ranks):
     pair, prompt, another = two_ranks, two_ranks.prompt(), two_ranks.prompt()
     old, _ = pair.hand_off(prompt), pair.hand_off(another)
-    pair.p.ask("reset_all_caches")  # says that blocks are in use, and ends the leases
+    assert not pair.p.ask("reset_all_caches")  # blocks are in use; it ends the leases
     pair.assert_nothing_is_held()
+    with pytest.raises(EngineFailed, match="published nothing"):
+        pair.hand_off(prompt)  # of which the prefix cache still has the blocks
+    assert pair.p.ask("reset_all_caches")
     before = pair.counts()["failures"].get("stale", 0)
     assert_answers_right(pair, prompt, old)
     assert pair.counts()["failures"]["stale"] == before + 2  # on each rank

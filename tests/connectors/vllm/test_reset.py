@@ -12,10 +12,23 @@ PROMPT = list(range(5, 75))
 TABLE = ([3, 4, 5],)
 
 
+class Pool:
+    """vLLM's: it can be reset if only the null block is in use."""
+
+    def __init__(self):
+        self.blocks = range(10)
+        self.num_used = 1
+
+    def get_num_free_blocks(self):
+        return len(self.blocks) - self.num_used
+
+
 @pytest.fixture
 def new_side():
-    def new(name):
-        return SchedulerSide(engine(name), PeerRules(("127.0.0.0/8",)), SeededIds(1), TransferGroups((0,), (None,)))
+    def new(name, pool=None):
+        side = SchedulerSide(engine(name), PeerRules(("127.0.0.0/8",)), SeededIds(1), TransferGroups((0,), (None,)))
+        side.bind_block_pool(pool or Pool())
+        return side
 
     return new
 
@@ -125,3 +138,68 @@ def test_engines_understand_each_other_only_in_the_same_epoch(new_side):
     assert loadable == [70, 0, 70]
     assert decode_handoff(params).model.weights_epoch == 1
     assert reader.consumer.refused == {"layout": 1}
+
+
+def test_a_reset_that_vllm_repeats_because_blocks_are_held_is_one_epoch(new_side):
+    pool = Pool()
+    side, reader = new_side("p", pool), new_side("d")
+    request, _ = begin(side, "a")
+    finish(side, request)
+    pool.num_used = 4
+    assert not side.reset()
+    step(side)
+    side.on_step_ended({"a"}, set(), None)
+    pool.num_used = 1
+    assert side.reset()
+    assert reader.reset()
+    request, _ = begin(side, "b")
+    params = finish(side, request)
+    assert decode_handoff(params).model.weights_epoch == 1
+    assert load(reader, params) == 70
+
+
+def test_a_failed_reset_ends_all_handoffs_too(new_side):
+    pool = Pool()
+    side = new_side("p", pool)
+    request, orders = begin(side, "a")
+    finish(side, request)
+    step(side)
+    pool.num_used = 4
+    side.reset()
+    assert step(side).ended == [orders.seals[0].transfer_id]
+
+
+def test_nothing_is_handed_off_until_a_reset_succeeds(new_side):
+    """The prefix cache still has KV of the old weights."""
+    pool = Pool()
+    side = new_side("p", pool)
+    waiting = FakeRequest("waiting", list(PROMPT), dict(REMOTE_DECODE))
+    side.on_new_request(waiting)
+    pool.num_used = 4
+    side.reset()
+    request, orders = begin(side, "a")
+    assert orders.seals == []
+    assert finish(side, request) is None
+    pool.num_used = 1
+    side.reset()
+    (order,) = step(side, waiting=70).seals
+    assert order.request_id == "waiting"
+
+
+def test_nothing_is_loaded_until_a_reset_succeeds(new_side, caplog):
+    pool = Pool()
+    side, owner = new_side("d", pool), new_side("p")
+    request, _ = begin(owner, "a")
+    params = finish(owner, request)
+    pool.num_used = 4
+    side.reset()
+    assert load(side, params) == 0
+    assert len(step(side).releases) == 1
+    assert side.consumer.refused == {"layout": 1}
+    assert "event=kvferry_reset_failed used_blocks=3" in caplog.text
+    pool.num_used = 1
+    side.reset()
+    owner.reset()
+    owner.on_step_ended({"a"}, set(), None)
+    request, _ = begin(owner, "b")
+    assert load(side, finish(owner, request), "e") == 70
