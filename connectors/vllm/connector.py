@@ -23,7 +23,6 @@ from connectors.p2p.host_id import host_id
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import DriverSettings
 from connectors.vllm.engine import (
-    LAYOUTS,
     attention_names,
     attention_specs,
     can_name_blocks,
@@ -86,8 +85,8 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     @classmethod
     def get_required_kvcache_layout(cls, vllm_config: Any) -> str | None:
-        """Ask for the layout in which a block of all layers is one run of bytes."""
-        return LAYOUTS[0]
+        """Ask for the layout of the settings: by default that in which a block of all layers is one run of bytes."""
+        return read_settings(vllm_config.kv_transfer_config.kv_connector_extra_config).kv_cache_layout
 
     def register_kv_caches(self, kv_caches: dict[str, Any]) -> None:
         """Start this rank's agent on the engine's memory.

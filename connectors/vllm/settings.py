@@ -9,7 +9,7 @@ import ipaddress
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -42,6 +42,7 @@ class PluginSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     cluster_key_file: str = ""
     insecure: bool = False  # without a key, bind other addresses than loopback all the same
     peers: tuple[str, ...] | None = None  # names and networks; None = private networks, without a key loopback only
+    kv_cache_layout: Literal["BLHNC", "LBHNC"] = "BLHNC"  # that vLLM is asked for
     model: str = ""  # name of the weights, the same on both sides; empty = vLLM's, which may be a path
     transfer_deadline_s: Seconds = 30.0
     transfer_stall_s: Seconds = 5.0

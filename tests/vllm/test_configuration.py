@@ -24,3 +24,9 @@ def found():
 
 def test_data_parallel_engines_of_a_dense_model_have_ports_of_their_own(found):
     assert found["ports"] == [7000, 7001, 7002]
+
+
+def test_the_layout_can_be_that_of_the_connector_beside_ours(found):
+    default, chosen = found["layouts"]
+    assert "KV cache layout mismatch" in default
+    assert chosen == "LBHNC"
