@@ -26,6 +26,7 @@ from connectors.vllm.engine import (
     attention_names,
     attention_specs,
     can_name_blocks,
+    check_role,
     check_supported,
     check_version,
     instruction_sets,
@@ -67,13 +68,6 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         self._settings = read_settings(transfer.kv_connector_extra_config)
         self._keys = read_keys(self._settings)
         self._is_scheduler = role is KVConnectorRole.SCHEDULER
-        if self._is_scheduler and transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
-            _log.warning(
-                event(
-                    "kv_load_failure_policy_is_fail",
-                    hint='set "kv_load_failure_policy": "recompute": a handoff that cannot be used',
-                )
-            )
         self._scheduler_side: SchedulerSide | None = None
         self._worker_side: WorkerSide | None = None
         self._address: RankAddress | None = None
@@ -92,7 +86,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Start this rank's agent on the engine's memory.
 
         Raises:
-            ConfigError: the memory has another layout, or a setting is wrong.
+            ConfigError: the memory has another layout, a setting is wrong, or MultiConnector's role does not fit ours.
             ConnectorUnavailable: no transport works here.
         """
         from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
@@ -100,6 +94,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
         config, caches, transfer = self._vllm_config, self._kv_cache_config, self._vllm_config.kv_transfer_config
         rank, ids, settings = get_tensor_model_parallel_rank(), RandomIds(), self._settings
+        self._check_engine_config(rank)
         specs = attention_specs(caches)
         layout = block_layout(kv_caches, caches, str(config.cache_config.cache_dtype), instruction_sets(config, specs))
         model = model_identity(config, self._minor, settings.model, attention_names(config, specs))
@@ -135,6 +130,20 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             pool,
         )
         self._address = self._worker_side.start(model)
+
+    def _check_engine_config(self, rank: int) -> None:
+        """Check what vLLM's scheduler reads from the engine's own configuration: MultiConnector's, if ours is one of several.
+
+        Raises:
+            ConfigError: its role does not include ours.
+        """
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        own, outer = self._vllm_config.kv_transfer_config, get_kv_transfer_group()._vllm_config.kv_transfer_config
+        check_role(own, outer)
+        if rank == 0 and own.is_kv_consumer and outer.kv_load_failure_policy != "recompute":
+            hint = 'set "kv_load_failure_policy": "recompute", or a handoff that cannot be used ends its request with an error'
+            _log.warning(event("kv_load_failure_policy_is_fail", hint=hint))
 
     def get_handshake_metadata(self) -> Any:
         """Return where peers reach this rank, for the scheduler side."""

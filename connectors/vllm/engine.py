@@ -81,6 +81,23 @@ def check_supported(vllm_config: Any, kv_cache_config: Any) -> None:
         raise ConfigError(f"KvferryConnector needs {needed}, not {sorted(sizes)}")
 
 
+def check_role(own: Any, outer: Any) -> None:
+    """Compare the connector's ``KVTransferConfig`` with the engine's: the same, or that of MultiConnector around it.
+
+    The scheduler goes by the engine's role. Unless it is a consumer's, and with async scheduling, it hands out blocks of a
+    finished request that the step in flight still writes: a load would be overwritten after its seals have been checked.
+
+    Raises:
+        ConfigError: the connector loads, and the engine's role says that nothing is loaded.
+    """
+    if own.is_kv_consumer and not outer.is_kv_consumer:
+        raise ConfigError(
+            f"KvferryConnector with kv_role = {own.kv_role} cannot be a connector of {outer.kv_connector} with kv_role = "
+            f"{outer.kv_role}: vLLM would hand out blocks to load into that a step still writes; use kv_both for "
+            f"{outer.kv_connector}"
+        )
+
+
 def transfer_groups(kv_cache_config: Any) -> TransferGroups:
     """Return the KV cache groups that take part."""
     ids = tuple(kv_cache_config.transfer_group_ids)

@@ -30,6 +30,7 @@ _RECORDS = {  # whose fields are read
 }
 _FUNCTIONS = {
     f"{_CONNECTORS}.utils": ("get_current_attn_backends",),
+    "vllm.distributed.kv_transfer": ("get_kv_transfer_group",),
     "vllm.distributed.parallel_state": ("get_tensor_model_parallel_rank",),
     "vllm.utils.network_utils": ("get_ip",),
     "vllm.v1.attention.backends.cpu_attn": ("_get_attn_isa",),

@@ -90,6 +90,8 @@ def test_a_request_that_is_answered_on_p_is_no_handoff(tcp_pair):
 
 def test_a_handoff_that_fails_ends_the_request_where_the_policy_says_so(new_pair):
     pair = new_pair(extra=settings("tcp"), policy="fail")
+    (warning,) = [line for line in pair.d.log_path.read_text().splitlines() if "kv_load_failure_policy_is_fail" in line]
+    assert "ends its request with an error" in warning
     prompt = pair.prompt()
     params = pair.hand_off(prompt)
     assert pair.answer(prompt, params)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.vllm.engine import can_name_blocks, check_supported, transfer_groups
+from connectors.vllm.engine import can_name_blocks, check_role, check_supported, transfer_groups
 from core.errors import ConfigError
 
 
@@ -84,3 +84,21 @@ def test_images_that_vllm_would_number_are_refused():
     config = config_with(SimpleNamespace(mm_processor_cache_gb=0))
     with pytest.raises(ConfigError, match="numbers images instead of hashing them"):
         check_supported(config, kv_cache(FullAttentionSpec()))
+
+
+def transfer_config(role, connector="KvferryConnector"):
+    return SimpleNamespace(kv_connector=connector, kv_role=role, is_kv_consumer=role in ("kv_consumer", "kv_both"))
+
+
+@pytest.mark.parametrize("role", ["kv_consumer", "kv_both"])
+def test_a_role_around_ours_under_which_loads_could_be_overwritten_is_refused(role):
+    with pytest.raises(ConfigError, match=f"kv_role = {role} .* MultiConnector with kv_role = kv_producer"):
+        check_role(transfer_config(role), transfer_config("kv_producer", "MultiConnector"))
+
+
+@pytest.mark.parametrize(
+    ("own", "outer"),
+    [("kv_both", "kv_both"), ("kv_both", "kv_consumer"), ("kv_producer", "kv_producer"), ("kv_producer", "kv_both")],
+)
+def test_other_roles_around_ours_are_safe(own, outer):
+    check_role(transfer_config(own), transfer_config(outer, "MultiConnector"))
