@@ -152,6 +152,7 @@ class Request:
         "num_charged_tokens",
         "num_computed_tokens",
         "num_in_flight_tokens",
+        "num_lost_grammars",
         "num_output_placeholders",
         "num_output_tokens",
         "num_preemptions",
@@ -173,6 +174,7 @@ class Request:
         self.request_id = new.request_id
         self.sampling = new.sampling
         self.grammar: CompiledGrammar | None = None  # of its structured output, once it is compiled
+        self.num_lost_grammars = 0  # full while it ran
         self.choice_index = new.choice_index
         self.priority = new.priority
         self.arrival_time = new.arrival_time

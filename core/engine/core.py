@@ -202,6 +202,8 @@ class EngineCore:
     def _finish(self, step: ScheduledStep, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the results; return the outputs of requests with new tokens or an end."""
         outputs = self.scheduler.update_from_output(step.output, runner_output)
+        if self._grammars is not None:
+            self._renew_grammars(self._grammars)
         # Blocks may have become free within the step, after the decision that lacked them, and nothing would wake the engine.
         has_got_blocks = step.awaits_blocks and not self._awaits_blocks()
         self._is_stalled = not outputs and not has_got_blocks and _nothing_happened(step.output, runner_output)
@@ -274,9 +276,17 @@ class EngineCore:
     def _take_grammars(self, grammars: GrammarCompiler) -> None:
         for done in grammars.take_compiled():
             if isinstance(done.result, KVFerryError):
-                self._grammar_failures += self.scheduler.fail_grammar(done.output, ErrorInfo.of(done.result))
+                self._grammar_failures += self.scheduler.fail_grammar(done.output, ErrorInfo.of(done.result), done.owner)
             else:
-                self.scheduler.take_grammar(done.output, done.result)
+                self.scheduler.take_grammar(done.output, done.result, done.owner)
+
+    def _renew_grammars(self, grammars: GrammarCompiler) -> None:
+        for output, owner in self.scheduler.take_lost_grammars():
+            found = None if owner else grammars.get(output)
+            if found is None:
+                grammars.renew(output, owner)
+            else:
+                self.scheduler.take_grammar(output, found)
 
     def _awaits_blocks(self) -> bool:
         connector = self.scheduler.connector

@@ -1,7 +1,8 @@
 """Compiled grammars, and one request's place in one: which tokens may come next.
 
-Owns what is asked of the grammar library (llguidance). A grammar is shared by all requests that have it; a ``GrammarMatcher``
-belongs to one request and is a pure function of the grammar and the tokens so far, so any worker rebuilds it from them.
+Owns what is asked of the grammar library (llguidance). A grammar is shared by all requests that have it, and so are the lexer
+states that their outputs add to it; a ``GrammarMatcher`` belongs to one request and is a pure function of the grammar and the
+tokens so far, so any worker rebuilds it from them.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ _BASE_BYTES = 96 << 10  # of a small grammar, measured
 _BYTES_PER_BYTE = 32  # of the translated grammar, measured: 23
 _BYTES_PER_MASK = 1 << 10  # lexer states that a mask adds, measured: 0.25 kB
 _MAX_REASON_CHARACTERS = 500
+_TOO_COMPLEX = "the grammar is too complex to go on"
 
 
 class Vocabulary:
@@ -62,7 +64,7 @@ class CompiledGrammar:
         self._eos_token_ids = vocabulary.eos_token_ids
         self._text_bytes = len(text)
         self.num_masks = 0
-        self.is_broken = False  # a request has exceeded a limit, and the states that all requests share may be full
+        self.is_broken = False  # the states that all its requests share are full: none of them can go on
 
     @property
     def num_bytes(self) -> int:
@@ -80,9 +82,20 @@ class CompiledGrammar:
         matcher.accept(output_token_ids)
         return matcher
 
+    def find_whether_broken(self) -> bool:
+        """Return ``is_broken``, by whether a request could begin."""
+        if not self.is_broken:
+            newcomer = self._start.deep_copy()
+            newcomer.compute_bitmask()
+            self.is_broken = newcomer.is_error()
+        return self.is_broken
+
 
 class GrammarMatcher:
-    """One request's place in a grammar. ``error`` says why nothing can follow; it is None at a regular end."""
+    """One request's place in a grammar. ``error`` says why nothing can follow; it is None at a regular end.
+
+    If the grammar ``is_broken``, the error may be due to other requests; the same tokens may go on in one that is not.
+    """
 
     __slots__ = ("_grammar", "_has_ended", "_matcher", "_vocab_size", "error")
 
@@ -97,9 +110,12 @@ class GrammarMatcher:
         """Go on by these tokens. One that the grammar does not allow is an error that stays."""
         if self.error is not None or self._has_ended or not token_ids:
             return
-        if not self._matcher.consume_tokens(list(token_ids)):
-            self._fail("a token of the output does not follow the grammar")
         self._has_ended = self._grammar.ends_with(token_ids[-1])
+        text = token_ids[:-1] if self._has_ended else token_ids  # the library may refuse an end after the last possible token
+        if text and not self._matcher.consume_tokens(list(text)):
+            self._fail("a token of the output does not follow the grammar")
+        elif self._has_ended and not self._matcher.is_accepting():
+            self._fail("the output has ended before it was complete")
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
         """Return which tokens may come next, ``[vocab_size]``; end-of-text tokens are among them once the output is complete.
@@ -116,13 +132,15 @@ class GrammarMatcher:
         self._grammar.num_masks += 1
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
         if self._matcher.is_error():
-            self._grammar.is_broken = True
-            self._fail("the grammar is too complex to go on")
+            self._fail(_TOO_COMPLEX)
             return None
         return bits
 
     def _fail(self, what: str) -> None:
-        self.error = KVFerryError(f"structured output: {what}: {_reason(self._matcher.get_error())}")
+        if self._grammar.find_whether_broken():
+            what = _TOO_COMPLEX
+        reason = _reason(self._matcher.get_error())
+        self.error = KVFerryError(f"structured output: {what}" + (f": {reason}" if reason else ""))
 
 
 def unpacked(bits: npt.NDArray[np.uint8], vocab_size: int) -> npt.NDArray[np.bool_]:

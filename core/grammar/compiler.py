@@ -24,27 +24,30 @@ MAX_PENDING = 32  # grammars that wait for the thread
 
 THREAD_NAME = "kvferry-grammar"
 
+_Job = tuple[StructuredOutput, str]  # and the only request that it is for, if any
+
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """The end of one compilation: a grammar, or why there is none."""
+    """The end of one compilation: a grammar, or why there is none. ``owner`` names the only request that it is for, if any."""
 
     output: StructuredOutput
     result: CompiledGrammar | KVFerryError
+    owner: str = ""
 
 
 class GrammarCompiler:
     """Grammars of one worker. ``setup`` reads the vocabulary when the first one is needed, on the thread.
 
-    ``get``, ``request`` and ``take_compiled`` are for the engine's thread.
+    ``get``, ``request``, ``renew`` and ``take_compiled`` are for the engine's thread.
     """
 
     def __init__(self, setup: Callable[[], Setup], cache_bytes: int = CACHE_BYTES) -> None:
         self._setup = setup
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
-        self._pending: set[StructuredOutput] = set()
-        self._jobs: queue.SimpleQueue[StructuredOutput | None] = queue.SimpleQueue()
+        self._pending: set[_Job] = set()
+        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
         self._compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self._wakeup: Callable[[], None] = lambda: None
         self._vocabulary: Vocabulary | None = None
@@ -78,27 +81,32 @@ class GrammarCompiler:
         Raises:
             Overloaded: too many wait.
         """
-        if output in self._pending:
-            return
-        if len(self._pending) >= MAX_PENDING:
+        if (output, "") not in self._pending and len(self._pending) >= MAX_PENDING:
             raise Overloaded(f"{MAX_PENDING} grammars wait to be compiled")
+        self.renew(output)
+
+    def renew(self, output: StructuredOutput, owner: str = "") -> None:
+        """Have a grammar compiled for requests that have begun, however many wait; with ``owner``, for this request alone."""
+        job = (output, owner)
+        if job in self._pending:
+            return
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
             self._thread.start()
-        self._pending.add(output)
-        self._jobs.put(output)
+        self._pending.add(job)
+        self._jobs.put(job)
 
     def take_compiled(self) -> list[Compiled]:
-        """Return what has been compiled since the last call, and keep it."""
+        """Return what has been compiled since the last call, and keep what is for any request."""
         found: list[Compiled] = []
         while self._pending:
             try:
                 done = self._compiled.get_nowait()
             except queue.Empty:
                 break
-            self._pending.discard(done.output)
+            self._pending.discard((done.output, done.owner))
             found.append(done)
-            if isinstance(done.result, CompiledGrammar):
+            if isinstance(done.result, CompiledGrammar) and not done.owner:
                 self._kept[done.output] = done.result
         if found:
             self._evict()
@@ -123,14 +131,15 @@ class GrammarCompiler:
             total -= oldest.num_bytes
 
     def _run(self) -> None:
-        while (output := self._jobs.get()) is not None and not self._is_closed:
+        while (job := self._jobs.get()) is not None and not self._is_closed:
+            output, owner = job
             try:
                 result: CompiledGrammar | KVFerryError = self._compile(output)
             except KVFerryError as error:
                 result = error
             except Exception as error:  # the boundary of a request: it must get an answer
                 result = KVFerryError(f"the grammar could not be compiled: {error!r}")
-            self._compiled.put(Compiled(output, result))
+            self._compiled.put(Compiled(output, result, owner))
             self._wakeup()
 
     def _compile(self, output: StructuredOutput) -> CompiledGrammar:

@@ -182,18 +182,22 @@ def preempt(state: SchedulerState, step: Step, request: Request) -> None:
     A request already scheduled in this step is removed from it, and the blocks that the step would have filled lose the hashes
     they got in advance, since they will not be computed. Its embeddings are still computed, and released after the step.
     """
-    assert request.status is RequestStatus.RUNNING, f"{request!r} is preempted but not running"
-    manager = state.kv_cache_manager
     if step.refund(request):
-        manager.truncate(request, request.num_computed_tokens)
-    detach_from_inflight_steps(state, request, pins_blocks=False)
-    manager.free(request)
-    state.running.remove(request)
-    state.inflight_prefills.pop(request.request_id, None)
-    state.rolled_back.discard(request.request_id)
+        state.kv_cache_manager.truncate(request, request.num_computed_tokens)
+    take_off(state, request, pins_blocks=False)
     request.status = RequestStatus.PREEMPTED
-    request.num_computed_tokens = 0
-    request.num_preemptions += 1
     state.num_preemptions += 1
     state.waiting.requeue_request(request)
     step.output.preempted_req_ids.add(request.request_id)
+
+
+def take_off(state: SchedulerState, request: Request, *, pins_blocks: bool) -> None:
+    """Free the blocks of a running request, to be computed from the start; the caller gives it its next status and place."""
+    assert request.status is RequestStatus.RUNNING, f"{request!r} is preempted but not running"
+    detach_from_inflight_steps(state, request, pins_blocks=pins_blocks)
+    state.kv_cache_manager.free(request)
+    state.running.remove(request)
+    state.inflight_prefills.pop(request.request_id, None)
+    state.rolled_back.discard(request.request_id)
+    request.num_computed_tokens = 0
+    request.num_preemptions += 1

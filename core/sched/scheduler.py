@@ -12,6 +12,7 @@ Each rule has a module of its own in this package. Names and behaviour follow vL
 - after it: ``outputs`` and ``stop`` (new tokens), ``sealing`` (blocks that peers may read), ``announcements`` (of prompts that
   are not computed yet), ``finish`` (ends of requests),
   ``remote_kv`` (ends of transfers), ``stats`` (gauges and counters)
+- beside both: ``grammars`` (requests that wait for their grammar, at first or again)
 - after failures: ``load_failures`` with ``invalid_blocks`` (affected requests) and ``recompute_ownership`` (which request
   recomputes which block), ``encoder_failures``, ``quarantine`` (blocks that late bytes may still overwrite)
 
@@ -47,6 +48,7 @@ from core.sched.encoder_cache import EncoderCacheManager
 from core.sched.encoder_failures import handle_failed_embeddings
 from core.sched.encoder_inputs import EncoderInputs
 from core.sched.finish import finish_requests
+from core.sched.grammars import await_grammar, fail_grammar, put_back_broken, take_grammar
 from core.sched.inflight_steps import end_step, seal_departed_blocks
 from core.sched.load_failures import handle_load_failures, reassign_orphans, release_recomputed
 from core.sched.outputs import cache_synchronous_loads, fail_requests, process_sampled_tokens, still_running, unhash_failed
@@ -119,6 +121,9 @@ class Scheduler:
         state, output = self.state, step.output
         output.total_num_scheduled_tokens = state.config.step_tokens - step.token_budget
         output.finished_req_ids, state.finished_req_ids = state.finished_req_ids, set()
+        if state.put_back_req_ids:
+            output.preempted_req_ids |= state.put_back_req_ids
+            state.put_back_req_ids.clear()
         if state.connector is not None:
             output.kv_connector_metadata = state.connector.build_connector_meta(output)
         state.encoder.complete_output(output)
@@ -158,7 +163,9 @@ class Scheduler:
         state.encoder.release_computed(state.requests)
         failed = state.encoder.take_unavailable(state.requests) | failed
         if model_output.refused:  # after sealing: the KV that the step computed for them is good
-            failed = still_running(state, step, model_output.refused) | failed
+            refused = still_running(state, step, model_output.refused)
+            refused = {name: error for name, error in refused.items() if name not in failed}
+            failed = put_back_broken(state, refused) | failed
         if failed:
             outputs += fail_requests(state, failed)
         if kv_output is not None:
@@ -231,8 +238,7 @@ class Scheduler:
         if request.announces:
             state.announced[request.request_id] = Announced()
         if request.sampling.structured_output is not None and request.grammar is None:
-            request.status = RequestStatus.WAITING_FOR_GRAMMAR
-            state.grammar_waiting[request.request_id] = request
+            await_grammar(state, request)
         else:
             state.waiting.add_request(request)
 
@@ -241,20 +247,19 @@ class Scheduler:
         if len(new.prompt_token_ids) < self.max_model_len:
             take_early(self.state, new, hasher)
 
-    def take_grammar(self, output: StructuredOutput, grammar: CompiledGrammar) -> None:
-        """Let the requests that wait for this grammar be admitted, in the order of their arrival."""
-        waiting = self.state.grammar_waiting
-        for request in [request for request in waiting.values() if request.sampling.structured_output == output]:
-            del waiting[request.request_id]
-            request.grammar = grammar
-            request.status = RequestStatus.WAITING
-            self.state.waiting.add_request(request)
+    def take_grammar(self, output: StructuredOutput, grammar: CompiledGrammar, owner: str = "") -> None:
+        """Let the requests that wait for this grammar be admitted; with ``owner``, this request alone."""
+        take_grammar(self.state, output, grammar, owner)
 
-    def fail_grammar(self, output: StructuredOutput, error: ErrorInfo) -> list[EngineCoreOutput]:
+    def fail_grammar(self, output: StructuredOutput, error: ErrorInfo, owner: str = "") -> list[EngineCoreOutput]:
         """End the requests that wait for this grammar, which cannot be had; return their last outputs."""
-        found = self.state.grammar_waiting.values()
-        failed = {request.request_id: error for request in found if request.sampling.structured_output == output}
-        return fail_requests(self.state, failed)
+        return fail_grammar(self.state, output, error, owner)
+
+    def take_lost_grammars(self) -> list[tuple[StructuredOutput, str]]:
+        """Return the grammars that requests have lost since the last call, each with its only owner, if it is to have one."""
+        lost = list(self.state.lost_grammars)
+        self.state.lost_grammars.clear()
+        return lost
 
     def check_length(self, num_tokens: int) -> None:
         """Refuse a request of ``num_tokens`` known tokens, prompt and output, that can never run here.

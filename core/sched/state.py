@@ -5,7 +5,8 @@ Holds; decides nothing. Written by the modules of ``core.sched``, on the engine 
 | place                | status                           | blocks                                 |
 |----------------------|----------------------------------|----------------------------------------|
 | `waiting`            | WAITING, PREEMPTED               | none                                   |
-| `grammar_waiting`    | WAITING_FOR_GRAMMAR              | none                                   |
+| `grammar_waiting`    | WAITING_FOR_GRAMMAR, also of     | none                                   |
+|                      | requests that have run           |                                        |
 | `early_pulls`        | WAITING_FOR_REMOTE_KVS; once     | yes, until others need them; it never  |
 |                      | loaded WAITING                   | runs                                   |
 | `kv_holding_waiting` | WAITING_FOR_REMOTE_KVS; once its | yes: loading, or loaded and waiting to |
@@ -37,6 +38,7 @@ from core.sched.fair_queue import FairRequestQueue
 from core.sched.queue import RequestQueue, create_request_queue
 from core.sched.recompute_ownership import RecomputeOwnership
 from core.wire.messages import LoadFailurePolicy, TransferUsage
+from core.wire.sampling import StructuredOutput
 
 _NOTHING_LOADED = TransferUsage()
 
@@ -80,11 +82,13 @@ class SchedulerState:
         self.waiting: RequestQueue = FairRequestQueue(config.policy)
         self.kv_holding_waiting: RequestQueue = create_request_queue(config.policy)
         self.grammar_waiting: dict[str, Request] = {}
+        self.lost_grammars: dict[tuple[StructuredOutput, str], None] = {}  # to be had anew; see ``core.sched.grammars``
         self.inflight_prefills: dict[str, Request] = {}
         self.early_pulls = EarlyPulls()
         self.announced: dict[str, Announced] = {}  # of prompts that report their progress, by request id
 
         self.finished_req_ids: set[str] = set()  # flushed into every SchedulerOutput
+        self.put_back_req_ids: set[str] = set()  # have lost their blocks between two steps; flushed likewise
         self.finished_recving_kv_req_ids: set[str] = set()  # loaded, not promoted yet
         self.awaiting_recving: set[str] = set()  # finished while loading: blocks may still be written
         self.awaiting_sending: set[str] = set()  # finished, but the connector still reads the blocks

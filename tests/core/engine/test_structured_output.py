@@ -246,3 +246,41 @@ def test_no_logit_stays_without_a_mask():
     logits = torch.zeros(9)
     keep_allowed(logits, None)
     assert logits.isneginf().all()
+
+
+MANY_STATES = StructuredOutput(kind="regex", value="(a|b)*a(a|b){14}c")  # two states or so for each token
+
+
+def random_letters(tokenizer, name, **sampling):
+    letters = tuple(tokenizer.encode("ab"))
+    return request(name, MANY_STATES, allowed_token_ids=letters, **sampling)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_requests_that_fill_a_grammar_together_go_on_in_a_new_one(build, tokenizer, monkeypatch, mode):
+    requests = [random_letters(tokenizer, f"r{seed}", seed=seed, max_tokens=60) for seed in range(6)]
+    settings = {"scheduler__async_scheduling": mode, "scheduler__max_num_seqs": 4}  # two wait with a grammar that gets full
+    calm, _ = run(build(**settings).engine, requests)
+    monkeypatch.setattr("core.grammar.compiled.MAX_LEXER_STATES", 300)
+    engine = build(**settings).engine
+    lost = set()
+    found, ends = run(
+        engine, requests, lambda engine: lost.update(one.num_lost_grammars for one in engine.scheduler.requests.values())
+    )
+    assert max(lost) > 0
+    assert {end.finish_reason for end in ends.values()} == {"length"}
+    assert found == calm
+    assert engine.stats.num_preemptions == 0  # none for lack of blocks
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["off", "on"])
+def test_only_the_request_that_fills_a_grammar_alone_ends(build, tokenizer, monkeypatch, mode):
+    others = [random_letters(tokenizer, f"r{seed}", seed=seed, max_tokens=50) for seed in range(3)]
+    monkeypatch.setattr("core.grammar.compiled.MAX_LEXER_STATES", 200)
+    engine = build(scheduler__async_scheduling=mode).engine
+    _, ends = run(engine, [random_letters(tokenizer, "long", seed=9, max_tokens=400), *others])
+    assert ends["long"].finish_reason == "error"
+    assert "too complex to go on" in ends["long"].error.message
+    assert {ends[other.request_id].finish_reason for other in others} == {"length"}

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import random
 
 import numpy as np
 import pytest
@@ -140,6 +141,45 @@ def test_after_the_end_nothing_follows_and_nothing_is_wrong(vocabulary, tokenize
     matcher.accept([EOS_TOKEN_IDS[0]])
     assert matcher.error is None
     assert not grammar.is_broken
+
+
+@pytest.mark.parametrize("pattern", ["ab", "ab*"])
+@pytest.mark.parametrize("eos_token_id", EOS_TOKEN_IDS)
+def test_a_regular_end_after_a_mask_is_no_error(vocabulary, tokenizer, pattern, eos_token_id):
+    matcher = CompiledGrammar(form("regex", pattern), vocabulary).start(tokenizer.encode("ab").ids)
+    matcher.allowed()
+    matcher.accept([eos_token_id])
+    assert matcher.error is None
+    assert matcher.allowed() is None
+
+
+def test_an_end_before_the_output_is_complete_is_an_error(vocabulary, tokenizer):
+    grammar = CompiledGrammar(form("regex", "ab"), vocabulary)
+    matcher = grammar.start([*tokenizer.encode("a").ids, EOS_TOKEN_IDS[0]])
+    assert "before it was complete" in matcher.error.message
+    assert not grammar.is_broken
+
+
+def test_a_token_that_does_not_follow_leaves_the_grammar_to_others(vocabulary, tokenizer):
+    grammar = CompiledGrammar(form("regex", "ab"), vocabulary)
+    assert grammar.start(tokenizer.encode("x").ids).error is not None
+    assert not grammar.is_broken
+
+
+def test_a_full_grammar_says_so_to_all_and_a_new_one_goes_on(vocabulary, tokenizer, monkeypatch):
+    monkeypatch.setattr("core.grammar.compiled.MAX_LEXER_STATES", 300)
+    output, letters = form("regex", "(a|b)*a(a|b){14}c"), tokenizer.encode("ab").ids
+    grammar, choose = CompiledGrammar(output, vocabulary), random.Random(1).choice
+    other = grammar.start(letters)
+    assert other.allowed() is not None
+    first = grammar.start()
+    while first.allowed() is not None:
+        first.accept([choose(letters)])
+    assert grammar.is_broken
+    other.accept(letters)
+    for matcher in (first, other, grammar.start(letters)):
+        assert "too complex to go on" in matcher.error.message
+    assert CompiledGrammar(output, vocabulary).start(letters + letters).allowed() is not None
 
 
 def test_special_and_padding_tokens_are_never_text(vocabulary, tokenizer):

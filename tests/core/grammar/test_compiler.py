@@ -187,6 +187,29 @@ def test_a_grammar_whose_states_are_full_is_compiled_again(compiler):
     assert compiler.get(regex("a")) is None
 
 
+@pytest.mark.slow
+def test_a_grammar_for_one_request_is_not_kept(compiler):
+    done = threading.Semaphore(0)
+    compiler.set_wakeup(done.release)
+    compiler.renew(regex("a"), "r")
+    compiler.renew(regex("a"), "r")
+    assert done.acquire(timeout=60)
+    (found,) = compiler.take_compiled()
+    assert found.owner == "r"
+    assert compiler.get(regex("a")) is None
+    shared = compiled(compiler, regex("a"))[regex("a")]
+    assert compiler.get(regex("a")) is shared is not found.result
+
+
+def test_grammars_for_requests_that_have_begun_are_never_too_many(compiler, monkeypatch):
+    monkeypatch.setattr(compiler_module, "MAX_PENDING", 1)
+    compiler.request(regex("a"))
+    compiler.renew(regex("b"))
+    compiler.renew(regex("b"), "r")
+    with pytest.raises(Overloaded):
+        compiler.request(regex("c"))
+
+
 def test_too_many_waiting_grammars_are_refused(compiler, monkeypatch):
     monkeypatch.setattr(compiler_module, "MAX_PENDING", 2)
     compiler.request(regex("a"))
