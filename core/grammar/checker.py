@@ -1,13 +1,15 @@
 """Finds out whether a grammar can be compiled, in a process that is killed at the deadline.
 
 Owns that process: started at the first check, again after it was killed. Blocks; one thread at a time. Answers are kept, so a
-grammar that comes again costs nothing.
+grammar that comes again costs nothing. A process that was killed tells something about the grammar only if that has used up the
+CPU time or the memory; a machine that was too slow, or short of memory itself, is another answer and not kept.
 """
 
 from __future__ import annotations
 
 import logging
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -17,7 +19,7 @@ from contextlib import suppress
 
 import msgspec
 
-from core.errors import InvalidRequest, KVFerryError
+from core.errors import InvalidRequest, KVFerryError, Overloaded
 from core.grammar.child import WALL_FACTOR, Check, Checked, Setup, read_frame, write_frame
 from core.grammar.limits import check_limits
 from core.log import event
@@ -28,6 +30,9 @@ logger = logging.getLogger(__name__)
 CHECK_TIMEOUT_S = 5.0  # of CPU time, for one grammar; by the clock ``WALL_FACTOR`` times as long
 _START_TIMEOUT_S = 30.0  # of CPU time: of the process, its libraries and its vocabulary
 _MAX_KEPT_BYTES = 4 << 20  # of the texts of grammars whose answers are kept
+# Ends of the process that the grammar did not cause: killed by us after the time by the clock, or by the kernel for want of
+# memory; its own alarm by the clock; a shutdown.
+_CAUSED_BY_THE_MACHINE = frozenset((-signal.SIGKILL, -signal.SIGALRM, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP))
 
 
 class GrammarChecker:
@@ -50,7 +55,8 @@ class GrammarChecker:
         """Compile a grammar on trial.
 
         Raises:
-            InvalidRequest: it is malformed, unsupported, or takes more than ``timeout_s`` or the memory allowed.
+            InvalidRequest: it is malformed, unsupported, or takes more than ``timeout_s`` of CPU time or the memory allowed.
+            Overloaded: the machine was too busy, or short of memory; nothing is known about the grammar.
             KVFerryError: the process does not start.
         """
         check_limits(output)
@@ -68,16 +74,20 @@ class GrammarChecker:
 
     def _ask(self, output: StructuredOutput) -> str:
         started = time.monotonic()
-        answer = self._try(output)
-        if answer is None and time.monotonic() - started < self._timeout_s:  # it may have died of something else
-            answer = self._try(output)
-        if answer is not None:
-            return answer.error
-        logger.warning(event("grammar_check_killed", kind=output.kind, bytes=len(output.value), timeout_s=self._timeout_s))
-        return f"{output.kind} is too complex: it could not be compiled within {self._timeout_s:g} s and the memory allowed"
+        found = self._try(output)
+        is_out_of_time = found == -signal.SIGPROF
+        if isinstance(found, int) and not is_out_of_time and time.monotonic() - started < self._timeout_s:
+            found = self._try(output)  # it may have died of something else
+        if isinstance(found, Checked):
+            return found.error
+        logger.warning(event("grammar_check_killed", kind=output.kind, bytes=len(output.value), exit_status=found))
+        if found in _CAUSED_BY_THE_MACHINE:
+            raise Overloaded(f"{output.kind} could not be checked in time: the machine is busy or short of memory")
+        limit = f"{self._timeout_s:g} s of CPU time" if found == -signal.SIGPROF else "the memory allowed"
+        return f"{output.kind} is too complex: it could not be compiled within {limit}"
 
-    def _try(self, output: StructuredOutput) -> Checked | None:
-        """Return the answer of the process; None if it had to be killed, or has died."""
+    def _try(self, output: StructuredOutput) -> Checked | int:
+        """Return the answer of the process; if it had to be killed, or has died, its exit status, negative for a signal."""
         process = self._process
         if process is None or process.poll() is not None:
             process = self._start()
@@ -88,7 +98,7 @@ class GrammarChecker:
         finally:
             if answer is None:  # one that came later would be taken for the next question's
                 self._kill()
-        return answer
+        return answer if answer is not None else process.returncode
 
     def _start(self) -> subprocess.Popen[bytes]:
         self._kill()

@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from core.errors import InvalidRequest, RequestError
+from core.errors import InvalidRequest
 from core.grammar.checker import GrammarChecker
 from core.grammar.child import Setup
 from core.grammar.limits import check_limits
@@ -166,12 +166,13 @@ class GrammarGate:
 
         Raises:
             InvalidRequest: it is malformed, not supported, or too complex; names the field and the part.
+            Overloaded: the machine is too busy to tell.
         """
         if output is None:
             return
         try:
             await asyncio.get_running_loop().run_in_executor(self._thread, self._checker.check, output)
-        except RequestError as error:
+        except InvalidRequest as error:
             error.param = field
             raise
 

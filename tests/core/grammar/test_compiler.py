@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import resource
+import signal
 import threading
 from contextlib import ExitStack
 
@@ -101,6 +102,49 @@ def test_a_process_that_died_is_replaced(checker):
     checker.check(regex("ab"))
     os.kill(checker.pid, 9)
     checker.check(regex("ac"))
+
+
+@pytest.mark.slow
+def test_a_check_that_was_only_slow_says_nothing_about_the_grammar(setup):
+    checker = GrammarChecker(lambda: setup, timeout_s=0.2)
+    checker.check(regex("ab"))
+    os.kill(checker.pid, signal.SIGSTOP)
+    with pytest.raises(Overloaded, match="busy"):
+        checker.check(regex("ac"))
+    checker.check(regex("ac"))
+    checker.close()
+
+
+@pytest.mark.slow
+def test_a_process_that_is_killed_again_and_again_says_nothing_about_the_grammar(checker, monkeypatch):
+    exchange = GrammarChecker._exchange
+
+    def kill(self, process, question, timeout_s):
+        if question.output == regex("ac"):
+            process.kill()  # as the kernel does for want of memory
+        return exchange(self, process, question, timeout_s)
+
+    monkeypatch.setattr(GrammarChecker, "_exchange", kill)
+    with pytest.raises(Overloaded):
+        checker.check(regex("ac"))
+    monkeypatch.undo()
+    checker.check(regex("ac"))
+
+
+@pytest.mark.slow
+def test_a_process_that_ends_for_want_of_its_own_memory_speaks_of_that(checker, monkeypatch):
+    exchange = GrammarChecker._exchange
+
+    def abort(self, process, question, timeout_s):
+        if question.output == regex("ac"):
+            process.send_signal(signal.SIGABRT)  # as a library does that gets no memory
+        return exchange(self, process, question, timeout_s)
+
+    monkeypatch.setattr(GrammarChecker, "_exchange", abort)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="within the memory allowed"):
+            checker.check(regex("ac"))
+        monkeypatch.undo()  # the answer is kept
 
 
 @pytest.mark.usefixtures("open_descriptors")
