@@ -13,8 +13,6 @@ import contextlib
 from collections.abc import Mapping, Sequence
 from typing import Protocol
 
-from tokenizers.decoders import ByteLevel
-
 from core.model.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
@@ -32,11 +30,10 @@ class IncrementalDetokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_token_ids: Sequence[int] = (), *, skip_special_tokens: bool = True) -> None:
-        is_byte_level = isinstance(tokenizer.backend.decoder, ByteLevel)
         context = _context(tokenizer, prompt_token_ids)
         self._stream: _Stream = (
             _ByteLevelStream(tokenizer, context, skip_special_tokens)
-            if is_byte_level
+            if tokenizer.is_byte_level
             else _WindowStream(tokenizer, context, skip_special_tokens)
         )
 
@@ -109,9 +106,7 @@ class _WindowStream:
         self._skip_special_tokens = skip_special_tokens
         self._hidden = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window = list(context)
-        self._read = len(context)
-        while self._is_open(self._window[: self._read]):
-            self._read -= 1  # bytes of a character that the prompt leaves open belong to the output
+        self._read = len(context) - _num_open_bytes(tokenizer, context)  # these bytes belong to a character of the output
 
     def step(self, token_id: int) -> str:
         if token_id in self._hidden or self._tokenizer.token(token_id) is None:
@@ -131,10 +126,6 @@ class _WindowStream:
         self._read = 0
         return text
 
-    def _is_open(self, token_ids: Sequence[int]) -> bool:
-        ends_in_bytes = bool(token_ids) and _is_byte_token(self._tokenizer, token_ids[-1])
-        return ends_in_bytes and self._decode(token_ids).endswith(_REPLACEMENT)
-
     def _new_text(self) -> str:
         known = self._decode(self._window[: self._read])
         return self._decode(self._window)[len(known) :]
@@ -147,14 +138,33 @@ def _context(tokenizer: Tokenizer, prompt_token_ids: Sequence[int]) -> Sequence[
     """Return the end of the prompt; it starts in no run of byte tokens, which are decoded all together or not at all."""
     start = max(0, len(prompt_token_ids) - _PRIMING_TOKENS)
     first_allowed = max(0, len(prompt_token_ids) - _MAX_PRIMING_TOKENS)
-    while start > first_allowed and _is_byte_token(tokenizer, prompt_token_ids[start]):
+    while start > first_allowed and fallback_byte(tokenizer.token(prompt_token_ids[start])) is not None:
         start -= 1
     return prompt_token_ids[start:]
 
 
-def _is_byte_token(tokenizer: Tokenizer, token_id: int) -> bool:
-    """Return True if a token is one byte of a byte-fallback vocabulary, such as ``<0xE4>``."""
-    return (tokenizer.token(token_id) or "").startswith("<0x")
+def _num_open_bytes(tokenizer: Tokenizer, token_ids: Sequence[int]) -> int:
+    """Return how many byte tokens at the end have begun a character that is not complete, 0 to 3."""
+    trailing = bytearray()
+    for token_id in reversed(token_ids):
+        byte = fallback_byte(tokenizer.token(token_id))
+        if byte is None:
+            break
+        trailing += byte
+    trailing.reverse()
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(trailing)
+    return len(decoder.getstate()[0])
+
+
+def fallback_byte(spelled: str | None) -> bytes | None:
+    """Return the byte that a token of a byte-fallback vocabulary stands for, such as ``<0xE4>``; None for other tokens."""
+    if spelled is None or len(spelled) != 6 or not (spelled.startswith("<0x") and spelled.endswith(">")):
+        return None
+    try:
+        return bytes.fromhex(spelled[3:5])
+    except ValueError:
+        return None
 
 
 def token_bytes(spelled: str, byte_of_letter: Mapping[str, int]) -> bytes:

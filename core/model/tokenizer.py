@@ -17,6 +17,7 @@ import jinja2.meta
 from jinja2 import Template
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer as BackendTokenizer
+from tokenizers.decoders import ByteLevel
 
 from core.errors import ConfigError, InvalidRequest
 from core.model.hub import ModelFiles
@@ -58,6 +59,7 @@ class Tokenizer:
         added = backend.get_added_tokens_decoder().items()
         self.special_tokens = {token.content: token_id for token_id, token in added if token.special}
         self.special_token_ids = frozenset(self.special_tokens.values())
+        self.is_byte_level = isinstance(backend.decoder, ByteLevel)  # each token is a fixed run of bytes
         self.byte_of_letter = _byte_level_alphabet()
         self.byte_level_pieces: dict[int, str | bytes] = {}  # by id, as far as a stream has met them; one per token at most
         self._sandbox = _sandbox(wall_clock, monotonic)

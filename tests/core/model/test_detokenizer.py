@@ -70,6 +70,17 @@ def test_output_continues_its_prompt(tokenizers, kind, prompt, text):
     assert known + streamed == whole
 
 
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+@pytest.mark.parametrize("num_in_prompt", range(3))
+def test_a_replacement_character_that_ends_the_prompt_is_not_put_out_again(tokenizers, kind, num_in_prompt):
+    tokenizer = tokenizers[kind]
+    ids = tokenizer.encode("a\ufffd🦊")
+    start = len(tokenizer.encode("a\ufffd"))
+    assert len(ids) - start > 2  # the fox's tokens, of which the prompt has some
+    cut = start + num_in_prompt
+    assert "".join(stream(tokenizer, ids[cut:], prompt_token_ids=ids[:cut])) == "🦊"
+
+
 def test_a_character_is_held_until_its_last_byte(tokenizers):
     tokenizer = tokenizers["byte level"]
     ids = tokenizer.encode("🦊")
