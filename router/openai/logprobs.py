@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from core.model.detokenizer import IncrementalDetokenizer, token_bytes
+from core.model.detokenizer import IncrementalDetokenizer, fallback_byte, token_bytes
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import TokenLogprobs
 
@@ -96,15 +96,14 @@ class TokenTexts:
         return known
 
     def _spell(self, token_id: int, spelled: str) -> tuple[str, bytes]:
-        if _SENTENCEPIECE_SPACE in spelled:
+        if _SENTENCEPIECE_SPACE in spelled and not self._tokenizer.is_byte_level:
             text = spelled.replace(_SENTENCEPIECE_SPACE, " ")  # decoding a single token would drop a leading space
             return text, text.encode()
         text = self._tokenizer.decode([token_id], skip_special_tokens=False)
         if "\ufffd" not in text:
             return text, text.encode()
-        if len(spelled) == 6 and spelled.startswith("<0x") and spelled.endswith(">"):
-            return text, bytes.fromhex(spelled[3:5])
-        return text, token_bytes(spelled, self._tokenizer.byte_of_letter)
+        byte = fallback_byte(spelled)
+        return text, token_bytes(spelled, self._tokenizer.byte_of_letter) if byte is None else byte
 
 
 def completion_logprobs(

@@ -14,6 +14,12 @@ from core.wire.messages import TokenLogprobs
 from router.openai.logprobs import TokenTexts, chat_logprobs, completion_logprobs, prompt_logprobs
 
 
+def saved(backend: tokenizers.Tokenizer, folder) -> Tokenizer:
+    path = folder / "tokenizer.json"
+    backend.save(str(path))
+    return Tokenizer(ModelFiles("tiny", folder, {}, {}, (), path, {}, None, folder / "digests.json"))
+
+
 @pytest.fixture
 def texts(tiny_tokenizer) -> TokenTexts:
     return TokenTexts(tiny_tokenizer)
@@ -46,10 +52,25 @@ def test_special_and_unknown_tokens_do_not_break_it(texts):
     [("\u2581the", " the", b" the"), ("<0xE2>", "\ufffd", b"\xe2")],
 )
 def test_sentencepiece_spellings_are_understood(tiny_tokenizer, monkeypatch, spelled, text, raw):
+    monkeypatch.setattr(tiny_tokenizer, "is_byte_level", False)
     monkeypatch.setattr(tiny_tokenizer, "token", lambda token_id: spelled)
     monkeypatch.setattr(tiny_tokenizer, "decode", lambda token_ids, **options: "\ufffd")
     texts = TokenTexts(tiny_tokenizer)
     assert (texts.text_of(1), texts.bytes_of(1)) == (text, raw)
+
+
+def test_an_added_token_of_a_byte_level_vocabulary_is_what_it_spells(tmp_path):
+    bos = "<｜begin\u2581of\u2581sentence｜>"  # DeepSeek's
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(BPE({letter: index for index, letter in enumerate(letters)}, []))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([bos])
+    texts = TokenTexts(saved(backend, tmp_path))
+    token_ids = backend.encode(f"{bos}abc").ids
+    assert texts.text_of(token_ids[0]) == bos
+    assert texts.bytes_of(token_ids[0]) == bos.encode()
+    assert texts.offsets_of(f"{bos}abc", token_ids) == [0, 21, 22, 23]
 
 
 def test_completion_logprobs_are_parallel_lists(texts, ids):
@@ -74,10 +95,7 @@ def byte_fallback(tmp_path_factory) -> Tokenizer:
     strip = decoders.Strip(" ", 1, 0)
     backend.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
     backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", 1)])
-    path = tmp_path_factory.mktemp("fallback") / "tokenizer.json"
-    backend.save(str(path))
-    files = ModelFiles("tiny", path.parent, {}, {}, (), path, {}, None, path.parent / "digests.json")
-    return Tokenizer(files)
+    return saved(backend, tmp_path_factory.mktemp("fallback"))
 
 
 @pytest.mark.parametrize(
