@@ -111,11 +111,12 @@ class GrammarMatcher:
         if self.error is not None or self._has_ended or not token_ids:
             return
         self._has_ended = self._grammar.ends_with(token_ids[-1])
-        text = token_ids[:-1] if self._has_ended else token_ids  # the library may refuse an end after the last possible token
-        if text and not self._matcher.consume_tokens(list(text)):
+        text = token_ids[:-1] if self._has_ended else token_ids
+        follows = not text or self._matcher.consume_tokens(list(text))
+        if follows and self._has_ended:  # the library may refuse an end after the last possible token
+            follows = self._matcher.is_accepting() or self._matcher.consume_tokens([token_ids[-1]])
+        if not follows:
             self._fail("a token of the output does not follow the grammar")
-        elif self._has_ended and not self._matcher.is_accepting():
-            self._fail("the output has ended before it was complete")
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
         """Return which tokens may come next, ``[vocab_size]``; end-of-text tokens are among them once the output is complete.
@@ -139,8 +140,7 @@ class GrammarMatcher:
     def _fail(self, what: str) -> None:
         if self._grammar.find_whether_broken():
             what = _TOO_COMPLEX
-        reason = _reason(self._matcher.get_error())
-        self.error = KVFerryError(f"structured output: {what}" + (f": {reason}" if reason else ""))
+        self.error = KVFerryError(f"structured output: {what}: {_reason(self._matcher.get_error())}")
 
 
 def unpacked(bits: npt.NDArray[np.uint8], vocab_size: int) -> npt.NDArray[np.bool_]:

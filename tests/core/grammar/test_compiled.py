@@ -153,10 +153,19 @@ def test_a_regular_end_after_a_mask_is_no_error(vocabulary, tokenizer, pattern, 
     assert matcher.allowed() is None
 
 
+def test_an_end_that_the_grammar_itself_names_is_no_error(vocabulary, tokenizer):
+    matcher = CompiledGrammar(form("grammar", 'start: text\ntext[stop=""]: /[a-z]+/'), vocabulary).start(
+        tokenizer.encode("ab").ids
+    )
+    assert matcher.allowed()[EOS_TOKEN_IDS[0]]
+    matcher.accept([EOS_TOKEN_IDS[0]])
+    assert matcher.error is None
+
+
 def test_an_end_before_the_output_is_complete_is_an_error(vocabulary, tokenizer):
     grammar = CompiledGrammar(form("regex", "ab"), vocabulary)
     matcher = grammar.start([*tokenizer.encode("a").ids, EOS_TOKEN_IDS[0]])
-    assert "before it was complete" in matcher.error.message
+    assert "does not follow the grammar" in matcher.error.message
     assert not grammar.is_broken
 
 
