@@ -17,6 +17,8 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from core.errors import ConfigError, EncoderInputMissing, InvalidRequest, KVFerryError
 from core.model.image_structure import read_structure
 
@@ -145,15 +147,26 @@ def _orientation(image: Image.Image) -> int:
 def _opaque(image: Image.Image) -> Image.Image:
     from PIL import Image
 
-    if "A" not in image.getbands() and image.info.get("transparency") is None:
+    is_deep = image.mode.startswith("I")
+    if not is_deep and "A" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     opaque = Image.new("RGB", image.size)
     num_rows = max(1, _COMPOSED_PIXELS // image.width)
     for top in range(0, image.height, num_rows):
-        layer = image.crop((0, top, image.width, min(top + num_rows, image.height))).convert("RGBA")
+        part = image.crop((0, top, image.width, min(top + num_rows, image.height)))
+        layer = (_in_8_bits(part) if is_deep else part).convert("RGBA")
         white = Image.new("RGBA", layer.size, (255, 255, 255, 255))
         opaque.paste(Image.alpha_composite(white, layer).convert("RGB"), (0, top))
     return opaque
+
+
+def _in_8_bits(image: Image.Image) -> Image.Image:
+    """Return greyscale of 16 bits as its high bytes, with an alpha channel; Pillow's own conversion clips it to white."""
+    from PIL import Image
+
+    values = np.asarray(image)
+    alpha = np.where(values == image.info.get("transparency"), 0, 255)
+    return Image.merge("LA", [Image.fromarray(band.astype(np.uint8)) for band in (values >> 8, alpha)])
 
 
 def _upright(image: Image.Image, orientation: int) -> Image.Image:

@@ -126,17 +126,26 @@ def test_images_are_turned_as_their_metadata_says(file_format, orientation):
     assert read_image_size(content) == ImageSize(*image.size)
 
 
-@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1", "CMYK", "I;16"])
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L", "1", "CMYK"])
 def test_every_mode_becomes_rgb_as_in_transformers(mode):
-    if mode == "I;16":
-        image = Image.fromarray(np.random.default_rng(0).integers(0, 2**16, (44, 60), dtype=np.uint16))
-    else:
-        image = noise(channels=4).convert(mode)
+    image = noise(channels=4).convert(mode)
     content = encoded(image, "JPEG" if mode == "CMYK" else "PNG", **({"transparency": 3} if mode == "P" else {}))
     with Image.open(BytesIO(content)) as again:
         assert again.mode == mode
         expected = convert_to_rgb(again, return_numpy=True)
     assert np.array_equal(np.asarray(decode_image(content)), expected)
+
+
+def test_greyscale_of_16_bits_keeps_its_high_byte():
+    values = np.linspace(0, 65535, 44 * 60).astype(np.uint16).reshape(44, 60)
+    pixels = np.asarray(decode_image(encoded(Image.fromarray(values), "PNG")))
+    np.testing.assert_array_equal(pixels, np.repeat(values[..., None] >> 8, 3, axis=2))
+
+
+def test_only_the_transparent_value_of_16_bits_becomes_white():
+    values = np.array([[0x1234, 0x1235, 0x0034]], dtype=np.uint16)
+    pixels = np.asarray(decode_image(encoded(Image.fromarray(values), "PNG", transparency=0x1234)))
+    np.testing.assert_array_equal(pixels[0, :, 0], [255, 0x12, 0])
 
 
 @pytest.mark.parametrize("mode", ["RGBA", "LA", "P"])
