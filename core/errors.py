@@ -98,7 +98,7 @@ class NoWorker(RequestError):
 
 
 class EncoderInputMissing(RequestError):
-    """The embeddings of an image cannot be had: they did not arrive, or not intact, and the image is not at hand here."""
+    """The embeddings of an image cannot be had here: they did not arrive intact, and the image is not at hand or not usable."""
 
     code = "encoder_input_missing"
     http_status = 503

@@ -11,6 +11,7 @@ Runs on the worker's engine thread, like ``core.engine.core``.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Protocol
@@ -18,9 +19,10 @@ from typing import TYPE_CHECKING, Protocol
 from core.clock import Clock
 from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
 from core.engine.media.image_decode_queue import Pixels
-from core.engine.media.image_decode_thread import ImageReader
+from core.engine.media.image_decode_thread import ImageReader, check_name
 from core.engine.step_watch import StepSize
 from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
+from core.log import event
 from core.request import EncodedImage, EngineCoreOutput, NewRequest
 from core.sched.stats import EngineStats
 from core.wire.media import ECSource, MMFeature
@@ -75,6 +77,8 @@ class PixelSource(Protocol):
         """End the work, and forget all images. Idempotent."""
 
 
+_log = logging.getLogger(__name__)
+
 _USER = "engine"  # of every image, for the pixel source: the engine counts the requests itself
 _Entry = tuple[int, int, bytes]  # (priority, arrival, identifier)
 
@@ -128,6 +132,7 @@ class EncodeEngine:
         self._num_steps = 0
         self._must_step = False
         self._is_shut_down = False
+        self._has_warned = False
         self._stats = EngineStats()
         self._step_size = StepSize()
 
@@ -145,8 +150,7 @@ class EncodeEngine:
         """Queue the one image of a request.
 
         Raises:
-            EncoderInputMissing: the file did not come with it.
-            InvalidRequest: the file is not the named one.
+            EncoderInputMissing: the file did not come with it, or is not the named one.
         """
         (feature,) = new.mm_features
         content = new.media[feature.media_index] if feature.media_index < len(new.media) else b""
@@ -154,10 +158,7 @@ class EncodeEngine:
             raise EncoderInputMissing("the image file did not come with the request")
         image = self._images.get(feature.identifier)
         if image is None:
-            if (
-                self._encoder.identify(content) != feature.identifier
-            ):  # otherwise another request with that identifier would get this image
-                raise InvalidRequest("it is not the image that was announced")
+            self._check_name(feature, content)
             image = self._images[feature.identifier] = _Image(feature, content)
         image.waiting[new.request_id] = self._clock.now()
         self._requests[new.request_id] = feature.identifier
@@ -190,7 +191,8 @@ class EncodeEngine:
         for image in batch:
             error = self._compute(image)
             if error is not None:
-                outputs += self._fail(image, ErrorInfo.of(error), "bad")
+                is_bad = isinstance(error, InvalidRequest)
+                outputs += self._fail(image, ErrorInfo.of(error), "bad" if is_bad else "failed")
         outputs += self._take_report()
         self._num_steps += 1
         self._stats = EngineStats(
@@ -250,6 +252,16 @@ class EncodeEngine:
                 seen.add(entry[2])
                 yield image, entry
 
+    def _check_name(self, feature: MMFeature, content: bytes) -> None:
+        """Check that a file is the named one. The first that is not is logged: it may be so with every image."""
+        try:
+            check_name(self._encoder, feature.identifier, content)
+        except EncoderInputMissing as error:
+            if not self._has_warned:
+                self._has_warned = True
+                _log.warning(event("image_named_otherwise", reason=error.message))
+            raise
+
     # ---- one image ---------------------------------------------------------------------------------------------------
 
     def _compute(self, image: _Image) -> KVFerryError | None:
@@ -258,7 +270,7 @@ class EncodeEngine:
         try:
             embeddings = self._encoder.embed(self._image_decode_thread.take(image.identifier, image.content))
             if len(embeddings) != image.feature.num_embeds:
-                raise InvalidRequest(f"it has {len(embeddings)} embeddings, {image.feature.num_embeds} were announced")
+                raise EncoderInputMissing(f"it has {len(embeddings)} embeddings, {image.feature.num_embeds} were announced")
         except KVFerryError as error:
             return error
         self._metrics.count_computed(len(embeddings), self._clock.now() - image.started_at)

@@ -18,7 +18,7 @@ class EncodeMetrics:
     def __init__(self, registry: CollectorRegistry) -> None:
         self._images = Counter(
             f"{PREFIX}encoder_images",
-            "Images by what was done: computed, or found in the cache; bad; or failed, as they could not be offered.",
+            "Images by what was done: computed, or found in the cache; bad; or failed: not embedded, or not offered.",
             ["outcome"],
             registry=registry,
         )

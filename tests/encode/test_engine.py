@@ -275,14 +275,22 @@ def test_a_bad_image_fails_alone(bench):
     assert bench.counted("bad") == 1
 
 
-def test_an_image_with_another_number_of_embeddings_than_was_announced_is_bad(bench):
+def test_an_image_with_another_number_of_embeddings_than_was_announced_is_left_to_others(bench):
     bench.engine.add_request(request("r0/0", b"mouse"))
-    assert run(bench.engine)["r0/0"].error.code == "invalid_request"
+    assert run(bench.engine)["r0/0"].error.code == "encoder_input_missing"
+    assert bench.counted("failed") == 1
 
 
-def test_an_image_under_anothers_name_is_refused(bench):
-    with pytest.raises(InvalidRequest, match="not the image"):
+def test_an_image_under_anothers_name_is_left_to_others(bench):
+    with pytest.raises(EncoderInputMissing, match="not the image"):
         bench.engine.add_request(request("r0/0", CAT, media=(b"", DOG)))
+
+
+def test_a_worker_that_names_images_otherwise_than_the_router_says_so_once(bench, caplog):
+    for name in ("r0/0", "r1/0"):
+        with pytest.raises(EncoderInputMissing):
+            bench.engine.add_request(request(name, CAT, media=(b"", DOG)))
+    assert [record.message.split()[0] for record in caplog.records] == ["event=image_named_otherwise"]
 
 
 @pytest.mark.parametrize("media", [(), (CAT,), (CAT, b"")])

@@ -31,7 +31,7 @@ from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
 from core.engine.input_batch import StepInputs
 from core.engine.media.image_decode_queue import Pixels
 from core.engine.media.image_decode_thread import ImageDecodeThread, ImageReader
-from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
+from core.errors import EncoderInputMissing, KVFerryError
 from core.model.decoder import EmbeddedRows
 from core.request import ModelRunnerOutput, NewRequestData, SchedulerOutput
 from core.wire.media import MMFeature
@@ -184,7 +184,7 @@ class EncoderRunner:
 
     def _check_num_rows(self, item: _Item, num_rows: int) -> None:
         if not num_rows == len(item.places) == item.feature.num_embeds:
-            raise InvalidRequest(
+            raise EncoderInputMissing(  # the client's file is not at fault: router and worker count otherwise
                 f"it has {num_rows} embeddings for {len(item.places)} image tokens, {item.feature.num_embeds} were announced"
             )
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 from core.ec_connector import ImageReadiness
 from core.engine.media.image_decode_queue import ImageDecodeQueue, Pixels, QueuedImage
-from core.errors import InvalidRequest, KVFerryError
+from core.errors import EncoderInputMissing, KVFerryError
 from core.log import event
 from core.wire.media import MMFeature
 
@@ -133,8 +133,8 @@ class ImageDecodeThread(ImageReadiness):
         """Return the pixels of an image, whose room is free with that; without the thread they are made here.
 
         Raises:
-            InvalidRequest: the file is bad, or not the one that is named.
-            EncoderInputMissing: there was no memory for it.
+            InvalidRequest: the file is bad.
+            EncoderInputMissing: there was no memory for it, or it is not the one that is named.
         """
         with self._changed:
             outcome = self._images.take(identifier)
@@ -179,9 +179,20 @@ class ImageDecodeThread(ImageReadiness):
             return error
 
     def _prepare(self, identifier: bytes, content: bytes) -> Pixels:
-        if self._reader.identify(content) != identifier:  # otherwise another request with that identifier would get this image
-            raise InvalidRequest("it is not the image that was announced")
+        check_name(self._reader, identifier, content)
         return self._reader.prepare(content)
+
+
+def check_name(reader: ImageReader, identifier: bytes, content: bytes) -> None:
+    """Check that a file is the one that the router named: else other requests with that identifier would get this image.
+
+    Raises:
+        EncoderInputMissing: it is not. The client's file is not at fault, and another worker may agree with the router.
+    """
+    if reader.identify(content) != identifier:
+        raise EncoderInputMissing(
+            "it is not the image that was announced: this worker and the router have other image settings or releases"
+        )
 
 
 def _no_wakeup() -> None:

@@ -173,19 +173,19 @@ def test_a_request_preempted_in_the_step_still_has_its_image_computed(runner):
 
 
 @pytest.mark.parametrize(
-    ("content", "num_embeds", "message"),
+    ("content", "num_embeds", "code", "message"),
     [
-        (b"bad", 1, "it is damaged"),
-        (b"1:2", 1, "it has 2 embeddings for 1 image tokens, 1 were announced"),
-        (b"1:1", 2, "it has 1 embeddings for 1 image tokens, 2 were announced"),
+        (b"bad", 1, "invalid_request", "it is damaged"),
+        (b"1:2", 1, "encoder_input_missing", "it has 2 embeddings for 1 image tokens, 1 were announced"),
+        (b"1:1", 2, "encoder_input_missing", "it has 1 embeddings for 1 image tokens, 2 were announced"),
     ],
 )
-def test_a_bad_image_is_reported_and_nothing_is_kept_of_it(runner, content, num_embeds, message):
+def test_a_bad_image_is_reported_and_nothing_is_kept_of_it(runner, content, num_embeds, code, message):
     item = feature(content, 0, 1, num_embeds)
     start(runner, new_data("a", [IMAGE], [item], [content]), scheduled_encoder_inputs={"a": [0]})
     assert merged(runner, {"a": (0, 1)}) == {}
     error = finish(runner).failed_embeddings[item.identifier]
-    assert (error.code, error.message, error.param) == ("invalid_request", message, None)
+    assert (error.code, error.message, error.param) == (code, message, None)
     assert runner.cache == {}
     start(runner)
     assert finish(runner).failed_embeddings == {}  # told once
@@ -212,7 +212,9 @@ def test_a_step_that_begins_before_the_last_one_has_ended_keeps_its_failures(run
 def test_another_file_under_an_identifier_is_not_computed(runner):
     item = feature(b"1:1", 0, 1, 1)
     start(runner, new_data("a", [IMAGE], [item], [b"2:1"]), scheduled_encoder_inputs={"a": [0]})
-    assert "not the image that was announced" in finish(runner).failed_embeddings[item.identifier].message
+    error = finish(runner).failed_embeddings[item.identifier]
+    assert (error.code, error.retryable) == ("encoder_input_missing", True)
+    assert "not the image that was announced" in error.message
     assert runner.cache == {}
 
 

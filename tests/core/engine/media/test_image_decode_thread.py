@@ -135,14 +135,14 @@ def test_an_image_that_there_is_no_memory_for_ends_alone_and_can_be_asked_for_ag
     assert [content for content, _ in bench.reader.begun] == [b"big", b"cat", b"big"]
 
 
-def test_another_file_under_an_identifier_is_a_bad_one(bench):
+def test_another_file_under_an_identifier_is_not_decoded(bench):
     bench.reader.gate.set()
     bench.start()
     bench.images.begin_step()
     bench.images.is_ready("r", feature(b"cat"), b"dog")
     bench.images.end_step()
     bench.wait_for_wakeup()
-    with pytest.raises(InvalidRequest, match="not the image that was announced"):
+    with pytest.raises(EncoderInputMissing, match="not the image that was announced"):
         bench.images.take(feature(b"cat").identifier, b"dog")
     assert bench.reader.begun == []
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import EngineDead, InvalidRequest, Overloaded
+from core.errors import EncoderInputMissing, EngineDead, InvalidRequest, Overloaded
 from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate, Rejected, RequestFailed
 from router.dispatch.request_state import RequestPhase
@@ -208,6 +208,15 @@ def test_a_failure_of_the_encode_worker_leaves_the_image_to_the_prompt(bench, er
     assert bench.error() is None
     submit(bench, CAT, request_id="r2")
     assert bench.generated("p0").request_id == "r2", "it takes no more for now"
+
+
+def test_an_image_that_the_encode_worker_names_otherwise_is_left_to_the_prompt(bench):
+    submit(bench, CAT)
+    error = ErrorInfo.of(EncoderInputMissing("it is not the image that was announced"))
+    bench.receive("e0", EncodeFailed(request_id="r1", error=error))
+    assert bench.generated("p0").media == (b"cat",)
+    answer(bench)
+    assert bench.error() is None
 
 
 def test_finish_message_of_another_role_from_an_encode_worker_is_accepted(bench):
