@@ -22,6 +22,7 @@ from router.images.hosts import DEFAULT_PORTS, Address, HostRules, as_address
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "kvferry"}
 
+_MAX_PORT = 65535
 _RESOLVER_THREADS = 4  # slow names delay only other names
 
 Resolve = Callable[[str, int], Awaitable[list[Address]]]
@@ -159,13 +160,15 @@ class Resolver:
 
 
 def _parse(text: str) -> httpx.URL:
-    """Parse a URL. Raises InvalidRequest if it is not http(s) or has no host."""
+    """Parse a URL. Raises InvalidRequest if it is not http(s), has no host or an impossible port."""
     try:
         url = httpx.URL(text)
     except (httpx.InvalidURL, ValueError):
         raise InvalidRequest("its URL cannot be understood") from None
     if url.scheme not in DEFAULT_PORTS or not url.raw_host:
         raise InvalidRequest("its URL is neither a data: nor an http(s) URL")
+    if url.port is not None and not 1 <= url.port <= _MAX_PORT:  # httpx takes any number, and a socket refuses it
+        raise InvalidRequest(f"its URL has a port that is not between 1 and {_MAX_PORT}")
     if url.userinfo:
         raise InvalidRequest("its URL holds a user or a password: leave them out")
     return url

@@ -167,6 +167,14 @@ async def test_what_is_no_http_url_is_refused(make_fetcher: Make, url):
     assert "URL" in await refusal(make_fetcher(LOOPBACK), url)
 
 
+@pytest.mark.parametrize("port", [-1, 0, 65536, 99999, 10**20])
+async def test_a_url_with_an_impossible_port_is_refused(host, make_fetcher: Make, port):
+    url = f"http://127.0.0.1:{port}/"
+    host.pages["/a"] = redirect(url)
+    for asked in (url, f"{host.url}/a"):
+        assert "URL" in await refusal(make_fetcher(LOOPBACK), asked)
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [
