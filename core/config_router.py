@@ -31,9 +31,9 @@ class ImagesSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_total_bytes: Annotated[int, msgspec.Meta(ge=1, le=40 << 20)] = 32 << 20  # of a request's files; a frame holds the most
     max_pixels: Annotated[int, msgspec.Meta(ge=1, le=64 << 20)] = 12 << 20  # of one image; no worker decodes more than the most
     allowed_hosts: tuple[str, ...] = ()  # of http(s) URLs: name, *.name, either with :port, address or network; none = refused
-    fetch_timeout_s: Seconds = 5.0  # per image, with its wait for a turn and its redirects
+    fetch_timeout_s: Seconds = 5.0  # per image, with its redirects; and again for its turn
     max_redirects: NonNegative = 3
-    max_fetches: Positive = 32  # of all clients at a time; others wait their turn
+    max_fetches: Positive = 32  # of all clients at a time; one host leaves a quarter to others
     encode_timeout_s: Seconds = 20.0  # after that the prefill worker computes a request's embeddings itself
 
 

@@ -13,24 +13,29 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
+from typing import Any
 
 import httpx
 
 from core.errors import InvalidRequest
 from router.images.hosts import DEFAULT_PORTS, Address, HostRules, as_address
+from router.images.turns import FetchTurns
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "kvferry"}
 
 _MAX_PORT = 65535
-_RESOLVER_THREADS = 4  # slow names delay only other names
+_RESOLVER_THREADS = 16  # slow names delay only other names, and only if there are so many
 
 Resolve = Callable[[str, int], Awaitable[list[Address]]]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FetchLimits:
-    """Limits per image. ``timeout_s`` covers everything up to its last byte; ``max_fetches`` holds for all clients together."""
+    """Limits per image; ``max_fetches`` holds for all clients together.
+
+    ``timeout_s`` bounds the wait for a turn, and again everything from then on up to the last byte.
+    """
 
     max_bytes: int
     max_redirects: int
@@ -46,7 +51,7 @@ class ImageFetcher:
         self._limits = limits
         self._resolver = Resolver()
         self._resolve = resolve or self._resolver.resolve
-        self._places = asyncio.Semaphore(limits.max_fetches)
+        self._turns = FetchTurns(limits.max_fetches, limits.timeout_s)
         self._client: httpx.AsyncClient | None = None
 
     async def fetch(self, url: str) -> bytes:
@@ -54,10 +59,12 @@ class ImageFetcher:
 
         Raises:
             InvalidRequest: it may not be fetched, or could not be fetched within the limits; says why.
+            Overloaded: its turn did not come in time.
         """
+        parsed = _parse(url)
         try:
-            async with asyncio.timeout(self._limits.timeout_s), self._places:
-                return await self._follow(_parse(url))
+            async with self._turns.take(parsed.netloc.decode("ascii")), asyncio.timeout(self._limits.timeout_s):
+                return await self._follow(parsed)
         except TimeoutError:
             raise InvalidRequest(f"its host took longer than {self._limits.timeout_s:g} s") from None
         except (httpx.HTTPError, httpx.InvalidURL, OSError, UnicodeError) as error:  # the last: no name that can be resolved
@@ -141,6 +148,7 @@ class Resolver:
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_RESOLVER_THREADS, "kvferry-resolve")  # started at the first name
+        self._asked: dict[tuple[str, int], asyncio.Future[list[tuple[Any, ...]]]] = {}  # a slow name keeps one thread
 
     async def resolve(self, host: str, port: int) -> list[Address]:
         """Return the addresses of a name, in the system's order.
@@ -149,8 +157,13 @@ class Resolver:
             OSError: it has none.
             UnicodeError: it cannot be one, such as with a label that is empty or too long.
         """
-        ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-        found = await asyncio.get_running_loop().run_in_executor(self._threads, ask)
+        asked = self._asked.get((host, port))
+        if asked is None:
+            ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+            asked = asyncio.get_running_loop().run_in_executor(self._threads, ask)
+            self._asked[host, port] = asked
+            asked.add_done_callback(lambda _: self._asked.pop((host, port)))
+        found = await asyncio.shield(asked)  # others may wait for it
         addresses = [as_address(str(entry[4][0]).partition("%")[0]) for entry in found]
         return [address for address in addresses if address is not None]
 

@@ -162,6 +162,45 @@ async def test_images_are_fetched_side_by_side_but_not_too_many(host, make_fetch
     assert host.most_open == 3
 
 
+async def test_a_host_that_says_nothing_does_not_keep_other_hosts_waiting(host, make_fetcher: Make):
+    host.pages |= {"/slow": None, "/cat": ok(b"a cat")}
+    names = dict.fromkeys(("slow.example", "fast.example"), "127.0.0.1")
+    fetcher = make_fetcher(*(f"{name}:{host.port}" for name in names), LOOPBACK, names=names, max_fetches=4, timeout_s=60)
+    slow = [asyncio.create_task(fetcher.fetch(f"http://slow.example:{host.port}/slow")) for _ in range(20)]
+    try:
+        async with asyncio.timeout(10):
+            while host.num_open < 3:
+                await host.asked.wait()
+                host.asked.clear()
+            assert await fetcher.fetch(f"http://fast.example:{host.port}/cat") == b"a cat"
+    finally:
+        for fetch in slow:
+            fetch.cancel()
+        await asyncio.gather(*slow, return_exceptions=True)
+
+
+async def test_a_name_asked_for_many_times_at_once_is_resolved_once(monkeypatch):
+    gate, asked = threading.Event(), []
+
+    def slow(*address, **options):
+        asked.append(address)
+        gate.wait(20)
+        raise socket.gaierror("no such name")
+
+    monkeypatch.setattr("router.images.fetch.socket.getaddrinfo", slow)
+    resolver = Resolver()
+    waits = [asyncio.create_task(resolver.resolve("slow.example", 80)) for _ in range(50)]
+    await asyncio.sleep(0)
+    waits[0].cancel()
+    gate.set()
+    found = await asyncio.gather(*waits, return_exceptions=True)
+    assert [type(error) for error in found] == [asyncio.CancelledError] + [socket.gaierror] * 49
+    assert asked == [("slow.example", 80)]
+    await asyncio.gather(resolver.resolve("slow.example", 80), return_exceptions=True)
+    assert len(asked) == 2
+    resolver.close()
+
+
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1/cat", "cat.png", "", "http://", "http://[::1", "/cat", "javascript:alert(1)"])
 async def test_what_is_no_http_url_is_refused(make_fetcher: Make, url):
     assert "URL" in await refusal(make_fetcher(LOOPBACK), url)
