@@ -1,6 +1,6 @@
 """Fetches images from http(s) URLs, within limits of host, time and size.
 
-Owns connections to other hosts; ``router.images.hosts`` decides which hosts are allowed. Each connection goes to the address
+Owns connections to other hosts; ``router.images.hosts`` decides which hosts are allowed. Each connection goes to an address
 that was checked, and the name is not resolved a second time. Each redirect is checked like the first URL.
 """
 
@@ -10,6 +10,7 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
@@ -87,14 +88,7 @@ class ImageFetcher:
 
     async def _get(self, url: httpx.URL) -> bytes | httpx.URL:
         """Return the body of a URL, or the target of its redirect."""
-        address = await self._choose_address(url)
-        request = self._open_client().build_request(
-            "GET",
-            url.copy_with(host=str(address)),
-            headers={**_HEADERS, "host": url.netloc.decode("ascii")},
-            extensions={"sni_hostname": _host_of(url)},  # the certificate is verified against the name
-        )
-        response = await self._open_client().send(request, stream=True)
+        response = await self._ask(url)
         try:
             if response.status_code in _REDIRECTS and "location" in response.headers:
                 return _parse(str(url.join(response.headers["location"])))
@@ -103,6 +97,26 @@ class ImageFetcher:
             return await self._read(response)
         finally:
             await response.aclose()
+
+    async def _ask(self, url: httpx.URL) -> httpx.Response:
+        """Send the request to the first allowed address to which a connection can be made. The caller closes the response."""
+        addresses = await self._allowed_addresses(url)
+        timeout_s = self._limits.timeout_s
+        timeout = httpx.Timeout(timeout_s, connect=timeout_s / len(addresses))  # a silent address leaves time for the next
+        *others, last = (
+            self._open_client().build_request(
+                "GET",
+                url.copy_with(host=str(address)),
+                headers={**_HEADERS, "host": url.netloc.decode("ascii")},
+                timeout=timeout,
+                extensions={"sni_hostname": _host_of(url)},  # the certificate is verified against the name
+            )
+            for address in addresses
+        )
+        for request in others:
+            with suppress(httpx.ConnectError, httpx.ConnectTimeout):
+                return await self._open_client().send(request, stream=True)
+        return await self._open_client().send(last, stream=True)
 
     async def _read(self, response: httpx.Response) -> bytes:
         """Return the body. Compressed bodies were not requested and are refused, because they may expand beyond the limit."""
@@ -115,15 +129,15 @@ class ImageFetcher:
                 raise InvalidRequest(f"it has more than {self._limits.max_bytes} bytes")
         return bytes(body)
 
-    async def _choose_address(self, url: httpx.URL) -> Address:
-        """Return an allowed address of the URL's host."""
+    async def _allowed_addresses(self, url: httpx.URL) -> list[Address]:
+        """Return the allowed addresses of the URL's host, at least one."""
         host, port = _host_of(url), url.port or DEFAULT_PORTS[url.scheme]
         if not self._rules.allows_host(url.scheme, host, port):
             raise InvalidRequest(f"images are not fetched from {url.netloc.decode('ascii')}, see router.images.allowed_hosts")
         spelled = as_address(host)
         addresses = [spelled] if spelled is not None else await self._resolve(host, port)
-        allowed = next((address for address in addresses if self._rules.allows_address(address)), None)
-        if allowed is None:
+        allowed = [address for address in addresses if self._rules.allows_address(address)]
+        if not allowed:
             raise InvalidRequest(f"{host} has no address that images are fetched from")
         return allowed
 

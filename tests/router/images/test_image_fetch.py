@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from ipaddress import ip_address
 
+import httpx
 import pytest
 
 from core.errors import InvalidRequest
@@ -34,7 +35,7 @@ async def make_fetcher():
 
     def make(*entries: str, names: dict[str, str] | None = None, **limits) -> ImageFetcher:
         async def resolve(name: str, port: int):
-            return [ip_address((names or {})[name])]
+            return [ip_address(address) for address in (names or {})[name].split()]
 
         changed = FetchLimits(**{**{field: getattr(LIMITS, field) for field in FetchLimits.__dataclass_fields__}, **limits})
         made.append(ImageFetcher(HostRules(entries, "x"), changed, resolve))
@@ -65,6 +66,27 @@ async def test_a_name_is_resolved_once_and_told_to_the_host(host, make_fetcher: 
     fetcher = make_fetcher(f"cats.example:{host.port}", LOOPBACK, names={"cats.example": "127.0.0.1"})
     assert await fetcher.fetch(f"http://cats.example:{host.port}/cat") == b"a cat"
     assert f"host: cats.example:{host.port}" in host.requests[0].lower()
+
+
+@pytest.mark.parametrize("addresses", ["127.0.0.2 127.0.0.1", "10.0.0.1 127.0.0.3 127.0.0.2 127.0.0.1", "127.0.0.1 127.0.0.2"])
+async def test_the_first_allowed_address_that_answers_is_asked(host, make_fetcher: Make, addresses):
+    host.pages["/cat"] = ok(b"a cat")
+    fetcher = make_fetcher(f"cats.example:{host.port}", LOOPBACK, names={"cats.example": addresses})
+    assert await fetcher.fetch(f"http://cats.example:{host.port}/cat") == b"a cat"
+    assert len(host.requests) == 1
+
+
+async def test_addresses_share_the_time_to_connect(host, make_fetcher: Make, monkeypatch):
+    fetcher = make_fetcher(f"cats.example:{host.port}", LOOPBACK, names={"cats.example": "127.0.0.2 127.0.0.1"}, timeout_s=8.0)
+    tried = []
+
+    async def silent(request, **options):
+        tried.append((request.url.host, request.extensions["timeout"]["connect"]))
+        raise httpx.ConnectTimeout("no answer")
+
+    monkeypatch.setattr(fetcher._open_client(), "send", silent)
+    assert "ConnectTimeout" in await refusal(fetcher, f"http://cats.example:{host.port}/cat")
+    assert tried == [("127.0.0.2", 4.0), ("127.0.0.1", 4.0)]
 
 
 async def test_a_listed_name_with_a_private_address_is_not_asked(host, make_fetcher: Make):
