@@ -34,11 +34,20 @@ class _Encode:
         return [choice_id(self.message.request_id, number) for number in numbers]
 
 
+@dataclass(frozen=True, slots=True)
+class _Answered:
+    """What an answer names, and the worker's time at which its leases end unless a reader renews them."""
+
+    sources: list[ECSource]
+    until: float
+
+
 class EncodeHandler(RoleHandler):
     """Splits requests into images, and joins the outputs of the images."""
 
     def __init__(self) -> None:
         self._live: dict[str, _Encode] = {}
+        self._answered: dict[str, _Answered] = {}  # oldest first
 
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
         """Refuse a prompt.
@@ -89,17 +98,19 @@ class EncodeHandler(RoleHandler):
             assert output.encoded is not None, "an image without an error is somewhere"
             encode.images[number] = output.encoded
             if len(encode.images) == len(encode.media_indices):
-                self._answer(encode, result)
+                self._answer(encode, now, result)
         return result
 
     def on_abort(self, request_id: str) -> RoleOutput:
-        """Stop computing images that no other request waits for."""
+        """Stop computing images that no other request waits for; after the answer, release what it names: none reads it."""
         encode = self._live.pop(request_id, None)
         if encode is None:
-            return RoleOutput()
+            answered = self._answered.pop(request_id, None)
+            return RoleOutput(release_sources=answered.sources if answered is not None else [])
         return RoleOutput(abort_ids=encode.open_ids(), release_sources=encode.sources())
 
-    def _answer(self, encode: _Encode, result: RoleOutput) -> None:
+    def _answer(self, encode: _Encode, now: float, result: RoleOutput) -> None:
+        self._remember(encode, now)
         images = encode.images.values()
         result.replies.append(
             EncodeDone(
@@ -111,6 +122,16 @@ class EncodeHandler(RoleHandler):
             )
         )
         self._end(encode, result)
+
+    def _remember(self, encode: _Encode, now: float) -> None:
+        """Keep what an answer names until its leases have ended, unless readers renew them, and drop older answers."""
+        while self._answered:
+            oldest = next(iter(self._answered))
+            if self._answered[oldest].until > now:
+                break
+            del self._answered[oldest]
+        sources = encode.sources()
+        self._answered[encode.message.request_id] = _Answered(sources, now + max(source.lease_ms for source in sources) / 1e3)
 
     def _fail(self, encode: _Encode, number: int, error: ErrorInfo, result: RoleOutput) -> None:
         """Fail the request because of one image; a prefill worker can compute the others. Only a bad image is named."""

@@ -333,6 +333,7 @@ class Dispatcher:
         """Send the prompt to the first worker of the route; let the second get to know it meanwhile."""
         request.phase = RequestPhase.PREFILL if request.attempt.prefill else RequestPhase.DECODE
         assert request.current is not None, f"{request.request_id} has no route"
+        self._encode_legs.on_prompt_sent(request)
         return [SendToWorker(request.current, new_generate(request, now)), *self._handoffs.introduce(request)]
 
     def _continue(self, request: RequestState, now: float) -> list[DispatchAction]:

@@ -47,8 +47,9 @@ class EncodeLegs:
     def on_done(self, request: RequestState, key: WorkerKey, message: EncodeDone) -> EncodeEnded | None:
         """Record the sources of embeddings; return None if the request does not wait for this worker."""
         wanted = self._stop_waiting(request, key)
-        if wanted is None:
+        if wanted is None or request.encoding is None:
             return None
+        request.encoding.untold.append(key)
         for source in message.ec_sources:
             if source.seal.identifier in wanted:
                 request.ec_sources[source.seal.identifier] = source
@@ -62,16 +63,23 @@ class EncodeLegs:
 
     def give_up_all(self, request: RequestState, code: str) -> list[EncodeEnded | SendToWorker]:
         """Stop waiting for all encode workers of a request, and abort their work."""
-        actions: list[EncodeEnded | SendToWorker] = list(self.aborts(request, code))
-        for key in list(request.encoding.waiting) if request.encoding else ():
+        waiting = request.encoding.waiting if request.encoding else ()
+        actions: list[EncodeEnded | SendToWorker] = [_abort(request, key, code) for key in waiting]
+        for key in list(waiting):
             ended = self.give_up(request, key, code)
             actions += [ended] if ended else []
         return actions
 
+    def on_prompt_sent(self, request: RequestState) -> None:
+        """Leave the embeddings to the worker that has been told of them: it reads or releases them."""
+        if request.encoding is not None:
+            request.encoding.untold.clear()
+
     def aborts(self, request: RequestState, reason: str) -> list[SendToWorker]:
-        """Return the aborts for all encode workers that the request waits for."""
-        waiting = request.encoding.waiting if request.encoding else ()
-        return [SendToWorker(key, Abort(request_ids=(request.wire_id,), reason=reason)) for key in waiting]
+        """Return the aborts for all encode workers that the request waits for, or whose embeddings nobody will read."""
+        encoding = request.encoding
+        keys = [*encoding.waiting, *encoding.untold] if encoding is not None else []
+        return [_abort(request, key, reason) for key in keys]
 
     def _stop_waiting(self, request: RequestState, key: WorkerKey) -> frozenset[bytes] | None:
         wanted = request.encoding.waiting.pop(key, None) if request.encoding else None
@@ -120,6 +128,10 @@ def _fits(encoder: EncodeWorker, reader: GenerationWorker) -> bool:
         and encoder.facts.ec_connector == reader.facts.ec_connector
         and encoder.facts.model_fingerprint == reader.facts.model_fingerprint
     )
+
+
+def _abort(request: RequestState, key: WorkerKey, reason: str) -> SendToWorker:
+    return SendToWorker(key, Abort(request_ids=(request.wire_id,), reason=reason))
 
 
 def _message(request: RequestState, features: Sequence[MMFeature], now: float) -> EncodeRequest:

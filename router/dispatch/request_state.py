@@ -55,9 +55,13 @@ class InflightCount:
 
 @dataclass(slots=True)
 class Encoding:
-    """The encode leg of a request. ``waiting`` maps workers without an answer to the identifiers requested of them."""
+    """The encode leg of a request. ``waiting`` maps workers without an answer to the identifiers requested of them.
+
+    ``untold`` are those whose answer no worker has been told of: only this router can release these embeddings.
+    """
 
     deadline: float
+    untold: list[WorkerKey] = field(default_factory=list)
     waiting: dict[WorkerKey, frozenset[bytes]] = field(default_factory=dict)
 
 

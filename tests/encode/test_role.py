@@ -19,14 +19,14 @@ def message(*identifiers: bytes, **fields) -> EncodeRequest:
         MMFeature(identifier=identifier, offset=3 * index, length=3, num_embeds=3, media_index=index + 5)
         for index, identifier in enumerate(identifiers)
     )
-    return EncodeRequest(request_id="r", mm_features=features, media=(b"",) * 5 + identifiers, **fields)
+    return EncodeRequest(**{"request_id": "r", "mm_features": features, "media": (b"",) * 5 + identifiers, **fields})
 
 
-def encoded(number: int, identifier: bytes = CAT, **fields) -> EngineCoreOutput:
+def encoded(number: int, identifier: bytes = CAT, request_id: str = "r", lease_ms: int = 1, **fields) -> EngineCoreOutput:
     seal = ECSeal(identifier=identifier, num_embeds=3, hidden_size=2, dtype="float32", digest=1)
-    source = ECSource(seal=seal, connector="shelf", engine_id="e0", incarnation=1, lease_ms=1)
+    source = ECSource(seal=seal, connector="shelf", engine_id="e0", incarnation=1, lease_ms=lease_ms)
     times = {"was_cached": False, "queue_s": 0.25, "compute_s": 0.5, **fields}
-    return EngineCoreOutput(f"r/{number}", [], finish_reason="stop", encoded=EncodedImage(source, **times))
+    return EngineCoreOutput(f"{request_id}/{number}", [], finish_reason="stop", encoded=EncodedImage(source, **times))
 
 
 def failed(number: int, error) -> EngineCoreOutput:
@@ -90,6 +90,22 @@ def test_an_abort_stops_what_is_not_done(handler):
     handler.on_outputs([encoded(0)], 0.0)
     assert handler.on_abort("r").abort_ids == ["r/1"]
     assert handler.on_abort("r").abort_ids == []
+
+
+def test_an_abort_after_the_answer_releases_its_leases(handler):
+    handler.on_encode(message(CAT, DOG), 0.0)
+    first, second = encoded(0), encoded(1, DOG)
+    assert handler.on_outputs([first, second], 0.0).release_sources == []
+    assert handler.on_abort("r").release_sources == [first.encoded.source, second.encoded.source]
+    assert handler.on_abort("r").release_sources == []
+
+
+def test_an_answer_is_remembered_only_while_its_leases_last(handler):
+    for number, now in enumerate((0.0, 0.5, 1.5, 1.75)):
+        handler.on_encode(message(CAT, request_id=f"r{number}"), now)
+        handler.on_outputs([encoded(0, request_id=f"r{number}", lease_ms=1000)], now)
+    released = [len(handler.on_abort(f"r{number}").release_sources) for number in range(4)]
+    assert released == [0, 0, 1, 1]
 
 
 def test_a_request_without_images_is_refused(handler):

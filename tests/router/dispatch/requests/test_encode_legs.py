@@ -305,6 +305,36 @@ def test_an_abort_reaches_the_encode_workers(bench):
     bench.assert_idle()
 
 
+def aborted(bench, name: str) -> list[tuple[str, ...]]:
+    return [abort.request_ids for abort in bench.to(name, Abort)]
+
+
+def test_an_abort_releases_embeddings_that_no_worker_has_been_told_of(bench):
+    bench.join_encoder("e1")
+    submit(bench, CAT, DOG)
+    done(bench, CAT)
+    bench.do(bench.core.abort("r1", "client", 0.0))
+    assert [aborted(bench, name) for name in ("e0", "e1")] == [[("r1",)], [("r1",)]]
+    bench.assert_idle()
+
+
+def test_an_abort_while_there_is_no_route_releases_all_embeddings(bench):
+    submit(bench, CAT)
+    bench.leave("p0")
+    bench.leave("d0")
+    done(bench, CAT)
+    bench.do(bench.core.abort("r1", "client", 0.0))
+    assert aborted(bench, "e0") == [("r1",)]
+
+
+def test_embeddings_that_a_worker_has_been_told_of_are_its_own_to_release(bench):
+    submit(bench, CAT)
+    done(bench, CAT)
+    bench.do(bench.core.abort("r1", "client", 0.0))
+    assert aborted(bench, "p0") == [("r1",)]
+    assert not aborted(bench, "e0")
+
+
 def test_a_request_whose_deadline_is_near_does_not_wait_for_longer(make_bench):
     bench = make_bench(request_timeout_s=3.0, encode_timeout_s=8.0)
     bench.join("a0", ec_connector="shared")
