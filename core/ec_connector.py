@@ -137,8 +137,8 @@ class ECConnectorWorker(ABC):
     """The side that serves the model runner.
 
     Per step: ``start_load_caches`` → for each computed item ``save_caches`` → ``get_finished``. Empty steps run the
-    same sequence without items. An encode worker, which has no scheduler, uses only ``save_caches``, ``get_finished`` and
-    ``find_source``.
+    same sequence without items. An encode worker, which has no scheduler, uses only ``has_room``, ``save_caches``,
+    ``get_finished`` and ``find_source``.
     """
 
     @abstractmethod
@@ -159,6 +159,10 @@ class ECConnectorWorker(ABC):
     @abstractmethod
     def save_caches(self, encoder_cache: Mapping[bytes, Tensor], identifier: bytes) -> None:
         """Offer embeddings that were computed just now to other workers. Does nothing unless the connector is a producer."""
+
+    def has_room(self, num_embeds: int) -> bool:
+        """Return False if embeddings of so many rows would be refused now. An encode worker does not compute them then."""
+        return True
 
     def find_source(self, identifier: bytes) -> ECSource | None:
         """Return where embeddings that were offered earlier can be read, with a new lease; None if they are gone.

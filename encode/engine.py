@@ -6,6 +6,7 @@ sources. ``core.model.image_encoder`` computes embeddings, ``core.engine.media.i
 Runs on the worker's engine thread, like ``core.engine.core``.
 
         queued ──► known to the connector ─────────────────────────────────────────────────────────► answered
+       ├─────► no room for its embeddings at the connector ──────────────────────────────────────────► failed
        └─────► decoded, in the order of the queue ──► computed, handed to the connector: being saved ──┘
 """
 
@@ -21,7 +22,7 @@ from core.ec_connector import ECConnectorWorker, EmbeddingsLayout
 from core.engine.media.image_decode_queue import Pixels
 from core.engine.media.image_decode_thread import ImageReader, check_name
 from core.engine.step_watch import StepSize
-from core.errors import EncoderInputMissing, InvalidRequest, KVFerryError
+from core.errors import EncoderInputMissing, Full, InvalidRequest, KVFerryError
 from core.log import event
 from core.request import EncodedImage, EngineCoreOutput, NewRequest
 from core.sched.stats import EngineStats
@@ -228,6 +229,11 @@ class EncodeEngine:
             source = self._connector.find_source(image.identifier)
             if source is not None:
                 outputs += self._answer(image, source, was_cached=True)
+                continue
+            num_embeds = image.feature.num_embeds
+            if not self._connector.has_room(num_embeds):  # the worker that computes the prompt embeds it: once, not twice
+                full = Full(f"the EC connector has no room for {num_embeds} rows of embeddings at the moment")
+                outputs += self._fail(image, ErrorInfo.of(full), "failed")
                 continue
             is_ready = self._image_decode_thread.is_ready(_USER, image.feature, image.content)
             if is_ready and len(batch) < self._max_batch_images:

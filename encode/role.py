@@ -18,11 +18,12 @@ from core.worker.role import RoleHandler, RoleOutput, choice_id, deadline_of, ou
 
 @dataclass(slots=True)
 class _Encode:
-    """One request in progress; its images have the numbers of its distinct features."""
+    """One request in progress; its images have the numbers of its distinct features. ``errors`` are failures of this worker."""
 
     message: EncodeRequest
     media_indices: list[int]
     images: dict[int, EncodedImage] = field(default_factory=dict)
+    errors: dict[int, ErrorInfo] = field(default_factory=dict)
 
     def sources(self) -> list[ECSource]:
         """Return where the finished images can be read."""
@@ -30,8 +31,9 @@ class _Encode:
 
     def open_ids(self) -> list[str]:
         """Return the engine requests that have not ended yet."""
-        numbers = (number for number in range(len(self.media_indices)) if number not in self.images)
-        return [choice_id(self.message.request_id, number) for number in numbers]
+        ended = self.images.keys() | self.errors.keys()
+        numbers = range(len(self.media_indices))
+        return [choice_id(self.message.request_id, number) for number in numbers if number not in ended]
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +85,7 @@ class EncodeHandler(RoleHandler):
         ]
 
     def on_outputs(self, outputs: Sequence[EngineCoreOutput], now: float) -> RoleOutput:
-        """Collect images; answer when all are finished, or one has failed."""
+        """Collect images; answer when all have ended, or one is bad."""
         result = RoleOutput()
         for output in outputs:
             request_id, number = split_choice_id(output.request_id)
@@ -92,12 +94,15 @@ class EncodeHandler(RoleHandler):
                 result.release_sources += [output.encoded.source] if output.encoded is not None else []
                 continue
             error = output_error(output)
-            if error is not None:
-                self._fail(encode, number, error, result)
+            if error is not None and error.code == InvalidRequest.code:
+                self._refuse(encode, number, error, result)
                 continue
-            assert output.encoded is not None, "an image without an error is somewhere"
-            encode.images[number] = output.encoded
-            if len(encode.images) == len(encode.media_indices):
+            if error is not None:
+                encode.errors[number] = error
+            else:
+                assert output.encoded is not None, "an image without an error is somewhere"
+                encode.images[number] = output.encoded
+            if not encode.open_ids():
                 self._answer(encode, now, result)
         return result
 
@@ -110,8 +115,14 @@ class EncodeHandler(RoleHandler):
         return RoleOutput(abort_ids=encode.open_ids(), release_sources=encode.sources())
 
     def _answer(self, encode: _Encode, now: float, result: RoleOutput) -> None:
-        self._remember(encode, now)
+        """Name the finished images; a prefill worker computes the others. Without any, say why."""
         images = encode.images.values()
+        if not images:
+            error = next(iter(encode.errors.values()))
+            result.replies.append(EncodeFailed(request_id=encode.message.request_id, error=error))
+            self._end(encode, result)
+            return
+        self._remember(encode, now)
         result.replies.append(
             EncodeDone(
                 request_id=encode.message.request_id,
@@ -133,13 +144,12 @@ class EncodeHandler(RoleHandler):
         sources = encode.sources()
         self._answered[encode.message.request_id] = _Answered(sources, now + max(source.lease_ms for source in sources) / 1e3)
 
-    def _fail(self, encode: _Encode, number: int, error: ErrorInfo, result: RoleOutput) -> None:
-        """Fail the request because of one image; a prefill worker can compute the others. Only a bad image is named."""
-        is_bad = error.code == InvalidRequest.code
+    def _refuse(self, encode: _Encode, number: int, error: ErrorInfo, result: RoleOutput) -> None:
+        """Fail the request because of a bad image, which no worker can embed, and name that image."""
         failed = choice_id(encode.message.request_id, number)
         result.release_sources += encode.sources()
         result.abort_ids += [engine_id for engine_id in encode.open_ids() if engine_id != failed]
-        media_index = encode.media_indices[number] if is_bad else None
+        media_index = encode.media_indices[number]
         result.replies.append(EncodeFailed(request_id=encode.message.request_id, error=error, media_index=media_index))
         self._end(encode, result)
 

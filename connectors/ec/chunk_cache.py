@@ -62,21 +62,26 @@ class ChunkCache:
         """Return an item, complete or being filled."""
         return self._items.get(identifier)
 
+    def has_room(self, num_chunks: int) -> bool:
+        """Return True if a new item of so many chunks would get its place now."""
+        left = bytearray(self._taken)
+        for item in self._items.values():
+            if _can_go(item):
+                left[item.first_chunk : item.first_chunk + item.num_chunks] = bytes(item.num_chunks)
+        return left.find(bytes(num_chunks)) >= 0
+
     def reserve(self, identifier: bytes, num_embeds: int, num_chunks: int) -> CachedChunk | None:
         """Allocate chunks for a new item, evicting items without owners if necessary. None = no room now."""
         assert identifier not in self._items, f"{identifier.hex()} is on the chunk_cache already"
-        leaving = [item for item in self._items.values() if _can_go(item)]
-        if num_chunks > self.num_free_chunks + sum(item.num_chunks for item in leaving):
+        if not self.has_room(num_chunks):
             return None
         first = self._find_room(num_chunks)
-        for item in leaving:
+        for item in [item for item in self._items.values() if _can_go(item)]:
             if first >= 0:
                 break
             self.num_evicted += 1
             self.drop(item)
             first = self._find_room(num_chunks)
-        if first < 0:
-            return None
         item = self._items[identifier] = CachedChunk(identifier, num_embeds, first, num_chunks)
         self._mark(item.chunks, _TAKEN)
         return item

@@ -60,6 +60,10 @@ class ProducedEmbeddings:
         """The number of items evicted for others."""
         return self._chunk_cache.num_evicted
 
+    def has_room(self, num_embeds: int) -> bool:
+        """Return True if an item of so many rows that is not here would be kept."""
+        return self._chunk_cache.has_room(num_chunks(num_embeds))
+
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded:
         """Keep the rows, unless they are here already, and lease them to their first reader."""
         held = self._held.get(identifier)

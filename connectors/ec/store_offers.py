@@ -37,14 +37,18 @@ class StoreOffers:
         """Bytes of copies that are on their way to the store. Any thread."""
         return sum(list(self._saving.values()))
 
+    def has_room(self, num_embeds: int) -> bool:
+        """Return True if a copy of so many rows may wait to be stored."""
+        return self.num_saving_bytes + self._num_bytes(num_embeds) <= self._max_bytes
+
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded | None:
         """Copy the rows and order their save. If an earlier copy is on its way, that one counts."""
         if identifier in self._saving:
             return None
-        num_bytes = num_chunks(num_embeds) * self._layout.chunk_bytes
-        if self.num_saving_bytes + num_bytes > self._max_bytes:
+        if not self.has_room(num_embeds):
             error = Full(f"{self.num_saving_bytes} bytes of embeddings are on their way to the store already")
             return OfferEnded(identifier, error=ErrorInfo.of(error))
+        num_bytes = self._num_bytes(num_embeds)
         content = np.zeros(num_bytes, dtype=np.uint8)
         content[: rows.nbytes] = np.frombuffer(rows, dtype=np.uint8)
         self._saving[identifier] = num_bytes
@@ -71,6 +75,9 @@ class StoreOffers:
                 self._stored[report.identifier] = report.source
                 if len(self._stored) > MAX_REMEMBERED:
                     self._stored.popitem(last=False)
+
+    def _num_bytes(self, num_embeds: int) -> int:
+        return num_chunks(num_embeds) * self._layout.chunk_bytes
 
     def on_report(self, report: OfferEnded | Forgotten) -> None:
         """Report the end of an order. Any thread."""

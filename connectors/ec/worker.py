@@ -38,6 +38,10 @@ class OfferEnded:
 class Offers(Protocol):
     """Offers embeddings that were computed here to other workers. Called on the engine thread."""
 
+    def has_room(self, num_embeds: int) -> bool:
+        """Return True if an offer of so many rows would not be refused now."""
+        ...
+
     def offer(self, identifier: bytes, num_embeds: int, rows: memoryview) -> OfferEnded | None:
         """Copy the rows; the caller may reuse them when this returns. None = the end is reported later."""
         ...
@@ -110,6 +114,13 @@ class FetchingWorker(ECConnectorWorker):
         ended = self._offers.offer(identifier, rows.shape[0], self._to_bytes(rows))
         if ended is not None:
             self._reports.append(ended)
+
+    def has_room(self, num_embeds: int) -> bool:
+        """Return True if embeddings of so many rows can be offered now."""
+        if self._offers is None:
+            return True
+        self._offers.on_step()
+        return self._offers.has_room(num_embeds)
 
     def find_source(self, identifier: bytes) -> ECSource | None:
         """Return where embeddings that were offered earlier can be read, with a new lease; None if they are gone."""

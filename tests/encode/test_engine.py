@@ -59,6 +59,7 @@ class ShelfConnector(ECConnectorWorker):
     def __init__(self) -> None:
         self.kept: set[bytes] = set()
         self.is_slow = False
+        self.room = 100  # embeddings of one item
         self.error: Exception | None = None
         self.num_leases = 0
         self.is_shut_down = 0
@@ -94,6 +95,9 @@ class ShelfConnector(ECConnectorWorker):
         return ECSource(
             seal=seal, connector="shelf", engine_id="e0", incarnation=1, lease_ms=1, payload=b"%d" % self.num_leases
         )
+
+    def has_room(self, num_embeds):
+        return num_embeds <= self.room
 
     def find_source(self, identifier):
         return self.source(identifier) if identifier in self.kept else None
@@ -306,6 +310,18 @@ def test_what_cannot_be_offered_fails(bench):
     bench.connector.refuse()
     bench.engine.wake()
     assert run(bench.engine)["r0/0"].error.code == "store_full"
+    assert bench.counted("failed") == 1
+
+
+def test_what_there_is_no_room_for_is_not_computed(bench):
+    bench.connector.room = 2
+    bench.connector.kept.add(name_of(DOG))
+    for name, content in (("r0/0", CAT), ("r1/0", DOG)):
+        bench.engine.add_request(request(name, content))
+    outputs = run(bench.engine)
+    assert outputs["r0/0"].error.code == "store_full"
+    assert outputs["r1/0"].encoded is not None, "it is there already"
+    assert bench.encoder.encoded == []
     assert bench.counted("failed") == 1
 
 

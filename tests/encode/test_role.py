@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import Full, InvalidRequest
+from core.errors import EngineDead, Full, InvalidRequest
 from core.request import EncodedImage, EngineCoreOutput
 from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate
 from core.wire.sampling import SamplingParams
 from encode.role import EncodeHandler
 
-CAT, DOG = b"c" * 16, b"d" * 16
+CAT, DOG, FOX = b"c" * 16, b"d" * 16, b"f" * 16
 
 
 def message(*identifiers: bytes, **fields) -> EncodeRequest:
@@ -83,6 +83,34 @@ def test_a_failure_of_ours_names_no_image(handler):
     handler.on_encode(message(CAT), 0.0)
     (reply,) = handler.on_outputs([failed(0, Full("no room"))], 0.0).replies
     assert reply.media_index is None
+
+
+def test_a_failure_of_ours_leaves_the_other_images_as_they_are(handler):
+    handler.on_encode(message(CAT, DOG), 0.0)
+    result = handler.on_outputs([failed(0, Full("no room"))], 0.0)
+    assert (result.replies, result.abort_ids, result.ended) == ([], [], [])
+    result = handler.on_outputs([encoded(1, DOG)], 0.0)
+    (reply,) = result.replies
+    assert isinstance(reply, EncodeDone)
+    assert [source.seal.identifier for source in reply.ec_sources] == [DOG]
+    assert result.ended == ["r"]
+
+
+def test_a_bad_image_ends_the_request_after_a_failure_of_ours_too(handler):
+    handler.on_encode(message(CAT, DOG, FOX), 0.0)
+    handler.on_outputs([failed(0, Full("no room"))], 0.0)
+    result = handler.on_outputs([failed(1, InvalidRequest("it is damaged"))], 0.0)
+    (reply,) = result.replies
+    assert (reply.error.code, reply.media_index) == ("invalid_request", 6)
+    assert result.abort_ids == ["r/2"]
+
+
+def test_without_any_image_the_first_failure_is_the_answer(handler):
+    handler.on_encode(message(CAT, DOG), 0.0)
+    handler.on_outputs([failed(1, Full("no room"))], 0.0)
+    (reply,) = handler.on_outputs([failed(0, EngineDead("gone"))], 0.0).replies
+    assert isinstance(reply, EncodeFailed)
+    assert (reply.error.code, reply.media_index) == ("store_full", None)
 
 
 def test_an_abort_stops_what_is_not_done(handler):

@@ -43,6 +43,16 @@ def test_nothing_is_evicted_for_what_finds_no_room_anyway():
     assert chunk_cache.get(b"b") is not None
 
 
+def test_room_in_pieces_is_no_room_and_evicts_nothing():
+    chunk_cache = ChunkCache(3)
+    for name, owner in ((b"a", None), (b"b", "r"), (b"c", None)):
+        put(chunk_cache, name, owner=owner)
+    assert chunk_cache.has_room(1)
+    assert not chunk_cache.has_room(2)
+    assert chunk_cache.reserve(b"d", 128, 2) is None
+    assert chunk_cache.num_evicted == 0
+
+
 def test_item_of_two_owners_stays_until_both_have_released_it():
     chunk_cache = ChunkCache(1)
     item = put(chunk_cache, b"a", owner="r")

@@ -117,6 +117,7 @@ async def test_leased_embeddings_are_not_evicted_and_unleased_ones_are(new_side)
     encoder = await new_side("encoder", 1, memory_bytes=2 * CHUNK_BYTES)
     reader = await new_side("reader", 2)
     sources = [await encoder.engine.save(Image(name)) for name in ("a", "b")]
+    assert not encoder.engine.worker.has_room(1)
     with pytest.raises(KeyError):
         await encoder.engine.save(Image("c"))
     assert encoder.engine.not_saved[Image("c").identifier].code == Full.code
@@ -125,6 +126,8 @@ async def test_leased_embeddings_are_not_evicted_and_unleased_ones_are(new_side)
     reader.engine.step()
     assert reader.engine.computed == []
     await poll_until(lambda: not encoder.connector.num_leased_chunks())
+    assert encoder.engine.worker.has_room(2 * 64)
+    assert not encoder.engine.worker.has_room(2 * 64 + 1)
     await encoder.engine.save(Image("c"))
     assert encoder.engine.worker.find_source(Image("a").identifier) is None
     assert encoder.engine.worker.find_source(Image("b").identifier) is not None

@@ -193,6 +193,7 @@ async def test_copies_for_the_store_are_bounded(new_store, new_side):
     encoder = await new_side("encoder", config, memory_bytes=2 * CHUNK_BYTES)
     encoder.connector._offers._submit = lambda order: None  # nothing is ever stored
     for name in "abc":
+        assert encoder.engine.worker.has_room(64) == (name != "c")
         encoder.engine.encoder_cache[Image(name).identifier] = embed(Image(name).identifier, 64)
         encoder.engine.worker.save_caches(encoder.engine.encoder_cache, Image(name).identifier)
     report = encoder.engine.worker.get_finished(set())
