@@ -15,7 +15,7 @@ import msgspec
 from litestar.types import ASGIApp, Receive
 
 from core.config_router import RouterSection
-from core.errors import InvalidRequest, ModelNotFound, NoWorker
+from core.errors import EncoderInputMissing, InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.log import event
 from core.tracing import TraceContext
@@ -68,7 +68,7 @@ from router.rendered.renderer import EngineRefusal, EngineRenderer
 from router.rendered.splitting import OutputSplitter
 from router.responses_api.requests import ResponsesRequest, check_responses_supported
 from router.responses_api.shaper import ResponsesOutput, ResponsesShaper
-from router.responses_api.translation import chat_request, in_words_of_responses
+from router.responses_api.translation import chat_request, failure_in_words_of_responses, in_words_of_responses
 from router.tools.formats import AUTO, has_known_calls, tool_format
 
 logger = logging.getLogger(__name__)
@@ -180,8 +180,10 @@ class Endpoints:
             if self.engine_body(CHAT, msgspec.json.encode(chat)) is not None:
                 raise InvalidRequest(_ONLY_IN_CHATS)
             return await self._chat(chat, caller, request)
-        except InvalidRequest as error:
+        except (InvalidRequest, EncoderInputMissing) as error:
             raise in_words_of_responses(error) from None
+        except RequestFailure as failure:
+            raise RequestFailure(failure_in_words_of_responses(failure.info)) from None
 
     async def _chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None = None) -> ASGIApp:
         """Serve a chat; ``answers`` is the request that it is the meaning of, if it came by another endpoint."""

@@ -14,6 +14,7 @@ from router.openai.postprocess import Delta, RequestOutput
 from router.openai.text_pool import TextPool
 from router.responses_api.bodies import ResponseEvent
 from router.responses_api.shaper import ResponsesShaper
+from router.responses_api.translation import failure_in_words_of_responses
 
 
 class ResponsesAnswer(HttpAnswer):
@@ -34,7 +35,7 @@ class ResponsesAnswer(HttpAnswer):
 
     def failed(self, info: ErrorInfo) -> bytes:
         """Return the event that ends a stream which has failed."""
-        return _named(self._responses_shaper.failure(info))
+        return _named(self._responses_shaper.failure(failure_in_words_of_responses(info)))
 
 
 def _named(events: list[ResponseEvent]) -> bytes:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
-from core.errors import InvalidRequest
+import msgspec
+
+from core.errors import InvalidRequest, RequestError
+from core.wire.messages import ErrorInfo
 from router.openai.requests import ChatCompletionRequest, ChatMessage, ContentPart, ImagePart, ImageURL, RefusalPart, TextPart
 from router.openai.sampling import check_ranges
 from router.responses_api.requests import (
@@ -34,6 +37,8 @@ _RENAMED = {
     "verbosity": "text.verbosity",
     "messages": "input",
 }
+RequestErrorT = TypeVar("RequestErrorT", bound=RequestError)
+
 _IN_TOOL = re.compile(r"(\btools\[\d+\])\.function\.")
 
 
@@ -58,17 +63,28 @@ def chat_request(request: ResponsesRequest) -> ChatCompletionRequest:
     return chat
 
 
-def in_words_of_responses(error: InvalidRequest) -> InvalidRequest:
+def in_words_of_responses(error: RequestErrorT) -> RequestErrorT:
     """Return an error of a chat with this endpoint's names of fields.
 
     Places in messages are dropped, because they are not those of the items.
     """
-    text = _IN_TOOL.sub(r"\1.", str(error)).replace("response_format.json_schema.", "response_format.")
+    text, param = _renamed(error.message, error.param)
+    return type(error)(text, param=param)
+
+
+def failure_in_words_of_responses(info: ErrorInfo) -> ErrorInfo:
+    """Return what a worker or the router core reported of a chat's request, as ``in_words_of_responses``."""
+    text, param = _renamed(info.message, info.param)
+    return msgspec.structs.replace(info, message=text, param=param)
+
+
+def _renamed(text: str, param: str | None) -> tuple[str, str | None]:
+    text = _IN_TOOL.sub(r"\1.", text).replace("response_format.json_schema.", "response_format.")
     for theirs, ours in _RENAMED.items():
         place = re.compile(rf"\b{re.escape(theirs)}\b(\[\d+\][\w.\[\]]*)?")
-        if error.param is not None and place.match(error.param):
-            return type(error)(place.sub(ours, text), param=ours)
-    return type(error)(text, param=error.param)
+        if param is not None and place.match(param):
+            return place.sub(ours, text), ours
+    return text, param
 
 
 def _messages(request: ResponsesRequest) -> list[ChatMessage]:

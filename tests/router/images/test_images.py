@@ -183,6 +183,25 @@ async def test_an_image_that_no_worker_can_decode_is_named(start_sighted):
     assert message.endswith("it is damaged")
 
 
+@pytest.mark.parametrize("is_stream", [False, True])
+async def test_an_image_of_a_response_that_no_worker_can_decode_is_named_as_input(start_sighted, is_stream):
+    under_test = await start_sighted()
+    encoder = await under_test.add("encode")
+
+    async def fail(message):
+        error = ErrorInfo.of(InvalidRequest("it is damaged"))
+        await encoder.send(EncodeFailed(request_id=message.request_id, error=error, media_index=0))
+
+    encoder._answer = fail
+    parts = [{"type": "input_image", "image_url": data_url(picture())}]
+    body = {"instructions": "Look.", "input": [{"role": "user", "content": parts}], "stream": is_stream}
+    async with under_test.client() as client:
+        response = await client.post("/v1/responses", json=body)
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (400, "input")
+    assert error["message"] == "input: the image cannot be used: it is damaged"
+
+
 @pytest.mark.parametrize(
     ("url", "why"),
     [

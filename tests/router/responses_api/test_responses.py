@@ -257,15 +257,28 @@ class Batches:
     def abort(self, reason: str) -> None: ...
 
 
-async def test_updates_behind_a_stop_string_add_no_second_end(tiny_tokenizer):
+def streamed(tiny_tokenizer, *updates: tuple[int, Update]) -> ResponsesAnswer:
     options = OutputOptions(is_stream=True, stop=("END",))
     output = RequestOutput(tiny_tokenizer, options, [Prompt((1,), "x")], 1)
     splitting = ChatOutput(tools=None, format=HERMES, has_reasoning=False, is_reasoning_open=False, shows_reasoning=True)
     envelope = Envelope(id="resp_1", created=1, model="tiny")
     wanted = ResponsesOutput(ResponsesRequest(input="hi"), splitting)
     shaper = ResponsesShaper(envelope, options, output, TokenTexts(tiny_tokenizer), wanted, SamplingParams())
+    return ResponsesAnswer(Batches(list(updates)), output, shaper, asyncio.Event().wait, TextPool(tiny_tokenizer, 1))
+
+
+async def test_the_event_of_a_failure_names_the_fields_of_this_endpoint(tiny_tokenizer):
+    place = "messages[1].content[0]"
+    answer = streamed(tiny_tokenizer)
+    sent = answer.failed(ErrorInfo(code="encoder_input_missing", message=f"{place}: no memory", param=place)).decode()
+    answer.close()
+    assert "input: no memory" in sent
+    assert "messages" not in sent
+
+
+async def test_updates_behind_a_stop_string_add_no_second_end(tiny_tokenizer):
     updates = [(0, Update(choices=[ChoiceUpdate(0, tuple(tiny_tokenizer.encode(text)))])) for text in ("a", "b END", "zz", "y")]
-    answer = ResponsesAnswer(Batches(updates), output, shaper, asyncio.Event().wait, TextPool(tiny_tokenizer, 1))
+    answer = streamed(tiny_tokenizer, *updates)
     text = (await answer.first()).decode()
     answer.close()
     kinds = [line.removeprefix("event: ") for line in text.split("\n") if line.startswith("event: ")]

@@ -5,10 +5,11 @@ import json
 import msgspec
 import pytest
 
-from core.errors import InvalidRequest
+from core.errors import EncoderInputMissing, InvalidRequest
+from core.wire.messages import ErrorInfo
 from router.openai.unknown_fields import parse_lenient_body
 from router.responses_api.requests import ResponsesRequest, check_responses_supported
-from router.responses_api.translation import chat_request, in_words_of_responses
+from router.responses_api.translation import chat_request, failure_in_words_of_responses, in_words_of_responses
 
 CALL = {"type": "function_call", "id": "fc_1", "call_id": "call_1", "name": "weather", "arguments": '{"city": "Oslo"}'}
 CHAT_CALL = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
@@ -154,5 +155,8 @@ def test_unknown_fields_of_items_are_ignored():
     ],
 )
 def test_errors_of_the_chat_name_the_fields_of_this_endpoint(param, text, renamed, new_text):
-    error = in_words_of_responses(InvalidRequest(text, param=param))
-    assert (error.param, str(error)) == (renamed, new_text)
+    for kind in (InvalidRequest, EncoderInputMissing):
+        error = in_words_of_responses(kind(text, param=param))
+        assert (type(error), error.param, str(error)) == (kind, renamed, new_text)
+    info = failure_in_words_of_responses(ErrorInfo.of(InvalidRequest(text, param=param)))
+    assert info == ErrorInfo.of(InvalidRequest(new_text, param=renamed))
