@@ -155,6 +155,7 @@ class EncoderRunner:
             embeddings = self._embed(item)
         except KVFerryError as error:
             self._failed[-1][identifier] = ErrorInfo.of(error)
+            self.cache.pop(identifier, None)  # left from before its eviction in the same step, of which no message tells
             return
         self.cache[identifier] = embeddings
         if self._connector is not None:

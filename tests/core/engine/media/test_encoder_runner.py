@@ -11,6 +11,7 @@ from core.ec_connector import EmbeddingsLayout
 from core.engine.media.encoder_runner import EncoderRunner
 from core.errors import EncoderInputMissing, InvalidRequest
 from core.request import ModelRunnerOutput, NewRequestData, SchedulerOutput
+from core.sched.encoder_cache import EncoderCacheManager
 from core.wire.media import MMFeature
 from core.wire.sampling import SamplingParams
 
@@ -199,6 +200,30 @@ def test_embeddings_with_a_wrong_number_of_rows_are_reported_and_dropped(runner)
     assert merged(runner, {"a": (0, 2)}) == {}
     assert "3 embeddings for 2 image tokens" in finish(runner).failed_embeddings[item.identifier].message
     assert runner.cache == {}
+
+
+def test_an_image_that_came_back_in_its_eviction_and_fails_leaves_nothing():
+    """The worker has not been told to delete it; the scheduler forgets it because of the failure."""
+    image, other = feature(b"big", 0, 2, 2), feature(b"1:2", 0, 2, 2)
+    manager, runner = EncoderCacheManager(2), EncoderRunner(NumberedRows(), IMAGE, LAYOUT)
+    users = {name: SimpleNamespace(request_id=name, mm_features=[item]) for name, item in (("a", image), ("b", other))}
+    manager.allocate(users["a"], 0)
+    runner.cache[image.identifier] = torch.zeros(2, HIDDEN)
+    manager.free(users["a"])
+    for user in (users["b"], users["a"]):
+        assert manager.can_allocate(user, 0, 2, 0)
+        manager.allocate(user, 0)
+        manager.free(user)
+    freed = manager.take_freed_identifiers()
+    start(
+        runner,
+        new_data("a", [IMAGE, IMAGE], [image], [b"big"]),
+        scheduled_encoder_inputs={"a": [0]},
+        free_encoder_identifiers=freed,
+    )
+    for identifier in finish(runner).failed_embeddings:
+        manager.forget(identifier)
+    assert runner.cache.keys() == manager.identifiers == set()
 
 
 def test_a_step_that_begins_before_the_last_one_has_ended_keeps_its_failures(runner):
