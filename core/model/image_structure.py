@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import re
 import struct
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -28,6 +29,7 @@ _PNG_MAGIC = b"\x89PNG\r\n\x1a\n"
 _PNG_PICTURE = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"eXIf")
 _PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
 _PNG_TURNING = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")  # texts that may contain an orientation
+_PNG_MAX_TEXT_BYTES = 1 << 20  # of a compressed one: Pillow refuses a file with more
 _PNG_CHUNK = struct.Struct(">I4s")
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
@@ -87,18 +89,47 @@ def _joined(content: bytes, parts: list[memoryview]) -> bytes:
 def _picture_of_png(content: bytes, max_parts: int) -> bytes:
     view = memoryview(content)
     parts, start = [view[: len(_PNG_MAGIC)]], len(_PNG_MAGIC)
+    missing = set(_PNG_TURNING)
     number = 0
     while start + _PNG_CHUNK.size <= len(content):
         number += 1
         _check_parts(number, max_parts)
         length, kind = _PNG_CHUNK.unpack_from(content, start)
         end = start + length + 12
-        if kind in _PNG_PICTURE or (kind in _PNG_TEXTS and content.startswith(_PNG_TURNING, start + _PNG_CHUNK.size)):
+        if kind in _PNG_PICTURE or (kind in _PNG_TEXTS and _take_text(missing, kind, view[start + _PNG_CHUNK.size : end - 4])):
             parts.append(view[start:end])
         if kind == b"IEND":
             break
         start = end
     return _joined(content, parts)
+
+
+def _take_text(missing: set[bytes], kind: bytes, body: memoryview) -> bool:
+    """Return True if a text is the first of a needed name, which then counts as found, and is not too large for Pillow."""
+    for name in missing:
+        if body[: len(name)] == name:
+            missing.remove(name)
+            return not _inflates_too_far(kind, bytes(body[len(name) :]))
+    return False
+
+
+def _inflates_too_far(kind: bytes, text: bytes) -> bool:
+    """Return True if a text has more than ``_PNG_MAX_TEXT_BYTES`` once it is decompressed; ``text`` follows the name.
+
+    zTXt: method, packed text. iTXt: flag, 0 for a text as it is, method, language, 0, translated name, 0, packed text.
+    """
+    if kind == b"zTXt":
+        packed = text[1:]
+    elif kind == b"iTXt" and text[:1] not in (b"", b"\0"):
+        packed = text[2:].split(b"\0", 2)[-1]
+    else:
+        return False
+    inflater = zlib.decompressobj()
+    try:
+        inflater.decompress(packed, _PNG_MAX_TEXT_BYTES)
+    except zlib.error:
+        return False  # Pillow takes it for no text
+    return bool(inflater.unconsumed_tail)
 
 
 # ---- JPEG ------------------------------------------------------------------------------------------------------------

@@ -7,12 +7,15 @@ from io import BytesIO
 import numpy as np
 import pytest
 from PIL import Image
+from PIL.PngImagePlugin import MAX_TEXT_CHUNK
 
 from core.errors import InvalidRequest
 from core.model import image_file, image_structure
 from core.model.image_file import decode_image, read_image_size
 from core.model.image_structure import MAX_PARTS, MAX_SCANS, ImageStructure, read_structure
 
+XMP_BEFORE = b"XML:com.adobe.xmp\0\1\0\0\0"  # of a compressed text
+TURNING = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
 READS = (read_image_size, decode_image)
 
 
@@ -206,11 +209,10 @@ def test_a_transparent_gif_stays_transparent():
 
 @pytest.mark.parametrize("file_format", ["JPEG", "PNG", "WEBP"])
 def test_images_are_turned_as_xmp_says(file_format):
-    xmp = b'<x:xmpmeta xmlns:x="adobe:ns:meta/"><rdf:Description tiff:Orientation="6"/></x:xmpmeta>'
     if file_format == "PNG":
-        content = with_png_chunks(chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + xmp))
+        content = with_png_chunks(chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0" + TURNING))
     else:
-        content = encoded(file_format, xmp=xmp)
+        content = encoded(file_format, xmp=TURNING)
     assert read_image_size(content) == image_file.ImageSize(44, 60)
     assert decode_image(content).size == (44, 60)
 
@@ -222,6 +224,31 @@ def test_metadata_that_is_too_large_to_parse_turns_nothing(monkeypatch):
     assert read_image_size(content) == image_file.ImageSize(44, 60)
     monkeypatch.setattr(image_file, "_MAX_EXIF_BYTES", 10)
     assert read_image_size(content) == image_file.ImageSize(60, 44)
+
+
+@pytest.mark.parametrize(
+    ("kind", "before"), [(b"iTXt", XMP_BEFORE), (b"zTXt", b"XML:com.adobe.xmp\0\0"), (b"zTXt", b"Raw profile type exif\0\0")]
+)
+def test_a_compressed_text_too_large_for_pillow_is_left_out(kind, before):
+    """The text is metadata: without it the image is what it was."""
+    for num_bytes, is_kept in ((MAX_TEXT_CHUNK, True), (MAX_TEXT_CHUNK + 1, False)):
+        content = with_png_chunks(chunk(kind, before + zlib.compress(bytes(num_bytes))))
+        assert decode_image(content).size == decode_image(encoded("PNG")).size
+        assert (len(read_structure(content).content) > len(encoded("PNG"))) == is_kept
+
+
+@pytest.mark.parametrize("text", [b"", b"\0", b"\1\0", b"\1\0en", b"\1\0\0\0", b"\1\0\0\0damaged", b"\0\0\0"])
+def test_a_text_that_cannot_be_read_turns_nothing(text):
+    content = with_png_chunks(chunk(b"iTXt", b"XML:com.adobe.xmp\0" + text))
+    assert decode_image(content).size == decode_image(encoded("PNG")).size
+
+
+def test_only_the_first_text_of_a_kind_is_read():
+    first = chunk(b"iTXt", XMP_BEFORE + zlib.compress(TURNING))
+    content = with_png_chunks(first + chunk(b"iTXt", XMP_BEFORE + zlib.compress(bytes(MAX_TEXT_CHUNK))) * 99)
+    assert read_structure(content).content == with_png_chunks(first)
+    width, height = decode_image(encoded("PNG")).size
+    assert decode_image(content).size == (height, width)
 
 
 @pytest.mark.parametrize("file_format", ["GIF", "JPEG", "PNG", "WEBP"])
