@@ -1,13 +1,15 @@
 """A worker's membership at one router: register until accepted, heartbeat, detect that the router is gone or was replaced.
 
-Owns the times of registrations and heartbeats; a router of another wire version is asked again with growing pauses. Knows
-nothing of sockets and requests: ``core.worker.state`` sends the messages, and aborts the requests of a lost router.
+Owns the times of registrations and heartbeats; a router of another wire version is asked again with growing pauses. Several
+addresses may lead to one router: the first link whose registration it answers is in use, and the others are *spare*, without
+heartbeats, until that one is lost. Knows nothing of sockets and requests: ``core.worker.state`` sends the messages, and aborts
+the requests of a lost router.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from enum import Enum
 
 from core.wire.messages import Registered
@@ -29,11 +31,14 @@ class MembershipDuty(Enum):
 class RouterMembership:
     """The membership at one router address. ``router_id`` is that of the process that answered last, "" without one.
 
-    The id of a router that was lost is kept until the next answer: if another process answers, that router's late requests end.
+    ``spare_of`` is the id of the router to which another link in use leads as well; "" if the link is not spare. The id of a
+    router that was lost is kept until the next answer: if another process answers, that router's late requests end.
     """
 
     def __init__(self, now: float) -> None:
         self.router_id = ""
+        self.spare_of = ""
+        self._last_spare_of = ""
         self._last_router_id = ""  # of the process whose requests may be here; "" if there can be none
         self._interval_s = REGISTER_INTERVAL_S
         self._timeout_s = DEFAULT_TIMEOUT_S
@@ -46,7 +51,7 @@ class RouterMembership:
 
     @property
     def is_registered(self) -> bool:
-        """True while the router has this worker in its membership."""
+        """True while the router has this worker in its membership, and this link is in use."""
         return bool(self.router_id)
 
     def on_registered(self, message: Registered, now: float) -> bool:
@@ -57,6 +62,7 @@ class RouterMembership:
         has_changed = self._last_router_id not in ("", message.router_id)
         was_registered = self.is_registered
         self.router_id = self._last_router_id = message.router_id
+        self.spare_of = ""
         self._refusal = ""
         self._interval_s = max(0.01, message.heartbeat_interval_ms / 1e3)
         self._timeout_s = max(self._interval_s, message.heartbeat_timeout_ms / 1e3)
@@ -65,6 +71,21 @@ class RouterMembership:
             self._due_at = now + self._interval_s
         return has_changed
 
+    def set_aside(self) -> bool:
+        """Do not use this link, since its router has just answered and another link in use leads there too.
+
+        Returns True if that is new and should be logged.
+        """
+        is_news = self.router_id != self._last_spare_of
+        self.spare_of = self._last_spare_of = self.router_id
+        self.router_id = ""
+        return is_news
+
+    def end_spare(self, in_use: Container[str], now: float) -> None:
+        """Register again by a spare link, unless its router is among those that have a link in use."""
+        if self.spare_of and self.spare_of not in in_use:
+            self.spare_of, self._due_at = "", now
+
     def on_refused(self, reason: str, now: float) -> bool:
         """Register again at the usual pace after the router refused this worker or did not know it.
 
@@ -72,14 +93,14 @@ class RouterMembership:
         """
         is_news = reason != self._refusal
         self._refusal = reason
-        self.router_id = self._last_router_id = ""
+        self.router_id = self._last_router_id = self.spare_of = ""
         self._heard_at = now
         self._due_at = now + REGISTER_INTERVAL_S
         return is_news
 
     def on_other_version(self, now: float) -> bool:
         """The router speaks another wire version, so it does not know this worker; returns True the first time."""
-        self.router_id = self._last_router_id = ""
+        self.router_id = self._last_router_id = self.spare_of = ""
         self._heard_at = now
         is_news = self._other_version.start()
         if is_news:
@@ -114,10 +135,12 @@ class RouterMembership:
         self._sent_at, self._early_at = now, math.inf
         if is_due:
             self._due_at = now + self._pause_s()
+        if self.spare_of:
+            return MembershipDuty.NOTHING
         return MembershipDuty.HEARTBEAT if self.is_registered else MembershipDuty.REGISTER
 
     def _pause_s(self) -> float:
-        if self.is_registered:
+        if self.is_registered or self.spare_of:
             return self._interval_s
         return self._other_version.next_delay_s() if self._other_version.is_active else REGISTER_INTERVAL_S
 

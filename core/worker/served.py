@@ -55,6 +55,11 @@ class ServedRequests:
         """Return the ids of a router's requests."""
         return [request_id for request_id, served in self._requests.items() if served.link == link]
 
+    def move(self, link: str, other: str) -> None:
+        """Answer a link's requests by another link, which leads to the same router."""
+        for request_id in self.of_link(link):
+            self._requests[request_id].link = other
+
     def queued_of_others(self, link: str) -> tuple[int, int]:
         """Return the number of prompts without a first token that other routers than this one have sent, and their tokens."""
         queued = [

@@ -198,10 +198,15 @@ class Serving:
         actions = [action for request_id in orphans for action in self._drop(request_id, ROUTER_LOST)]
         return [*actions, EndUnanswered(tuple(orphans), ROUTER_LOST)]
 
-    def give_up_of_link(self, link: str) -> list[Action]:
-        """Fail the requests of a silent router. If it is still alive, it must learn that this worker has dropped them."""
+    def give_up_of_link(self, link: str, spare: str | None = None) -> list[Action]:
+        """Fail the requests of a silent router. If it is still alive, it must learn that this worker has dropped them.
+
+        It is told by another link that leads to it, if there is a ``spare`` one.
+        """
         orphans = self.requests.of_link(link)
         logger.warning(event("router_silent", router=link, failed_requests=len(orphans)))
+        if spare is not None:
+            self.requests.move(link, spare)
         error = RouterSilent(f"worker {self._name} heard nothing from the router for too long")
         return [action for request_id in orphans for action in self._fail(request_id, error)]
 

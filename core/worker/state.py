@@ -135,10 +135,12 @@ class WorkerState:
         return self._do_duties(now)
 
     def disconnect(self, link: str) -> list[Action]:
-        """A router address is gone from the name service, and so is the socket."""
-        self._links.pop(link, None)
+        """A router address is gone from the name service, and so is the socket. The router may live if a spare link remains."""
+        membership = self._links.pop(link, None)
         self._forget_at(link)
-        return self.serving.abort_of_link(link)
+        spare = self._spare_link(membership.router_id) if membership is not None else None
+        is_alive = spare is not None and self.serving.requests.of_link(link)
+        return self._give_up(link, spare) if is_alive else self.serving.abort_of_link(link)
 
     def on_bad_frame(self, link: str, error: ProtocolError, now: float) -> list[Action]:
         """Report a frame that could not be decoded; it has no other effect."""
@@ -162,11 +164,13 @@ class WorkerState:
         return self.serving.abort_of_link(link)
 
     def on_router_message(self, link: str, message: RouterMessage, now: float) -> list[Action]:
-        """Handle one message of the router of ``link``."""
+        """Handle one message of the router of ``link``. What comes by a spare link belongs to the one in use."""
         membership = self._links.get(link)
         if membership is None or self.is_stopped:
             return []
         membership.on_heard(now)
+        if membership.spare_of and not isinstance(message, Registered | Refused):
+            link = self._link_in_use(membership.spare_of) or link
         match message:
             case Generate() | EncodeRequest() | EngineCall():
                 return self._on_request(link, message, now)
@@ -188,17 +192,47 @@ class WorkerState:
     def _on_registered(self, link: str, membership: RouterMembership, message: Registered, now: float) -> list[Action]:
         """Requests of an earlier router process end, also those that came after it was lost for its silence.
 
-        The latter are answered: if this router's first answer was lost, they may be its own.
+        The latter are answered: if this router's first answer was lost, they may be its own. A second link to a router that has
+        one in use stays spare.
         """
         was_registered = membership.is_registered
         is_another = membership.on_registered(message, now)
+        ended = self._end_former(link, was_registered=was_registered) if is_another else []
+        in_use = self._link_in_use(message.router_id, but=link)
+        if in_use is not None:
+            return [*ended, *self._set_aside(link, membership, in_use)]
         if not was_registered or is_another:
             logger.info(event("registered", router=link, router_id=message.router_id))
         self.roles.on_registered(link, message, now)
         reports = self._reports.on_registered(link, message, now, is_new=not was_registered or is_another)
-        if is_another and was_registered:
-            return [*self.serving.abort_of_link(link), *reports]
-        return [*(self.serving.give_up_of_link(link) if is_another and self.serving.requests.of_link(link) else []), *reports]
+        return [*ended, *reports]
+
+    def _end_former(self, link: str, *, was_registered: bool) -> list[Action]:
+        """End what came from the router process that a link led to before."""
+        if was_registered:
+            return self.serving.abort_of_link(link)
+        return self.serving.give_up_of_link(link) if self.serving.requests.of_link(link) else []
+
+    def _link_in_use(self, router_id: str, but: str = "") -> str | None:
+        """Return the link by which this worker is registered at a router; None if there is none besides ``but``."""
+        return next((key for key, other in self._links.items() if other.router_id == router_id and key != but), None)
+
+    def _spare_link(self, router_id: str) -> str | None:
+        """Return a link that leads to a router and is not in use."""
+        return next((key for key, other in self._links.items() if router_id and other.spare_of == router_id), None)
+
+    def _give_up(self, link: str, spare: str | None) -> list[Action]:
+        """Fail the requests of a lost link. By a spare one its router learns first where it should send what it retries."""
+        register: list[Action] = [Send(spare, self._registration)] if spare is not None and not self.is_draining else []
+        return [*register, *self.serving.give_up_of_link(link, spare)]
+
+    def _set_aside(self, link: str, membership: RouterMembership, in_use: str) -> list[Action]:
+        """Leave a link spare. Its router may take it for the newest connection, so the one in use registers there again."""
+        if membership.set_aside():
+            logger.info(event("spare_router_link", router=link, in_use=in_use, router_id=membership.spare_of))
+        self._forget_at(link)
+        self.serving.requests.move(link, in_use)
+        return [] if self.is_draining else [Send(in_use, self._registration)]
 
     def _on_refused(self, link: str, membership: RouterMembership, message: Refused, now: float) -> list[Action]:
         """All requests of this router came before its refusal, also those that came late, after it had seemed lost."""
@@ -257,15 +291,19 @@ class WorkerState:
         self._heartbeats.on_timer(now, self.next_timer(now))
         actions: list[Action] = []
         for key, link in self._links.items():
+            spare = self._spare_link(link.router_id)
             if link.lose_if_silent(now):
                 self._forget_at(key)
-                actions += self.serving.give_up_of_link(key)
+                actions += self._give_up(key, spare)
         actions += self.serving.on_timer(now)
         actions += self._do_duties(now)
         return actions + self._leave_if_done(now)
 
     def _do_duties(self, now: float) -> list[Action]:
         actions: list[Action] = []
+        in_use = {link.router_id for link in self._links.values()}
+        for link in self._links.values():
+            link.end_spare(in_use, now)
         for key, link in self._links.items():
             duty = link.take_duty(now)
             if duty is MembershipDuty.REGISTER and not self.is_draining:

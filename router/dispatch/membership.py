@@ -35,7 +35,9 @@ NOT_REGISTERED = "not_registered"
 DUPLICATE_ENGINE_ID = "duplicate_engine_id"
 MODEL_MISMATCH = "model_mismatch"
 
-_MAX_PEERS = 2  # connections per worker: the current one, and the last one, which may still deliver messages
+# Connections per worker: the current one, the last one, which may still deliver messages, and those of a worker to which this
+# router has several addresses: it registers by all of them at once.
+_MAX_PEERS = 4
 _MAX_MET_PREFILLS = 64
 _MAX_SUPERSEDED = 1024  # remembered incarnations; if one is forgotten, two workers of one name may replace each other once
 
@@ -172,6 +174,8 @@ class Membership:
         if known is not None and _take_facts(known, facts):
             actions += self._heard_from(known, peer, now)
             known.peer = peer
+            known.peers.remove(peer)
+            known.peers.append(peer)  # the newest is last, also if it was known
             if isinstance(known, GenerationWorker) and role_before not in (None, known.role):
                 self._note_role(known)
                 actions.append(Switched(known, role_before))

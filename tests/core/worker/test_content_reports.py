@@ -127,5 +127,5 @@ def test_each_router_has_its_own_numbers(worker):
     worker.state.connect("b", 0.0)
     worker.store(1)
     worker.state.on_timer(1.0)
-    (report,) = worker.hear(TAKES, now=1.1, link="b")
+    (report,) = worker.hear(msgspec.structs.replace(TAKES, router_id="R2"), now=1.1, link="b")
     assert (report.number, stored(report)) == (0, [1])

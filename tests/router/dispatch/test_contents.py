@@ -70,8 +70,8 @@ class Worker:
         self.feed.publish([BlockStored(tuple(hashes), None, 64, 0)])
 
 
-def router():
-    return RouterCore("tiny", "R", LIMITS)
+def router(router_id="R"):
+    return RouterCore("tiny", router_id, LIMITS)
 
 
 def hit_of(core, worker, prompt=PROMPT):
@@ -145,7 +145,7 @@ def test_a_restarted_router_knows_the_contents_with_the_registration(core, worke
 
 
 def test_two_routers_know_the_same(core, worker):
-    other = router()
+    other = router("R2")
     worker.join(other, "b")
     send(core, worker)
     finish(core)
@@ -238,7 +238,7 @@ def test_a_router_that_routes_by_load_asks_for_no_reports():
 
 
 def test_the_work_of_another_router_is_waited_for(core, worker):
-    other = router()
+    other = router("R2")
     worker.join(other, "b")
     message = Generate(request_id="r", prompt_token_ids=PROMPT, sampling=SamplingParams(max_tokens=5), handoff=True)
     worker.deliver(worker.state.on_router_message("b", message, 0.5), 0.5)
