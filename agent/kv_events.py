@@ -13,10 +13,12 @@ import logging
 import time
 from array import array
 from collections.abc import Sequence
+from typing import Annotated
 
 import msgspec
 import zmq
 import zmq.asyncio
+from msgspec import Meta
 
 from core.constants import HASH_BLOCK_SIZE
 from core.errors import ProtocolError
@@ -36,13 +38,14 @@ _GPU = frozenset({None, MEDIUM_GPU})
 _NUM_FRAMES = 3  # topic, number, batch
 
 _EngineHash = bytes | int  # depends on the server's hash function
+_TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
 class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
     block_hashes: tuple[_EngineHash, ...]
     parent_block_hash: _EngineHash | None
-    token_ids: tuple[int, ...]
-    block_size: int
+    token_ids: tuple[_TokenId, ...]
+    block_size: Annotated[int, Meta(ge=1)]
     lora_id: int | None = None
     medium: str | None = None
     lora_name: str | None = None

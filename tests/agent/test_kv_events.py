@@ -129,7 +129,18 @@ def test_an_eviction_does_not_choose_the_group_that_is_followed(blocks, feed):
     assert feed.contents() == keys()
 
 
-@pytest.mark.parametrize("payload", [b"", b"\xc1", msgspec.msgpack.encode({"ts": 0.0}), msgspec.msgpack.encode([0.0, [{}], 0])])
+@pytest.mark.parametrize(
+    "payload",
+    [
+        b"",
+        b"\xc1",
+        msgspec.msgpack.encode({"ts": 0.0}),
+        msgspec.msgpack.encode([0.0, [{}], 0]),
+        msgspec.msgpack.encode([0.0, [stored() | {"token_ids": [2**31, *TOKENS[1:]]}], 0]),
+        msgspec.msgpack.encode([0.0, [stored() | {"token_ids": [-(2**31) - 1, *TOKENS[1:]]}], 0]),
+        msgspec.msgpack.encode([0.0, [stored() | {"block_size": 0}], 0]),
+    ],
+)
 def test_other_bytes_are_refused(blocks, payload):
     with pytest.raises(ProtocolError, match="KV events"):
         blocks.apply(payload)
