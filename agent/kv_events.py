@@ -31,14 +31,15 @@ from core.wire.kv_events import END_OF_REPLAY, MEDIUM_GPU, SEQUENCE_BYTES
 
 logger = logging.getLogger(__name__)
 
-REPLAY_TIMEOUT_S = 5.0
+REPLAY_TIMEOUT_S = 5.0  # for the first batch
+REPLAY_PAUSE_S = 1.0  # between two batches of one answer
 MAX_MESSAGE_BYTES = 64 << 20
 _FULL_ATTENTION = frozenset({None, "full_attention", "mla_attention"})
 _GPU = frozenset({None, MEDIUM_GPU})
 _NUM_FRAMES = 3  # topic, number, batch
 
-_EngineHash = bytes | int  # depends on the server's hash function
 _TokenId = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+_EngineHash = bytes | int  # depends on the server's hash function
 
 
 class _Stored(msgspec.Struct, frozen=True, tag_field="type", tag="BlockStored"):
@@ -175,7 +176,7 @@ class KVEventReader:
         self._address, self._replay_address, self._blocks = address, replay_address, blocks
         self._context = zmq.asyncio.Context()
         self._next_number = 0
-        self._replayed: dict[int, bytes] = {}  # by the last replay
+        self._replayed: dict[int, bytes] = {}  # since the last batch that had not been replayed before
         self._task: asyncio.Task[None] | None = None
         self._limited_log = LimitedLog(logger, time.monotonic)
 
@@ -240,28 +241,34 @@ class KVEventReader:
         found = await self._replay(0)
         if found and found[0][0] == 0:
             self._take_replayed(found)
+            await self._catch_up(found[-1][0] + 1)
 
     async def _replay(self, first: int) -> list[tuple[int, bytes]]:
-        """Return the batches from a number on that the server still has; none without an answer."""
-        try:
-            async with asyncio.timeout(REPLAY_TIMEOUT_S):
-                return await replay(self._context, self._replay_address, first) if self._replay_address else []
-        except TimeoutError:
-            return []
+        """Return batches from a number on that the server still has, in order; none without an answer.
+
+        There may be holes: a server drops what does not fit into its queue, and says nothing of it.
+        """
+        found = await replay(self._context, self._replay_address, first) if self._replay_address else []
+        return [(number, payload) for number, payload in found if number >= first]
 
     async def _catch_up(self, number: int) -> None:
-        """Read what was missed before a batch; what cannot be had again makes all that is known uncertain."""
-        first = self._next_number
-        found = await self._replay(first)
-        if not found or found[0][0] != first:
-            self._lose(f"batches {first} to {number - 1} are missing")
-        self._take_replayed(found)
-        self._next_number = max(self._next_number, number)
+        """Read what was missed before a batch, again from each hole of an answer.
+
+        What cannot be had again makes all that is known uncertain.
+        """
+        while (first := self._next_number) < number:
+            found = await self._replay(first)
+            self._next_number = found[0][0] if found else number
+            if self._next_number != first:
+                self._lose(f"batches {first} to {self._next_number - 1} are missing")
+            self._take_replayed(found)
 
     def _take_replayed(self, found: list[tuple[int, bytes]]) -> None:
-        """Apply what a replay has brought, and remember it: some of it may come once more by subscription."""
-        self._replayed = dict(found)
+        """Apply what a replay has brought before its first hole, and remember it: it may come once more by subscription."""
         for number, payload in found:
+            if number != self._next_number:
+                return
+            self._replayed[number] = payload
             self._take(number, payload)
 
     def _lose(self, why: str) -> None:
@@ -272,7 +279,7 @@ class KVEventReader:
 async def replay(context: zmq.asyncio.Context, address: str, first: int) -> list[tuple[int, bytes]]:
     """Ask a replay socket for the batches from a number on; return those that it still has, in order.
 
-    A message that is no batch ends the answer, as its proper end does.
+    A message that is no batch ends the answer, as its proper end does, and so does silence: that end may have been dropped.
     """
     found: list[tuple[int, bytes]] = []
     with context.socket(zmq.DEALER) as socket:
@@ -280,7 +287,11 @@ async def replay(context: zmq.asyncio.Context, address: str, first: int) -> list
         socket.connect(address)
         await socket.send_multipart([b"", first.to_bytes(SEQUENCE_BYTES, "big")])
         while True:
-            frames = await socket.recv_multipart()
+            try:
+                async with asyncio.timeout(REPLAY_PAUSE_S if found else REPLAY_TIMEOUT_S):
+                    frames = await socket.recv_multipart()
+            except TimeoutError:
+                return found
             number, payload = frames[-2:] if len(frames) > 1 else (END_OF_REPLAY, b"")
             if number == END_OF_REPLAY or len(number) != SEQUENCE_BYTES:
                 return found

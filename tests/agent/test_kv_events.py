@@ -239,6 +239,20 @@ async def test_a_replayed_message_that_is_no_batch_ends_the_replay(bad):
     assert found == [(0, b"first")]
 
 
+async def test_a_replay_whose_end_was_dropped_brings_what_came(monkeypatch):
+    monkeypatch.setattr("agent.kv_events.REPLAY_PAUSE_S", 0.05)
+    with zmq.asyncio.Context() as context, context.socket(zmq.ROUTER) as socket:
+        port = socket.bind_to_random_port("tcp://127.0.0.1")
+
+        async def answer():
+            peer, *_ = await socket.recv_multipart()
+            await socket.send_multipart([peer, b"", bytes(8), b"first"])
+
+        async with asyncio.timeout(20):
+            found, _ = await asyncio.gather(replay(context, f"tcp://127.0.0.1:{port}", 0), answer())
+    assert found == [(0, b"first")]
+
+
 async def test_missed_events_are_replayed(server, blocks, feed):
     reader = await reader_of(server, blocks, feed)
     reader._next_number -= 1  # as if the last batch had not come
@@ -306,6 +320,33 @@ async def test_what_follows_an_unreadable_batch_of_a_replay_is_known(blocks, fee
     assert feed.contents() == keys(TOKENS[:96])
     assert len(caplog.records) == 1
     assert "event=kv_events_lost" in caplog.text
+    await reader.close()
+
+
+@pytest.mark.parametrize("is_kept", [True, False], ids=["dropped once", "dropped for good"])
+@pytest.mark.parametrize("is_at_start", [True, False], ids=["before the reader", "missed"])
+async def test_a_replay_with_holes_leaves_no_blocks_that_are_gone(blocks, feed, caplog, monkeypatch, is_kept, is_at_start):
+    """A server drops batches of a replay silently, when they do not fit into its queue."""
+    nothing = {"type": "BlockRemoved", "block_hashes": [], "medium": "GPU"}
+    batches = [msgspec.msgpack.encode([0.0, [it], 0]) for it in (nothing, stored(0, 2), removed(1), nothing, nothing)]
+    first, last, hole = 0 if is_at_start else 1, 3, 2
+    asked = []
+
+    async def replay(number):
+        asked.append(number)
+        is_dropped = not is_kept or len(asked) == 1
+        return [item for item in list(enumerate(batches))[number : last + 1] if item[0] != hole or not is_dropped]
+
+    reader = KVEventReader("tcp://127.0.0.1:1", "tcp://127.0.0.1:1", blocks)
+    monkeypatch.setattr(reader, "_replay", replay)
+    if is_at_start:
+        await reader._read_past()
+    for number in (0, last + 1):
+        await reader._on_frames([b"", number.to_bytes(8, "big"), batches[number]])
+    assert asked == [first, hole]
+    assert ("event=kv_events_lost" in caplog.text) is not is_kept
+    assert feed.contents() == (keys(TOKENS[:16]) if is_kept else set())
+    assert reader._next_number == len(batches)
     await reader.close()
 
 
