@@ -19,14 +19,18 @@ Pair = tuple[WorkerKey, WorkerKey]  # prefill, decode
 _UNREACHABLE = frozenset({fallback_reason(TransferTimeout.code), fallback_reason(PeerUnreachable.code)})
 _BAD_FROM = 1.5  # two failures within a half-life, or a failed probe
 _MAX_PENALTY = 6.0
+_LEAST = 0.1  # what is less counts no more
 _HALF_LIFE_S = 60.0
 
 
 class PairHealth:
-    """The penalties of all pairs of live workers."""
+    """The penalties of all pairs. Its length is how many count."""
 
     def __init__(self) -> None:
         self._penalties: dict[Pair, tuple[float, float]] = {}  # (penalty, when)
+
+    def __len__(self) -> int:
+        return len(self._penalties)
 
     def learn(self, request: RequestState, cost: TransferUsage | None, now: float) -> None:
         """Learn from the first report of an attempt with a handoff."""
@@ -45,10 +49,15 @@ class PairHealth:
             self._penalties.pop(pair, None)
 
     def bad(self, now: float) -> frozenset[Pair]:
-        """Return the pairs to avoid while others are available."""
+        """Return the pairs to avoid while others are available.
+
+        Penalties that count no more are forgotten: a decode worker may blame a prefill worker that has left.
+        """
         if not self._penalties:
             return frozenset()
-        return frozenset(pair for pair in self._penalties if self._penalty(pair, now) >= _BAD_FROM)
+        penalties = {pair: self._penalty(pair, now) for pair in self._penalties}
+        self._penalties = {pair: self._penalties[pair] for pair in penalties if penalties[pair] >= _LEAST}
+        return frozenset(pair for pair in penalties if penalties[pair] >= _BAD_FROM)
 
     def forget(self, worker: WorkerKey) -> None:
         """Forget the pairs of a worker that has left; the process that replaces it starts without penalties."""

@@ -64,3 +64,12 @@ def test_a_worker_that_left_takes_its_pairs_along(pairs):
         pairs.note(pair, "deadline", 0.0)
     pairs.forget(D0)
     assert pairs.bad(0.0) == {(P0, D1)}
+
+
+def test_penalties_that_have_decayed_are_forgotten(pairs):
+    for number in range(9):
+        pairs.note((WorkerKey("p0", number), D0), "deadline", 100.0 * number)
+    assert pairs.bad(900.0) == frozenset()
+    assert 0 < len(pairs) < 9
+    assert pairs.bad(9000.0) == frozenset()
+    assert len(pairs) == 0

@@ -62,3 +62,15 @@ def test_pairs_of_a_worker_that_has_left_are_forgotten(make_bench):
     assert len(bench.core.dispatcher._pairs.bad(bench.now)) == 1
     bench.leave("d0")
     assert bench.core.dispatcher._pairs.bad(bench.now) == frozenset()
+
+
+def test_a_pair_whose_worker_left_during_the_handoff_is_not_remembered(make_bench):
+    bench = make_bench("p0", "d0", max_requests=9)
+    bench.submit("r", max_tokens=2)
+    bench.prefill_done("r")
+    bench.leave("p0")
+    usage = Usage(kv_transfer=TransferUsage(fallback_reason="peer_lost"))
+    bench.tokens(1, 51, peer="d0", request_id="r", usage=usage, finish_reason="length")
+    bench.tick(1200.0)
+    assert bench.core.dispatcher._pairs.bad(bench.now) == frozenset()
+    assert len(bench.core.dispatcher._pairs) == 0
