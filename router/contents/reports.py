@@ -1,11 +1,13 @@
 """Follows the workers' reports of their contents: what is known of each, and of which a snapshot is needed.
 
 A report out of order, of another incarnation or with more keys than the worker has blocks makes its contents unknown until the
-next snapshot. Unknown contents count as none: that costs time only.
+next snapshot. Unknown contents count as none: that costs time only. A worker with too many keys is asked for snapshots less and
+less often, since the next one will have as many.
 """
 
 from __future__ import annotations
 
+import logging
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,15 +16,19 @@ from itertools import takewhile
 from sys import byteorder
 from typing import NamedTuple
 
+from core.log import event
 from core.wire.contents import DEVICE, HOST, STORE, ContentPart, ContentReport
 from router.contents.index import ContentIndex
 from router.contents.windows import Window, longest_hit
 from router.dispatch.members import WorkerKey
 
+logger = logging.getLogger(__name__)
+
 ContentGroup = tuple[bytes, int]  # model fingerprint and block size: workers with the same names for the same blocks
 
 _POOL = (ContentPart(),)
 _MEDIA = frozenset({DEVICE, HOST, STORE})
+_MAX_PAUSE = 64  # heartbeats
 
 
 class _Kind(NamedTuple):
@@ -45,12 +51,17 @@ class BlocksInTier(NamedTuple):
 
 @dataclass(slots=True)
 class _Worker:
-    """A worker, with the kind and the most keys of each of its parts; None for parts of an unknown medium."""
+    """A worker, with the kind and the most keys of each of its parts; None for parts of an unknown medium.
+
+    ``num_excesses`` counts how often it had more keys. After each, the next ``pause`` heartbeats ask for no snapshot.
+    """
 
     group: ContentGroup
     parts: tuple[tuple[_Kind, int] | None, ...]
     num_received: int = 0
     is_known: bool = False
+    num_excesses: int = 0
+    pause: int = 0
 
     @property
     def kinds(self) -> list[_Kind]:
@@ -100,14 +111,21 @@ class ReportedContents:
         return sum(state.num_received > 0 and not state.is_known for state in self._workers.values())
 
     def needs_snapshot(self, worker: WorkerKey, num_sent: int) -> bool:
-        """Return True if a worker that has sent so many reports must send everything: some were lost, or are not believed."""
+        """Return True if a worker that has sent so many reports must send everything: some were lost, or are not believed.
+
+        Call it for each heartbeat.
+        """
         state = self._workers.get(worker)
         if state is None:
             return False
         if state.num_received != num_sent:
             self.distrust(worker)
             state.num_received = num_sent
-        return num_sent > 0 and not state.is_known
+        if state.is_known or not num_sent:
+            return False
+        is_paused = state.pause > 0
+        state.pause -= is_paused
+        return not is_paused
 
     def distrust(self, worker: WorkerKey) -> None:
         """Drop the contents of a worker whose claims do not hold, until its next snapshot."""
@@ -138,6 +156,7 @@ class ReportedContents:
         index.add(worker, _keys(report.stored))
         if index.num_keys(worker) > num_blocks:
             self._forget(worker, state)
+            self._note_excess(worker, state, num_blocks)
 
     def num_blocks_held(self, group: ContentGroup, keys: Sequence[int]) -> dict[WorkerKey, int]:
         """Return how many leading blocks of a prompt are hits in the pool of each worker of a group, for those that have any.
@@ -189,6 +208,13 @@ class ReportedContents:
                 checks = [(kind.window, partial(_holds, self._indexes[kind], worker, keys)) for kind in kinds if kind.window]
                 bounded[worker] = longest_hit(depth, state.group[1], checks)
         return {worker: depth for worker, depth in bounded.items() if depth}
+
+    def _note_excess(self, worker: WorkerKey, state: _Worker, num_blocks: int) -> None:
+        if not state.num_excesses:
+            fields = {"worker": worker.engine_id, "num_blocks": num_blocks}
+            logger.warning(event("contents_exceed_cache", **fields, reason="it reports more blocks than it has"))
+        state.num_excesses += 1
+        state.pause = min(_MAX_PAUSE, 2**state.num_excesses)
 
     def _forget(self, worker: WorkerKey, state: _Worker) -> None:
         for kind in state.kinds if state.is_known else ():

@@ -1,6 +1,7 @@
 """What the router knows equals what the workers hold, after any history of events, losses, snapshots and restarts."""
 
 import random
+from itertools import pairwise
 
 import pytest
 from hypothesis import settings
@@ -212,3 +213,27 @@ def test_changes_that_are_not_asked_for_take_bounded_memory(pair):
         worker.evict(numbers)
     (report,) = worker.feed.take_reports("r")
     assert (report.is_snapshot, report.stored, report.removed) == (True, b"", b"")
+
+
+def test_a_worker_with_more_blocks_than_it_has_is_asked_less_and_less_often(caplog):
+    """What it has, or what it says of itself, is wrong: the next snapshot will be as wrong."""
+    worker, router = Worker("w", 1), ReportedContents()
+    worker.register("r", router)
+    worker.feed.publish([BlockStored(tuple(map(block_hash, range(1, NUM_BLOCKS + 2))), None, 16, 0)])
+    asked = []
+    for number in range(200):
+        for report in worker.feed.take_reports("r"):
+            router.on_report(report)
+        if router.needs_snapshot(worker.key, worker.feed.num_sent("r")):
+            asked.append(number)
+            worker.feed.request_snapshot("r")
+    pauses = [later - earlier for earlier, later in pairwise(asked)]
+    assert pauses == sorted(pauses)
+    assert 3 <= len(asked) <= 10
+    assert caplog.text.count("event=contents_exceed_cache") == 1
+    assert "worker=w" in caplog.text
+    worker.feed.publish([BlockRemoved((block_hash(1),), 0)])
+    for _ in range(100):
+        worker.round("r", router)
+    assert router.is_known(worker.key)
+    assert len(router.contents(worker.key)) == NUM_BLOCKS
