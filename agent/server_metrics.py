@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 PLUGIN = "vllm:kvferry_"
 
-_SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{([^}]*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
-_LABEL = re.compile(r'(\w+)="([^"]*)"')
+_SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _LOADS, _IN_PROGRESS = "vllm:num_requests_kv_fetch_by_stage", 'stage="in_progress"'
 _FAILURES = (f"{PLUGIN}failures_total", f"{PLUGIN}refusals_total")
 

@@ -8,7 +8,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from agent.readings import count_handoffs, readings
-from agent.server_metrics import ServerLoad, read_load
+from agent.server_metrics import ServerLoad, labels_of, read_load
 from core.engine.step_watch import StepReading
 from core.errors import FALLBACK_REASONS
 from core.metrics import WorkerMetrics
@@ -81,3 +81,10 @@ def test_alerts_of_transfers_find_their_series_at_an_agent(bench):
     found = {sample.name for metric in bench.registry.collect() for sample in metric.samples}
     used = set(re.findall(r"kvferry_(kv_\w+)\{", RULES.read_text()))
     assert {name for name in used if f"kvferry_{name}" not in found} == WITHOUT_COUNTERPART
+
+
+@pytest.mark.parametrize("name", ["a}b", "{}", "a} 5", 'a\\"} 5', "a,b=c"])
+def test_labels_may_hold_any_text(name):
+    text = f'vllm:num_requests_running{{engine="0",x="{name}"}} 2.0\nvllm:num_requests_waiting{{engine="0"}} 3.0\n'
+    assert (read_load(text).num_running, read_load(text).num_waiting) == (2, 3)
+    assert labels_of(text, "vllm:num_requests_running") == {"engine": "0", "x": name}
