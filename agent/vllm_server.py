@@ -33,7 +33,10 @@ _EVENT, _EVENT_END, _LAST_EVENT = b"data: ", b"\n\n", b"data: [DONE]"
 
 @dataclass(frozen=True, slots=True)
 class ServerFacts:
-    """What a server says of itself. ``num_blocks`` and ``block_size`` are those of its KV cache, 1 if it does not say."""
+    """What a server says of itself. ``num_blocks`` and ``block_size`` are those of its KV cache; 0 blocks if it does not say.
+
+    With decode-context parallelism a block is one over all ranks.
+    """
 
     version: str
     model: str
@@ -142,8 +145,8 @@ class VllmServer:
             version=version.version,
             model=models.data[0].id,
             max_model_len=models.data[0].max_model_len,
-            num_blocks=_number(cache.get("num_gpu_blocks"), 1),
-            block_size=_number(cache.get("block_size"), 1),
+            num_blocks=_number(cache.get("num_gpu_blocks"), 0),
+            block_size=_number(cache.get("effective_attention_block_size"), _number(cache.get("block_size"), 1)),
             splits_output=await self._splits_output(),
             has_prefix_cache=cache.get("enable_prefix_caching", "True") == "True",
             has_plugin=has_plugin(metrics),

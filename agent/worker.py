@@ -27,6 +27,7 @@ from core.log import event
 from core.metrics import WorkerMetrics
 from core.release import package_version
 from core.tracing import open_tracer
+from core.wire.contents import ContentPart
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Register
 from core.worker.actions import AdmissionLimits, EngineLoad
@@ -43,6 +44,7 @@ CONNECTOR = "vllm"  # an engine's own; only agents read from agents
 START_POLL_S = 0.25
 WAITING_LINE_S = 30.0  # between two lines in the log, while the server is not ready
 WARM_UP_TOKENS = 64
+NO_BOUND = 2**53  # of the blocks that a server may report, if it does not say how many it has
 
 
 def run(config: KVFerryConfig, role: AgentRole, announce: Announce) -> int:
@@ -96,6 +98,9 @@ class VllmWorker(WorkerSource):
         end = clock.now() + section.start_timeout_s
         await self._wait_until_healthy(server, end)
         self._facts = await server.facts()
+        if not self._facts.num_blocks:
+            reason = "its /metrics do not tell; start vllm serve without --disable-log-stats"
+            logger.warning(event("vllm_cache_size_unknown", url=section.engine, reason=reason))
         await self._warm_up(server, self._facts, end - clock.now())
         logger.info(event("vllm_ready", url=section.engine, version=self._facts.version, model=self._facts.model))
 
@@ -207,6 +212,8 @@ def _identity(context: WorkerContext, facts: ServerFacts) -> AgentIdentity:
 
 def _registration(context: WorkerContext, identity: AgentIdentity, facts: ServerFacts, ops_address: str) -> Register:
     config = context.config
+    # A server of which no more is known has room for one request of the greatest length, or it would not have started.
+    num_tokens = facts.num_blocks * facts.block_size or facts.max_model_len
     return Register(
         engine_id=context.engine_id,
         incarnation=context.incarnation,
@@ -216,7 +223,8 @@ def _registration(context: WorkerContext, identity: AgentIdentity, facts: Server
         layout=identity.layout,
         max_model_len=facts.max_model_len,
         max_num_seqs=config.scheduler.max_num_seqs,
-        num_blocks=max(1, facts.num_blocks * facts.block_size // identity.layout.block_size),
+        num_blocks=max(1, num_tokens // identity.layout.block_size),
+        content_parts=() if facts.num_blocks else (ContentPart(num_blocks=NO_BOUND),),
         max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
         connector=CONNECTOR,
         ops_address=ops_address,

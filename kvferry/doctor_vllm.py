@@ -41,7 +41,8 @@ def _check_engine(url: str, api_key: str, found: dict[str, ServerFacts]) -> Iter
         yield Finding(subject, "failure", text, "is the address right, and is vllm serve ready? Its log says")
         return
     found[url] = facts
-    size = f"{facts.num_blocks} blocks of {facts.block_size} tokens, at most {facts.max_model_len} tokens a request"
+    cache = f"{facts.num_blocks} blocks of {facts.block_size} tokens" if facts.num_blocks else "KV cache of unknown size"
+    size = f"{cache}, at most {facts.max_model_len} tokens a request"
     yield Finding(subject, "ok", f"vLLM {facts.version} serves {facts.model} and takes token ids; {size}")
     yield Finding(
         subject,

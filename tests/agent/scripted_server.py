@@ -21,6 +21,7 @@ class ScriptedServer:
         self.token_routes = 200
         self.version = "0.32.0"
         self.has_plugin = True
+        self.cache_info = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
         self.is_healthy = True
         self.num_looks = 0  # at its health
         self.thawed = asyncio.Event()  # cleared: it answers nothing
@@ -78,7 +79,7 @@ class ScriptedServer:
                 self.num_steps += self.steps_by_themselves
                 usage = self.usages.pop(0) if len(self.usages) > 1 else self.usages[0]
                 text = (
-                    'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
+                    f"{self.cache_info}"
                     'vllm:num_requests_running{engine="0"} 2.0\nvllm:num_requests_waiting{engine="0"} 1.0\n'
                     'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="waiting_to_start"} 4.0\n'
                     'vllm:num_requests_kv_fetch_by_stage{engine="0",stage="in_progress"} 1.0\n'

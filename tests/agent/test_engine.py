@@ -27,6 +27,23 @@ async def test_what_the_server_says_of_itself(server, running):
     assert load.handoffs == HandoffCounts(4, 15 * 10**9, 30, {"digest": 2, "layout": 5})
 
 
+@pytest.mark.parametrize(
+    ("labels", "expected"),
+    [
+        ('block_size="16",effective_attention_block_size="64",num_gpu_blocks="100"', (100, 64)),
+        ('block_size="16",effective_attention_block_size="None",num_gpu_blocks="100"', (100, 16)),
+        ('block_size="16",num_gpu_blocks="None"', (0, 16)),
+        ('model="{\'a\': \\"b\\"}",block_size="16",num_gpu_blocks="100"', (100, 16)),
+        (None, (0, 1)),
+    ],
+    ids=["decode-context parallel", "several sizes", "no number", "a brace in a label", "--disable-log-stats"],
+)
+async def test_the_size_of_the_server_s_cache(server, running, labels, expected):
+    server.cache_info = "" if labels is None else f"vllm:cache_config_info{{{labels}}} 1.0\n"
+    facts = await running.http.facts()
+    assert (facts.num_blocks, facts.block_size) == expected
+
+
 @pytest.mark.parametrize(("status", "said"), [(403, "--enable-scale-out"), (404, "--enable-scale-out"), (401, "api_key_file")])
 async def test_a_server_that_refuses_token_ids_is_refused_with_the_fix(server, running, status, said):
     server.token_routes = status

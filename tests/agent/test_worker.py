@@ -11,8 +11,12 @@ from agent.worker import VllmWorker
 from connectors.testing.contexts import worker_context
 from core.config import load_config
 from core.errors import EngineDead
+from core.kv.content_feed import ContentFeed
+from core.kv.events import BlockStored
 from core.testing.clock import FakeClock
 from core.worker.parts import EngineEvents
+from router.contents.reports import ReportedContents
+from router.dispatch.members import WorkerKey
 from tests.agent.running_engine import WAIT_S, until
 
 
@@ -64,6 +68,37 @@ async def test_an_agent_gives_up_a_server_that_does_not_come(start):
     start.looks = [Health.GONE] * 11
     with pytest.raises(EngineDead, match="not ready after 100 s"):
         await start.worker.load()
+
+
+async def registration(server, start):
+    start.looks = [Health.HEALTHY]
+    server.answers.append([])
+    await start.worker.load()
+    return (await start.worker.open(EngineEvents(print, print, print, lambda: None))).register("")
+
+
+async def test_routers_learn_how_many_blocks_of_16_tokens_the_server_has(server, start, caplog):
+    facts = await registration(server, start)
+    assert (facts.num_blocks, facts.content_parts) == (200, ())
+    assert not caplog.records
+
+
+async def test_what_a_server_of_unknown_cache_reports_is_believed(server, start, caplog):
+    """It has room for one request of the greatest length at least, or it would not have started."""
+    server.cache_info = ""
+    facts = await registration(server, start)
+    assert facts.num_blocks == 512 // 16
+    assert caplog.text.count("event=vllm_cache_size_unknown") == 1
+    assert "--disable-log-stats" in caplog.text
+    router, key = ReportedContents(), WorkerKey(facts.engine_id, facts.incarnation)
+    router.join(key, (facts.model_fingerprint, 16), facts.num_blocks, facts.content_parts)
+    feed = ContentFeed(facts.engine_id, facts.incarnation)
+    feed.start("r")
+    feed.publish([BlockStored(tuple(number.to_bytes(32, "little") for number in range(1, 100)), None, 16, 0)])
+    for report in feed.take_reports("r"):
+        router.on_report(report)
+    assert len(router.contents(key)) == 99
+    assert not router.needs_snapshot(key, feed.num_sent("r"))
 
 
 @pytest.mark.slow
