@@ -27,7 +27,7 @@ from core.rate_limit import LimitedLog
 from core.wire.codec import MAX_CONTROL_FRAME_BYTES, decode_control_frame, encode_control_message
 from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import is_refusal, next_keys
-from core.wire.kv import ControlError, ControlMessage, kind_of
+from core.wire.kv import ControlError, ControlMessage, refusal_of
 from core.wire.sockets import (
     LOST_EVENTS,
     AsyncContext,
@@ -125,12 +125,11 @@ class ControlServer:
                 _log.debug(event("kv_control_reply_dropped", error=error))
 
     def _reply_to(self, identity: bytes, frames: list[bytes]) -> bytes | None:
-        kind = ""
+        message: ControlMessage | None = None
         try:
             if len(frames) != 1:
                 raise ProtocolError(f"a control message is one frame, not {len(frames)}")
             message = decode_control_frame(frames[0])
-            kind = kind_of(type(message))
             if self._take is not None and self._take(identity, message):
                 return None
             reply = self._answer(message)
@@ -141,11 +140,11 @@ class ControlServer:
             return self._refuser.answer(identity, error, time.monotonic())
         except KVFerryError as error:
             self.num_bad_frames += 1
-            return encode_control_message(ControlError(code=error.code, message=error.message[:1000], kind=kind))
+            return encode_control_message(refusal_of(message, error.code, error.message[:1000]))
         except Exception:  # a transfer boundary: one message must not end the service of all consumers
             self._limited_log.exception("kv_control_answer_failed")
             reason = "the message could not be handled"
-            return encode_control_message(ControlError(code=KVFerryError.code, message=reason, kind=kind))
+            return encode_control_message(refusal_of(message, KVFerryError.code, reason))
 
 
 class _Link:

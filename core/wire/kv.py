@@ -215,12 +215,13 @@ class ControlError(msgspec.Struct, frozen=True, kw_only=True, tag="err", omit_de
     """Answer to a frame that could not be understood; the frame has no other effect.
 
     ``kind`` is that of the message which it answers (``kind_of``); empty if the frame could not be decoded, or the sender does
-    not say.
+    not say. ``number`` is that of the question which it answers; 0 if that has none, or the sender does not say.
     """
 
     code: Name
     message: str
     kind: Text = ""
+    number: Count = 0
 
     def may_answer(self, kind: type[ControlMessage]) -> bool:
         """True if the message that it answers may be of this type."""
@@ -244,3 +245,10 @@ ControlMessage = (
 def kind_of(message: type[ControlMessage]) -> str:
     """Return the name of a message's type on the wire."""
     return str(message.__struct_config__.tag)
+
+
+def refusal_of(message: ControlMessage | None, code: str, reason: str) -> ControlError:
+    """Return the answer that refuses a message; None = it could not be decoded."""
+    if message is None:
+        return ControlError(code=code, message=reason)
+    return ControlError(code=code, message=reason, kind=kind_of(type(message)), number=getattr(message, "number", 0))

@@ -2,11 +2,10 @@
 
 Owns which handoffs are held from arrival to release, and the questions to their producers: all leases of one producer in one
 message, repeated every interval. A lease is good until a lower bound: the producer's answer, counted from the sending of the
-question, so that clocks are never compared. Answers name their question; lost, repeated or late ones can only lower the
-bound, and answers to questions from before a lease was taken are ignored for it. A refusal names no question: since connections
-keep order, it is of the oldest open one. Each lease remembers the questions about itself, so however many leases there are,
-their answers find them. Leases say how long blocks are *kept*, and so whether a read is worth starting; they never prove that a
-read was right.
+question, so that clocks are never compared. Answers and refusals name their question; lost, repeated or late answers can only
+lower the bound, and answers to questions from before a lease was taken are ignored for it. Each lease remembers the questions
+about itself, so however many leases there are, their answers find them. Leases say how long blocks are *kept*, and so whether a
+read is worth starting; they never prove that a read was right.
 """
 
 from __future__ import annotations
@@ -135,16 +134,16 @@ class HeldLeases:
             going_on.append(transfer_id)
         return going_on, ending
 
-    def on_refused(self, address: str, now: float) -> list[str]:
-        """A producer cannot answer the oldest open question to it; return the transfer ids that the question is about.
+    def on_refused(self, address: str, number: int, now: float) -> list[str]:
+        """A producer cannot answer this question; return the held transfer ids that it is about.
 
-        They may be asked about anew. One that is refused twice in a row is dropped, unless it is known to last.
+        They may be asked about anew. One that is refused twice in a row is dropped, unless it is known to last. Since
+        connections keep order, earlier questions about them get no answer any more.
         """
-        open_at = {name: lease for name, lease in self._leases.items() if lease.producer.address == address and lease.asked_at}
-        oldest = min((min(lease.asked_at) for lease in open_at.values()), default=0)
-        asked = [name for name, lease in open_at.items() if lease.close_questions(oldest) is not None]
+        asked = [name for name, lease in self._leases.items() if lease.producer.address == address and number in lease.asked_at]
         for transfer_id in asked:
-            lease = open_at[transfer_id]
+            lease = self._leases[transfer_id]
+            lease.close_questions(number)
             lease.num_refusals += 1
             if lease.num_refusals > 1 and lease.good_until <= now + self._margin_s:
                 del self._leases[transfer_id]

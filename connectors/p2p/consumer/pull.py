@@ -190,7 +190,7 @@ class PullProtocol:
                 self._handshakes.note_other_version(address)
             case ControlError() if message.kind == kind_of(LeaseRenew):
                 self._counts.unexpected_messages += 1
-                self._go_on(address, self.leases.on_refused(address, now), now)
+                self._go_on(address, self.leases.on_refused(address, message.number, now), now)
             case _:
                 self._counts.unexpected_messages += 1
         return self._take_actions(now)

@@ -78,7 +78,7 @@ class PrefixAsks:
                 found = self._take(message.number, event.address)
                 return [] if found is None else self._refuse(found, _known(message.reason), now)
             case ControlError() if message.may_answer(PrefixQuestion):  # of a worker that serves no prefixes
-                return self._refuse_all_at(event.address, now)
+                return self._on_error(event.address, message.number, now)
         return []
 
     def end_load(self, request_id: str) -> bool:
@@ -110,6 +110,13 @@ class PrefixAsks:
         handoff = msgspec.structs.replace(handoff, control_address=address)
         self._answered.add(found.order.request_id)
         return [PrefixAnswered(found.order.request_id, handoff, None, found.deadline, now - found.asked_at)]
+
+    def _on_error(self, address: str, number: int, now: float) -> list[AskAction]:
+        """End the question that a source could not answer; all to it if it does not say which (0)."""
+        if not number:
+            return self._refuse_all_at(address, now)
+        found = self._take(number, address)
+        return [] if found is None else self._refuse(found, "peer_lost", now)
 
     def _take(self, number: int, address: str) -> _OpenAsk | None:
         found = self._open.get(number)

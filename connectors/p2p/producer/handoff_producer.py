@@ -14,7 +14,7 @@ from connectors.p2p.producer.leases import LeaseTable, LeaseTerms
 from connectors.reports import SendingEnded
 from core.errors import ProtocolError
 from core.machine_driver import ByType, EventHandler, TimerDue
-from core.wire.kv import ControlError, ControlMessage, Handshake, LeaseRelease, LeaseRenew, LeaseState, kind_of
+from core.wire.kv import ControlMessage, Handshake, LeaseRelease, LeaseRenew, LeaseState, refusal_of
 
 
 class HandoffProducer:
@@ -77,7 +77,7 @@ class HandoffProducer:
         """Answer a control message that no producer expects."""
         self.num_unexpected_questions += 1
         reason = f"{type(message).__name__} is not for worker {self._identity.engine_id}"
-        return [Reply(ControlError(code=ProtocolError.code, message=reason, kind=kind_of(type(message))))]
+        return [Reply(refusal_of(message, ProtocolError.code, reason))]
 
     def _ended(self, request_ids: Iterable[str]) -> list[ServerAction]:
         pins, others = self.prefixes.take_ended(request_ids)

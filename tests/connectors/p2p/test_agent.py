@@ -83,13 +83,13 @@ def test_lease_without_renewals_ends_by_the_timer(owner, clock):
     assert owner.producer.next_timer() is None
 
 
-@pytest.mark.parametrize("message", [LeaseState(incarnation=1, left_ms={}), ControlError(code="x", message="y")])
+@pytest.mark.parametrize("message", [LeaseState(incarnation=1, left_ms={}, number=3), ControlError(code="x", message="y")])
 def test_message_for_another_recipient_is_logged_and_counted(owner, clock, message):
     (reply,) = ask(owner, clock, message)
     assert isinstance(reply.message, ControlError)
     assert reply.message.code == "protocol_error"
     assert type(message).__name__ in reply.message.message
-    assert reply.message.kind == kind_of(type(message))
+    assert (reply.message.kind, reply.message.number) == (kind_of(type(message)), message.number)
     assert owner.counts()["unexpected_questions"] == 1
 
 

@@ -259,15 +259,17 @@ def test_tokens_survive_a_round_trip(tokens):
 
 
 @pytest.mark.parametrize(
-    ("name", "news"),
+    ("plane", "name", "news"),
     [
-        ("heartbeat", {"stalled_ms": 1500.0, "slowest_step_ms": 80.5, "predicted_step_ms": 40.0, "is_warming_up": True}),
-        ("register", {"start_ms": 12_000, "is_supervised": True}),
+        ("worker", "heartbeat", {"stalled_ms": 1500.0, "slowest_step_ms": 80.5, "predicted_step_ms": 40.0}),
+        ("worker", "heartbeat", {"is_warming_up": True}),
+        ("worker", "register", {"start_ms": 12_000, "is_supervised": True}),
+        ("control", "control_error", {"kind": "renew", "number": 7}),
     ],
 )
-def test_what_a_message_may_say_beyond_its_old_fields_travels(wire_samples, name, news):
-    message = msgspec.structs.replace(wire_samples["worker"][name], **news)
-    assert codec.decode_worker_frame(codec.encode_worker_message(message)) == message
+def test_what_a_message_may_say_beyond_its_old_fields_travels(wire_samples, plane, name, news):
+    message = msgspec.structs.replace(wire_samples[plane][name], **news)
+    assert DECODERS[plane](ENCODERS[plane](message)) == message
 
 
 @pytest.mark.parametrize("field", ["stored", "removed"])

@@ -40,8 +40,12 @@ def test_peer_that_did_not_understand_another_message_fails_no_loads(pull, other
     assert pull.protocol.counts.unexpected_messages == 1
 
 
-def refuse_lease_question(pull):
-    return pull.receive(ControlError(code="other", message="the message could not be handled", kind=kind_of(LeaseRenew)))
+def refuse_lease_question(pull, number=None):
+    """Refuse a lease question, by default the last one."""
+    if number is None:
+        number = pull.messages(LeaseRenew)[-1].number
+    reason = "the message could not be handled"
+    return pull.receive(ControlError(code="other", message=reason, kind=kind_of(LeaseRenew), number=number))
 
 
 def test_load_whose_lease_question_is_refused_asks_once_more_then_fails_at_once(pull):
@@ -68,17 +72,53 @@ def test_load_goes_on_if_the_second_lease_question_is_answered(pull):
     assert pull.ended["r"].error is None
 
 
-def test_each_of_two_refused_questions_counts_for_its_own_lease_alone(pull):
+@pytest.mark.parametrize("order", [(1, 2), (2, 1)])
+def test_each_of_two_refused_questions_counts_for_its_own_lease_alone(pull, order):
     pull.start("a", transfer_id="t")
     pull.start("b", transfer_id="u")
     pull.accept()
-    for _ in range(2):
-        refuse_lease_question(pull)
+    for number in order:
+        refuse_lease_question(pull, number)
     assert pull.failed == {}
-    refuse_lease_question(pull)
-    assert pull.failed == {"a": "lease_expired"}
-    refuse_lease_question(pull)
-    assert pull.failed == {"a": "lease_expired", "b": "lease_expired"}
+    assert [question.transfer_ids for question in pull.messages(LeaseRenew)[2:]] == [("t", "u")[n - 1 : n] for n in order]
+    first, second = (("a", "b")[n - 1] for n in order)
+    refuse_lease_question(pull, 3)
+    assert pull.failed == {first: "lease_expired"}
+    refuse_lease_question(pull, 4)
+    assert pull.failed == {first: "lease_expired", second: "lease_expired"}
+
+
+def test_refused_question_about_a_released_lease_counts_for_no_other(pull):
+    pull.hold("t")
+    pull.release("t")
+    pull.start("b", transfer_id="u")
+    pull.accept()
+    refuse_lease_question(pull, 1)
+    assert len(pull.messages(LeaseRenew)) == 2, "nothing is asked again"
+    refuse_lease_question(pull, 2)
+    assert pull.failed == {}
+    pull.grant(60_000, "u", number=3)
+    assert pull.reads_of("b")
+
+
+def test_refused_question_of_an_earlier_hold_does_not_count_for_the_present_one(pull):
+    pull.hold()
+    pull.release()
+    pull.start()
+    pull.accept()
+    refuse_lease_question(pull, 1)
+    refuse_lease_question(pull, 2)
+    assert pull.failed == {}
+
+
+@pytest.mark.parametrize("number", [0, 99])
+def test_refusal_of_a_question_that_was_not_asked_counts_for_no_lease(pull, number):
+    pull.start()
+    pull.accept()
+    for _ in range(2):
+        refuse_lease_question(pull, number)
+    assert pull.failed == {}
+    assert len(pull.messages(LeaseRenew)) == 1
 
 
 def test_refused_lease_questions_do_not_end_a_lease_that_is_known_to_last(pull):

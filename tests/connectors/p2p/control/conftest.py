@@ -16,8 +16,8 @@ from core.wire.sockets import AsyncContext, AsyncSocket
 
 WAIT_S = 20.0
 ANY = "tcp://127.0.0.1:0"
-QUESTION = LeaseRenew(transfer_ids=("a", "b"))
-ANSWER = LeaseState(incarnation=5, left_ms={"a": 1, "b": 1})
+QUESTION = LeaseRenew(transfer_ids=("a", "b"), number=3)
+ANSWER = LeaseState(incarnation=5, left_ms={"a": 1, "b": 1}, number=3)
 HEADER = bytes((WIRE_VERSION, KIND_CONTROL))
 
 BAD_FRAMES = [
@@ -38,7 +38,7 @@ def answer(message: ControlMessage) -> ControlMessage | None:
     """The answers of an owner: everything is held for 1 ms; releases have no reply; the rest is nonsense."""
     match message:
         case LeaseRenew():
-            return LeaseState(incarnation=5, left_ms=dict.fromkeys(message.transfer_ids, 1))
+            return LeaseState(incarnation=5, left_ms=dict.fromkeys(message.transfer_ids, 1), number=message.number)
         case LeaseRelease():
             return None
     raise ProtocolError(f"{type(message).__name__} is not for me")

@@ -26,7 +26,7 @@ def unexpected(error: BaseException) -> None:
 @pytest.mark.parametrize(
     "message",
     [
-        LeaseRenew(transfer_ids=("t",)),
+        LeaseRenew(transfer_ids=("t",), number=8),
         PrefixQuestion(number=1, engine_id="p", incarnation=1, model_fingerprint=b"model", block_size=16, chain=bytes(16)),
     ],
     ids=["lease question", "prefix question"],
@@ -44,4 +44,4 @@ async def test_a_message_that_cannot_be_handled_is_named_to_its_sender(message):
         await server.stop()
         context.destroy(linger=0)
     reason = "the message could not be handled"
-    assert reply == ControlError(code="internal_error", message=reason, kind=kind_of(type(message)))
+    assert reply == ControlError(code="internal_error", message=reason, kind=kind_of(type(message)), number=message.number)

@@ -89,7 +89,7 @@ async def test_a_refusal_is_never_answered(server, connect):
 async def test_message_for_another_recipient_is_reported(server, connect):
     socket = connect(server.start(ANY))
     reply = await ask(socket, encode_control_message(ANSWER))
-    assert reply == ControlError(code="protocol_error", message="LeaseState is not for me", kind="lease")
+    assert reply == ControlError(code="protocol_error", message="LeaseState is not for me", kind="lease", number=3)
 
 
 async def test_oversized_frame_costs_only_its_sender_the_connection(server, connect):
@@ -107,12 +107,13 @@ async def test_oversized_frame_costs_only_its_sender_the_connection(server, conn
 @pytest.mark.slow
 async def test_reply_above_the_cap_is_reported_and_the_next_good_one_served(server, connect):
     """A question just below the cap can have an answer above it: names come back with numbers."""
-    question = LeaseRenew(transfer_ids=tuple(f"{index:x}" for index in range(1 << 16, (1 << 16) + 690_000)))
+    question = LeaseRenew(transfer_ids=tuple(f"{index:x}" for index in range(1 << 16, (1 << 16) + 690_000)), number=5)
     socket = connect(server.start(ANY))
     frame = encode_control_message(question)
     assert len(frame) <= MAX_CONTROL_FRAME_BYTES
     reply = await ask(socket, frame)
     assert isinstance(reply, ControlError)
+    assert (reply.kind, reply.number) == ("renew", 5)
     assert await ask(socket, encode_control_message(QUESTION)) == ANSWER
 
 
@@ -122,7 +123,7 @@ async def test_long_complaint_is_cut(context, connect):
 
     server = ControlServer(context, complain, unexpected)
     reply = await ask(connect(server.start(ANY)), encode_control_message(QUESTION))
-    assert reply == ControlError(code="protocol_error", message="x" * 1000, kind="renew")
+    assert reply == ControlError(code="protocol_error", message="x" * 1000, kind="renew", number=3)
     await server.stop()
 
 

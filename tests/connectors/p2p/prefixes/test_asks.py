@@ -93,6 +93,21 @@ def test_a_question_without_an_answer_ends_once(asks, end):
     assert asks.on_lost(ControlLost(ADDRESS), 2.0) == []
 
 
+def test_a_refused_question_ends_alone_if_the_refusal_names_it(asks):
+    first, second, third = (asks.ask(order(name), 0.0)[0].message.number for name in "abc")
+
+    def refuse(number: int, address: str = ADDRESS) -> list[str]:
+        message = ControlError(code="protocol_error", message="not for me", kind=kind_of(PrefixQuestion), number=number)
+        return [answer.request_id for answer in asks.on_control(ControlReceived(address, message), 0.1)]
+
+    assert refuse(second, "tcp://10.0.0.2:5600") == []
+    assert refuse(second) == ["b"]
+    assert refuse(second) == []
+    asks.cancel(CancelPrefixAsk("a"), 0.2)
+    assert refuse(first) == []
+    assert refuse(third) == ["c"]
+
+
 @pytest.mark.parametrize("end", ["deadline", "cancel", "other address", "other number"])
 def test_an_answer_that_nobody_waits_for_is_released(asks, make_identity, end):
     number, address = asked(asks), ADDRESS
