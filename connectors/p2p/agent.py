@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 
-from connectors.p2p.actions import Action, ControlLost, ControlReceived, ExpectHandoff, HandoffRef
+from connectors.p2p.actions import Action, CloseControl, ControlLost, ControlReceived, ExpectHandoff, HandoffRef
 from connectors.p2p.consumer.pull import PullProtocol
 from connectors.p2p.prefixes.asks import AskAction, PrefixAsks
 from connectors.p2p.prefixes.messages import PrefixAnswered
 from connectors.p2p.producer.handoff_producer import HandoffProducer
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import AgentSettings
+from core.machine_driver import EventHandler
 from core.wire.kv import PrefixHeld, PrefixRefused
 
 
@@ -38,7 +40,8 @@ class P2PAgent:
         self.consumer = PullProtocol(identity, transports, settings.pull)
         self.producer = HandoffProducer(identity, settings.leases, responder)
         self.asks = PrefixAsks(identity)
-        self.consumer.handlers |= {ControlReceived: self._on_control, ControlLost: self._on_lost}
+        handlers = self.consumer.handlers | {ControlReceived: self._on_control}
+        self.consumer.handlers |= {kind: partial(self._consume, handler) for kind, handler in handlers.items()}
 
     def counts(self) -> dict[str, int]:
         """Return what has happened so far, by the name of the event."""
@@ -62,5 +65,8 @@ class P2PAgent:
         questions = [self.consumer.expect(ExpectHandoff(HandoffRef.of(handoff)), now) for handoff in found]
         return [*answers, *(action for actions in questions for action in actions)]
 
-    def _on_lost(self, event: ControlLost, now: float) -> list[Action | AskAction]:
-        return [*self.consumer.on_disconnected(event, now), *self.asks.on_lost(event, now)]
+    def _consume(self, handler: EventHandler, event: object, now: float) -> list[object]:
+        """Let the consumer handle an event. A connection that it closes, lost or not, answers no question about a prefix."""
+        actions = list(handler(event, now))
+        closed = [action.address for action in actions if isinstance(action, CloseControl)]
+        return [*actions, *(answer for address in closed for answer in self.asks.on_lost(ControlLost(address), now))]

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from typing import Any
 
 from connectors.p2p.actions import (
-    Action,
     CloseControl,
     ControlLost,
     ControlReceived,
@@ -52,7 +52,7 @@ from connectors.reports import LoadEnded, SendingEnded
 from core.errors import ConnectorUnavailable, VersionMismatch, fallback_reason
 from core.kv.pool_region import KVPoolRegion
 from core.log import event
-from core.machine_driver import ActionHandler, ByType, LoopTimers, MachineDriver
+from core.machine_driver import ActionHandler, ByType, EventHandler, LoopTimers, MachineDriver
 from core.rate_limit import LimitedLog
 from core.wire.kv import ControlMessage, Handshake, HandshakeRefused, HandshakeReply, PrefixQuestion
 from core.wire.pairing import verifies_digests
@@ -230,13 +230,12 @@ class P2PDriver:
         )
         readers = dict.fromkeys(agent.asks.handlers, asks) | dict.fromkeys(agent.consumer.handlers, consumer)
         self._machines = ByType(readers | {object: producer})
-        agent.consumer.handlers[TransferReport] = self._on_transfer
+        agent.consumer.handlers[TransferReport] = partial(self._on_transfer, agent.consumer.handlers[TransferReport])
         agent.producer.handlers[Handshake] = self._on_handshake
         self._agent = agent
 
-    def _on_transfer(self, report: TransferReport, now: float) -> list[Action]:
-        assert self._agent is not None
-        actions = self._agent.consumer.on_transfer(report, now)
+    def _on_transfer(self, handler: EventHandler, report: TransferReport, now: float) -> Iterable[object]:
+        actions = handler(report, now)
         match report.event:
             case PeerOpened() as opened:
                 self._note_peer(opened)

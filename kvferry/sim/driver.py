@@ -8,7 +8,7 @@ users: KV (``kvferry.sim.connector``) or embeddings (``kvferry.sim.embeddings``)
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
@@ -54,7 +54,7 @@ from core.ids import IdSource
 from core.kv.block_form import BlockForm
 from core.kv.pool_region import KVPoolRegion
 from core.kv.seals import each_by_itself
-from core.machine_driver import ActionHandler, ByType, MachineDriver
+from core.machine_driver import ActionHandler, ByType, EventHandler, MachineDriver
 from core.testing.hash_model import SLOT_BYTES
 from core.wire.codec import decode_control_frame, encode_control_message
 from core.wire.early import MeetProducer
@@ -252,12 +252,12 @@ class SimDriver:
 
         self._host.from_engine.put(on_event)
 
-    def _on_transfer(self, report: TransferReport, now: float) -> list[Action]:
+    def _on_transfer(self, handler: EventHandler, report: TransferReport, now: float) -> Iterable[object]:
         assert self.agent is not None
         consumer, happened = self.agent.consumer, report.event
         self._breakers.on_transfer(happened)
         verdict = WrongSeals(consumer._reads, happened) if isinstance(happened, ReadEnded) else None
-        actions = consumer.on_transfer(report, now)
+        actions = handler(report, now)
         if verdict is not None and verdict.are_accepted():
             self._leases.complain(f"{self._identity.engine_id}: accepts a block by another seal than that of its handoff")
         if isinstance(happened, ProbeEnded) and happened.error is None:
@@ -290,7 +290,7 @@ class SimDriver:
 
     def _drive(self, agent: P2PAgent) -> None:
         """Route events to the machines of the agent, and carry out their actions with checks."""
-        agent.consumer.handlers[TransferReport] = self._on_transfer
+        agent.consumer.handlers[TransferReport] = partial(self._on_transfer, agent.consumer.handlers[TransferReport])
         handlers: ByType[ActionHandler[ControlMessage]] = ByType(
             {
                 SendControl: self._send,

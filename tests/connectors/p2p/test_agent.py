@@ -4,9 +4,20 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.p2p.actions import HandoffRef, LeaseGrant, ReleaseHandoffs, RenewHandoffs, Reply, SendControl
+from connectors.p2p.actions import (
+    CloseControl,
+    ControlLost,
+    HandoffRef,
+    LeaseGrant,
+    MeetPeer,
+    ReleaseHandoffs,
+    RenewHandoffs,
+    Reply,
+    SendControl,
+)
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.metadata import P2PConnectorMetadata
+from connectors.p2p.prefixes.messages import AskPrefix, PrefixAnswered
 from connectors.p2p.producer.handshake import HandshakeResponder
 from connectors.p2p.producer.leases import LeaseTerms
 from connectors.p2p.settings import AgentSettings, PullSettings
@@ -14,7 +25,17 @@ from connectors.p2p.transport.interface import PeerId
 from connectors.reports import SendingEnded
 from core.machine_driver import TimerDue
 from core.testing.clock import FakeClock
-from core.wire.kv import ControlError, Handshake, HandshakeReply, LeaseRelease, LeaseRenew, LeaseState, kind_of
+from core.wire.kv import (
+    ControlError,
+    Handshake,
+    HandshakeReply,
+    KVSource,
+    LeaseRelease,
+    LeaseRenew,
+    LeaseState,
+    PrefixQuestion,
+    kind_of,
+)
 
 SETTINGS = AgentSettings(
     pull=PullSettings(transfer_deadline_s=30.0, handshake_timeout_s=5.0, lease_renew_interval_s=5.0),
@@ -120,3 +141,28 @@ def test_each_half_has_its_own_timer(owner, clock):
     assert owner.consumer.on_timer(TimerDue(), clock.now()) == [renewal]
     clock.advance(5.0)
     assert ask(owner, clock, TimerDue()) == [SendingEnded("r")]
+
+
+def consume(agent, clock, event):
+    """Return the consumer's actions."""
+    return list(agent.consumer.handlers[type(event)](event, clock.now()))
+
+
+def ask_for_prefix(agent, clock, address, patience_s=20.0):
+    source = KVSource(engine_id="p", incarnation=1, control_address=address, num_tokens=64)
+    (action,) = agent.asks.ask(AskPrefix(f"request at {address}", source, 32, bytes(64), patience_s), clock.now())
+    assert isinstance(action.message, PrefixQuestion)
+
+
+@pytest.mark.parametrize("end", ["handshake unanswered", "lost"])
+def test_a_closed_connection_ends_the_prefix_questions_on_it(reader, clock, end):
+    consume(reader, clock, MeetPeer(PeerId("tcp://p:1", 1)))
+    clock.advance(4.9)
+    for address in ("tcp://p:1", "tcp://p:2"):
+        ask_for_prefix(reader, clock, address)
+    clock.advance(0.1)
+    actions = consume(reader, clock, TimerDue() if end == "handshake unanswered" else ControlLost("tcp://p:1"))
+    assert CloseControl("tcp://p:1") in actions
+    (ended,) = (action for action in actions if isinstance(action, PrefixAnswered))
+    assert (ended.request_id, ended.refusal) == ("request at tcp://p:1", "peer_lost")
+    assert len(reader.asks) == 1
