@@ -215,7 +215,7 @@ class Reply:
 class OpenPeer:
     """Make a peer readable by this transport. According to the handshake its pool has ``num_blocks`` blocks of this layout.
 
-    ``instead_of`` names the preferred transports that could not be opened, and why.
+    ``instead_of`` names the preferred transports that could not be opened, and why. ``number`` tells openings of a peer apart.
     """
 
     peer: PeerId
@@ -224,6 +224,7 @@ class OpenPeer:
     num_blocks: int
     layout: KVLayoutInfo
     instead_of: str = ""
+    number: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,11 +332,18 @@ class PeerOpened:
 
 @dataclass(frozen=True, slots=True)
 class PeerFailed:
-    """A peer could not be opened by this transport."""
+    """A peer could not be opened."""
 
-    peer: PeerId
+    how_to_open: OpenPeer
     error: KVFerryError
-    transport: str
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """An open peer can be read no longer. The reads that failed for it have been reported before."""
+
+    how_to_open: OpenPeer
+    error: KVFerryError
 
 
 @dataclass(frozen=True, slots=True)
@@ -354,7 +362,7 @@ class ProbeEnded:
     error: KVFerryError | None = None
 
 
-TransferEvent = ReadEnded | PeerOpened | PeerFailed | PeerProgress | ProbeEnded
+TransferEvent = ReadEnded | PeerOpened | PeerFailed | PeerLost | PeerProgress | ProbeEnded
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from connectors.p2p.actions import (
     ControlReceived,
     PeerFailed,
     PeerFenced,
+    PeerLost,
     PeerOpened,
     QuarantineEnded,
     Reply,
@@ -241,6 +242,8 @@ class P2PDriver:
                 self._note_peer(opened)
             case PeerFailed() as failed:
                 self._note_failed_peer(failed)
+            case PeerLost(how_to_open=how, error=error):
+                self._log_transport(lost=how.transport, peer=how.peer.address, error=error.message)
         return actions
 
     def _on_handshake(self, handshake: Handshake, now: float) -> list[Reply]:
@@ -313,8 +316,9 @@ class P2PDriver:
 
     def _note_failed_peer(self, failed: PeerFailed) -> None:
         """Log that a transport failed; the consumer tries the next one."""
+        how = failed.how_to_open
         name = f"{self._metrics.kind}_transport_failed"
-        _log.warning(event(name, transport=failed.transport, peer=failed.peer.address, error=failed.error.message))
+        _log.warning(event(name, transport=how.transport, peer=how.peer.address, error=failed.error.message))
 
     def _note_consumer(self, handshake: Handshake, answer: ControlMessage) -> None:
         if isinstance(answer, HandshakeReply):

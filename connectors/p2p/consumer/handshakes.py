@@ -220,9 +220,11 @@ class Handshakes:
             self._leases.ask_producer(producer, now)
         return self._loads.connecting_to(address)
 
-    def on_disconnected(self, address: str) -> None:
-        """The control connection is lost, and with it the answer to a handshake."""
+    def on_disconnected(self, address: str) -> int | None:
+        """The control connection is lost, and the answer to a handshake; return the incarnation that has answered on it."""
+        answering = self._answering.get(address)
         self._drop(address)
+        return answering
 
     def _drop(self, address: str) -> None:
         """Close the control connection and give up the handshake on it."""

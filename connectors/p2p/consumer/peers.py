@@ -75,12 +75,18 @@ class Peers:
         self._terms = terms
         self.emit = emit
         self._peers: dict[PeerId, Peer] = {}
+        self._num_opened = 0
         self._failed: dict[PeerId, dict[str, str]] = {}  # transports by which a peer could not be opened, and why
         self.health = TransportHealth(terms.breaker, emit)
 
     def get(self, peer_id: PeerId) -> Peer | None:
         """Return an open peer, None if there is no such."""
         return self._peers.get(peer_id)
+
+    def opened_by(self, how_to_open: OpenPeer) -> Peer | None:
+        """Return the peer that this opening has opened; None if that is closed, opened again or not."""
+        peer = self._peers.get(how_to_open.peer)
+        return peer if peer is not None and peer.how_to_open == how_to_open else None
 
     def at(self, address: str) -> list[PeerId]:
         """Return the open peers at an address."""
@@ -106,8 +112,17 @@ class Peers:
         peer = self._peers.get(peer_id)
         if peer is None:
             instead_of = "; ".join(f"{name}: {reason}" for name, reason in self._why_not(peer_id).items())
+            self._num_opened += 1
             peer = Peer(
-                OpenPeer(peer_id, reply.transport, reply.transport_metadata, reply.num_blocks, reply.layout, instead_of),
+                OpenPeer(
+                    peer_id,
+                    reply.transport,
+                    reply.transport_metadata,
+                    reply.num_blocks,
+                    reply.layout,
+                    instead_of,
+                    self._num_opened,
+                ),
                 reply.num_blocks,
                 reply.layout,
                 layout_fingerprint(reply.layout),

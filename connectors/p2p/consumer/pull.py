@@ -34,6 +34,7 @@ from connectors.p2p.actions import (
     MeetPeer,
     PeerFailed,
     PeerFenced,
+    PeerLost,
     PeerProgress,
     ProbeEnded,
     PullRequest,
@@ -198,17 +199,17 @@ class PullProtocol:
     def on_disconnected(self, event: ControlLost, now: float) -> list[Action]:
         """The control connection is lost or was refused: its process is gone, or cannot be reached.
 
-        Loads that wait for another incarnation than the lost one get a new handshake, once.
+        Loads that wait for another incarnation than the one that has answered get a new handshake, once.
         """
         address = event.address
         self.peers.health.forget_at(address)
-        self._handshakes.on_disconnected(address)
+        answering = self._handshakes.on_disconnected(address)
         error = PeerUnreachable(f"the control connection to {address} was lost")
         lost = self.peers.at(address)
         for peer_id in lost:
             self._lose(peer_id, error, now)
         for load in self.loads.at(address):
-            if lost:
+            if lost or answering not in {None, load.producer.incarnation}:
                 self._connect(load, now)
             else:
                 self._end(load, error, now)
@@ -219,6 +220,8 @@ class PullProtocol:
         match event := report.event:
             case PeerFailed():
                 self._on_peer_failed(event, now)
+            case PeerLost():
+                self._on_peer_lost(event, now)
             case ReadEnded():
                 if not event.has_no_room:
                     self._reader.offer_room(self.loads, now)
@@ -279,8 +282,17 @@ class PullProtocol:
 
     def _on_peer_failed(self, failed: PeerFailed, now: float) -> None:
         """Let the loads that wait try the next transport; without one they fail."""
-        is_left = self.peers.avoid(failed.peer, failed.transport, failed.error.message)
-        self._leave(failed.peer, failed.error, now, is_left=is_left)
+        peer = self.peers.opened_by(failed.how_to_open)
+        if peer is not None:
+            is_left = self.peers.avoid(peer.peer_id, peer.transport, failed.error.message)
+            self._leave(peer.peer_id, failed.error, now, is_left=is_left)
+
+    def _on_peer_lost(self, lost: PeerLost, now: float) -> None:
+        """Close a peer whose connection broke while no read was open. The loads that wait connect again."""
+        peer = self.peers.opened_by(lost.how_to_open)
+        if peer is not None:
+            self.peers.health.count_failure(peer.how_to_open, lost.error, now)
+            self._leave(peer.peer_id, lost.error, now, is_left=self.peers.why_unreadable(peer.peer_id) is None)
 
     def _on_progress(self, progress: PeerProgress, now: float) -> None:
         """Drop a transport by which no bytes come from a peer that answers, before the deadlines of its loads."""

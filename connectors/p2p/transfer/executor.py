@@ -173,7 +173,7 @@ class TransferExecutor:
             pool = _PeerPool(command.num_blocks, BlockForm(command.layout))
         except Exception as error:  # a peer's bytes may make a transport fail: the peer's failure, not the worker's
             transport.remove_peer(command.peer)
-            self._report(PeerFailed(command.peer, _opening_error(command, error), command.transport))
+            self._report(PeerFailed(command, _opening_error(command, error)))
             return
         self._peers[command.peer] = transport
         self._pools[command.peer] = pool

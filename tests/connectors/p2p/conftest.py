@@ -18,6 +18,8 @@ from connectors.p2p.actions import (
     ExpectHandoff,
     HandoffRef,
     OpenPeer,
+    PeerFailed,
+    PeerLost,
     PostRead,
     PostSealRead,
     PullRequest,
@@ -33,7 +35,7 @@ from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import PullSettings
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import ALL_BLOCKS, LoadEnded
-from core.errors import KVFerryError
+from core.errors import KVFerryError, PeerUnreachable
 from core.kv.seals import ExpectedSeal, SealTable, each_by_itself, layout_fingerprint, map_seal_memory
 from core.machine_driver import TimerDue
 from core.testing.clock import FakeClock
@@ -205,6 +207,17 @@ class PullDriver:
         elif isinstance(read, PostSealRead) and error is None:
             event = self._seals_read(read, seals or {}, digests or {})
         return self.take(self.protocol.on_transfer(TransferReport(event, self.now if at is None else at), self.now))
+
+    def fail_to_open(self, how: OpenPeer | None = None, error: KVFerryError | None = None) -> list[Action]:
+        """Let the transfer thread fail to open a peer, by default the one of the last order to open one."""
+        event = PeerFailed(self.actions(OpenPeer)[-1] if how is None else how, error or PeerUnreachable("denied"))
+        return self.take(self.protocol.on_transfer(TransferReport(event, self.now), self.now))
+
+    def lose_peer(self, how: OpenPeer | None = None) -> list[Action]:
+        """Let the data connection to a peer break, by default to the last one that was opened."""
+        error = PeerUnreachable("the data connection was lost")
+        event = PeerLost(self.actions(OpenPeer)[-1] if how is None else how, error)
+        return self.take(self.protocol.on_transfer(TransferReport(event, self.now), self.now))
 
     def refuse_read(self, read_id: int) -> list[Action]:
         """Let a read have no room in the staging area."""

@@ -2,11 +2,12 @@
 
 import asyncio
 import dataclasses
+import logging
 from types import SimpleNamespace
 
 import pytest
 
-from connectors.p2p.actions import ControlLost, ControlReceived, PeerFailed, TransferReport
+from connectors.p2p.actions import ControlLost, ControlReceived, OpenPeer, PeerFailed, PeerLost, TransferReport
 from connectors.p2p.config import transfer_settings
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.metadata import P2PConnectorMetadata
@@ -138,14 +139,18 @@ async def test_bug_in_taking_something_in_ends_the_worker(pool, happen):
     await connector.stop()
 
 
-async def test_transport_that_failed_for_a_peer_is_reported(pool, caplog):
+async def test_transport_that_failed_for_a_peer_or_lost_it_is_reported(pool, caplog):
+    caplog.set_level(logging.INFO)
     connector = P2PConnector(context_of(transports=("inproc",)), lambda name, settings: InprocTransport(InprocFabric()))
     connector.worker.register_kv_caches(pool.region)
     await connector.start()
-    peer = PeerId("tcp://p:1", 1)
-    connector.driver.handle(TransferReport(PeerFailed(peer, PeerUnreachable("permission denied"), "inproc"), 0.0))
+    how = OpenPeer(PeerId("tcp://p:1", 1), "inproc", b"", 1, pool.region.layout)
+    connector.driver.handle(TransferReport(PeerFailed(how, PeerUnreachable("permission denied")), 0.0))
     assert "kv_transport_failed" in caplog.text
     assert "permission denied" in caplog.text
+    connector.driver.handle(TransferReport(PeerLost(how, PeerUnreachable("the connection broke")), 0.0))
+    assert "kv_transport lost=inproc" in caplog.text
+    assert "the connection broke" in caplog.text
     await connector.stop()
 
 

@@ -1,7 +1,6 @@
 """The handshakes of waiting loads: shared, repeated, refused, and the transports that they offer."""
 
-from connectors.p2p.actions import CloseControl, OpenPeer, PeerFailed, TransferReport
-from connectors.p2p.transport.interface import PeerId
+from connectors.p2p.actions import CloseControl, OpenPeer
 from connectors.reports import LoadEnded
 from core.errors import ConnectorUnavailable, LayoutMismatch, PeerUnreachable
 from core.wire.kv import Handshake, HandshakeRefused, LeaseRenew
@@ -155,8 +154,7 @@ def test_second_reply_opens_nothing(pull):
 def cannot_open(pull, transport, error=None, *, incarnation=1, address=ADDRESS):
     """Let the handshake choose a transport by which the peer cannot be opened."""
     pull.accept(transport=transport, incarnation=incarnation, address=address)
-    failed = PeerFailed(PeerId(address, incarnation), error or PeerUnreachable("denied"), transport)
-    return pull.take(pull.protocol.on_transfer(TransferReport(failed, pull.now), pull.now))
+    return pull.fail_to_open(error=error)
 
 
 def offered(pull):
@@ -205,8 +203,7 @@ def test_reads_that_were_posted_in_vain_are_posted_again_once_they_have_ended(pu
     pull.grant()
     pull.start()
     opened, *posted = pull.accept(transport="shm")
-    cannot_be_opened = PeerFailed(opened.peer, PeerUnreachable("denied"), "shm")
-    pull.take(pull.protocol.on_transfer(TransferReport(cannot_be_opened, pull.now), pull.now))
+    pull.fail_to_open(opened)
     assert [type(action) for action in pull.accept()] == [OpenPeer], "a read that has not ended may still write"
     ended = [pull.end_read(read.read_id, PeerUnreachable(f"{address} is not open")) for read in posted]
     assert ended[:-1] == [[]] * (len(posted) - 1)
@@ -220,9 +217,7 @@ def test_load_that_ends_with_open_failed_reads_quarantines_their_blocks(pull, ad
     pull.grant()
     pull.start()
     opened, *posted = pull.accept(transport="shm")
-    pull.take(
-        pull.protocol.on_transfer(TransferReport(PeerFailed(opened.peer, PeerUnreachable("denied"), "shm"), pull.now), pull.now)
-    )
+    pull.fail_to_open(opened)
     pull.abort()
     assert pull.ended["r"].quarantined_block_ids == (0, 1, 2)
     for read in posted:
@@ -230,14 +225,10 @@ def test_load_that_ends_with_open_failed_reads_quarantines_their_blocks(pull, ad
     assert not pull.quarantined
 
 
-def test_load_that_has_got_something_does_not_start_over(pull, address):
+def test_load_that_has_got_something_does_not_start_over(pull):
     pull.start_reading(num_rows=3)
     seal_read = pull.end_data_reads()
-    pull.take(
-        pull.protocol.on_transfer(
-            TransferReport(PeerFailed(PeerId(address, 1), PeerUnreachable("denied"), "tcp"), pull.now), pull.now
-        )
-    )
+    pull.fail_to_open()
     assert pull.failed == {"r": "peer_lost"}
     pull.end_read(seal_read, PeerUnreachable("gone"))
 

@@ -2,9 +2,9 @@
 
 import pytest
 
-from connectors.p2p.actions import CloseControl, MeetPeer, OpenPeer, PeerFailed, SendControl, TransferReport
+from connectors.p2p.actions import CloseControl, MeetPeer, OpenPeer, SendControl
 from connectors.p2p.transport.interface import PeerId
-from core.errors import LayoutMismatch, PeerUnreachable, VersionMismatch
+from core.errors import LayoutMismatch, VersionMismatch
 from core.wire.kv import ControlError, Handshake, HandshakeRefused, LeaseRenew
 
 HANDSHAKE_TIMEOUT_S = 5.0
@@ -119,10 +119,9 @@ def test_load_of_another_incarnation_than_was_met_is_told_of_the_restart(pull, m
     assert pull.failed == {"r": "stale"}
 
 
-def test_peer_that_cannot_be_opened_after_a_meeting_is_tried_by_the_load(pull, meet, address):
+def test_peer_that_cannot_be_opened_after_a_meeting_is_tried_by_the_load(pull, meet):
     meet()
     pull.accept()
-    failed = PeerFailed(PeerId(address, 1), PeerUnreachable("refused"), "tcp")
-    pull.take(pull.protocol.on_transfer(TransferReport(failed, pull.now), pull.now))
+    pull.fail_to_open()
     assert pull.ended == {}
     assert handshakes(pull.start())

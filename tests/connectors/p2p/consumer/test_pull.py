@@ -18,7 +18,7 @@ def test_load_goes_from_question_to_blocks(pull, address, layout):
     first = pull.start(num_rows=1)
     assert [type(action.message) for action in first] == [LeaseRenew, Handshake]
     (opened,) = pull.accept()
-    assert opened == OpenPeer(PeerId(address, 1), "tcp", b"metadata", 100_000, layout)
+    assert opened == OpenPeer(PeerId(address, 1), "tcp", b"metadata", 100_000, layout, number=1)
     read, seals = pull.grant()
     assert (read.peer, read.remote_rows, read.local_rows) == (PeerId(address, 1), (500,), (0,))
     assert (seals.peer, seals.remote_rows, seals.local_rows) == (PeerId(address, 1), (500,), (0,))

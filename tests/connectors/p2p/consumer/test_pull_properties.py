@@ -10,7 +10,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
 
-from connectors.p2p.actions import ClosePeer, PeerFailed, PostRead, PostSealRead, SendControl, TransferReport
+from connectors.p2p.actions import ClosePeer, OpenPeer, PostRead, PostSealRead, SendControl
 from connectors.p2p.producer.leases import LeaseTable, LeaseTerms
 from connectors.reports import ALL_BLOCKS, LoadEnded
 from core.errors import PeerUnreachable, TransferError
@@ -154,15 +154,14 @@ class HostileWorld(RuleBasedStateMachine):
     def repeat_the_end_of_a_read(self, data: st.DataObject) -> None:
         assert self.pull.end_read(data.draw(st.sampled_from(self.ended_reads))) == []
 
-    @precondition(lambda self: self.pull.open_peers)
-    @rule(data=st.data())
-    def fail_to_open(self, data: st.DataObject) -> None:
-        peer = data.draw(st.sampled_from(sorted(self.pull.open_peers)))
-        self.pull.take(
-            self.pull.protocol.on_transfer(
-                TransferReport(PeerFailed(peer, PeerUnreachable("gone"), "tcp"), self.pull.now), self.pull.now
-            )
-        )
+    @precondition(lambda self: self.pull.actions(OpenPeer))
+    @rule(data=st.data(), was_open=st.booleans())
+    def fail_to_open_or_lose(self, data: st.DataObject, was_open: bool) -> None:
+        how = data.draw(st.sampled_from(self.pull.actions(OpenPeer)[-4:]))
+        peer = self.pull.protocol.peers.get(how.peer)
+        is_open = peer is not None and peer.how_to_open is how
+        actions = self.pull.lose_peer(how) if was_open else self.pull.fail_to_open(how)
+        assert (ClosePeer(how.peer) in actions) == is_open, "only the present opening of a peer ends it"
 
     @rule(seconds=st.sampled_from([0.0, 0.5, 4.0, 11.0]))
     def wait(self, seconds: float) -> None:

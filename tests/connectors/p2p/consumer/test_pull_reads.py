@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from connectors.p2p.actions import CancelRead, ClosePeer, PeerFailed, PostRead, PostSealRead, QuarantineEnded, TransferReport
+from connectors.p2p.actions import CancelRead, ClosePeer, PostRead, PostSealRead, QuarantineEnded
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import ALL_BLOCKS, LoadEnded
 from core.errors import PeerUnreachable, TransferError
@@ -29,9 +29,7 @@ def test_load_that_goes_over_to_another_transport_is_cut_for_that(make_pull, lay
     pull.start(num_rows=5)
     opened, *posted = pull.accept(transport="shm")
     assert [read.local_rows for read in posted] == [(0, 1, 2, 3), (4,), (0, 1, 2, 3, 4)], "blocks, blocks, seals"
-    pull.take(
-        pull.protocol.on_transfer(TransferReport(PeerFailed(opened.peer, PeerUnreachable("denied"), "shm"), pull.now), pull.now)
-    )
+    pull.fail_to_open(opened)
     pull.accept(transport="tcp")
     ended = [pull.end_read(read.read_id, PeerUnreachable("not open")) for read in posted]
     assert [read.local_rows for read in ended[-1]] == [(0, 1), (2, 3), (4,), (0, 1, 2, 3, 4)]

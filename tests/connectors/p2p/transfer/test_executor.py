@@ -159,7 +159,7 @@ def test_peer_that_cannot_be_opened_is_reported(world):
     world.open(b"\xc1 garbage")
     (event,) = world.poll()
     assert isinstance(event, PeerFailed)
-    assert event.peer == PEER
+    assert event.how_to_open.peer == PEER
     assert isinstance(event.error, ProtocolError)
     world.read(1, (0,), (0,))
     assert errors_of(world.poll()) == {1: PeerUnreachable}
@@ -184,7 +184,7 @@ def test_peer_whose_metadata_breaks_the_transport_is_reported_and_the_next_opene
     monkeypatch.setattr(world.transport, "add_peer", add_and_break)
     world.open()
     (event,) = world.poll()
-    assert (event.peer, type(event.error)) == (PEER, ProtocolError)
+    assert (event.how_to_open.peer, type(event.error)) == (PEER, ProtocolError)
     assert "too large" in event.error.message
     assert "kv_peer_not_opened" in caplog.text
     with pytest.raises(PeerUnreachable):
