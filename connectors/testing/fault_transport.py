@@ -87,6 +87,10 @@ class FaultTransport(Transport):
         ready = [handle for handle in self._stalled if self._numbers[handle] not in self.plan.stall]
         return [self._finish(handle) for handle in ready]
 
+    def take_lost_peers(self) -> Sequence[PeerId]:
+        """Ask the inner transport."""
+        return self.inner.take_lost_peers()
+
     def cancel(self, handle: int) -> None:
         """End a stalled read too, unless the plan says that cancelling does nothing."""
         if self.plan.ignore_cancel:

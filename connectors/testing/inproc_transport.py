@@ -79,6 +79,7 @@ class InprocTransport(Transport):
         self._bytes_received: dict[PeerId, int] = {}
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
+        self._lost: dict[PeerId, bool] = {}  # peers that can be read no longer; True = to be told of
         self._last_handle = 0
 
     @property
@@ -123,7 +124,7 @@ class InprocTransport(Transport):
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Queue the copy; ``poll`` does it if the owner answers."""
         owner = self._fabric.owner(self._peers[peer]) if peer in self._peers else None
-        if owner is None:
+        if owner is None or peer in self._lost:
             raise PeerUnreachable(f"{peer.address} is gone")
         if not 0 <= region < len(self._regions):
             raise ProtocolError(f"region {region} is not one of {len(self._regions)}")
@@ -137,7 +138,7 @@ class InprocTransport(Transport):
         return self._last_handle
 
     def poll(self) -> list[ReadResult]:
-        """Do the copies whose owners answer."""
+        """Do the copies whose owners answer, and notice owners that have died."""
         for handle, read in list(self._reads.items()):
             owner = self._fabric.owner(self._peers[read.peer])
             if owner is None:
@@ -145,18 +146,31 @@ class InprocTransport(Transport):
             elif not owner.is_frozen:
                 self._copy(read, owner.regions[read.region])
                 self._end(handle, None)
+        for peer in [peer for peer, number in self._peers.items() if self._fabric.owner(number) is None]:
+            self._lost.setdefault(peer, True)
         ended, self._ended = self._ended, []
         return ended
+
+    def take_lost_peers(self) -> Sequence[PeerId]:
+        """Return the peers whose owners have died, and those that have broken off."""
+        lost = [peer for peer, is_news in self._lost.items() if is_news]
+        self._lost.update(dict.fromkeys(lost, False))
+        return lost
 
     def cancel(self, handle: int) -> None:
         """End the read, unless bytes may come late."""
         if handle in self._reads and not self._late_bytes:
             self._end(handle, TransferError("the read was cancelled"))
 
+    def break_off(self, peer: PeerId) -> None:
+        """Break the connection to an added peer: until it is removed and added again it cannot be read."""
+        self._end_all_of(peer, "has broken off")
+        self._lost.setdefault(peer, True)
+
     def remove_peer(self, peer: PeerId) -> None:
         """End the peer's reads."""
-        for handle in [handle for handle, read in self._reads.items() if read.peer == peer]:
-            self._end(handle, PeerUnreachable(f"{peer.address} was removed"))
+        self._end_all_of(peer, "was removed")
+        self._lost.pop(peer, None)
         self._peers.pop(peer, None)
         self._landing.pop(peer, None)
         self._bytes_received.pop(peer, None)
@@ -173,6 +187,10 @@ class InprocTransport(Transport):
             self.remove_peer(peer)
         if self._number is not None:
             self._fabric.kill(self._number)
+
+    def _end_all_of(self, peer: PeerId, why: str) -> None:
+        for handle in [handle for handle, read in self._reads.items() if read.peer == peer]:
+            self._end(handle, PeerUnreachable(f"{peer.address} {why}"))
 
     def _copy(self, read: _Read, source: RowRegion) -> None:
         target, size = self._landing[read.peer][read.region], source.row_bytes

@@ -407,6 +407,7 @@ class TransportSuite:
         assert isinstance(error, PeerUnreachable)
         assert isinstance(facing.read([2], [2]), PeerUnreachable)
         facing.transport.remove_peer(PEER)
+        assert not facing.transport.take_lost_peers(), "it is removed"
 
     def test_reads_end_when_their_owner_dies_meanwhile(self, facing: Reader, mortal: Owner) -> None:
         rows = list(range(NUM_ROWS))

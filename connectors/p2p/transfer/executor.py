@@ -19,6 +19,7 @@ from connectors.p2p.actions import (
     EndProbe,
     OpenPeer,
     PeerFailed,
+    PeerLost,
     PeerOpened,
     PeerProgress,
     PostRead,
@@ -56,14 +57,14 @@ class _OpenRead:
 
 
 class _PeerPool(NamedTuple):
-    """A peer's pool: how many blocks it has, and how their bytes are ordered."""
+    """The pool of an open peer: how many blocks it has, and how their bytes are ordered."""
 
-    num_blocks: int
+    how_to_open: OpenPeer
     form: BlockForm
 
     def rows(self, block_ids: Sequence[int]) -> Sequence[int]:
         """Return the rows of these blocks."""
-        return plane_rows(block_ids, self.form.layout.num_planes, self.num_blocks)
+        return plane_rows(block_ids, self.form.layout.num_planes, self.how_to_open.num_blocks)
 
 
 class _EndedRead(NamedTuple):
@@ -106,6 +107,7 @@ class TransferExecutor:
         self._pools: dict[PeerId, _PeerPool] = {}
         self._reads: dict[int, _OpenRead] = {}
         self._read_ids: dict[tuple[str, int], int] = {}  # transport and handle → read id
+        self._lost: list[PeerLost] = []  # to be reported after the reads that ended with these peers
         self._next: dict[int, _OpenRead] = {}  # reads of seals that wait for the reads of their blocks
         self._probes = Probes(self._transports, seals.probe_row)
         self._bytes_seen: dict[PeerId, int | None] = {}  # received from a peer when its last read ended or at the last question
@@ -131,13 +133,13 @@ class TransferExecutor:
                 self._probes.end(command)
 
     def poll(self) -> bool:
-        """Let every transport progress and report the reads that ended; True if any did.
+        """Let every transport progress; report the reads that ended and the peers that are lost. True if there were any.
 
         Seals are requested before anything is reported; those of a near peer have arrived by then.
         """
         ended = self._take_ended()
         following = self._following()  # also those whose blocks arrived in the second look of the poll before
-        if not ended and not following:
+        if not ended and not following and not self._lost:
             return False
         refused = [event for read in following if (event := self._start(read)) is not None]
         if self._awaits_seals():
@@ -148,6 +150,9 @@ class TransferExecutor:
             self._report_at(event, self._now() if was_worked_on else each.at)
         for event in refused:
             self._report(event)
+        lost, self._lost = self._lost, []
+        for loss in lost:
+            self._report(loss)
         return True
 
     def pollables(self) -> list[zmq.Socket[bytes] | int]:
@@ -170,7 +175,7 @@ class TransferExecutor:
         try:
             transport.add_peer(command.peer, command.metadata)
             _check_shape(transport, command)
-            pool = _PeerPool(command.num_blocks, BlockForm(command.layout))
+            pool = _PeerPool(command, BlockForm(command.layout))
         except Exception as error:  # a peer's bytes may make a transport fail: the peer's failure, not the worker's
             transport.remove_peer(command.peer)
             self._report(PeerFailed(command, _opening_error(command, error)))
@@ -217,7 +222,15 @@ class TransferExecutor:
                 ended.append(_EndedRead(read, error, seals, self._now()))
                 if self._peers.get(read.command.peer) is transport:
                     self._bytes_seen[read.command.peer] = transport.bytes_received(read.command.peer)
+            self._note_lost(transport)
         return ended
+
+    def _note_lost(self, transport: Transport) -> None:
+        """Remember the open peers that a transport has lost. That of a probe is not open."""
+        for peer in transport.take_lost_peers():
+            if self._peers.get(peer) is transport:
+                error = PeerUnreachable(f"the {transport.name} connection to {peer.address} was lost")
+                self._lost.append(PeerLost(self._pools[peer].how_to_open, error))
 
     def _end_probe(self, transport: Transport, result: ReadResult) -> None:
         ended = self._probes.take(transport.name, result)

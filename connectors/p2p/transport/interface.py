@@ -190,6 +190,13 @@ class Transport(ABC):
     def poll(self) -> list[ReadResult]:
         """Make progress without waiting and return the reads that became terminal, each exactly once."""
 
+    def take_lost_peers(self) -> Sequence[PeerId]:
+        """Return the added peers that ``poll`` has found to be gone since the last call, each once.
+
+        A read that failed for that reason tells as much; a transport that learns of losses by its reads alone returns none.
+        """
+        return ()
+
     @abstractmethod
     def cancel(self, handle: int) -> None:
         """Ask for an early end of a read. Its result still comes from ``poll``, at once where late bytes are impossible.
@@ -201,7 +208,7 @@ class Transport(ABC):
     def remove_peer(self, peer: PeerId) -> None:
         """Fence a peer: after this returns, no byte of it can arrive. Its open reads end with an error in ``poll``.
 
-        An unknown peer is ignored.
+        It is not lost any more (``take_lost_peers``). An unknown peer is ignored.
         """
 
     def pollables(self) -> Sequence[zmq.Socket[bytes] | int]:

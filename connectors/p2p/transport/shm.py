@@ -111,6 +111,7 @@ class ShmTransport(Transport):
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}  # in posting order
         self._ended: list[ReadResult] = []
+        self._lost: list[PeerId] = []
         self._last_handle = 0
 
     def unavailable_reason(self) -> str | None:
@@ -196,6 +197,11 @@ class ShmTransport(Transport):
         ended, self._ended = self._ended, []
         return ended
 
+    def take_lost_peers(self) -> Sequence[PeerId]:
+        """Return the producers that have died."""
+        lost, self._lost = self._lost, []
+        return lost
+
     def cancel(self, handle: int) -> None:
         """Drop the copies that have not been done; none is under way outside ``poll``."""
         if handle in self._reads:
@@ -203,6 +209,7 @@ class ShmTransport(Transport):
 
     def remove_peer(self, peer: PeerId) -> None:
         """Unmap the producer's files."""
+        self._lost = [other for other in self._lost if other != peer]
         producer = self._peers.pop(peer, None)
         if producer is None:
             return
@@ -253,6 +260,7 @@ class ShmTransport(Transport):
     def _drop_dead_producers(self) -> None:
         for peer in [peer for peer, producer in self._peers.items() if _has_exited(producer.pidfd)]:
             self.remove_peer(peer)
+            self._lost.append(peer)
 
 
 def _host_memory(region: RowRegion) -> memoryview:

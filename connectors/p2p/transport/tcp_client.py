@@ -30,6 +30,7 @@ from connectors.p2p.transport.tcp_server import (
     ChunkRequest,
     TcpMetadata,
     TcpServer,
+    keep_alive,
 )
 from connectors.pool_access import PoolAccess
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
@@ -104,6 +105,7 @@ class TcpTransport(Transport):
         self._peers: dict[PeerId, _Peer] = {}
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
+        self._lost: list[PeerId] = []
         self._last_id = 0
         self._header_decoder = msgspec.msgpack.Decoder(ChunkHeader)
         self._encoder = msgspec.msgpack.Encoder()
@@ -159,6 +161,7 @@ class TcpTransport(Transport):
         socket.rcvhwm = MAX_QUEUED_ANSWERS
         socket.reconnect_ivl = -1
         socket.rcvbuf = SOCKET_BUFFER_BYTES
+        keep_alive(socket)
         socket.maxmsgsize = max([MAX_HEADER_BYTES, *(max_frame_bytes(shape.row_bytes) for shape in shapes)])
         secure_client(socket, keys)
         monitor = socket.get_monitor_socket(LOST_EVENTS)
@@ -211,8 +214,14 @@ class TcpTransport(Transport):
                 while self._receive_chunk(peer):
                     pass  # answers that arrived before the loss come first; they may complete reads
                 self._lose(peer_id, f"the data connection to {peer_id.address} was lost")
+                self._lost.append(peer_id)
         ended, self._ended = self._ended, []
         return ended
+
+    def take_lost_peers(self) -> Sequence[PeerId]:
+        """Return the peers whose connections have ended."""
+        lost, self._lost = self._lost, []
+        return lost
 
     def _try_next_key(self, peer: _Peer) -> None:
         """Connect again with the next key that the producer may hold, and repeat the requests."""
@@ -239,6 +248,7 @@ class TcpTransport(Transport):
             self._lose(peer, f"{peer.address} was removed")
             gone = self._peers.pop(peer)
             _close_connection(gone.socket, gone.monitor)
+            self._lost = [other for other in self._lost if other != peer]
 
     def pollables(self) -> Sequence[zmq.Socket[bytes] | int]:
         """The data socket, the connections and their monitors."""

@@ -36,6 +36,7 @@ HELD_BACK_WAITS_S = (0.0001, 0.005)  # between checks whether they can be answer
 PATIENT_LOOKS = 20  # after so many checks in vain the wait is twice the first, and so on
 SOCKET_BUFFER_BYTES = 4 << 20
 MAX_UNTAKEN_MS = 60_000  # that a consumer takes no byte of what is sent: its host is gone, or it reads nothing any more
+KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, MAX_KEEPALIVES = 60, 15, 4  # nothing else shows that an idle connection is dead
 
 
 class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +63,14 @@ class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     version: int
     chunk_id: int
     refusal: str = ""
+
+
+def keep_alive(socket: zmq.Socket[bytes]) -> None:
+    """Have the kernel probe the idle connections of a data socket. To be called before it binds or connects."""
+    socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEEPALIVE_IDLE_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEEPALIVE_INTERVAL_S)
+    socket.setsockopt(zmq.TCP_KEEPALIVE_CNT, MAX_KEEPALIVES)
 
 
 class _HeldBack(NamedTuple):
@@ -101,6 +110,7 @@ class TcpServer:
         self.socket.sndbuf = SOCKET_BUFFER_BYTES
         # By the kernel, which sees each byte arrive: a heartbeat's answer could wait a long time behind data on a slow network.
         self.socket.setsockopt(zmq.TCP_MAXRT, MAX_UNTAKEN_MS)
+        keep_alive(self.socket)
         try:
             self._address = self._bind(bind_address, advertise_host)
         except (ConfigError, ConnectorUnavailable):

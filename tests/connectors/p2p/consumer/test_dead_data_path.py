@@ -114,6 +114,14 @@ async def make_world():
             await side.close()
 
 
+async def until(condition):
+    async with asyncio.timeout(TIMEOUT_S):
+        while True:
+            if condition():
+                return
+            await asyncio.sleep(0.01)
+
+
 def lines(caplog, name):
     return [record.getMessage() for record in caplog.records if record.getMessage().startswith(f"event={name} ")]
 
@@ -135,6 +143,17 @@ async def test_handoffs_go_by_another_transport_while_the_data_port_is_dead(make
     (line,) = lines(caplog, "kv_transport_broken")
     assert "transport=tcp" in line
     assert len(lines(caplog, "kv_transport_restored")) == 1
+
+
+async def test_a_data_connection_that_broke_while_idle_costs_no_handoff(make_world, caplog):
+    caplog.set_level("INFO")
+    world = await make_world("tcp")
+    assert (await world.load()).error is None
+    world.proxy.reset()
+    await until(lambda: any("lost=tcp" in line for line in lines(caplog, "kv_transport")))
+    assert (await world.load()).error is None
+    assert world.metric("kvferry_kv_handoff_events_total", event="handshakes") == 2
+    assert not lines(caplog, "kv_transport_broken")
 
 
 @pytest.mark.slow

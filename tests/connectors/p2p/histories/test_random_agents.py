@@ -154,6 +154,7 @@ class History:
             self.freeze_or_thaw: 1,
             self.restart: 0.15,
             self.disconnect: 0.2,
+            self.break_data_connection: 0.2,
             self.tick: 3,
             self.rewrite: 4,
             self.check: 5,
@@ -226,6 +227,11 @@ class History:
     def disconnect(self):
         if self.links:
             self.lose_link(self.rng.choice(list(self.links)))
+
+    def break_data_connection(self):
+        if self.executor._peers:
+            peer = self.rng.choice(list(self.executor._peers))
+            self.executor._peers[peer].inner.break_off(peer)
 
     def lose_link(self, address):
         del self.links[address]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PeerOpened, ReadEnded
+from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PeerLost, PeerOpened, ReadEnded
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import SEAL_BYTES, ExpectedSeal, decode_seal
@@ -233,7 +233,9 @@ def test_owner_that_dies_ends_its_reads(world):
     world.read(2, (1,), (1,))
     assert world.poll() == []
     world.fabric.kill(world.owner.number)
-    assert errors_of(world.poll()) == {1: PeerUnreachable, 2: PeerUnreachable}
+    *ended, lost = world.poll()
+    assert errors_of(ended) == {1: PeerUnreachable, 2: PeerUnreachable}
+    assert isinstance(lost, PeerLost)
 
 
 def test_closed_peer_ends_its_reads_and_takes_no_more(world):
@@ -357,3 +359,42 @@ def test_executor_waits_as_long_as_its_most_impatient_transport(world):
     world.freeze(False)
     world.poll()
     assert world.executor.max_wait_s() is None
+
+
+# ---- peers that are lost ---------------------------------------------------------------------------------------------------
+
+
+def open_numbered(world, number):
+    how = OpenPeer(PEER, "inproc", world.metadata, NUM_ROWS, LAYOUT, number=number)
+    world.executor.execute(how)
+    return how
+
+
+def test_peer_that_is_lost_while_idle_is_reported_once_with_its_opening(world):
+    how = open_numbered(world, 5)
+    assert world.poll() == []
+    world.fabric.kill(world.owner.number)
+    (lost,) = world.poll()
+    assert (type(lost), lost.how_to_open) == (PeerLost, how)
+    assert isinstance(lost.error, PeerUnreachable)
+    assert "inproc" in lost.error.message
+    assert world.poll() == []
+
+
+def test_reads_of_a_lost_peer_are_reported_before_it(world):
+    world.open()
+    world.freeze()
+    world.read(1, (3,), (0,))
+    world.read_seals(2, (3,), (0,), after=(1,))
+    assert world.poll() == []
+    world.fabric.kill(world.owner.number)
+    first, second, lost = world.poll()
+    assert [first.read_id, second.read_id, type(lost)] == [1, 2, PeerLost]
+    assert {type(read.error) for read in (first, second)} == {PeerUnreachable}
+
+
+def test_loss_of_a_closed_peer_is_not_reported(world):
+    world.open()
+    world.executor.execute(ClosePeer(PEER))
+    world.fabric.kill(world.owner.number)
+    assert world.poll() == []

@@ -81,6 +81,15 @@ def test_reads_are_copied_one_after_the_other_and_told_one_by_one(reader, owner)
     reader.assert_rows(1, [3, 7], [5, 6], SEAL_REGION)
 
 
+def test_owner_that_dies_while_nothing_is_read_is_told_of_once(reader, owner):
+    reader.transport.add_peer(PEER, owner.metadata)
+    assert not reader.transport.take_lost_peers()
+    owner.kill()
+    lost = []
+    reader.until(lambda: lost.extend(reader.transport.take_lost_peers()) or lost)
+    assert [*lost, *reader.transport.take_lost_peers()] == [PEER]
+
+
 def num_open_files():
     return len(os.listdir("/proc/self/fd"))
 

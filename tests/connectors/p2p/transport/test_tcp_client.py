@@ -19,6 +19,8 @@ from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnr
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
 from core.wire.curve import derive_keys
+from core.wire.sockets import join_tcp, split_tcp
+from tests.support.tcp_proxy import TcpProxy
 
 FACTORIES = Path(__file__).with_name("transport_factories.py")
 NUM_OWNER_ROWS = 8
@@ -374,6 +376,43 @@ def test_connection_never_goes_over_to_the_successor(reader):
 
 
 # ---- the end of a connection, and addresses ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def proxied(local_owner, reader):
+    """A proxy between the owner and its reader, which has read through it."""
+    with TcpProxy(split_tcp(local_owner.described.address)) as proxy:
+        metadata = msgspec.structs.replace(local_owner.described, address=join_tcp(*proxy.address))
+        reader.transport.add_peer(PEER, msgspec.msgpack.encode(metadata))
+        assert read_from(local_owner, reader) is None
+        yield proxy
+
+
+def test_connection_that_breaks_while_idle_is_told_of_once(proxied, reader):
+    assert not reader.transport.take_lost_peers()
+    proxied.reset()
+    lost = []
+    reader.until(lambda: lost.extend(reader.transport.take_lost_peers()) or lost)
+    reader.poll(0.05)
+    assert [*lost, *reader.transport.take_lost_peers()] == [PEER]
+    with pytest.raises(PeerUnreachable):
+        reader.transport.post_read(PEER, 0, [1], [1])
+
+
+def test_reads_in_flight_end_with_the_connection_before_it_is_told_of(proxied, local_owner, reader):
+    handle = reader.transport.post_read(PEER, 0, [3], [5])
+    proxied.reset()
+    assert isinstance(reader.wait(handle)[0], PeerUnreachable)
+    assert reader.transport.take_lost_peers() == [PEER]
+    reader.transport.remove_peer(PEER)
+    assert_serves(local_owner, reader)
+
+
+def test_idle_connections_are_probed_by_the_kernel(local_owner, reader):
+    assert_serves(local_owner, reader)
+    (connection,) = (socket for socket in reader.transport.pollables() if socket.type == zmq.DEALER)
+    (server,) = (socket for socket in local_owner.transport.pollables() if socket.type == zmq.ROUTER)
+    assert all(socket.get(zmq.TCP_KEEPALIVE) == 1 for socket in (connection, server))
 
 
 def test_events_stop_before_their_reading_end_is_closed(monkeypatch, local_owner, reader):
