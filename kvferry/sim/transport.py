@@ -33,10 +33,13 @@ class TransportTraits:
     outlives_owner: bool  # mapped memory can be read after its owner's death
     shares_errors: bool = False  # an error is one of the connection: it ends all reads of the peer
     keeps_order: bool = False  # if the fabric allows it: ``Transport.reads_in_order``
+    tells_losses: bool = False  # the death of an owner is noticed without a read: ``Transport.take_lost_peers``
 
 
 TRAITS = {
-    "tcp": TransportTraits(name="tcp", is_one_sided=False, has_late_bytes=False, outlives_owner=False, keeps_order=True),
+    "tcp": TransportTraits(
+        name="tcp", is_one_sided=False, has_late_bytes=False, outlives_owner=False, keeps_order=True, tells_losses=True
+    ),
     "nixl": TransportTraits(name="nixl", is_one_sided=True, has_late_bytes=True, outlives_owner=False, shares_errors=True),
     "shm": TransportTraits(name="shm", is_one_sided=True, has_late_bytes=False, outlives_owner=True, keeps_order=True),
 }
@@ -152,6 +155,7 @@ class SimTransport(Transport):
         self._landing: dict[PeerId, tuple[RowRegion, ...]] = {}  # regions in which their rows land
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
+        self._lost: list[PeerId] = []
 
     @property
     def num_open_reads(self) -> int:
@@ -194,6 +198,8 @@ class SimTransport(Transport):
             raise PeerUnreachable(f"{peer.address} takes no connection by {self.name}")
         self._landing[peer] = landing_regions(self._regions, self._staging, [region.row_bytes for region in owner.regions])
         self._peers[peer] = owner
+        if self._traits.tells_losses:
+            owner.process.on_death(lambda: self._process.call_later(self._hop_s(), lambda: self._lose(peer, owner)))
 
     def post_read(self, peer: PeerId, region: int, remote_rows: Sequence[int], local_rows: Sequence[int]) -> int:
         """Start to copy, row by row."""
@@ -229,6 +235,11 @@ class SimTransport(Transport):
         ended, self._ended = self._ended, []
         return ended
 
+    def take_lost_peers(self) -> Sequence[PeerId]:
+        """Return the peers whose connections have ended with their owners."""
+        lost, self._lost = self._lost, []
+        return lost
+
     def cancel(self, handle: int) -> None:
         """End the read, unless its bytes cannot be stopped."""
         read = self._reads.get(handle)
@@ -237,6 +248,7 @@ class SimTransport(Transport):
 
     def remove_peer(self, peer: PeerId) -> None:
         """End the peer's reads; they write nothing any more."""
+        self._lost = [other for other in self._lost if other != peer]
         self._peers.pop(peer, None)
         self._landing.pop(peer, None)
         for read in [read for read in self._reads.values() if read.peer == peer]:
@@ -337,6 +349,13 @@ class SimTransport(Transport):
         self._peers.pop(peer, None)
         for read in [read for read in self._reads.values() if read.peer == peer]:
             self._end(read, PeerUnreachable(f"the connection to {peer.address} has failed"))
+
+    def _lose(self, peer: PeerId, owner: _Owner) -> None:
+        """The connection to a peer that has died has ended, unless the peer was removed before."""
+        if self._peers.get(peer) is owner:
+            self._lost.append(peer)
+            self._end_all_of(peer)
+            self._wake()
 
     def _on_owner_death(self, read: _Read) -> None:
         """Rows under way may still land; then the read ends with an error."""
