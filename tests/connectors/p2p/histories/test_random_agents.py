@@ -393,11 +393,11 @@ class History:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "start", [*range(0, 60, 20), *(pytest.param(start, marks=pytest.mark.full) for start in range(60, 1200, 20))]
+    "start", [*range(0, 80, 40), *(pytest.param(start, marks=pytest.mark.full) for start in range(80, 1200, 40))]
 )
 def test_random_histories_end_well(make_owner, make_identity, start):
     happened = Counter()
-    for seed in range(start, start + 20):
+    for seed in range(start, start + 40):
         happened += History(make_owner, make_identity, seed).run()
     for what in SHOWN:
         assert happened[what] > 0, f"no {what}: the histories show nothing"
