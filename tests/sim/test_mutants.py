@@ -405,7 +405,7 @@ def take_what_an_ended_choice_sends_for_a_gap(patch: Patch) -> None:
 
 
 def give_up_a_silent_router_without_a_word(patch: Patch) -> None:
-    patch(Serving, "give_up_of_link", Serving.abort_of_link)
+    patch(Serving, "give_up_of_link", lambda self, link, *_: Serving.abort_of_link(self, link))
 
 
 def take_every_reader_that_cannot_for_one_of_another_layout(patch: Patch) -> None:

@@ -47,8 +47,8 @@
 {{- if has $name $ours -}}
 {{- fail (printf "vllm.settings.%s: the chart sets it, from config.connector, ports.control or security.insecure; set it there" $name) -}}
 {{- end -}}
-{{- if not (has $name (list "cluster_key_file" "model" "peers")) -}}
-{{- fail (printf "vllm.settings.%s: the plug-in has no such setting; there are cluster_key_file, model and peers" $name) -}}
+{{- if not (has $name (list "cluster_key_file" "kv_cache_layout" "model" "peers")) -}}
+{{- fail (printf "vllm.settings.%s: the plug-in has no such setting; there are cluster_key_file, kv_cache_layout, model and peers" $name) -}}
 {{- end -}}
 {{- end -}}
 {{- if .Values.encode.enabled -}}
