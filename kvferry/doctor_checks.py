@@ -85,7 +85,8 @@ def check_model(config: KVFerryConfig) -> Iterator[Finding]:
             if is_for_serve(config):
                 preflight.check_encode_workers(config, known)
         if folder.is_dir() and name not in ALIASES:
-            preflight.check_weights(read_model_folder(name, folder, Path(cache)).weight_files)
+            files = read_model_folder(name, folder, Path(cache), needs_weights=not _is_for_vllm(config))
+            preflight.check_weights(files.weight_files)
     except ConfigError as error:
         yield _refused("model", error, config, "worker")
         return

@@ -230,12 +230,12 @@ def _installed_versions(python: Path, environment: Mapping[str, str]) -> dict[st
 def _find_model(config: KVFerryConfig) -> tuple[str, ...]:
     """Return the arguments that name the model: a folder, or a Hugging Face id, which vLLM fetches itself.
 
-    The router's part, tokenizer and configuration, is fetched here.
+    The router's part, tokenizer and configuration, is fetched here. Which weights of a folder count is vLLM's to say.
     """
     name, cache_dir = config.model.name, Path(config.model.cache_dir)
     is_hub_id = "/" in name and peek_config(name, cache_dir) is None
     with shown_progress() as progress:
-        files = resolve_model(name, cache_dir, progress, needs_weights=not is_hub_id)
+        files = resolve_model(name, cache_dir, progress, needs_weights=False)
     if not is_hub_id:
         return (str(files.path),)
     repo_id, _, revision = name.partition("@")

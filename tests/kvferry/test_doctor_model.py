@@ -79,6 +79,10 @@ def test_model_of_vllm_is_not_compared_with_what_our_engine_computes(model_folde
     (model_folder / "config.json").write_text('{"model_type": "other"}')
     settings = [f"model.name={model_folder}", "local.engine=vllm"]
     assert verdicts(doctor_checks.check_model, *settings)["model"].verdict == "ok"
+    (model_folder / "model.safetensors").unlink()
+    (model_folder / "pytorch_model.bin").touch()
+    (model_folder / "adapter_config.json").write_text("{}")
+    assert verdicts(doctor_checks.check_model, *settings)["model"].verdict == "ok"
 
 
 def test_model_of_no_kind_is_refused_as_serve_refuses_it():

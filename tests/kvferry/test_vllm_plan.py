@@ -14,6 +14,7 @@ from connectors.vllm.engine import SUPPORTED_MINORS
 from connectors.vllm.settings import read_keys, read_settings
 from core.config import load_config
 from core.errors import ConfigError
+from core.model.hub import resolve_model
 from kvferry import LocalCluster, vllm_preflight
 from kvferry.foreign import ForeignProgram
 from kvferry.local import ProcessOptions
@@ -187,6 +188,16 @@ def test_aggregated_engines_need_no_plug_in(install):
 def test_a_hugging_face_id_is_passed_on_with_its_revision(install):
     cluster = prepared(install(), "model.name=owner/name@v2")
     assert program_of(cluster, "decode-0").command[1:5] == ("serve", "owner/name", "--revision", "v2")
+
+
+def test_weights_in_a_folder_are_for_vllm_to_choose(install, tmp_path, monkeypatch):
+    command = install()
+    monkeypatch.setattr(vllm_preflight, "resolve_model", resolve_model)
+    for name in ("config.json", "tokenizer.json", "adapter_config.json"):
+        (tmp_path / name).write_text("{}")
+    (tmp_path / "pytorch_model.bin").touch()
+    cluster = prepared(command, f"model.name={tmp_path}")
+    assert program_of(cluster, "decode-0").command[1:3] == ("serve", str(tmp_path))
 
 
 def test_the_gpus_are_shared_out_evenly():
