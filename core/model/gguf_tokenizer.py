@@ -20,7 +20,8 @@ from core.errors import ConfigError
 _CONTROL, _USER_DEFINED = 3, 4  # values of tokenizer.ggml.token_type
 _SPACE_MARK = "\u2581"
 _SPECIAL_NAMES = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-# Spellings of tokens that end an answer or a text, from llama.cpp's list (llama-vocab.cpp).
+# Spellings of tokens that end an answer or a text, from llama.cpp's list (llama-vocab.cpp), as far as models of the
+# supported architectures have them.
 _ENDS = frozenset(
     (
         "<|eot_id|>",
@@ -35,6 +36,8 @@ _ENDS = frozenset(
         "_<EOT>",
     )
 )
+# Those of that list that are ends only as control tokens: vocabularies such as Gemma's have "</s>" as a tag of HTML.
+_CONTROL_ENDS = frozenset(("<eos>", "</s>", "[EOS]", "[EOT]", "<\uff5cend\u2581of\u2581sentence\uff5c>"))
 _CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _WORDS_AND_SPACES = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -54,7 +57,8 @@ def write_tokenizer(metadata: Mapping[str, Any], gguf_path: Path, folder: Path) 
     config: dict[str, Any] = {"chat_template": metadata.get("tokenizer.chat_template")}
     for name, kind in _SPECIAL_NAMES.items():
         special = token_id(metadata, kind)
-        config[name] = tokens[special] if special is not None and special < len(tokens) else None
+        if special is not None and special < len(tokens):
+            config[name] = tokens[special]
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / "tokenizer_config.json").write_text(text + "\n", encoding="utf-8")
 
@@ -85,9 +89,15 @@ def end_tokens(metadata: Mapping[str, Any]) -> set[int]:
 
 
 def _spelled_ends(metadata: Mapping[str, Any]) -> set[int]:
-    """Return the tokens of llama.cpp's list, but for one that stands for unknown text, too."""
+    """Return the tokens of llama.cpp's list, but for one that stands for unknown text, too.
+
+    One of ``_CONTROL_ENDS`` that is also BOS begins texts instead.
+    """
     tokens = metadata.get("tokenizer.ggml.tokens", [])
-    return {index for index, text in enumerate(tokens) if text in _ENDS} - {token_id(metadata, "unknown")}
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    ends = {index for index, text in enumerate(tokens) if text in _ENDS}
+    controls = {index for index, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL} - {token_id(metadata, "bos")}
+    return (ends | {index for index in controls if tokens[index] in _CONTROL_ENDS}) - {token_id(metadata, "unknown")}
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
@@ -114,14 +124,19 @@ def _bos_to_add(metadata: Mapping[str, Any]) -> int | None:
     """Return the token to put before a text; None for none.
 
     Files that do not say whether there is one follow llama.cpp: there is for SentencePiece and for Llama 3.
+
+    Raises:
+        ConfigError: the file says that there is one, and names none of its tokens.
     """
-    bos_id = token_id(metadata, "bos")
+    key, bos_id = "tokenizer.ggml.bos_token_id", token_id(metadata, "bos")
+    if bos_id is not None and bos_id >= len(_list(metadata, "tokenizer.ggml.tokens")):
+        bos_id = None
     by_default = metadata.get("tokenizer.ggml.model") == "llama" or metadata.get("tokenizer.ggml.pre") == "llama-bpe"
-    if not metadata.get("tokenizer.ggml.add_bos_token", by_default and bos_id is not None):
+    if not metadata.get("tokenizer.ggml.add_bos_token", by_default):
         return None
-    if bos_id is None or bos_id >= len(_list(metadata, "tokenizer.ggml.tokens")):
-        key = "tokenizer.ggml.bos_token_id"
-        raise ConfigError(f"GGUF {key}={bos_id!r} names no token, but one is to be put before every text", param=key)
+    if bos_id is None and "tokenizer.ggml.add_bos_token" in metadata:
+        named = metadata.get(key)
+        raise ConfigError(f"GGUF {key}={named!r} names no token, but one is to be put before every text", param=key)
     return bos_id
 
 

@@ -302,12 +302,18 @@ def test_gemma_slides_in_the_layers_that_the_file_names(pattern, sliding, tmp_pa
         ({"eos": 1}, [1, 3, 5]),
         ({"eos": 1, "eot": 3}, [1, 3, 5]),
         ({"eos": 1, "unknown": 5}, [1, 3]),  # SmolLM2: the end of a text is also its unknown token
-        ({}, [3, 5]),
+        ({"eos": 3}, [1, 3, 5]),
+        ({"eos": 3, "bos": 1}, [3, 5]),
+        ({"eos": 3, "bos": 5}, [1, 3, 5]),  # Qwen: the end of a text is also its BOS
+        ({"eos": 6}, [1, 3, 5, 6]),
+        ({}, [1, 3, 5]),
     ],
 )
-def test_tokens_spelled_like_the_end_of_a_turn_end_answers(ids, expected, tmp_path):
+def test_tokens_spelled_like_an_end_end_answers(ids, expected, tmp_path):
     metadata = {f"tokenizer.ggml.{kind}_token_id": token_id for kind, token_id in ids.items()}
-    metadata["tokenizer.ggml.tokens"] = ["<pad>", "<eos>", "<start_of_turn>", "<end_of_turn>", "end", "<|endoftext|>"]
+    tokens = ["<pad>", "<eos>", "<start_of_turn>", "<end_of_turn>", "end", "<|endoftext|>", "</s>"]
+    metadata["tokenizer.ggml.tokens"] = tokens
+    metadata["tokenizer.ggml.token_type"] = [3, 3, 3, 3, 1, 3, 4]  # Gemma's vocabulary has HTML's tags, as ordinary text
     assert small_config(tmp_path, {}, metadata)["eos_token_id"] == expected
 
 

@@ -7,10 +7,12 @@ import json
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer as BackendTokenizer
 
 from core.errors import ConfigError
 from core.model.gguf_tokenizer import build_tokenizer, write_tokenizer
+from core.model.hub import read_model_folder
+from core.model.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -144,9 +146,9 @@ def test_a_bos_that_is_no_token_is_refused_where_one_is_added(bos_id, metadata):
         build_tokenizer(wanted)
 
 
-def test_a_llama3_tokenizer_without_bos_adds_none(metadata):
-    silent = {key: value for key, value in metadata.items() if key != "tokenizer.ggml.bos_token_id"}
-    tokenizer = build_tokenizer({**silent, "tokenizer.ggml.pre": "llama-bpe"})
+@pytest.mark.parametrize("bos_id", [None, 2**32 - 1])  # the latter, -1 as uint32, is no token to llama.cpp either
+def test_a_llama3_tokenizer_without_bos_adds_none(bos_id, metadata):
+    tokenizer = build_tokenizer({**metadata, "tokenizer.ggml.bos_token_id": bos_id, "tokenizer.ggml.pre": "llama-bpe"})
     assert tokenizer.encode("the").ids == tokenizer.encode("the", add_special_tokens=False).ids
 
 
@@ -182,7 +184,7 @@ def test_a_tokenizer_beside_the_file_wins(metadata, byte_fallback_backend, tmp_p
     target.mkdir()
     byte_fallback_backend.save(str(source / "tokenizer.json"))
     write_tokenizer({**metadata, "tokenizer.ggml.model": "llama"}, source / "model.gguf", target)
-    assert Tokenizer.from_file(str(target / "tokenizer.json")).to_str() == byte_fallback_backend.to_str()
+    assert BackendTokenizer.from_file(str(target / "tokenizer.json")).to_str() == byte_fallback_backend.to_str()
 
 
 def test_writes_template_and_special_tokens(metadata, tmp_path):
@@ -192,6 +194,12 @@ def test_writes_template_and_special_tokens(metadata, tmp_path):
         "chat_template": "{{ messages[0].content }}",
         "bos_token": "<|im_start|>",
         "eos_token": "<|im_end|>",
-        "unk_token": None,
-        "pad_token": None,
     }
+
+
+def test_a_template_s_token_that_the_file_does_not_name_is_reported(metadata, tmp_path):
+    silent = {key: value for key, value in metadata.items() if key != "tokenizer.ggml.bos_token_id"}
+    write_tokenizer({**silent, "tokenizer.chat_template": "{{ bos_token }}{{ eos_token }}"}, tmp_path / "model.gguf", tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    tokenizer = Tokenizer(read_model_folder("m", tmp_path, tmp_path, needs_weights=False))
+    assert tokenizer.unknown_template_tokens == ["bos_token"]
