@@ -14,6 +14,7 @@ from typing import Any
 from core.errors import ConfigError
 
 TEXT_PATTERNS = ("*.json", "*.jinja")
+_CONFIG = "config.json"
 _WHOLE = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
 _ANY = "*.safetensors"
@@ -46,7 +47,7 @@ def fetch_weights(folder: Path, fetch: Callable[[Sequence[str]], object]) -> Non
     ``fetch`` takes names or patterns of files, of which the origin may have none.
     """
     if not (folder / _WHOLE).is_file():
-        fetch([_WHOLE])
+        fetch([_WHOLE, _CONFIG])  # which is there already: huggingface-hub warns of patterns that match nothing
     if (folder / _WHOLE).is_file():
         return
     shards = _shards(folder)

@@ -416,11 +416,12 @@ def fake_hub(monkeypatch, folder, weights=WHOLE_WEIGHTS):
     fetched = []
 
     def snapshot_download(repo_id, allow_patterns, **options):
-        for name, text in files.items():
-            if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns):
+        matching = [name for name in files if any(fnmatch.fnmatch(name, pattern) for pattern in allow_patterns)]
+        assert matching, "the hub's library would warn"
+        for name in matching:
+            if not (folder / name).exists():
                 fetched.append(name)
-                if not (folder / name).exists():
-                    (folder / name).write_text(text)
+                (folder / name).write_text(files[name])
         return str(folder)
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
