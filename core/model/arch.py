@@ -380,7 +380,8 @@ def _parse_layer_types(config: Mapping[str, Any], *supported: str) -> list[str] 
     named = config.get("layer_types")
     if named is None:
         return None
-    kinds: list[str] = _one_per_layer("layer_types", named, positive_count(config, "num_hidden_layers"))
+    one_per_layer = _one_per_layer("layer_types", named, positive_count(config, "num_hidden_layers"))
+    kinds: list[str] = ["full_attention" if kind == "attention" else kind for kind in one_per_layer]  # the older name
     for kind in kinds:
         if kind not in supported:
             is_off = kind == "sliding_attention" and config["model_type"] not in ("llama", "llama4_text")

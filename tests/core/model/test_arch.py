@@ -162,6 +162,7 @@ def test_windows_are_per_layer():
     for model_type in ("llama", "mistral", "qwen2", "qwen3"):
         full = parse(model_type=model_type, sliding_window=None, layer_types=["full_attention"] * 4)
         assert full.sliding_windows == (None,) * 4
+    assert parse(layer_types=["attention"] * 4) == parse()  # an older name of full attention
     types = ["sliding_attention", "full_attention"] * 2
     assert parse(**gated, layer_types=types).sliding_windows == (8, None, 8, None)
 
