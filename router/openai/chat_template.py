@@ -31,11 +31,15 @@ _RESERVED_ARGUMENTS = frozenset({"self", "messages", "tools", "add_generation_pr
 
 @dataclass(frozen=True, slots=True)
 class _Chosen:
-    """The template of one request: its text, the variables that it reads, and whether tools are described in the messages."""
+    """The template of one request: its text, and the variables that it reads.
+
+    ``is_given_tools``: it has a list of tools, which may be empty; ``describes_tools``: they are described in the messages.
+    """
 
     text: str
     variables: frozenset[str]
-    describes_tools: bool
+    is_given_tools: bool = False
+    describes_tools: bool = False
 
 
 class ChatTemplate:
@@ -58,7 +62,8 @@ class ChatTemplate:
         messages = [_template_message(index, message, self._has_images) for index, message in enumerate(request.messages)]
         tools = tool_use(request)
         definitions = tools.definitions if tools is not None else []
-        chosen = self._choose(has_tools=tools is not None)
+        has_calls = any("tool_calls" in message for message in messages)
+        chosen = self._choose(has_tools=tools is not None, has_calls=has_calls)
         if chosen.describes_tools:
             messages = with_described_tools(messages, definitions)
         self._check_calls_are_read(messages, chosen.text)
@@ -71,7 +76,7 @@ class ChatTemplate:
         if reserved:
             raise InvalidRequest(f"chat_template_kwargs may not set {reserved[0]}", param="chat_template_kwargs")
         arguments = _reasoning_arguments(request, chosen.variables) | arguments
-        if tools is not None and not chosen.describes_tools:
+        if chosen.is_given_tools:
             arguments["tools"] = definitions
         return self._tokenizer.apply_chat_template(
             messages,
@@ -81,31 +86,40 @@ class ChatTemplate:
             template_args=arguments,
         )
 
-    def _choose(self, *, has_tools: bool) -> _Chosen:
-        """Return the template of a request with or without tools.
+    def _choose(self, *, has_tools: bool, has_calls: bool) -> _Chosen:
+        """Return the template of a request with or without tools; earlier calls may need the one for tools.
 
         Raises:
             InvalidRequest: there are tools, and nothing tells the model of them.
         """
         known = self._tokenizer
         if has_tools and "tools" in known.tool_template_variables:
-            return _Chosen(known.tool_template, known.tool_template_variables, describes_tools=False)
+            return _Chosen(known.tool_template, known.tool_template_variables, is_given_tools=True)
         if has_tools and not self._may_describe_tools:
             raise InvalidRequest(
                 "this model's chat template does not use tools: leave them out, or set router.tools_in_prompt to hermes",
                 param="tools",
             )
+        if (
+            has_calls
+            and not self._may_describe_tools
+            and _reads_calls(known.tool_template)
+            and not _reads_calls(known.template)
+        ):
+            return _Chosen(known.tool_template, known.tool_template_variables, is_given_tools=True)
         describes_tools = self._may_describe_tools and (has_tools or "tools" not in known.template_variables)
-        return _Chosen(known.template, known.template_variables, describes_tools)
+        return _Chosen(known.template, known.template_variables, describes_tools=describes_tools)
 
     def _check_calls_are_read(self, messages: Sequence[dict[str, Any]], template: str) -> None:
         for index, message in enumerate(messages):
-            if "tool_calls" in message and "tool_calls" not in template:
+            if "tool_calls" in message and not _reads_calls(template):
                 field = f"messages[{index}].tool_calls"
                 fix = "leave them out, or set router.tools_in_prompt to hermes"
-                if "tool_calls" in self._tokenizer.tool_template:  # the other one of a model's two
-                    fix = f"send tools with them, {fix}"
                 raise InvalidRequest(f"{field}: this model's chat template does not use tools: {fix}", param=field)
+
+
+def _reads_calls(template: str) -> bool:
+    return "tool_calls" in template
 
 
 def _reasoning_arguments(request: ChatCompletionRequest, reads: frozenset[str]) -> dict[str, Any]:

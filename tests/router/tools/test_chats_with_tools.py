@@ -305,10 +305,10 @@ async def test_a_model_may_have_a_template_for_requests_with_tools(tiny_router_o
     prompt = await prompt_of(under_test, messages=history, tools=TOOLS, reasoning_effort="high")
     assert prompt.startswith('<tools>[{"type": "function", "function": {"name": "weather"')
     assert prompt.endswith("</tool_call><tool>rain[high]<assistant>")
-    async with under_test.client() as client:
-        refused = (await client.post("/v1/chat/completions", json={"messages": history})).json()["error"]
-    assert refused["param"] == "messages[1].tool_calls"
-    assert "send tools with them" in refused["message"]
+    for without_tools in ({}, {"tools": TOOLS, "tool_choice": "none"}):
+        prompt = await prompt_of(under_test, messages=history, **without_tools)
+        assert prompt.startswith("<user>hi<assistant>")
+        assert prompt.endswith("</tool_call><tool>rain<assistant>")
 
 
 async def test_calls_without_tools_are_described_where_the_template_reads_none(tiny_router_of):
