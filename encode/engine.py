@@ -5,9 +5,9 @@ embeddings are not computed again. There is no KV cache and no scheduler; the EC
 sources. ``core.model.image_encoder`` computes embeddings, ``core.engine.media.image_decode_thread`` delivers the pixels.
 Runs on the worker's engine thread, like ``core.engine.core``.
 
-        queued ──► known to the connector ─────────────────────────────────────────────────────────► answered
-       ├─────► no room for its embeddings at the connector ──────────────────────────────────────────► failed
+    queued ──► known to the connector ──────────────────────────────────────────────────────────────► answered
        └─────► decoded, in the order of the queue ──► computed, handed to the connector: being saved ──┘
+                                └─────► no room for its embeddings at the connector ────────────────► failed
 """
 
 from __future__ import annotations
@@ -230,11 +230,6 @@ class EncodeEngine:
             if source is not None:
                 outputs += self._answer(image, source, was_cached=True)
                 continue
-            num_embeds = image.feature.num_embeds
-            if not self._connector.has_room(num_embeds):  # the worker that computes the prompt embeds it: once, not twice
-                full = Full(f"the EC connector has no room for {num_embeds} rows of embeddings at the moment")
-                outputs += self._fail(image, ErrorInfo.of(full), "failed")
-                continue
             is_ready = self._image_decode_thread.is_ready(_USER, image.feature, image.content)
             if is_ready and len(batch) < self._max_batch_images:
                 self._image_decode_thread.claim(image.identifier)
@@ -271,12 +266,19 @@ class EncodeEngine:
     # ---- one image ---------------------------------------------------------------------------------------------------
 
     def _compute(self, image: _Image) -> KVFerryError | None:
-        """Embed an image and pass it to the connector; return the error of the image, if there is one."""
+        """Embed an image and pass it to the connector; return the error of the image, if there is one.
+
+        Room is asked for here, as readers may release it until then, and the images before this one may have taken it.
+        """
         image.started_at = self._clock.now()
+        num_embeds = image.feature.num_embeds
         try:
-            embeddings = self._encoder.embed(self._image_decode_thread.take(image.identifier, image.content))
-            if len(embeddings) != image.feature.num_embeds:
-                raise EncoderInputMissing(f"it has {len(embeddings)} embeddings, {image.feature.num_embeds} were announced")
+            pixels = self._image_decode_thread.take(image.identifier, image.content)
+            if not self._connector.has_room(num_embeds):  # the worker that computes the prompt embeds it: once, not twice
+                raise Full(f"the EC connector has no room for {num_embeds} rows of embeddings at the moment")
+            embeddings = self._encoder.embed(pixels)
+            if len(embeddings) != num_embeds:
+                raise EncoderInputMissing(f"it has {len(embeddings)} embeddings, {num_embeds} were announced")
         except KVFerryError as error:
             return error
         self._metrics.count_computed(len(embeddings), self._clock.now() - image.started_at)

@@ -13,6 +13,7 @@ from prometheus_client import CollectorRegistry
 from connectors.p2p.producer.handshake import WorkerIdentity
 from core.engine.media.image_decode_thread import ImageDecodeThread
 from core.engine.step_watch import StepSize
+from core.errors import Full
 from core.ids import SeededIds, new_incarnation
 from core.metrics import WorkerMetrics
 from core.request import EngineCoreOutput
@@ -117,7 +118,8 @@ class SimEncoder(SimWorkerProtocol):
             max_batch_images=_MAX_BATCH_IMAGES,
         )
         self._complain = complain
-        self.engine = _EngineThread(host.process, core, self._put_outputs, self._draw_step_s, self._check_sleep)
+        self._num_without_room = 0
+        self.engine = _EngineThread(host.process, core, self._count_and_put_outputs, self._draw_step_s, self._check_sleep)
         if self.images is not None:
             self.images.start(self.engine.wake)
         self.embeddings.worker.set_wakeup(self.engine.wake)
@@ -152,8 +154,16 @@ class SimEncoder(SimWorkerProtocol):
     def count_what_happened(self) -> dict[str, int]:
         """Count events that not every run has."""
         num_decoded = len(self.images.prepared) if self.images is not None else 0
-        happened = {"encode_steps": self.engine.core.stats.num_steps, "images_decoded_to_share": num_decoded}
+        happened = {
+            "encode_steps": self.engine.core.stats.num_steps,
+            "images_decoded_to_share": num_decoded,
+            "images_without_room": self._num_without_room,
+        }
         return happened | self.embeddings.count_what_happened()
+
+    def _count_and_put_outputs(self, outputs: list[EngineCoreOutput]) -> None:
+        self._num_without_room += sum(output.error is not None and output.error.code == Full.code for output in outputs)
+        self._put_outputs(outputs)
 
     def _make_images(self, plan: ImagePlan, incarnation: int, encoder: HashImageEncoder) -> SimPixels | None:
         if not plan.decode_s:

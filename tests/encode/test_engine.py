@@ -59,7 +59,8 @@ class ShelfConnector(ECConnectorWorker):
     def __init__(self) -> None:
         self.kept: set[bytes] = set()
         self.is_slow = False
-        self.room = 100  # embeddings of one item
+        self.room = 1000  # embeddings, of all items
+        self.num_asked = 0  # for room
         self.error: Exception | None = None
         self.num_leases = 0
         self.is_shut_down = 0
@@ -74,6 +75,7 @@ class ShelfConnector(ECConnectorWorker):
 
     def save_caches(self, encoder_cache, identifier) -> None:
         assert encoder_cache[identifier].shape[1] == self.layout.hidden_size
+        self.room -= len(encoder_cache[identifier])
         self._pending.append(identifier)
         if not self.is_slow:
             self.let_go()
@@ -97,6 +99,7 @@ class ShelfConnector(ECConnectorWorker):
         )
 
     def has_room(self, num_embeds):
+        self.num_asked += 1
         return num_embeds <= self.room
 
     def find_source(self, identifier):
@@ -325,6 +328,31 @@ def test_what_there_is_no_room_for_is_not_computed(bench):
     assert bench.counted("failed") == 1
 
 
+def test_an_image_takes_the_room_of_the_next_ones_of_its_batch(bench):
+    bench.connector.room = 3
+    for name, content in (("r0/0", CAT), ("r1/0", DOG)):
+        bench.engine.add_request(request(name, content))
+    outputs = {output.request_id: output for output in bench.engine.step()}
+    assert outputs["r0/0"].encoded is not None
+    assert outputs["r1/0"].error.code == "store_full"
+    assert bench.encoder.encoded == [CAT]
+
+
+def test_a_lack_of_room_fails_only_images_whose_turn_it_is(make_engine):
+    bench = make_engine(max_batch_images=4)
+    for number in range(100):
+        bench.engine.add_request(request(f"r{number}/0", b"%03d" % number))
+    outputs = []
+    for number in range(25):
+        if number % 3 == 0:  # readers have released everything
+            bench.connector.room = 8 * 3
+        outputs += bench.engine.step()
+        assert bench.connector.num_asked == 4 * (number + 1)
+    encoded = [output for output in outputs if output.encoded is not None]
+    assert len(outputs) == 100
+    assert len(encoded) == len(bench.encoder.encoded) == 68
+
+
 def test_a_dead_connector_ends_the_engine(bench):
     bench.connector.error = EngineDead("gone")
     bench.engine.wake()
@@ -474,6 +502,27 @@ def test_images_are_decoded_in_the_order_in_which_they_are_computed(make_engine,
     assert run(beside.engine).keys() == {"r0/0", "r1/0"}
     assert beside.decoded == beside.encoder.encoded == order
     beside.engine.shutdown()
+
+
+def test_the_pixels_of_images_that_there_is_no_room_for_are_dropped(beside):
+    beside.connector.room = 3
+    for number, content in enumerate((CAT, DOG)):
+        beside.engine.add_request(request(f"r{number}/0", content))
+    assert run(beside.engine) == {}
+    beside.let_decode(2)
+    outputs = run(beside.engine)
+    assert (outputs["r0/0"].error, outputs["r1/0"].error.code) == (None, "store_full")
+    assert beside.encoder.encoded == [CAT]
+    assert beside.image_decode_thread.num_bytes == 0
+
+
+def test_an_image_that_waits_to_be_decoded_waits_for_room_too(beside):
+    beside.connector.room = 0
+    beside.engine.add_request(request("r0/0", CAT))
+    assert run(beside.engine) == {}
+    beside.connector.room = 3
+    beside.let_decode(1)
+    assert run(beside.engine)["r0/0"].encoded is not None
 
 
 def test_a_bad_image_fails_alone_when_it_is_decoded(beside):

@@ -67,13 +67,17 @@ def test_requests_end_for_want_of_embeddings_only_where_files_are_nowhere_else(r
         "fetch_stale",
         "flipped_embeddings",
         "images_decoded_to_share",
+        "images_without_room",
         "known_images",
-        "refused_offers",
         "waiting_for_embeddings",
     ],
 )
 def test_what_is_to_be_survived_does_happen(happening, runs):
     assert runs.happened[happening] > 0
+
+
+def test_no_image_is_embedded_whose_embeddings_are_refused_then(runs):
+    assert runs.happened["refused_offers"] == 0
 
 
 @pytest.mark.parametrize("seed", WITH_IMAGES[:1])
