@@ -26,6 +26,7 @@ _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "kvferry"}
 
 _MAX_PORT = 65535
+_MIN_CONNECT_S = 1.0  # for an address, and again for its TLS handshake: far more than a round trip
 _RESOLVER_THREADS = 16  # slow names delay only other names, and only if there are so many
 
 Resolve = Callable[[str, int], Awaitable[list[Address]]]
@@ -102,7 +103,8 @@ class ImageFetcher:
         """Send the request to the first allowed address to which a connection can be made. The caller closes the response."""
         addresses = await self._allowed_addresses(url)
         timeout_s = self._limits.timeout_s
-        timeout = httpx.Timeout(timeout_s, connect=timeout_s / len(addresses))  # a silent address leaves time for the next
+        connect_s = max(_MIN_CONNECT_S, timeout_s / len(addresses))  # a silent address leaves time for the next
+        timeout = httpx.Timeout(timeout_s, connect=connect_s)
         *others, last = (
             self._open_client().build_request(
                 "GET",

@@ -76,8 +76,11 @@ async def test_the_first_allowed_address_that_answers_is_asked(host, make_fetche
     assert len(host.requests) == 1
 
 
-async def test_addresses_share_the_time_to_connect(host, make_fetcher: Make, monkeypatch):
-    fetcher = make_fetcher(f"cats.example:{host.port}", LOOPBACK, names={"cats.example": "127.0.0.2 127.0.0.1"}, timeout_s=8.0)
+@pytest.mark.parametrize(("count", "connect_s"), [(1, 8.0), (2, 4.0), (16, 1.0)])
+async def test_addresses_share_the_time_to_connect(host, make_fetcher: Make, monkeypatch, count, connect_s):
+    addresses = [f"127.0.0.{number}" for number in range(1, count + 1)]
+    names = {"cats.example": " ".join(addresses)}
+    fetcher = make_fetcher(f"cats.example:{host.port}", LOOPBACK, names=names, timeout_s=8.0)
     tried = []
 
     async def silent(request, **options):
@@ -86,7 +89,7 @@ async def test_addresses_share_the_time_to_connect(host, make_fetcher: Make, mon
 
     monkeypatch.setattr(fetcher._open_client(), "send", silent)
     assert "ConnectTimeout" in await refusal(fetcher, f"http://cats.example:{host.port}/cat")
-    assert tried == [("127.0.0.2", 4.0), ("127.0.0.1", 4.0)]
+    assert tried == [(address, connect_s) for address in addresses]
 
 
 async def test_a_listed_name_with_a_private_address_is_not_asked(host, make_fetcher: Make):
