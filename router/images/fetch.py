@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
@@ -30,6 +29,7 @@ _MIN_CONNECT_S = 1.0  # for an address, and again for its TLS handshake: far mor
 _RESOLVER_THREADS = 16  # slow names delay only other names, and only if there are so many
 
 Resolve = Callable[[str, int], Awaitable[list[Address]]]
+_Found = list[tuple[Any, ...]]  # as ``socket.getaddrinfo`` returns it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,12 +159,21 @@ class ImageFetcher:
         return self._client
 
 
+@dataclass(slots=True, eq=False)
+class _Lookup:
+    """The look-up of one name: as a job of a thread, and as the event loop awaits it. ``num_waiting`` requests wait for it."""
+
+    job: Future[_Found]
+    found: asyncio.Future[_Found]
+    num_waiting: int = 0
+
+
 class Resolver:
     """Resolves names on its own threads, because the event loop's threads tokenize."""
 
     def __init__(self) -> None:
         self._threads = ThreadPoolExecutor(_RESOLVER_THREADS, "kvferry-resolve")  # started at the first name
-        self._asked: dict[tuple[str, int], asyncio.Future[list[tuple[Any, ...]]]] = {}  # a slow name keeps one thread
+        self._lookups: dict[tuple[str, int], _Lookup] = {}  # a slow name keeps one thread
 
     async def resolve(self, host: str, port: int) -> list[Address]:
         """Return the addresses of a name, in the system's order.
@@ -173,15 +182,26 @@ class Resolver:
             OSError: it has none.
             UnicodeError: it cannot be one, such as with a label that is empty or too long.
         """
-        asked = self._asked.get((host, port))
-        if asked is None:
-            ask = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-            asked = asyncio.get_running_loop().run_in_executor(self._threads, ask)
-            self._asked[host, port] = asked
-            asked.add_done_callback(lambda _: self._asked.pop((host, port)))
-        found = await asyncio.shield(asked)  # others may wait for it
+        lookup = self._lookups.get((host, port)) or self._begin(host, port)
+        lookup.num_waiting += 1
+        try:
+            found = await asyncio.shield(lookup.found)  # others may wait for it
+        finally:
+            lookup.num_waiting -= 1
+            if not lookup.num_waiting and lookup.job.cancel():  # one that a thread has begun cannot be stopped
+                self._forget(host, port, lookup)
         addresses = [as_address(str(entry[4][0]).partition("%")[0]) for entry in found]
         return [address for address in addresses if address is not None]
+
+    def _begin(self, host: str, port: int) -> _Lookup:
+        job: Future[_Found] = self._threads.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        lookup = self._lookups[host, port] = _Lookup(job, asyncio.wrap_future(job))
+        lookup.found.add_done_callback(lambda _: self._forget(host, port, lookup))
+        return lookup
+
+    def _forget(self, host: str, port: int, lookup: _Lookup) -> None:
+        if self._lookups.get((host, port)) is lookup:
+            del self._lookups[host, port]
 
     def close(self) -> None:
         """Stop the threads; a thread that waits for an answer stops after it. Idempotent."""

@@ -226,6 +226,32 @@ async def test_a_name_asked_for_many_times_at_once_is_resolved_once(monkeypatch)
     resolver.close()
 
 
+async def test_names_that_nobody_waits_for_any_more_are_not_looked_up(monkeypatch):
+    gate, begun, asked = threading.Event(), threading.Semaphore(0), []
+
+    def slow(host, port, **options):
+        asked.append(host)
+        begun.release()
+        gate.wait(20)
+        return []
+
+    monkeypatch.setattr("router.images.fetch.socket.getaddrinfo", slow)
+    resolver = Resolver()
+    waits = [asyncio.create_task(resolver.resolve(f"n{number}.example", 80)) for number in range(36)]
+    again = asyncio.create_task(resolver.resolve("n20.example", 80))
+    for _ in range(16):  # as many as there are threads
+        assert await asyncio.to_thread(begun.acquire, timeout=20)
+    for wait in waits:
+        wait.cancel()
+    assert {type(error) for error in await asyncio.gather(*waits, return_exceptions=True)} == {asyncio.CancelledError}
+    fast = [asyncio.create_task(resolver.resolve(host, 80)) for host in ("fast.example", "n30.example")]
+    await asyncio.sleep(0)
+    gate.set()
+    assert await asyncio.gather(again, *fast) == [[], [], []]
+    assert sorted(asked[16:]) == ["fast.example", "n20.example", "n30.example"]
+    resolver.close()
+
+
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1/cat", "cat.png", "", "http://", "http://[::1", "/cat", "javascript:alert(1)"])
 async def test_what_is_no_http_url_is_refused(make_fetcher: Make, url):
     assert "URL" in await refusal(make_fetcher(LOOPBACK), url)
