@@ -36,7 +36,9 @@ _Found = list[tuple[Any, ...]]  # as ``socket.getaddrinfo`` returns it
 class FetchLimits:
     """Limits per image; ``max_fetches`` holds for all clients together.
 
-    ``timeout_s`` bounds the wait for a turn, and again everything from then on up to the last byte.
+    Three quarters of them may be for one host: the name and port of the first URL, wherever redirects lead. Another name of the
+    same machine is another host. ``timeout_s`` bounds the wait for a turn, and again everything from then on up to the last
+    byte.
     """
 
     max_bytes: int

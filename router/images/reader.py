@@ -87,6 +87,7 @@ class RequestImageReader:
         Raises:
             InvalidRequest: there are too many images, they are too large, or one cannot be fetched or is not an image.
             EncoderInputMissing: there is no memory for an image's header now.
+            Overloaded: the turn of an image to be fetched did not come in time; names no image, since none is at fault.
         """
         limits = self._limits
         if len(references) > limits.max_count:

@@ -14,11 +14,14 @@ from core.errors import Overloaded
 
 
 class FetchTurns:
-    """At most ``max_fetches`` turns at a time, a quarter of which one host leaves to others. ``wait_s`` bounds a wait."""
+    """At most ``max_fetches`` turns at a time, of which one host leaves a quarter to others, at least one if there are two.
+
+    ``wait_s`` bounds a wait.
+    """
 
     def __init__(self, max_fetches: int, wait_s: float) -> None:
         self._wait_s = wait_s
-        self._max_of_host = max_fetches - max_fetches // 4
+        self._max_of_host = max(1, max_fetches * 3 // 4)
         self._all = asyncio.Semaphore(max_fetches)
         self._of_hosts: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()  # while one has or awaits a turn
 

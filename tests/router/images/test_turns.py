@@ -23,11 +23,12 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_one_host_leaves_a_quarter_of_the_turns_to_others():
-    turns, holders, release = FetchTurns(8, NEVER_S), [], asyncio.Event()
+@pytest.mark.parametrize(("max_fetches", "num_slow"), [(1, 1), (2, 1), (3, 2), (4, 3), (8, 6)])
+async def test_one_host_leaves_a_quarter_of_the_turns_to_others(max_fetches, num_slow):
+    turns, holders, release = FetchTurns(max_fetches, NEVER_S), [], asyncio.Event()
     waits = [asyncio.create_task(hold(turns, host, holders, release)) for host in ["slow"] * 20 + ["fast"] * 3]
     await settle()
-    assert (holders.count("slow"), holders.count("fast")) == (6, 2)
+    assert (holders.count("slow"), holders.count("fast")) == (num_slow, max_fetches - num_slow)
     release.set()
     await asyncio.gather(*waits)
     assert (holders.count("slow"), holders.count("fast")) == (20, 3)
