@@ -30,6 +30,7 @@ _PNG_PICTURE = (b"IHDR", b"PLTE", b"tRNS", b"IDAT", b"IEND", b"eXIf")
 _PNG_TEXTS = (b"iTXt", b"tEXt", b"zTXt")
 _PNG_TURNING = (b"XML:com.adobe.xmp\0", b"Raw profile type exif\0")  # texts that may contain an orientation
 _PNG_MAX_TEXT_BYTES = 1 << 20  # of a compressed one: Pillow refuses a file with more
+_PNG_MAX_TRIES = 4  # texts of one name that are unpacked to find one that is neither empty, damaged nor too large
 _PNG_CHUNK = struct.Struct(">I4s")
 
 _JPEG_MAGIC = b"\xff\xd8\xff"
@@ -89,14 +90,14 @@ def _joined(content: bytes, parts: list[memoryview]) -> bytes:
 def _picture_of_png(content: bytes, max_parts: int) -> bytes:
     view = memoryview(content)
     parts, start = [view[: len(_PNG_MAGIC)]], len(_PNG_MAGIC)
-    missing = set(_PNG_TURNING)
+    tries = dict.fromkeys(_PNG_TURNING, _PNG_MAX_TRIES)
     number = 0
     while start + _PNG_CHUNK.size <= len(content):
         number += 1
         _check_parts(number, max_parts)
         length, kind = _PNG_CHUNK.unpack_from(content, start)
         end = start + length + 12
-        if kind in _PNG_PICTURE or (kind in _PNG_TEXTS and _take_text(missing, kind, view[start + _PNG_CHUNK.size : end - 4])):
+        if kind in _PNG_PICTURE or (kind in _PNG_TEXTS and _take_text(tries, kind, view[start + _PNG_CHUNK.size : end - 4])):
             parts.append(view[start:end])
         if kind == b"IEND":
             break
@@ -104,32 +105,39 @@ def _picture_of_png(content: bytes, max_parts: int) -> bytes:
     return _joined(content, parts)
 
 
-def _take_text(missing: set[bytes], kind: bytes, body: memoryview) -> bool:
-    """Return True if a text is the first of a needed name, which then counts as found, and is not too large for Pillow."""
-    for name in missing:
-        if body[: len(name)] == name:
-            missing.remove(name)
-            return not _inflates_too_far(kind, bytes(body[len(name) :]))
-    return False
+def _take_text(tries: dict[bytes, int], kind: bytes, body: memoryview) -> bool:
+    """Return True if a text is the first usable one of a needed name, which then counts as found.
 
-
-def _inflates_too_far(kind: bytes, text: bytes) -> bool:
-    """Return True if a text has more than ``_PNG_MAX_TEXT_BYTES`` once it is decompressed; ``text`` follows the name.
-
-    zTXt: method, packed text. iTXt: flag, 0 for a text as it is, method, language, 0, translated name, 0, packed text.
+    ``tries`` holds the needed names and how many more texts may be unpacked for each.
     """
-    if kind == b"zTXt":
-        packed = text[1:]
-    elif kind == b"iTXt" and text[:1] not in (b"", b"\0"):
-        packed = text[2:].split(b"\0", 2)[-1]
-    else:
+    name = next((name for name in tries if body[: len(name)] == name), None)
+    if name is None:
         return False
+    is_usable = _is_usable(kind, bytes(body[len(name) :]))
+    tries[name] -= 1
+    if is_usable or not tries[name]:
+        del tries[name]
+    return is_usable
+
+
+def _is_usable(kind: bytes, text: bytes) -> bool:
+    """Return True if a text can be read and says something; ``text`` follows the name.
+
+    zTXt: method, packed text. iTXt: flag, 0 for a text as it is, method, language, 0, translated name, 0, text.
+    """
+    method, packed = text[:1], text[1:]
+    if kind == b"tEXt":
+        return bool(text)
+    if kind == b"iTXt":
+        is_plain, method, parts = text[:1] == b"\0", text[1:2], text[2:].split(b"\0", 2)
+        packed = parts[2] if len(parts) > 2 else b""
+        if is_plain:
+            return bool(packed)
     inflater = zlib.decompressobj()
     try:
-        inflater.decompress(packed, _PNG_MAX_TEXT_BYTES)
+        return method == b"\0" and bool(inflater.decompress(packed, _PNG_MAX_TEXT_BYTES)) and not inflater.unconsumed_tail
     except zlib.error:
-        return False  # Pillow takes it for no text
-    return bool(inflater.unconsumed_tail)
+        return False
 
 
 # ---- JPEG ------------------------------------------------------------------------------------------------------------

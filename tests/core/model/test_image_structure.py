@@ -251,6 +251,35 @@ def test_only_the_first_text_of_a_kind_is_read():
     assert decode_image(content).size == (height, width)
 
 
+TOO_LARGE = chunk(b"iTXt", XMP_BEFORE + zlib.compress(bytes(MAX_TEXT_CHUNK + 1)))
+
+
+@pytest.mark.parametrize(
+    "useless",
+    [
+        TOO_LARGE,
+        chunk(b"iTXt", b"XML:com.adobe.xmp\0\0"),
+        chunk(b"iTXt", b"XML:com.adobe.xmp\0\0\0\0\0"),
+        chunk(b"iTXt", XMP_BEFORE + b"damaged"),
+        chunk(b"iTXt", XMP_BEFORE + zlib.compress(b"")),
+        chunk(b"iTXt", b"XML:com.adobe.xmp\0\1\1\0\0" + zlib.compress(TURNING)),
+        chunk(b"tEXt", b"XML:com.adobe.xmp\0"),
+        chunk(b"zTXt", b"XML:com.adobe.xmp\0\0"),
+    ],
+    ids=["too large", "cut off", "empty", "damaged", "nothing packed", "packed otherwise", "empty tEXt", "empty zTXt"],
+)
+def test_a_text_after_one_that_cannot_be_used_is_read(useless):
+    turning = chunk(b"iTXt", XMP_BEFORE + zlib.compress(TURNING))
+    assert read_structure(with_png_chunks(useless + turning)).content == with_png_chunks(turning)
+    assert read_image_size(with_png_chunks(useless + turning)) == image_file.ImageSize(44, 60)
+
+
+def test_only_so_many_texts_of_a_kind_are_unpacked():
+    turning = chunk(b"iTXt", XMP_BEFORE + zlib.compress(TURNING))
+    assert read_image_size(with_png_chunks(TOO_LARGE * 3 + turning)) == image_file.ImageSize(44, 60)
+    assert read_structure(with_png_chunks(TOO_LARGE * 4 + turning)).content == encoded("PNG")
+
+
 @pytest.mark.parametrize("file_format", ["GIF", "JPEG", "PNG", "WEBP"])
 def test_cut_off_files_are_walked_to_their_end(file_format):
     content = encoded(file_format, noise(9, 7))
