@@ -115,7 +115,7 @@ class EncodeHandler(RoleHandler):
         return RoleOutput(abort_ids=encode.open_ids(), release_sources=encode.sources())
 
     def _answer(self, encode: _Encode, now: float, result: RoleOutput) -> None:
-        """Name the finished images; a prefill worker computes the others. Without any, say why."""
+        """Name the finished images, and say why the others failed: a prefill worker computes these."""
         images = encode.images.values()
         if not images:
             error = next(iter(encode.errors.values()))
@@ -127,6 +127,7 @@ class EncodeHandler(RoleHandler):
             EncodeDone(
                 request_id=encode.message.request_id,
                 ec_sources=tuple(encode.sources()),
+                errors=tuple(encode.errors.values()),
                 num_cached=sum(image.was_cached for image in images),
                 queue_ms=max(image.queue_s for image in images) * 1e3,
                 encode_ms=max(image.compute_s for image in images) * 1e3,

@@ -274,10 +274,11 @@ class RequestFailed(msgspec.Struct, frozen=True, kw_only=True, tag="fail", omit_
 
 
 class EncodeDone(msgspec.Struct, frozen=True, kw_only=True, tag="edone", omit_defaults=True):
-    """The embeddings of these items are computed, and held for their reader."""
+    """The embeddings of these items are computed, and held for their reader. ``errors`` has one for each other item."""
 
     request_id: Name
     ec_sources: ECSources
+    errors: Annotated[tuple[ErrorInfo, ...], msgspec.Meta(max_length=MAX_NUM_FEATURES)] = ()
     num_cached: Count = 0  # items that were not computed again
     queue_ms: Milliseconds = 0.0
     encode_ms: Milliseconds = 0.0

@@ -382,9 +382,11 @@ class Dispatcher:
 
     def on_encode_done(self, sender: EncodeWorker, message: EncodeDone, now: float) -> list[DispatchAction]:
         """Record the sources of embeddings, and send the prompt if this was the last answer."""
+        for error in message.errors:
+            sender.note_failure(error)
         request = self._attempts.get(message.request_id)
-        ended = self._encode_legs.on_done(request, sender.key, message) if request is not None else None
-        return self._after_encode(request, ended, now) if request is not None and ended is not None else []
+        ended = self._encode_legs.on_done(request, sender.key, message) if request is not None else []
+        return self._after_encode(request, ended, now) if request is not None and ended else []
 
     def on_encode_failed(self, sender: EncodeWorker, message: EncodeFailed | RequestFailed, now: float) -> list[DispatchAction]:
         """Continue without these embeddings; only an invalid image ends the request."""
@@ -396,13 +398,13 @@ class Dispatcher:
             return []
         if isinstance(message, EncodeFailed) and error.code == InvalidRequest.code:
             return [ended, *self._open.fail_with(request, name_image(request.submission, error, message.media_index), now)]
-        return self._after_encode(request, ended, now)
+        return self._after_encode(request, [ended], now)
 
-    def _after_encode(self, request: RequestState, ended: EncodeEnded, now: float) -> list[DispatchAction]:
+    def _after_encode(self, request: RequestState, ended: list[EncodeEnded], now: float) -> list[DispatchAction]:
         """Send the prompt once all encode workers have answered."""
         if request.phase is not RequestPhase.ENCODE or (request.encoding is not None and request.encoding.waiting):
-            return [ended]
-        return [ended, *self._end_encode_leg(request, now)]
+            return [*ended]
+        return [*ended, *self._end_encode_leg(request, now)]
 
     def _end_encode_leg(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Send the prompt on the reserved route, or on another one if a reserved worker is no longer available."""
@@ -435,7 +437,7 @@ class Dispatcher:
         key = left.worker.key
         ended = self._encode_legs.give_up(request, key, PeerUnreachable.code)
         if ended is not None:
-            return self._after_encode(request, ended, now)
+            return self._after_encode(request, [ended], now)
         if not left.is_back:
             request.attempt.prefill = request.attempt.decode = None
         return []

@@ -7,7 +7,7 @@ encode worker has embedded.
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 
 from core.wire.media import MMFeature
@@ -18,6 +18,7 @@ from router.dispatch.membership import Membership
 from router.dispatch.request_state import EncodeEnded, Encoding, RequestState, SendToWorker
 
 MAX_KNOWN_IMAGES = 65536
+_NOT_EMBEDDED = "not_embedded"  # the outcome of images about which an answer says nothing
 
 
 class EncodeLegs:
@@ -44,17 +45,23 @@ class EncodeLegs:
             sends.append(SendToWorker(encoder.key, _message(request, features, now)))
         return sends
 
-    def on_done(self, request: RequestState, key: WorkerKey, message: EncodeDone) -> EncodeEnded | None:
-        """Record the sources of embeddings; return None if the request does not wait for this worker."""
+    def on_done(self, request: RequestState, key: WorkerKey, message: EncodeDone) -> list[EncodeEnded]:
+        """Record the sources of embeddings; return the images by outcome, [] if the request does not wait for this worker."""
         wanted = self._stop_waiting(request, key)
         if wanted is None or request.encoding is None:
-            return None
+            return []
         request.encoding.untold.append(key)
-        for source in message.ec_sources:
-            if source.seal.identifier in wanted:
-                request.ec_sources[source.seal.identifier] = source
-                self._remember(source.seal.identifier, key)
-        return EncodeEnded(request.request_id, key, "done", len(wanted), message.num_cached)
+        found = {source.seal.identifier: source for source in message.ec_sources if source.seal.identifier in wanted}
+        request.ec_sources |= found
+        for identifier in found:
+            self._remember(identifier, key)
+        failed = [error.code for error in message.errors] + [_NOT_EMBEDDED] * len(wanted)
+        outcomes = Counter(["done"] * len(found) + failed[: len(wanted) - len(found)])
+        num_cached = min(message.num_cached, len(found))
+        return [
+            EncodeEnded(request.request_id, key, outcome, count, num_cached if outcome == "done" else 0)
+            for outcome, count in outcomes.items()
+        ]
 
     def give_up(self, request: RequestState, key: WorkerKey, code: str) -> EncodeEnded | None:
         """Stop waiting for a worker with the outcome ``code``; return None if the request does not wait for it."""

@@ -254,7 +254,7 @@ class DeliverTokens(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True, slots=True)
 class EncodeEnded:
-    """The request no longer waits for an encode worker. ``outcome`` is "done" or an error code."""
+    """The request no longer waits for an encode worker, for images with one outcome: "done", or why there are no embeddings."""
 
     request_id: str
     worker: WorkerKey

@@ -94,6 +94,7 @@ def test_a_failure_of_ours_leaves_the_other_images_as_they_are(handler):
     assert isinstance(reply, EncodeDone)
     assert [source.seal.identifier for source in reply.ec_sources] == [DOG]
     assert result.ended == ["r"]
+    assert [error.code for error in reply.errors] == ["store_full"]
 
 
 def test_a_bad_image_ends_the_request_after_a_failure_of_ours_too(handler):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import EncoderInputMissing, EngineDead, InvalidRequest, Overloaded
+from core.errors import EncoderInputMissing, EngineDead, Full, InvalidRequest, Overloaded
 from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, EncodeRequest, ErrorInfo, Generate, Rejected, RequestFailed
 from router.dispatch.request_state import RequestPhase
@@ -333,6 +333,20 @@ def test_embeddings_that_a_worker_has_been_told_of_are_its_own_to_release(bench)
     bench.do(bench.core.abort("r1", "client", 0.0))
     assert aborted(bench, "p0") == [("r1",)]
     assert not aborted(bench, "e0")
+
+
+def test_an_image_that_an_encode_worker_could_not_embed_is_not_counted_as_done(bench):
+    submit(bench, CAT, DOG, FOX)
+    full = ErrorInfo.of(Full("no room"))
+    bench.receive("e0", EncodeDone(request_id="r1", ec_sources=(source(DOG),), errors=(full, full)))
+    assert sorted(bench.encodes) == [("e0", "done", 1), ("e0", "store_full", 2)]
+    assert len(bench.generated("p0").ec_sources) == 1
+
+
+def test_images_of_whose_failure_an_encode_worker_says_nothing_are_counted_apart(bench):
+    submit(bench, CAT, DOG)
+    done(bench, DOG)
+    assert sorted(bench.encodes) == [("e0", "done", 1), ("e0", "not_embedded", 1)]
 
 
 def test_a_request_whose_deadline_is_near_does_not_wait_for_longer(make_bench):
