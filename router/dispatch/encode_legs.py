@@ -37,7 +37,7 @@ class EncodeLegs:
         if request.encoding is not None or not request.submission.mm_features:
             return []  # later attempts use the embeddings of the first
         shares = self._share(request.submission.mm_features, reader)
-        request.encoding = Encoding(deadline=min(request.deadline, now + self._timeout_s))
+        request.encoding = Encoding(deadline=min(request.deadline, now + self._timeout_s), wire_id=request.wire_id)
         sends = []
         for encoder, features in shares:
             request.encoding.waiting[encoder.key] = frozenset(feature.identifier for feature in features)
@@ -70,23 +70,32 @@ class EncodeLegs:
 
     def give_up_all(self, request: RequestState, code: str) -> list[EncodeEnded | SendToWorker]:
         """Stop waiting for all encode workers of a request, and abort their work."""
-        waiting = request.encoding.waiting if request.encoding else ()
-        actions: list[EncodeEnded | SendToWorker] = [_abort(request, key, code) for key in waiting]
-        for key in list(waiting):
+        if request.encoding is None:
+            return []
+        waiting = list(request.encoding.waiting)
+        actions: list[EncodeEnded | SendToWorker] = [_abort(request.encoding, key, code) for key in waiting]
+        for key in waiting:
             ended = self.give_up(request, key, code)
             actions += [ended] if ended else []
         return actions
 
     def on_prompt_sent(self, request: RequestState) -> None:
-        """Leave the embeddings to the worker that has been told of them: it reads or releases them."""
+        """Leave the embeddings to the worker that has been told of them: it reads or releases them, unless it refuses."""
         if request.encoding is not None:
-            request.encoding.untold.clear()
+            request.encoding.told, request.encoding.untold = request.encoding.untold, []
+
+    def on_prompt_refused(self, request: RequestState) -> None:
+        """Take the embeddings back from a worker that did not admit the prompt, and so looked at none of them."""
+        if request.encoding is not None:
+            request.encoding.untold += request.encoding.told
+            request.encoding.told = []
 
     def aborts(self, request: RequestState, reason: str) -> list[SendToWorker]:
         """Return the aborts for all encode workers that the request waits for, or whose embeddings nobody will read."""
         encoding = request.encoding
-        keys = [*encoding.waiting, *encoding.untold] if encoding is not None else []
-        return [_abort(request, key, reason) for key in keys]
+        if encoding is None:
+            return []
+        return [_abort(encoding, key, reason) for key in (*encoding.waiting, *encoding.untold)]
 
     def _stop_waiting(self, request: RequestState, key: WorkerKey) -> frozenset[bytes] | None:
         wanted = request.encoding.waiting.pop(key, None) if request.encoding else None
@@ -137,8 +146,8 @@ def _fits(encoder: EncodeWorker, reader: GenerationWorker) -> bool:
     )
 
 
-def _abort(request: RequestState, key: WorkerKey, reason: str) -> SendToWorker:
-    return SendToWorker(key, Abort(request_ids=(request.wire_id,), reason=reason))
+def _abort(encoding: Encoding, key: WorkerKey, reason: str) -> SendToWorker:
+    return SendToWorker(key, Abort(request_ids=(encoding.wire_id,), reason=reason))
 
 
 def _message(request: RequestState, features: Sequence[MMFeature], now: float) -> EncodeRequest:
@@ -146,7 +155,7 @@ def _message(request: RequestState, features: Sequence[MMFeature], now: float) -
     wanted = {feature.media_index for feature in features}
     assert request.encoding is not None
     return EncodeRequest(
-        request_id=request.wire_id,
+        request_id=request.encoding.wire_id,
         mm_features=tuple(features),
         media=tuple(content if index in wanted else b"" for index, content in enumerate(request.submission.media)),
         priority=request.submission.priority,

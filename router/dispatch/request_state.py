@@ -57,10 +57,14 @@ class InflightCount:
 class Encoding:
     """The encode leg of a request. ``waiting`` maps workers without an answer to the identifiers requested of them.
 
-    ``untold`` are those whose answer no worker has been told of: only this router can release these embeddings.
+    ``untold`` are those whose answer no worker has been told of, or only workers that refused the prompt: only this router can
+    release these embeddings. ``told`` are those whose answer went out with the last prompt for the first time. All know the
+    request as ``wire_id``, the name of the attempt that asked them.
     """
 
     deadline: float
+    wire_id: str
+    told: list[WorkerKey] = field(default_factory=list)
     untold: list[WorkerKey] = field(default_factory=list)
     waiting: dict[WorkerKey, frozenset[bytes]] = field(default_factory=dict)
 

@@ -335,6 +335,45 @@ def test_embeddings_that_a_worker_has_been_told_of_are_its_own_to_release(bench)
     assert not aborted(bench, "e0")
 
 
+def refuse(bench, name: str, request_id: str) -> None:
+    bench.fails(name, ErrorInfo.of(Overloaded("it holds too many choices")), request_id)
+
+
+def test_embeddings_of_a_prompt_that_its_workers_refuse_are_released(bench):
+    bench.join("p1", ec_connector="shared", host_id="here")
+    submit(bench, CAT)
+    done(bench, CAT)
+    first = "p0" if bench.to("p0", Generate) else "p1"
+    refuse(bench, first, "r1")
+    assert not aborted(bench, "e0"), "another worker may read them"
+    second = {"p0": "p1", "p1": "p0"}[first]
+    assert bench.generated(second).ec_sources
+    refuse(bench, second, "r1.2")
+    bench.do(bench.core.abort("r1", "client", bench.now))
+    assert aborted(bench, "e0") == [("r1",)], "by the name of the attempt that asked for them"
+    bench.assert_idle()
+
+
+def test_embeddings_are_not_released_for_a_worker_that_refuses_a_later_attempt(bench):
+    bench.join("p1", ec_connector="shared", host_id="here")
+    submit(bench, CAT)
+    done(bench, CAT)
+    first, second = ("p0", "p1") if bench.to("p0", Generate) else ("p1", "p0")
+    bench.leave(first)
+    refuse(bench, second, "r1.2")
+    bench.do(bench.core.abort("r1", "client", bench.now))
+    assert not aborted(bench, "e0"), "the first worker was told of them"
+
+
+def test_embeddings_are_not_released_for_a_decode_worker_that_refuses(bench):
+    submit(bench, CAT)
+    done(bench, CAT)
+    bench.prefill_done()
+    refuse(bench, "d0", "r1")
+    bench.do(bench.core.abort("r1", "client", bench.now))
+    assert not aborted(bench, "e0"), "the prefill worker was told of them"
+
+
 def test_an_image_that_an_encode_worker_could_not_embed_is_not_counted_as_done(bench):
     submit(bench, CAT, DOG, FOX)
     full = ErrorInfo.of(Full("no room"))
