@@ -23,6 +23,7 @@ from core.model.tokenizer import Tokenizer
 from core.wire import codec
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.kv import GroupBlocks, KVHandoff, KVLayoutInfo
+from core.wire.media import ECSeal, ECSource, MMFeature
 from core.wire.messages import (
     Abort,
     EncodeDone,
@@ -99,6 +100,11 @@ def tiny_tokenizer(tiny_model_files) -> Tokenizer:
     return Tokenizer(tiny_model_files)
 
 
+def ec_source(feature: MMFeature) -> ECSource:
+    seal = ECSeal(identifier=feature.identifier, num_embeds=feature.num_embeds, hidden_size=4, dtype="float32", digest=7)
+    return ECSource(seal=seal, connector="shared", engine_id="e0", incarnation=1, lease_ms=1000)
+
+
 @dataclass
 class Script:
     """The answer of a scripted worker: ``text``, cut after ``max_tokens``, then end of sequence.
@@ -112,7 +118,7 @@ class Script:
     resume: asyncio.Event = field(default_factory=asyncio.Event)
     is_silent: bool = False
     error: Any = None
-    encoded: EncodeDone | EncodeFailed | None = None  # of an encode worker; None = it is done, and says not where
+    encoded: EncodeDone | EncodeFailed | None = None  # of an encode worker; None = all images are done
     tokens_per_frame: int = 1
     lease_ms: int = 30_000
     cost: TransferUsage | None = None
@@ -247,7 +253,8 @@ class FakeWorker:
 
     async def _answer(self, message: Generate | EncodeRequest) -> None:
         if isinstance(message, EncodeRequest):
-            await self.send(self.script.encoded or EncodeDone(request_id=message.request_id, ec_sources=()))
+            sources = tuple(map(ec_source, message.mm_features))
+            await self.send(self.script.encoded or EncodeDone(request_id=message.request_id, ec_sources=sources))
         elif self.script.error is not None:
             await self.send(RequestFailed(request_id=message.request_id, error=self.script.error))
         elif message.handoff:
