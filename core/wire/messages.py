@@ -129,6 +129,8 @@ class Register(msgspec.Struct, frozen=True, kw_only=True, tag="reg", omit_defaul
     reads_early: bool = False  # a decode worker that takes ``PullEarly``
     control_address: Text = ""  # where readers of its handoffs connect; empty = nowhere, or it does not say
     meets_producers: bool = False  # it takes ``MeetProducer``
+    takeover: Count = 0  # number by which this link came into use after a lost one; 0 = it did not
+    is_spare: bool = False  # the worker has another link to this router in use
 
 
 class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", omit_defaults=True):
@@ -143,7 +145,9 @@ class RegisterEncoder(msgspec.Struct, frozen=True, kw_only=True, tag="regenc", o
     host_id: Text = ""  # equal on two workers that share memory and a pid namespace
     ops_address: Text = ""
     pid: Count = 0
-    version: Text = ""  # as that of ``Register``
+    version: Text = ""  # as that of ``Register``, like the two below
+    takeover: Count = 0
+    is_spare: bool = False
 
 
 class Heartbeat(msgspec.Struct, frozen=True, kw_only=True, tag="hb", omit_defaults=True):

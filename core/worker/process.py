@@ -174,7 +174,7 @@ class WorkerProcess:
     def on_disconnect(self, link: str) -> None:
         """A router address is gone."""
         if self._state is not None:
-            self._perform(self._state.disconnect(link))
+            self._perform(self._state.disconnect(link, self._clock.now()))
 
     def on_frame(self, link: str, frames: list[bytes]) -> None:
         """Handle what a router has sent; nothing it sends may end the worker."""

@@ -2,14 +2,14 @@
 
 Owns the times of registrations and heartbeats; a router of another wire version is asked again with growing pauses. Several
 addresses may lead to one router: the first link whose registration it answers is in use, and the others are *spare*, without
-heartbeats, until that one is lost. Knows nothing of sockets and requests: ``core.worker.state`` sends the messages, and aborts
-the requests of a lost router.
+heartbeats, until that one is lost. A spare link registers now and then, since its address may lead to another router by then.
+Knows nothing of sockets and requests: ``core.worker.state`` sends the messages, and aborts the requests of a lost router.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
 from enum import Enum
 
 from core.wire.messages import Registered
@@ -17,6 +17,7 @@ from core.wire.version import RetryBackoff
 
 REGISTER_INTERVAL_S = 0.2
 DEFAULT_TIMEOUT_S = 5.0
+_SPARE_INTERVALS = 10  # of heartbeats: from one registration by a spare link to the next
 _LEAST_SHARE = 0.25  # of the interval of heartbeats: an early one leaves no sooner after the one before
 
 
@@ -31,13 +32,15 @@ class MembershipDuty(Enum):
 class RouterMembership:
     """The membership at one router address. ``router_id`` is that of the process that answered last, "" without one.
 
-    ``spare_of`` is the id of the router to which another link in use leads as well; "" if the link is not spare. The id of a
-    router that was lost is kept until the next answer: if another process answers, that router's late requests end.
+    ``spare_of`` is the id of the router to which another link in use leads as well; "" if the link is not spare. ``takeover``
+    is the number of the worker's takeover by which this link came into use, 0 without one. The id of a router that was lost is
+    kept until the next answer: if another process answers, that router's late requests end.
     """
 
     def __init__(self, now: float) -> None:
         self.router_id = ""
         self.spare_of = ""
+        self.takeover = 0
         self._last_spare_of = ""
         self._last_router_id = ""  # of the process whose requests may be here; "" if there can be none
         self._interval_s = REGISTER_INTERVAL_S
@@ -71,7 +74,12 @@ class RouterMembership:
             self._due_at = now + self._interval_s
         return has_changed
 
-    def set_aside(self) -> bool:
+    @property
+    def heard_at(self) -> float:
+        """When the last frame came."""
+        return self._heard_at
+
+    def set_aside(self, now: float) -> bool:
         """Do not use this link, since its router has just answered and another link in use leads there too.
 
         Returns True if that is new and should be logged.
@@ -79,12 +87,13 @@ class RouterMembership:
         is_news = self.router_id != self._last_spare_of
         self.spare_of = self._last_spare_of = self.router_id
         self.router_id = ""
+        self._due_at = now + self._pause_s()
         return is_news
 
-    def end_spare(self, in_use: Container[str], now: float) -> None:
-        """Register again by a spare link, unless its router is among those that have a link in use."""
-        if self.spare_of and self.spare_of not in in_use:
-            self.spare_of, self._due_at = "", now
+    def take_over(self, now: float) -> None:
+        """Use this spare link from now on: the one in use is lost, and the router knows the worker. A heartbeat is due."""
+        self.router_id, self.spare_of = self.spare_of, ""
+        self._heard_at = self._due_at = now
 
     def on_refused(self, reason: str, now: float) -> bool:
         """Register again at the usual pace after the router refused this worker or did not know it.
@@ -135,18 +144,17 @@ class RouterMembership:
         self._sent_at, self._early_at = now, math.inf
         if is_due:
             self._due_at = now + self._pause_s()
-        if self.spare_of:
-            return MembershipDuty.NOTHING
         return MembershipDuty.HEARTBEAT if self.is_registered else MembershipDuty.REGISTER
 
     def _pause_s(self) -> float:
         if self.is_registered or self.spare_of:
-            return self._interval_s
+            return self._interval_s * (_SPARE_INTERVALS if self.spare_of else 1)
         return self._other_version.next_delay_s() if self._other_version.is_active else REGISTER_INTERVAL_S
 
     def hurry(self, now: float) -> None:
         """Make the next message due at once, because the worker's state has changed, as at the start of a drain."""
-        self._due_at = now
+        if not self.spare_of:
+            self._due_at = now
 
     def send_early(self, now: float) -> None:
         """Send a heartbeat before the next regular one: the worker has got a prompt of another router."""

@@ -198,16 +198,19 @@ class Serving:
         actions = [action for request_id in orphans for action in self._drop(request_id, ROUTER_LOST)]
         return [*actions, EndUnanswered(tuple(orphans), ROUTER_LOST)]
 
-    def give_up_of_link(self, link: str, spare: str | None = None) -> list[Action]:
+    def give_up_of_link(self, link: str, spare: str | None = None, *, is_dropped: bool = False) -> list[Action]:
         """Fail the requests of a silent router. If it is still alive, it must learn that this worker has dropped them.
 
-        It is told by another link that leads to it, if there is a ``spare`` one.
+        It is told by another link that leads to it, if there is a ``spare`` one. ``is_dropped``: the link was not silent, its
+        address is gone from the name service.
         """
         orphans = self.requests.of_link(link)
-        logger.warning(event("router_silent", router=link, failed_requests=len(orphans)))
+        name = "router_address_gone" if is_dropped else "router_silent"
+        logger.warning(event(name, router=link, failed_requests=len(orphans)))
         if spare is not None:
             self.requests.move(link, spare)
-        error = RouterSilent(f"worker {self._name} heard nothing from the router for too long")
+        why = "has lost the router's address" if is_dropped else "heard nothing from the router for too long"
+        error = RouterSilent(f"worker {self._name} {why}")
         return [action for request_id in orphans for action in self._fail(request_id, error)]
 
     def fail_all(self, error: KVFerryError) -> list[Action]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 
+import msgspec
+
 from core.errors import EngineDead, NoWorker, ProtocolError, VersionMismatch
 from core.kv.content_feed import ContentFeed
 from core.log import event
@@ -80,6 +82,7 @@ class WorkerState:
         self._reports = ContentReports(contents)
         self._drain = Drain()
         self._links: dict[str, RouterMembership] = {}
+        self._num_takeovers = 0  # by spare links, at all routers
         self._exit_code: int | None = None
         self._router_lines = RateLimit(LOG_INTERVAL_S)  # for what a router can cause as often as it likes
 
@@ -134,13 +137,14 @@ class WorkerState:
         self._links[link] = RouterMembership(now)
         return self._do_duties(now)
 
-    def disconnect(self, link: str) -> list[Action]:
+    def disconnect(self, link: str, now: float) -> list[Action]:
         """A router address is gone from the name service, and so is the socket. The router may live if a spare link remains."""
         membership = self._links.pop(link, None)
         self._forget_at(link)
         spare = self._spare_link(membership.router_id) if membership is not None else None
-        is_alive = spare is not None and self.serving.requests.of_link(link)
-        return self._give_up(link, spare) if is_alive else self.serving.abort_of_link(link)
+        if spare is None:
+            return self.serving.abort_of_link(link)
+        return [*self._take_over(spare, now), *self.serving.give_up_of_link(link, spare, is_dropped=True)]
 
     def on_bad_frame(self, link: str, error: ProtocolError, now: float) -> list[Action]:
         """Report a frame that could not be decoded; it has no other effect."""
@@ -195,17 +199,18 @@ class WorkerState:
         The latter are answered: if this router's first answer was lost, they may be its own. A second link to a router that has
         one in use stays spare.
         """
-        was_registered = membership.is_registered
+        was_registered, was_spare = membership.is_registered, bool(membership.spare_of)
         is_another = membership.on_registered(message, now)
         ended = self._end_former(link, was_registered=was_registered) if is_another else []
         in_use = self._link_in_use(message.router_id, but=link)
         if in_use is not None:
-            return [*ended, *self._set_aside(link, membership, in_use)]
+            return [*ended, *self._set_aside(link, membership, in_use, now)]
         if not was_registered or is_another:
             logger.info(event("registered", router=link, router_id=message.router_id))
         self.roles.on_registered(link, message, now)
         reports = self._reports.on_registered(link, message, now, is_new=not was_registered or is_another)
-        return [*ended, *reports]
+        # A router that knew the worker by a link that was lost since has changed nothing for the registration of a spare one.
+        return [*ended, *(self._use_spare(link) if was_spare else []), *reports]
 
     def _end_former(self, link: str, *, was_registered: bool) -> list[Action]:
         """End what came from the router process that a link led to before."""
@@ -218,21 +223,35 @@ class WorkerState:
         return next((key for key, other in self._links.items() if other.router_id == router_id and key != but), None)
 
     def _spare_link(self, router_id: str) -> str | None:
-        """Return a link that leads to a router and is not in use."""
-        return next((key for key, other in self._links.items() if router_id and other.spare_of == router_id), None)
+        """Return the link that leads to a router, is not in use, and was heard last."""
+        spares = [key for key, other in self._links.items() if router_id and other.spare_of == router_id]
+        return max(spares, key=lambda key: self._links[key].heard_at, default=None)
 
-    def _give_up(self, link: str, spare: str | None) -> list[Action]:
-        """Fail the requests of a lost link. By a spare one its router learns first where it should send what it retries."""
-        register: list[Action] = [Send(spare, self._registration)] if spare is not None and not self.is_draining else []
-        return [*register, *self.serving.give_up_of_link(link, spare)]
+    def _take_over(self, spare: str, now: float) -> list[Action]:
+        """Use a spare link in place of a lost one, on which messages of either side may be lost: the router retries them."""
+        membership = self._links[spare]
+        membership.take_over(now)
+        logger.info(event("spare_router_link_used", router=spare, router_id=membership.router_id))
+        return self._use_spare(spare)
 
-    def _set_aside(self, link: str, membership: RouterMembership, in_use: str) -> list[Action]:
+    def _use_spare(self, link: str) -> list[Action]:
+        """Register by a link that was spare: its router is to take it as a new connection."""
+        self._num_takeovers += 1
+        self._links[link].takeover = self._num_takeovers
+        return [Send(link, self._registration_by(link))]
+
+    def _registration_by(self, link: str) -> Register | RegisterEncoder:
+        """Return the registration that a link sends."""
+        membership = self._links[link]
+        return msgspec.structs.replace(self._registration, takeover=membership.takeover, is_spare=bool(membership.spare_of))
+
+    def _set_aside(self, link: str, membership: RouterMembership, in_use: str, now: float) -> list[Action]:
         """Leave a link spare. Its router may take it for the newest connection, so the one in use registers there again."""
-        if membership.set_aside():
+        if membership.set_aside(now):
             logger.info(event("spare_router_link", router=link, in_use=in_use, router_id=membership.spare_of))
         self._forget_at(link)
         self.serving.requests.move(link, in_use)
-        return [] if self.is_draining else [Send(in_use, self._registration)]
+        return [] if self.is_draining else [Send(in_use, self._registration_by(in_use))]
 
     def _on_refused(self, link: str, membership: RouterMembership, message: Refused, now: float) -> list[Action]:
         """All requests of this router came before its refusal, also those that came late, after it had seemed lost."""
@@ -294,24 +313,30 @@ class WorkerState:
             spare = self._spare_link(link.router_id)
             if link.lose_if_silent(now):
                 self._forget_at(key)
-                actions += self._give_up(key, spare)
+                actions += self._take_over(spare, now) if spare is not None else []
+                actions += self.serving.give_up_of_link(key, spare)
         actions += self.serving.on_timer(now)
         actions += self._do_duties(now)
         return actions + self._leave_if_done(now)
 
     def _do_duties(self, now: float) -> list[Action]:
-        actions: list[Action] = []
-        in_use = {link.router_id for link in self._links.values()}
-        for link in self._links.values():
-            link.end_spare(in_use, now)
+        actions = self._replace_lost(now)
         for key, link in self._links.items():
             duty = link.take_duty(now)
             if duty is MembershipDuty.REGISTER and not self.is_draining:
-                actions.append(Send(key, self._registration))
+                actions.append(Send(key, self._registration_by(key)))
             elif duty is MembershipDuty.HEARTBEAT:
-                actions += [] if self.roles.is_known_at(key) else [Send(key, self._registration)]
+                actions += [] if self.roles.is_known_at(key) else [Send(key, self._registration_by(key))]
                 actions += [*self._reports.take(key, now), Send(key, self._heartbeat(key, now))]  # it tells of the reports
         return actions + self._reports.take_due(now)
+
+    def _replace_lost(self, now: float) -> list[Action]:
+        """Use spare links of routers to which no link is in use any more: that one was refused, or leads elsewhere."""
+        actions: list[Action] = []
+        for router_id in {link.spare_of for link in self._links.values()} - {link.router_id for link in self._links.values()}:
+            if (spare := self._spare_link(router_id)) is not None:
+                actions += self._take_over(spare, now)
+        return actions
 
     def _heartbeat(self, link: str, now: float) -> Heartbeat:
         place, num_reports = place_of(self._links[link], self._links.values()), self._reports.num_sent(link)

@@ -37,8 +37,9 @@ class Member(ABC):
     lack of room, and ``closed_because`` by a failure that says why the process takes no requests; the next regular
     heartbeat clears both, the last one at ``refusals_ended_at`` (router time).
     ``cut_peer`` is a connection that was found lost after a pause of the router itself: the process may be alive, and may
-    return on another connection. ``awaits_readers_since`` is the router time of the first of its latest heartbeats that all
-    reported waiting requests, leased blocks and no running request; None if the last one did not.
+    return on another connection. ``takeover`` is the highest number of a takeover that its registrations have named.
+    ``awaits_readers_since`` is the router time of the first of its latest heartbeats that all reported waiting requests, leased
+    blocks and no running request; None if the last one did not.
     """
 
     key: WorkerKey
@@ -60,6 +61,7 @@ class Member(ABC):
     last_picked: int = 0
     progress: WorkerProgress = field(default_factory=WorkerProgress)
     cut_peer: bytes | None = None
+    takeover: int = 0
     awaits_readers_since: float | None = None
 
     def note_load(self, heartbeat: Heartbeat, now: float, interval_s: float = 0.0) -> None:

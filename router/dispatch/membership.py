@@ -171,8 +171,10 @@ class Membership:
             actions.append(self._remove(before, f"its connection registered as {facts.engine_id}"))
         known = self.member(key)
         role_before = known.role if known is not None else None
-        if known is not None and _take_facts(known, facts):
-            actions += self._heard_from(known, peer, now)
+        if known is not None and facts.is_spare:
+            self._note_spare(known, peer)
+        elif known is not None and _take_facts(known, facts):
+            actions += self._heard_from(known, peer, now, takeover=facts.takeover)
             known.peer = peer
             known.peers.remove(peer)
             known.peers.append(peer)  # the newest is last, also if it was known
@@ -261,22 +263,36 @@ class Membership:
         """Record that a message of the worker arrived."""
         worker.last_seen = now
 
-    def _heard_from(self, worker: Member, peer: bytes, now: float) -> list[MembershipAction]:
-        """Record a message of the worker. On a new connection, messages of the old one may be lost, and so its requests."""
+    def _heard_from(self, worker: Member, peer: bytes, now: float, *, takeover: int = 0) -> list[MembershipAction]:
+        """Record a message of the worker. On a new connection, messages of the old one may be lost, and so its requests.
+
+        A known connection that has taken over from a lost one is as a new one.
+        """
         worker.last_seen = now
         if peer != worker.cut_peer:
             worker.cut_peer = None
-        if peer in worker.peers:
+        is_known = peer in worker.peers
+        if is_known and takeover <= worker.takeover:
             return []
+        worker.takeover = max(worker.takeover, takeover)
         actions: list[MembershipAction] = []
         if worker.num_inflight:
             actions = [Left(worker, "its connection broke and was made again", is_back=True)]
-        worker.peers.append(peer)
+        if not is_known:
+            self._note_peer(worker, peer, len(worker.peers))
         worker.peer = peer
+        return actions
+
+    def _note_spare(self, worker: Member, peer: bytes) -> None:
+        """Remember a connection that the worker does not use: nothing is lost if it is new."""
+        if peer not in worker.peers:
+            self._note_peer(worker, peer, len(worker.peers) - 1)
+
+    def _note_peer(self, worker: Member, peer: bytes, place: int) -> None:
+        worker.peers.insert(place, peer)
         self._by_peer[peer] = worker
         while len(worker.peers) > _MAX_PEERS:
             self._forget_peer(worker, worker.peers.pop(0))
-        return actions
 
     def _note_role(self, member: Member) -> None:
         if isinstance(member, GenerationWorker) and member.role == "prefill":
@@ -325,8 +341,8 @@ def _keep_newest(entries: dict[Any, Any]) -> None:
 
 def _new_member(key: WorkerKey, peer: bytes, facts: Register | RegisterEncoder, now: float) -> Member:
     if isinstance(facts, Register):
-        return GenerationWorker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
-    return EncodeWorker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer])
+        return GenerationWorker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer], takeover=facts.takeover)
+    return EncodeWorker(key=key, peer=peer, facts=facts, last_seen=now, peers=[peer], takeover=facts.takeover)
 
 
 def _take_facts(member: Member, facts: Register | RegisterEncoder) -> bool:

@@ -146,9 +146,41 @@ def test_the_spare_link_takes_over_from_a_lost_one():
     linked = Linked(2)
     linked.submit("r")
     linked.step("r")
-    linked.of_worker(linked.worker.disconnect("v4"))
+    linked.of_worker(linked.worker.disconnect("v4", linked.now))
     del linked.connections["v4"]
     linked.wait(3)
     assert linked.worker.num_registered_routers == 1
     assert linked.worker.num_requests == 1
     assert linked.num_generates == 2
+
+
+def test_what_was_under_way_on_a_lost_link_is_sent_again():
+    linked = Linked(2)
+    wanted = Submission(request_id="r", prompt_token_ids=(1, 2, 3), sampling=SamplingParams(seed=1, max_tokens=40))
+    linked.of_router(linked.router.submit(wanted, linked.now))
+    linked.of_worker(linked.worker.disconnect("v4", linked.now))
+    del linked.connections["v4"]
+    linked.wait(3)
+    assert linked.worker.num_requests == 1
+    assert [left.is_back for left in linked.left] == [True]
+
+
+def test_the_last_frame_lost_with_its_link_costs_a_retry():
+    linked = Linked(2)
+    linked.submit("r")
+    linked.worker.on_outputs([EngineCoreOutput("r/0", [7], finish_reason="stop")], linked.now)
+    linked.of_worker(linked.worker.disconnect("v4", linked.now))
+    del linked.connections["v4"]
+    linked.wait(3)
+    assert (linked.worker.num_requests, linked.num_generates) == (1, 2)
+
+
+def test_a_spare_link_that_is_made_again_and_again_costs_nothing():
+    linked = Linked(2)
+    linked.submit("r")
+    for _ in range(6):
+        linked.reconnect("v6")
+        linked.wait(12)
+        linked.step("r")
+    assert (linked.left, linked.num_generates, linked.num_refused) == ([], 1, 0)
+    assert linked.router.membership.workers[0].peer == b"v4"

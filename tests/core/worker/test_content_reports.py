@@ -116,7 +116,7 @@ def test_nothing_is_reported_to_a_router_that_does_not_know_the_worker(worker, e
             for second in range(1, 7):
                 worker.state.on_timer(float(second))
         case "gone":
-            worker.state.disconnect("a")
+            worker.state.disconnect("a", 1.0)
     worker.store(1)
     assert reports(worker.state.on_outputs([], 7.0)) == []
     assert worker.feed.num_sent("a") == 0

@@ -99,7 +99,7 @@ def test_a_call_ends_at_the_engine_with_its_abort_its_router_or_its_deadline(api
         case "abort":
             actions = api.state.on_router_message("a", Abort(request_ids=("c",)), 0.1)
         case "router lost":
-            actions = api.state.disconnect("a")
+            actions = api.state.disconnect("a", 1.0)
         case "deadline":
             actions = api.state.on_timer(0.5)
     assert SubmitAbort(["c"]) in actions
@@ -247,7 +247,7 @@ def test_deadlines_of_ended_requests_are_not_kept(worker):
         worker.generate(f"r{number}", "a", deadline_ms=30_000)
         worker.state.on_router_message("a", Abort(request_ids=(f"r{number}",)), 0.0)
         assert len(worker.state.serving.requests._deadlines) <= 2
-    worker.state.disconnect("a")
+    worker.state.disconnect("a", 1.0)
     assert len(worker.state.serving.requests._deadlines) == 0
 
 

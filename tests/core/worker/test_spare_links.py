@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+import msgspec
 import pytest
 
 from core.request import EngineCoreOutput
@@ -18,6 +19,10 @@ from tests.support.registrations import REGISTRATION
 R = Registered(router_id="R", heartbeat_interval_ms=1000, heartbeat_timeout_ms=5000)
 REBORN = Registered(router_id="reborn", heartbeat_interval_ms=1000, heartbeat_timeout_ms=5000)
 UNKNOWN = Refused(error=ErrorInfo(code="not_registered", message="unknown worker"))
+
+
+def took_over(number):
+    return msgspec.structs.replace(REGISTRATION, takeover=number)
 
 
 @pytest.fixture
@@ -72,22 +77,22 @@ def test_requests_move_to_the_link_in_use(worker):
     worker.generate("r", "c", 1.0)  # before the answer to its registration
     worker.state.on_router_message("c", R, 1.1)
     assert worker.state.serving.requests.of_link("a") == ["r"]
-    assert worker.state.disconnect("c") == []
+    assert worker.state.disconnect("c", 1.0) == []
     assert worker.state.num_requests == 1
 
 
 def test_a_spare_link_s_loss_costs_nothing(worker):
     worker.generate("r", "a")
-    assert worker.state.disconnect("b") == []
+    assert worker.state.disconnect("b", 1.0) == []
     assert worker.state.num_requests == worker.state.num_registered_routers == 1
 
 
 def test_a_spare_link_is_used_when_the_name_service_drops_the_other(worker):
     worker.generate("r", "a")
-    register, failed = sent(worker.state.disconnect("a"), "b")
-    assert register == REGISTRATION
+    register, failed = sent(worker.state.disconnect("a", 1.0), "b")
+    assert register == took_over(1)
     assert (failed.request_id, failed.error.code, failed.error.retryable) == ("r", "router_silent", True)
-    assert sent(worker.state.on_timer(worker.state.next_timer(0.0)), "b") == [REGISTRATION]
+    assert [type(message) for message in sent(worker.state.on_timer(worker.state.next_timer(1.0)), "b")] == [Heartbeat]
     worker.state.on_router_message("b", R, 1.1)
     assert worker.state.num_registered_routers == 1
     assert [type(message) for message in sent(worker.state.on_timer(2.2), "b")] == [Heartbeat]
@@ -96,9 +101,9 @@ def test_a_spare_link_is_used_when_the_name_service_drops_the_other(worker):
 def test_a_spare_link_is_used_when_the_other_is_silent(worker):
     worker.generate("r", "a")
     actions = [action for now in range(1, 6) for action in worker.state.on_timer(now)]
-    first, failed, again = sent(actions, "b")
+    register, failed, heartbeat = sent(actions, "b")
     assert (type(failed), failed.request_id) == (RequestFailed, "r")
-    assert first == again == REGISTRATION
+    assert (register, type(heartbeat)) == (took_over(1), Heartbeat)
     assert not [message for message in sent(actions, "a") if isinstance(message, RequestFailed)]
     worker.state.on_router_message("b", R, 5.1)
     worker.state.on_router_message("a", R, 5.2)  # the first link is back: now it is the spare one
@@ -110,7 +115,8 @@ def test_a_router_that_forgot_the_worker_hears_of_both_links_at_once(worker):
     """A registration over a second link costs the requests that came over the first one."""
     worker.state.on_router_message("a", UNKNOWN, 1.0)
     actions = worker.state.on_timer(1.0 + REGISTER_INTERVAL_S)
-    assert sent(actions, "a") == sent(actions, "b") == [REGISTRATION]
+    assert sent(actions, "a") == [REGISTRATION]
+    assert sent(actions, "b")[0] == took_over(1)
     worker.state.on_router_message("b", REBORN, 1.3)
     worker.state.on_router_message("a", REBORN, 1.3)
     assert worker.state.num_registered_routers == 1
@@ -127,13 +133,52 @@ def test_a_link_whose_new_router_is_in_use_elsewhere_becomes_spare(worker):
     assert actions[:2] == ended_unanswered("old")
     assert sent(actions, "c") == [REGISTRATION]
     assert worker.state.num_requests == worker.state.num_registered_routers == 1
-    assert sent(worker.state.on_timer(1.3), "b") == [REGISTRATION], "where it leads now is not known"
+    assert sent(worker.state.on_timer(1.3), "b")[0] == took_over(1), "where it leads now is not known"
 
 
 def test_a_refused_spare_link_registers_again(worker):
     worker.state.on_router_message("b", UNKNOWN, 0.1)
     assert sent(worker.state.on_timer(0.1 + REGISTER_INTERVAL_S), "b") == [REGISTRATION]
     assert worker.state.num_registered_routers == 1
+
+
+def test_a_spare_link_registers_now_and_then(worker):
+    """Its address may lead to another router by then."""
+    messages = []
+    for now in range(1, 31):
+        worker.state.on_router_message("a", R, now)
+        messages += sent(worker.state.on_timer(now), "b")
+        worker.state.on_router_message("b", R, now) if len(messages) == 1 else None
+    assert messages
+    assert set(messages) == {msgspec.structs.replace(REGISTRATION, is_spare=True)}
+    assert len(messages) <= 3
+    actions = worker.state.on_router_message("b", REBORN, 31.0)
+    assert sent(actions, "b") == [took_over(1)]
+    assert worker.state.num_registered_routers == 2
+
+
+def test_a_lost_link_without_requests_is_replaced_at_once(worker):
+    assert sent(worker.state.disconnect("a", 1.0), "b") == [took_over(1)]
+    assert worker.state.num_registered_routers == 1
+
+
+def test_the_spare_link_heard_last_takes_over(worker):
+    worker.state.connect("c", 1.0)
+    worker.state.on_router_message("c", R, 1.1)
+    assert sent(worker.state.disconnect("a", 2.0)) == [took_over(1)]
+    assert sent(worker.state.disconnect("c", 2.0), "b") == [took_over(2)]
+
+
+@pytest.mark.parametrize("is_dropped", [True, False])
+def test_a_leaving_worker_says_goodbye_by_the_spare_link(worker, is_dropped):
+    worker.generate("r", "a")
+    worker.state.start_drain(1.0, 60.0)
+    actions = worker.state.disconnect("a", 1.0) if is_dropped else []
+    now = 1.0
+    while not worker.state.is_stopped:
+        now = round(now + 0.1, 1)
+        actions += worker.state.on_timer(now)
+    assert [type(message) for message in sent(actions, "b")][-1] is Goodbye
 
 
 def test_only_the_link_in_use_hears_that_the_worker_leaves(worker):

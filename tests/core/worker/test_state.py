@@ -182,7 +182,7 @@ def test_late_request_of_a_lost_router_ends_when_one_of_another_version_answers(
 
 def test_router_that_left_the_name_service_loses_its_requests(worker):
     worker.generate("r", "a")
-    assert worker.state.disconnect("a") == ended_unanswered("r")
+    assert worker.state.disconnect("a", 1.0) == ended_unanswered("r")
     assert worker.generate("late", "a", 1.0) == []
 
 

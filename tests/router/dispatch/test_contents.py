@@ -262,7 +262,7 @@ def test_each_router_learns_its_place_among_the_routers_of_a_worker(core, worker
     worker.run(until=1.0)
     preferences = [each.route_costs.preferences for each in (core, other)]
     assert [each.disliked for each in preferences] == [{worker.key}, frozenset()]
-    worker.deliver(worker.state.disconnect("b"), 1.5)
+    worker.deliver(worker.state.disconnect("b", 1.0), 1.5)
     worker.run(until=2.0, since=1.5)
     assert not preferences[0].disliked
 
