@@ -2,7 +2,7 @@
 
 A report out of order, of another incarnation or with more keys than the worker has blocks makes its contents unknown until the
 next snapshot. Unknown contents count as none: that costs time only. A worker with too many keys is asked for snapshots less and
-less often, since the next one will have as many.
+less often, since the next one is likely to have as many, until its contents have been known for a while.
 """
 
 from __future__ import annotations
@@ -53,7 +53,8 @@ class BlocksInTier(NamedTuple):
 class _Worker:
     """A worker, with the kind and the most keys of each of its parts; None for parts of an unknown medium.
 
-    ``num_excesses`` counts how often it had more keys. After each, the next ``pause`` heartbeats ask for no snapshot.
+    ``num_excesses`` counts how often it had more keys, until its contents have been known for as many heartbeats as the longest
+    pause lasts. After each, the next ``pause`` heartbeats ask for no snapshot.
     """
 
     group: ContentGroup
@@ -62,6 +63,7 @@ class _Worker:
     is_known: bool = False
     num_excesses: int = 0
     pause: int = 0
+    num_known: int = 0  # heartbeats since the contents are known
 
     @property
     def kinds(self) -> list[_Kind]:
@@ -121,6 +123,10 @@ class ReportedContents:
         if state.num_received != num_sent:
             self.distrust(worker)
             state.num_received = num_sent
+        if state.is_known:
+            state.num_known += 1
+            if state.num_known >= _MAX_PAUSE:
+                state.num_excesses = 0
         if state.is_known or not num_sent:
             return False
         is_paused = state.pause > 0
@@ -221,6 +227,7 @@ class ReportedContents:
             if kind in self._indexes:
                 self._indexes[kind].forget(worker)
         state.is_known = False
+        state.num_known = 0
 
 
 def _holds(index: ContentIndex[WorkerKey], worker: WorkerKey, keys: Sequence[int], position: int) -> bool:

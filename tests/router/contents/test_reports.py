@@ -237,3 +237,21 @@ def test_a_worker_with_more_blocks_than_it_has_is_asked_less_and_less_often(capl
         worker.round("r", router)
     assert router.is_known(worker.key)
     assert len(router.contents(worker.key)) == NUM_BLOCKS
+
+
+def test_an_excess_long_ago_delays_no_snapshot():
+    worker, router = Worker("w", 1), ReportedContents()
+    worker.register("r", router)
+    extra = tuple(map(block_hash, range(1, NUM_BLOCKS + 2)))
+    num_unknown = []
+    for _ in range(3):
+        worker.feed.publish([BlockStored(extra, None, 16, 0)])
+        worker.round("r", router)
+        worker.feed.publish([BlockRemoved(extra, 0)])
+        num_unknown.append(0)
+        while not router.is_known(worker.key):
+            worker.round("r", router)
+            num_unknown[-1] += 1
+        for _ in range(100):
+            worker.round("r", router)
+    assert len(set(num_unknown)) == 1
