@@ -2,8 +2,8 @@
 
 The producer answers chunk requests (``connectors.p2p.transport.tcp_server``). The consumer opens one DEALER per peer, keeps a
 window of requests in flight and receives every frame straight into its row. A pool on a device is copied through pinned
-memory on either side. A connection is never re-established: one DEALER lives as long as its peer's incarnation, so closing it
-is an exact fence.
+memory on either side. A connection is never re-established: a broken one is reported as lost, and whoever opens the peer again
+gets another DEALER. So closing it is an exact fence.
 
 Both ends check everything: rows are bounds-checked by the producer, frame sizes by the consumer, and a request names the
 incarnation's token, so that a process that took over the address answers nothing from its own pool.
