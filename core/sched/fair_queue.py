@@ -109,7 +109,7 @@ class FairRequestQueue(RequestQueue):
 
     def charge_output(self, request: Request) -> None:
         """Charge the output of an ended request that has run."""
-        if request.num_computed_tokens:
+        if request.num_computed_tokens or request.num_preemptions:  # one put back has none computed
             self._charge(request.tenant, OUTPUT_WEIGHT * request.num_output_tokens)
 
     def __len__(self) -> int:

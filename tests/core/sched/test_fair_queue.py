@@ -140,6 +140,16 @@ def test_cached_tokens_are_not_charged_and_output_is():
     assert [queue.pop_request().tenant for _ in range(3)] == [1, 1, 1]
 
 
+def test_the_output_of_a_request_that_waits_again_is_charged():
+    queue = fill(FairRequestQueue("fcfs"), *flood(1, 5), *flood(2, 5))
+    queue.pop_request()
+    put_back = queue.pop_request()
+    put_back.num_preemptions = 1
+    put_back.num_output_tokens = round(200 / OUTPUT_WEIGHT)
+    queue.charge_output(put_back)
+    assert [queue.pop_request().tenant for _ in range(3)] == [1, 1, 1]
+
+
 def test_smaller_priority_comes_first_whoever_sends_it():
     queue = fill(FairRequestQueue("priority"), *flood(1, 3), make_request("urgent", tenant=1, priority=-1), *flood(2, 2))
     assert drain(queue)[0] == "urgent"
