@@ -150,7 +150,10 @@ class EngineCore:
     def abort_requests(self, request_ids: Iterable[str]) -> list[str]:
         """Stop requests in any state; return the ids of those that had not ended. They get no more output."""
         self._is_stalled = False
-        return self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        aborted = self.scheduler.finish_requests(request_ids, RequestStatus.FINISHED_ABORTED)
+        if self._grammars is not None:
+            self._grammars.abandon(aborted)
+        return aborted
 
     def step(self) -> list[EngineCoreOutput]:
         """Schedule and launch one step, and process the finished one; return the outputs of requests with new tokens or an end.

@@ -1,8 +1,8 @@
 """Finds out whether a grammar can be compiled, in a process that is killed at the deadline.
 
 Owns that process: started at the first check, again after it was killed. Blocks; one thread at a time. Answers are kept, so a
-grammar that comes again costs nothing. A process that was killed tells something about the grammar only if that has used up the
-CPU time or the memory; a machine that was too slow, or short of memory itself, is another answer and not kept.
+grammar that comes again costs nothing. A process that has ended tells something about the grammar if that has used up the CPU
+time or the memory, or has made it crash; a machine that was too slow, or short of memory, is another answer and not kept.
 """
 
 from __future__ import annotations
@@ -55,17 +55,29 @@ class GrammarChecker:
         """Compile a grammar on trial.
 
         Raises:
-            InvalidRequest: it is malformed, unsupported, or takes more than ``timeout_s`` of CPU time or the memory allowed.
+            InvalidRequest: it is malformed, unsupported, takes more than ``timeout_s`` of CPU time or the memory allowed, or
+                makes the process crash.
             Overloaded: the machine was too busy, or short of memory; nothing is known about the grammar.
             KVFerryError: the process does not start.
         """
         check_limits(output)
+        if self.check_kept(output):
+            return
+        answer = self._ask(output)
+        self._keep(output, answer)
+        if answer:
+            raise InvalidRequest(answer)
+
+    def check_kept(self, output: StructuredOutput) -> bool:
+        """Return True if the kept answer is that a grammar can be compiled, False if none is kept. Any thread; does not block.
+
+        Raises:
+            InvalidRequest: the kept answer.
+        """
         known = self._answers.get(output)
-        if known is None:
-            known = self._ask(output)
-            self._keep(output, known)
         if known:
             raise InvalidRequest(known)
+        return known is not None
 
     def close(self) -> None:
         """End the process. Idempotent."""
@@ -83,7 +95,9 @@ class GrammarChecker:
         logger.warning(event("grammar_check_killed", kind=output.kind, bytes=len(output.value), exit_status=found))
         if found in _CAUSED_BY_THE_MACHINE:
             raise Overloaded(f"{output.kind} could not be checked in time: the machine is busy or short of memory")
-        limit = f"{self._timeout_s:g} s of CPU time" if found == -signal.SIGPROF else "the memory allowed"
+        if not is_out_of_time and found != -signal.SIGABRT:
+            return f"{output.kind} cannot be used: compiling it ends the process that does so"
+        limit = f"{self._timeout_s:g} s of CPU time" if is_out_of_time else "the memory allowed"
         return f"{output.kind} is too complex: it could not be compiled within {limit}"
 
     def _try(self, output: StructuredOutput) -> Checked | int:

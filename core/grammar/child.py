@@ -19,7 +19,10 @@ from core.errors import InvalidRequest
 from core.grammar.compiled import CompiledGrammar, Vocabulary
 from core.wire.sampling import StructuredOutput
 
-MEMORY_BYTES = 2 << 30  # of address space beyond what it has at its start
+MEMORY_BYTES = 2 << 30  # of address space beyond what it has at its start, at most
+_MIN_MEMORY_BYTES = 512 << 20  # less would refuse usual grammars
+_CONTAINER_SHARE = 0.5  # of the container's memory; the rest is its other processes'
+_CONTAINER_LIMIT = "/sys/fs/cgroup/memory.max"
 WALL_FACTOR = 4.0  # a busy machine gives the process a part of its time
 _NICENESS = 5  # the engine goes first
 _LENGTH_BYTES = 4
@@ -100,10 +103,26 @@ def _set_alarms(timeout_s: float) -> None:
     signal.setitimer(signal.ITIMER_REAL, WALL_FACTOR * timeout_s)
 
 
+def memory_bytes(limit_file: str = _CONTAINER_LIMIT) -> int:
+    """Return the bytes that grammars may take: so few that this limit is met before the container's.
+
+    The kernel kills the process at the latter, which would not tell whether the grammar is the reason.
+    """
+    try:
+        with open(limit_file) as file:
+            text = file.read().strip()
+    except OSError:
+        return MEMORY_BYTES
+    if not text.isdecimal():  # "max"
+        return MEMORY_BYTES
+    return max(_MIN_MEMORY_BYTES, min(MEMORY_BYTES, int(_CONTAINER_SHARE * int(text))))
+
+
 def _limit_memory() -> None:
     with open("/proc/self/statm") as file:
         used = int(file.read().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + MEMORY_BYTES, used + MEMORY_BYTES))
+    allowed = used + memory_bytes()
+    resource.setrlimit(resource.RLIMIT_AS, (allowed, allowed))
 
 
 if __name__ == "__main__":

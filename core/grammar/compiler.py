@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import OrderedDict, deque
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from core.errors import KVFerryError, Overloaded
@@ -20,7 +20,7 @@ from core.grammar.compiled import CompiledGrammar, Vocabulary
 from core.wire.sampling import StructuredOutput
 
 CACHE_BYTES = 256 << 20  # of the grammars that are kept, estimated; requests hold theirs beyond that
-MAX_PENDING = 32  # grammars that wait for the thread
+MAX_PENDING = 32  # grammars that wait for the thread, without those for one request
 
 THREAD_NAME = "kvferry-grammar"
 
@@ -39,7 +39,7 @@ class Compiled:
 class GrammarCompiler:
     """Grammars of one worker. ``setup`` reads the vocabulary when the first one is needed, on the thread.
 
-    ``get``, ``request``, ``renew`` and ``take_compiled`` are for the engine's thread.
+    ``get``, ``request``, ``renew``, ``abandon`` and ``take_compiled`` are for the engine's thread.
     """
 
     def __init__(self, setup: Callable[[], Setup], cache_bytes: int = CACHE_BYTES) -> None:
@@ -47,7 +47,9 @@ class GrammarCompiler:
         self._cache_bytes = cache_bytes
         self._kept: OrderedDict[StructuredOutput, CompiledGrammar] = OrderedDict()
         self._pending: set[_Job] = set()
-        self._jobs: queue.SimpleQueue[_Job | None] = queue.SimpleQueue()
+        self._shared_jobs: deque[_Job] = deque()
+        self._owned_jobs: deque[_Job] = deque()
+        self._num_queued = threading.Semaphore(0)  # jobs in both
         self._compiled: queue.SimpleQueue[Compiled] = queue.SimpleQueue()
         self._wakeup: Callable[[], None] = lambda: None
         self._vocabulary: Vocabulary | None = None
@@ -81,7 +83,8 @@ class GrammarCompiler:
         Raises:
             Overloaded: too many wait.
         """
-        if (output, "") not in self._pending and len(self._pending) >= MAX_PENDING:
+        num_shared = sum(not owner for _, owner in self._pending)
+        if (output, "") not in self._pending and num_shared >= MAX_PENDING:
             raise Overloaded(f"{MAX_PENDING} grammars wait to be compiled")
         self.renew(output)
 
@@ -94,16 +97,19 @@ class GrammarCompiler:
             self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
             self._thread.start()
         self._pending.add(job)
-        self._jobs.put(job)
+        (self._owned_jobs if owner else self._shared_jobs).append(job)
+        self._num_queued.release()
+
+    def abandon(self, owners: Collection[str]) -> None:
+        """Compile nothing more for these requests alone: they have ended."""
+        abandoned = [job for job in self._pending if job[1] and job[1] in owners]
+        self._pending.difference_update(abandoned)
 
     def take_compiled(self) -> list[Compiled]:
         """Return what has been compiled since the last call, and keep what is for any request."""
         found: list[Compiled] = []
-        while self._pending:
-            try:
-                done = self._compiled.get_nowait()
-            except queue.Empty:
-                break
+        while not self._compiled.empty():
+            done = self._compiled.get_nowait()
             self._pending.discard((done.output, done.owner))
             found.append(done)
             if isinstance(done.result, CompiledGrammar) and not done.owner:
@@ -114,12 +120,12 @@ class GrammarCompiler:
 
     def has_compiled(self) -> bool:
         """True if ``take_compiled`` would return something."""
-        return bool(self._pending) and not self._compiled.empty()
+        return not self._compiled.empty()
 
     def close(self) -> None:
         """End the process and, after its present grammar, the thread. Idempotent."""
         self._is_closed = True
-        self._jobs.put(None)
+        self._num_queued.release()
         checker = self._checker
         if checker is not None:
             checker.close()
@@ -131,8 +137,12 @@ class GrammarCompiler:
             total -= oldest.num_bytes
 
     def _run(self) -> None:
-        while (job := self._jobs.get()) is not None and not self._is_closed:
+        is_owned_next = False
+        while (job := self._next_job(is_owned_next)) is not None:
             output, owner = job
+            is_owned_next = not owner
+            if job not in self._pending:
+                continue  # its request has ended
             try:
                 result: CompiledGrammar | KVFerryError = self._compile(output)
             except KVFerryError as error:
@@ -141,6 +151,16 @@ class GrammarCompiler:
                 result = KVFerryError(f"the grammar could not be compiled: {error!r}")
             self._compiled.put(Compiled(output, result, owner))
             self._wakeup()
+
+    def _next_job(self, is_owned_next: bool) -> _Job | None:
+        """Wait for a job, for one request or for any; None at the end. They take turns, so that neither holds up the other."""
+        self._num_queued.acquire()
+        if self._is_closed:
+            return None
+        first, second = self._shared_jobs, self._owned_jobs
+        if is_owned_next:
+            first, second = second, first
+        return (first or second).popleft()
 
     def _compile(self, output: StructuredOutput) -> CompiledGrammar:
         if self._checker is None or self._vocabulary is None:

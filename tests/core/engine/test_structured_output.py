@@ -198,6 +198,16 @@ def test_a_waiting_request_can_be_aborted(build):
     assert not engine.has_requests()
 
 
+def test_an_abort_takes_out_the_grammar_for_this_request_alone(build):
+    engine = build().engine
+    engine.add_request(request("bound"))
+    form = engine.scheduler.requests["bound"].sampling.structured_output
+    for owner in ("bound", "other"):
+        engine._grammars.renew(form, owner)
+    engine.abort_requests(["bound"])
+    assert engine._grammars._pending == {(form, ""), (form, "other")}
+
+
 @pytest.mark.slow
 def test_a_grammar_that_is_known_starts_at_once(build):
     engine = build().engine

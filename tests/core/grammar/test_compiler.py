@@ -13,6 +13,7 @@ from core.errors import InvalidRequest, KVFerryError, Overloaded
 from core.grammar import checker as checker_module
 from core.grammar import compiler as compiler_module
 from core.grammar.checker import GrammarChecker
+from core.grammar.child import memory_bytes
 from core.grammar.compiled import CompiledGrammar
 from core.grammar.compiler import GrammarCompiler
 from core.wire.sampling import StructuredOutput
@@ -261,3 +262,77 @@ def test_too_many_waiting_grammars_are_refused(compiler, monkeypatch):
     compiler.request(regex("b"))
     with pytest.raises(Overloaded):
         compiler.request(regex("c"))
+
+
+class HeldCompiler(GrammarCompiler):
+    """Compiles nothing; the thread waits for ``go`` at the first grammar."""
+
+    def __init__(self):
+        super().__init__(lambda: None)
+        self.has_begun = threading.Event()
+        self.go = threading.Event()
+        self.seen = []
+
+    def _compile(self, output):
+        self.seen.append(output.value)
+        self.has_begun.set()
+        assert self.go.wait(30)
+        raise KVFerryError("none")
+
+
+@pytest.fixture
+def held():
+    held = HeldCompiler()
+    held.request(regex("first"))
+    assert held.has_begun.wait(30)
+    yield held
+    held.go.set()
+    held.close()
+
+
+def collect(held, count):
+    """Let the thread go on, and return the ends of this many grammars."""
+    done = threading.Semaphore(0)
+    held.set_wakeup(done.release)
+    held.go.set()
+    for _ in range(count):
+        assert done.acquire(timeout=30)
+    return held.take_compiled()
+
+
+def test_grammars_for_one_request_leave_room_for_others(held):
+    for number in range(2 * compiler_module.MAX_PENDING):
+        held.renew(regex("own"), f"r{number}")
+    held.request(regex("other"))
+    held.request(regex("another"))
+    collect(held, 5)
+    assert held.seen[:5] == ["first", "own", "other", "own", "another"]
+
+
+def test_grammars_for_requests_that_have_ended_are_not_compiled(held):
+    for number in range(40):
+        held.renew(regex("own"), f"r{number}")
+    held.abandon({f"r{number}" for number in range(40) if number != 7})
+    held.request(regex("other"))
+    assert {(one.output.value, one.owner) for one in collect(held, 3)} == {("first", ""), ("own", "r7"), ("other", "")}
+    assert held.seen.count("own") == 1
+
+
+@pytest.mark.parametrize("status", [1, -signal.SIGSEGV, -signal.SIGILL])
+def test_a_crash_is_not_put_down_to_memory(status, monkeypatch):
+    monkeypatch.setattr(GrammarChecker, "_try", lambda self, output: status)
+    checker = GrammarChecker(lambda: None)
+    for _ in range(2):
+        with pytest.raises(InvalidRequest, match="ends the process") as refused:
+            checker.check(regex("a"))
+        assert "memory" not in refused.value.message
+
+
+@pytest.mark.parametrize(
+    ("limit", "expected"),
+    [("max", 2 << 30), (str(64 << 30), 2 << 30), (str(2 << 30), 1 << 30), (str(256 << 20), 512 << 20)],
+)
+def test_the_memory_of_a_grammar_follows_the_container(tmp_path, limit, expected):
+    (tmp_path / "memory.max").write_text(f"{limit}\n")
+    assert memory_bytes(str(tmp_path / "memory.max")) == expected
+    assert memory_bytes(str(tmp_path / "none")) == 2 << 30
