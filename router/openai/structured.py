@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -151,8 +152,19 @@ def _text(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
+@dataclass(slots=True)
+class _Trial:
+    """One grammar that waits for the thread or is compiled, for all requests that have it."""
+
+    job: asyncio.Future[None]
+    num_waiting: int = 0
+
+
 class GrammarGate:
-    """Refuses grammars that no worker could compile. Its process is started by the first one."""
+    """Refuses grammars that no worker could compile. Its process is started by the first one.
+
+    Requests of one grammar share its trial, also one that ends without an answer; a trial that nobody waits for is left out.
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         def setup() -> Setup:
@@ -160,6 +172,7 @@ class GrammarGate:
 
         self._checker = GrammarChecker(setup)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-grammar")
+        self._trials: dict[StructuredOutput, _Trial] = {}
 
     async def check(self, output: StructuredOutput | None, field: str | None) -> None:
         """Compile a grammar on trial; answers are kept.
@@ -171,10 +184,26 @@ class GrammarGate:
         if output is None:
             return
         try:
-            await asyncio.get_running_loop().run_in_executor(self._thread, self._checker.check, output)
-        except InvalidRequest as error:
-            error.param = field
-            raise
+            if not self._checker.check_kept(output):
+                await self._try(output)
+        except InvalidRequest as error:  # others may wait for the same one
+            raise InvalidRequest(error.message, param=field) from None
+
+    async def _try(self, output: StructuredOutput) -> None:
+        trial = self._trials.get(output)
+        if trial is None:
+            loop = asyncio.get_running_loop()
+            trial = self._trials[output] = _Trial(loop.run_in_executor(self._thread, self._checker.check, output))
+        trial.num_waiting += 1
+        try:
+            await asyncio.wait((trial.job,))
+        finally:
+            trial.num_waiting -= 1
+            if trial.job.done() or not trial.num_waiting:
+                trial.job.cancel()
+                if self._trials.get(output) is trial:
+                    del self._trials[output]
+        trial.job.result()
 
     def close(self) -> None:
         """End the process and the thread."""

@@ -1,10 +1,12 @@
 from __future__ import annotations
 
+import asyncio
 import json
+import threading
 
 import pytest
 
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, Overloaded
 from core.model.hub import resolve_model
 from core.model.tokenizer import Tokenizer
 from core.wire.sampling import StructuredOutput
@@ -123,3 +125,85 @@ async def test_the_gate_refuses_what_cannot_be_compiled_and_names_it(tmp_path):
         assert refused.value.param == "guided_json"
     finally:
         gate.close()
+
+
+class SlowChecker:
+    """Checks that wait for ``go``; the grammar ``busy`` gets no answer, ``bad`` is refused."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.asked = []
+        self.kept = set()
+
+    def check_kept(self, output):
+        return output in self.kept
+
+    def check(self, output):
+        self.asked.append(output.value)
+        assert self.go.wait(30)
+        if output.value == "busy":
+            raise Overloaded("busy")
+        if output.value == "bad":
+            raise InvalidRequest("bad")
+
+    def close(self):
+        self.go.set()
+
+
+@pytest.fixture
+def slow_gate():
+    gate = GrammarGate(None)
+    gate._checker = SlowChecker()
+    yield gate
+    gate.close()
+
+
+def of_regex(pattern):
+    return StructuredOutput(kind="regex", value=pattern)
+
+
+@pytest.mark.parametrize("pattern", ["busy", "good"])
+async def test_requests_of_one_grammar_share_its_trial(slow_gate, pattern):
+    waiting = [asyncio.create_task(slow_gate.check(of_regex(pattern), "guided_regex")) for _ in range(30)]
+    await asyncio.sleep(0)
+    slow_gate._checker.go.set()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert slow_gate._checker.asked == [pattern]
+    assert {type(end) for end in ends} == {Overloaded if pattern == "busy" else type(None)}
+    with pytest.raises(Overloaded):
+        await slow_gate.check(of_regex("busy"), "guided_regex")
+    assert len(slow_gate._checker.asked) == 2  # the first answer is not for later requests
+
+
+async def test_requests_that_share_a_refusal_each_get_their_field(slow_gate):
+    fields = ["guided_regex", "structured_outputs"]
+    waiting = [asyncio.create_task(slow_gate.check(of_regex("bad"), field)) for field in fields]
+    await asyncio.sleep(0)
+    slow_gate._checker.go.set()
+    ends = await asyncio.gather(*waiting, return_exceptions=True)
+    assert [end.param for end in ends] == fields
+
+
+async def test_a_grammar_with_an_answer_does_not_wait_behind_others(slow_gate):
+    slow_gate._checker.kept.add(of_regex("known"))
+    first = asyncio.create_task(slow_gate.check(of_regex("good"), "guided_regex"))
+    await asyncio.sleep(0)
+    await asyncio.wait_for(slow_gate.check(of_regex("known"), "guided_regex"), 30)
+    assert not first.done()
+    slow_gate._checker.go.set()
+    await first
+
+
+async def test_a_grammar_whose_clients_have_left_is_not_checked(slow_gate):
+    first = asyncio.create_task(slow_gate.check(of_regex("good"), "guided_regex"))
+    left, stays = (asyncio.create_task(slow_gate.check(of_regex("left"), "guided_regex")) for _ in range(2))
+    await asyncio.sleep(0)
+    left.cancel()
+    await asyncio.wait((left,))
+    assert of_regex("left") in slow_gate._trials  # another still waits
+    stays.cancel()
+    await asyncio.wait((stays,))
+    slow_gate._checker.go.set()
+    await first
+    await slow_gate.check(of_regex("next"), "guided_regex")
+    assert slow_gate._checker.asked == ["good", "next"]
