@@ -315,6 +315,9 @@ class SchedulerOutput:
     each identifier once in a step. Features that are in the encoder cache, or that the EC connector loads in this step, are not
     among them; a request that was preempted in this very step can be. The runner deletes ``free_encoder_identifiers`` from its
     cache before anything else.
+
+    ``preempted_req_ids`` have lost their blocks, by preemption, a failed load or a full grammar. The runner drops them before
+    it adds ``scheduled_new_reqs``, among which a request put back by a full grammar can be again.
     """
 
     scheduled_new_reqs: list[NewRequestData] = field(default_factory=list)
@@ -322,7 +325,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
     finished_req_ids: set[str] = field(default_factory=set)  # left since the last step; the runner drops them
-    preempted_req_ids: set[str] = field(default_factory=set)  # have lost their blocks, by preemption or by a failed load
+    preempted_req_ids: set[str] = field(default_factory=set)  # have lost their blocks; see above
     has_sync_kv_loads: bool = False
     kv_connector_metadata: KVConnectorMetadata | None = None
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
@@ -415,8 +418,9 @@ class ModelRunnerOutput:
 
     ``sampled_token_ids`` holds an entry for each request whose last known token was computed in the step (none for an
     unfinished prompt chunk). ``logprobs`` and ``prompt_logprobs`` only hold requests that asked for them. ``failed`` and
-    ``refused`` requests got no token although it was their turn, and end. The KV of ``failed`` ones may be corrupt, so it is
-    evicted; ``refused`` ones asked for something impossible, and their KV is valid. ``failed_embeddings`` maps identifiers that
+    ``refused`` requests got no token although it was their turn. The KV of ``failed`` ones may be corrupt, so it is evicted,
+    and they end. That of ``refused`` ones is valid: they asked for something impossible and end, or their grammar is full and
+    they wait for another one. ``failed_embeddings`` maps identifiers that
     are missing in the worker's encoder cache to the reasons. The step computed their tokens from placeholders: the scheduler
     discards that KV, and the tokens sampled from it.
     """

@@ -18,7 +18,7 @@ from core.errors import InvalidRequest, KVFerryError
 from core.grammar.translation import to_grammar
 from core.wire.sampling import StructuredOutput
 
-MAX_LEXER_STATES = 50_000  # of one grammar, about 1 kB each
+MAX_LEXER_STATES = 50_000  # of one grammar, about 1 kB each; checked at a mask, so a replay may pass it before its first
 _BASE_BYTES = 96 << 10  # of a small grammar, measured
 _BYTES_PER_BYTE = 32  # of the translated grammar, measured: 23
 _BYTES_PER_MASK = 1 << 10  # lexer states that a mask adds, measured: 0.25 kB
