@@ -437,7 +437,8 @@ class Dispatcher:
         key = left.worker.key
         ended = self._encode_legs.give_up(request, key, PeerUnreachable.code)
         if ended is not None:
-            return self._after_encode(request, [ended], now)
+            stops = self._encode_legs.stop(request, key, PeerUnreachable.code) if left.is_back else []
+            return [*stops, *self._after_encode(request, [ended], now)]
         if not left.is_back:
             request.attempt.prefill = request.attempt.decode = None
         return []

@@ -68,6 +68,10 @@ class EncodeLegs:
         wanted = self._stop_waiting(request, key)
         return EncodeEnded(request.request_id, key, code, len(wanted)) if wanted is not None else None
 
+    def stop(self, request: RequestState, key: WorkerKey, code: str) -> list[SendToWorker]:
+        """Return the abort for a worker that ``give_up`` has ended and that is still there: it may embed, or have answered."""
+        return [_abort(request.encoding, key, code)] if request.encoding is not None else []
+
     def give_up_all(self, request: RequestState, code: str) -> list[EncodeEnded | SendToWorker]:
         """Stop waiting for all encode workers of a request, and abort their work."""
         if request.encoding is None:

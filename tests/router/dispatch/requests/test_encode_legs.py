@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from core.errors import EncoderInputMissing, EngineDead, Full, InvalidRequest, Overloaded
@@ -249,6 +250,18 @@ def test_a_lost_encode_worker_is_not_waited_for(bench):
     bench.leave("e0")
     assert bench.generated("p0").media == (b"cat",)
     assert bench.encodes == [("e0", "peer_lost", 1)]
+    answer(bench)
+    bench.assert_idle()
+
+
+def test_an_encode_worker_whose_link_was_lost_keeps_nothing_for_the_request(bench):
+    submit(bench, CAT)
+    encoder = bench.core.membership.encoders[0]
+    bench.do(bench.core.on_message(encoder.peer, msgspec.structs.replace(encoder.facts, takeover=1), bench.now))
+    assert bench.generated("p0").media == (b"cat",)
+    assert bench.encodes == [("e0", "peer_lost", 1)]
+    assert aborted(bench, "e0") == [("r1",)]
+    done(bench, CAT)  # under way when the link was lost
     answer(bench)
     bench.assert_idle()
 
