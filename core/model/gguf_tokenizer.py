@@ -93,8 +93,8 @@ def _spelled_ends(metadata: Mapping[str, Any]) -> set[int]:
 
     One of ``_CONTROL_ENDS`` that is also BOS begins texts instead.
     """
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    types = metadata.get("tokenizer.ggml.token_type", [])
+    found = [metadata.get(f"tokenizer.ggml.{name}") for name in ("tokens", "token_type")]
+    tokens, types = ([*value] if isinstance(value, list) else [] for value in found)  # others are refused with the tokenizer
     ends = {index for index, text in enumerate(tokens) if text in _ENDS}
     controls = {index for index, kind in enumerate(types[: len(tokens)]) if kind == _CONTROL} - {token_id(metadata, "bos")}
     return (ends | {index for index in controls if tokens[index] in _CONTROL_ENDS}) - {token_id(metadata, "unknown")}

@@ -26,6 +26,7 @@ def worker_of(served: Served, answer: dict) -> str:
     return timeline["decode"]
 
 
+@pytest.mark.full
 def test_a_session_keeps_its_worker_when_the_router_restarts(cluster_config, tiny_model, serve, tmp_path, eventually):
     config = cluster_config(*tiny_model, "local.aggregated=true", "local.num_prefill=0", "local.num_decode=2")
     with LocalCluster(config, log_dir=tmp_path) as cluster, serve("aggregated", cluster) as served:

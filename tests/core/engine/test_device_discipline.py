@@ -242,12 +242,12 @@ def test_a_pool_is_measured_and_filled_on_the_device(build_tiny, run_engine, dev
 def test_no_step_is_measured_that_is_longer_than_the_pool(build_tiny, tiny_llama, device, tmp_path, monkeypatch):
     folder = shutil.copytree(tiny_llama[0], tmp_path / "long")
     config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 8192}))
+    (folder / "config.json").write_text(json.dumps({**config, "max_position_embeddings": 4096}))
     longest = []
     for name in ("run_longest_prefills", "run_widest_decode"):
         step = getattr(build, name)
         monkeypatch.setattr(build, name, lambda *args, step=step: longest.append(args[-1]) or step(*args))
-    device.cuda.total = device.cuda.free = (768 + 512 + 0.5) * (1 << 20)  # context, graphs, and half a MiB
+    device.cuda.total = device.cuda.free = (768 + 512 + 0.25) * (1 << 20)  # context, graphs, and 256 KiB
     settings = {"model__device": "cuda", "model__attention": "gather", "scheduler__max_num_seqs": 2}
     built = build_tiny(model__name=str(folder), cache__num_blocks=0, cache__gpu_memory_utilization=1.0, **settings)
     assert len(longest) >= 2

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as BackendTokenizer
 
 from core.errors import ConfigError
-from core.model.gguf_tokenizer import build_tokenizer, write_tokenizer
+from core.model.gguf_tokenizer import build_tokenizer, end_tokens, write_tokenizer
 from core.model.hub import read_model_folder
 from core.model.tokenizer import Tokenizer
 
@@ -169,6 +169,10 @@ def test_refuses_kinds_it_does_not_know_and_names_the_way_out(metadata, key, val
     with pytest.raises(ConfigError, match=f"{value}.*tokenizer.json beside the file") as caught:
         write_tokenizer({**metadata, key: value}, tmp_path / "model.gguf", tmp_path)
     assert caught.value.param == key
+
+
+def test_ends_of_a_file_whose_types_are_no_list_are_those_that_it_names():
+    assert end_tokens({"tokenizer.ggml.tokens": ["a"], "tokenizer.ggml.token_type": 3, "tokenizer.ggml.eos_token_id": 0}) == {0}
 
 
 @pytest.mark.parametrize("key", ["tokens", "merges", "token_type"])
