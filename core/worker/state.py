@@ -333,7 +333,8 @@ class WorkerState:
     def _replace_lost(self, now: float) -> list[Action]:
         """Use spare links of routers to which no link is in use any more: that one was refused, or leads elsewhere."""
         actions: list[Action] = []
-        for router_id in {link.spare_of for link in self._links.values()} - {link.router_id for link in self._links.values()}:
+        in_use = {link.router_id for link in self._links.values()}
+        for router_id in sorted({link.spare_of for link in self._links.values()} - in_use):
             if (spare := self._spare_link(router_id)) is not None:
                 actions += self._take_over(spare, now)
         return actions

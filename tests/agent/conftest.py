@@ -4,8 +4,9 @@ import asyncio
 
 import pytest
 
-from tests.agent.running_engine import WAIT_S, Running
+from tests.agent.running_engine import Running
 from tests.agent.scripted_server import ScriptedServer
+from tests.support.polling import WAIT_S
 
 
 @pytest.fixture

@@ -1,7 +1,5 @@
 """An engine over a scripted server, and what it has told."""
 
-import asyncio
-
 from agent.engine import AgentIdentity, VllmEngine, WatchTerms
 from agent.vllm_server import VllmServer
 from core.clock import SystemClock
@@ -10,8 +8,8 @@ from core.request import NewRequest
 from core.wire.kv import KVLayoutInfo
 from core.wire.sampling import SamplingParams
 from core.worker.parts import EngineEvents
+from tests.support.polling import until
 
-WAIT_S = 20.0
 LAYOUT = KVLayoutInfo(dtype="x", order="y", block_size=16, num_layers=1, num_kv_heads=1, head_dim=1, block_bytes=1)
 
 
@@ -37,15 +35,6 @@ class Running:
 
     async def until(self, holds):
         await until(holds)
-
-
-async def until(holds):
-    """Return once ``holds()`` is true."""
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            if holds():
-                return
-            await asyncio.sleep(0.005)
 
 
 def new_request(name="r/0", **fields):

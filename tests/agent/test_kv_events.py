@@ -15,11 +15,11 @@ from core.kv.content_feed import ContentFeed
 from core.kv.events import AllBlocksCleared, BlockRemoved, BlockStored
 from core.kv.hashing import BlockHasher
 from router.contents.keys import prompt_chain
+from tests.support.polling import until
 
 MODEL = b"fingerprint"
 TOKENS = tuple(range(500, 628))
 ANY = "tcp://127.0.0.1:0"
-WAIT_S = 20.0
 
 
 def keys(tokens=TOKENS):
@@ -154,12 +154,6 @@ NAMES = prompt_chain(BlockHasher(MODEL), (*TOKENS, 0))
 def stored_here(first, last):
     parent = NAMES[first - 1] if first else None
     return BlockStored(tuple(NAMES[first:last]), parent, 16, 0, TOKENS[16 * first : 16 * last])
-
-
-async def until(condition):
-    async with asyncio.timeout(WAIT_S):
-        while not condition():  # noqa: ASYNC110  polls state of other threads
-            await asyncio.sleep(0.005)
 
 
 class Server:

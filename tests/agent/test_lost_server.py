@@ -6,7 +6,8 @@ import pytest
 
 from agent.vllm_server import Health, VllmServer
 from core.errors import EngineDead
-from tests.agent.running_engine import WAIT_S, Running, new_request, tokens
+from tests.agent.running_engine import Running, new_request, tokens
+from tests.support.polling import WAIT_S
 
 
 async def begin(running, server, answer):

@@ -17,7 +17,7 @@ from core.testing.clock import FakeClock
 from core.worker.parts import EngineEvents
 from router.contents.reports import ReportedContents
 from router.dispatch.members import WorkerKey
-from tests.agent.running_engine import WAIT_S, until
+from tests.support.polling import WAIT_S, until
 
 
 class Start:

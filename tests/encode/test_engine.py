@@ -282,7 +282,7 @@ def test_a_bad_image_fails_alone(bench):
     assert bench.counted("bad") == 1
 
 
-def test_an_image_with_another_number_of_embeddings_than_was_announced_is_left_to_others(bench):
+def test_an_image_with_another_number_of_embeddings_than_announced_is_left_to_others(bench):
     bench.engine.add_request(request("r0/0", b"mouse"))
     assert run(bench.engine)["r0/0"].error.code == "encoder_input_missing"
     assert bench.counted("failed") == 1

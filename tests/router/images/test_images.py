@@ -170,8 +170,8 @@ async def test_a_request_whose_workers_leave_before_its_images_are_here_finds_no
     assert response.json()["error"]["code"] == "no_worker"
 
 
-async def test_an_image_that_no_worker_can_decode_is_named(start_sighted):
-    under_test = await start_sighted()
+async def add_encoder_that_refuses(under_test):
+    """Add an encode worker for which the first image of every request is damaged."""
     encoder = await under_test.add("encode")
 
     async def fail(message):
@@ -179,6 +179,11 @@ async def test_an_image_that_no_worker_can_decode_is_named(start_sighted):
         await encoder.send(EncodeFailed(request_id=message.request_id, error=error, media_index=0))
 
     encoder._answer = fail
+
+
+async def test_an_image_that_no_worker_can_decode_is_named(start_sighted):
+    under_test = await start_sighted()
+    await add_encoder_that_refuses(under_test)
     message = await refused(under_test, chat("a", image_part(data_url(picture()))), "messages[0].content[1]")
     assert message.endswith("it is damaged")
 
@@ -186,13 +191,7 @@ async def test_an_image_that_no_worker_can_decode_is_named(start_sighted):
 @pytest.mark.parametrize("is_stream", [False, True])
 async def test_an_image_of_a_response_that_no_worker_can_decode_is_named_as_input(start_sighted, is_stream):
     under_test = await start_sighted()
-    encoder = await under_test.add("encode")
-
-    async def fail(message):
-        error = ErrorInfo.of(InvalidRequest("it is damaged"))
-        await encoder.send(EncodeFailed(request_id=message.request_id, error=error, media_index=0))
-
-    encoder._answer = fail
+    await add_encoder_that_refuses(under_test)
     parts = [{"type": "input_image", "image_url": data_url(picture())}]
     body = {"instructions": "Look.", "input": [{"role": "user", "content": parts}], "stream": is_stream}
     async with under_test.client() as client:

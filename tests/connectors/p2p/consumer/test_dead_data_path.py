@@ -16,6 +16,7 @@ from connectors.testing.connector_pair import PROMPT, Pair, Side
 from connectors.testing.contexts import connector_context
 from core.config_workers import ConnectorSection
 from core.wire.sockets import join_tcp, split_tcp
+from tests.support.polling import until
 from tests.support.tcp_proxy import TcpProxy
 
 TIMEOUT_S = 30.0
@@ -112,14 +113,6 @@ async def make_world():
     for world in worlds:
         for side in world.sides.values():
             await side.close()
-
-
-async def until(condition):
-    async with asyncio.timeout(TIMEOUT_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 def lines(caplog, name):

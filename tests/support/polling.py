@@ -1,0 +1,20 @@
+"""Waits for what other threads or processes do, by looking again and again."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+WAIT_S = 30.0
+_PAUSE_S = 0.005
+
+
+async def until(condition: Callable[[], object]) -> None:
+    """Return once the condition is true.
+
+    Raises:
+        TimeoutError: it is not within ``WAIT_S``.
+    """
+    async with asyncio.timeout(WAIT_S):
+        while not condition():  # noqa: ASYNC110  polls state of other threads
+            await asyncio.sleep(_PAUSE_S)
