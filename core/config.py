@@ -32,10 +32,12 @@ from core.config_workers import (
 )
 from core.constants import HASH_BLOCK_SIZE
 from core.errors import ConfigError
+from core.struct_types import prepared
 
 P2P_TRANSPORTS = ("shm", "nixl", "tcp")  # what connector "p2p" can be told to use
 
 
+@prepared
 class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """All sections."""
 

@@ -16,12 +16,14 @@ from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded
 from core.errors import LayoutMismatch, ProtocolError
 from core.kv.seals import ExpectedSeal
+from core.struct_types import prepared
 from core.wire.limits import BlockId, Name, Positive, Text, Unsigned64
 from core.wire.media import ECSource, MMFeature
 
 NAME = "p2p"
 
 
+@prepared
 class HeldEmbeddings(msgspec.Struct, frozen=True, kw_only=True):
     """The place of embeddings on an encode worker: adjacent chunks, all of one generation, kept by a lease."""
 

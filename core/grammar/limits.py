@@ -15,6 +15,7 @@ import msgspec
 
 from core.errors import InvalidRequest
 from core.grammar.schema_keywords import REFERENCES, may_lead_into_data, with_schemas
+from core.struct_types import prepared
 from core.wire.sampling import StructuredOutput
 
 MAX_SCHEMA_BYTES = 64 << 10
@@ -94,6 +95,7 @@ class TagStructure(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     schema: dict[str, Any] | bool = True
 
 
+@prepared
 class StructuralTag(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Free text in which each occurrence of a trigger must continue as one of the structures that begin with it."""
 

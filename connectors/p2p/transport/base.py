@@ -12,6 +12,7 @@ import msgspec
 
 from connectors.p2p.transport.interface import RowRegion, landing_regions
 from core.errors import ProtocolError
+from core.struct_types import prepared
 
 T = TypeVar("T")
 
@@ -19,6 +20,7 @@ MAX_ROWS = 1 << 24  # of a region; bounds what a consumer keeps per row of a pee
 SystemNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # what fits a C int: processes, descriptors, devices
 
 
+@prepared
 class RowShape(msgspec.Struct, frozen=True, array_like=True):
     """Number and length of a region's rows, as a peer's metadata gives them for every region."""
 

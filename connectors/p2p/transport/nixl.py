@@ -47,6 +47,7 @@ from core.environment import set_default_environment, ucx_net_devices
 from core.errors import ConfigError, ConnectorUnavailable, PeerUnreachable, ProtocolError
 from core.ids import IdSource, new_hex_id
 from core.log import event
+from core.struct_types import prepared
 from core.wire.sockets import is_loopback, split_tcp
 
 BACKEND = "UCX"
@@ -79,6 +80,7 @@ class RemoteRegion(msgspec.Struct, frozen=True, kw_only=True):
     device_id: SystemNumber
 
 
+@prepared
 class NixlMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a producer tells its consumers. ``agent`` is the library's own blob."""
 

@@ -44,6 +44,7 @@ from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnr
 from core.ids import IdSource
 from core.sealed_size import cannot_shrink
 from core.stream_copy import stream_copy
+from core.struct_types import prepared
 
 TOKEN_BYTES = 32
 COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancellation or another peer waits
@@ -60,6 +61,7 @@ class MemoryFile(msgspec.Struct, frozen=True, kw_only=True):
     shape: RowShape
 
 
+@prepared
 class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a producer tells its consumers."""
 

@@ -24,6 +24,7 @@ from connectors.p2p.transport.interface import RowRegion
 from connectors.pool_access import PoolAccess
 from core.errors import ConfigError, ConnectorUnavailable, ProtocolError
 from core.ids import IdSource
+from core.struct_types import prepared
 from core.wire.curve import ClusterKeys, secure_server
 from core.wire.limits import Text
 from core.wire.sockets import CLOSE_LINGER_MS, advertised_host, binds_ipv6, join_tcp, split_tcp, warn_if_exposed
@@ -39,6 +40,7 @@ MAX_UNTAKEN_MS = 60_000  # that a consumer takes no byte of what is sent: its ho
 KEEPALIVE_IDLE_S, KEEPALIVE_INTERVAL_S, MAX_KEEPALIVES = 60, 15, 4  # nothing else shows that an idle connection is dead
 
 
+@prepared
 class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
     """What a producer tells its consumers."""
 
@@ -47,6 +49,7 @@ class TcpMetadata(msgspec.Struct, frozen=True, kw_only=True):
     shapes: tuple[RowShape, ...]
 
 
+@prepared
 class ChunkRequest(msgspec.Struct, frozen=True, array_like=True):
     """Consumer → producer: send these rows, one frame each or, if they are short, all in one."""
 
@@ -57,6 +60,7 @@ class ChunkRequest(msgspec.Struct, frozen=True, array_like=True):
     rows: tuple[int, ...]
 
 
+@prepared
 class ChunkHeader(msgspec.Struct, frozen=True, array_like=True):
     """Producer → consumer: first frame of an answer. ``refusal`` is empty if the rows follow."""
 
