@@ -35,14 +35,15 @@ _NUM_STAGES = 2  # tiles that are read ahead
 @triton.jit
 def _attend_splits(
     query, keys, values, tables, seq_lens, output, sums,
-    scale, window, chunk, num_splits, block_stride, token_stride, table_stride,
+    scale, window, chunk, num_splits, query_stride, block_stride, token_stride, table_stride,
     GROUP: tl.constexpr, ROWS: tl.constexpr, NUM_KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, PADDED_DIM: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, TILE: tl.constexpr, IS_WHOLE: tl.constexpr,
 ):  # fmt: skip
     """Attend to one split of one sequence under one KV head.
 
-    query, and output if IS_WHOLE: [N, NUM_KV_HEADS * GROUP, HEAD_DIM]. Else output float32 [N, heads, num_splits, HEAD_DIM] and
-    sums float32 [N, heads, num_splits], -inf where a split has no key; its output is not written then. window, chunk: 0 = none.
+    query: [N, NUM_KV_HEADS * GROUP, HEAD_DIM], its rows query_stride apart; output the same without gaps if IS_WHOLE. Else
+    output float32 [N, heads, num_splits, HEAD_DIM] and sums float32 [N, heads, num_splits], -inf where a split has no key; its
+    output is not written then. window, chunk: 0 = none.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
@@ -60,7 +61,8 @@ def _attend_splits(
     begin = (first_tile + split * tiles_per_split) * TILE
     end = tl.minimum(begin + tiles_per_split * TILE, seq_len)
 
-    scaled = tl.load(query + heads[:, None] * HEAD_DIM + dims[None, :], mask=is_row[:, None] & is_dim[None, :], other=0.0)
+    asked = query + sequence.to(tl.int64) * query_stride + (kv_head * GROUP + rows)[:, None] * HEAD_DIM + dims[None, :]
+    scaled = tl.load(asked, mask=is_row[:, None] & is_dim[None, :], other=0.0)
     largest, weight_sum = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     result = tl.zeros([ROWS, PADDED_DIM], tl.float32)
     for start in tl.range(begin, end, TILE):
@@ -136,15 +138,17 @@ class DecodeRows:
 def attend_decode(layer: int, query: Tensor, spec: AttentionSpec, cache: PagedKVCache, rows: DecodeRows) -> Tensor:
     """Return the attention output ``[N, num_heads, head_dim]`` of ``query``, of the same shape. ``cache`` has layout NHD.
 
-    What it launches depends on N and on the width of the tables only, so that a graph can be recorded for both.
+    The heads of a row of ``query`` lie one after another, rows may be strided. What it launches depends on N and on the width
+    of the tables only, so that a graph can be recorded for both.
     """
-    query = query.contiguous()
+    if not query[:1].is_contiguous():
+        query = query.contiguous()
     key, value = cache.key(layer), cache.value(layer)
     num_seqs, num_pages = rows.block_tables.shape
     group, head_dim = spec.num_heads // spec.num_kv_heads, query.shape[-1]
     tile = _tile(head_dim)
     splits = _num_splits(num_seqs * spec.num_kv_heads, num_pages * cache.block_size, tile)
-    output = torch.empty_like(query)
+    output = query.new_empty(query.shape)
     parts, sums = output, output
     if splits > 1:
         parts = query.new_empty((num_seqs, spec.num_heads, splits, head_dim), dtype=torch.float32)
@@ -153,7 +157,7 @@ def attend_decode(layer: int, query: Tensor, spec: AttentionSpec, cache: PagedKV
     _attend_splits[num_seqs, spec.num_kv_heads, splits](
         query, key, value, rows.block_tables, rows.seq_lens, parts, sums,
         spec.scale, spec.sliding_window or 0, spec.chunk_size or 0, splits,
-        key.stride(0), key.stride(1), rows.block_tables.stride(0),
+        query.stride(0), key.stride(0), key.stride(1), rows.block_tables.stride(0),
         GROUP=group, ROWS=max(_MIN_ROWS, triton.next_power_of_2(group)), NUM_KV_HEADS=spec.num_kv_heads,
         HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=cache.block_size, TILE=tile, IS_WHOLE=splits == 1,
         num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,

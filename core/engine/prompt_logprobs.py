@@ -90,7 +90,7 @@ class PromptLogprobs:
         """Add the hidden states ``[len(part.rows), hidden_size]``; return all entries once the prompt is complete."""
         pending = self._pending[part.request_id]
         for offset in range(0, len(part.rows), _ROWS_PER_CHUNK):
-            logprobs = compute_logits(hidden[offset : offset + _ROWS_PER_CHUNK]).log_softmax(-1)
+            logprobs = compute_logits(hidden[offset : offset + _ROWS_PER_CHUNK]).float().log_softmax(-1)
             place = part.first + offset + 1
             token_ids = pending.token_ids[place : place + len(logprobs)]
             pending.entries[place : place + len(logprobs)] = gather_logprobs(

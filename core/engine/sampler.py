@@ -113,12 +113,15 @@ def sample(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> 
 def launch_sampling(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> LaunchedSamples:
     """Begin to choose the next token of each row; ``rows`` is read, not advanced. Does not wait for a CUDA device.
 
-    ``logits``: ``[num_rows, vocab_size]``, overwritten. ``index``: the row of ``rows`` for each row of logits.
+    ``logits``: ``[num_rows, vocab_size]``, overwritten, of any float dtype. ``index``: the row of ``rows`` of each row.
     Log-probabilities are those of the model itself, before temperature, penalties and filters.
     """
+    wants_logprobs = np.flatnonzero(rows.num_logprobs[index] >= 0)
+    is_greedy = not wants_logprobs.size and not rows.has_edits[index].any() and not (rows.temperature[index] > 0.0).any()
+    if is_greedy and logits.device.type != "cpu":
+        return _launch_greedy(logits)
     logits = logits.float()
     highest = download(_highest(logits))
-    wants_logprobs = np.flatnonzero(rows.num_logprobs[index] >= 0)
     raw = logits[upload(wants_logprobs, logits.device)].log_softmax(-1) if wants_logprobs.size else None
     edited = []
     for slot in np.flatnonzero(rows.has_edits[index]).tolist():
@@ -132,6 +135,12 @@ def launch_sampling(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.in
         chosen = token_ids[upload(wants_logprobs, logits.device)]
         logprobs = _launch_logprobs(raw, chosen, rows.num_logprobs[index[wants_logprobs]].tolist(), wants_logprobs.tolist())
     return LaunchedSamples(token_ids, download(token_ids), highest, edited, logprobs)
+
+
+def _launch_greedy(logits: Tensor) -> LaunchedSamples:
+    """Begin to choose the first of the largest logits of each row, in one pass over them as they are."""
+    highest, token_ids = logits.max(-1)
+    return LaunchedSamples(token_ids, download(token_ids), download(highest.float()), [], None)
 
 
 def _highest(logits: Tensor) -> Tensor:

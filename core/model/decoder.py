@@ -139,8 +139,8 @@ class Decoder:
         return normed
 
     def compute_logits(self, hidden: Tensor) -> Tensor:
-        """Return fp32 logits ``[R, vocab_size]`` of ``hidden`` ``[R, hidden_size]``, rows picked from ``forward``'s result."""
-        return self._weights.head(hidden).float()
+        """Return logits ``[R, vocab_size]`` of ``hidden`` ``[R, hidden_size]``, rows of ``forward``'s result, of its dtype."""
+        return self._weights.head(hidden)
 
     def _query_key_value(
         self, layer: LayerWeights, normed: Tensor, rope: int | None, angles: list[tuple[Tensor, Tensor]]

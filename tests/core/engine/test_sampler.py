@@ -84,6 +84,19 @@ def test_greedy_batch_takes_the_first_of_the_largest_logits(sampling_rows, greed
     assert sample(logits, sampling_rows((greedy, [], []), (greedy, [], [])), every(2)).token_ids == [1, 0]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_greedy_tokens_of_a_device_are_those_of_the_cpu(sampling_rows, greedy, dtype):
+    """One pass over logits of the weights' dtype finds the same tokens, the first of equal ones, and the same broken rows."""
+    logits = logits_of(5, 6).to(dtype)
+    logits[1, [7, 40, 3]] = 50.0
+    logits[2, 9], logits[4, 9] = math.nan, math.inf
+    wanted = sample(logits.clone(), sampling_rows(*[(greedy, [], [])] * 6), every(6))
+    found = sampler._launch_greedy(logits).finish()
+    healthy = [0, 1, 3, 5]
+    assert [found.token_ids[row] for row in healthy] == [wanted.token_ids[row] for row in healthy]
+    assert list(found.failures) == list(wanted.failures) == [2, 4]
+
+
 def test_greedy_rows_keep_their_argmax_beside_random_ones(sampling_rows, greedy):
     logits = logits_of(1, 4)
     best = logits.argmax(-1).tolist()
