@@ -7,6 +7,7 @@ transport has reads in flight that no socket announces.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import logging
 import os
 import threading
@@ -21,6 +22,8 @@ from connectors.p2p.transfer.executor import TransferExecutor
 from core.log import event
 
 _log = logging.getLogger(__name__)
+
+_PR_SET_TIMERSLACK = 29  # linux/prctl.h
 
 
 class TransferThread:
@@ -64,6 +67,7 @@ class TransferThread:
 
     def _run(self) -> None:
         try:
+            _sleep_exactly()
             if self._prepare is not None:
                 self._prepare()
             while not self._is_stopping:
@@ -90,3 +94,9 @@ class TransferThread:
             time.sleep(max_wait_s)
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wake_fd)
+
+
+def _sleep_exactly() -> None:
+    """Have this thread woken up in time, prctl(2). By default sleeps are 50 us longer, much beside a read of some 100 us."""
+    with contextlib.suppress(OSError, AttributeError):  # another system
+        ctypes.CDLL(None).prctl(_PR_SET_TIMERSLACK, 1, 0, 0, 0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 from collections.abc import Callable, Iterator
 
@@ -45,6 +46,21 @@ def test_thread_keeps_looking_after_a_read_that_nothing_announces(world, run_thr
     assert world.events.get(timeout=WAIT_S).read_id == 2  # the first is posted by now, and frozen
     world.freeze(False)
     assert world.events.get(timeout=WAIT_S) == ReadEnded(1)
+
+
+def test_sleeps_of_the_thread_and_of_no_other_end_in_time(world):
+    """The kernel may add the slack of a thread to each of its sleeps, in nanoseconds."""
+    get_slack, answers = 30, queue.SimpleQueue()  # PR_GET_TIMERSLACK
+
+    def slack():
+        return ctypes.CDLL(None).prctl(get_slack, 0, 0, 0, 0)
+
+    before = slack()
+    thread = TransferThread(world.executor, lambda error: None, lambda: answers.put(slack()))
+    thread.start()
+    assert answers.get(timeout=WAIT_S) == 1
+    assert slack() == before > 1
+    thread.stop()
 
 
 def test_bug_in_the_thread_is_reported_and_fences_everything(world):
