@@ -45,6 +45,7 @@ from core.kv.seals import (
 from core.kv.spec import KVCacheConfig
 from core.log import event
 from core.memory_file import MemoryFile, create_memory_file, huge_page_stock
+from core.peer_memory import CudaPeerMemory
 from core.wire.kv import KVLayoutInfo
 
 logger = logging.getLogger(__name__)
@@ -153,6 +154,7 @@ def allocate_kv_pool(
         bind_thread=None if buffer is not None else partial(torch.cuda.set_device, pool.device),
         synchronize=None if buffer is not None else partial(torch.cuda.synchronize, pool.device),
         pin_memory=None if buffer is not None else pin_for_cuda,
+        new_peer_memory=None if buffer is not None else partial(CudaPeerMemory, pool.flatten(1).view(torch.uint8)),
     )
     return KVPool(config, PagedKVCache(pool, layout), region)
 

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from core.kv.peer_rows import PeerMemory
 from core.kv.seals import DigestBlocks, SealTable
 from core.wire.kv import KVLayoutInfo
 
@@ -56,8 +57,9 @@ class KVPoolRegion:
     a copier of a pool's rows on a device, for one thread: of its blocks, or of their runs in the planes. ``bind_thread`` lets
     the calling thread use the device through other libraries (a CUDA context belongs to a thread). ``synchronize`` returns
     once the device has done all that any thread or library has given to it so far. ``pin_memory`` pins host memory, so that a
-    copier can copy from it without a slot, and returns a function that unpins it, or None where pinning is not possible. All
-    four are None for a pool in host memory.
+    copier can copy from it without a slot, and returns a function that unpins it, or None where pinning is not possible.
+    ``new_peer_memory`` returns what maps the pools of other processes on the same device, for one thread. All five are None for
+    a pool in host memory, the last also where the engine does not offer it.
     """
 
     base_address: int
@@ -73,3 +75,4 @@ class KVPoolRegion:
     bind_thread: Callable[[], None] | None = None
     synchronize: Callable[[], None] | None = None
     pin_memory: Callable[[memoryview], Callable[[], None] | None] | None = None
+    new_peer_memory: Callable[[], PeerMemory] | None = None

@@ -36,7 +36,7 @@ sys.exit(", ".join(found) or 0)
         ("core.config", "KVFerryConfig"),
         ("core.grammar.limits", "StructuralTag"),
         ("connectors.ec.p2p_adapter", "HeldEmbeddings"),
-        ("connectors.p2p.transport.shm", "ShmMetadata"),
+        ("connectors.p2p.transport.shm_metadata", "ShmMetadata"),
         ("connectors.p2p.transport.tcp_server", "TcpMetadata"),
         ("connectors.p2p.transport.tcp_server", "ChunkRequest"),
         ("connectors.p2p.transport.tcp_server", "ChunkHeader"),

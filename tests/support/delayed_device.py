@@ -84,7 +84,7 @@ class DelayedStream:
         with self._device.lock:
             self.work.append(copy)
             self.num_submitted += 1
-            event = DelayedEvent(self._device, partial(self.do_until, self.num_submitted))
+            event = DelayedEvent(self._device, self, self.num_submitted)
             self._device.go_on()
         return event
 
@@ -104,11 +104,17 @@ class DelayedStream:
 class DelayedEvent:
     """The end of a piece of work."""
 
-    def __init__(self, device: DelayedDevice, finish: Callable[[], None]) -> None:
+    def __init__(self, device: DelayedDevice, stream: DelayedStream, number: int) -> None:
         self._device = device
-        self._finish = finish
+        self._stream = stream
+        self._number = number
+
+    def query(self) -> bool:
+        """Return True if it is done; some work may be done meanwhile, this or other."""
+        self._device.go_on()
+        return self._stream.num_done >= self._number
 
     def synchronize(self) -> None:
         """Return once it is done; other streams may have come further, too."""
         self._device.go_on()
-        self._finish()
+        self._stream.do_until(self._number)

@@ -74,7 +74,7 @@ def open_transports(
     ``staging`` is the memory for blocks of another size, on a worker that reads.
 
     Raises:
-        ConfigError: an unknown name, or a transport that is not for such memory.
+        ConfigError: an unknown name.
         ConnectorUnavailable: none works; the message says why for each.
     """
     found = TransportSet()

@@ -21,6 +21,7 @@ from typing import ClassVar, NamedTuple
 import zmq
 
 from core.errors import KVFerryError, LayoutMismatch
+from core.kv.peer_rows import PeerMemory
 from core.kv.pool_region import BlockCopier, KVPoolRegion
 from core.kv.seals import SEAL_BYTES, SealTable
 
@@ -42,7 +43,8 @@ class RowRegion:
     ``buffer`` is a writable uint8 view of host memory, None for device memory. ``memory_fd`` is the anonymous memory file that
     holds the region from its first byte, None if there is none. The owner of the memory keeps it mapped while registered.
     ``new_copier`` returns what copies rows of device memory to and from host memory, for one thread. ``synchronize`` returns
-    once the device has done all that it has been given so far. Both are None for host memory.
+    once the device has done all that it has been given so far. ``new_peer_memory`` returns what maps the pools of other
+    processes on the device, for one thread; None if the engine does not offer it. All are None for host memory.
     """
 
     base_address: int
@@ -53,6 +55,7 @@ class RowRegion:
     device: str = "cpu"
     new_copier: Callable[[], BlockCopier] | None = None
     synchronize: Callable[[], None] | None = None
+    new_peer_memory: Callable[[], PeerMemory] | None = None
 
     @property
     def num_bytes(self) -> int:
@@ -76,6 +79,7 @@ class RowRegion:
             pool.device,
             pool.new_copier,
             pool.synchronize,
+            pool.new_peer_memory,
         )
 
     @classmethod
@@ -145,7 +149,6 @@ class Transport(ABC):
         """Receive this process's regions, once, and the staging area for peers with another block size.
 
         Raises:
-            ConfigError: this transport does not support such memory on any host; the message names one that does.
             ConnectorUnavailable: the library, a system call, or a property of the memory is missing.
         """
 

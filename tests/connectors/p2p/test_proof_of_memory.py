@@ -7,7 +7,8 @@ import pytest
 
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.transport.factory import create_transport
-from connectors.p2p.transport.shm import TOKEN_BYTES, ShmMetadata, ShmTransport
+from connectors.p2p.transport.shm import ShmTransport
+from connectors.p2p.transport.shm_metadata import TOKEN_BYTES, ShmMetadata
 from connectors.testing.connector_pair import PROMPT, Pair, Side
 from connectors.testing.contexts import connector_context
 from core.config_workers import ConnectorSection

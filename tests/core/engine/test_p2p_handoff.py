@@ -189,7 +189,7 @@ async def test_handoff_between_whole_and_8_bit_weights_is_refused(build_tiny, gr
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_handoff_between_two_workers_on_a_gpu(build_tiny, greedy_for, oracle, make_oracle, transport):
     if transport == "nixl" and installed_module() is None:
         pytest.skip("NIXL is not installed")
@@ -224,7 +224,7 @@ async def test_handoff_to_a_worker_with_larger_blocks(build_tiny, greedy_for, or
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("transport", ["tcp", "nixl"])
+@pytest.mark.parametrize("transport", TRANSPORTS)
 async def test_handoff_on_a_gpu_to_larger_blocks(build_tiny, greedy_for, oracle, make_oracle, transport):
     if transport == "nixl" and installed_module() is None:
         pytest.skip("NIXL is not installed")

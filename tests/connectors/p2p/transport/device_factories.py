@@ -7,10 +7,13 @@ import torch
 
 from connectors.p2p.transport.interface import RowRegion
 from connectors.p2p.transport.nixl import NixlTransport
+from connectors.p2p.transport.shm import ShmTransport
 from connectors.p2p.transport.tcp_client import TcpTransport
 from core.block_copier import cuda_block_copier
 from core.ids import RandomIds
+from core.peer_memory import CudaPeerMemory
 from tests.support.delayed_device import DelayedDevice
+from tests.support.shared_device import on_shared_device
 
 NUM_SLOTS = 3
 
@@ -33,6 +36,18 @@ def make_tcp_beside_device() -> TcpBesideDevice:
     return TcpBesideDevice(RandomIds(), "tcp://127.0.0.1:0")
 
 
+class ShmBesideDevice(ShmTransport):
+    """The transport in a worker whose pool, region 0, is on a device that copies when it likes to."""
+
+    def register(self, regions, staging=None):
+        pool, *others = regions
+        super().register([on_shared_device(pool), *others], staging)
+
+
+def make_shm_beside_device() -> ShmBesideDevice:
+    return ShmBesideDevice(RandomIds())
+
+
 class OnGpu:
     """A transport in a worker whose pool is in video memory; the host memory that the suite looks at shows what is there.
 
@@ -52,8 +67,14 @@ class OnGpu:
             device=str(self.video.device),
             new_copier=partial(cuda_block_copier, self.video),
             synchronize=torch.cuda.synchronize,
+            new_peer_memory=partial(CudaPeerMemory, self.video),
         )
         super().register([on_gpu, *others], staging)
+
+    def post_read(self, *read):
+        """A read may begin at once."""
+        self._take_what_was_written()
+        return super().post_read(*read)
 
     def poll(self):
         self._take_what_was_written()
@@ -85,9 +106,17 @@ class NixlOnGpu(OnGpu, NixlTransport):
     pass
 
 
+class ShmOnGpu(OnGpu, ShmTransport):
+    pass
+
+
 def make_tcp_on_gpu() -> TcpOnGpu:
     return TcpOnGpu(RandomIds(), "tcp://127.0.0.1:0")
 
 
 def make_nixl_on_gpu() -> NixlOnGpu:
     return NixlOnGpu(RandomIds(), "test")
+
+
+def make_shm_on_gpu() -> ShmOnGpu:
+    return ShmOnGpu(RandomIds())

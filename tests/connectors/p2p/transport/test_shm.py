@@ -10,11 +10,12 @@ import pytest
 from connectors.p2p.transport import page_mapping
 from connectors.p2p.transport.base import RowShape
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegion
-from connectors.p2p.transport.shm import MemoryFile, ShmMetadata, ShmTransport
+from connectors.p2p.transport.shm import ShmTransport
+from connectors.p2p.transport.shm_metadata import MemoryFile, ShmMetadata
 from connectors.testing.torn_read_suite import RewrittenRowsSuite
 from connectors.testing.transport_owner import HostRegions, ProcessOwner
 from connectors.testing.transport_suite import NUM_ROWS, PEER, ROW_BYTES, Reader, TransportSuite
-from core.errors import ConfigError, ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
+from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, ProtocolError
 from core.ids import RandomIds
 from core.kv.seals import SEAL_BYTES
 
@@ -318,10 +319,9 @@ def test_reader_needs_no_memory_file(owner):
     transport.close()
 
 
-def test_device_memory_is_refused_by_the_name_of_the_setting_and_what_to_set():
-    with pytest.raises(ConfigError, match=r"connector\.transports.*cuda:0.*nixl,tcp") as caught:
+def test_device_memory_that_the_engine_cannot_share_makes_it_unavailable():
+    with pytest.raises(ConnectorUnavailable, match=r"cuda:0.*no way to share"):
         ShmTransport(RandomIds()).register([RowRegion(0, NUM_ROWS, ROW_BYTES, device="cuda:0")])
-    assert caught.value.param == "connector.transports"
 
 
 def test_is_available_here():
