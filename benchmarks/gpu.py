@@ -283,7 +283,7 @@ class GpuBenchmark:
         share = found.handoff_bytes_per_s / found.device_copy_bytes_per_s
         size = f"{found.transferred_bytes / 1e6:,.1f} MB"
         rate = f"{found.handoff_bytes_per_s / 1e9:,.1f} GB/s of {size}"
-        report.add("handoff", case, rate, share, AIMS["handoff"] if transport == "nixl" else None)
+        report.add("handoff", case, rate, share, AIMS["handoff"] if self._plan.device != "cpu" and transport != "tcp" else None)
         report.add("handoff", f"{case}, first token", f"{found.ttft_ms:.1f} ms; alone {found.ttft_alone_ms:.1f} ms")
         report.add("handoff", f"{case}, added to the second", f"{found.added_ms:.1f} ms")
         quiet = f"{found.itl_alone_p50_ms:.1f} / {found.itl_alone_p99_ms:.1f} ms"

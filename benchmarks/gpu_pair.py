@@ -163,7 +163,7 @@ def transports_here(device: str) -> tuple[str, ...]:
     """Return the transports that a pair on one host would use, the best first."""
     if device == "cpu":
         return ("shm",)
-    return ("nixl", "tcp") if installed_module() else ("tcp",)
+    return ("shm", "nixl", "tcp") if installed_module() else ("shm", "tcp")
 
 
 def measure_pair(model: Path, shape: Shape, size: PairSize, device: str, transport: str) -> PairResult:

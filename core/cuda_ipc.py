@@ -66,7 +66,7 @@ class CudaIpc:
         if failure:
             raise ConnectorUnavailable(
                 f"shm transport: {failure}: the KV pool lies in memory that CUDA IPC cannot share, as that of "
-                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is: leave that out, or use nixl or tcp"
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True is: leave that out, or use tcp"
             )
         return bytes(handle), address - base_address
 
