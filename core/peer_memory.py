@@ -185,7 +185,9 @@ class RowCopier:
         """Copy three rows of the pool's size into another order."""
         import torch
 
-        source = torch.randint(0, 256, (3, self._target.shape[1]), dtype=torch.uint8, device=self._device)
+        generator = torch.Generator().manual_seed(1)  # the device's own is that of the model's steps
+        drawn = torch.randint(0, 256, (3, self._target.shape[1]), dtype=torch.uint8, generator=generator)
+        source = drawn.to(self._device)
         copied = torch.zeros_like(source)
         self._submit(copy_rows, copied, source, [2, 0, 1], [0, 1, 2])
         return bool(torch.equal(copied, source.roll(1, 0)))

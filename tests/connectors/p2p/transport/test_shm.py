@@ -132,6 +132,10 @@ def test_describing_again_makes_older_descriptions_worthless(reader, memory):
         reader.transport.add_peer(PEER._replace(incarnation=2), newer)
 
 
+def test_workers_of_earlier_releases_know_all_that_a_pool_in_host_memory_is_described_by(owner):
+    assert set(msgspec.msgpack.decode(owner.metadata)) == {"pid", "token_fd", "token", "files"}
+
+
 @pytest.mark.slow
 def test_other_file_at_the_descriptor_is_not_read(reader, owner):
     assert_refused(reader, changed_file(owner, inode=described(owner).files[0].inode + 1))
