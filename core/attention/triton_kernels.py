@@ -25,7 +25,7 @@ from core.attention.base import AttentionSpec, PagedKVCache
 
 __all__ = ["DecodeRows", "TritonError", "attend_decode", "write_rows"]
 
-_PROGRAMS = 1024  # that keep a large device busy: splits are made until there are as many
+_PROGRAMS = 512  # that keep a large device busy: splits are made until there are as many
 _MAX_SPLITS = 64
 _MIN_ROWS = 16  # of each operand of a product, in the tensor cores
 _NUM_WARPS = 2

@@ -1,5 +1,7 @@
 """Transports that end with their test, and a ZeroMQ context for an owner that a test drives itself."""
 
+from pathlib import Path
+
 import pytest
 import zmq
 
@@ -10,6 +12,14 @@ from connectors.testing.transport_suite import Reader
 from core.ids import RandomIds
 
 NUM_OWNER_ROWS = 8
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _owners_find_the_tests_support():
+    """A factory is loaded by the owner's process, too, which does not begin in this folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parents[4]))
+        yield
 
 
 @pytest.fixture

@@ -26,10 +26,12 @@ HOST_FACTORIES = Path(__file__).with_name("transport_factories.py")
 OTHER = PEER._replace(incarnation=2)
 
 
+@pytest.mark.full
 class TestShmBesideDevice(TransportSuite):
     factory = f"{FACTORIES}:make_shm_beside_device"
 
 
+@pytest.mark.slow
 class TestShmBesideDeviceOverRewrittenRows(RewrittenRowsSuite):
     factory = f"{FACTORIES}:make_shm_beside_device"
 
