@@ -7,7 +7,8 @@ Sections, in this order:
 
 * numerics     greedy text of the engine, computed once more by transformers in float32 and in bfloat16
 * ceilings     a copy on the device, a bfloat16 matrix product, copies to the host and back: what the rest is held against
-* reads        NIXL alone between two processes: the rows of a handoff in one read, side by side in memory and scattered
+* reads        shm and NIXL alone between two processes: the rows of a handoff in one read, side by side and scattered
+* kernels      attention of decode rows, with the keys of a sequence split among more or fewer programs
 * decode       output tokens/s by batch and context; the roofline reads every weight once and every context's keys and values,
                at the pace of the copy
 * prefill      one prompt from its arrival to its first token; the roofline is its multiplications at the pace of the product
@@ -36,15 +37,14 @@ import yaml
 from common import Machine, Table, at_most
 from gpu_ceilings import Ceilings, CeilingSize, measure_ceilings
 from gpu_engine import EngineBench, EngineSize
+from gpu_kernels import measure_attention
 from gpu_models import LLAMA_8B, NUMERICS, SMOLLM2, TINY, Shape, write_model, write_small
 from gpu_pair import PairSize, measure_pair, transports_here
-from gpu_reads import ReadSize, measure_reads
+from gpu_reads import ReadSize, measure_reads, readers_here
 from gpu_reference import compare_numbers, generation_rates
 from gpu_report import Report, measure_in_processes
 
-from connectors.p2p.transport.nixl import installed_module
-
-SECTIONS = ("numerics", "ceilings", "reads", "decode", "prefill", "host", "handoff", "transformers")
+SECTIONS = ("numerics", "ceilings", "reads", "kernels", "decode", "prefill", "host", "handoff", "transformers")
 AIMS = {"decode": 0.75, "prefill": 0.55, "handoff": 0.70, "idle": 0.05}
 
 
@@ -65,6 +65,7 @@ class Plan:
     prefill_repeats: int
     host_batch: int
     reads: ReadSize
+    attention: tuple[tuple[int, int], ...]  # batch and context
     pair: PairSize
     generate: tuple[tuple[int, int], ...]  # batch and context
     generate_tokens: int
@@ -86,6 +87,7 @@ def full_plan(shapes: tuple[Shape, ...]) -> Plan:
         prefill_repeats=5,
         host_batch=64,
         reads=ReadSize(num_rows=128, row_bytes=2 << 20, repeats=9),  # 2,048 tokens of Llama-3.1-8B
+        attention=((1, 1024), (8, 1024), (32, 1024), (64, 1024), (1, 8192), (8, 8192), (32, 8192)),
         pair=PairSize(
             engine=EngineSize(max_num_seqs=64, max_context=8192 + 448, step_tokens=8192, num_blocks=1024),
             prompt=2048,
@@ -117,6 +119,7 @@ def smoke_plan() -> Plan:
         prefill_repeats=1,
         host_batch=2,
         reads=ReadSize(num_rows=4, row_bytes=4096, repeats=1),
+        attention=(),
         pair=PairSize(engine=tiny, prompt=80, repeats=1, streams=2, stream_prompt=8, stream_tokens=6, busy_prompt=64),
         generate=((1, 16),),
         generate_tokens=2,
@@ -146,11 +149,10 @@ class GpuBenchmark:
             if is_wanted:
                 self._numerics()
         self._measure_ceilings()
-        with report.part("reads") as is_wanted:
-            if is_wanted and installed_module() is None:
-                report.notes.append("reads: NIXL is not installed")
-            elif is_wanted:
-                self._reads()
+        for transport in readers_here(plan.device):
+            with report.part("reads", transport) as is_wanted:
+                if is_wanted:
+                    self._reads(transport)
         for shape in plan.shapes:
             if not self._has_room(shape):
                 report.notes.append(f"{shape.name}: its weights do not fit twice into this device's memory; left out")
@@ -164,6 +166,10 @@ class GpuBenchmark:
 
     def _measure_model(self, model: Path, shape: Shape) -> None:
         plan, report = self._plan, self._report
+        if plan.device != "cpu":  # they are Triton's
+            with report.part("kernels", shape.name) as is_wanted:
+                if is_wanted:
+                    self._kernels(shape)
         self._engine(model, shape)
         for transport in transports_here(plan.device):
             with report.part("handoff", f"{shape.name} {transport}") as is_wanted:
@@ -183,11 +189,20 @@ class GpuBenchmark:
         if report.figures.get("ceilings"):
             self._ceilings = Ceilings(**report.figures["ceilings"][plan.device])
 
-    def _reads(self) -> None:
-        for found in measure_reads(self._plan.device, self._plan.reads):
+    def _reads(self, transport: str) -> None:
+        for found in measure_reads(transport, self._plan.device, self._plan.reads):
             text = f"{found.ended_ms:.2f} ms for {found.num_bytes / 1e6:,.1f} MB, posting {found.posted_ms:.2f} ms"
-            self._report.add("reads", f"nixl, {found.order}", text, found.copy_ms / found.ended_ms)
-            self._report.keep("reads", found.order, asdict(found))
+            case = f"{transport}, {found.order}"
+            self._report.add("reads", case, text, found.copy_ms / found.ended_ms)
+            self._report.keep("reads", case, asdict(found))
+
+    def _kernels(self, shape: Shape) -> None:
+        """Show the time of each number of splits, the one that the engine would take first."""
+        for batch, context, times in measure_attention(shape, self._plan.attention):
+            case = f"{shape.name} {batch} x {context}"
+            text = ", ".join(f"{splits} splits {us:.1f} us" for splits, us in times.items())
+            self._report.add("kernels", case, text)
+            self._report.keep("kernels", case, times)
 
     def _transformers(self, model: Path, shape: Shape) -> None:
         plan, report = self._plan, self._report

@@ -1,4 +1,4 @@
-"""What NIXL alone moves between two processes on one device: rows of the size of blocks, in orders that cost it differently.
+"""What a transport alone moves between two processes on one device: rows of the size of blocks, in several orders.
 
 Without engines, leases and seals; what those add is in the figures of ``gpu_pair``. The rows' owner is a process of its own.
 """
@@ -10,15 +10,18 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
 
 import torch
 from gpu_ceilings import best_s, wait_for
 from gpu_process import other_process, receive
 
-from connectors.p2p.transport.interface import PeerId, RowRegion
-from connectors.p2p.transport.nixl import NixlTransport
+from connectors.p2p.transport.factory import TransportSettings, create_transport
+from connectors.p2p.transport.interface import PeerId, RowRegion, Transport
+from connectors.p2p.transport.nixl import installed_module
 from core.ids import RandomIds
+from core.peer_memory import CudaPeerMemory
 
 PEER = PeerId("tcp://127.0.0.1:1", 1)
 TIMEOUT_S = 60.0
@@ -45,18 +48,31 @@ class ReadTime:
 
 
 class Rows:
-    """Rows on a device, and a transport that has registered them."""
+    """Rows on a device, and the transport of this name that has registered them."""
 
-    def __init__(self, device: str, size: ReadSize) -> None:
+    def __init__(self, name: str, device: str, size: ReadSize) -> None:
         self.memory = torch.zeros(2 * size.num_rows, size.row_bytes, dtype=torch.uint8, device=device)
-        region = RowRegion(self.memory.data_ptr(), 2 * size.num_rows, size.row_bytes, device=str(self.memory.device))
-        self.transport = NixlTransport(RandomIds(), "benchmark")
+        region = RowRegion(
+            self.memory.data_ptr(),
+            2 * size.num_rows,
+            size.row_bytes,
+            device=str(self.memory.device),
+            new_peer_memory=partial(CudaPeerMemory, self.memory) if self.memory.is_cuda else None,
+        )
+        settings = TransportSettings(ids=RandomIds(), engine_id="benchmark", bind_address="tcp://127.0.0.1:0")
+        self.transport = create_transport(name, settings)
         self.transport.register([region])
 
 
-def own_rows(pipe: Connection, device: str, size: ReadSize) -> None:
+def readers_here(device: str) -> tuple[str, ...]:
+    """Return the transports that read device memory by themselves."""
+    nixl = ("nixl",) if installed_module() else ()
+    return nixl if device == "cpu" else ("shm", *nixl)
+
+
+def own_rows(pipe: Connection, name: str, device: str, size: ReadSize) -> None:
     """Own rows that hold their own numbers, until the other end is closed."""
-    rows = Rows(device, size)
+    rows = Rows(name, device, size)
     rows.memory.copy_(contents(2 * size.num_rows, device)[:, None].expand_as(rows.memory))
     wait_for(device)
     pipe.send(rows.transport.describe())
@@ -84,13 +100,13 @@ def orders_of(num_rows: int) -> dict[str, tuple[list[int], list[int]]]:
     }
 
 
-def measure_reads(device: str, size: ReadSize) -> list[ReadTime]:
-    """Read rows of another process in each order.
+def measure_reads(name: str, device: str, size: ReadSize) -> list[ReadTime]:
+    """Read rows of another process in each order, by the transport of this name.
 
     Raises: RuntimeError if what has been read is not what was there.
     """
-    with other_process(own_rows, device, size) as pipe:
-        rows = Rows(device, size)
+    with other_process(own_rows, name, device, size) as pipe:
+        rows = Rows(name, device, size)
         try:
             rows.transport.add_peer(PEER, receive(pipe))
             return [_measure(rows, device, size, order, *both) for order, both in orders_of(size.num_rows).items()]
@@ -112,7 +128,7 @@ def _measure(rows: Rows, device: str, size: ReadSize, order: str, remote: Sequen
     return ReadTime(order, num_bytes, posted, ended, 1e3 * copy_s)
 
 
-def _read(transport: NixlTransport, remote: Sequence[int], local: Sequence[int]) -> tuple[float, float]:
+def _read(transport: Transport, remote: Sequence[int], local: Sequence[int]) -> tuple[float, float]:
     begin = time.perf_counter()
     transport.post_read(PEER, 0, remote, local)
     posted = time.perf_counter()

@@ -23,7 +23,7 @@ from triton.errors import TritonError
 
 from core.attention.base import AttentionSpec, PagedKVCache
 
-__all__ = ["DecodeRows", "TritonError", "attend_decode", "write_rows"]
+__all__ = ["DecodeRows", "TritonError", "attend_decode", "num_splits", "write_rows"]
 
 _PROGRAMS = 512  # that keep a large device busy: splits are made until there are as many
 _MAX_SPLITS = 64
@@ -135,19 +135,21 @@ class DecodeRows:
     block_tables: Tensor
 
 
-def attend_decode(layer: int, query: Tensor, spec: AttentionSpec, cache: PagedKVCache, rows: DecodeRows) -> Tensor:
+def attend_decode(
+    layer: int, query: Tensor, spec: AttentionSpec, cache: PagedKVCache, rows: DecodeRows, splits: int | None = None
+) -> Tensor:
     """Return the attention output ``[N, num_heads, head_dim]`` of ``query``, of the same shape. ``cache`` has layout NHD.
 
     The heads of a row of ``query`` lie one after another, rows may be strided. What it launches depends on N and on the width
-    of the tables only, so that a graph can be recorded for both.
+    of the tables only, so that a graph can be recorded for both. ``splits``: a power of two; None = ``num_splits``.
     """
     if not query[:1].is_contiguous():
         query = query.contiguous()
     key, value = cache.key(layer), cache.value(layer)
     num_seqs, num_pages = rows.block_tables.shape
     group, head_dim = spec.num_heads // spec.num_kv_heads, query.shape[-1]
-    tile = _tile(head_dim)
-    splits = _num_splits(num_seqs * spec.num_kv_heads, num_pages * cache.block_size, tile)
+    if splits is None:
+        splits = num_splits(num_seqs * spec.num_kv_heads, num_pages * cache.block_size, head_dim)
     output = query.new_empty(query.shape)
     parts, sums = output, output
     if splits > 1:
@@ -159,7 +161,7 @@ def attend_decode(layer: int, query: Tensor, spec: AttentionSpec, cache: PagedKV
         spec.scale, spec.sliding_window or 0, spec.chunk_size or 0, splits,
         query.stride(0), key.stride(0), key.stride(1), rows.block_tables.stride(0),
         GROUP=group, ROWS=max(_MIN_ROWS, triton.next_power_of_2(group)), NUM_KV_HEADS=spec.num_kv_heads,
-        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=cache.block_size, TILE=tile, IS_WHOLE=splits == 1,
+        HEAD_DIM=head_dim, PADDED_DIM=padded_dim, BLOCK_SIZE=cache.block_size, TILE=_tile(head_dim), IS_WHOLE=splits == 1,
         num_warps=_NUM_WARPS, num_stages=_NUM_STAGES,
     )  # fmt: skip
     if splits > 1:
@@ -182,12 +184,15 @@ def write_rows(key_value: Tensor, rows: Tensor, target: Tensor) -> None:
         )  # fmt: skip
 
 
+def num_splits(num_programs: int, num_tokens: int, head_dim: int) -> int:
+    """Return among how many programs the keys of a sequence are split: a power of two, at most one for each tile.
+
+    ``num_programs``: the programs without splits, one for each sequence and KV head.
+    """
+    wanted = triton.next_power_of_2(max(1, _PROGRAMS // num_programs))
+    return int(min(wanted, _MAX_SPLITS, triton.next_power_of_2(triton.cdiv(num_tokens, _tile(head_dim)))))
+
+
 def _tile(head_dim: int) -> int:
     """Return how many keys a program reads at a time: what fits into shared memory with those that are read ahead."""
     return 64 if head_dim <= 128 else 32
-
-
-def _num_splits(num_programs: int, num_tokens: int, tile: int) -> int:
-    """Return among how many programs the keys of a sequence are split: a power of two, at most one for each tile."""
-    wanted = triton.next_power_of_2(max(1, _PROGRAMS // num_programs))
-    return int(min(wanted, _MAX_SPLITS, triton.next_power_of_2(triton.cdiv(num_tokens, tile))))
