@@ -1,16 +1,16 @@
 """``P2PDriver`` runs a ``P2PAgent`` in the event loop of a worker: ZeroMQ sockets, transports, transfer thread and clock.
 
 Decides nothing. Events go to the consumer or the producer by their type, and actions to the part that carries them out. Events
-of other threads arrive by ``call_soon_threadsafe``, which keeps their order. If a machine raises, the worker ends, because
-requests may wait for actions that were lost. The driver knows a pool of blocks with seals and not their content:
-``connectors.p2p.connector`` uses it for KV, ``connectors.ec.p2p`` for embeddings.
+of other threads arrive in their order, and before any question that came after them: a reader that was told of a lease finds
+it. If a machine raises, the worker ends, because requests may wait for actions that were lost. The driver knows a pool of
+blocks with seals and not their content: ``connectors.p2p.connector`` uses it for KV, ``connectors.ec.p2p`` for embeddings.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -100,6 +100,7 @@ class P2PDriver:
         self._transport_set = TransportSet()
         self._agent: P2PAgent | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._posted: deque[object] = deque()  # events of other threads
         self._machines: ByType[MachineDriver[ControlMessage]] = ByType()  # by the type of the event; empty before ``start``
         self._zmq: AsyncContext | None = None
         self._server: ControlServer | None = None
@@ -197,12 +198,22 @@ class P2PDriver:
         """Handle an event in the event loop, in the order of the calls; ignored after ``stop``. Any thread."""
         loop = self._loop
         if loop is not None and not loop.is_closed():
-            loop.call_soon_threadsafe(self.handle, happened)
+            self._posted.append(happened)
+            loop.call_soon_threadsafe(self._handle_posted)
 
     def handle(self, happened: object) -> None:
         """Pass an event to the machine for its type. Event loop only."""
         if self._agent is not None:
             self._machines[type(happened)].handle(happened)
+
+    def _handle_posted(self) -> None:
+        while self._posted:
+            self.handle(self._posted.popleft())
+
+    def _answer(self, message: ControlMessage) -> ControlMessage | None:
+        """Answer a consumer by all that other threads have told: the event loop may have taken its message first."""
+        self._handle_posted()
+        return self._machines[Handshake].handle(message)
 
     def _drive(self, agent: P2PAgent, clients: ControlClients, transfers: TransferThread) -> None:
         """Route events to the machines of the agent, and their actions to sockets, transfer thread, engine and log."""
@@ -256,7 +267,7 @@ class P2PDriver:
     def _serve(self, zmq: AsyncContext) -> None:
         """Bind the control socket and answer consumers."""
         take = self._take_question if self._host.serves_prefixes else None
-        self._server = ControlServer(zmq, self._machines[Handshake].handle, self._host.fail, self._settings.keys, take)
+        self._server = ControlServer(zmq, self._answer, self._host.fail, self._settings.keys, take)
         host, port = split_tcp(self._server.start(self._settings.control_address))
         self.control_address = join_tcp(advertised_host(host, self._settings.advertise_host), port)
 

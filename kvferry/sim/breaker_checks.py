@@ -29,10 +29,10 @@ from core.errors import TransferTimeout
 
 @dataclass(slots=True)
 class _Reading:
-    """A load with reads, and the transport of the last of them."""
+    """A load with reads, and the transport of the last of them; None if they were of several, none of which had all its time."""
 
     load: Load
-    transport: str
+    transport: str | None
 
 
 class BreakerChecks:
@@ -72,7 +72,10 @@ class BreakerChecks:
 
     def on_read(self, load: Load) -> None:
         """A read of blocks is ordered for a load."""
-        self._loads[load.request.request_id] = _Reading(load, self._opened[load.producer])
+        transport, name = self._opened[load.producer], load.request.request_id
+        before = self._loads.get(name)
+        is_only_one = before is None or before.load is not load or before.transport == transport
+        self._loads[name] = _Reading(load, transport if is_only_one else None)
 
     def on_transfer(self, event: TransferEvent) -> None:
         """Process an event of the transfers."""
@@ -109,5 +112,5 @@ class BreakerChecks:
         load = reading.load
         has_waited = load.asked_since == load.started_at and self._now() >= load.started_at + self._patience_s
         is_silent = self._ended_at.get(load.producer, load.started_at) <= load.started_at
-        if has_waited and is_silent and self._opened.get(load.producer) == reading.transport:
+        if has_waited and is_silent and reading.transport is not None and self._opened.get(load.producer) == reading.transport:
             self._silent.add((load.producer, reading.transport))

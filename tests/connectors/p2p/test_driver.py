@@ -1,6 +1,7 @@
 """The driver's reports: failed loads and fences in the log, dropped messages in the counters."""
 
 import asyncio
+import time
 from types import SimpleNamespace
 
 import msgspec
@@ -8,7 +9,7 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.actions import ControlLost, HandoffRef, PeerFenced, PullRequest, Refusal, SendControl, row_units
+from connectors.p2p.actions import ControlLost, HandoffRef, LeaseGrant, PeerFenced, PullRequest, Refusal, SendControl, row_units
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.factory import create_transport
@@ -22,6 +23,7 @@ from core.config_workers import ConnectorSection
 from core.errors import CorruptBlock, LayoutMismatch, LeaseExpired
 from core.ids import RandomIds, new_hex_id
 from core.kv.seals import ExpectedSeal
+from core.wire.codec import decode_control_frame, encode_control_message
 from core.wire.kv import LeaseRenew
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sockets import AsyncContext
@@ -195,6 +197,20 @@ async def test_control_messages_that_cannot_be_sent_are_counted(reader):
     for address in ("driver://pigeon", ""):
         reader.told(SendControl(address, LeaseRenew(transfer_ids=("t",))))
     assert reader.count("dropped_control_messages") == 2
+
+
+async def test_a_question_is_answered_by_what_other_threads_have_told_before(start):
+    """The loop takes a question from its socket before it comes to what was posted for it: no reader is told of no lease."""
+    owner = await start("prefill")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as socket:
+        socket.linger = 0
+        socket.connect(owner.connector.control_address)
+        socket.send(encode_control_message(LeaseRenew(transfer_ids=("t",), number=1)))
+        time.sleep(0.2)  # without the loop: the question lies in the socket when it goes on
+        owner.connector.driver.post(LeaseGrant("t", "request", 1))
+        while not socket.poll(0):
+            await asyncio.sleep(0.01)
+        assert decode_control_frame(socket.recv()).left_ms["t"] > 0
 
 
 async def test_frames_of_strangers_are_counted_on_either_socket(start):
