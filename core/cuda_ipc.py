@@ -56,13 +56,13 @@ class CudaIpc:
         Raises:
             ConnectorUnavailable: such memory cannot be shared.
         """
+        handle = _Handle()
         try:
             base_address, _ = self.extent(address)
+            with self._in_context():
+                failure = self._call("cuIpcGetMemHandle", ctypes.byref(handle), _Address(base_address))
         except PeerUnreachable as error:
             raise ConnectorUnavailable(f"shm transport: {error.message}") from None
-        handle = _Handle()
-        with self._in_context():
-            failure = self._call("cuIpcGetMemHandle", ctypes.byref(handle), _Address(base_address))
         if failure:
             raise ConnectorUnavailable(
                 f"shm transport: {failure}: the KV pool lies in memory that CUDA IPC cannot share, as that of "

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from core.cuda_ipc import CudaIpc
-from core.errors import PeerUnreachable
+from core.errors import ConnectorUnavailable, PeerUnreachable
 from core.kv.peer_rows import CopyUnderWay, ExportedMemory, Extent, PeerRows
 from core.log import event
 
@@ -33,13 +33,17 @@ class CudaPeerMemory:
     """See ``PeerMemory``. ``rows`` [num_rows, row_bytes] uint8, contiguous, is our pool.
 
     Raises:
-        ConnectorUnavailable: there is no driver.
+        ConnectorUnavailable: there is no driver, or the device has no room for what the copies need.
     """
 
     def __init__(self, rows: torch.Tensor) -> None:
         self._ours = rows
         self._ipc = CudaIpc(rows.device.index)
-        self._copier = RowCopier(rows)
+        try:
+            self._copier = RowCopier(rows)
+        except RuntimeError as error:  # torch's errors for want of memory are such
+            reason = str(error).partition("\n")[0]
+            raise ConnectorUnavailable(f"shm transport: {rows.device} cannot be prepared: {reason}") from None
 
     def export(self) -> ExportedMemory:
         """See ``PeerMemory``."""
@@ -61,10 +65,10 @@ class CudaPeerMemory:
         return self._ipc.extent(address)
 
     def rows(self, address: int, num_rows: int, row_bytes: int) -> PeerRows:
-        """See ``PeerMemory``."""
+        """See ``PeerMemory``. Memory of another device is refused: nothing has shown that all of its bytes come right."""
         device = self._ipc.device_of(address)
-        if device != self._ours.device.index and self._copier.is_by_torch:
-            raise PeerUnreachable(f"its memory is on cuda:{device}, and without Triton only {self._ours.device} is read")
+        if device != self._ours.device.index:
+            raise PeerUnreachable(f"its memory is on cuda:{device}, ours on {self._ours.device}: shm reads within one device")
         return CudaPeerRows(_tensor_at(address, num_rows, row_bytes, device), self._copier)
 
 

@@ -46,8 +46,11 @@ def _check_transport(name: str) -> Iterator[Finding]:
 
 def _check_shm() -> Iterator[Finding]:
     reason = ShmTransport(RandomIds()).unavailable_reason()
-    text = reason or "works between processes of this host and user (in Kubernetes: of one pod)"
+    text = reason or "works between processes of this host and user (in Kubernetes: of one pod); KV pools on a GPU: of one GPU"
     yield Finding("transport shm", "failure" if reason else "ok", text, "use nixl or tcp")
+    if "expandable_segments:true" in os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "").lower():
+        text = "PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True: a KV pool on a GPU is in memory that cannot be shared"
+        yield Finding("transport shm", "warning", text, "leave that out, or use tcp")
 
 
 def _check_nixl() -> Iterator[Finding]:

@@ -29,7 +29,7 @@ from core.errors import TransferTimeout
 
 @dataclass(slots=True)
 class _Reading:
-    """A load with reads, and the transport of the last of them; None if they were of several, none of which had all its time."""
+    """A load with reads, and their transport; None if they were of several, none of which had all of the load's time."""
 
     load: Load
     transport: str | None

@@ -119,6 +119,19 @@ def test_memory_that_cannot_be_shared_makes_the_transport_unavailable(ipc, drive
     assert not driver.contexts
 
 
+def test_context_that_is_lost_in_between_makes_the_transport_unavailable(ipc, driver, monkeypatch):
+    """The device fails behind the first of two calls."""
+    ask = Driver._cuMemGetAddressRange_v2
+
+    def ask_and_lose(driver, *arguments):
+        driver.failing = "cuCtxPushCurrent_v2"
+        return ask(driver, *arguments)
+
+    monkeypatch.setattr(Driver, "_cuMemGetAddressRange_v2", ask_and_lose)
+    with pytest.raises(ConnectorUnavailable, match="CUDA_ERROR_INVALID_VALUE"):
+        ipc.export(BASE + 512)
+
+
 def test_reason_names_the_setting_of_torch_that_makes_memory_unshareable(ipc, driver):
     driver.failing = "cuIpcGetMemHandle"
     with pytest.raises(ConnectorUnavailable, match=r"expandable_segments.*use tcp"):

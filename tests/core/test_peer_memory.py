@@ -10,6 +10,7 @@ import torch
 
 from core import peer_memory
 from core.cuda_ipc import CudaIpc
+from core.errors import ConnectorUnavailable, PeerUnreachable
 from core.peer_memory import CudaPeerMemory, RowCopier
 from tests.support.fake_cuda import ClaimedCuda
 
@@ -103,6 +104,35 @@ def test_rows_come_to_host_memory_at_once(cuda):
     landed = torch.zeros((3, 256), dtype=torch.uint8)
     copier.copy_to_host(source, 5, landed.view(-1).numpy().data)
     assert torch.equal(landed, content[5:8])
+
+
+class OneDevice:
+    """Calls of the driver for ``device``, where all memory is on device 1."""
+
+    def __init__(self, device):
+        self.device = device
+
+    def device_of(self, address):
+        return 1
+
+
+def test_memory_of_another_device_is_refused(cuda, monkeypatch):
+    """Its seals lie in host memory and would be right, whatever comes over the link between the two."""
+    monkeypatch.setattr(peer_memory, "CudaIpc", OneDevice)
+    install_kernel(monkeypatch, copy_by_index)
+    memory = CudaPeerMemory(torch.zeros((NUM_ROWS, 64), dtype=torch.uint8, device="cuda"))
+    with pytest.raises(PeerUnreachable, match=r"on cuda:1, ours on cuda:0: shm reads within one device"):
+        memory.rows(0x7000, 4, 64)
+
+
+def test_device_without_room_makes_the_transport_unavailable(cuda, monkeypatch):
+    def no_room(rows):
+        raise torch.OutOfMemoryError("CUDA out of memory.\nTried to allocate")
+
+    monkeypatch.setattr(peer_memory, "CudaIpc", OneDevice)
+    monkeypatch.setattr(peer_memory, "RowCopier", no_room)
+    with pytest.raises(ConnectorUnavailable, match=r"cuda:0 cannot be prepared: CUDA out of memory\.$"):
+        CudaPeerMemory(torch.zeros((NUM_ROWS, 64), dtype=torch.uint8, device="cuda"))
 
 
 @pytest.mark.gpu

@@ -22,10 +22,13 @@ def crowded(seed: int, kinds: tuple[Fault, ...]) -> ClusterPlan:
     plan = draw_plan(seed, kinds)
     prefill = next(replace(worker, step_s=0.2) for worker in plan.workers if worker.role == "prefill")
     decodes = [replace(worker, num_blocks=200, step_s=0.01) for worker in plan.workers if worker.role == "decode"]
+    left_out = {worker.engine_id for worker in plan.workers} - {worker.engine_id for worker in (prefill, *decodes)}
+    events = [event for event in plan.faults.events if not left_out.intersection(event.targets)]
     requests = [replace(request, at=2.0 + 3.0 * (number % 3)) for number, request in enumerate(plan.requests)]
     router = replace_struct(plan.config.router, local_prefill_itl_ms=1000.0)
     config = replace_struct(plan.config, router=router)
-    return replace(plan, config=config, workers=(prefill, *decodes), requests=tuple(requests))
+    faults = replace(plan.faults, events=events)
+    return replace(plan, config=config, workers=(prefill, *decodes), faults=faults, requests=tuple(requests))
 
 
 def played(seeds: range, kinds: tuple[Fault, ...]) -> int:

@@ -101,4 +101,8 @@ class TransformersOracle:
             plain = type(read)(type(read.config)(**settings)).to(torch.float32)
             plain.load_state_dict(read.state_dict())
             plain.save_pretrained(Path(scratch, "model"))
-            Path(scratch, "model").rename(folder)
+            try:
+                Path(scratch, "model").rename(folder)
+            except OSError:
+                if not folder.is_dir():  # else another process was first
+                    raise

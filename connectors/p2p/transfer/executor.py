@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -165,10 +166,11 @@ class TransferExecutor:
         return min(waits, default=None)
 
     def close(self) -> None:
-        """Fence all peers and close all transports."""
-        for transport in self._transports.values():
-            transport.close()
-        self._peers.clear()
+        """Fence all peers and close all transports, also those behind one that fails."""
+        with ExitStack() as every:
+            every.callback(self._peers.clear)
+            for transport in self._transports.values():
+                every.callback(transport.close)
 
     def _open(self, command: OpenPeer) -> None:
         transport = self._transports[command.transport]

@@ -19,6 +19,7 @@ from __future__ import annotations
 import os
 from collections import deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -170,9 +171,13 @@ class ShmTransport(Transport):
         if not isinstance(rows, np.ndarray) and producer.targets[region] is None:
             if producer.owner.has_exited:  # its memory stays mapped, and the device would read it at once
                 raise PeerUnreachable(f"{peer.address} has died")
-            self._reads[handle] = _DeviceRead(handle, peer, rows, remote_rows, local_rows)
             self._backoff_s = DEVICE_BACKOFF_S[0]
-            self._take_turns()
+            self._reads[handle] = _DeviceRead(handle, peer, rows, remote_rows, local_rows)
+            try:
+                self._take_turns()
+            except Exception:  # of the device: what it has not begun is no read
+                del self._reads[handle]
+                raise
             return handle
         copies: deque[Run | _ShortRows] = deque()
         if isinstance(rows, np.ndarray) and local.row_bytes <= MAX_SHORT_ROW_BYTES:
@@ -219,12 +224,14 @@ class ShmTransport(Transport):
         if producer is None:
             return
         reads = [read for read in self._reads.values() if read.peer_id == peer]
-        for read in reads:
-            if isinstance(read, _DeviceRead) and read.under_way is not None:
-                read.under_way.synchronize()
-        for read in reads:
-            self._end(read.handle, PeerUnreachable(f"{peer.address} was removed"))
-        producer.owner.unmap(self._devices)
+        try:
+            for read in reads:
+                if isinstance(read, _DeviceRead) and read.under_way is not None:
+                    read.under_way.synchronize()
+        finally:  # also behind an error of the device, which ends the worker
+            for read in reads:
+                self._end(read.handle, PeerUnreachable(f"{peer.address} was removed"))
+            producer.owner.unmap(self._devices)
 
     def pollables(self) -> Sequence[int]:
         """Readable pidfds of producers that have died, so that their memory is returned at once."""
@@ -238,8 +245,12 @@ class ShmTransport(Transport):
 
     def close(self) -> None:
         """Unmap all producers and withdraw the token."""
-        for peer in list(self._peers):
-            self.remove_peer(peer)
+        with ExitStack() as every:
+            every.callback(self._withdraw)
+            for peer in self._peers:
+                every.callback(self.remove_peer, peer)
+
+    def _withdraw(self) -> None:
         if self._token_fd is not None:
             os.close(self._token_fd)
             self._token_fd = None

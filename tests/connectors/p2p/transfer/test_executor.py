@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 
 from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PeerLost, PeerOpened, ReadEnded
+from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.kv.seals import SEAL_BYTES, ExpectedSeal, decode_seal
@@ -398,3 +402,17 @@ def test_loss_of_a_closed_peer_is_not_reported(world):
     world.executor.execute(ClosePeer(PEER))
     world.fabric.kill(world.owner.number)
     assert world.poll() == []
+
+
+def test_transport_that_fails_to_close_keeps_no_other_from_it(world):
+    closed = []
+
+    def fail():
+        raise RuntimeError("the device is lost")
+
+    transports = {name: SimpleNamespace(name=name, close=partial(closed.append, name)) for name in ("first", "failing", "last")}
+    transports["failing"].close = fail
+    executor = TransferExecutor(transports, world.our_seals, lambda block_ids: [], lambda *event: None, lambda: 0.0)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        executor.close()
+    assert sorted(closed) == ["first", "last"]

@@ -189,6 +189,36 @@ def test_fence_waits_for_the_device_before_memory_is_unmapped(connected, memory_
     assert isinstance(connected.wait(handle)[0], PeerUnreachable)
 
 
+class LostDevice:
+    """Copies whose device has failed."""
+
+    def query(self):
+        return False
+
+    def synchronize(self):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
+def test_device_that_fails_leaves_no_read_and_no_memory_mapped(connected, owner, memory_there, monkeypatch):
+    """The worker ends by such an error; what it has mapped is given back all the same, of all peers."""
+    connected.transport.add_peer(OTHER, owner.metadata)
+    monkeypatch.setattr(memory_there, "submit", lambda *copy: LostDevice())
+    connected.transport.post_read(PEER, POOL_REGION, [3], [5])
+    connected.transport.post_read(OTHER, POOL_REGION, [3], [6])
+
+    def refuse(*copy):
+        raise RuntimeError("CUDA error: launch failure")
+
+    monkeypatch.setattr(memory_there, "submit", refuse)
+    with pytest.raises(RuntimeError, match="launch failure"):
+        connected.transport.post_read(PEER, POOL_REGION, [4], [7])
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        connected.transport.close()
+    assert not memory_there.mapped
+    assert not connected.transport._reads
+    assert connected.transport._token_fd is None
+
+
 def test_owner_that_dies_is_lost_once_the_device_has_done_its_copies(reader, device, memory_there):
     mortal = ProcessOwner(f"{FACTORIES}:make_shm_beside_device", NUM_ROWS, ROW_BYTES, 1)
     reader.transport.add_peer(PEER, mortal.metadata)
