@@ -41,15 +41,13 @@ def _attend_splits(
 ):  # fmt: skip
     """Attend to one split of one sequence under one KV head.
 
-    query: [N, NUM_KV_HEADS * GROUP, HEAD_DIM], its rows query_stride apart; output the same without gaps if IS_WHOLE. Else
-    output float32 [N, heads, num_splits, HEAD_DIM] and sums float32 [N, heads, num_splits], -inf where a split has no key; its
-    output is not written then. window, chunk: 0 = none.
+    query: [N, heads, HEAD_DIM], rows query_stride apart. output: the same without gaps if IS_WHOLE, else float32 [N, heads,
+    num_splits, HEAD_DIM], with sums float32 [N, heads, num_splits]: -inf, and no output, for no key. window, chunk: 0 = none.
     """
     sequence, kv_head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED_DIM)
     is_row, is_dim = rows < GROUP, dims < HEAD_DIM
     heads = sequence * NUM_KV_HEADS * GROUP + kv_head * GROUP + rows
-
     seq_len = tl.load(seq_lens + sequence).to(tl.int32)
     first = 0
     if window > 0:
