@@ -298,7 +298,7 @@ def test_a_lost_peer_fails_the_load(ranks):
 
 
 def test_shm_is_refused_with_the_reason_and_the_next_transport_is_used(ranks, caplog):
-    with pytest.raises(ConnectorUnavailable, match="the KV pool does not lie in an anonymous memory file"):
+    with pytest.raises(ConnectorUnavailable, match="the KV pool or its seals do not lie in an anonymous memory file"):
         ranks("p", 10, transports=("shm",))
     assert list(ranks("p", 10, transports=("shm", "tcp")).address.transports) == ["tcp"]
     assert "memory file" in caplog.text
