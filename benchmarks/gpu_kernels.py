@@ -1,7 +1,7 @@
 """How long attention of decode rows takes on a GPU, by the number of programs among which a sequence's keys are split.
 
 Owns memory of the shape of a KV cache with random contents, and the timing: launches are recorded in a CUDA graph, so the
-host takes no part in it, and go through several layers, which do not fit the device's cache together.
+host takes no part in it, and go through several layers; those of short or few contexts stay in the device's cache.
 """
 
 from __future__ import annotations

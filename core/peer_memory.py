@@ -69,7 +69,7 @@ class CudaPeerMemory:
         device = self._ipc.device_of(address)
         if device != self._ours.device.index:
             raise PeerUnreachable(f"its memory is on cuda:{device}, ours on {self._ours.device}: shm reads within one device")
-        return CudaPeerRows(_tensor_at(address, num_rows, row_bytes, device), self._copier)
+        return CudaPeerRows(_tensor_at(address, num_rows, row_bytes, self._ours.device), self._copier)
 
 
 class CudaPeerRows:
@@ -91,7 +91,7 @@ class CudaPeerRows:
 class RowCopier:
     """Copies rows of tensors on a device into rows of ``target`` [num_rows, row_bytes] uint8, in order.
 
-    ``is_by_torch``: not by Triton, and so from memory of the same device only.
+    ``is_by_torch``: not by Triton.
     """
 
     def __init__(self, target: torch.Tensor) -> None:
@@ -224,18 +224,16 @@ class _Array:
         self.__cuda_array_interface__ = {"shape": shape, "typestr": "|u1", "data": (address, False), "version": 3}
 
 
-def _tensor_at(address: int, num_rows: int, row_bytes: int, device: int) -> torch.Tensor:
-    """Return the memory at an address as a tensor [num_rows, row_bytes] uint8. On another device torch would copy it.
+def _tensor_at(address: int, num_rows: int, row_bytes: int, device: torch.device) -> torch.Tensor:
+    """Return the memory at an address of the device as a tensor [num_rows, row_bytes] uint8.
 
     Raises:
         PeerUnreachable: torch does not take it.
     """
     import torch
 
-    if device >= torch.cuda.device_count():
-        raise PeerUnreachable(f"its memory is on device {device}, which this process does not see")
     try:
-        tensor = torch.as_tensor(_Array(address, (num_rows, row_bytes)), device=f"cuda:{device}")
+        tensor = torch.as_tensor(_Array(address, (num_rows, row_bytes)), device=device)
     except (RuntimeError, ValueError, TypeError) as error:
         raise PeerUnreachable(f"its memory cannot be read here: {error}") from None
     if tensor.data_ptr() != address:

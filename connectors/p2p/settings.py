@@ -19,10 +19,8 @@ RENEWAL_S = 20.0  # what a renewal adds, at most
 LEASE_MARGIN_S = 1.0  # what must be left of a lease for a read of some MiB to be started, at most
 READ_BYTES = 16 << 20  # a read by CMA is a copy that cannot be interrupted; four converted ones fit the staging area
 HOST_READ_BYTES = {"shm": 32 << 20}  # it cuts its copies itself; each read costs two changes of threads
-DEVICE_READ_BYTES = {
-    "shm": 128 << 20,
-    "nixl": 128 << 20,
-}  # copies to device memory are fast: in smaller reads the requests would dominate
+# Copies to device memory are fast: in smaller reads the requests would dominate.
+DEVICE_READ_BYTES = dict.fromkeys(("shm", "nixl"), 128 << 20)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

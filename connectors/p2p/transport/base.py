@@ -16,6 +16,7 @@ from core.struct_types import prepared
 
 T = TypeVar("T")
 
+DEVICE_BACKOFF_S = (0.00002, 0.0002)  # a copy between devices is over soon: between looks, the first and the longest wait
 MAX_ROWS = 1 << 24  # of a region; bounds what a consumer keeps per row of a peer
 SystemNumber = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]  # what fits a C int: processes, descriptors, devices
 
@@ -26,6 +27,22 @@ class RowShape(msgspec.Struct, frozen=True, array_like=True):
 
     num_rows: Annotated[int, msgspec.Meta(ge=1, le=MAX_ROWS)]
     row_bytes: Annotated[int, msgspec.Meta(ge=1, lt=2**40)]
+
+
+class Backoff:
+    """The wait between looks at reads whose end nothing announces: ``first_s``, then twice as long, up to ``longest_s``."""
+
+    def __init__(self, first_s: float, longest_s: float) -> None:
+        self._first_s, self._longest_s = first_s, longest_s
+        self.wait_s = first_s
+
+    def restart(self) -> None:
+        """A read was posted."""
+        self.wait_s = self._first_s
+
+    def after_look(self, *, has_ended: bool) -> None:
+        """A look has found reads that have ended, or none."""
+        self.wait_s = self._first_s if has_ended else min(self._longest_s, 2 * self.wait_s)
 
 
 class Run(NamedTuple):

@@ -41,7 +41,16 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from connectors.p2p.transport.base import RowShape, SystemNumber, check_read, decode_metadata, landing_of, region_at
+from connectors.p2p.transport.base import (
+    DEVICE_BACKOFF_S,
+    Backoff,
+    RowShape,
+    SystemNumber,
+    check_read,
+    decode_metadata,
+    landing_of,
+    region_at,
+)
 from connectors.p2p.transport.interface import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 from core.environment import set_default_environment, ucx_net_devices
 from core.errors import ConfigError, ConnectorUnavailable, PeerUnreachable, ProtocolError
@@ -54,7 +63,6 @@ BACKEND = "UCX"
 MODULES = ("nixl_cu13", "nixl_cu12")  # by the CUDA release; on a host without a GPU either will do
 INSTALL_HINT = "pip install nixl-cu12==1.5.1 (beside a torch for CUDA 13: nixl-cu13==1.5.1)"
 BACKOFF_S = (0.0002, 0.001)  # between looks at reads in progress: the first and the longest interval
-DEVICE_BACKOFF_S = (0.00002, 0.0002)  # a copy between devices is over soon
 PROGRESS_INTERVAL_US = 10_000  # events wake the progress threads; this is how often they look without one
 
 LOOPBACK = "lo"
@@ -140,8 +148,7 @@ class NixlTransport(Transport):
         self._reads: dict[int, _Read] = {}
         self._ended: list[ReadResult] = []
         self._last_handle = 0
-        self._backoff_bounds_s = BACKOFF_S
-        self._backoff_s = BACKOFF_S[0]
+        self._backoff = Backoff(*BACKOFF_S)
 
     def unavailable_reason(self) -> str | None:
         """Look for the library without loading it."""
@@ -153,7 +160,7 @@ class NixlTransport(Transport):
             set_default_environment("UCX_CUDA_IPC_ENABLE_GET_ZCOPY", "on")  # elsewhere UCX warns that nothing reads it
         self._load_library()
         self._regions, self._staging = tuple(regions), staging
-        self._backoff_bounds_s = BACKOFF_S if all(region.device == "cpu" for region in regions) else DEVICE_BACKOFF_S
+        self._backoff = Backoff(*(BACKOFF_S if all(region.device == "cpu" for region in regions) else DEVICE_BACKOFF_S))
         try:
             self._spare = self._new_agent(self._is_local)
         except self._errors as error:
@@ -200,7 +207,7 @@ class NixlTransport(Transport):
         local = region_at(producer.landing, region)
         check_read(producer.shapes[region], local, remote_rows, local_rows)
         self._last_handle += 1
-        self._backoff_s = self._backoff_bounds_s[0]
+        self._backoff.restart()
         self._reads[self._last_handle] = _Read(peer)
         self._fence_after(peer, self._start(self._last_handle, region, remote_rows, local_rows))
         return self._last_handle
@@ -211,8 +218,7 @@ class NixlTransport(Transport):
             if handle in self._reads:  # else it has ended with its peer
                 self._fence_after(peer, self._look(handle))
         ended, self._ended = self._ended, []
-        first_s, longest_s = self._backoff_bounds_s
-        self._backoff_s = first_s if ended else min(longest_s, 2 * self._backoff_s)
+        self._backoff.after_look(has_ended=bool(ended))
         return ended
 
     def cancel(self, handle: int) -> None:
@@ -226,7 +232,7 @@ class NixlTransport(Transport):
         """Back off while reads are in progress; nothing else needs polling."""
         if self._ended:
             return 0.0
-        return self._backoff_s if self._reads else None
+        return self._backoff.wait_s if self._reads else None
 
     def close(self) -> None:
         """Destroy all agents."""

@@ -27,7 +27,17 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from connectors.p2p.transport.base import RowShape, Run, adjacent_runs, check_read, decode_metadata, landing_of, region_at
+from connectors.p2p.transport.base import (
+    DEVICE_BACKOFF_S,
+    Backoff,
+    RowShape,
+    Run,
+    adjacent_runs,
+    check_read,
+    decode_metadata,
+    landing_of,
+    region_at,
+)
 from connectors.p2p.transport.device_mapping import DeviceMappings
 from connectors.p2p.transport.interface import POOL_REGION, PeerId, ReadResult, RowRegion, Transport
 from connectors.p2p.transport.shm_metadata import TOKEN_BYTES, ShmMetadata
@@ -39,7 +49,6 @@ from core.stream_copy import stream_copy
 
 COPY_BYTES_PER_POLL = 16 << 20  # bounds how long a cancellation or another peer waits
 MAX_SHORT_ROW_BYTES = 1024  # rows up to this size, seals, are gathered: a call for each run would cost more than the bytes
-DEVICE_BACKOFF_S = (0.00002, 0.0002)  # between looks at a device's copies: the first and the longest interval
 
 
 @dataclass(slots=True)
@@ -99,7 +108,7 @@ class ShmTransport(Transport):
         self._ended: list[ReadResult] = []
         self._lost: list[PeerId] = []
         self._last_handle = 0
-        self._backoff_s = DEVICE_BACKOFF_S[0]
+        self._backoff = Backoff(*DEVICE_BACKOFF_S)
 
     def unavailable_reason(self) -> str | None:
         """Probe the two system calls and ``/proc``."""
@@ -171,7 +180,7 @@ class ShmTransport(Transport):
         if not isinstance(rows, np.ndarray) and producer.targets[region] is None:
             if producer.owner.has_exited:  # its memory stays mapped, and the device would read it at once
                 raise PeerUnreachable(f"{peer.address} has died")
-            self._backoff_s = DEVICE_BACKOFF_S[0]
+            self._backoff.restart()
             self._reads[handle] = _DeviceRead(handle, peer, rows, remote_rows, local_rows)
             try:
                 self._take_turns()
@@ -200,8 +209,7 @@ class ShmTransport(Transport):
             read = self._take_turns()
         self._has_copies = read is not None
         ended, self._ended = self._ended, []
-        first_s, longest_s = DEVICE_BACKOFF_S
-        self._backoff_s = first_s if ended else min(longest_s, 2 * self._backoff_s)
+        self._backoff.after_look(has_ended=bool(ended))
         return ended
 
     def take_lost_peers(self) -> Sequence[PeerId]:
@@ -241,7 +249,7 @@ class ShmTransport(Transport):
         """Copies that are not done are work for now; those of a device are looked at with a back-off."""
         if self._has_copies or self._ended:
             return 0.0
-        return self._backoff_s if self._reads else None
+        return self._backoff.wait_s if self._reads else None
 
     def close(self) -> None:
         """Unmap all producers and withdraw the token."""

@@ -21,7 +21,7 @@ from connectors.p2p.transport.base import RowShape
 from connectors.p2p.transport.device_mapping import DeviceMappings, MappedPool
 from connectors.p2p.transport.page_mapping import PageMapping
 from connectors.p2p.transport.shm_metadata import TOKEN_BYTES, MemoryFile, ShmMetadata
-from core.errors import KVFerryError, PeerUnreachable, ProtocolError
+from core.errors import PeerUnreachable, ProtocolError
 from core.kv.peer_rows import PeerRows
 from core.sealed_size import cannot_shrink
 
@@ -93,7 +93,7 @@ def map_owner(producer: ShmMetadata, devices: DeviceMappings | None) -> MappedOw
     except (OSError, ValueError) as error:
         owner.unmap(devices)
         raise PeerUnreachable(f"cannot map the memory of process {producer.pid}: {error}") from None
-    except KVFerryError:
+    except Exception:
         owner.unmap(devices)
         raise
     return owner

@@ -132,7 +132,7 @@ def test_describing_again_makes_older_descriptions_worthless(reader, memory):
         reader.transport.add_peer(PEER._replace(incarnation=2), newer)
 
 
-def test_workers_of_earlier_releases_know_all_that_a_pool_in_host_memory_is_described_by(owner):
+def test_a_pool_in_host_memory_is_described_as_in_earlier_releases(owner):
     assert set(msgspec.msgpack.decode(owner.metadata)) == {"pid", "token_fd", "token", "files"}
 
 

@@ -10,8 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from connectors.p2p.transport.base import DEVICE_BACKOFF_S
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegion
-from connectors.p2p.transport.shm import DEVICE_BACKOFF_S, ShmTransport
+from connectors.p2p.transport.shm import ShmTransport
 from connectors.p2p.transport.shm_metadata import HANDLE_BYTES, ShmMetadata
 from connectors.testing.torn_read_suite import RewrittenRowsSuite
 from connectors.testing.transport_owner import HostRegions, ProcessOwner, row_content
