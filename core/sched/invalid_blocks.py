@@ -104,6 +104,7 @@ def find_holders(manager: KVCacheManager, requests: Iterable[Request], num_in_fl
         if any(tables):
             num_computed = request.num_computed_tokens
             num_valid = num_computed - num_in_flight_tokens.get(request.request_id, 0)
+            assert num_valid >= 0, f"{request!r} has more tokens in flight than computed"
             holders.append(Holder(request, num_valid, num_computed, tables, block_sizes))
     return holders
 

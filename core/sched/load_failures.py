@@ -91,8 +91,15 @@ def release_recomputed(state: SchedulerState, scheduler_output: SchedulerOutput,
 
 
 def _in_flight_tokens(state: SchedulerState) -> dict[str, int]:
-    """Return by running request how many tokens are in unprocessed steps, the one being processed included."""
-    return {request.request_id: request.num_in_flight_tokens for request in state.running}
+    """Return by running request how many of its computed tokens are in unprocessed steps, the one being processed included.
+
+    A rolled-back request has none: ``num_computed_tokens`` are the tokens that it keeps, although its step is still counted.
+    """
+    return {
+        request.request_id: request.num_in_flight_tokens
+        for request in state.running
+        if request.request_id not in state.rolled_back
+    }
 
 
 def _live_block_ids(state: SchedulerState, request_id: str) -> Iterable[int]:

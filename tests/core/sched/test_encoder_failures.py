@@ -62,6 +62,42 @@ def test_without_the_image_the_request_alone_ends(world):
     world.assert_clean()
 
 
+@pytest.fixture(params=[FULL, (HashAttention(), HashAttention(window=24))], ids=["full", "hybrid"])
+def failing_load(request, make_world, remote):
+    """Two requests in one step: ``b`` hits the image of ``a`` and loads, in the step, what is reported as invalid."""
+
+    def add(image: Image):
+        world = make_world(
+            encoder_cache_size=64, with_ec_connector=True, with_connector=True, attentions=request.param, num_blocks=200
+        )
+        if image is not BAD:
+            lose(world, image)
+        world.script.remote["b"] = remote(32, is_async=False, is_corrupt=True)
+        first = world.add_with_images("a", [image, 4], text="same")
+        second = world.add_with_images("b", [image, 60], text="same")
+        assert list(world.schedule().num_scheduled_tokens) == ["a", "b"]
+        world.finish_step()
+        world.assert_sound()
+        return world, first, second
+
+    return add
+
+
+def test_lost_embeddings_and_a_failed_load_in_one_step(failing_load):
+    world, first, second = failing_load(CAT)
+    world.run()
+    world.assert_right(first, 4)
+    world.assert_right(second, 4)
+    world.assert_clean()
+
+
+def test_a_bad_image_and_a_failed_load_in_one_step(failing_load):
+    world, *_ = failing_load(BAD)
+    world.run()
+    assert world.ends == {"a": "error", "b": "error"}
+    world.assert_clean()
+
+
 def test_requests_that_do_not_need_them_in_the_step_continue(make_world):
     world = make_world(encoder_cache_size=64, with_ec_connector=True, max_num_batched_tokens=48)
     lose(world, CAT)
