@@ -25,7 +25,7 @@ _DECODED_BYTES = Metric("encoder_prepared_bytes", "gauge", "Pixels of images tha
 _LEAKED_BLOCKS = Metric(
     "kv_leaked_blocks",
     "gauge",
-    "Blocks in use although no request, reader or transfer is left; anything but 0 is a bug.",
+    "Blocks in use although no request, early pull, reader or transfer is left; anything but 0 is a bug.",
 )
 WORKER_METRICS = (_DRAINING, _REGISTERED_ROUTERS, _STALLED, _DECODED_BYTES, _LEAKED_BLOCKS)
 
@@ -89,12 +89,13 @@ class WorkerStats:
         return self._ec_connector.num_leased_chunks() if self._ec_connector is not None else 0
 
     def _num_leaked_blocks(self) -> int:
-        """Return the blocks in use although no request, reader or transfer is left, as of the engine's last step."""
+        """Return the blocks in use although no request, early pull, reader or transfer is left, as of the last step."""
         state = self._state()
         assert state is not None
         stats = self._engine.stats()
-        is_used = stats.num_running + stats.num_waiting + stats.num_loading + stats.num_parked_blocks
-        if is_used or self._num_leased_blocks() or state.num_requests:
+        num_requests = stats.num_running + stats.num_waiting + stats.num_loading + state.num_requests
+        num_held_blocks = stats.num_parked_blocks + stats.num_early_blocks + self._num_leased_blocks()
+        if num_requests or num_held_blocks:
             return 0
         num_used = round(stats.kv_cache_usage * (self._num_blocks - 1))  # without the null block
         num_saving = self._connector.num_saving_blocks() if self._connector is not None else 0
