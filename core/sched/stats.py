@@ -28,9 +28,10 @@ def _counter(name: str, documentation: str) -> Any:  # noqa: ANN401
 class EngineStats:
     """Gauges are values of one moment; counters count since the start. Fields without a metric are for the simulation.
 
-    The first three are requests and add up to the unfinished ones. No block is in two of these: *loading* blocks belong to
-    unfinished requests and are written by a transfer; *parked* blocks belong to ended requests whose blocks a transfer still
-    reads or writes; *quarantined* blocks belong to no request, an abandoned transfer may still write them.
+    The first three are requests and add up to the unfinished ones. *Loading* blocks belong to unfinished requests that a
+    transfer writes for; *parked* blocks belong to ended requests whose blocks a transfer still reads or writes; *early* blocks
+    belong to early pulls; *quarantined* blocks, which an abandoned transfer may still write, count in none of the others. A
+    block that several requests share counts once in each number, but may count in several numbers.
     """
 
     num_running: int = _gauge("num_requests_running", "Requests in the running batch.")
@@ -118,7 +119,7 @@ def make_stats(state: SchedulerState) -> EngineStats:
 
 
 def _count_blocks(state: SchedulerState, request_ids: Iterable[str]) -> int:
-    get_block_ids, quarantined = state.kv_cache_manager.get_block_ids, state.quarantined
-    tables = [ids for request_id in request_ids for ids in get_block_ids(request_id)]
-    count = sum(len(ids) - ids.count(NULL_BLOCK_ID) for ids in tables)
-    return count - sum(block_id in quarantined for ids in tables for block_id in ids) if quarantined else count
+    get_block_ids = state.kv_cache_manager.get_block_ids
+    held = {NULL_BLOCK_ID}.union(*(ids for request_id in request_ids for ids in get_block_ids(request_id)))
+    held -= state.quarantined
+    return len(held) - 1  # the null block is never in quarantine

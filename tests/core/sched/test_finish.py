@@ -58,6 +58,16 @@ def test_kept_blocks_count_as_parked(world):
     assert world.scheduler.make_stats().num_parked_blocks == 3
 
 
+def test_blocks_that_kept_requests_share_count_once(world):
+    common = world.prompt(32)
+    for name in ("a", "b"):
+        world.script.keep.add(name)
+        world.add(name, [*common, *world.prompt(8, seed=ord(name))], max_tokens=1)
+    world.step()
+    assert world.manager.get_block_ids("a")[0][:2] == world.manager.get_block_ids("b")[0][:2]
+    assert world.scheduler.make_stats().num_parked_blocks == world.num_used_blocks == 4
+
+
 def test_finished_id_reaches_the_worker_side_although_the_blocks_are_kept(world):
     world.script.keep.add("a")
     world.add("a", 40, max_tokens=1)
