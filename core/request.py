@@ -157,6 +157,7 @@ class Request:
         "num_output_tokens",
         "num_preemptions",
         "num_prompt_tokens",
+        "num_received_output_tokens",
         "num_tokens",
         "patience_s",
         "prefill_stats",
@@ -202,6 +203,7 @@ class Request:
         self.all_token_ids.extend(new.output_token_ids)
         self.num_tokens = len(self.all_token_ids)
         self.num_output_tokens = self.num_tokens - self.num_prompt_tokens
+        self.num_received_output_tokens = self.num_output_tokens  # that other workers have generated
 
         self.status = RequestStatus.WAITING
         self.stop_reason: int | None = None

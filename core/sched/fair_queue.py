@@ -108,9 +108,8 @@ class FairRequestQueue(RequestQueue):
         self._charge(request.tenant, -num_tokens)
 
     def charge_output(self, request: Request) -> None:
-        """Charge the output of an ended request that has run."""
-        if request.num_computed_tokens or request.num_preemptions:  # one put back has none computed
-            self._charge(request.tenant, OUTPUT_WEIGHT * request.num_output_tokens)
+        """Charge the output of an ended request that was generated here; what it came with was charged like its prompt."""
+        self._charge(request.tenant, OUTPUT_WEIGHT * (request.num_output_tokens - request.num_received_output_tokens))
 
     def __len__(self) -> int:
         return sum(map(len, self._queues.values()))

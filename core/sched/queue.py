@@ -58,7 +58,7 @@ class RequestQueue(ABC):
         """Record that an admitted request did not have to compute these tokens. Only fair queues count them."""
 
     def charge_output(self, request: Request) -> None:
-        """Record the end of an admitted request. Only fair queues count its output."""
+        """Record the end of a request. Only fair queues count its output."""
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -12,10 +12,13 @@ from core.wire.sampling import SamplingParams
 POLICIES = ("fcfs", "priority")
 
 
-def make_request(name: str, tenant: int = 0, num_tokens: int = 100, priority: int = 0, arrival_time: float = 1.0) -> Request:
+def make_request(
+    name: str, tenant: int = 0, num_tokens: int = 100, priority: int = 0, arrival_time: float = 1.0, num_resumed: int = 0
+) -> Request:
     new = NewRequest(
         request_id=name,
         prompt_token_ids=[1] * num_tokens,
+        output_token_ids=[2] * num_resumed,
         sampling=SamplingParams(),
         priority=priority,
         arrival_time=arrival_time,
@@ -148,6 +151,20 @@ def test_the_output_of_a_request_that_waits_again_is_charged():
     put_back.num_output_tokens = round(200 / OUTPUT_WEIGHT)
     queue.charge_output(put_back)
     assert [queue.pop_request().tenant for _ in range(3)] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("num_generated", [0, 100])
+def test_of_the_output_only_what_was_generated_here_is_charged(num_generated):
+    resumed = make_request("resumed", tenant=1, num_resumed=1000)
+    queue = fill(FairRequestQueue("fcfs"), resumed, *flood(1, 5), *flood(2, 5))
+    assert queue.pop_request() is resumed
+    queue.refund_cached(resumed, 1100)
+    resumed.num_computed_tokens = 1100
+    for _ in range(num_generated):
+        resumed.append_output_token(3)
+    queue.charge_output(resumed)
+    order = [queue.pop_request().tenant for _ in range(4)]
+    assert order == ([2, 2, 1, 2] if num_generated else [1, 2, 1, 2])
 
 
 def test_smaller_priority_comes_first_whoever_sends_it():
