@@ -9,6 +9,7 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -250,18 +251,22 @@ class EngineCore:
         return self._step_size
 
     def shutdown(self) -> None:
-        """Stop both sides of the connectors and the KV events. Idempotent."""
+        """Stop both sides of the connectors, the KV events and the grammars, also if one fails. Idempotent.
+
+        Raises: the error of a part that fails, once all are stopped.
+        """
         if self._is_shut_down:
             return
         self._is_shut_down = True
-        for connector in (self.scheduler.connector, self.scheduler.ec_connector):
-            if connector is not None:
-                connector.shutdown()
-        self.runner.shutdown()
-        for follower in self._kv_events:
-            follower.close()
-        if self._grammars is not None:
-            self._grammars.close()
+        with ExitStack() as stack:  # the last one first
+            if self._grammars is not None:
+                stack.callback(self._grammars.close)
+            for follower in reversed(self._kv_events):
+                stack.callback(follower.close)
+            stack.callback(self.runner.shutdown)
+            for connector in (self.scheduler.ec_connector, self.scheduler.connector):
+                if connector is not None:
+                    stack.callback(connector.shutdown)
 
     def _find_grammar(self, request: Request) -> None:
         """Give a request its compiled grammar, or have it compiled: the request then waits in the scheduler."""

@@ -112,10 +112,12 @@ class ModelRunner:
         return partial(self._collect, scheduler_output, launched)
 
     def shutdown(self) -> None:
-        """Stop the connectors' worker sides. The pool stays: peers may still be reading."""
-        self._connector.shutdown()
-        if self._encoder is not None:
-            self._encoder.shutdown()
+        """Stop the connectors' worker sides, also if one fails. The pool stays: peers may still be reading."""
+        try:
+            self._connector.shutdown()
+        finally:
+            if self._encoder is not None:
+                self._encoder.shutdown()
 
     def _update_batch(self, scheduler_output: SchedulerOutput) -> None:
         """Update the batch: remove requests that left or were preempted, add new ones, advance the others."""

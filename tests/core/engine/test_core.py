@@ -1,7 +1,10 @@
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
+from core.engine.core import EngineCore
 from core.errors import ContextTooLong, InvalidRequest
 from core.kv.invariants import find_violations
 from core.request import NewRequest
@@ -354,3 +357,34 @@ def test_writes_of_a_step_are_awaited_before_the_connector_ends_it(build_tiny, c
     engine.add_request(NewRequest(request_id="r", prompt_token_ids=list(range(10, 80)), sampling=SamplingParams(max_tokens=2)))
     engine.step()
     assert happened == ["synchronized", "ended"]
+
+
+@pytest.mark.parametrize("failing", ["connector", "EC connector", "runner", "KV events"])
+def test_everything_is_shut_down_once_although_one_part_fails(failing):
+    closed = []
+
+    def close(part):
+        closed.append(part)
+        if part == failing:
+            raise OSError(part)
+
+    def stub(part, **fields):
+        return SimpleNamespace(shutdown=lambda: close(part), close=lambda: close(part), **fields)
+
+    sizes = SimpleNamespace(hash_block_size=BLOCK)
+    scheduler = SimpleNamespace(connector=stub("connector"), ec_connector=stub("EC connector"), kv_cache_manager=sizes)
+    engine = EngineCore(scheduler, stub("runner"), sizes, VOCAB, [stub("KV events")], grammars=stub("grammars"))
+    with pytest.raises(OSError, match=failing):
+        engine.shutdown()
+    engine.shutdown()
+    assert closed == ["connector", "EC connector", "runner", "KV events", "grammars"]
+
+
+def test_the_encoder_is_shut_down_although_the_connector_fails(build_tiny, monkeypatch):
+    runner, closed = build_tiny().engine.runner, []
+    with monkeypatch.context() as patch:
+        patch.setattr(runner, "_connector", SimpleNamespace(shutdown=lambda: 1 / 0))
+        patch.setattr(runner, "_encoder", SimpleNamespace(shutdown=lambda: closed.append(True)))
+        with pytest.raises(ZeroDivisionError):
+            runner.shutdown()
+    assert closed == [True]
