@@ -46,6 +46,7 @@ class HandoffScheduler(KVConnectorScheduler, Generic[StepT]):
     leave with the next engine step.
     """
 
+    makes_handoffs = True
     converts_blocks = False  # True if the worker side loads blocks of another size than its own
     control_address = ""  # in every handoff: where readers reach this worker, if they connect to it
 

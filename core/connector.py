@@ -36,9 +36,12 @@ class KVConnectorScheduler(ABC):
     With ``reads_early`` it also loads handoffs without a lease, of prompts that are still being computed, and verifies each
     block. Requests for these have ``is_early`` and never run. One that cannot load at once, for lack of an answer or of blocks,
     ends in the same step, and another one follows in a later step.
+
+    With ``makes_handoffs`` it may return a handoff of a finished request. Of several connectors at once one may.
     """
 
     reads_early = False
+    makes_handoffs = False
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
         """Store the manager. Called once, before any request."""

@@ -16,6 +16,7 @@ from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from connectors.registry import connector_factory
 from core.connector import Connector, ConnectorContext, ContentFollower
+from core.errors import ConfigError
 from core.wire.contents import ContentPart
 from core.wire.early import MeetProducer
 from core.wire.kv import KVHandoff
@@ -34,9 +35,15 @@ class MultiConnector(Connector):
         """Build every connector that the configuration names.
 
         Raises:
-            ConfigError: there is no such connector.
+            ConfigError: there is no such connector, or two of them make handoffs.
         """
-        return cls([connector_factory(name)(_own_context(context, name)) for name in context.config.connector.connectors])
+        names = context.config.connector.connectors
+        connectors = [connector_factory(name)(_own_context(context, name)) for name in names]
+        makers = [name for name, connector in zip(names, connectors, strict=True) if connector.scheduler.makes_handoffs]
+        if len(makers) > 1:
+            reason = f"{' and '.join(makers)} make handoffs, and a prompt has one; name one of them"
+            raise ConfigError(f"connector.connectors: {reason}", param="connector.connectors")
+        return cls(connectors)
 
     @property
     def transports(self) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from connectors.registry import connector_factory
 from connectors.testing.contexts import connector_context
 from core.config_workers import ConnectorSection
 from core.connector import Connector, KVConnectorScheduler, KVConnectorWorker
-from core.errors import ConnectorUnavailable
+from core.errors import ConfigError, ConnectorUnavailable
 from core.request import KVConnectorMetadata, KVConnectorOutput, KVConnectorWorkerMetadata, SchedulerOutput
 from core.wire.messages import ErrorInfo, TransferUsage
 
@@ -316,3 +316,16 @@ def test_each_part_is_made_as_if_it_were_configured_alone(monkeypatch):
     section = ConnectorSection(name="multi", connectors=("p2p", "offload"), lease_s=12.0)
     connector_factory("multi")(connector_context("prefill", connector=section))
     assert [(own.name, own.connectors, own.lease_s) for own in made] == [("p2p", (), 12.0), ("offload", (), 12.0)]
+
+
+def test_two_connectors_that_make_handoffs_are_refused(monkeypatch):
+    def factory(context):
+        connector = FakeConnector(context.config.connector.name, [])
+        connector.scheduler.makes_handoffs = connector.name != "offload"
+        return connector
+
+    monkeypatch.setattr(connectors.multi.connector, "connector_factory", lambda name: factory)
+    section = ConnectorSection(name="multi", connectors=("p2p", "offload", "folder"))
+    with pytest.raises(ConfigError, match="p2p and folder make handoffs") as refused:
+        MultiConnector.build(connector_context("prefill", connector=section))
+    assert refused.value.param == "connector.connectors"
