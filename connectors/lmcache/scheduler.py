@@ -40,8 +40,8 @@ _SESSION_PREFIX = "kvferry-"
 class LMCacheMPConnectorScheduler(KVConnectorScheduler):
     """Tracks every request. Looks up, loads and saves nothing while ``server`` is None.
 
-    The event loop sets ``server`` and the answers to lookups; each method reads ``server`` once. With ``saves_output`` False
-    only prompts are saved.
+    The event loop sets ``server`` and the answers to lookups, at any time; each method reads ``server`` once. With
+    ``saves_output`` False only prompts are saved.
     """
 
     def __init__(self, ids: IdSource, clock: Clock, *, saves_output: bool, handoff_wait_s: float) -> None:
@@ -87,8 +87,8 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
             return None, False
         if self._is_being_saved(request, tracker, num_tokens):
             self._end_session(tracker)
-            self._look_up(request)
-            return None, False
+            is_pending = self._look_up(request).state is LMCacheMPRequestState.PREFETCHING
+            return (None if is_pending else 0), False
         tracker.found(num_tokens, num_computed_tokens)
         count = max(0, num_tokens - num_computed_tokens)
         return count, count > 0

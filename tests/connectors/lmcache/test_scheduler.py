@@ -367,3 +367,21 @@ def test_a_prompt_that_nobody_has_computed_is_not_waited_for(bench):
     bench.look_up("a", 0)
     assert bench.step().lookups == []
     assert bench.core.scheduler.running
+
+
+def test_a_server_lost_during_a_repeated_lookup_is_not_waited_for(bench):
+    class LosesServer(LMCacheMPConnectorScheduler):
+        """The event loop loses the server behind the first time that it is read."""
+
+        @property
+        def server(self):
+            server, self.__dict__["server"] = self.__dict__["server"], None
+            return server
+
+    bench.add("a", output=(7,))
+    (lookup,) = bench.step().lookups
+    bench.answer(lookup.span.session_id, 0)
+    bench.side.__class__ = LosesServer
+    metadata = bench.step()
+    assert (metadata.lookups, metadata.ended) == ([], [lookup.span.session_id])
+    assert bench.core.scheduler.running
