@@ -12,7 +12,8 @@ To make room, the log copies the blocks of the oldest file that were read since 
 file, and deletes the file. This is a second chance as in CLOCK, and every round frees at least half a segment.
 
 If a file cannot be read any more (it was deleted, or the device fails), the log forgets all its blocks at the first failure:
-they are misses and can be written again. A file that cannot be deleted still counts, and its deletion is retried.
+they are misses and can be written again. A file that cannot be deleted still counts, its deletion is retried when room is
+needed, and other files are deleted instead, if the folder lets any be deleted.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ import fcntl
 import logging
 import os
 import re
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -30,6 +32,7 @@ from pathlib import Path
 from core.errors import ConfigError, CorruptBlock, Unavailable
 from core.ids import IdSource
 from core.log import event
+from core.rate_limit import LimitedLog
 from kvstore.disk_space import MIN_SEGMENTS, DiskSpace
 from kvstore.segment_file import (
     NONCE_BYTES,
@@ -79,6 +82,7 @@ class SegmentLog:
         self._space = DiskSpace(folder, capacity_bytes, min(segment_bytes, capacity_bytes // MIN_SEGMENTS))
         self._ids = ids
         self._sync = sync
+        self._limited_log = LimitedLog(_log, time.monotonic)  # each deletion is retried
         self._index: dict[bytes, _Location] = {}
         self._segments: list[_Segment] = []  # the oldest first
         self._undeleted: list[_Segment] = []  # they have no blocks, but could not be deleted
@@ -286,18 +290,33 @@ class SegmentLog:
 
     def _make_room(self, num_bytes: int) -> bool:
         """Delete the oldest files until a record and their surviving blocks fit; False if that is impossible."""
-        for segment in list(self._undeleted):
-            self._undeleted.remove(segment)
-            self._delete(segment)
         if num_bytes + self._reserve_bytes > self.limit_bytes:
             self._measure_again()
         reserve = self._reserve_bytes
         if num_bytes + reserve > self.limit_bytes:
             return False
+        if self.used_bytes + num_bytes + reserve > self.limit_bytes:
+            self._delete_again()
         while self.used_bytes + num_bytes + reserve > self.limit_bytes:
-            if self._undeleted or not self._segments:
+            if not self._segments or (self._undeleted and not self._can_delete()):
                 return False  # it would evict block after block in vain
             self._reclaim(self._segments[0])
+        return True
+
+    def _delete_again(self) -> None:
+        """Retry the deletions that have failed."""
+        undeleted, self._undeleted = self._undeleted, []
+        for segment in undeleted:
+            self._delete(segment)
+
+    def _can_delete(self) -> bool:
+        """Return whether a new file in the folder can be deleted: a deletion may fail for one file alone, or for all."""
+        probe = self._folder / "probe"
+        try:
+            probe.touch()
+            probe.unlink()
+        except OSError:
+            return False
         return True
 
     @property
@@ -330,7 +349,7 @@ class SegmentLog:
             self._leave_active()
             return False
         self._reclaim(oldest)
-        return not self._undeleted
+        return oldest not in self._undeleted
 
     def _still_has(self, key: bytes) -> bool:
         """Return whether a known block is in its file; if not, forget it, so that it can be written again."""
@@ -375,7 +394,7 @@ class SegmentLog:
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:
-            _log.warning(event("kvstore_segment_not_deleted", path=segment.path, error=error.strerror or error))
+            self._limited_log.warning("kvstore_segment_not_deleted", path=segment.path, error=error.strerror or error)
             self._undeleted.append(segment)
 
     def _reclaim(self, segment: _Segment) -> None:
@@ -383,7 +402,8 @@ class SegmentLog:
         if segment is self._active:
             self._leave_active()
         for block, record in self._survivors(segment):
-            if not self._write(record.key, record.seal, block):
+            has_room = self.used_bytes + record_bytes(record.num_bytes) + PAGE_BYTES <= self.limit_bytes
+            if not has_room or not self._write(record.key, record.seal, block):
                 break
         self.num_dropped += len(segment.records)
         self._forget(segment)

@@ -280,3 +280,35 @@ def test_file_that_cannot_be_deleted_stays_counted_and_is_tried_again(tmp_path, 
     assert all(append(log, block) for block in blocks[first:])
     assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= capacity
     log.close()
+
+
+def test_one_file_that_cannot_be_deleted_takes_its_own_room_only(tmp_path, caplog):
+    (tmp_path / "segment-000000000001.kv").mkdir()  # it can be neither read nor deleted
+    capacity = 40 * RECORD
+    log, blocks = open_log(tmp_path, capacity), blocks_of(300)
+    assert all(append(log, block) for block in blocks)
+    assert all(knows(log, blocks[-20:]))
+    assert log.used_bytes <= capacity
+    lines = [record.getMessage() for record in caplog.records if "kvstore_segment_not_deleted" in record.getMessage()]
+    assert len(lines) == 1
+    log.close()
+
+
+def test_files_that_cannot_be_deleted_do_not_grow_the_log(tmp_path, monkeypatch):
+    capacity = 40 * RECORD
+    log, blocks = open_log(tmp_path, capacity), blocks_of(300)
+    for block in blocks[:30]:
+        assert append(log, block)
+        assert read(log, block)  # each is worth a second chance
+    stuck, sizes = files_of(tmp_path)[:6], []
+
+    def is_stuck(path):
+        sizes.append(sum(path.stat().st_size for path in files_of(tmp_path)))
+        return path in stuck
+
+    fail(monkeypatch, Path, "unlink", errno.EPERM, is_stuck)
+    assert all(append(log, block) for block in blocks[30:])
+    assert max(sizes) <= capacity
+    assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
+    assert knows(log, blocks[-10:]) == [True] * 10
+    log.close()
