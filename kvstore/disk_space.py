@@ -2,7 +2,8 @@
 
 The file system is measured at the start, for each new file, after a write that found no room, and for each write while the
 limit is too small for a single record, so the limit grows again when room becomes free. The measurement does not show a quota:
-there ``on_full`` makes the files smaller, so that each refused write costs a small part of the blocks.
+there ``on_full`` makes the files smaller, so that each refused write costs a small part of the blocks. They grow again with
+what the log holds.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class DiskSpace:
     def __init__(self, folder: Path, capacity_bytes: int, segment_bytes: int) -> None:
         self._folder = folder
         self._capacity_bytes = capacity_bytes
-        self._max_segment_bytes = segment_bytes
+        self._full_segment_bytes = segment_bytes
+        self._max_segment_bytes = segment_bytes  # less after a write that has found no room
         self._has_warned = False
         self.limit_bytes = capacity_bytes
 
@@ -34,13 +36,16 @@ class DiskSpace:
         return min(self._max_segment_bytes, self.limit_bytes // MIN_SEGMENTS)
 
     def measure(self, used_bytes: int) -> None:
-        """Set the limit to what the file system can hold of the folder; ``used_bytes`` is the current size of the log.
+        """Set the limit to what the file system can hold of the folder, and let files grow with the log.
+
+        ``used_bytes`` is the current size of the log.
 
         Raises:
             OSError: the file system does not answer.
         """
         state = os.statvfs(self._folder)
         self.limit_bytes = min(self._capacity_bytes, used_bytes + state.f_bavail * state.f_frsize)
+        self._max_segment_bytes = min(self._full_segment_bytes, max(self._max_segment_bytes, used_bytes // MIN_SEGMENTS))
         if self.limit_bytes < self._capacity_bytes:
             self._warn()
 

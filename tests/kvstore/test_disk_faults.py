@@ -267,6 +267,19 @@ def test_quota_that_the_file_system_does_not_tell_is_lived_with(tmp_path, monkey
     assert kept[-1]
 
 
+def test_files_grow_again_after_a_disk_was_full(tmp_path, monkeypatch):
+    log, blocks = open_log(tmp_path, segment_bytes=1 << 20), blocks_of(1100)
+    assert all(append(log, block) for block in blocks[:50])
+    fail(monkeypatch, os, "pwritev", errno.ENOSPC)
+    assert not any(append(log, block) for block in blocks[50:100])
+    assert len(log) == 0
+    monkeypatch.undo()
+    assert all(append(log, block) for block in blocks[100:])
+    assert len(files_of(tmp_path)) < 60
+    assert files_of(tmp_path)[-2].stat().st_size > (1 << 20) - RECORD
+    log.close()
+
+
 def test_file_that_cannot_be_deleted_stays_counted_and_is_tried_again(tmp_path, monkeypatch):
     capacity = 40 * RECORD
     log, blocks = open_log(tmp_path, capacity), blocks_of(60)
