@@ -56,6 +56,7 @@ class RedisTier(Tier):
         self._failures = (redis.RedisError, OSError)
         self._refusal = redis.ResponseError
         self._is_down = redis.exceptions.ClusterDownError  # a refusal of every command; also of a replica without its master
+        self._is_elsewhere = redis.exceptions.AskError  # and MovedError: another node of a cluster has the key
         self._ttl_ms = max(1, round(1000 * ttl_s)) if ttl_s else None
         self._clock = clock or SystemClock()
         self._limited_log = LimitedLog(_log, self._clock.now)
@@ -71,9 +72,18 @@ class RedisTier(Tier):
             pipeline = self._redis.pipeline(transaction=False)
             for key in keys:
                 pipeline.exists(PREFIX + key)
-            return [bool(count) for count in pipeline.execute()]
+            return self._checked(pipeline.execute(raise_on_error=False))
 
         return self._try(ask)
+
+    def _checked(self, answers: Sequence[object]) -> list[bool]:
+        """Return what is there; a key whose lookup the server refuses is not, unless it refuses all."""
+        refusals = [answer for answer in answers if isinstance(answer, self._refusal)]
+        if refusals:
+            if len(refusals) == len(answers) or any(isinstance(refusal, self._is_down) for refusal in refusals):
+                raise refusals[0]
+            self._limited_log.warning("kvstore_redis_refuses_blocks", error=self._reason_of(refusals[0]))
+        return [bool(answer) and not isinstance(answer, self._refusal) for answer in answers]
 
     def load(self, key: bytes, target: memoryview) -> TierBlock | None:
         """Get a value."""
@@ -107,7 +117,7 @@ class RedisTier(Tier):
         except self._refusal as error:
             if isinstance(error, self._is_down):
                 raise
-            self._limited_log.warning("kvstore_redis_refuses_blocks", error=error)
+            self._limited_log.warning("kvstore_redis_refuses_blocks", error=self._reason_of(error))
             return False
         return True
 
@@ -127,7 +137,12 @@ class RedisTier(Tier):
         except self._failures as error:
             if not isinstance(error, self._refusal) or isinstance(error, self._is_down):
                 self._resume_at = self._clock.now() + PAUSE_S
-            raise Unavailable(f"Redis fails: {error}") from None
+            raise Unavailable(f"Redis fails: {self._reason_of(error)}") from None
+
+    def _reason_of(self, error: Exception) -> str:
+        if isinstance(error, self._is_elsewhere):
+            return "kvstore.redis_url is a node of a Redis Cluster, which is not supported: name a single server, or a proxy"
+        return str(error)
 
 
 def _refuse_password(url: str) -> None:

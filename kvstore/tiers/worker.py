@@ -113,7 +113,6 @@ class TierRunner:
         self._tier = tier
         self._verifier = BlockVerifier()
         self._counts = TierStatistics()
-        self._is_failing = False
         self._limited_log = LimitedLog(_log, time.monotonic)  # a bad disk can fail every block
 
     def run(self, job: TierJob) -> None:
@@ -123,12 +122,9 @@ class TierRunner:
             return
         try:
             self._do(job)
-            self._is_failing = False
         except StoreError as error:
             self._counts.errors += 1
-            if not self._is_failing:
-                _log.warning(event("kvstore_tier_failed", tier=self._tier.name, error=error.message))
-            self._is_failing = True
+            self._limited_log.warning("kvstore_tier_failed", tier=self._tier.name, error=error.message)
         except Exception:  # a transfer boundary: a broken tier has no blocks
             self._counts.errors += 1
             self._limited_log.exception("kvstore_tier_broke", tier=self._tier.name)

@@ -129,6 +129,31 @@ def test_a_server_that_refuses_writes_is_still_read(tier, redis_process, caplog,
     assert save(tier, refused)
 
 
+def test_a_refused_lookup_of_one_block_costs_no_other(redis_process, caplog):
+    kept, refused = make_block(1), make_block(2)
+    with redis.Redis.from_url(redis_process.url) as client:
+        own = b"~" + PREFIX + kept.key.pack()[:1] + b"*"
+        client.execute_command("ACL", "SETUSER", "half", "on", "nopass", "+@all", own)
+    tier = RedisTier(redis_process.url.replace("redis://", "redis://half@"), timeout_s=0.5)
+    assert save(tier, kept)
+    assert tier.locate([refused.key.pack(), kept.key.pack()]) == [False, True]
+    assert "kvstore_redis_refuses_blocks" in caplog.text
+    with pytest.raises(Unavailable, match="permission"):
+        tier.locate([refused.key.pack()])
+    assert load(tier, kept), "it is not left alone"
+    tier.close()
+
+
+def test_a_node_of_a_cluster_is_named(tier, caplog, monkeypatch):
+    moved = "return redis.error_reply('MOVED 866 10.0.0.2:6379')"
+    for command in ("set", "get"):
+        monkeypatch.setattr(tier._redis, command, lambda *_, **__: tier._redis.eval(moved, 0))
+    assert not save(tier, make_block(1))
+    assert "a node of a Redis Cluster" in caplog.text
+    with pytest.raises(Unavailable, match="a node of a Redis Cluster"):
+        load(tier, make_block(1))
+
+
 def test_a_replica_without_its_master_is_left_alone_for_a_while(tier, redis_process):
     with redis.Redis.from_url(redis_process.url) as client:
         client.config_set("replica-serve-stale-data", "no")

@@ -1,11 +1,12 @@
-"""The thread of a tier: the order of its jobs."""
+"""The thread of a tier: the order of its jobs, and what it logs."""
 
 import threading
 
+from core.errors import Unavailable
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.in_memory import DictTier
 from kvstore.tiers.base import LoadJob, LocateJob, SaveJob
-from kvstore.tiers.worker import MAX_PASSED, TierWorker
+from kvstore.tiers.worker import MAX_PASSED, TierRunner, TierWorker
 
 DEADLINE_S = 30.0
 
@@ -50,3 +51,18 @@ def test_no_number_of_lookups_and_loads_keeps_a_save_from_its_turn():
     (save,), patience = saves(1), MAX_PASSED[SaveJob]
     order = order_of([save, *loads(patience), *lookups(patience)])
     assert order.index(save) == patience
+
+
+def test_a_tier_that_fails_again_and_again_is_one_line(caplog):
+    class Forgetful(DictTier):
+        """Takes every block, and cannot say which it has."""
+
+        def locate(self, keys):
+            raise Unavailable("no")
+
+    runner = TierRunner(Forgetful())
+    for save, lookup in zip(saves(20), lookups(20), strict=True):
+        runner.run(save)
+        runner.run(lookup)
+    assert runner.statistics().errors == 20
+    assert caplog.text.count("kvstore_tier_failed") == 1
