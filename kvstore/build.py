@@ -16,6 +16,7 @@ from kvstore.arena import NONCE_BYTES, arena_bytes, create_arena, round_slot_byt
 from kvstore.embedded import EmbeddedStore
 from kvstore.eviction import make_policy
 from kvstore.memory import MemoryTier
+from kvstore.segments import holds_block
 from kvstore.server_state import ServerOptions
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskOptions, DiskTier
@@ -26,7 +27,8 @@ def machine_options(config: KVStoreSection, ids: IdSource) -> ServerOptions:
     incarnation = new_incarnation(ids)
 
     def make_memory(block_bytes: int) -> MemoryTier:
-        slot_bytes = round_slot_bytes(config.block_bytes or block_bytes)
+        block_bytes = config.block_bytes or block_bytes
+        slot_bytes = round_slot_bytes(block_bytes)
         num_slots = config.memory_bytes // slot_bytes
         while num_slots and arena_bytes(num_slots, slot_bytes) > config.memory_bytes:
             num_slots -= 1
@@ -34,6 +36,11 @@ def machine_options(config: KVStoreSection, ids: IdSource) -> ServerOptions:
             raise ConfigError(
                 f"kvstore.memory_bytes = {config.memory_bytes} does not hold one block of {slot_bytes} bytes",
                 param="kvstore.memory_bytes",
+            )
+        if config.disk_path and not holds_block(config.disk_bytes, config.disk_segment_bytes, block_bytes):
+            raise ConfigError(
+                f"kvstore.disk_bytes = {config.disk_bytes} does not hold one block of {block_bytes} bytes",
+                param="kvstore.disk_bytes",
             )
         nonce = ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little")
         arena = create_arena(num_slots, slot_bytes, incarnation, nonce, config.huge_pages)

@@ -322,7 +322,7 @@ class SegmentLog:
     @property
     def _reserve_bytes(self) -> int:
         """Return the room reserved for the first pages of new files, and for survivors."""
-        return 3 * PAGE_BYTES + self._space.segment_bytes // 2
+        return _reserve_bytes(self._space.segment_bytes)
 
     def _measure_again(self) -> None:
         """Measure the space again: a disk that had no room for a single record may have some now."""
@@ -421,6 +421,15 @@ class SegmentLog:
             except (OSError, CorruptBlock):
                 continue
             yield block, record
+
+
+def holds_block(capacity_bytes: int, segment_bytes: int, block_bytes: int) -> bool:
+    """Return whether a log of this capacity can hold a block of this size at all."""
+    return record_bytes(block_bytes) + _reserve_bytes(min(segment_bytes, capacity_bytes // MIN_SEGMENTS)) <= capacity_bytes
+
+
+def _reserve_bytes(segment_bytes: int) -> int:
+    return 3 * PAGE_BYTES + segment_bytes // 2
 
 
 @contextlib.contextmanager
