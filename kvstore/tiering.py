@@ -58,7 +58,8 @@ class _Location:
 @dataclass(slots=True, eq=False)
 class _Save:
     resident: Resident
-    num_jobs: int
+    jobs: list[SaveJob]
+    num_jobs: int  # in flight
 
 
 class Tiering:
@@ -271,9 +272,10 @@ class Tiering:
         return True
 
     def _save(self, resident: Resident) -> bool:
-        """Save a block in every tier that lacks it; return False if too many saves are in flight."""
-        if resident.key in self._saves:
-            return True
+        """Save a block in every tier that lacks it; return False if too many saves are in flight, or one of a dropped block."""
+        save = self._saves.get(resident.key)
+        if save is not None:
+            return save.resident is resident
         takers = [index for index, tier in enumerate(self._tiers) if tier.knows(resident.key) is not True]
         if any(self._num_save_jobs[index] >= self._max_saves for index in takers):
             return False
@@ -281,11 +283,12 @@ class Tiering:
             self._memory.mark_clean(resident)
             return True
         self._memory.pin(resident)
-        self._saves[resident.key] = _Save(resident, len(takers))
         content = self._memory.content(resident).toreadonly()
+        jobs = [SaveJob(index, resident.key, resident.seal, content) for index in takers]
+        self._saves[resident.key] = _Save(resident, jobs, len(jobs))
         for index in takers:
             self._num_save_jobs[index] += 1
-            self._jobs.append(SaveJob(index, resident.key, resident.seal, content))
+        self._jobs += jobs
         return True
 
     def _on_saved(self, job: SaveJob) -> None:
@@ -309,7 +312,10 @@ class Tiering:
             del self._backlog[key]
 
     def _on_forgotten(self, key: bytes) -> None:
-        """Save a block no more that has left memory before its turn."""
+        """Save a block no more that has left memory before its turn, or has been dropped as corrupt before its save."""
+        save = self._saves.get(key)
+        for job in save.jobs if save is not None else ():
+            job.is_wanted = False
         if self._backlog.pop(key, None) is not None:
             self.num_dropped_saves += 1
 

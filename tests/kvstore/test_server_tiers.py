@@ -229,6 +229,26 @@ def test_what_is_evicted_before_its_turn_is_counted(monkeypatch):
     assert store.machine.tiering.num_dropped_saves == 3
 
 
+@pytest.mark.parametrize("write_back", [False, True])
+def test_a_block_that_was_damaged_before_its_save_is_saved_when_put_again(write_back):
+    tier = DictTier()
+    store = Store(tiers=[tier], write_back=write_back)
+    store.greet(b"a")
+    (block,) = blocks_of(1)
+    store.put(b"a", [block])
+    if write_back:
+        store.take(store.machine.flush())
+    (job,) = store.jobs
+    store.machine.memory.content(store.machine.memory.find(job.key))[5] ^= 1
+    store.say(b"a", m.Corrupt(keys=job.key, code="digest"))
+    store.put(b"a", [block])
+    store.finish_jobs()
+    store.take(store.machine.flush())
+    store.finish_jobs()
+    assert [bytes(content) for _, content in tier.values.values()] == [bytes(block.content)]
+    assert (store.machine.num_unsaved, store.arena.num_pinned, store.arena.num_free) == (0, 0, NUM_SLOTS - 1)
+
+
 def test_blocks_that_wait_for_a_tier_that_hangs_are_no_more_than_memory_holds():
     store = Store(tiers=[DictTier()])
     store.greet(b"a")
