@@ -7,12 +7,14 @@ a fetch ends by its deadline.
     fetch   got ──ticket──▶ copied out and checked, chunk by chunk ──▶ FetchEnded
               ◀── withheld by the store: asked again after a moment
     save    sealed, put ──ticket──▶ OfferEnded
+              ◀── not taken, as another worker may be storing the same: looked up for a moment
     check   looked up ──ticket──▶ Forgotten, if the store no longer has it
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connectors.ec.chunks import ChunkLayout, RowsDigester, num_chunks, rows_in_chunk
@@ -26,11 +28,12 @@ from core.errors import CorruptBlock, KVFerryError, NotFound, StaleBlock, Transf
 from core.kv.seals import Seal, encode_seal, layout_fingerprint
 from core.wire.media import ECSeal, ECSource
 from core.wire.messages import ErrorInfo
-from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket
+from kvstore.base import BlockStore, GetTicket, LookupTicket, PutTicket, Ticket
 from kvstore.key import StoreKey, layout_key
 
 NAME = "shared"
 RETRY_S = 0.005  # before chunks that the store has and could not pin are requested again
+OTHERS_SAVE_S = 0.5  # how long a save waits for another worker that is storing the same embeddings
 CHUNKS_PER_GET = 64  # a store limits the pins of one client
 CHUNKS_PER_TURN = 8  # of one fetch, before other fetches and new orders get their turn
 _ANY_GENERATION = 1  # of a chunk in a store, where chunks are never rewritten
@@ -75,11 +78,14 @@ class _Fetching:
     is_aborted: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Saving:
     save: SaveEmbeddings
     seal: ECSeal
     put: PutTicket
+    lookup: LookupTicket | None = None  # whether another worker has stored what was not taken
+    retry_at: float = 0.0
+    gives_up_at: float | None = None  # set when the put has ended
 
 
 @dataclass(slots=True)
@@ -113,7 +119,7 @@ class EmbeddingTransfer:
         self._chunk_digester = BlockDigester(layout.chunk_bytes)
         self._digester = RowsDigester()
         self._fetches: dict[bytes, _Fetching] = {}
-        self._saves: deque[_Saving] = deque()
+        self._saves: list[_Saving] = []
         self._checks: deque[_Checking] = deque()
         self._reports: list[StoreReport] = []
         self.counts: Counter[str] = Counter()
@@ -146,7 +152,8 @@ class EmbeddingTransfer:
     def step(self) -> bool:
         """Do the work that is possible now; False if everything waits for the store."""
         has_fetched = [self._advance_fetch(fetching) for fetching in list(self._fetches.values())]
-        return any([*has_fetched, self._advance_save(), self._advance_check()])
+        has_saved = [self._advance_save(saving) for saving in list(self._saves)]
+        return any([*has_fetched, *has_saved, self._advance_check()])
 
     def close(self) -> None:
         """Release everything pinned in the store; nothing is reported after this."""
@@ -239,26 +246,36 @@ class EmbeddingTransfer:
         seal = self._layout.seal(save.identifier, save.num_embeds, digest)
         self._saves.append(_Saving(save, seal, self._store.put(keys, chunks, seals)))
 
-    def _advance_save(self) -> bool:
-        if not self._saves or not self._saves[0].put.is_done:
+    def _advance_save(self, saving: _Saving) -> bool:
+        put, lookup, now = saving.put, saving.lookup, self._clock.now()
+        if not put.is_done or (lookup is not None and not lookup.is_done):
             return False
-        saving = self._saves.popleft()
+        if saving.gives_up_at is None:
+            saving.gives_up_at = now + OTHERS_SAVE_S
+        is_stored = _are_all(put.stored, put) or (lookup is not None and _are_all(lookup.hits, lookup))
+        if not is_stored and not put.failure and now < saving.gives_up_at:
+            if now < saving.retry_at:
+                return False
+            saving.lookup, saving.retry_at = self._store.lookup(put.keys), now + RETRY_S
+            return True
+        self._saves.remove(saving)
+        self._report_save(saving, is_stored=is_stored)
+        return True
+
+    def _report_save(self, saving: _Saving, *, is_stored: bool) -> None:
         identifier = saving.save.identifier
-        is_stored = len(saving.put.stored) == len(saving.put.keys) and all(saving.put.stored)
         self.counts["stored" if is_stored else "refused"] += 1
         if is_stored:
             self._reports.append(OfferEnded(identifier, self._source(saving.seal)))
         else:
             error = Unavailable(f"the store has not taken the embeddings{saving.put.failure and ': '}{saving.put.failure}")
             self._reports.append(OfferEnded(identifier, error=ErrorInfo.of(error)))
-        return True
 
     def _advance_check(self) -> bool:
         if not self._checks or not self._checks[0].lookup.is_done:
             return False
         checking = self._checks.popleft()
-        hits = checking.lookup.hits
-        if len(hits) < len(checking.lookup.keys) or not all(hits):
+        if not _are_all(checking.lookup.hits, checking.lookup):
             self._reports.append(Forgotten(checking.seal.identifier))
         return True
 
@@ -283,3 +300,8 @@ class EmbeddingTransfer:
         hashes = self._layout.chunk_hashes(identifier, num_embeds)
         assert len(hashes) == num_chunks(num_embeds)
         return [StoreKey(block_hash, self._layout_key, 0) for block_hash in hashes]
+
+
+def _are_all(flags: Sequence[bool], ticket: Ticket) -> bool:
+    """Return whether a ticket has a flag for each key, and all are set: a lost store answers with none."""
+    return len(flags) == len(ticket.keys) and all(flags)

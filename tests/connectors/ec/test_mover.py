@@ -11,6 +11,7 @@ from connectors.ec.chunks import ChunkLayout, num_chunks
 from connectors.ec.jobs import Fetch, FetchEnded, FetchingMetadata, StoreSource
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.mover import (
+    OTHERS_SAVE_S,
     RETRY_S,
     CheckStored,
     EmbeddingHolder,
@@ -226,12 +227,49 @@ def test_close_unpins_everything(mover, store, saved, fetch):
     assert len(store.released) == 1
 
 
-def test_store_that_takes_nothing_is_said(mover, store):
+def test_store_that_takes_nothing_is_said(mover, store, clock):
     store.takes = False
     mover.submit(SaveEmbeddings(NAME, NUM_EMBEDS, rows().data))
+    assert run(mover, store) == []
+    clock.advance(OTHERS_SAVE_S)
     (ended,) = run(mover, store)
+    assert not mover.is_waiting
     assert isinstance(ended, OfferEnded)
     assert ended.error.code == "store_unavailable"
+
+
+def test_a_lost_store_is_said_at_once(mover, store):
+    mover.submit(SaveEmbeddings(NAME, NUM_EMBEDS, rows().data))
+    store.answer(failure="the store is unreachable")
+    mover.step()
+    (ended,) = mover.take_reports()
+    assert "unreachable" in ended.error.message
+
+
+def test_embeddings_that_another_worker_is_storing_count_as_stored(mover, store, clock):
+    store.takes = False  # the slots are reserved for the other worker
+    mover.submit(SaveEmbeddings(NAME, NUM_EMBEDS, rows().data))
+    assert run(mover, store) == []
+    assert not mover.step(), "it asks without a pause"
+    for chunk in mover._keys(NAME, NUM_EMBEDS)[:-1]:
+        store.blocks[chunk] = (bytearray(), b"")
+    clock.advance(RETRY_S)
+    assert run(mover, store) == [], "one chunk is missing"
+    store.blocks[mover._keys(NAME, NUM_EMBEDS)[-1]] = (bytearray(), b"")
+    clock.advance(RETRY_S)
+    (ended,) = run(mover, store)
+    assert ended.source is not None
+    assert mover.counts == {"stored": 1}
+
+
+def test_a_save_that_waits_delays_no_other(mover, store):
+    store.takes = False
+    mover.submit(SaveEmbeddings(NAME, NUM_EMBEDS, rows().data))
+    run(mover, store)
+    store.takes = True
+    mover.submit(SaveEmbeddings(NAME[::-1], NUM_EMBEDS, rows().data))
+    (ended,) = run(mover, store)
+    assert ended.source.seal.identifier == NAME[::-1]
 
 
 def test_what_the_store_has_lost_is_forgotten(mover, store, saved):
