@@ -104,6 +104,14 @@ class KVConnectorScheduler(ABC):
         """
         return False
 
+    def soon_released_blocks(self) -> Iterable[int]:
+        """Return the ids of blocks of which this connector will soon release a reference, each once.
+
+        ``has_pending_block_frees`` is about those that nobody else holds. Several connectors may hold one block, so ``multi``
+        asks for both.
+        """
+        return ()
+
     def free_spare_blocks(self) -> None:
         """Free blocks that are kept as a favour only, since a request lacks blocks."""
 

@@ -8,6 +8,7 @@ to ask the others after a hit: here they are not asked, since their answers woul
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -42,6 +43,7 @@ class MultiConnectorScheduler(KVConnectorScheduler):
 
     def __init__(self, connectors: Sequence[KVConnectorScheduler]) -> None:
         self._connectors = tuple(connectors)
+        self._manager: KVCacheManager | None = None
         self._chosen: dict[str, KVConnectorScheduler] = {}  # by request id, from a hit until its blocks are allocated
         self._extra_async_saves: dict[str, int] = {}
         self._early = tuple(connector for connector in connectors if connector.reads_early)
@@ -52,7 +54,8 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return self._early if request.is_early else self._connectors
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
-        """Pass the manager on."""
+        """Pass the manager on, and keep it for the references of blocks."""
+        self._manager = manager
         for connector in self._connectors:
             connector.bind_kv_cache_manager(manager)
 
@@ -125,8 +128,12 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         return bool(self._extra_async_saves) or any(connector.has_pending_push_work() for connector in self._connectors)
 
     def has_pending_block_frees(self) -> bool:
-        """True if a part is about to free blocks."""
-        return any(connector.has_pending_block_frees() for connector in self._connectors)
+        """True if a part is about to free blocks, or several together."""
+        if any(connector.has_pending_block_frees() for connector in self._connectors):
+            return True
+        counts = Counter(block_id for connector in self._connectors for block_id in connector.soon_released_blocks())
+        blocks = self._manager.block_pool.blocks if self._manager is not None else ()
+        return any(blocks[block_id].ref_cnt == count for block_id, count in counts.items())
 
     def free_spare_blocks(self) -> None:
         """Let all parts free what they can spare."""

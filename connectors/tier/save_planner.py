@@ -9,7 +9,7 @@ limit of pins is reached, candidates wait. Runs on the engine thread.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from itertools import islice
 
 from connectors.tier.messages import SaveItem
@@ -36,6 +36,11 @@ class SavePlanner:
     def num_pinned(self) -> int:
         """Number of blocks pinned for saves."""
         return len(self._pinned)
+
+    @property
+    def pinned_block_ids(self) -> Collection[int]:
+        """The blocks pinned for saves."""
+        return self._pinned.keys()
 
     @property
     def can_save(self) -> bool:

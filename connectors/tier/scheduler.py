@@ -8,7 +8,7 @@ engine thread; moves no bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from connectors.tier.contents import TierContents
@@ -261,6 +261,10 @@ class TierConnectorScheduler(KVConnectorScheduler):
     def has_pending_block_frees(self) -> bool:
         """True while the end of a save will soon free a block; False if saves are slow."""
         return self._planner is not None and not self._are_saves_slow and self._planner.will_free_blocks
+
+    def soon_released_blocks(self) -> Iterable[int]:
+        """Return the blocks that are being saved; none if saves are slow."""
+        return () if self._planner is None or self._are_saves_slow else self._planner.pinned_block_ids
 
     def _offer(self, known: _Known) -> None:
         """Offer newly completed blocks. A hot path: usually there are none."""

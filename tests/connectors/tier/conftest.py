@@ -153,7 +153,7 @@ class TierEngine:
         self.watched = []
         self.mover = None
         self.worker = TierConnectorWorker("tier", self._submit)
-        self.model = make_model(num_blocks, BLOCK_SIZE, self.worker, incarnation=3, attentions=attentions)
+        self.model = make_model(num_blocks, BLOCK_SIZE, self.worker_side(), incarnation=3, attentions=attentions)
         self.scheduler = TierConnectorScheduler(
             TierSettings(name="tier", **settings), self.model.region.layout, self.clock, lambda: store, self.watched.append
         )
@@ -169,13 +169,21 @@ class TierEngine:
         )
         mode = "on" if async_scheduling else "off"
         config = SchedulerSection(max_num_batched_tokens=max_tokens, max_num_seqs=6, async_scheduling=mode)
-        core_scheduler = Scheduler(config, self.manager, 500, self.scheduler, self.clock)
+        core_scheduler = Scheduler(config, self.manager, 500, self.scheduler_side(), self.clock)
         self.core = EngineCore(core_scheduler, self.model, BlockHasher(FINGERPRINT), self.model.vocab_size)
         self.prompts = {}
         self.tokens = {}
         self.stats = {}
         self.usage = {}
         self.finished = {}
+
+    def worker_side(self):
+        """Return what the model calls."""
+        return self.worker
+
+    def scheduler_side(self):
+        """Return what the scheduler calls."""
+        return self.scheduler
 
     def _submit(self, metadata):
         self.mover.submit(metadata)
