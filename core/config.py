@@ -13,7 +13,14 @@ from typing import Any
 
 import msgspec
 
-from core.config_checks import check_address, check_both_or_neither, check_local_addresses, check_order, check_peer_address
+from core.config_checks import (
+    check_address,
+    check_both_or_neither,
+    check_http_address,
+    check_local_addresses,
+    check_order,
+    check_peer_address,
+)
 from core.config_router import LocalSection, LogSection, RouterSection, SecuritySection, TracingSection
 from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_values
 from core.config_types import Section
@@ -114,6 +121,8 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for address in worker.router_addresses:
             check_peer_address("worker.router_addresses", address)
         check_order("worker", worker, "host_slot < workers_on_host")
+        if self.tracing.endpoint:
+            check_http_address("tracing.endpoint", self.tracing.endpoint)
 
 
 def _check_connectors(connector: ConnectorSection) -> None:
@@ -159,9 +168,10 @@ def _check_ec_connector(config: KVFerryConfig) -> None:
 def _check_lmcache(lmcache: LMCacheSection) -> None:
     """Refuse addresses at which no LMCache server can be."""
     check_peer_address("connector.lmcache.server_address", lmcache.server_address)
+    path = "connector.lmcache.http_address"
     if not lmcache.http_address.startswith("http://"):
-        path = "connector.lmcache.http_address"
         raise ConfigError(f"{path} = {lmcache.http_address!r}: expected http://host:port", param=path)
+    check_http_address(path, lmcache.http_address)
 
 
 def load_config(

@@ -7,6 +7,7 @@ names the setting.
 from __future__ import annotations
 
 import re
+from urllib.parse import urlsplit
 
 from core.errors import ConfigError
 
@@ -50,6 +51,25 @@ def check_peer_address(path: str, address: str) -> None:
     check_address(path, address, lowest_port=1)
     if address.startswith("tcp://*:"):
         raise ConfigError(f"{path} = {address!r}: * is only for binding; name the host to connect to", param=path)
+
+
+def http_problem(url: str) -> str:
+    """Return why a URL is no address of an HTTP server; "" if it is one."""
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        return str(error)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        return "it is no address of a server"
+    return "port 0 is none to connect to" if port == 0 else ""
+
+
+def check_http_address(path: str, url: str) -> None:
+    """Refuse what is no address of an HTTP server."""
+    problem = http_problem(url)
+    if problem:
+        raise ConfigError(f"{path} = {url!r}: {problem}; give http://HOST:PORT", param=path)
 
 
 def check_local_addresses(path: str, section: object, *names: str) -> None:

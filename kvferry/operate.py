@@ -36,6 +36,10 @@ _NO_REPORT = "no prefill worker took part, or the workers are vLLM engines, whos
 _ROLE_FIELDS = {"engine_id", "incarnation", "role", "num_switches", "requests_of_former_role", "leased_blocks"}
 _PROMPT = "A ferry is a boat that carries people and cars. It leaves the harbour in the morning, and in the evening it"
 
+WorkerPort = Annotated[
+    int, typer.Option("--ops-port", help="The worker's operations port on this host.", min=1, max=65535)
+]  # a greater number would be taken modulo 65536, which is the port of another worker
+
 
 class DrainFailed(KVFerryError):
     """There is no worker to drain, or it has not left."""
@@ -55,7 +59,7 @@ def keygen() -> None:
 
 
 def drain(
-    ops_port: Annotated[int, typer.Option("--ops-port", help="The worker's operations port on this host.")],
+    ops_port: WorkerPort,
     timeout: Annotated[float, typer.Option("--timeout", help="Seconds to wait for its end.", min=0.0)] = 90.0,
 ) -> None:
     """Ask a worker of this host, or pod, to leave in good order, and wait until it has."""
@@ -64,7 +68,7 @@ def drain(
 
 
 def role(
-    ops_port: Annotated[int, typer.Option("--ops-port", help="The worker's operations port on this host.")],
+    ops_port: WorkerPort,
     to: Annotated[
         Literal["prefill", "decode", "aggregated"] | None,
         typer.Argument(help="The role to take; without it, the present one is shown."),

@@ -5,6 +5,7 @@ The HTTP client is imported when one of them runs, because every process of a cl
 
 from __future__ import annotations
 
+from core.config_checks import http_problem
 from core.errors import ConfigError
 
 
@@ -16,9 +17,9 @@ def check_address(url: str, flag: str) -> None:
     """
     import httpx
 
+    problem = http_problem(url)
     try:
-        parsed = httpx.URL(url)
-        problem = "" if parsed.scheme in ("http", "https") and parsed.host else "it is no address of a server"
+        _ = httpx.URL(url).host  # it decodes the name
     except (httpx.InvalidURL, UnicodeError) as error:
         problem = str(error)
     if problem:

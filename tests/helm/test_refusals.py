@@ -76,6 +76,10 @@ CASES = {
     "longer timeout than a route has": (["httpRoute.requestTimeout=100000s"], "at '/httpRoute/requestTimeout'"),
     "both scalers": (["decode.autoscaling.type=both"], "at '/decode/autoscaling"),
     "claim without a name": (["modelCache.kind=existingClaim"], "modelCache.existingClaim: name the claim"),
+    "collector's port": (
+        ["config.tracing.endpoint=http://x:99999"],
+        "config.tracing.endpoint = http://x:99999: port 99999 is above 65535",
+    ),
     "empty cache that is read-only": (["modelCache.readOnly=true"], "modelCache.readOnly: an emptyDir starts empty"),
     "LMCache nowhere": (["lmcache.mode=external"], "lmcache.host: say where"),
     "LMCache without an image": (["lmcache.mode=sidecar"], "lmcache.image.repository: name the image"),

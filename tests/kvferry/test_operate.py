@@ -56,6 +56,14 @@ def test_drain_asks_again_where_the_first_question_was_not_answered(monkeypatch)
     assert asked == [("POST", "/drain"), ("POST", "/drain"), ("GET", "/health")]
 
 
+@pytest.mark.parametrize("command", ["drain", "role"])
+@pytest.mark.parametrize("port", ["0", "74936"])
+def test_no_other_worker_is_asked_for_a_port_number_that_is_none(monkeypatch, command, port):
+    asked = worker_that_leaves(monkeypatch, [])
+    result = CliRunner().invoke(cli.app, [command, "--ops-port", port])
+    assert (result.exit_code, asked) == (2, [])
+
+
 # ---- role --------------------------------------------------------------------------------------------------------------
 
 REPORT = {
@@ -254,7 +262,19 @@ def test_probe_keeps_trying_while_another_server_answers(answer, capsys):
     assert line.startswith("http://router: it does not answer as a router does")
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "127.0.0.1:8000", "http://[::1", "http://xn--a", "http://:8000"])
+@pytest.mark.parametrize(
+    "url",
+    [
+        "http://127.0.0.1:abc",
+        "127.0.0.1:8000",
+        "http://[::1",
+        "http://xn--a",
+        "http://:8000",
+        "http://h:99999",
+        "http://h:-1",
+        "http://h:0",
+    ],
+)
 @pytest.mark.parametrize(("flag", "arguments"), [("URL", []), ("--engine", ["http://127.0.0.1:1", "--engine"])])
 def test_probe_refuses_what_is_no_address(url, flag, arguments):
     result = CliRunner().invoke(cli.app, ["probe", *arguments, url])

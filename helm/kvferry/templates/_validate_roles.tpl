@@ -50,6 +50,12 @@
 {{- end -}}
 {{- end -}}
 {{- include "kvferry.validateEmbeddings" . -}}
+{{- with dig "tracing" "endpoint" "" $config -}}
+{{- $port := include "kvferry.portOf" . -}}
+{{- if gt (int $port) 65535 -}}
+{{- fail (printf "%s.config.tracing.endpoint = %s: port %s is above 65535" $.role . $port) -}}
+{{- end -}}
+{{- end -}}
 {{- if and $connector.peer_prefixes (not (has "p2p" $names)) -}}
 {{- fail (printf "%s.config.connector.peer_prefixes: it is of connector p2p, which is not among %s; turn it off, or add p2p" .role (join ", " $names)) -}}
 {{- end -}}
