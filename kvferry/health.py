@@ -172,11 +172,14 @@ class HealthWatch(Generic[WatchedT]):
             return Answer(is_silent=True)
         try:
             status, body = get(url, self._limits.timeout_s)
+            return Answer() if status == HTTPStatus.OK else Answer(reason=_reason_of(status, body))
         except NoAnswer:
             return Answer(is_silent=True)
         except OSError:  # it closed the connection, so it is alive, if only to limit its connections
             return Answer()
-        return Answer() if status == HTTPStatus.OK else Answer(reason=_reason_of(status, body))
+        except Exception as bug:  # a process whose watch has ended would never be judged again
+            logger.exception(event("health_check_failed", url=url))
+            return Answer(reason=f"its health check failed: {bug!r}")
 
 
 def _reason_of(status: int, body: str) -> str:

@@ -14,7 +14,9 @@ class NoAnswer(OSError):
 
 
 def get(url: str, timeout_s: float) -> tuple[int, str]:
-    """Return status and body. A certificate is not checked: it names the host that clients know, not this machine.
+    """Return status and body, of which bytes that are not UTF-8 are replaced.
+
+    A certificate is not checked: it names the host that clients know, not this machine.
 
     Raises:
         NoAnswer: it cannot be connected to, or is silent for ``timeout_s``.
@@ -25,7 +27,7 @@ def get(url: str, timeout_s: float) -> tuple[int, str]:
     try:
         connection.request("GET", parts.path)
         response = connection.getresponse()
-        return response.status, response.read(_MAX_BODY_BYTES).decode()
+        return response.status, response.read(_MAX_BODY_BYTES).decode(errors="replace")
     except (TimeoutError, ConnectionRefusedError) as error:
         raise NoAnswer(f"{url}: {error!r}") from None
     except http.client.HTTPException as error:

@@ -165,6 +165,21 @@ def test_process_that_hangs_before_its_first_check_is_replaced_if_it_had_started
     assert child.reasons[0].startswith("no answer to /health for ")
 
 
+def test_an_answer_that_is_no_text_is_read_with_replacement_characters():
+    with server(200, b"\xff\xfe") as url:
+        assert get(url, 30.0) == (200, "\ufffd\ufffd")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("body", [b"\xff\xfe", b"[" * 100_000])
+def test_no_answer_ends_the_watch(body):
+    with server(503, body) as url, watched(url, started_pids=[OneChild.pid], max_failures=1) as child:
+        for _ in range(2):
+            child.is_replaced.clear()
+            assert child.is_replaced.wait(60)
+    assert child.reasons[0]
+
+
 def test_listener_that_never_answers_is_silent_and_one_that_closes_is_not():
     with socket.create_server(("127.0.0.1", 0)) as listener:
         url = f"http://127.0.0.1:{listener.getsockname()[1]}/health"
