@@ -20,6 +20,7 @@ from core.config_checks import (
     check_local_addresses,
     check_order,
     check_peer_address,
+    check_process_ports,
 )
 from core.config_router import LocalSection, LogSection, RouterSection, SecuritySection, TracingSection
 from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_values
@@ -77,7 +78,6 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         connector, router, worker = self.connector, self.router, self.worker
         check_order("connector", connector, "lease_renew_interval_s < lease_s", "lease_s <= lease_max_s")
         check_order("connector", connector, "transport_retry_s <= transport_retry_max_s")
-        check_order("router", router, "heartbeat_interval_s < heartbeat_timeout_s", "max_body_bytes <= max_upload_bytes")
         _check_connectors(connector)
         _check_transports("connector.transports", connector.transports, is_p2p="p2p" in connector.names)
         _check_ec_connector(self)
@@ -87,26 +87,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
                 "scheduler.async_scheduling = on: connector lmcache judges each step before it schedules the next one",
                 param="scheduler.async_scheduling",
             )
-        check_both_or_neither("router", router, "tls_cert", "tls_key")
-        check_order("router", router, "process_number < processes_at_port")
-        if router.planner.enabled and router.processes > 1:
-            raise ConfigError(
-                f"router.planner.enabled = true with router.processes = {router.processes}: each process plans by its own "
-                "prompts only; set router.processes = 1, or switch roles by command",
-                param="router.planner.enabled",
-            )
-        if router.planner.enabled and router.routing != "predicted":
-            raise ConfigError(
-                f"router.planner.enabled = true: router.routing = {router.routing} predicts no times to plan by; set predicted",
-                param="router.planner.enabled",
-            )
-        if router.local_prefill_itl_ms and router.routing != "predicted":
-            raise ConfigError(
-                f"router.local_prefill_itl_ms = {router.local_prefill_itl_ms:g}: router.routing = {router.routing} predicts no "
-                "times to compare; set predicted, or router.local_prefill_itl_ms = 0",
-                param="router.local_prefill_itl_ms",
-            )
-        check_address("router.worker_address", router.worker_address)
+        _check_router(router)
         check_address("worker.control_address", worker.control_address)
         check_address("worker.kv_events_address", worker.kv_events_address)
         replay_address = worker.kv_events_replay_address or worker.kv_events_address
@@ -123,6 +104,33 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_order("worker", worker, "host_slot < workers_on_host")
         if self.tracing.endpoint:
             check_http_address("tracing.endpoint", self.tracing.endpoint)
+
+
+def _check_router(router: RouterSection) -> None:
+    """Refuse settings of the router that contradict each other."""
+    check_order("router", router, "heartbeat_interval_s < heartbeat_timeout_s", "max_body_bytes <= max_upload_bytes")
+    check_both_or_neither("router", router, "tls_cert", "tls_key")
+    check_order("router", router, "process_number < processes_at_port")
+    if router.planner.enabled and router.processes > 1:
+        raise ConfigError(
+            f"router.planner.enabled = true with router.processes = {router.processes}: each process plans by its own "
+            "prompts only; set router.processes = 1, or switch roles by command",
+            param="router.planner.enabled",
+        )
+    if router.planner.enabled and router.routing != "predicted":
+        raise ConfigError(
+            f"router.planner.enabled = true: router.routing = {router.routing} predicts no times to plan by; set predicted",
+            param="router.planner.enabled",
+        )
+    if router.local_prefill_itl_ms and router.routing != "predicted":
+        raise ConfigError(
+            f"router.local_prefill_itl_ms = {router.local_prefill_itl_ms:g}: router.routing = {router.routing} predicts no "
+            "times to compare; set predicted, or router.local_prefill_itl_ms = 0",
+            param="router.local_prefill_itl_ms",
+        )
+    check_address("router.worker_address", router.worker_address)
+    check_process_ports("router.worker_address", int(router.worker_address.rpartition(":")[2]), router.processes)
+    check_process_ports("router.ops_port", router.ops_port or 0, router.processes)
 
 
 def _check_connectors(connector: ConnectorSection) -> None:

@@ -46,6 +46,16 @@ def check_address(path: str, address: str, lowest_port: int = 0) -> None:
         raise ConfigError(f"{path} = {address!r}: expected tcp://host:port with port {lowest_port} to 65535", param=path)
 
 
+def check_process_ports(path: str, port: int, num_processes: int) -> None:
+    """Refuse a port of the first of several router processes that leaves none for the others. Port 0 is any free one."""
+    if port and port + num_processes - 1 > 65535:
+        raise ConfigError(
+            f"{path}: port {port} with router.processes = {num_processes}: each process takes the next port, and 65535 is the "
+            f"last; choose a port up to {65536 - num_processes}",
+            param=path,
+        )
+
+
 def check_peer_address(path: str, address: str) -> None:
     """Refuse what ZeroMQ could not connect to."""
     check_address(path, address, lowest_port=1)

@@ -296,6 +296,18 @@ def test_settings_that_contradict_each_other_are_refused_with_both_paths_and_the
     assert "raise the second" in refused.value.message
 
 
+@pytest.mark.parametrize(("setting", "value"), [("router.ops_port", "65534"), ("router.worker_address", "tcp://[::1]:65534")])
+def test_the_ports_of_several_router_processes_are_ports(setting, value):
+    for num_processes, is_right in ((2, True), (3, False)):
+        assignments = [f"{setting}={value}", f"router.processes={num_processes}"]
+        if is_right:
+            load_config(assignments=assignments)
+            continue
+        with pytest.raises(ConfigError, match=r"router\.processes = 3: .* choose a port up to 65533") as refused:
+            load_config(assignments=assignments)
+        assert refused.value.param == setting
+
+
 @pytest.mark.parametrize(
     "assignment",
     [
