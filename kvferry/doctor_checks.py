@@ -238,6 +238,14 @@ def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
             preflight.check_shared_ports(config, workers_here(config))
         except ConfigError as error:
             yield Finding("ports", "failure", error.message, "leave it out: each worker then takes any free port")
+    groups = (
+        {"cluster": preflight.addresses_of_serve(config)} if is_for_serve(config) else preflight.addresses_by_process(config)
+    )
+    for kind, addresses in groups.items():
+        try:
+            preflight.check_distinct(addresses)
+        except ConfigError as error:
+            yield _refused("ports", error, config, kind)
     fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
     for setting, (host, port) in preflight.all_addresses(config):
         reason = why_not_bindable(host, port)

@@ -11,7 +11,7 @@ import importlib.util
 import json
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
@@ -40,6 +40,7 @@ WhyUnusable = Callable[[Path], str | None]
 
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 _KV_EVENT_SETTINGS = ("worker.kv_events_address", "worker.kv_events_replay_address")
+_WILDCARDS = {"*", "0.0.0.0", "::"}  # hosts that stand for all addresses of this machine
 _ANY_FREE = "stop what listens there, or choose another port; 0 is any free one"
 
 
@@ -79,13 +80,14 @@ def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None
     """
     if role == "router":
         check_router(config)
-        _check_all_bindable(_router_addresses(config))
+        _check_all_bindable(list(_router_addresses(config)))
         return  # it needs the tokenizer alone: its workers may be engines that know other models
     check_connectors(config)
     check_device(config)
-    _check_all_bindable((_ops_address(config), *_worker_addresses(config)))
+    addresses = [_ops_address(config), *_worker_addresses(config)]
     if _serves_readers(role, config):
-        _check_all_bindable([_control_address(config)])
+        addresses.append(_control_address(config))
+    _check_all_bindable(addresses)
     known = peek_config(config.model.name, Path(config.model.cache_dir))
     if known is not None:
         check_model(parse_arch(known), {role: (role, config)})
@@ -105,7 +107,7 @@ def check_router(config: KVFerryConfig) -> None:
 def check_ports(config: KVFerryConfig, workers: Workers) -> None:
     """Try to bind every address with a port number; an address that several workers would bind is refused."""
     check_shared_ports(config, workers)
-    _check_all_bindable((*_service_addresses(config), *_worker_addresses(config)))
+    _check_all_bindable(addresses_of_serve(config))
 
 
 def check_shared_ports(config: KVFerryConfig, workers: Workers) -> None:
@@ -127,20 +129,49 @@ def _serves_readers(role: Role | Literal["router"], config: KVFerryConfig) -> bo
     return config.worker.can_switch_role or config.connector.peer_prefixes
 
 
-def _check_all_bindable(addresses: Iterable[Address]) -> None:
+def _check_all_bindable(addresses: Sequence[Address]) -> None:
+    check_distinct(addresses)
     for setting, (host, port) in addresses:
         reason = why_not_bindable(host, port)
         if reason is not None:
             raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {reason}; {_ANY_FREE}", param=setting)
 
 
-def all_addresses(config: KVFerryConfig) -> Iterator[Address]:
+def check_distinct(addresses: Iterable[Address]) -> None:
+    """Refuse one port for two sockets of this machine. Port 0, any free one, may be asked for more than once.
+
+    Raises:
+        ConfigError: there is one; names both settings.
+    """
+    seen: list[Address] = []
+    for setting, (host, port) in addresses:
+        for other, (other_host, other_port) in seen:
+            if port and port == other_port and (host == other_host or {host, other_host} & _WILDCARDS):
+                raise ConfigError(
+                    f"{other} and {setting} would both listen on port {port}: every socket needs a port of its own, with "
+                    "router.processes one for each process",
+                    param=setting,
+                )
+        seen.append((setting, (host, port)))
+
+
+def all_addresses(config: KVFerryConfig) -> list[Address]:
     """Return the addresses that router, worker and store bind where each is a process of its own."""
-    yield from _router_addresses(config)
-    yield _control_address(config)
-    yield _ops_address(config)
-    yield from _worker_addresses(config)
-    yield from _store_addresses(config)
+    return [address for addresses in addresses_by_process(config).values() for address in addresses]
+
+
+def addresses_by_process(config: KVFerryConfig) -> dict[str, tuple[Address, ...]]:
+    """Return the addresses that a router, a worker and a store bind; each may be on a machine of its own."""
+    return {
+        "router": tuple(_router_addresses(config)),
+        "worker": (_control_address(config), _ops_address(config), *_worker_addresses(config)),
+        "store": tuple(_store_addresses(config)),
+    }
+
+
+def addresses_of_serve(config: KVFerryConfig) -> tuple[Address, ...]:
+    """Return the addresses with a port number that processes of a local cluster bind, all on this machine."""
+    return (*_service_addresses(config), *_worker_addresses(config))
 
 
 def _router_addresses(config: KVFerryConfig) -> Iterator[Address]:

@@ -51,6 +51,25 @@ def test_a_port_that_several_workers_would_share_is_refused_as_serve_refuses_it(
 @pytest.mark.parametrize(
     ("settings", "verdict"),
     [
+        (["router.ops_port=8000"], "failure"),
+        (["router.ops_port=8000", OF_ANY_PROCESS], "warning"),
+        (["worker.ops_port=9400", "worker.data_port=9400", "worker.engine_id=p0"], "failure"),
+    ],
+)
+def test_a_port_that_two_sockets_of_a_process_would_share_is_no_free_one(settings, verdict):
+    first = next(doctor_checks.check_ports(load_config(assignments=settings)))
+    assert (first.verdict, "would both listen on port" in first.text) == (verdict, True)
+
+
+def test_a_port_that_processes_of_two_machines_share_is_no_mistake():
+    settings = ["router.ops_port=9400", "worker.ops_port=9400", "kvstore.ops_port=9400"]
+    found = doctor_checks.check_ports(load_config(assignments=settings))
+    assert not [one for one in found if "would both" in one.text]
+
+
+@pytest.mark.parametrize(
+    ("settings", "verdict"),
+    [
         ([], "ok"),
         (["connector.name=nosuch"], "failure"),
         (["connector.name=nowhere:make"], "failure"),

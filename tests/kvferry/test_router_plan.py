@@ -8,7 +8,7 @@ from core.config import load_config
 from core.config_router import RouterSection
 from core.errors import ConfigError
 from kvferry import LocalCluster
-from kvferry.preflight import check_process
+from kvferry.preflight import check_distinct, check_process
 from kvferry.router_plan import RouterPlan
 
 
@@ -73,3 +73,30 @@ def test_every_port_of_the_processes_is_tried_before_the_start(monkeypatch):
     config = load_config(assignments=["router.processes=2"])
     with pytest.raises(ConfigError, match="5571"):
         check_process("router", config)
+
+
+@pytest.mark.parametrize(
+    ("role", "settings", "said"),
+    [
+        ("router", ["router.port=9100", "router.ops_port=9100"], "router.port and router.ops_port .* port 9100"),
+        ("router", ["router.host=0.0.0.0", "router.port=5570"], "router.port and router.worker_address .* port 5570"),
+        ("router", ["router.processes=2", "router.ops_port=5571"], "router.ops_port and router.worker_address .* port 5571"),
+        ("prefill", ["worker.ops_port=9400", "worker.data_port=9400"], "worker.ops_port and worker.data_port .* port 9400"),
+        (
+            "prefill",
+            ["worker.control_address=tcp://*:9400", "worker.data_port=9400"],
+            "worker.data_port and worker.control_address .* port 9400",
+        ),
+    ],
+)
+def test_one_port_for_two_sockets_is_refused_with_both_settings(role, settings, said, monkeypatch):
+    monkeypatch.setattr("kvferry.preflight.why_not_bindable", lambda host, port: None)
+    with pytest.raises(ConfigError, match=said):
+        check_process(role, load_config(assignments=["security.insecure=true", *settings]))
+
+
+@pytest.mark.parametrize("role", ["router", "decode"])
+def test_any_free_port_may_be_asked_for_twice_and_one_port_of_two_hosts(role):
+    settings = ["router.port=0", "router.ops_port=0", "router.worker_address=tcp://127.0.0.1:0", "worker.ops_port=0"]
+    check_process(role, load_config(assignments=settings))
+    check_distinct([("a", ("127.0.0.1", 9100)), ("b", ("127.0.0.2", 9100))])
