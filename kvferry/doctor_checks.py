@@ -157,13 +157,15 @@ def _is_for_vllm(config: KVFerryConfig) -> bool:
 
 
 def _refused(subject: str, error: ConfigError, config: KVFerryConfig, kind: str) -> Finding:
-    """Return the finding for settings that processes of a kind refuse.
-
-    It is a failure if such a process would run here: ``serve`` starts all kinds, and a single worker may be known by its name.
-    """
-    if is_for_serve(config) or (kind == "worker" and config.worker.engine_id):
+    """Return the finding for settings that processes of a kind refuse: a failure if such a process would run here."""
+    if _runs_here(kind, config):
         return Finding(subject, "failure", error.message, f"correct it: no {kind} starts with it")
     return Finding(subject, "warning", error.message, f"correct it if a {kind} is to run here: none starts with it")
+
+
+def _runs_here(kind: str, config: KVFerryConfig) -> bool:
+    """Return True if a process of a kind is sure to run here: ``serve`` starts all kinds, and a worker is known by its name."""
+    return is_for_serve(config) or (kind == "worker" and bool(config.worker.engine_id))
 
 
 def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
@@ -181,7 +183,12 @@ def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
     text = f"{', '.join(named) or 'nothing beside the model'}; {format_bytes(limit)} of memory"
     used = sum(each.num_bytes for each in counted) + kernels
     if used >= limit:
-        yield Finding("memory", "failure", text, "lower what these settings reserve, or raise the memory limit")
+        yield Finding(
+            "memory",
+            "failure" if _runs_here("worker", config) else "warning",
+            text,
+            "if a worker is to run here: lower what these settings reserve, or raise the memory limit",
+        )
     else:
         yield Finding("memory", "warning" if used > limit // 2 else "ok", text, "leave room for the model beside them")
     yield _check_shared_memory()
@@ -212,7 +219,8 @@ def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
         text = f"{each.section}.huge_pages = {each.huge_pages}: {each.lacks or 'there are enough'}"
         if each.lacks:
             holder = _held_address(config)
-            verdict = "failure" if each.huge_pages == "always" and not holder else "warning"
+            is_certain = each.huge_pages == "always" and not holder and _runs_here("worker", config)
+            verdict = "failure" if is_certain else "warning"
             text += f"; the process at {holder} may have them" if holder else ""
         yield Finding("huge pages", verdict, text, "sysctl vm.nr_hugepages, in Kubernetes also the limit hugepages-2Mi")
     has_pool = bool(workers_here(config)) and not computes_on_gpu(config)

@@ -8,6 +8,7 @@ from typer.testing import CliRunner
 from core.config import load_config
 from core.memory_file import HugePageStock
 from kvferry import cli, doctor_checks, reserved_memory
+from tests.kvferry.findings import OF_ANY_PROCESS
 
 
 def test_pool_larger_than_the_memory_limit_is_a_failure(monkeypatch):
@@ -17,9 +18,21 @@ def test_pool_larger_than_the_memory_limit_is_a_failure(monkeypatch):
     assert (first.verdict, first.text) == ("failure", text)
 
 
+def test_a_pool_that_only_another_process_would_have_is_no_failure(monkeypatch, few_huge_pages):
+    monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 2 << 30)
+    pool = "cache.memory_bytes=8GiB"
+    for setting, verdict in (
+        ("log.level=INFO", "failure"),
+        (OF_ANY_PROCESS, "warning"),
+        ("worker.engine_id=p", "failure"),
+    ):
+        assert next(doctor_checks.check_memory(load_config(assignments=[pool, setting]))).verdict == verdict
+        assert {one.verdict for one in huge_pages("cache.huge_pages=always", setting)} == {verdict}
+
+
 def test_pools_of_all_workers_of_a_host_count(monkeypatch):
     monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 3 << 30)
-    settings = [f"cache.memory_bytes={1 << 30}", "worker.workers_on_host=4"]
+    settings = ["worker.engine_id=p0", f"cache.memory_bytes={1 << 30}", "worker.workers_on_host=4"]
     assert next(doctor_checks.check_memory(load_config(assignments=settings))).verdict == "failure"
 
 
@@ -33,7 +46,8 @@ def test_both_pools_of_a_served_cluster_count_and_one_of_a_single_worker(monkeyp
 
 def test_kernels_that_every_worker_on_a_processor_may_keep_count_too(monkeypatch):
     monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 4 << 30)
-    settings = [f"cache.memory_bytes={1 << 30}", "worker.workers_on_host=3", "worker.kernel_cache_entries=400"]
+    workers = ["worker.engine_id=p0", "worker.workers_on_host=3", "worker.kernel_cache_entries=400"]
+    settings = [f"cache.memory_bytes={1 << 30}", *workers]
     assert next(doctor_checks.check_memory(load_config(assignments=settings))).verdict == "failure"
     found = next(doctor_checks.check_memory(load_config(assignments=[*settings, "model.device=cuda"])))
     assert (found.verdict, found.text) == ("ok", "nothing beside the model; 4 GiB of memory")
