@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from kvferry.demo_vllm import EngineReading
 
 POLL_INTERVAL_S = 0.2
+_MAX_PAUSE_S = 15.0  # between requests that a cluster serves, but not as expected
 _SAY_INTERVAL_S = 5.0  # between two lines of a probe that waits for the same condition
 _REQUEST_TIMEOUT_S = 60.0  # for one answer, if ``--timeout`` leaves so much
 _MIN_REQUEST_TIMEOUT_S = 1.0  # also for a request that begins just before the end
@@ -51,6 +52,10 @@ class RoleSwitchFailed(KVFerryError):
 
 class ProbeFailed(KVFerryError):
     """The cluster answered, but not as it should."""
+
+
+class NoHandoff(ProbeFailed):
+    """A request was served, but without the handoff that was expected."""
 
 
 def keygen() -> None:
@@ -210,6 +215,7 @@ def probe_cluster(
     """Return one line about the handling of a request; prints progress while it waits for a cluster that is not ready.
 
     With ``engines``, addresses of vLLM servers, their metrics say how it was handled: answers of these say nothing of handoffs.
+    A cluster that serves requests without the expected handoff is asked less and less often: each one costs it a prompt.
     ``timeout_s`` bounds the silence of a server as well; a request begun before its end gets at least a second.
 
     Raises:
@@ -218,7 +224,7 @@ def probe_cluster(
     import httpx
 
     deadline = time.monotonic() + timeout_s
-    said, said_at = "", 0.0
+    said, said_at, pause_s = "", 0.0, POLL_INTERVAL_S
     while True:
         try:
             if engines:
@@ -226,13 +232,14 @@ def probe_cluster(
             return _describe(_complete(client, deadline), expect_handoff)
         except (httpx.HTTPError, OSError, ProbeFailed) as error:
             reason = " ".join(str(error).split()) or repr(error)
+            pause_s = min(max(1.0, 2 * pause_s), _MAX_PAUSE_S) if isinstance(error, NoHandoff) else POLL_INTERVAL_S
         now = time.monotonic()
         if now >= deadline:
             raise ProbeFailed(f"{client.base_url}: {reason}")
         if reason != said or now >= said_at + _SAY_INTERVAL_S:
             print(f"{client.base_url}: {reason}; trying for {deadline - now:.0f} s more", file=sys.stderr, flush=True)
             said, said_at = reason, now
-        sleep(POLL_INTERVAL_S)
+        sleep(min(pause_s, deadline - now))
 
 
 def _request_timeout_s(deadline: float) -> float:
@@ -303,7 +310,7 @@ def _probe_engines(
         return f"served: {num_tokens} tokens, {num_blocks} KV blocks transferred and verified by vLLM engines"
     if expect_handoff:
         why = ", ".join(problems) or "no engine has counted a load"
-        raise ProbeFailed(f"the request was served without a verified handoff: {why}")
+        raise NoHandoff(f"the request was served without a verified handoff: {why}")
     return f"served: {num_tokens} tokens, without a handoff"
 
 
@@ -313,7 +320,7 @@ def _describe(answer: Mapping[str, Any], expect_handoff: bool) -> str:
     if transfer is None or transfer["fallback_reason"] or not transfer["verified_blocks"]:
         if expect_handoff:
             reason = transfer["fallback_reason"] if transfer else _NO_REPORT
-            raise ProbeFailed(f"the request was served without a verified handoff: {reason or 'nothing was transferred'}")
+            raise NoHandoff(f"the request was served without a verified handoff: {reason or 'nothing was transferred'}")
         return f"served: {usage['completion_tokens']} tokens, without a handoff"
     return (
         f"served: {usage['completion_tokens']} tokens, {transfer['verified_blocks']} KV blocks transferred and verified "

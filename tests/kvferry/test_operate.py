@@ -310,6 +310,13 @@ def test_probe_fails_where_a_handoff_was_expected_and_none_took_place(transfer, 
         probe_cluster(cluster((200, transfer)), 0.0, True, no_sleep)
 
 
+def test_probe_asks_a_cluster_that_serves_without_handoffs_less_and_less_often():
+    pauses = []
+    answers = [(503, None), *[(200, None)] * 6, (503, None), (200, TRANSFER)]
+    assert "verified" in probe_cluster(cluster(*answers), 60.0, True, pauses.append)
+    assert pauses == [0.2, 1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 0.2]
+
+
 def test_probe_without_expectations_takes_any_answer():
     assert probe_cluster(cluster((200, None)), 0.0, False, no_sleep) == "served: 4 tokens, without a handoff"
 

@@ -192,6 +192,12 @@ probes allow. With an agent there are two in turn, vLLM's and the agent's.
 {{- default (ternary "443" "80" (eq $url.scheme "https")) (regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host)) -}}
 {{- end -}}
 
+{{/* The KV connectors that a section "connector" names, as JSON. */}}
+{{- define "kvferry.connectorNames" -}}
+{{- $name := default "p2p" .name -}}
+{{- ternary (default list .connectors) (list $name) (eq $name "multi") | toJson -}}
+{{- end -}}
+
 {{/* True if transport nixl is among those of a role. */}}
 {{- define "kvferry.usesNixl" -}}
 {{- $config := include "kvferry.config" . | fromYaml -}}

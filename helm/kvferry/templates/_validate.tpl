@@ -259,7 +259,7 @@
 {{/* Host memory that connectors take within a worker: the arena of "offload", and of "store" where no store has an address. */}}
 {{- define "kvferry.connectorBytes" -}}
 {{- $connector := .config.connector -}}
-{{- $names := ternary (default list $connector.connectors) (list (default "p2p" $connector.name)) (eq (default "p2p" $connector.name) "multi") -}}
+{{- $names := include "kvferry.connectorNames" $connector | fromJsonArray -}}
 {{- $bytes := 0 | int64 -}}
 {{- if and (has "offload" $names) (ne (dig "offload" "huge_pages" "never" $connector) "always") -}}
 {{- $bytes = add $bytes (dig "offload" "memory_bytes" 1073741824 $connector | int64) -}}

@@ -41,7 +41,7 @@
 {{- if ne (eq (default "p2p" $connector.name) "multi") (not (empty $connector.connectors)) -}}
 {{- fail (printf "%s.config.connector.connectors: the list is for connector.name = multi, which needs one such as [p2p, offload]" .role) -}}
 {{- end -}}
-{{- $names := ternary $connector.connectors (list (default "p2p" $connector.name)) (eq (default "p2p" $connector.name) "multi") -}}
+{{- $names := include "kvferry.connectorNames" $connector | fromJsonArray -}}
 {{- if has "p2p" $names -}}
 {{- range $connector.transports -}}
 {{- if not (has . (list "tcp" "nixl" "shm")) -}}
