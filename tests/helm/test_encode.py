@@ -62,7 +62,8 @@ def test_only_readers_reach_its_ports(find, reader):
 
 def test_the_router_reaches_hosts_of_images_only_if_some_are_listed(find):
     def ports(preset):
-        egress = find(preset, "NetworkPolicy", "router", "modelCache.fetch=false")["spec"]["egress"]
+        claim = ("modelCache.kind=existingClaim", "modelCache.existingClaim=models", "modelCache.fetch=false")
+        egress = find(preset, "NetworkPolicy", "router", *claim)["spec"]["egress"]
         return {entry["port"] for rule in egress for entry in rule["ports"]}
 
     assert {80, 443} <= ports(PRESET)

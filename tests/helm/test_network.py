@@ -120,6 +120,23 @@ def test_everything_else_that_may_be_reached_is_listed(find, role):
     assert [sorted({entry["port"] for entry in rule["ports"]}) for rule in outside] == [[53]]
 
 
+@pytest.mark.parametrize(
+    ("preset", "values", "is_open"),
+    [
+        ("cpu-minimal", [], True),
+        ("cpu-minimal", ["modelCache.fetch=false"], True),
+        ("cpu-minimal", ["modelCache.fetch=false", "config.model.name=/models/m"], False),
+        ("cpu-minimal", ["modelCache.kind=existingClaim", "modelCache.existingClaim=m"], True),
+        ("cpu-minimal", ["modelCache.kind=existingClaim", "modelCache.existingClaim=m", "modelCache.fetch=false"], False),
+        ("vllm-1p1d", ["modelCache.kind=emptyDir", "modelCache.fetch=false"], True),
+    ],
+)
+def test_a_model_that_is_not_on_a_volume_can_be_fetched(find, preset, values, is_open):
+    for role in ("router", "prefill"):
+        egress = find(preset, "NetworkPolicy", role, *values)["spec"]["egress"]
+        assert any(rule.get("ports", [{}])[0].get("port") == 443 for rule in egress) == is_open
+
+
 def test_models_are_fetched_from_outside_the_private_networks(find):
     egress = find("cpu-minimal", "NetworkPolicy", "decode")["spec"]["egress"]
     (rule,) = (rule for rule in egress if rule["ports"][0]["port"] == 443)

@@ -170,6 +170,16 @@ known: change security.revision by hand there. */}}
 {{- end -}}
 
 {{/*
+"true" if pods of a role may have to fetch a model: by an init container, or at the worker's own start where the volume begins
+empty. With fetch off, a claim is taken to hold it.
+*/}}
+{{- define "kvferry.reachesModelSources" -}}
+{{- $cache := .root.Values.modelCache -}}
+{{- $startsEmpty := and (ne $cache.kind "existingClaim") (not (hasPrefix "/" (include "kvferry.config" . | fromYaml).model.name)) -}}
+{{- if and (ne .role "kvstore") (not $cache.readOnly) (or $cache.fetch $startsEmpty) -}}true{{- end -}}
+{{- end -}}
+
+{{/*
 How long a Deployment waits for a new pod: a minute to be placed, half an hour to fetch the model, and as long as its startup
 probes allow. With an agent there are two in turn, vLLM's and the agent's.
 */}}
