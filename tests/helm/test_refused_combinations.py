@@ -75,6 +75,14 @@ CASES = {
         ("config.connector.name=store", "config.kvstore.memory_bytes=4294967296"),
         "the connector's blocks in host memory",
     ),
+    "shared memory between aggregated workers": (
+        (*AGGREGATED, "config.connector.peer_prefixes=true", "config.connector.transports={shm}"),
+        "aggregated.config.connector.transports: shm works between processes of one pod only",
+    ),
+    "shared memory between aggregated workers that switch": (
+        (*AGGREGATED, "config.worker.can_switch_role=true", "config.connector.transports={shm,tcp}"),
+        "aggregated.config.connector.transports: shm works between processes of one pod only",
+    ),
     "RDMA for aggregated workers": (
         (*AGGREGATED, "rdma.enabled=true", "config.connector.transports={nixl}"),
         "rdma.enabled: RDMA moves blocks from prefill to decode workers",
@@ -158,6 +166,7 @@ def test_is_refused_with_what_to_change(helm, sets, message):
 
 WORKING = {
     "aggregated alone": AGGREGATED,
+    "aggregated workers that move no blocks": (*AGGREGATED, "config.connector.transports={shm}"),
     "GPU by a claim": (
         "config.model.device=cuda",
         *(

@@ -227,6 +227,11 @@ probes allow. With an agent there are two in turn, vLLM's and the agent's.
 {{- end -}}
 {{- end -}}
 
+{{/* "true" if the role's workers read KV blocks from other pods, or serve them. */}}
+{{- define "kvferry.movesBlocks" -}}
+{{- if or (has .role (list "prefill" "decode")) (include "kvferry.exchangesBlocks" .) -}}true{{- end -}}
+{{- end -}}
+
 {{/* "true" if the role's workers may take another role while they run. */}}
 {{- define "kvferry.canSwitchRole" -}}
 {{- if has .role (list "prefill" "decode" "aggregated") -}}

@@ -174,7 +174,7 @@ volumeMounts:
 {{- define "kvferry.env" -}}
 {{- $values := .root.Values -}}
 {{- $ucx := dict -}}
-{{- if or (has .role (list "prefill" "decode")) (include "kvferry.exchangesBlocks" .) -}}
+{{- if include "kvferry.movesBlocks" . -}}
 {{- $_ := set $ucx "UCX_TCP_PORT_RANGE" (printf "%v-%v" $values.ports.ucx.first $values.ports.ucx.last) -}}
 {{- if $values.rdma.enabled -}}
 {{- with $values.rdma.netDevices -}}{{- $_ := set $ucx "UCX_NET_DEVICES" . -}}{{- end -}}

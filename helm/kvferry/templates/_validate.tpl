@@ -194,7 +194,7 @@
 {{- if and .root.Values.rdma.enabled (ne (include "kvferry.usesNixl" .) "true") (has .role (list "prefill" "decode")) -}}
 {{- fail (printf "rdma.enabled: only transport nixl uses RDMA; put it in front of %s.config.connector.transports" .role) -}}
 {{- end -}}
-{{- if and (has "shm" $config.connector.transports) (has .role (list "prefill" "decode")) -}}
+{{- if and (has "shm" $config.connector.transports) (include "kvferry.movesBlocks" .) -}}
 {{- fail (printf "%s.config.connector.transports: shm works between processes of one pod only, and every worker has a pod of its own; use nixl or tcp" .role) -}}
 {{- end -}}
 {{- end -}}
