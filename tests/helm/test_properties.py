@@ -26,10 +26,10 @@ PRESETS = (
 )
 
 
-def pods(helm, preset):
+def pods(helm, preset, *sets):
     """Return (role, pod spec) of every workload and of the test."""
     found = []
-    for item in helm.manifests(preset):
+    for item in helm.manifests(preset, *sets):
         if item["kind"] in WORKLOADS:
             found.append((item["metadata"]["labels"]["app.kubernetes.io/component"], item["spec"]["template"]["spec"]))
         elif item["kind"] == "Pod":
@@ -90,6 +90,28 @@ def test_devices_are_for_the_workers_that_use_them(find):
     router = main(find, "gpu-rdma", "router")["containers"][0]
     assert "rdma/hca_shared_devices_a" not in router["resources"]["limits"]
     assert not [name for name in environment(router) if name.startswith("UCX")]
+
+
+@pytest.mark.parametrize("setting", ["connector.peer_prefixes", "worker.can_switch_role"])
+@pytest.mark.parametrize("is_alone", [False, True])
+def test_every_worker_that_is_told_to_use_rdma_has_the_device(helm, setting, is_alone):
+    sets = [
+        "aggregated.enabled=true",
+        "aggregated.gpu.count=1",
+        "rdma.tls=rc",
+        f"config.{setting}=true",
+        "rdma.podAnnotations.net=b",
+    ]
+    sets += ["prefill.enabled=false", "decode.enabled=false"] * is_alone
+    told = {}
+    for name, pod in pods(helm, "gpu-rdma", *sets):
+        for container in pod["containers"]:
+            if "UCX_TLS" in environment(container):
+                told[name] = container["resources"]["limits"].get("rdma/hca_shared_devices_a")
+    assert told == dict.fromkeys(["aggregated"] if is_alone else ["prefill", "decode", "aggregated"], 1)
+    workloads = [item for item in helm.manifests("gpu-rdma", *sets) if item["kind"] in WORKLOADS]
+    annotations = [item["spec"]["template"]["metadata"]["annotations"].get("net") for item in workloads]
+    assert annotations.count("b") == len(told)
 
 
 def test_digest_wins_over_the_tag(find):

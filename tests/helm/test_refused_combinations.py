@@ -87,6 +87,10 @@ CASES = {
         (*AGGREGATED, "rdma.enabled=true", "config.connector.transports={nixl}"),
         "rdma.enabled: RDMA moves blocks from prefill to decode workers",
     ),
+    "RDMA without nixl for aggregated workers that read from each other": (
+        (*AGGREGATED, "rdma.enabled=true", "config.connector.peer_prefixes=true", "config.connector.transports={tcp}"),
+        "rdma.enabled: only transport nixl uses RDMA; put it in front of aggregated.config.connector.transports",
+    ),
     "one claim for several nodes": (
         ("modelCache.kind=create", "modelCache.accessModes={ReadWriteOnce}"),
         "pods of several nodes cannot share a ReadWriteOnce claim",

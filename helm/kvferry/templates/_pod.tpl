@@ -10,7 +10,7 @@ metadata:
     kvferry/config-checksum: {{ printf "%s%s" (include "kvferry.config" .) (include "kvferry.hasStore" . | empty | ternary "" (include "kvferry.config" (dict "root" .root "role" "kvstore"))) | sha256sum }}
     kvferry/secret-checksum: {{ include "kvferry.secretChecksum" . }}
     {{- with $values.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
-    {{- if and .root.Values.rdma.enabled (has .role (list "prefill" "decode")) }}
+    {{- if include "kvferry.usesRdma" . }}
     {{- with .root.Values.rdma.podAnnotations }}{{ toYaml . | nindent 4 }}{{ end }}
     {{- end }}
 spec:
@@ -112,7 +112,6 @@ topologySpreadConstraints:
 {{- $root := .root -}}
 {{- $values := index $root.Values .role -}}
 {{- $isWorker := has .role (include "kvferry.workers" $root | fromJsonArray) -}}
-{{- $isRdma := and $root.Values.rdma.enabled (has .role (list "prefill" "decode")) -}}
 name: {{ .role }}
 image: {{ include "kvferry.image" (dict "image" $root.Values.image "default" $root.Chart.AppVersion) }}
 imagePullPolicy: {{ $root.Values.image.pullPolicy }}
@@ -142,7 +141,7 @@ resources:
   {{- if include "kvferry.hasAgent" . }}
   {{- toYaml $root.Values.vllm.agent.resources | nindent 2 }}
   {{- else }}
-  {{- include "kvferry.resources" (dict "root" $root "values" $values "isRdma" $isRdma) | nindent 2 }}
+  {{- include "kvferry.resources" (dict "root" $root "values" $values "isRdma" (include "kvferry.usesRdma" .)) | nindent 2 }}
   {{- end }}
 volumeMounts:
   {{- include "kvferry.mounts" . | nindent 2 }}
@@ -176,7 +175,7 @@ volumeMounts:
 {{- $ucx := dict -}}
 {{- if include "kvferry.movesBlocks" . -}}
 {{- $_ := set $ucx "UCX_TCP_PORT_RANGE" (printf "%v-%v" $values.ports.ucx.first $values.ports.ucx.last) -}}
-{{- if $values.rdma.enabled -}}
+{{- if include "kvferry.usesRdma" . -}}
 {{- with $values.rdma.netDevices -}}{{- $_ := set $ucx "UCX_NET_DEVICES" . -}}{{- end -}}
 {{- with $values.rdma.tls -}}{{- $_ := set $ucx "UCX_TLS" . -}}{{- end -}}
 {{- $ucx = merge (deepCopy $values.rdma.extraEnv) $ucx -}}

@@ -30,8 +30,8 @@
 {{- include "kvferry.validateRole" (dict "root" $ "role" $role) -}}
 {{- end -}}
 {{- include "kvferry.validateAgreement" . -}}
-{{- if and .Values.rdma.enabled (not .Values.prefill.enabled) -}}
-{{- fail "rdma.enabled: RDMA moves blocks from prefill to decode workers, and aggregated workers move none; turn it off, or enable prefill and decode" -}}
+{{- if and .Values.rdma.enabled (not .Values.prefill.enabled) (not (include "kvferry.exchangingRoles" . | fromJsonArray)) -}}
+{{- fail "rdma.enabled: RDMA moves blocks from prefill to decode workers, and these aggregated workers move none; turn it off, or enable prefill and decode" -}}
 {{- end -}}
 {{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPicker.name) -}}
 {{- fail "inferencePool.endpointPicker.name: name the Service of the endpoint picker that chooses a router" -}}
@@ -191,7 +191,7 @@
 {{- if and (has .role (list "prefill" "decode" "aggregated")) (not (include "kvferry.isVllm" .)) -}}
 {{- include "kvferry.validateMemory" $checked -}}
 {{- end -}}
-{{- if and .root.Values.rdma.enabled (ne (include "kvferry.usesNixl" .) "true") (has .role (list "prefill" "decode")) -}}
+{{- if and (include "kvferry.usesRdma" .) (not (include "kvferry.usesNixl" .)) -}}
 {{- fail (printf "rdma.enabled: only transport nixl uses RDMA; put it in front of %s.config.connector.transports" .role) -}}
 {{- end -}}
 {{- if and (has "shm" $config.connector.transports) (include "kvferry.movesBlocks" .) -}}
