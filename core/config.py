@@ -99,6 +99,11 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")
         if self.kvstore.redis_url:
             check_order("kvstore", self.kvstore, "redis_timeout_s < request_timeout_s")
+        if not worker.router_addresses:
+            raise ConfigError(
+                "worker.router_addresses is empty: name the routers to register with, as tcp://host:port",
+                param="worker.router_addresses",
+            )
         for address in worker.router_addresses:
             check_peer_address("worker.router_addresses", address)
         check_order("worker", worker, "host_slot < workers_on_host")
@@ -131,6 +136,11 @@ def _check_router(router: RouterSection) -> None:
     check_address("router.worker_address", router.worker_address)
     check_process_ports("router.worker_address", int(router.worker_address.rpartition(":")[2]), router.processes)
     check_process_ports("router.ops_port", router.ops_port or 0, router.processes)
+    if router.api_key and not router.api_key.replace(",", "").strip():
+        raise ConfigError(
+            "router.api_key has no key in it, only blanks or commas: every request would be refused; give one, or leave it out",
+            param="router.api_key",
+        )
 
 
 def _check_connectors(connector: ConnectorSection) -> None:
@@ -149,6 +159,8 @@ def _check_connectors(connector: ConnectorSection) -> None:
 
 def _check_transports(path: str, transports: Sequence[str], *, is_p2p: bool) -> None:
     """Refuse transports that connector p2p does not have; another connector gives the setting its own meaning."""
+    if is_p2p and not transports:
+        raise ConfigError(f"{path} is empty: name at least one of {', '.join(P2P_TRANSPORTS)}", param=path)
     unknown = [name for name in transports if name not in P2P_TRANSPORTS]
     if is_p2p and unknown:
         raise ConfigError(f"{path}: {unknown[0]!r} is not a transport; allowed: {', '.join(P2P_TRANSPORTS)}", param=path)
