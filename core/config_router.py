@@ -90,6 +90,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     local_prefill_itl_ms: Milliseconds = 0.0  # a decode worker computes a prompt if its steps stay within this; 0 = never
     worker_wait_s: Seconds = 10.0  # how long an accepted request waits for a worker that no supervisor is known to restart
     api_key: str = msgspec.field(default_factory=default_api_key)  # clients send it as a bearer token; several: by commas
+    requires_api_key: bool = False  # the router does not start without one, such as where a secret should hold it
     cors_origins: tuple[str, ...] = ()  # of web pages whose scripts may call the API, such as https://chat.example; * = all
     tls_cert: str = ""  # file of the certificate and those up to its root; clients then use https; empty = http
     tls_key: str = ""  # file of its key, without a password

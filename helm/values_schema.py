@@ -48,6 +48,7 @@ CHART_OWNED = {
         "ops_host",
         "ops_port",
         "api_key",
+        "requires_api_key",
         "tls_cert",
         "tls_key",
     },

@@ -94,13 +94,19 @@ def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None
 
 
 def check_router(config: KVFerryConfig) -> None:
-    """Check what a router reads before it binds anything: keys and certificate.
+    """Check what a router reads before it binds anything: keys of cluster and clients, and certificate.
 
     Raises:
         ConfigError: a check failed; names the setting, its value and the fix.
     """
     keys_of(config.security)
     check_exposure("router", config)
+    if config.router.requires_api_key and not config.router.api_key:
+        raise ConfigError(
+            "router.requires_api_key = true, but there is no key: set $KVFERRY_API_KEY or router.api_key; in Kubernetes see "
+            "whether the value in the secret is empty",
+            param="router.api_key",
+        )
     server_context(config.router.tls_cert, config.router.tls_key)
 
 

@@ -35,6 +35,13 @@ def test_checksum_does_not_give_the_key_away(find, helm):
     assert rendered.count(base64.b64encode(KEY.encode()).decode()) == 1  # in the Secret
 
 
+def test_a_router_with_a_secret_for_its_clients_does_not_start_without_a_key(find):
+    for sets, is_required in ((["security.apiKeys.existingSecret=keys"], True), ([], False)):
+        files = find("cpu-minimal", "ConfigMap", "router", *sets)["data"]
+        assert ("requires_api_key: true" in files["config.yaml"]) == is_required
+        assert "requires_api_key" not in find("cpu-minimal", "ConfigMap", "prefill", *sets)["data"]["config.yaml"]
+
+
 def test_rendering_twice_without_a_cluster_gives_the_same(helm):
     sets = ("security.clusterKey.existingSecret=kvferry-cluster", "security.clusterKey.value=")
     assert helm.template("cpu-minimal", sets=sets) == helm.template("cpu-minimal", sets=sets)

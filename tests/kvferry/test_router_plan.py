@@ -75,6 +75,14 @@ def test_every_port_of_the_processes_is_tried_before_the_start(monkeypatch):
         check_process("router", config)
 
 
+def test_a_router_that_needs_a_key_does_not_start_open(monkeypatch):
+    monkeypatch.delenv("KVFERRY_API_KEY", raising=False)
+    settings = ["router.requires_api_key=true", "router.port=0", "router.worker_address=tcp://127.0.0.1:0"]
+    with pytest.raises(ConfigError, match=r"but there is no key: set \$KVFERRY_API_KEY"):
+        check_process("router", load_config(assignments=settings))
+    check_process("router", load_config(assignments=[*settings, "router.api_key=k"]))
+
+
 @pytest.mark.parametrize(
     ("role", "settings", "said"),
     [

@@ -26,6 +26,9 @@
 {{- if and (eq .role "router") $root.Values.security.tls.existingSecret -}}
 {{- $config = mergeOverwrite $config (dict "router" (dict "tls_cert" "/etc/kvferry-tls/tls.crt" "tls_key" "/etc/kvferry-tls/tls.key")) -}}
 {{- end -}}
+{{- if and (eq .role "router") $root.Values.security.apiKeys.existingSecret -}}
+{{- $config = mergeOverwrite $config (dict "router" (dict "requires_api_key" true)) -}}
+{{- end -}}
 {{- $loopback := ternary "[::1]" "127.0.0.1" (eq $root.Values.network.ipFamily "IPv6") -}}
 {{- $isSidecar := eq $root.Values.kvstore.mode "sidecar" -}}
 {{- if eq .role "kvstore" -}}
