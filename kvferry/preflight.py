@@ -72,7 +72,7 @@ def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[
     check_weights(files.weight_files)
 
 
-def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None:
+def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KVFerryConfig) -> None:
     """Check what a single process needs to start, without fetching the model.
 
     Raises:
@@ -82,6 +82,12 @@ def check_process(role: Role | Literal["router"], config: KVFerryConfig) -> None
         check_router(config)
         _check_all_bindable(list(_router_addresses(config)))
         return  # it needs the tokenizer alone: its workers may be engines that know other models
+    if role == "kvstore":
+        _check_all_bindable(list(_store_addresses(config)))
+        return
+    if role == "agent":
+        _check_all_bindable([_ops_address(config)])
+        return
     check_connectors(config)
     check_device(config)
     addresses = [_ops_address(config), *_worker_addresses(config)]
@@ -195,16 +201,14 @@ def _service_addresses(config: KVFerryConfig) -> Iterator[Address]:
     for setting, address in _router_addresses(config):
         if setting != "router.worker_address" or config.router.worker_address != RouterSection().worker_address:
             yield setting, address
-    if config.local.kvstore:
-        yield from _store_addresses(config)
+    for setting, address in _store_addresses(config) if config.local.kvstore else ():
+        if setting != "kvstore.bind_address" or config.kvstore.bind_address != KVStoreSection().bind_address:
+            yield setting, address
 
 
 def _store_addresses(config: KVFerryConfig) -> Iterator[Address]:
-    """Return the addresses that a store binds, without the default of the one for clients."""
-    store = config.kvstore
-    if store.bind_address != KVStoreSection().bind_address:
-        yield "kvstore.bind_address", split_tcp(store.bind_address)
-    yield "kvstore.ops_port", (store.ops_host, store.ops_port)
+    yield "kvstore.bind_address", split_tcp(config.kvstore.bind_address)
+    yield "kvstore.ops_port", (config.kvstore.ops_host, config.kvstore.ops_port)
 
 
 def _control_address(config: KVFerryConfig) -> Address:

@@ -18,7 +18,6 @@ from core.errors import ConfigError, KVFerryError
 from core.gc_freeze import without_collections
 from core.log import configure_logging
 from core.wire.key_rotation import keys_of
-from core.wire.messages import Role
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry.child import SupervisorPipe, die_with_parent
 from kvferry.server_address import check_address
@@ -38,7 +37,7 @@ def run_role(role: ProcessRole, config: KVFerryConfig, ready_fd: int | None, par
         check_exposure(role, config)
         if parent_pid is not None:
             die_with_parent(parent_pid)
-        elif role != "kvstore":
+        else:
             _check(role, config)
         return _run(role, config, pipe)
     except KVFerryError as error:
@@ -59,6 +58,8 @@ def run_agent(role: AgentRole, config: KVFerryConfig, ready_fd: int | None, pare
     try:
         if parent_pid is not None:
             die_with_parent(parent_pid)
+        else:
+            _check("agent", config)
         check_address(config.agent.engine, "agent.engine")
         config = _named(role, config)
         configure_logging(config.log.level, config.worker.engine_id, is_json=config.log.format == "json")
@@ -74,7 +75,7 @@ def run_agent(role: AgentRole, config: KVFerryConfig, ready_fd: int | None, pare
         raise
 
 
-def _check(role: Role | Literal["router"], config: KVFerryConfig) -> None:
+def _check(role: ProcessRole | Literal["agent"], config: KVFerryConfig) -> None:
     """Check the settings before the role's libraries are imported; a supervisor has already done so for its children."""
     from kvferry.preflight import check_process
 

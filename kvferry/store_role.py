@@ -63,7 +63,7 @@ async def _serve(
         on_death,
         keys,
     )
-    ops = OpsServer(_routes(server))
+    ops = OpsServer(_routes(server), setting="kvstore.ops_port")
     try:
         if config.block_bytes:
             server.machine.prepare(config.block_bytes)  # errors in the settings end the process here, not at the first client

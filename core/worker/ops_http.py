@@ -77,7 +77,11 @@ class OpsServer:
         try:
             self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
         except OSError as error:
-            raise ConfigError(f"cannot listen on {host}:{port}: {error}", param=self._setting) from None
+            raise ConfigError(
+                f"{self._setting} = {port}: cannot listen on {host}:{port}: {error.strerror or error}; stop what listens "
+                "there, or choose another port; 0 is any free one",
+                param=self._setting,
+            ) from None
         bound = self._server.sockets[0].getsockname()[1]
         return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
 

@@ -1,4 +1,4 @@
-"""No process opens a socket of the cluster to other machines without protection."""
+"""No process opens a socket of the cluster to other machines without protection, or starts with a port that is in use."""
 
 import pytest
 import typer
@@ -7,7 +7,7 @@ from core.config import load_config
 from core.errors import ConfigError
 from kvferry import cli
 from kvferry.__main__ import PROCESSES
-from kvferry.roles import check_exposure, run_agent
+from kvferry.roles import check_exposure, run_agent, run_role
 
 KEY = "security.cluster_key=0123456789abcdef0123456789abcdef"
 EXPOSED = {
@@ -83,3 +83,19 @@ def test_every_process_of_a_cluster_leaves_at_a_signal_from_its_first_line():
 def test_agent_refuses_what_is_no_address_of_a_server(url):
     with pytest.raises(ConfigError, match=r"^agent\.engine = .*; give http://HOST:PORT$"):
         run_agent("decode", load_config(assignments=[f"agent.engine={url}"]), None, None)
+
+
+@pytest.mark.parametrize(
+    ("role", "setting", "value"),
+    [
+        ("kvstore", "kvstore.bind_address", "tcp://127.0.0.1:{}"),
+        ("kvstore", "kvstore.ops_port", "{}"),
+        ("agent", "worker.ops_port", "{}"),
+    ],
+)
+def test_a_port_in_use_is_refused_by_its_setting_with_the_fix(role, setting, value, listener):
+    config = load_config(assignments=["kvstore.bind_address=tcp://127.0.0.1:0", f"{setting}={value.format(listener)}"])
+    said = rf"^{setting} = {listener}: cannot listen on .*: Address already in use; stop what listens there, or choose another"
+    run, started_as = (run_agent, "decode") if role == "agent" else (run_role, role)
+    with pytest.raises(ConfigError, match=said):
+        run(started_as, config, None, None)

@@ -126,5 +126,6 @@ async def test_client_that_leaves_without_a_request_is_harmless(address, client)
 
 async def test_port_in_use_is_a_configuration_error(address):
     port = int(address.rpartition(":")[2])
-    with pytest.raises(ConfigError, match=str(port)):
-        await OpsServer({}).start("127.0.0.1", port)
+    said = rf"^kvstore\.ops_port = {port}: cannot listen on .* already in use; stop what listens there"
+    with pytest.raises(ConfigError, match=said):
+        await OpsServer({}, setting="kvstore.ops_port").start("127.0.0.1", port)
