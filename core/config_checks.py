@@ -22,8 +22,8 @@ def check_order(path: str, section: object, *rules: str) -> None:
         if low_value < high_value or (relation == "<=" and low_value == high_value):
             continue
         raise ConfigError(
-            f"{path}.{low} = {low_value:g} must be {'below' if relation == '<' else 'at most'} {path}.{high} = {high_value:g}: "
-            f"lower the first or raise the second",
+            f"{path}.{low} = {low_value:.15g} must be {'below' if relation == '<' else 'at most'} "
+            f"{path}.{high} = {high_value:.15g}: lower the first or raise the second",
             param=f"{path}.{low}",
         )
 

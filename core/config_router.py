@@ -44,7 +44,7 @@ class PlannerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     interval_s: Seconds = 5.0  # between two looks at the load
     max_wait_s: Seconds = 1.0  # of a prompt at prefill workers; a longer wait calls for another one
     max_itl_ms: Milliseconds = 0.0  # between two tokens at decode workers; a longer time calls for another one; 0 = any is fine
-    low: Share = 0.7  # a role gives a worker away only if the load of each other one stays below this
+    low: Share = 0.7  # a role gives a worker away only if the load of each other one stays at most this
     hold_s: Seconds = 15.0  # how long the reason for a switch must last
     cooldown_s: Seconds = 60.0  # between two switches
     min_prefill: Positive = 1  # workers that keep this role

@@ -204,7 +204,7 @@ def _allowed_numbers(name: str, kind: type, metas: Sequence[msgspec.Meta]) -> st
     bounds = {bound: getattr(meta, bound) for meta in metas for bound in ("ge", "gt", "le", "lt")}
     names = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
     limits = [
-        f"{names[bound]} {value:g}" if kind is float else f"{names[bound]} {value}"
+        f"{names[bound]} {value:.15g}" if kind is float else f"{names[bound]} {value}"
         for bound, value in bounds.items()
         if value is not None
     ]

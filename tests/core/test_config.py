@@ -115,7 +115,7 @@ def test_connector_extra_takes_any_keys():
         ("router.images.max_bytes=1TiB", "router.images.max_bytes", "at least 1 and at most 20971520"),
         ("worker.ops_port=1k", "worker.ops_port", "= '1k': expected a whole number"),
         ("router.ops_port=70000", "router.ops_port", "= 70000: expected a whole number, at least 0 and at most 65535, or null"),
-        ("connector.lease_s=soon", "connector.lease_s", "= 'soon': expected a number of seconds, above 0 and at most"),
+        ("connector.lease_s=soon", "connector.lease_s", "= 'soon': expected a number of seconds, above 0 and at most 31536000"),
         ("cache.kv_events=3", "cache.kv_events", "= 3: expected true or false"),
         ("tracing.endpoint=abc", "tracing.endpoint", "expected text of the form"),
         ("tracing.endpoint=http://x:99999", "tracing.endpoint", "Port out of range 0-65535; give http://HOST:PORT"),
@@ -279,6 +279,10 @@ def test_cache_dir_follows_the_environment(monkeypatch):
         (
             ["connector.transport_retry_s=61"],
             "connector.transport_retry_s = 61 must be at most connector.transport_retry_max_s = 60",
+        ),
+        (
+            ["router.max_body_bytes=12582913", "router.max_upload_bytes=12582912"],
+            "router.max_body_bytes = 12582913 must be at most router.max_upload_bytes = 12582912: lower",
         ),
         (["connector.lease_s=601"], "connector.lease_s = 601 must be at most connector.lease_max_s = 600"),
         (["router.heartbeat_interval_s=5"], "router.heartbeat_interval_s = 5 must be below router.heartbeat_timeout_s = 5"),

@@ -134,8 +134,8 @@ CASES = {
         "config.kvstore.heartbeat_interval_s = 9 must be below config.kvstore.client_timeout_s = 5",
     ),
     "body over all bodies": (
-        ("config.router.max_body_bytes=1000000000",),
-        "config.router.max_body_bytes = 1e+09 must be at most",
+        ("config.router.max_body_bytes=1000000001",),
+        "config.router.max_body_bytes = 1000000001 must be at most config.router.max_upload_bytes = 268435456",
     ),
     "role without pods": (("decode.replicas=0",), "decode.replicas = 0: the role is enabled but has no pod"),
     "claim of nothing": (("decode.resourceClaims[0].name=gpu",), "at '/decode/resourceClaims/0'"),

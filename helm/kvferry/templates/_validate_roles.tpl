@@ -88,7 +88,7 @@
 {{- $low := float64 (index . 1) -}}
 {{- $high := float64 (index . 4) -}}
 {{- if or (gt $low $high) (and (eq (index . 2) "below") (eq $low $high)) -}}
-{{- fail (printf "%s = %v must be %s %s = %v: lower the first or raise the second" (index . 0) $low (index . 2) (index . 3) $high) -}}
+{{- fail (printf "%s = %.15g must be %s %s = %.15g: lower the first or raise the second" (index . 0) $low (index . 2) (index . 3) $high) -}}
 {{- end -}}
 {{- end -}}
 
