@@ -70,6 +70,15 @@ def test_the_router_reaches_hosts_of_images_only_if_some_are_listed(find):
     assert not {80, 443} & ports("cpu-minimal")
 
 
+def test_a_port_that_the_list_of_image_hosts_names_is_open(find):
+    hosts = "config.router.images.allowed_hosts={a.example:8443,b.example:443,10.0.0.0/8,2001:db8::1,c.example:8443}"
+    egress = find("cpu-minimal", "NetworkPolicy", "router", hosts)["spec"]["egress"]
+    (ports,) = (
+        [entry["port"] for entry in rule["ports"]] for rule in egress if {"protocol": "TCP", "port": 80} in rule["ports"]
+    )
+    assert ports == [80, 443, 8443]
+
+
 def test_a_store_that_is_shared_is_told_to_all(find):
     sets = ("config.ec_connector.name=shared", "kvstore.enabled=true")
     for role in ("encode", "prefill", "decode"):

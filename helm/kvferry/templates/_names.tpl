@@ -202,6 +202,15 @@ probes allow. With an agent there are two in turn, vLLM's and the agent's.
 {{- default (ternary "443" "80" (eq $url.scheme "https")) (regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host)) -}}
 {{- end -}}
 
+{{/* The ports of hosts of images, as JSON: those of http and https, and those that entries NAME:PORT add. */}}
+{{- define "kvferry.imagePorts" -}}
+{{- $ports := list 80 443 -}}
+{{- range $host := . -}}
+{{- with regexFind "^[^:]+:[0-9]+$" $host -}}{{- $ports = append $ports (regexFind "[0-9]+$" . | atoi) -}}{{- end -}}
+{{- end -}}
+{{- uniq $ports | toJson -}}
+{{- end -}}
+
 {{/* The KV connectors that a section "connector" names, as JSON. */}}
 {{- define "kvferry.connectorNames" -}}
 {{- $name := default "p2p" .name -}}
