@@ -16,6 +16,7 @@ import msgspec
 
 from core.errors import ProtocolError
 from core.wire.kv import ControlMessage
+from core.wire.limits import Name
 from core.wire.messages import RouterMessage, Tokens, WorkerMessage
 from core.wire.version import check_version
 
@@ -36,10 +37,16 @@ MAX_CONTROL_FRAME_BYTES = 4 << 20
 
 T = TypeVar("T")
 
+
+class _Named(msgspec.Struct):
+    request_id: Name
+
+
 _encoder = msgspec.msgpack.Encoder()
 _worker_decoder: msgspec.msgpack.Decoder[WorkerMessage] = msgspec.msgpack.Decoder(WorkerMessage)
 _tokens_decoder: msgspec.msgpack.Decoder[list[Tokens]] = msgspec.msgpack.Decoder(list[Tokens])
 _router_decoder: msgspec.msgpack.Decoder[RouterMessage] = msgspec.msgpack.Decoder(RouterMessage)
+_name_decoder: msgspec.msgpack.Decoder[_Named] = msgspec.msgpack.Decoder(_Named)
 _control_decoder: msgspec.msgpack.Decoder[ControlMessage] = msgspec.msgpack.Decoder(ControlMessage)
 
 
@@ -103,6 +110,16 @@ def decode_router_frame(frame: bytes | memoryview, version: int = WIRE_VERSION) 
     if kind != KIND_ROUTER:
         raise _unexpected_kind(kind, "router to worker")
     return _decode(_router_decoder, frame)
+
+
+def request_of_frame(frame: bytes | memoryview) -> str:
+    """Return which request a router's frame is about that is no valid message; empty if it names none."""
+    if len(frame) > MAX_ROUTER_FRAME_BYTES:
+        return ""
+    try:
+        return _decode(_name_decoder, frame).request_id
+    except ProtocolError:
+        return ""
 
 
 def decode_control_frame(frame: bytes | memoryview, version: int = WIRE_VERSION) -> ControlMessage:

@@ -12,6 +12,7 @@ from msgspec import Meta
 
 INT32_MAX = 2**31 - 1
 MAX_NUM_FEATURES = 256  # of one request
+MAX_MILLISECONDS = 10**12
 MAX_MEDIA_BYTES = 20 << 20  # one image file
 
 Name = Annotated[str, Meta(min_length=1, max_length=512)]  # ids of requests, engines, transfers
@@ -25,8 +26,8 @@ BlockId = Annotated[int, Meta(ge=0, le=INT32_MAX)]
 Unsigned64 = Annotated[int, Meta(ge=0)]  # generations and incarnations; msgpack itself ends at 2**64 - 1
 BlockHashBytes = Annotated[bytes, Meta(min_length=16, max_length=16)]
 ChainBytes = Annotated[bytes, Meta(min_length=16, max_length=3 << 20)]  # block hashes, one after another
-Milliseconds = Annotated[float, Meta(ge=0, le=1e12)]
-WholeMilliseconds = Annotated[int, Meta(ge=0, le=10**12)]
+Milliseconds = Annotated[float, Meta(ge=0, le=MAX_MILLISECONDS)]
+WholeMilliseconds = Annotated[int, Meta(ge=0, le=MAX_MILLISECONDS)]
 Fraction = Annotated[float, Meta(ge=0, le=1)]
 HttpStatus = Annotated[int, Meta(ge=400, le=599)]  # of an error
 AnyHttpStatus = Annotated[int, Meta(ge=100, le=599)]

@@ -297,7 +297,7 @@ class EncodeFailed(msgspec.Struct, frozen=True, kw_only=True, tag="efail", omit_
 
 
 class Rejected(msgspec.Struct, frozen=True, kw_only=True, tag="rej", omit_defaults=True):
-    """Answer to a frame that the worker cannot decode or may not accept."""
+    """Answer to a frame that the worker cannot decode or may not accept, and that names no request: see ``RequestFailed``."""
 
     error: ErrorInfo
 

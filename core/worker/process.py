@@ -24,7 +24,7 @@ from core.process_signals import handled_signals
 from core.rate_limit import LimitedLog
 from core.release import package_version
 from core.request import EngineCoreOutput
-from core.wire.codec import WIRE_VERSION, decode_router_frame
+from core.wire.codec import WIRE_VERSION, decode_router_frame, request_of_frame
 from core.wire.engine_calls import EngineReply
 from core.wire.messages import EncodeDone, EncodeFailed, PrefillDone, RequestFailed
 from core.worker.actions import (
@@ -185,7 +185,8 @@ class WorkerProcess:
                 raise ProtocolError(f"message of {len(frames)} frames, expected 1")
             message = decode_router_frame(frames[0])
         except ProtocolError as error:
-            self._perform(self._state.on_bad_frame(link, error, self._clock.now()))
+            request_id = request_of_frame(frames[0]) if frames else ""
+            self._perform(self._state.on_bad_frame(link, error, self._clock.now(), request_id))
             return
         now = self._clock.now()
         actions = self._state.on_router_message(link, message, now)

@@ -146,13 +146,14 @@ class WorkerState:
             return self.serving.abort_of_link(link)
         return [*self._take_over(spare, now), *self.serving.give_up_of_link(link, spare, is_dropped=True)]
 
-    def on_bad_frame(self, link: str, error: ProtocolError, now: float) -> list[Action]:
-        """Report a frame that could not be decoded; it has no other effect."""
+    def on_bad_frame(self, link: str, error: ProtocolError, now: float, request_id: str = "") -> list[Action]:
+        """Report a frame that could not be decoded; of the request that it names, if it names one. It has no other effect."""
         self._metrics.count_rejected()
         if isinstance(error, VersionMismatch):
             return self._on_other_version(link, error, now)
         self._log_of_router(now, "rejected_frame", link, error=error.message)
-        return [Send(link, Rejected(error=ErrorInfo.of(error)))]
+        info = ErrorInfo.of(error)
+        return [Send(link, RequestFailed(request_id=request_id, error=info) if request_id else Rejected(error=info))]
 
     def _on_other_version(self, link: str, error: VersionMismatch, now: float) -> list[Action]:
         """Back off, without an answer: a router of another version would have to refuse it again.

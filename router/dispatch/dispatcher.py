@@ -256,13 +256,13 @@ class Dispatcher:
         return self._open.fail_with(request, name_image(request.submission, error), now, gone=sender.key)
 
     def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[DispatchAction]:
-        """Fail the requests that the rejected message may have been about: those without a token from this worker."""
+        """Retry the requests that the rejected message, which names none, may have been about: those without a token here."""
         if isinstance(sender, EncodeWorker):
             waiting = [each for each in self.requests.values() if each.encoding and sender.key in each.encoding.waiting]
             failures = [RequestFailed(request_id=request.wire_id, error=error) for request in waiting]
             return [action for failure in failures for action in self.on_encode_failed(sender, failure, now)]
         affected = [each for each in self.requests.values() if not each.attempt.shown and each.current == sender.key]
-        return [action for request in affected for action in self._open.fail_with(request, error, now)]
+        return [action for request in affected for action in self._retry(request, error, now, is_gone=False)]
 
     def on_left(self, left: Left, now: float) -> list[DispatchAction]:
         """Continue the requests of a lost worker on others."""

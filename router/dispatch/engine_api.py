@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from core.clock import Clock
 from core.errors import NoWorker
 from core.wire.engine_calls import EngineCall, EngineReply
+from core.wire.limits import MAX_MILLISECONDS
 from core.wire.messages import ErrorInfo
 from router.dispatch.core import Action, RouterCore
 from router.dispatch.engine_calls import Answered
@@ -29,8 +30,8 @@ class CallFailed(Exception):
 
 
 def deadline_ms(timeout_s: float) -> int:
-    """Return the deadline of a call that may take this long: 0 would mean none."""
-    return max(1, round(timeout_s * 1e3))
+    """Return the deadline of a call that may take this long, as far as the wire can say it: 0 would mean none."""
+    return max(1, round(min(timeout_s * 1e3, MAX_MILLISECONDS)))
 
 
 class EngineAnswer:

@@ -316,7 +316,7 @@ class Endpoints:
         if isinstance(shaper, ResponsesShaper):
             answer: HttpAnswer = ResponsesAnswer(generation, output, shaper, caller.receive, self._pool)
         elif isinstance(split, EngineBody) and isinstance(shaper, ChatShaper):
-            splitter = self._splitter(split, prompts[0], request)
+            splitter = self._splitter(split, prompts[0])
             answer = SplitAnswer(generation, output, shaper, caller.receive, self._pool, splitter)
         else:
             answer = HttpAnswer(generation, output, shaper, caller.receive, self._pool)
@@ -330,13 +330,13 @@ class Endpoints:
         answer.close()
         return response
 
-    def _splitter(self, body: EngineBody, prompt: Prompt, request: CompletionRequest | ChatCompletionRequest) -> OutputSplitter:
+    def _splitter(self, body: EngineBody, prompt: Prompt) -> OutputSplitter:
         return OutputSplitter(
             self._renderer,
             body,
             prompt.token_ids,
             prompt.model_fingerprint,
-            request.timeout_s or self._request_timeout_s,
+            body.time_limit_s(self._request_timeout_s),
         )
 
     def _submission(

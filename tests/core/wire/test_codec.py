@@ -128,6 +128,22 @@ def test_refuses_trailing_bytes(plane, name):
         DECODERS[plane](bytes.fromhex(golden_frames()[plane][name]) + b"\x00")
 
 
+@pytest.mark.parametrize(
+    ("changes", "named"),
+    [({"deadline_ms": 10**13}, "r1"), ({"prompt_token_ids": "x"}, "r1"), ({"request_id": ""}, ""), ({"request_id": 1}, "")],
+)
+def test_a_frame_that_is_no_message_may_still_name_its_request(changes, named):
+    frame = tampered("router", "generate", **({"request_id": "r1"} | changes))
+    with pytest.raises(ProtocolError):
+        codec.decode_router_frame(frame)
+    assert codec.request_of_frame(frame) == named
+
+
+@pytest.mark.parametrize("frame", [b"", b"\x02\x03", b"\x02\x03garbage", bytes(codec.MAX_ROUTER_FRAME_BYTES + 1)])
+def test_a_frame_that_cannot_be_read_at_all_names_no_request(frame):
+    assert codec.request_of_frame(frame) == ""
+
+
 def test_ignores_fields_of_a_newer_peer():
     message = codec.decode_worker_frame(tampered("worker", "goodbye", colour="blue"))
     assert message == codec.decode_worker_frame(tampered("worker", "goodbye"))

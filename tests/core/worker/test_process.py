@@ -216,6 +216,10 @@ async def test_malformed_frame_is_answered_and_does_no_harm(running, router):
     await router.expect(Heartbeat)
     await router.send(b"\x02\x03garbage")
     assert (await router.expect(Rejected)).error.code == "protocol_error"
+    frame = encode_router_message(msgspec.structs.replace(generate("absurd", max_tokens=1), deadline_ms=10**13))
+    await router.send(frame)
+    failed = await router.expect(RequestFailed)
+    assert (failed.request_id, failed.error.code) == ("absurd", "protocol_error")
     await router.send(generate("r", max_tokens=1))
     assert isinstance((await router.expect(list))[0], Tokens)
 

@@ -193,6 +193,11 @@ def test_malformed_frame_is_answered_and_counted(worker):
     assert worker.count("rejected_frames_total") == 1
 
 
+def test_malformed_frame_of_one_request_fails_that_request(worker):
+    (reply,) = sent(worker.state.on_bad_frame("a", ProtocolError("malformed"), 0.0, "r"))
+    assert reply == RequestFailed(request_id="r", error=ErrorInfo.of(ProtocolError("malformed")))
+
+
 # ---- connector and engine --------------------------------------------------------------------------------------------
 
 

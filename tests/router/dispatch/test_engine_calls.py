@@ -4,9 +4,11 @@ import msgspec
 import pytest
 
 from core.errors import KVFerryError, ProtocolError
+from core.wire.codec import decode_router_frame, encode_router_message
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import Abort, ErrorInfo, Generate, Goodbye, Heartbeat, Rejected, RequestFailed
 from router.dispatch.core import Transmit, requests_of
+from router.dispatch.engine_api import deadline_ms
 from router.dispatch.engine_calls import Answered
 from tests.router.dispatch.requests.conftest import Bench
 
@@ -183,3 +185,10 @@ def test_what_the_engine_has_rendered_goes_with_every_leg_of_a_request(bench):
     bench.do(bench.core.submit(submission, 0.0))
     generates = [message for _, message in bench.sent if isinstance(message, Generate)]
     assert [message.engine_request for message in generates] == [b"{}"]
+
+
+@pytest.mark.parametrize("timeout_s", [-1.0, 0.0, 1e-6, 1e9, 1e20, 1e306, float("inf")])
+def test_a_deadline_of_any_time_fits_on_the_wire(timeout_s):
+    call = msgspec.structs.replace(CALL, deadline_ms=deadline_ms(timeout_s))
+    assert decode_router_frame(encode_router_message(call)) == call
+    assert call.deadline_ms >= 1

@@ -98,6 +98,15 @@ async def test_tool_calls_are_split_by_the_engine_and_the_router_counts(engines)
     assert (body["prompt_token_ids"], body["chat_request"]["tools"]) == ([5, 6, 7], TOOLS)
 
 
+@pytest.mark.parametrize("fields", [{}, {"stream": True}])
+@pytest.mark.parametrize("timeout_s", [2e9, 1e20, 1e306])
+async def test_the_time_of_a_client_is_bounded_for_the_split_as_well(engines, timeout_s, fields):
+    await ask(engines, chat(tools=TOOLS, timeout_s=timeout_s, **fields))
+    limits = [message.deadline_ms for worker in engines.workers for message in worker.messages(EngineCall)]
+    assert max(limits) <= 600_000
+    assert all(worker.messages(EngineCall) or worker.messages(Generate) for worker in engines.workers)
+
+
 async def test_a_stream_of_tool_calls_carries_the_engines_state_from_part_to_part(engines, sse_events):
     text = await ask(engines, chat(tools=TOOLS, stream=True, stream_options={"include_usage": True}))
     *chunks, usage, end = sse_events(text)

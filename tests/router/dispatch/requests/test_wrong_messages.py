@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from core.errors import ProtocolError
-from core.wire.messages import Abort, ErrorInfo, Generate, PrefillChoice, Refused, Rejected, Release, Tokens
+from core.wire.messages import Abort, ErrorInfo, Generate, PrefillChoice, Refused, Rejected, Release, RequestFailed, Tokens
 
 UNREADABLE = ErrorInfo(code="protocol_error", message="malformed frame", http_status=502)
 
@@ -133,24 +133,32 @@ def test_a_malformed_frame_of_an_unregistered_worker_is_refused(pair):
     assert pair.core.not_ready_reason is None
 
 
-def test_a_frame_that_a_worker_could_not_read_fails_what_it_never_answered(pair):
-    pair.submit("r1")
-    pair.submit("r2")
-    pair.prefill_done("r2")
-    pair.receive("p0", Rejected(error=UNREADABLE))
-    assert pair.error("r1") == UNREADABLE
-    assert "r2" not in pair.ended
-    pair.receive("d0", Rejected(error=UNREADABLE))
-    assert pair.error("r2") == UNREADABLE
-
-
-def test_a_rejection_by_an_aggregated_worker_fails_what_it_never_answered(make_bench):
+def test_a_frame_that_a_worker_could_not_read_moves_what_it_never_answered(make_bench):
     bench = make_bench("a0")
     bench.submit("r1")
     bench.submit("r2")
-    bench.tokens(0, 1, peer="a0", request_id="r2")
+    bench.tokens(0, 1, peer="a0", request_id="r1")
+    bench.join("a1")
     bench.receive("a0", Rejected(error=UNREADABLE))
-    assert set(bench.ended) == {"r1"}
+    assert [message.request_id for message in bench.to("a1", Generate)] == ["r2.2"]
+    assert not bench.ended
+
+
+def test_a_request_that_no_worker_can_read_ends(make_bench):
+    bench = make_bench("a0")
+    bench.submit("r1")
+    for _ in range(10):
+        bench.receive("a0", Rejected(error=UNREADABLE))
+    assert bench.error("r1") == UNREADABLE
+
+
+def test_a_worker_s_answer_to_an_unreadable_request_fails_that_one_alone(make_bench):
+    bench = make_bench("a0")
+    bench.submit("r1")
+    bench.submit("r2")
+    bench.receive("a0", RequestFailed(request_id="r1", error=UNREADABLE))
+    assert bench.error("r1") == UNREADABLE
+    assert "r2" not in bench.ended
 
 
 def test_a_rejection_spares_a_request_that_has_shown_a_token_of_one_choice(after_handoff):
