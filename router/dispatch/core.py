@@ -220,7 +220,7 @@ class RouterCore:
         try:
             late = self.wait_estimates.too_late(self.membership.workers, demand, budget_s, now, submission.tenant)
         except DeadlineUnreachable:
-            if not self.dispatcher.placement.would_be_local(submission, now, budget_s):
+            if not self.dispatcher.placement.would_be_local(submission, now, self._request_timeout_s):
                 raise
             late = frozenset()
         try:

@@ -295,7 +295,7 @@ class Dispatcher:
         actions: list[DispatchAction] = []
         for request in list(self.requests.values()):
             if now >= request.deadline:
-                limit_s = request.deadline - request.arrival
+                limit_s = request.deadline - request.arrival + request.submission.spent_s
                 actions += self._open.fail(request, DeadlineExceeded(f"the request took longer than {limit_s:g} s"), now)
             elif request.encoding is not None and request.encoding.waiting and now >= request.encoding.deadline:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)

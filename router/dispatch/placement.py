@@ -107,14 +107,15 @@ class Placement:
                 worse[id(offer)] = replace(offer, score=offer.score + dislike_ms(offer.own_ms))
         return {**offers, **{key: worse[id(offers[key])] for key in disliked}}
 
-    def would_be_local(self, submission: Submission, now: float, budget_s: float) -> bool:
-        """Return True if a decode worker would compute a new request's prompt at once, the first token within ``budget_s``.
+    def would_be_local(self, submission: Submission, now: float, limit_s: float) -> bool:
+        """Return True if a decode worker would compute a new request's prompt at once, the first token within its time.
 
-        Under overload most requests are refused, so no placement is tried if no decode worker could begin the prompt.
+        Every request may take at most ``limit_s``. Under overload most requests are refused, so no placement is tried if no
+        decode worker could begin the prompt.
         """
         if not self._costs.max_local_itl_ms or submission.mm_features:
             return False
-        request = open_request(submission, now, budget_s)
+        request = open_request(submission, now, limit_s)
         able = local_candidates(self._membership.workers, None, self._demand(request, now))
         if all(self._costs.wait_s(worker, now) for worker in able):
             return False
@@ -122,7 +123,7 @@ class Placement:
             route, offers, _ = self._find(request, now)
         except RequestError:
             return False
-        return route.is_local and offers[route.decode.key].ttft_ms <= budget_s * 1e3
+        return route.is_local and offers[route.decode.key].ttft_ms <= submission.budget_s(limit_s) * 1e3
 
     def _shorten(
         self, route: Route, demand: Demand, offers: _Offers, prompt: _Prompt, now: float, tenant: int

@@ -33,6 +33,7 @@ class Submission:
     cache_salt: str = ""
     kv_load_failure_policy: LoadFailurePolicy | None = None  # None = the workers' setting
     timeout_s: float | None = None  # set by the client; the router's own limit applies if it is None or longer
+    spent_s: float = 0.0  # how much of that time was over when it was submitted
     mm_features: tuple[MMFeature, ...] = ()
     media: tuple[bytes, ...] = ()
     media_places: tuple[str, ...] = ()
@@ -45,8 +46,8 @@ class Submission:
         return len(self.prompt_token_ids) + self.sampling.max_tokens
 
     def budget_s(self, limit_s: float) -> float:
-        """Return the time it may take, in seconds, if every request may take at most ``limit_s``."""
-        return limit_s if self.timeout_s is None else min(limit_s, self.timeout_s)
+        """Return the time it may still take, in seconds, if every request may take at most ``limit_s``."""
+        return (limit_s if self.timeout_s is None else min(limit_s, self.timeout_s)) - self.spent_s
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True):

@@ -134,7 +134,7 @@ class WaitEstimates:
         if able and all(worker.key in late for worker in able):
             soonest_s = min(waits_s[worker.key] for worker in able)
             raise DeadlineUnreachable(
-                f"the request may take {budget_s:g} s, but the prompts before it take about {soonest_s:.1f} s more: "
+                f"the request may take {round(budget_s, 2):g} s, but the prompts before it take about {soonest_s:.1f} s more: "
                 f"try again later, or give it more time",
                 param="timeout_s",
                 retry_after_s=math.ceil(soonest_s - budget_s),

@@ -37,7 +37,8 @@ from core.tracing import parse_trace_context
 from core.wire.messages import ErrorInfo
 from core.worker.ops_http import OpsResponse
 from router.http.api_keys import key_of, tenant_of
-from router.http.endpoints import Caller, Detokenized, Endpoints, Tokenized
+from router.http.caller import Caller
+from router.http.endpoints import Detokenized, Endpoints, Tokenized
 from router.http.errors import BUG, RETRY_AFTER_S, AnthropicErrorBody, ErrorBody, RequestFailure, error_response, is_anthropics
 from router.http.key_limit import KeyLimit
 from router.http.middleware import RequestIdMiddleware, client_id, report_ignored
@@ -154,26 +155,26 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
 
     async def by_engine(body: EngineBody, request: Request[Any, Any, Any]) -> ASGIApp:
         named = body.fields.get("request_id")
-        return await endpoints.serve_by_engine(body, _caller(request, named if isinstance(named, str) else None))
+        return await endpoints.serve_by_engine(body, _caller(endpoints, request, named if isinstance(named, str) else None))
 
     @post(COMPLETIONS, dto=StrictBody, status_code=200, opt=for_engine(COMPLETIONS))
     async def completions(data: Annotated[CompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Complete a prompt."""
         if isinstance(data, EngineBody):
             return await by_engine(data, request)
-        return await endpoints.complete(data, _caller(request, data.request_id))
+        return await endpoints.complete(data, _caller(endpoints, request, data.request_id))
 
     @post(CHAT, dto=StrictBody, status_code=200, opt=for_engine(CHAT))
     async def chat_completions(data: Annotated[ChatCompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer a conversation."""
         if isinstance(data, EngineBody):
             return await by_engine(data, request)
-        return await endpoints.chat(data, _caller(request, data.request_id))
+        return await endpoints.chat(data, _caller(endpoints, request, data.request_id))
 
     @post("/v1/responses", dto=StrictBody, status_code=200)
     async def responses(data: Annotated[ResponsesRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer items of a conversation, by items."""
-        return await endpoints.respond(data, _caller(request, data.request_id))
+        return await endpoints.respond(data, _caller(endpoints, request, data.request_id))
 
     async def anthropics_body(path: str, request: Request[Any, Any, Any]) -> EngineBody:
         await endpoints.gateway.wait_for_route()
@@ -195,7 +196,7 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     @post(COUNT_TOKENS, status_code=200, include_in_schema=False)
     async def count_tokens(request: Request[Any, Any, Any]) -> dict[str, Any]:
         """Return how many tokens a conversation in Anthropic's form has, by the engine."""
-        return await endpoints.count_by_engine(await anthropics_body(COUNT_TOKENS, request), _caller(request, None))
+        return await endpoints.count_by_engine(await anthropics_body(COUNT_TOKENS, request), _caller(endpoints, request, None))
 
     return [completions, chat_completions, responses, messages, count_tokens]
 
@@ -300,12 +301,13 @@ def _document_route(document: bytes) -> BaseRouteHandler:
     return openapi
 
 
-def _caller(request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:
+def _caller(endpoints: Endpoints, request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:
     headers = request.headers
     trace = parse_trace_context(headers.get("traceparent", ""), headers.get("tracestate", ""))
     return Caller(
         client_id=client_id(request.scope, named_in_body),
         receive=request.receive,
+        arrival=endpoints.gateway.now,
         hold=hold_of(request.scope),
         trace=trace,
         tenant=tenant_of(_key_of(request)) if request.app.state.has_tenants else 0,

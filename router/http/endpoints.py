@@ -7,29 +7,31 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
-from litestar.types import ASGIApp, Receive
+from litestar.types import ASGIApp
 
 from core.config_router import RouterSection
-from core.errors import EncoderInputMissing, InvalidRequest, ModelNotFound, NoWorker
+from core.errors import DeadlineExceeded, EncoderInputMissing, InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.log import event
-from core.tracing import TraceContext
 from core.wire.sampling import SamplingParams, StructuredOutput
+from router.dispatch.engine_api import EngineAnswer
 from router.dispatch.policy import choose_weights
 from router.dispatch.types import Submission
 from router.dispatch.worker_gateway import WorkerGateway
 from router.http.body_checks import check_num_values
+from router.http.caller import Caller, unless_gone
 from router.http.errors import RequestFailure
-from router.http.passed_on import PassedOn, unless_gone
+from router.http.passed_on import PassedOn
 from router.http.responses_answer import ResponsesAnswer
 from router.http.split_answer import SplitAnswer
 from router.http.streaming import EventStream, HttpAnswer
-from router.images.reader import Hold, RequestImageReader, find_images
+from router.images.reader import RequestImageReader, find_images
 from router.metrics import RouterMetrics
 from router.openai.chat_output import ChatOutput, has_thinking_tags, opens_reasoning
 from router.openai.logprobs import TokenTexts
@@ -73,6 +75,8 @@ from router.tools.formats import AUTO, has_known_calls, tool_format
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 _ONLY_IN_CHATS = (
     "vLLM engines serve tools, forms, images, reasoning.effort and adapters through /v1/chat/completions only: use that"
 )
@@ -102,15 +106,21 @@ class Detokenized(msgspec.Struct, kw_only=True):
     prompt: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Caller:
-    """The client's side of a request: its id, its connection, its trace."""
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """A request that can be submitted. The answer is split by this router, or by the engine to which ``split`` went."""
 
-    client_id: str
-    receive: Receive
-    hold: Hold  # counts memory kept for the request in addition to its body
-    trace: TraceContext | None = None  # the client's span
-    tenant: int = 0  # names its API key, if keys share the cluster fairly
+    request: CompletionRequest | ChatCompletionRequest
+    options: OutputOptions
+    prompts: list[Prompt]
+    limits: ModelLimits
+    shared: SamplingParams
+    split: EngineBody | ChatOutput | ResponsesOutput | None
+
+    @property
+    def splitting(self) -> EngineBody | ChatOutput | None:
+        """How the answer is split, whatever its shape."""
+        return self.split.splitting if isinstance(self.split, ResponsesOutput) else self.split
 
 
 class Endpoints:
@@ -164,9 +174,7 @@ class Endpoints:
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/completions``. Raises the error that refuses or ends the request."""
-        options, limits = await self._check(request)
-        prompts = await self._reader.read_completion(request, limits, caller.hold)
-        return await self._generate(request, options, prompts, limits, caller)
+        return await self._generate(await self._in_time(self._read(request, caller), request.timeout_s, caller), caller)
 
     async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/chat/completions``. Raises the error that refuses or ends the request."""
@@ -187,6 +195,31 @@ class Endpoints:
 
     async def _chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None = None) -> ASGIApp:
         """Serve a chat; ``answers`` is the request that it is the meaning of, if it came by another endpoint."""
+        return await self._generate(
+            await self._in_time(self._read_chat(request, caller, answers), request.timeout_s, caller), caller
+        )
+
+    async def _in_time(self, work: Coroutine[Any, Any, T], timeout_s: float | None, caller: Caller) -> T:
+        """Return the result of what must be done before a request is submitted.
+
+        Raises:
+            Cancelled: the client has left.
+            DeadlineExceeded: the time of the request is over.
+        """
+        limit_s = self._request_timeout_s
+        if timeout_s is not None and timeout_s > 0:  # ``check_ranges`` refuses others
+            limit_s = min(timeout_s, limit_s)
+        try:
+            return await unless_gone(caller.receive, work, caller.arrival + limit_s - self.gateway.now)
+        except TimeoutError:
+            raise DeadlineExceeded(f"the request took longer than {limit_s:g} s") from None
+
+    async def _read(self, request: CompletionRequest, caller: Caller) -> Prepared:
+        options, limits = await self._check(request)
+        prompts = await self._reader.read_completion(request, limits, caller.hold)
+        return await self._prepared(request, options, prompts, limits)
+
+    async def _read_chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None) -> Prepared:
         options, limits = await self._check(request)
         tools = tool_use(request)
         has_form = field_of_form(request) is not None
@@ -202,7 +235,7 @@ class Endpoints:
         if splitting.needs_special_tokens:
             options = replace(options, skip_special_tokens=False)
         split = splitting if answers is None else ResponsesOutput(answers, splitting)
-        return await self._generate(request, options, [prompt], limits, caller, split)
+        return await self._prepared(request, options, [prompt], limits, split)
 
     def engine_body(self, path: str, body: bytes) -> EngineBody | None:
         """Return a body as one for the workers' engines; None if this router serves it, or if engines have no API.
@@ -218,16 +251,33 @@ class Endpoints:
     async def serve_by_engine(self, body: EngineBody, caller: Caller) -> ASGIApp:
         """Serve a body that only an engine can render, or read. Raises the error that refuses or ends the request."""
         self.gateway.core.check_room_for_call()
+        timeout_s = body.time_limit_s(self._request_timeout_s)
         try:
-            if body.is_whole:
-                return await self._pass_on(body, caller)
-            request = body.of_router()
-            options, limits = await self._check(request)
-            check_num_choices(body.num_prompts, request.n or 1)
-            rendering = self._renderer.render(body, body.time_limit_s(self._request_timeout_s))
-            rendered = await unless_gone(caller.receive, rendering)
+            if not body.is_whole:
+                return await self._generate(await self._in_time(self._render(body, caller), timeout_s, caller), caller)
+            async with AsyncExitStack() as stack:
+                answer = await self._in_time(self._pass_on(body, caller, stack), timeout_s, caller)
+                return PassedOn(body.path, answer, stack.pop_all(), self.metrics)
         except EngineRefusal as refusal:
             raise RequestFailure(refusal.info) from None
+
+    async def count_by_engine(self, body: EngineBody, caller: Caller) -> dict[str, Any]:
+        """Return what an engine answers to a body that asks for a number of tokens. Raises as ``serve_by_engine``."""
+        self.gateway.core.check_room_for_call()
+        counting = self._renderer.count_tokens(body, self._deadline(body, caller))
+        try:
+            return await self._in_time(counting, body.time_limit_s(self._request_timeout_s), caller)
+        except EngineRefusal as refusal:
+            raise RequestFailure(refusal.info) from None
+
+    def _deadline(self, body: EngineBody, caller: Caller) -> float:
+        return caller.arrival + body.time_limit_s(self._request_timeout_s)
+
+    async def _render(self, body: EngineBody, caller: Caller) -> Prepared:
+        request = body.of_router()
+        options, limits = await self._check(request)
+        check_num_choices(body.num_prompts, request.n or 1)
+        rendered = await self._renderer.render(body, self._deadline(body, caller))
         prompts = [
             Prompt(found.token_ids, "", model_fingerprint=rendered.model_fingerprint, engine_request=found.engine_request)
             for found in rendered.prompts
@@ -235,25 +285,13 @@ class Endpoints:
         check_rendered(prompts, request.n or 1, caller.hold)
         if options.echo:
             prompts = [replace(prompt, text=await self._pool.decode(prompt.token_ids)) for prompt in prompts]
-        return await self._generate(request, options, prompts, limits, caller, body if body.is_split else None)
+        return await self._prepared(request, options, prompts, limits, body if body.is_split else None)
 
-    async def count_by_engine(self, body: EngineBody, caller: Caller) -> dict[str, Any]:
-        """Return what an engine answers to a body that asks for a number of tokens. Raises as ``serve_by_engine``."""
-        self.gateway.core.check_room_for_call()
-        counting = self._renderer.count_tokens(body, body.time_limit_s(self._request_timeout_s))
-        try:
-            return await unless_gone(caller.receive, counting)
-        except EngineRefusal as refusal:
-            raise RequestFailure(refusal.info) from None
-
-    async def _pass_on(self, body: EngineBody, caller: Caller) -> ASGIApp:
+    async def _pass_on(self, body: EngineBody, caller: Caller, stack: AsyncExitStack) -> EngineAnswer:
         await self.gateway.wait_for_route()
         self.check_ready()
-        timeout_s = body.time_limit_s(self._request_timeout_s)
-        legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, timeout_s, caller.trace)
-        async with AsyncExitStack() as stack:
-            answer = await unless_gone(caller.receive, legs.open(body, stack))
-            return PassedOn(body.path, answer, stack.pop_all(), self.metrics)
+        legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, self._deadline(body, caller), caller.trace)
+        return await legs.open(body, stack)
 
     async def _checked_form(
         self, form: StructuredOutput | None, field: str | None, tools: ToolUse | None
@@ -281,31 +319,33 @@ class Endpoints:
         await self.gateway.wait_for_route()
         return options, self.limits()
 
-    async def _generate(
+    async def _prepared(
         self,
         request: CompletionRequest | ChatCompletionRequest,
         options: OutputOptions,
         prompts: list[Prompt],
         limits: ModelLimits,
-        caller: Caller,
         split: EngineBody | ChatOutput | ResponsesOutput | None = None,
-    ) -> ASGIApp:
-        """Generate. The answer is split by this router, or by the engine to which ``split`` went."""
+    ) -> Prepared:
+        """Return the request with the parameters of all its prompts, whose form workers can compile."""
         shared = shared_params(request, limits, len(prompts))
-        splitting = split.splitting if isinstance(split, ResponsesOutput) else split
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
-        tools = splitting.tools if isinstance(splitting, ChatOutput) else None
+        found = Prepared(request, options, prompts, limits, shared, split)
+        tools = found.splitting.tools if isinstance(found.splitting, ChatOutput) else None
         form = await self._checked_form(shared.structured_output, field_of_form(request), tools)
-        shared = msgspec.structs.replace(shared, structured_output=form)
-        submissions = [self._submission(request, prompt, shared, limits, caller.tenant) for prompt in prompts]
-        output = RequestOutput(self._tokenizer, options, prompts, submissions[0].n)
+        return replace(found, shared=msgspec.structs.replace(shared, structured_output=form))
+
+    async def _generate(self, found: Prepared, caller: Caller) -> ASGIApp:
+        request, options, split, splitting = found.request, found.options, found.split, found.splitting
+        submissions = [self._submission(found, prompt, caller) for prompt in found.prompts]
+        output = RequestOutput(self._tokenizer, options, found.prompts, submissions[0].n)
         kind = "resp_" if isinstance(split, ResponsesOutput) else _ID_PREFIXES[type(request)]
         envelope = Envelope(id=f"{kind}{submissions[0].request_id}", created=int(time.time()), model=self.model)
         if isinstance(splitting, ChatOutput):
             splitting.answer_id = envelope["id"]
         shaper: CompletionShaper | ChatShaper | ResponsesShaper
         if isinstance(split, ResponsesOutput):
-            shaper = ResponsesShaper(envelope, options, output, self._texts, split, shared)
+            shaper = ResponsesShaper(envelope, options, output, self._texts, split, found.shared)
         elif isinstance(request, CompletionRequest):
             shaper = CompletionShaper(envelope, options, output, self._texts)
         else:
@@ -316,7 +356,7 @@ class Endpoints:
         if isinstance(shaper, ResponsesShaper):
             answer: HttpAnswer = ResponsesAnswer(generation, output, shaper, caller.receive, self._pool)
         elif isinstance(split, EngineBody) and isinstance(shaper, ChatShaper):
-            splitter = self._splitter(split, prompts[0])
+            splitter = self._splitter(split, found.prompts[0], caller)
             answer = SplitAnswer(generation, output, shaper, caller.receive, self._pool, splitter)
         else:
             answer = HttpAnswer(generation, output, shaper, caller.receive, self._pool)
@@ -330,30 +370,18 @@ class Endpoints:
         answer.close()
         return response
 
-    def _splitter(self, body: EngineBody, prompt: Prompt) -> OutputSplitter:
-        return OutputSplitter(
-            self._renderer,
-            body,
-            prompt.token_ids,
-            prompt.model_fingerprint,
-            body.time_limit_s(self._request_timeout_s),
-        )
+    def _splitter(self, body: EngineBody, prompt: Prompt, caller: Caller) -> OutputSplitter:
+        return OutputSplitter(self._renderer, body, prompt.token_ids, prompt.model_fingerprint, self._deadline(body, caller))
 
-    def _submission(
-        self,
-        request: CompletionRequest | ChatCompletionRequest,
-        prompt: Prompt,
-        shared: SamplingParams,
-        limits: ModelLimits,
-        tenant: int,
-    ) -> Submission:
+    def _submission(self, found: Prepared, prompt: Prompt, caller: Caller) -> Submission:
+        request = found.request
         return Submission(
             request_id=new_hex_id(self._ids),
             prompt_token_ids=prompt.token_ids,
-            sampling=params_of_prompt(request, shared, len(prompt.token_ids), new_seed(self._ids), limits),
+            sampling=params_of_prompt(request, found.shared, len(prompt.token_ids), new_seed(self._ids), found.limits),
             n=request.n or 1,
             priority=request.priority or 0,
-            tenant=tenant,
+            tenant=caller.tenant,
             affinity=request.session_id or request.user or getattr(request, "prompt_cache_key", None) or "",
             cache_salt=request.cache_salt or "",
             kv_load_failure_policy=load_failure_policy(request),
@@ -363,6 +391,7 @@ class Endpoints:
             model_fingerprint=prompt.model_fingerprint,
             engine_request=prompt.engine_request,
             timeout_s=request.timeout_s,
+            spent_s=self.gateway.now - caller.arrival,
         )
 
     def _choose_weights(self) -> bytes:

@@ -1,12 +1,9 @@
-"""An engine's answer as the router's own: status, type and bytes, as they come. Ends what is done for clients that leave."""
+"""An engine's answer as the router's own: status, type and bytes, as they come."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from http import HTTPStatus
-from typing import Any, TypeVar
 
 from litestar.types import Receive, Scope, Send
 
@@ -14,12 +11,12 @@ from core.errors import Cancelled
 from core.wire.messages import ErrorInfo
 from router.dispatch.engine_api import CallFailed, EngineAnswer
 from router.http import sse
+from router.http.caller import unless_gone
 from router.http.errors import anthropic_error_body, error_body
 from router.metrics import RouterMetrics
 from router.rendered.bodies import MESSAGES
 from router.rendered.renderer import refusal
 
-T = TypeVar("T")
 _EVENT_END = b"\n\n"
 
 
@@ -77,27 +74,3 @@ def _split(data: bytes) -> tuple[bytes, bytes]:
     """Return the whole events, and the beginning of the next one."""
     end = data.rfind(_EVENT_END)
     return (data[: end + len(_EVENT_END)], data[end + len(_EVENT_END) :]) if end >= 0 else (b"", data)
-
-
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of ``work``, which is cancelled when the client leaves. Its body has been read.
-
-    Raises:
-        Cancelled: the client has left.
-    """
-    working = asyncio.create_task(work)
-    leaving = asyncio.create_task(_wait_for_leave(receive))
-    try:
-        await asyncio.wait([working, leaving], return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise Cancelled("client disconnected")
-        return working.result()
-    finally:
-        for task in (working, leaving):
-            task.cancel()
-        await asyncio.gather(working, leaving, return_exceptions=True)
-
-
-async def _wait_for_leave(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

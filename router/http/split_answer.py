@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 import msgspec
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive
 
+from core.errors import Cancelled
+from core.wire.messages import ErrorInfo
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
+from router.http.caller import unless_left
 from router.http.direct_write import DirectWriter
 from router.http.errors import RequestFailure
 from router.http.streaming import HttpAnswer
@@ -43,10 +46,7 @@ class SplitAnswer(HttpAnswer):
         """Wait for the whole output, have it split, and return the response. Raises as ``HttpAnswer.whole``."""
         while not self.is_finished:
             self._chat_shaper.gather(await self._deltas())
-        try:
-            choices = await self._splitter.whole(self._chat_shaper.merged())
-        except EngineRefusal as refusal:
-            raise RequestFailure(refusal.info) from None
+        choices = await self._split(self._splitter.whole(self._chat_shaper.merged()))
         whole: dict[str, Any] = msgspec.to_builtins(self._chat_shaper.whole())
         return ASGIResponse(body=_encoder.encode(whole | {"choices": choices}), media_type="application/json")
 
@@ -54,14 +54,20 @@ class SplitAnswer(HttpAnswer):
         """Wait for updates and return their events, possibly none. Raises as ``HttpAnswer.next``."""
         events = []
         for delta in _joined(await self._deltas()):
-            try:
-                choices = await self._splitter.part(delta)
-            except EngineRefusal as refusal:
-                raise RequestFailure(refusal.info) from None
+            choices = await self._split(self._splitter.part(delta))
             if choices:
                 chunk: dict[str, Any] = msgspec.to_builtins(self._chat_shaper.empty_chunk())
                 events.append(sse.event(chunk | {"choices": choices}))
         return b"".join(events)
+
+    async def _split(self, splitting: Coroutine[Any, Any, list[dict[str, Any]]]) -> list[dict[str, Any]]:
+        """Return the choices that the engine makes of output, which may have ended: the engine stops when the client leaves."""
+        try:
+            return await unless_left(self._watch, splitting)
+        except EngineRefusal as refusal:
+            raise RequestFailure(refusal.info) from None
+        except Cancelled as gone:
+            raise RequestFailure(ErrorInfo.of(gone)) from None
 
     def write_to(self, writer: DirectWriter | None) -> None:
         """Do nothing: the engine is asked about every piece, which takes a task."""

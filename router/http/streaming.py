@@ -21,6 +21,7 @@ from core.wire.messages import ErrorInfo
 from router.dispatch.types import Update
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
+from router.http.caller import wait_for_leave
 from router.http.direct_write import DirectWriter, writer_of
 from router.http.errors import BUG, RequestFailure, error_body
 from router.http.event_encoder import EventEncoder
@@ -212,7 +213,5 @@ class EventStream:
 
 
 async def _abort_when_gone(receive: Receive, generation: Generation) -> None:
-    """Wait until the client disconnects. The body has been read, so no other message can arrive."""
-    while (await receive())["type"] != "http.disconnect":
-        pass
+    await wait_for_leave(receive)
     generation.abort("client disconnected")

@@ -47,12 +47,15 @@ class _PrefillAnswer(msgspec.Struct):
 
 @dataclass(slots=True)
 class TwoLegs:
-    """Serves bodies as a whole. ``timeout_s`` is that of both legs with all their tries. ``trace`` is the client's."""
+    """Serves bodies as a whole. Both legs with all their tries have one ``deadline``, seconds of the router's clock.
+
+    ``trace`` is the client's.
+    """
 
     api: EngineApi
     core: RouterCore
     ids: IdSource
-    timeout_s: float
+    deadline: float
     trace: TraceContext | None
 
     async def open(self, body: EngineBody, stack: AsyncExitStack) -> EngineAnswer:
@@ -64,7 +67,6 @@ class TwoLegs:
         """
         avoid: set[WorkerKey] = set()
         last: ErrorInfo | None = None
-        deadline = self.api.now() + self.timeout_s
         for _ in range(MAX_TRIES):
             try:
                 route = choose_route(self.core.membership.workers, Demand(num_tokens=1, avoid=frozenset(avoid)))
@@ -72,10 +74,10 @@ class TwoLegs:
                 if last is None:
                     raise
                 break
-            params = await self._prefill(body, route.prefill, avoid, deadline) if route.prefill is not None else None
+            params = await self._prefill(body, route.prefill, avoid) if route.prefill is not None else None
             fields = body.for_engine(**({"kv_transfer_params": params} if params else {}))
             try:
-                call = self._call(route.decode, body, fields, deadline)
+                call = self._call(route.decode, body, fields)
                 answer = await stack.enter_async_context(call)
             except CallFailed as failed:
                 last = failed.info
@@ -92,14 +94,12 @@ class TwoLegs:
         assert last is not None, "a try has ended"
         raise EngineRefusal(last)
 
-    async def _prefill(
-        self, body: EngineBody, worker: GenerationWorker, avoid: set[WorkerKey], deadline: float
-    ) -> dict[str, Any] | None:
+    async def _prefill(self, body: EngineBody, worker: GenerationWorker, avoid: set[WorkerKey]) -> dict[str, Any] | None:
         """Have the prompt computed; return where its KV is, None if it has to be computed again."""
         changes: dict[str, object] = {"max_completion_tokens": None, "min_tokens": None, "stream_options": None, "n": None}
         fields = body.for_engine(**changes, stream=False, max_tokens=1, kv_transfer_params=_REMOTE_DECODE)
         try:
-            async with self._call(worker, body, fields, deadline) as answer:
+            async with self._call(worker, body, fields) as answer:
                 content = await answer.whole()
         except CallFailed as failed:
             logger.warning(event("prefill_leg_failed", path=body.path, code=failed.info.code, message=failed.info.message))
@@ -116,13 +116,13 @@ class TwoLegs:
             return None
 
     def _call(
-        self, worker: GenerationWorker, body: EngineBody, fields: dict[str, Any], deadline: float
+        self, worker: GenerationWorker, body: EngineBody, fields: dict[str, Any]
     ) -> AbstractAsyncContextManager[EngineAnswer]:
         call = EngineCall(
             request_id=new_hex_id(self.ids, "call-"),
             path=body.path,
             body=msgspec.json.encode(fields),
-            deadline_ms=deadline_ms(deadline - self.api.now()),
+            deadline_ms=deadline_ms(self.deadline - self.api.now()),
             trace=self.trace,
         )
         return self.api.call(worker, call)

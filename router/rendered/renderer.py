@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from core.errors import NoWorker
+from core.errors import DeadlineExceeded, NoWorker
 from core.ids import IdSource, new_hex_id
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo
@@ -73,47 +73,47 @@ class RenderedBody:
 
 
 class EngineRenderer:
-    """Calls the engines' routes for one request after another."""
+    """Calls the engines' routes for one request after another, each until its deadline, seconds of the router's clock."""
 
     def __init__(self, api: EngineApi, ids: IdSource) -> None:
         self._api = api
         self._ids = ids
 
-    async def render(self, body: EngineBody, timeout_s: float) -> RenderedBody:
+    async def render(self, body: EngineBody, deadline: float) -> RenderedBody:
         """Return the prompts of a body.
 
         Raises:
             EngineRefusal: the engine refuses it, or no engine could render it.
         """
         fields = body.for_engine(stream=False, stream_options=None)
-        found, model_fingerprint = await self._ask(f"{body.path}/render", fields, timeout_s, _read_rendered)
+        found, model_fingerprint = await self._ask(f"{body.path}/render", fields, deadline, _read_rendered)
         prompts = [_prompt(item, body.adapter) for item in found]
         return RenderedBody(prompts, model_fingerprint)
 
-    async def count_tokens(self, body: EngineBody, timeout_s: float) -> dict[str, Any]:
+    async def count_tokens(self, body: EngineBody, deadline: float) -> dict[str, Any]:
         """Return what an engine answers to the path of a body that only asks for a number of tokens.
 
         Raises:
             EngineRefusal: the engine refuses it, or no engine could answer.
         """
-        answer, _ = await self._ask(body.path, body.for_engine(), timeout_s, msgspec.json.Decoder(dict[str, Any]).decode)
+        answer, _ = await self._ask(body.path, body.for_engine(), deadline, msgspec.json.Decoder(dict[str, Any]).decode)
         return answer
 
-    async def derender(self, body: Mapping[str, Any], timeout_s: float, model_fingerprint: bytes, kind: type[T]) -> T:
+    async def derender(self, body: Mapping[str, Any], deadline: float, model_fingerprint: bytes, kind: type[T]) -> T:
         """Return what an engine makes of output tokens, a ``SplitOutput`` or, of a stream, a ``SplitPart``.
 
         Raises:
             EngineRefusal: no engine could read them.
         """
         read = msgspec.json.Decoder(kind).decode
-        answer, _ = await self._ask("/v1/chat/completions/derender", body, timeout_s, read, model_fingerprint)
+        answer, _ = await self._ask("/v1/chat/completions/derender", body, deadline, read, model_fingerprint)
         return answer
 
     async def _ask(
         self,
         path: str,
         body: Mapping[str, Any],
-        timeout_s: float,
+        deadline: float,
         read: Callable[[bytes], T],
         model_fingerprint: bytes = b"",
     ) -> tuple[T, bytes]:
@@ -122,9 +122,12 @@ class EngineRenderer:
         encoded = msgspec.json.encode(body)
         last = ErrorInfo.of(NoWorker("no engine answers"))
         for _ in range(MAX_TRIES):
+            left_s = deadline - self._api.now()
+            if left_s <= 0:
+                raise EngineRefusal(ErrorInfo.of(DeadlineExceeded("the engines did not answer in the time of the request")))
             try:
                 worker = self._api.choose(frozenset(avoid), model_fingerprint)
-                status, content = await self._call(worker, path, encoded, timeout_s)
+                status, content = await self._call(worker, path, encoded, left_s)
                 if status == HTTPStatus.OK:
                     return read(content), worker.facts.model_fingerprint
                 last = refusal(status, content)

@@ -20,13 +20,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class OutputSplitter:
-    """The answers of one request. ``timeout_s`` is that of one call."""
+    """The answers of one request, until its ``deadline``, seconds of the router's clock."""
 
     renderer: EngineRenderer
     body: EngineBody
     prompt_token_ids: Sequence[int]
     model_fingerprint: bytes
-    timeout_s: float
+    deadline: float
     _states: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # of each choice of a stream
     _chat_request: dict[str, Any] = field(init=False)
 
@@ -64,7 +64,7 @@ class OutputSplitter:
             "prompt_tokens": len(self.prompt_token_ids),
             "prompt_token_ids": list(self.prompt_token_ids),
         }
-        return await self.renderer.derender(request, self.timeout_s, self.model_fingerprint, kind)
+        return await self.renderer.derender(request, self.deadline, self.model_fingerprint, kind)
 
     @property
     def _tool_choice(self) -> object:

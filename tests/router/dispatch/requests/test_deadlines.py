@@ -292,3 +292,13 @@ def test_without_workers_the_error_is_not_about_the_deadline(make_bench):
     bench = make_bench()
     with pytest.raises(Exception, match="no worker has registered"):
         bench.core.submit(bench.submission("r1", timeout_s=0.001), bench.now)
+
+
+@pytest.mark.parametrize("timeout_s", [10.0, None, 900.0])
+def test_what_was_spent_before_a_request_was_submitted_is_a_part_of_its_time(make_bench, timeout_s):
+    bench = make_bench("a0")
+    limit_s = min(timeout_s or 60.0, 60.0)
+    bench.do(bench.core.submit(bench.submission(timeout_s=timeout_s, spent_s=4.0), bench.now))
+    assert bench.generated("a0").deadline_ms == (limit_s - 4.0) * 1000
+    bench.tick(limit_s - 4.0)
+    assert bench.error().message == f"the request took longer than {limit_s:g} s"

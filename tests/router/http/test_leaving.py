@@ -1,0 +1,125 @@
+"""What is done for one request alone ends when its client leaves, and when its time is over."""
+
+import asyncio
+import threading
+from contextlib import suppress
+
+import httpx
+import pytest
+
+from core.wire.engine_calls import EngineCall
+from core.wire.messages import Abort
+
+CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
+RENDER, SPLIT = f"{CHAT}/render", f"{CHAT}/derender"
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+RENDERED = (200, {"token_ids": [5, 6, 7]})
+
+
+def chat(**fields):
+    return {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20} | fields
+
+
+@pytest.fixture
+async def splitting(start_router):
+    """A router, and a worker whose engine renders at once but never answers how an output is split."""
+    served = await start_router()
+    calls = {RENDER: lambda body: RENDERED, SPLIT: lambda body: (200, None)}
+    return served, await served.add("aggregated", takes_calls=True, script=served.script(calls=calls))
+
+
+async def ask_and_leave(served, path, body, begun):
+    """Send a request, and close its connection once ``begun`` is true."""
+    async with served.client() as client:
+        asked = asyncio.create_task(client.post(path, json=body))
+        await served.until(begun)
+        asked.cancel()
+        with suppress(asyncio.CancelledError, httpx.HTTPError):
+            await asked
+
+
+@pytest.mark.parametrize("fields", [{}, {"stream": True}], ids=["whole", "stream"])
+async def test_an_engine_does_not_go_on_splitting_for_a_client_that_has_left(splitting, fields):
+    served, worker = splitting
+
+    def split_calls():
+        return [call for call in worker.messages(EngineCall) if call.path == SPLIT]
+
+    await ask_and_leave(served, CHAT, chat(tools=TOOLS, **fields), split_calls)
+    await worker.aborts(split_calls()[0].request_id)
+    await served.until(lambda: not served.router.gateway.core.calls)
+    assert len(split_calls()) == 1, "no other engine is asked"
+
+
+@pytest.mark.slow
+async def test_rendering_generating_and_splitting_have_one_time_limit(splitting):
+    served, worker = splitting
+    worker.script.pause_after = 1
+    async with served.client() as client:
+        asked = asyncio.create_task(client.post(CHAT, json=chat(tools=TOOLS, timeout_s=1.0)))
+        await worker.generated()
+        await asyncio.sleep(0.3)
+        worker.script.resume.set()
+        answer = await asked
+    assert answer.status_code == 504
+    assert answer.json()["error"]["code"] == "deadline_exceeded"
+    render, split = worker.messages(EngineCall)
+    assert split.deadline_ms <= render.deadline_ms - 250
+    assert (await worker.generated()).deadline_ms <= 1000
+
+
+class HeldChecker:
+    """Checks of grammars that wait for ``go``."""
+
+    def __init__(self):
+        self.go = threading.Event()
+        self.asked = []
+
+    def check_kept(self, output):
+        return False
+
+    def check(self, output):
+        self.asked.append(output.value)
+        assert self.go.wait(30)
+
+    def close(self):
+        self.go.set()
+
+
+@pytest.fixture
+async def held(start_router):
+    """A router that serves, and whose checks of grammars are held."""
+    served = await start_router()
+    await served.add("aggregated")
+    checker = HeldChecker()
+    served.router.endpoints._grammars.close()
+    gate = served.router.endpoints._grammars = type(served.router.endpoints._grammars)(None)
+    gate._checker = checker
+    yield served, checker
+    gate.close()
+
+
+async def test_a_grammar_whose_client_has_closed_its_connection_is_not_checked(held):
+    served, checker = held
+    trials = served.router.endpoints._grammars._trials
+    async with served.client() as client:
+        first = asyncio.create_task(client.post(CHAT, json=chat(guided_regex="first")))
+        await served.until(lambda: checker.asked)
+        left = {"prompt": "x", "guided_regex": "left"}
+        await ask_and_leave(served, COMPLETIONS, left, lambda: len(trials) == 2)
+        await served.until(lambda: len(trials) == 1)
+        checker.go.set()
+        assert (await first).status_code == 200
+        assert (await client.post(CHAT, json=chat(guided_regex="next"))).status_code == 200
+    assert checker.asked == ["first", "next"]
+
+
+@pytest.mark.slow
+async def test_the_wait_for_a_grammar_is_a_part_of_the_time_of_the_request(held):
+    served, checker = held
+    async with served.client() as client:
+        answer = await client.post(CHAT, json=chat(guided_regex="first", timeout_s=0.2))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
+    assert answer.json()["error"]["message"] == "the request took longer than 0.2 s"
+    assert checker.asked == ["first"]
+    assert not [worker for worker in served.workers if worker.messages(Abort)], "no worker had it"
