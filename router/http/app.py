@@ -38,7 +38,7 @@ from core.wire.messages import ErrorInfo
 from core.worker.ops_http import OpsResponse
 from router.http.api_keys import key_of, tenant_of
 from router.http.caller import Caller
-from router.http.endpoints import Detokenized, Endpoints, Tokenized
+from router.http.endpoints import Endpoints
 from router.http.errors import BUG, RETRY_AFTER_S, AnthropicErrorBody, ErrorBody, RequestFailure, error_response, is_anthropics
 from router.http.key_limit import KeyLimit
 from router.http.middleware import RequestIdMiddleware, client_id, report_ignored
@@ -47,6 +47,7 @@ from router.http.probes import ProbeAnswers
 from router.http.uploads import UploadLimit, hold_of
 from router.openai.body_parser import decode_json
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from router.openai.tokenized import Detokenized, Tokenized
 from router.openai.unknown_fields import parse_lenient_body
 from router.rendered.bodies import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, EngineBody
 from router.responses_api.requests import ResponsesRequest

@@ -63,6 +63,7 @@ from router.openai.sampling import (
 from router.openai.served_model import ServedModel
 from router.openai.structured import GrammarGate, field_of_form
 from router.openai.text_pool import TextPool
+from router.openai.tokenized import Detokenized, Tokenized
 from router.openai.tool_choice import ToolUse, calls_form, form_or_free_calls, tool_use
 from router.rendered.bodies import CHAT, EngineBody, engine_body
 from router.rendered.legs import TwoLegs
@@ -89,21 +90,6 @@ _UNKNOWN_TOKENS = (
     "there, with the value null if the model has none"
 )
 _ID_PREFIXES = {CompletionRequest: "cmpl-", ChatCompletionRequest: "chatcmpl-"}
-
-
-class Tokenized(msgspec.Struct, kw_only=True):
-    """Answer of ``POST /tokenize``."""
-
-    count: int
-    max_model_len: int
-    tokens: list[int]
-    token_strs: list[str] | None = None
-
-
-class Detokenized(msgspec.Struct, kw_only=True):
-    """Answer of ``POST /detokenize``."""
-
-    prompt: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,6 @@ from typing import Any
 
 import msgspec
 
-from router.http.endpoints import Detokenized, Tokenized
 from router.http.errors import ErrorBody
 from router.openai.requests import (
     NEUTRAL,
@@ -24,6 +23,7 @@ from router.openai.requests import (
 )
 from router.openai.responses import ChatChunk, ChatCompletion, Completion
 from router.openai.sampling import ID_FIELDS, MAX_ID_CHARACTERS, MAX_LOGPROBS, RANGES
+from router.openai.tokenized import Detokenized, Tokenized
 from router.responses_api.bodies import RESPONSE_EVENTS, ResponseBody
 from router.responses_api.requests import RESPONSES_NEUTRAL, ResponsesRequest
 

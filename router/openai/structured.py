@@ -7,19 +7,22 @@ killed at its deadline. Torch-free.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, Overloaded
 from core.grammar.checker import GrammarChecker
 from core.grammar.child import Setup
 from core.grammar.limits import check_limits
 from core.model.tokenizer import Tokenizer
 from core.wire.sampling import IGNORES_END, GrammarKind, StructuredOutput
 from router.openai.requests import CommonRequest, is_one_of
+
+MAX_TRIALS = 32  # as a worker has
+MAX_WAIT_S = 20.0
 
 # vLLM's name of each form, as a key of ``structured_outputs`` and after ``guided_``.
 _KINDS: dict[str, GrammarKind] = {
@@ -156,7 +159,8 @@ def _text(value: object) -> str:
 class _Trial:
     """One grammar that waits for the thread or is compiled, for all requests that have it."""
 
-    job: asyncio.Future[None]
+    work: Future[None]  # the thread's
+    job: asyncio.Future[None]  # the event loop's view of it
     num_waiting: int = 0
 
 
@@ -164,22 +168,24 @@ class GrammarGate:
     """Refuses grammars that no worker could compile. Its process is started by the first one.
 
     Requests of one grammar share its trial, also one that ends without an answer; a trial that nobody waits for is left out.
+    At most ``MAX_TRIALS`` are open, and ``max_wait_s`` bounds the wait until one begins.
     """
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, max_wait_s: float = MAX_WAIT_S) -> None:
         def setup() -> Setup:
             return Setup(tokenizer.backend.to_str(), tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
 
         self._checker = GrammarChecker(setup)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-grammar")
         self._trials: dict[StructuredOutput, _Trial] = {}
+        self._max_wait_s = max_wait_s
 
     async def check(self, output: StructuredOutput | None, field: str | None) -> None:
         """Compile a grammar on trial; answers are kept.
 
         Raises:
             InvalidRequest: it is malformed, not supported, or too complex; names the field and the part.
-            Overloaded: the machine is too busy to tell.
+            Overloaded: too many others wait, or the machine is too busy to tell.
         """
         if output is None:
             return
@@ -192,11 +198,16 @@ class GrammarGate:
     async def _try(self, output: StructuredOutput) -> None:
         trial = self._trials.get(output)
         if trial is None:
-            loop = asyncio.get_running_loop()
-            trial = self._trials[output] = _Trial(loop.run_in_executor(self._thread, self._checker.check, output))
+            if len(self._trials) >= MAX_TRIALS:
+                raise Overloaded(f"{MAX_TRIALS} grammars wait to be checked already: try again later")
+            work = self._thread.submit(self._checker.check, output)
+            trial = self._trials[output] = _Trial(work, asyncio.wrap_future(work))
         trial.num_waiting += 1
         try:
-            await asyncio.wait((trial.job,))
+            await asyncio.wait((trial.job,), timeout=self._max_wait_s)
+            if not trial.work.running() and not trial.work.done():
+                raise Overloaded("the grammars before this one took too long to check: try again later")
+            await asyncio.wait((trial.job,))  # the checker ends it in time
         finally:
             trial.num_waiting -= 1
             if trial.job.done() or not trial.num_waiting:

@@ -13,7 +13,7 @@ from core.wire.sampling import StructuredOutput
 from router.openai.body_parser import parse_body
 from router.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.openai.sampling import ModelLimits, check_supported, shared_params
-from router.openai.structured import GrammarGate, field_of_form, structured_output
+from router.openai.structured import MAX_TRIALS, GrammarGate, field_of_form, structured_output
 from tests.support.json_model import write_json_model
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -207,3 +207,28 @@ async def test_a_grammar_whose_clients_have_left_is_not_checked(slow_gate):
     await first
     await slow_gate.check(of_regex("next"), "guided_regex")
     assert slow_gate._checker.asked == ["good", "next"]
+
+
+async def test_more_grammars_than_may_wait_are_refused_but_not_known_ones(slow_gate):
+    slow_gate._checker.kept.add(of_regex("known"))
+    waiting = [asyncio.create_task(slow_gate.check(of_regex(f"a{index}"), "guided_regex")) for index in range(MAX_TRIALS)]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="32 grammars wait"):
+        await slow_gate.check(of_regex("one more"), "guided_regex")
+    shared = asyncio.create_task(slow_gate.check(of_regex("a5"), "guided_regex"))
+    await slow_gate.check(of_regex("known"), "guided_regex")
+    slow_gate._checker.go.set()
+    await asyncio.gather(*waiting, shared)
+    await slow_gate.check(of_regex("one more"), "guided_regex")
+
+
+async def test_the_wait_for_other_grammars_is_bounded_but_not_its_own_check(slow_gate):
+    slow_gate._max_wait_s = 0.2
+    first = asyncio.create_task(slow_gate.check(of_regex("good"), "guided_regex"))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="took too long"):
+        await slow_gate.check(of_regex("behind"), "guided_regex")
+    assert not first.done()
+    slow_gate._checker.go.set()
+    await first
+    assert slow_gate._checker.asked == ["good"]
