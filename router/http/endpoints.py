@@ -340,12 +340,12 @@ class Endpoints:
         # Last, because a failure after this would have to abort workers.
         generation = await self.gateway.open(caller.client_id, submissions, caller.trace)
         if isinstance(shaper, ResponsesShaper):
-            answer: HttpAnswer = ResponsesAnswer(generation, output, shaper, caller.receive, self._pool)
+            answer: HttpAnswer = ResponsesAnswer(generation, output, shaper, caller, self._pool)
         elif isinstance(split, EngineBody) and isinstance(shaper, ChatShaper):
             splitter = self._splitter(split, found.prompts[0], caller)
-            answer = SplitAnswer(generation, output, shaper, caller.receive, self._pool, splitter)
+            answer = SplitAnswer(generation, output, shaper, caller, self._pool, splitter)
         else:
-            answer = HttpAnswer(generation, output, shaper, caller.receive, self._pool)
+            answer = HttpAnswer(generation, output, shaper, caller, self._pool)
         try:
             if options.is_stream:
                 return EventStream(answer, await answer.first(), self.metrics)

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from litestar.types import Receive
-
 from core.wire.messages import ErrorInfo
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
+from router.http.caller import Caller
 from router.http.streaming import HttpAnswer
 from router.openai.postprocess import Delta, RequestOutput
 from router.openai.text_pool import TextPool
@@ -21,9 +20,9 @@ class ResponsesAnswer(HttpAnswer):
     """As ``HttpAnswer``, with the events of this endpoint."""
 
     def __init__(
-        self, generation: Generation, output: RequestOutput, shaper: ResponsesShaper, receive: Receive, pool: TextPool
+        self, generation: Generation, output: RequestOutput, shaper: ResponsesShaper, caller: Caller, pool: TextPool
     ) -> None:
-        super().__init__(generation, output, shaper, receive, pool)
+        super().__init__(generation, output, shaper, caller, pool)
         self._responses_shaper = shaper
 
     def _events(self, deltas: Sequence[Delta]) -> bytes:

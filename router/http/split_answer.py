@@ -7,13 +7,12 @@ from typing import Any
 
 import msgspec
 from litestar.response.base import ASGIResponse
-from litestar.types import Receive
 
 from core.errors import Cancelled
 from core.wire.messages import ErrorInfo
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
-from router.http.caller import unless_left
+from router.http.caller import Caller, unless_left
 from router.http.direct_write import DirectWriter
 from router.http.errors import RequestFailure
 from router.http.streaming import HttpAnswer
@@ -34,21 +33,22 @@ class SplitAnswer(HttpAnswer):
         generation: Generation,
         output: RequestOutput,
         shaper: ChatShaper,
-        receive: Receive,
+        caller: Caller,
         pool: TextPool,
         splitter: OutputSplitter,
     ) -> None:
-        super().__init__(generation, output, shaper, receive, pool)
+        super().__init__(generation, output, shaper, caller, pool)
         self._chat_shaper = shaper
         self._splitter = splitter
 
     async def whole(self) -> ASGIResponse:
         """Wait for the whole output, have it split, and return the response. Raises as ``HttpAnswer.whole``."""
         while not self.is_finished:
-            self._chat_shaper.gather(await self._deltas())
+            self._hold(self._chat_shaper.gather(await self._deltas()))
         choices = await self._split(self._splitter.whole(self._chat_shaper.merged()))
-        whole: dict[str, Any] = msgspec.to_builtins(self._chat_shaper.whole())
-        return ASGIResponse(body=_encoder.encode(whole | {"choices": choices}), media_type="application/json")
+        rest: dict[str, Any] = msgspec.to_builtins(self._chat_shaper.body([]))
+        body = await self._shaped(lambda: _encoder.encode(rest | {"choices": choices}))
+        return ASGIResponse(body=body, media_type="application/json")
 
     async def next(self) -> bytes:
         """Wait for updates and return their events, possibly none. Raises as ``HttpAnswer.next``."""

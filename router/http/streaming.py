@@ -21,7 +21,7 @@ from core.wire.messages import ErrorInfo
 from router.dispatch.types import Update
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
-from router.http.caller import wait_for_leave
+from router.http.caller import Caller, wait_for_leave
 from router.http.direct_write import DirectWriter, writer_of
 from router.http.errors import BUG, RequestFailure, error_body
 from router.http.event_encoder import EventEncoder
@@ -46,7 +46,7 @@ class HttpAnswer:
         generation: Generation,
         output: RequestOutput,
         shaper: CompletionShaper | ChatShaper | ResponsesShaper,
-        receive: Receive,
+        caller: Caller,
         pool: TextPool,
     ) -> None:
         self._generation = generation
@@ -57,16 +57,17 @@ class HttpAnswer:
         self._failure: ErrorInfo | None = None
         self._bug: Exception | None = None
         self._writer: DirectWriter | None = None
-        self._watch = asyncio.create_task(_abort_when_gone(receive, generation))
+        self._watch = asyncio.create_task(_abort_when_gone(caller.receive, generation))
+        self._hold = caller.hold
 
     async def whole(self) -> ASGIResponse:
         """Wait for the whole output and return the response.
 
         Raises:
-            RequestFailure: the request failed, or the client left.
+            RequestFailure: the request failed, the client left, or there is no memory for its log-probabilities.
         """
         while not self._output.is_finished:
-            self._shaper.gather(await self._deltas())
+            self._hold(self._shaper.gather(await self._deltas()))
         body = await self._shaped(lambda: _encoder.encode(self._shaper.whole()))
         return ASGIResponse(body=body, media_type="application/json")
 
@@ -106,7 +107,7 @@ class HttpAnswer:
         return self._encoder.encode(deltas)
 
     async def _shaped(self, shape: Callable[[], bytes]) -> bytes:
-        """Return the result of ``shape``; log-probabilities of a long prompt are encoded on a thread."""
+        """Return the result of ``shape``; many log-probabilities are encoded on a thread."""
         return await self._pool.run(shape) if self._shaper.is_heavy else shape()
 
     def last(self) -> bytes:

@@ -6,9 +6,9 @@ Owns the exact shapes, whole and streamed. Fields that OpenAI does not have (``s
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, cast
+from typing import Any, Literal, TypedDict, TypeVar, cast
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -26,9 +26,14 @@ from router.openai.logprobs import (
 from router.openai.postprocess import Delta, PromptState, RequestOutput
 from router.openai.sampling import OutputOptions
 
-_ENCODED_AT_ONCE = 128  # prompt tokens with log-probabilities; takes some milliseconds
+_ENCODED_AT_ONCE = 128  # tokens with log-probabilities; takes some milliseconds
+_LOGPROBS_AT_ONCE = 4096  # of an answer; takes some ten milliseconds
+_LOGPROB_BYTES = 128  # of memory for each, until the answer is sent
 _SPLIT_AT_ONCE = 16 << 10  # characters; takes some ten milliseconds
 _encoder = msgspec.json.Encoder()
+
+E = TypeVar("E")
+T = TypeVar("T")
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -206,19 +211,25 @@ class Shaper:
         self._texts = texts
         self._gathered: dict[int, _Gathered] = {}
         self._num_gathered = 0  # characters
+        self._num_logprobs = 0  # gathered, with those of other tokens at the same position
         self._started: set[int] = set()
 
     @property
     def is_heavy(self) -> bool:
-        """True if the answer takes long to build: it has log-probabilities of a prompt, or much text to split."""
+        """True if the answer takes long to build: it has log-probabilities of a prompt, or many, or much text to split."""
         options = self._options
+        if self._num_logprobs > _LOGPROBS_AT_ONCE:
+            return True
         return options.prompt_logprobs is not None or (options.echo and options.logprobs is not None)
 
-    def gather(self, deltas: Sequence[Delta]) -> None:
-        """Collect deltas for the whole answer."""
+    def gather(self, deltas: Sequence[Delta]) -> int:
+        """Collect deltas for the whole answer; return how much memory their log-probabilities take, in bytes."""
+        before = self._num_logprobs
         for delta in deltas:
             self._num_gathered += len(delta.text)
+            self._num_logprobs += len(delta.logprobs) * (1 + (self._options.logprobs or 0))
             self._gathered.setdefault(delta.index, _Gathered()).deltas.append(delta)
+        return _LOGPROB_BYTES * (self._num_logprobs - before)
 
     def usage(self) -> UsageBody:
         """Return the counts so far."""
@@ -268,14 +279,7 @@ class Shaper:
     def _prompt_logprobs(self, state: PromptState) -> list[dict[str, dict[str, Any]] | None] | UnsetType:
         if self._options.prompt_logprobs is None or state.report is None or state.report.prompt_logprobs is None:
             return UNSET
-        entries = state.report.prompt_logprobs
-        if len(entries) <= _ENCODED_AT_ONCE:
-            return prompt_logprobs(self._texts, entries)
-        # Already as JSON: an encoder call holds the interpreter's lock, and this list has the length of the answer.
-        starts = range(0, len(entries), _ENCODED_AT_ONCE)
-        pieces = [_encoder.encode(prompt_logprobs(self._texts, entries[start : start + _ENCODED_AT_ONCE])) for start in starts]
-        joined = msgspec.Raw(b"[" + b",".join([piece[1:-1] for piece in pieces]) + b"]")
-        return cast(list[dict[str, dict[str, Any]] | None], joined)
+        return _in_pieces(state.report.prompt_logprobs, lambda entries: prompt_logprobs(self._texts, entries))
 
 
 class CompletionShaper(Shaper):
@@ -352,12 +356,9 @@ class ChatShaper(Shaper):
 
     def whole(self) -> ChatCompletion:
         """Return the answer."""
-        state = self._output.prompts[0]
         parts = [(delta, self._part(delta)) for delta in self.merged()]
-        return ChatCompletion(
-            **self._envelope,
-            system_fingerprint=self._system_fingerprint(),
-            choices=[
+        return self.body(
+            [
                 ChatChoice(
                     index=delta.index,
                     message=_message(part),
@@ -367,7 +368,16 @@ class ChatShaper(Shaper):
                     token_ids=self._token_ids(delta),
                 )
                 for delta, part in parts
-            ],
+            ]
+        )
+
+    def body(self, choices: list[ChatChoice]) -> ChatCompletion:
+        """Return the answer with these choices."""
+        state = self._output.prompts[0]
+        return ChatCompletion(
+            **self._envelope,
+            system_fingerprint=self._system_fingerprint(),
+            choices=choices,
             usage=self.usage(),
             prompt_token_ids=self._prompt_token_ids(state),
             prompt_logprobs=self._prompt_logprobs(state),
@@ -388,19 +398,19 @@ class ChatShaper(Shaper):
                 events.append(self._role_chunk(delta.index, is_first=is_first))
             part = self._part(delta)
             if part or self._shows_tokens(delta):
-                events.append(self._body([self._chunk_choice(delta, part)], self._chunk_usage()))
+                events.append(self._chunk([self._chunk_choice(delta, part)], self._chunk_usage()))
         return events
 
     def last_chunks(self) -> list[ChatChunk]:
         """Return the event of a stream that reports usage."""
-        return [self._body([], self.usage())] if self._options.include_usage else []
+        return [self._chunk([], self.usage())] if self._options.include_usage else []
 
     def empty_chunk(self) -> ChatChunk:
         """Return an event without choices."""
-        return self._body([], self._chunk_usage())
+        return self._chunk([], self._chunk_usage())
 
     def _role_chunk(self, index: int, *, is_first: bool) -> ChatChunk:
-        chunk = self._body([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], self._chunk_usage())
+        chunk = self._chunk([ChatChunkChoice(index=index, delta=ChatDelta(role="assistant", content=""))], self._chunk_usage())
         if is_first:
             chunk.prompt_token_ids = self._prompt_token_ids(self._output.prompts[0])
         return chunk
@@ -424,10 +434,23 @@ class ChatShaper(Shaper):
 
     def _logprobs(self, delta: Delta) -> ChatLogprobs | None:
         num_top = self._options.logprobs
-        return None if num_top is None else chat_logprobs(self._texts, delta.logprobs, num_top)
+        if num_top is None:
+            return None
+        return ChatLogprobs(
+            content=_in_pieces(delta.logprobs, lambda entries: chat_logprobs(self._texts, entries, num_top).content)
+        )
 
-    def _body(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
+    def _chunk(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
         return ChatChunk(**self._envelope, system_fingerprint=self._system_fingerprint(), choices=choices, usage=usage)
+
+
+def _in_pieces(entries: Sequence[E], build: Callable[[Sequence[E]], list[T]]) -> list[T]:
+    """Return what is built of log-probabilities, of many as JSON: an encoder call holds the interpreter's lock."""
+    if len(entries) <= _ENCODED_AT_ONCE:
+        return build(entries)
+    starts = range(0, len(entries), _ENCODED_AT_ONCE)
+    pieces = [_encoder.encode(build(entries[start : start + _ENCODED_AT_ONCE])) for start in starts]
+    return cast(list[T], msgspec.Raw(b"[" + b",".join([piece[1:-1] for piece in pieces]) + b"]"))
 
 
 def _message(part: ChatPart) -> AssistantMessage:

@@ -59,10 +59,11 @@ class ResponsesShaper(Shaper):
         self._num_events = 0
         self._offsets: list[int] = []  # of the tokens, in characters of the text
 
-    def gather(self, deltas: Sequence[Delta]) -> None:
-        """Collect deltas for the whole answer."""
+    def gather(self, deltas: Sequence[Delta]) -> int:
+        """Collect deltas for the whole answer; return 0, since it has no log-probabilities."""
         for delta in deltas:
             self._add(delta)
+        return 0
 
     def whole(self) -> ResponseBody:
         """Return the answer."""

@@ -21,8 +21,8 @@ from router.http.body_checks import check_num_values, separators_outside_texts
 from router.openai import sampling as params_module
 from router.openai.body_parser import parse_body
 from router.openai.chat_template import ChatTemplate
-from router.openai.logprobs import TokenTexts, prompt_logprobs
-from router.openai.postprocess import RequestOutput
+from router.openai.logprobs import TokenTexts, chat_logprobs, prompt_logprobs
+from router.openai.postprocess import Delta, RequestOutput
 from router.openai.preprocess import MAX_MESSAGES, MAX_TOKEN_IDS, Prompt, PromptReader, max_text_tokens
 from router.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, DetokenizeRequest, TextPart
 from router.openai.responses import ChatShaper, CompletionShaper, Envelope
@@ -39,6 +39,7 @@ from router.openai.text_pool import INLINE_CHARACTERS, TextPool
 
 LIMITS = ModelLimits(max_model_len=100_000, vocab_size=257)
 LOOP_THREAD = threading.main_thread()
+MESSAGES = [{"role": "user", "content": "hi"}]
 
 
 @pytest.fixture
@@ -65,6 +66,18 @@ def spy_on(monkeypatch, kind, name):
     def spy(self, argument, *rest, **options):
         calls.append((threading.current_thread(), argument))
         return original(self, argument, *rest, **options)
+
+    monkeypatch.setattr(kind, name, spy)
+    return calls
+
+
+def on_loop(monkeypatch, kind, name):
+    """Return the list of whether each call of a method was on the event loop."""
+    calls, original = [], getattr(kind, name)
+
+    def spy(self, *arguments):
+        calls.append(threading.current_thread() is LOOP_THREAD)
+        return original(self, *arguments)
 
     monkeypatch.setattr(kind, name, spy)
     return calls
@@ -355,14 +368,40 @@ def test_long_logprobs_of_a_prompt_are_the_same_json_in_pieces(tiny_tokenizer, n
 @pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("fields", "is_on_loop"), [({}, True), ({"echo": True, "logprobs": 0}, False)])
 async def test_logprobs_of_prompts_are_written_off_the_loop(served, monkeypatch, is_stream, fields, is_on_loop):
-    name = "chunks" if is_stream else "merged"
-    calls, original = [], getattr(CompletionShaper, name)
-
-    def spy(self, *arguments):
-        calls.append(threading.current_thread() is LOOP_THREAD)
-        return original(self, *arguments)
-
-    monkeypatch.setattr(CompletionShaper, name, spy)
+    calls = on_loop(monkeypatch, CompletionShaper, "chunks" if is_stream else "merged")
     answer = await post(served, "/v1/completions", prompt="abc", max_tokens=2, stream=is_stream, **fields)
     assert answer.status_code == 200
     assert set(calls) == {is_on_loop}
+
+
+@pytest.mark.parametrize(("kind", "prompt"), [(CompletionShaper, {"prompt": "abc"}), (ChatShaper, {"messages": MESSAGES})])
+@pytest.mark.parametrize(("at_once", "is_on_loop"), [(10**6, True), (10, False)])
+async def test_many_logprobs_of_an_answer_are_written_off_the_loop(served, monkeypatch, kind, prompt, at_once, is_on_loop):
+    monkeypatch.setattr("router.openai.responses._LOGPROBS_AT_ONCE", at_once)
+    calls = on_loop(monkeypatch, kind, "merged")
+    path = "/v1/completions" if kind is CompletionShaper else "/v1/chat/completions"
+    logprobs = {"logprobs": 4} if kind is CompletionShaper else {"logprobs": True, "top_logprobs": 4}
+    answer = await post(served, path, max_tokens=8, **prompt, **logprobs)
+    assert answer.status_code == 200
+    assert set(calls) == {is_on_loop}
+
+
+def test_many_logprobs_of_a_chat_are_the_same_json_in_pieces(tiny_tokenizer):
+    entries = [TokenLogprobs((index % 250, 7), (-0.5, -1.5), 1) for index in range(300)]
+    texts, options = TokenTexts(tiny_tokenizer), OutputOptions(logprobs=1)
+    output = RequestOutput(tiny_tokenizer, options, [Prompt((1,), "a")], 1)
+    shaper = ChatShaper(Envelope(id="i", created=1, model="m"), options, output, texts)
+    shaper.gather([Delta(0, "x", [1] * 300, entries, [0] * 300, "length")])
+    written = json.loads(msgspec.json.encode(shaper.whole()))
+    expected = json.loads(msgspec.json.encode(chat_logprobs(texts, entries, 1)))
+    assert written["choices"][0]["logprobs"] == expected
+
+
+async def test_gathered_logprobs_count_with_the_memory_of_requests(start_router):
+    under_test = await start_router(has_http=False, max_upload_bytes=4096)
+    await under_test.add("aggregated")
+    body = {"messages": MESSAGES, "max_tokens": 8, "logprobs": True}
+    assert (await post(under_test, "/v1/chat/completions", **body, top_logprobs=1)).status_code == 200
+    refused = await post(under_test, "/v1/chat/completions", **body, top_logprobs=4)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert (await post(under_test, "/v1/chat/completions", **body, top_logprobs=1)).status_code == 200

@@ -12,6 +12,7 @@ from core.model.tokenizer import Tokenizer
 from core.wire.messages import ErrorInfo, Generate
 from core.wire.sampling import SamplingParams
 from router.dispatch.types import ChoiceUpdate, Update
+from router.http.caller import Caller
 from router.http.responses_answer import ResponsesAnswer
 from router.openai.chat_output import ChatOutput
 from router.openai.logprobs import TokenTexts
@@ -264,7 +265,8 @@ def streamed(tiny_tokenizer, *updates: tuple[int, Update]) -> ResponsesAnswer:
     envelope = Envelope(id="resp_1", created=1, model="tiny")
     wanted = ResponsesOutput(ResponsesRequest(input="hi"), splitting)
     shaper = ResponsesShaper(envelope, options, output, TokenTexts(tiny_tokenizer), wanted, SamplingParams())
-    return ResponsesAnswer(Batches(list(updates)), output, shaper, asyncio.Event().wait, TextPool(tiny_tokenizer, 1))
+    caller = Caller(client_id="c", receive=asyncio.Event().wait, arrival=0.0, hold=lambda num_bytes: None)
+    return ResponsesAnswer(Batches(list(updates)), output, shaper, caller, TextPool(tiny_tokenizer, 1))
 
 
 async def test_the_event_of_a_failure_names_the_fields_of_this_endpoint(tiny_tokenizer):
