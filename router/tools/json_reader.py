@@ -262,7 +262,7 @@ class CallListReader:
     def unread(self) -> str:
         """What has been read since the last call if none began after it."""
         if self._call is None:
-            return "".join(self._before) if not self._output.num_calls else ""
+            return "".join(self._before)
         return "".join(self._before) + self._call.unread if self._call.unread else ""
 
     def feed(self, letter: str) -> Status:

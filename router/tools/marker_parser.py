@@ -17,8 +17,8 @@ class MarkerParser:
     """A parser of ``opens`` ... ``close``; ``close`` may be missing, and is dropped only after a call.
 
     ``first_letters`` begin a call without a marker if the text starts with one of them; ``separator`` is dropped between two
-    calls, and such a letter may follow it. ``is_forced``: a grammar lets only calls be written, so that the beginning of a
-    call at the end of the text is one that was cut, and is dropped.
+    calls, as space is, and such a letter may follow it. ``is_forced``: a grammar lets only calls be written, so that the
+    beginning of a call at the end of the text is one that was cut, and is dropped.
     """
 
     def __init__(
@@ -42,8 +42,9 @@ class MarkerParser:
         self._output = PieceCollector()
         self._reader: CallReader | None = None
         self._opened_by = ""  # the marker before the reader
+        self._num_before = 0  # calls before the reader
         self._candidate = ""  # the start of a marker, perhaps
-        self._space: list[str] = []
+        self._space: list[str] = []  # with separators
         self._may_begin = True  # a call may begin without a marker
         self._is_after_call = False
 
@@ -85,16 +86,18 @@ class MarkerParser:
         self._may_begin = False
 
     def _give_up(self, reader: CallReader) -> None:
-        """Make what has been read text, unless a call has begun."""
+        """Make what has been read text; of a construct in which a call has begun, only what follows its calls."""
         self._reader = None
         unread = reader.unread
         self._may_begin = False
         self._is_after_call = False
-        if unread or not self._output.num_calls:
+        if self._output.num_calls == self._num_before:
             self._flush_space()
             self._output.text(self._opened_by + unread)
-        else:
-            self._space.clear()
+            return
+        self._space.clear()
+        if not unread.isspace():
+            self._output.text(unread)
 
     def _outside(self, letter: str) -> None:
         if not self._candidate and letter not in self._marker_letters:
@@ -123,6 +126,7 @@ class MarkerParser:
 
     def _begin(self, marker: str) -> None:
         self._opened_by = marker
+        self._num_before = self._output.num_calls
         self._reader = self._reader_factory(self._output)
 
     def _text(self, letter: str) -> None:
@@ -131,6 +135,7 @@ class MarkerParser:
             return
         if letter == self._separator and self._is_after_call:
             self._may_begin = True
+            self._space.append(letter)
             return
         if letter in self._first_letters and self._may_begin:
             self._begin("")

@@ -65,6 +65,7 @@ class MistralReader:
 
     def __init__(self, output: PieceCollector) -> None:
         self._output = output
+        self._num_before = output.num_calls
         self._space: list[str] = []
         self._reader: CallReader | None = None
 
@@ -81,6 +82,6 @@ class MistralReader:
                 return Status.MORE
             self._reader = CallListReader(self._output) if letter == "[" else NamedCallReader(self._output)
         status = self._reader.feed(letter)
-        if self._output.num_calls:
+        if self._output.num_calls > self._num_before:
             self._space.clear()
         return status

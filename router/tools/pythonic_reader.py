@@ -22,7 +22,7 @@ class PythonicReader:
     def __init__(self, output: PieceCollector) -> None:
         self._output = output
         self._is_open = False
-        self._needs_call = False  # after a comma
+        self._has_calls = False
         self._before: list[str] = []  # the list since the last call
         self._call: list[str] = []
         self._closers: list[str] = []
@@ -32,15 +32,16 @@ class PythonicReader:
     @property
     def unread(self) -> str:
         """What has been read since the last call."""
-        text = "".join(self._before + self._call)
-        return "" if self._output.num_calls and not self._call else text
+        return "".join(self._before + self._call)
 
     def feed(self, letter: str) -> Status:
         """Read a letter."""
         if not self._is_open:
-            self._is_open = letter == "["
+            if letter != "[":
+                return Status.WRONG
+            self._is_open = True
             self._before.append(letter)
-            return Status.MORE if self._is_open else Status.WRONG
+            return Status.MORE
         if not self._call:
             return self._between_calls(letter)
         if len(self._call) >= _MAX_CALL:
@@ -54,11 +55,11 @@ class PythonicReader:
 
     def _between_calls(self, letter: str) -> Status:
         if letter == "]":
-            return Status.DONE if self._output.num_calls else Status.WRONG
+            return Status.DONE if self._has_calls else Status.WRONG
         if letter.isalpha() or letter == "_":
             self._call.append(letter)
             return Status.MORE
-        if letter.isspace() or (letter == "," and self._output.num_calls):
+        if letter.isspace() or (letter == "," and self._has_calls):
             self._before.append(letter)
             return Status.MORE
         return Status.WRONG
@@ -87,6 +88,7 @@ class PythonicReader:
         self._output.start(name)
         self._output.arguments(arguments)
         self._output.end()
+        self._has_calls = True
         self._call.clear()
         self._before.clear()
         return Status.MORE

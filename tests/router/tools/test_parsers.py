@@ -27,6 +27,9 @@ from router.tools.reasoning import ReasoningParser
 OSLO = '{"city": "Oslo", "days": [1, {"two": "}]\\""}]}'
 HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
 
+LLAMA_CALL = '{"name": "f", "parameters": {}}'
+MISTRAL_CALL = '{"name": "f", "arguments": {}}'
+
 
 def call(index: int, name: str, arguments: str) -> list[Piece]:
     return [CallStart(index, name), CallArguments(index, arguments)]
@@ -119,6 +122,66 @@ CASES: dict[str, tuple[ToolFormat, str, list[Piece]]] = {
         [*call(0, "weather", OSLO), *call(1, "time", "{}")],
     ),
     "functionary text": (FUNCTIONARY, "<function=weather> is it", ["<function=weather> is it"]),
+    "a marker in text after a call": (
+        HERMES,
+        f"{HERMES_CALL}Use <tool_call>tags next time",
+        [*call(0, "weather", OSLO), "Use <tool_call>tags next time"],
+    ),
+    "a marker at the end after a call": (
+        HERMES,
+        f"{HERMES_CALL} and <tool_call>",
+        [*call(0, "weather", OSLO), " and <tool_call>"],
+    ),
+    "a call after a marker that begins none": (
+        HERMES,
+        f"{HERMES_CALL}x <tool_call>{HERMES_CALL}",
+        [*call(0, "weather", OSLO), "x <tool_call>", *call(1, "weather", OSLO)],
+    ),
+    "llama json, code after a call": (
+        LLAMA3_JSON,
+        f"<|python_tag|>{LLAMA_CALL} then <|python_tag|>print(1)",
+        [*call(0, "f", "{}"), " then <|python_tag|>print(1)"],
+    ),
+    "llama json, a separator before text": (
+        LLAMA3_JSON,
+        f"{LLAMA_CALL}; and so on",
+        [*call(0, "f", "{}"), "; and so on"],
+    ),
+    "llama json, a separator before no call": (
+        LLAMA3_JSON,
+        f'{LLAMA_CALL}; {{"a": 1}}',
+        [*call(0, "f", "{}"), '; {"a": 1}'],
+    ),
+    "llama json, a separator at the end": (LLAMA3_JSON, f"{LLAMA_CALL}; ", call(0, "f", "{}")),
+    "mistral, a list of no calls after a call": (
+        MISTRAL,
+        f"[TOOL_CALLS][{MISTRAL_CALL}] Then [TOOL_CALLS] [1,2] ok",
+        [*call(0, "f", "{}"), " Then [TOOL_CALLS] [1,2] ok"],
+    ),
+    "mistral, an item that is no object": (
+        MISTRAL,
+        f"a [TOOL_CALLS] [{MISTRAL_CALL}, 5] rest",
+        ["a", *call(0, "f", "{}"), ", 5] rest"],
+    ),
+    "mistral, an object that is no call": (
+        MISTRAL,
+        f'[TOOL_CALLS][{MISTRAL_CALL},{{"x":1}}] end',
+        [*call(0, "f", "{}"), ',{"x":1}] end'],
+    ),
+    "mistral, cut between calls": (MISTRAL, f"[TOOL_CALLS][{MISTRAL_CALL} ", call(0, "f", "{}")),
+    "pythonic, a marker after calls": (
+        PYTHONIC,
+        "<|python_start|>[f(x=1)]<|python_end|> see <|python_start|>x",
+        [*call(0, "f", '{"x": 1}'), " see <|python_start|>x"],
+    ),
+    "pythonic, a list after calls": (
+        PYTHONIC,
+        "[f(x=1)] <|python_start|>[] or <|python_start|>[, g()]",
+        [*call(0, "f", '{"x": 1}'), " <|python_start|>[] or <|python_start|>[, g()]"],
+    ),
+    "pythonic, a marker before text": (PYTHONIC, "<|python_start|>x", ["<|python_start|>x"]),
+    "pythonic, text in the list": (PYTHONIC, "[f(x=1), see below]", [*call(0, "f", '{"x": 1}'), ", see below]"]),
+    "pythonic, a comma at the end": (PYTHONIC, "[f(x=1),]", call(0, "f", '{"x": 1}')),
     "required, cut in a name": (REQUIRED, '[{"name": "we', []),
     "required, cut between calls": (REQUIRED, '[{"name": "f", "arguments": {}}, {"na', call(0, "f", "{}")),
     "required, cut in arguments": (REQUIRED, '[{"name": "f", "arguments": {"a', call(0, "f", '{"a')),
@@ -170,6 +233,21 @@ def test_no_text_breaks_a_parser_and_no_cut_changes_it(fragments, found, data):
         assert "".join(piece for piece in whole if isinstance(piece, str)) == text
     indices = [piece.index for piece in whole if isinstance(piece, CallStart)]
     assert indices == list(range(len(indices)))
+
+
+@given(
+    call_text=st.sampled_from([(HERMES, HERMES_CALL), (LLAMA3_JSON, LLAMA_CALL), (MISTRAL, f"[TOOL_CALLS][{MISTRAL_CALL}]")]),
+    words=st.lists(
+        st.sampled_from(
+            ["<tool_call>", "<|python_tag|>", "[TOOL_CALLS]", "[", "]", ",", ";", "{", '{"x":1}', " ", "a", "print(1)"]
+        )
+    ),
+)
+def test_what_follows_a_call_and_is_none_stays_text(call_text, words):
+    found, text = call_text
+    rest = "".join(words) + "."
+    *_, after = parse(found, text + rest)
+    assert after == rest
 
 
 def test_arguments_are_sent_before_the_call_ends():
