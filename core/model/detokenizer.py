@@ -214,11 +214,14 @@ class StopStringMatcher:
         self._tail = ""  # the end of the text that may be the start of a stop
         self._num_unsent = 0  # characters at the end of the tail that were not returned yet
 
-    def push(self, text: str) -> tuple[str, str | None]:
-        """Return (text safe to send, the stop string found or None); after a stop, push nothing more."""
+    def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
+        """Return (text safe to send, the stop string found or None); after a stop, push nothing more.
+
+        Without ``may_end``, stops that are complete within this text are none; one may still begin in it.
+        """
         window = self._tail + text
         first_unsent = len(self._tail) - self._num_unsent
-        found = self._first_match(window)
+        found = self._first_match(window) if may_end else None
         if found is not None:
             start, stop = found
             cut = start + len(stop) if self._include_stop else start
@@ -235,7 +238,8 @@ class StopStringMatcher:
         return held
 
     def _first_match(self, window: str) -> tuple[int, str] | None:
-        places = [(window.find(stop), stop) for stop in self._stops]
+        # Those within the tail were complete when none could end the text.
+        places = [(window.find(stop, max(0, len(self._tail) + 1 - len(stop))), stop) for stop in self._stops]
         matches = [(start + len(stop), start, stop) for start, stop in places if start >= 0]
         if not matches:
             return None
@@ -248,5 +252,7 @@ class StopStringMatcher:
             num_matched, fallbacks = self._num_matched[index], self._fallbacks[index]
             for letter in text:
                 num_matched = _advance(stop, fallbacks, num_matched, letter)
+                if num_matched == len(stop):
+                    num_matched = fallbacks[-1]
             self._num_matched[index] = num_matched
         return max(self._num_matched, default=0)

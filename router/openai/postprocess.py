@@ -107,10 +107,10 @@ class ChoiceText:
     def _add(self, text: str, delta: Delta) -> str | None:
         """Add text to the delta, except what may begin a stop string; return the stop string that it completes."""
         self._num_characters += len(text)
-        if not self._has_stops or self.num_tokens <= self._options.min_tokens:
+        if not self._has_stops:
             delta.text += text
             return None
-        safe, stop = self._stops.push(text)
+        safe, stop = self._stops.push(text, may_end=self.num_tokens > self._options.min_tokens)
         delta.text += safe
         return stop
 

@@ -115,6 +115,31 @@ def test_stop_strings_are_not_looked_for_before_the_minimum(choice, spell):
     assert (delta.text, delta.finish_reason) == ("abcd", "stop")
 
 
+@pytest.mark.parametrize(
+    ("text", "options", "expected"),
+    [
+        ("abSTOPmore", {"stop": ("STOP",), "min_tokens": 4}, ("ab", "STOP")),
+        ("abSTOPmore", {"stop": ("STOP",), "min_tokens": 5}, ("ab", "STOP")),
+        ("abSTOPmore", {"stop": ("STOP",), "min_tokens": 6}, ("abSTOPmore", None)),
+        ("aSTOPSTOP.", {"stop": ("STOP",), "min_tokens": 5}, ("aSTOP", "STOP")),
+        ("abababx", {"stop": ("abab",), "min_tokens": 4}, ("ab", "abab")),
+        ("abd", {"stop": ("b", "abc"), "min_tokens": 2}, ("abd", None)),
+        ("abcd", {"stop": ("b", "abc"), "min_tokens": 2}, ("", "abc")),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 20])
+def test_a_stop_string_may_begin_within_the_minimum_but_not_end(choice, spell, text, options, expected, size):
+    output, ids = choice(**options), spell(text)
+    deltas = []
+    for start in range(0, len(ids), size):
+        is_last = start + size >= len(ids)
+        deltas.append(output.push(tokens(*ids[start : start + size], reason="length" if is_last else None), 0))
+        if output.is_finished:
+            break
+    assert ("".join(delta.text for delta in deltas), deltas[-1].stop_reason) == expected
+    assert deltas[-1].finish_reason == ("stop" if expected[1] else "length")
+
+
 def test_logprobs_stay_beside_their_tokens(choice, spell):
     entries = tuple(TokenLogprobs((token,), (-1.0,), 1) for token in spell("abEND"))
     delta = choice(stop=("E",), logprobs=0).push(tokens(*spell("abEND"), logprobs=entries), 0)
