@@ -81,6 +81,7 @@ T = TypeVar("T")
 _ONLY_IN_CHATS = (
     "vLLM engines serve tools, forms, images, reasoning.effort and adapters through /v1/chat/completions only: use that"
 )
+_SPLIT_IN_CHATS = "vLLM engines with a reasoning parser serve /v1/chat/completions only: use that"
 _UNKNOWN_CALLS = (
     "the chat template reads tools and has no mark of a known format of calls: they stay text; set router.tool_format if one "
     "fits, unless vLLM engines split the answers"
@@ -171,8 +172,10 @@ class Endpoints:
         check_responses_supported(request)
         try:
             chat = chat_request(request)
-            if self.engine_body(CHAT, msgspec.json.encode(chat)) is not None:
-                raise InvalidRequest(_ONLY_IN_CHATS)
+            body = msgspec.json.encode(chat)
+            if self.engine_body(CHAT, body) is not None:
+                is_plain = engine_body(CHAT, body, self.model, splits_output=False) is None
+                raise InvalidRequest(_SPLIT_IN_CHATS if is_plain else _ONLY_IN_CHATS)
             return await self._chat(chat, caller, request)
         except (InvalidRequest, EncoderInputMissing) as error:
             raise in_words_of_responses(error) from None

@@ -514,3 +514,11 @@ async def test_responses_are_texts_only(engines):
     for fields in ({"tools": [tool]}, {"text": {"format": {"type": "json_object"}}}, {"reasoning": {"effort": "low"}}):
         refused = await ask(engines, {"input": "hi", **fields}, path="/v1/responses", status=400)
         assert "/v1/chat/completions" in refused["error"]["message"]
+
+
+async def test_a_reasoning_parser_of_an_engine_leaves_no_responses(start_router):
+    served = await start_router(has_http=False)
+    await served.add("aggregated", takes_calls=True, splits_output=True)
+    for fields, message in (({}, "reasoning parser"), ({"stop": "x"}, "reasoning parser"), ({"model": "other"}, "adapters")):
+        refused = await ask(served, {"input": "hi", **fields}, path="/v1/responses", status=400)
+        assert message in refused["error"]["message"]
