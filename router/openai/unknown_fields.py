@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, TypeVar
 
@@ -29,6 +30,7 @@ HARMLESS = frozenset(
 )
 _NAMED = re.compile(r"[\w.-]{1,64}", re.ASCII)
 _MAX_NAMED = 8
+MAX_ITEMS = 8192  # messages, parts and calls together; takes some ten milliseconds
 
 Body = TypeVar("Body", bound=msgspec.Struct)
 
@@ -39,7 +41,7 @@ def parse_lenient_body(body: bytes, kind: type[Body]) -> tuple[Body, Sequence[st
     A body without unknown fields is decoded once.
 
     Raises:
-        InvalidRequest: as ``parse_body``, except for unknown fields inside messages.
+        InvalidRequest: as ``parse_body``, except for unknown fields inside messages; or there are very many messages or parts.
     """
     try:
         return parse_body(body, kind), ()
@@ -47,12 +49,12 @@ def parse_lenient_body(body: bytes, kind: type[Body]) -> tuple[Body, Sequence[st
         if not _is_lenient(kind) or "unknown field" not in str(error):
             raise
     fields = decode_json(body, dict)  # decoding stopped at the first unknown field: what follows may be malformed
-    ignored: list[str] = []
-    top = _struct(kind)
-    for field in top.fields:
-        if field.encode_name in LENIENT_FIELDS and field.encode_name in fields:
-            fields[field.encode_name] = _without_unknown(fields[field.encode_name], field.type, field.encode_name, ignored)
-    return convert(fields, kind), ignored
+    cleaner = _Cleaner()
+    for known in _struct(kind).fields:
+        name = known.encode_name
+        if name in LENIENT_FIELDS and name in fields:
+            fields[name] = cleaner.without_unknown(fields[name], known.type, name)
+    return convert(fields, kind), cleaner.ignored
 
 
 def ignored_header(paths: Sequence[str]) -> str:
@@ -72,28 +74,45 @@ def _is_lenient(kind: type[msgspec.Struct]) -> bool:
     return any(field.encode_name in LENIENT_FIELDS for field in _struct(kind).fields)
 
 
-def _without_unknown(value: Any, kind: Type, path: str, ignored: list[str]) -> Any:  # noqa: ANN401 - decoded JSON
-    """Return the value without fields that no struct of ``kind`` has; append the paths of those that may have a meaning."""
-    kinds = kind.types if isinstance(kind, UnionType) else (kind,)
-    if isinstance(value, list):
-        items = next((found.item_type for found in kinds if isinstance(found, CollectionType)), None)
-        return value if items is None else [_without_unknown(item, items, path, ignored) for item in value]
-    if not isinstance(value, dict):
-        return value
-    struct = _struct_of(value, kinds)
-    if struct is None:
-        return value
-    types = {field.encode_name: field.type for field in struct.fields}
-    kept = {}
-    for name, content in value.items():
-        if name in types:
-            kept[name] = _without_unknown(content, types[name], f"{path}.{name}", ignored)
-            continue
-        if name == struct.tag_field:
-            kept[name] = content
-        elif content is not None and name not in HARMLESS:
-            ignored.append(f"{path}.{name}")
-    return kept
+@dataclass(slots=True)
+class _Cleaner:
+    """Removes fields that no struct has from the values of one body."""
+
+    ignored: list[str] = field(default_factory=list)  # the paths of those that may have a meaning
+    num_items: int = 0  # of lists
+
+    def without_unknown(self, value: Any, kind: Type, path: str) -> Any:  # noqa: ANN401 - decoded JSON
+        """Return the value without fields that no struct of ``kind`` has.
+
+        Raises:
+            InvalidRequest: the body has more than ``MAX_ITEMS``.
+        """
+        kinds = kind.types if isinstance(kind, UnionType) else (kind,)
+        if isinstance(value, list):
+            items = next((found.item_type for found in kinds if isinstance(found, CollectionType)), None)
+            if items is None:
+                return value
+            self.num_items += len(value)
+            if self.num_items > MAX_ITEMS:
+                top = path.partition(".")[0]
+                raise InvalidRequest(f"{top}: more than {MAX_ITEMS} items are not read beside unknown fields", param=top)
+            return [self.without_unknown(item, items, path) for item in value]
+        if not isinstance(value, dict):
+            return value
+        struct = _struct_of(value, kinds)
+        if struct is None:
+            return value
+        types = {known.encode_name: known.type for known in struct.fields}
+        kept = {}
+        for name, content in value.items():
+            if name in types:
+                kept[name] = self.without_unknown(content, types[name], f"{path}.{name}")
+                continue
+            if name == struct.tag_field:
+                kept[name] = content
+            elif content is not None and name not in HARMLESS:
+                self.ignored.append(f"{path}.{name}")
+        return kept
 
 
 def _struct_of(value: dict[str, Any], kinds: Sequence[Type]) -> StructType | None:

@@ -7,9 +7,10 @@ import json
 import pytest
 
 from core.errors import InvalidRequest
+from router.openai.preprocess import MAX_MESSAGES
 from router.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TextPart, TokenizeRequest
 from router.openai.sampling import check_supported
-from router.openai.unknown_fields import HARMLESS, ignored_header, parse_lenient_body
+from router.openai.unknown_fields import HARMLESS, MAX_ITEMS, ignored_header, parse_lenient_body
 
 
 def read(message: dict, kind: type = ChatCompletionRequest, **fields):
@@ -120,3 +121,23 @@ def test_what_is_malformed_behind_an_unknown_field_is_refused(body):
     """The first decoding stops at the unknown field."""
     with pytest.raises(InvalidRequest):
         parse_lenient_body(body, ChatCompletionRequest)
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [{"role": "user", "content": "x", "mood": 1}] * (MAX_ITEMS + 1),
+        [{"mood": 1, "role": "user", "content": [{"type": "text", "text": "x"}] * MAX_ITEMS}],
+        [{"mood": 1, "role": "user", "content": [0] * 100_000}],
+    ],
+)
+def test_more_items_than_any_conversation_has_are_not_searched_for_unknown_fields(messages):
+    with pytest.raises(InvalidRequest, match="more than 8192 items") as refused:
+        parse_lenient_body(json.dumps({"messages": messages}).encode(), ChatCompletionRequest)
+    assert refused.value.param == "messages"
+
+
+def test_as_many_items_as_a_conversation_may_have_are_read_beside_unknown_fields():
+    messages = [{"role": "user", "content": [{"type": "text", "text": "x", "mood": 1}]}] * MAX_MESSAGES
+    request, ignored = parse_lenient_body(json.dumps({"messages": messages}).encode(), ChatCompletionRequest)
+    assert len(request.messages) == len(ignored) == MAX_MESSAGES
