@@ -360,7 +360,8 @@ class Endpoints:
         return response
 
     def _splitter(self, body: EngineBody, prompt: Prompt, caller: Caller) -> OutputSplitter:
-        return OutputSplitter(self._renderer, body, prompt.token_ids, prompt.model_fingerprint, self._deadline(body, caller))
+        deadline = self._deadline(body, caller)
+        return OutputSplitter(self._renderer, body, prompt.token_ids, prompt.model_fingerprint, deadline, self._pool)
 
     def _submission(self, found: Prepared, prompt: Prompt, caller: Caller) -> Submission:
         request = found.request

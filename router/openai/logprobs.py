@@ -6,8 +6,8 @@ shape has a field for them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, TypeVar, cast
 
 import msgspec
 
@@ -15,8 +15,13 @@ from core.model.detokenizer import IncrementalDetokenizer, fallback_byte, token_
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import TokenLogprobs
 
+ENCODED_AT_ONCE = 128  # tokens with their alternatives; takes some milliseconds
 _LOWEST = -9999.0  # JSON has no -inf
 _SENTENCEPIECE_SPACE = "\u2581"
+_encoder = msgspec.json.Encoder()
+
+E = TypeVar("E")
+T = TypeVar("T")
 
 
 class CompletionLogprobs(msgspec.Struct, kw_only=True):
@@ -158,6 +163,15 @@ def prompt_logprobs(texts: TokenTexts, entries: Iterable[TokenLogprobs | None]) 
             position.setdefault(str(token_id), shown)
         result.append(position)
     return result
+
+
+def in_pieces(entries: Sequence[E], build: Callable[[Sequence[E]], list[T]]) -> list[T]:
+    """Return what is built of log-probabilities, of many as JSON: an encoder call holds the interpreter's lock."""
+    if len(entries) <= ENCODED_AT_ONCE:
+        return build(entries)
+    starts = range(0, len(entries), ENCODED_AT_ONCE)
+    pieces = [_encoder.encode(build(entries[start : start + ENCODED_AT_ONCE])) for start in starts]
+    return cast(list[T], msgspec.Raw(b"[" + b",".join([piece[1:-1] for piece in pieces]) + b"]"))
 
 
 def _finite(logprob: float) -> float:

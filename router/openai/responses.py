@@ -6,9 +6,9 @@ Owns the exact shapes, whole and streamed. Fields that OpenAI does not have (``s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypedDict, TypeVar, cast
+from typing import Any, Literal, TypedDict
 
 import msgspec
 from msgspec import UNSET, UnsetType
@@ -21,19 +21,15 @@ from router.openai.logprobs import (
     TokenTexts,
     chat_logprobs,
     completion_logprobs,
+    in_pieces,
     prompt_logprobs,
 )
 from router.openai.postprocess import Delta, PromptState, RequestOutput
 from router.openai.sampling import OutputOptions
 
-_ENCODED_AT_ONCE = 128  # tokens with log-probabilities; takes some milliseconds
 _LOGPROBS_AT_ONCE = 4096  # of an answer; takes some ten milliseconds
 _LOGPROB_BYTES = 128  # of memory for each, until the answer is sent
 _SPLIT_AT_ONCE = 16 << 10  # characters; takes some ten milliseconds
-_encoder = msgspec.json.Encoder()
-
-E = TypeVar("E")
-T = TypeVar("T")
 
 
 class PromptTokensDetails(msgspec.Struct, kw_only=True):
@@ -279,7 +275,7 @@ class Shaper:
     def _prompt_logprobs(self, state: PromptState) -> list[dict[str, dict[str, Any]] | None] | UnsetType:
         if self._options.prompt_logprobs is None or state.report is None or state.report.prompt_logprobs is None:
             return UNSET
-        return _in_pieces(state.report.prompt_logprobs, lambda entries: prompt_logprobs(self._texts, entries))
+        return in_pieces(state.report.prompt_logprobs, lambda entries: prompt_logprobs(self._texts, entries))
 
 
 class CompletionShaper(Shaper):
@@ -437,20 +433,11 @@ class ChatShaper(Shaper):
         if num_top is None:
             return None
         return ChatLogprobs(
-            content=_in_pieces(delta.logprobs, lambda entries: chat_logprobs(self._texts, entries, num_top).content)
+            content=in_pieces(delta.logprobs, lambda entries: chat_logprobs(self._texts, entries, num_top).content)
         )
 
     def _chunk(self, choices: list[ChatChunkChoice], usage: UsageBody | UnsetType | None) -> ChatChunk:
         return ChatChunk(**self._envelope, system_fingerprint=self._system_fingerprint(), choices=choices, usage=usage)
-
-
-def _in_pieces(entries: Sequence[E], build: Callable[[Sequence[E]], list[T]]) -> list[T]:
-    """Return what is built of log-probabilities, of many as JSON: an encoder call holds the interpreter's lock."""
-    if len(entries) <= _ENCODED_AT_ONCE:
-        return build(entries)
-    starts = range(0, len(entries), _ENCODED_AT_ONCE)
-    pieces = [_encoder.encode(build(entries[start : start + _ENCODED_AT_ONCE])) for start in starts]
-    return cast(list[T], msgspec.Raw(b"[" + b",".join([piece[1:-1] for piece in pieces]) + b"]"))
 
 
 def _message(part: ChatPart) -> AssistantMessage:

@@ -36,9 +36,9 @@ class EngineRefusal(Exception):
 
 
 class SplitOutput(msgspec.Struct):
-    """The choices of a whole answer as an engine splits them."""
+    """The choices of a whole answer as an engine splits them. Their fields are still JSON: long ones are only passed on."""
 
-    choices: list[dict[str, Any]]
+    choices: list[dict[str, msgspec.Raw]]
 
 
 class SplitPart(msgspec.Struct):

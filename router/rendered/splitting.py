@@ -10,8 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
+import msgspec
+
 from core.wire.messages import ErrorInfo, TokenLogprobs
+from router.openai.logprobs import ENCODED_AT_ONCE, in_pieces
 from router.openai.postprocess import Delta
+from router.openai.text_pool import TextPool
 from router.rendered.bodies import EngineBody
 from router.rendered.renderer import EngineRefusal, EngineRenderer, SplitOutput, SplitPart
 
@@ -27,6 +31,7 @@ class OutputSplitter:
     prompt_token_ids: Sequence[int]
     model_fingerprint: bytes
     deadline: float
+    pool: TextPool
     _states: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # of each choice of a stream
     _chat_request: dict[str, Any] = field(init=False)
 
@@ -35,7 +40,9 @@ class OutputSplitter:
 
     async def whole(self, choices: Sequence[Delta]) -> list[dict[str, Any]]:
         """Return the choices of a whole answer. Raises EngineRefusal."""
-        readable = [choice for choice in map(self._choice, choices) if choice["token_ids"]]
+        has_many = sum(len(choice.logprobs) for choice in choices) > ENCODED_AT_ONCE
+        written = await self.pool.run(lambda: self._written(choices)) if has_many else self._written(choices)
+        readable = [choice for choice in written if choice["token_ids"]]
         split: dict[int, dict[str, Any]] = {}
         if readable:
             output = {"request_id": "output", "choices": readable, "prompt_token_ids": list(self.prompt_token_ids)}
@@ -89,6 +96,9 @@ class OutputSplitter:
             choice["message"]["tool_calls"] = calls[:1]
         return choice
 
+    def _written(self, choices: Sequence[Delta]) -> list[dict[str, Any]]:
+        return [self._choice(choice) for choice in choices]
+
     def _choice(self, delta: Delta) -> dict[str, Any]:
         """Return new tokens as an engine writes them, without the token that ends the text, which a parser would show."""
         is_end = delta.finish_reason == "stop"  # by a token: bodies with stop strings go whole
@@ -99,17 +109,22 @@ class OutputSplitter:
             "stop_reason": delta.stop_reason,
         }
         if delta.logprobs:
-            found["logprobs"] = {"content": [_content(entry) for entry in delta.logprobs]}
+            found["logprobs"] = {"content": in_pieces(delta.logprobs, lambda entries: [_content(entry) for entry in entries])}
         return found
 
 
-def _checked(choices: list[dict[str, Any]], part: str) -> list[dict[str, Any]]:
+def _checked(found: list[dict[str, msgspec.Raw]], part: str) -> list[dict[str, Any]]:
     """Return choices that have a number and what they say. Raises EngineRefusal for others."""
+    choices = [{name: _read(name, value) for name, value in choice.items()} for choice in found]
     for choice in choices:
         if not isinstance(choice.get("index"), int) or not isinstance(choice.get(part), dict):
             message = f"vLLM: a choice of its answer has no index or no {part}"
             raise EngineRefusal(ErrorInfo(code="engine_error", message=message, http_status=502))
     return choices
+
+
+def _read(name: str, value: msgspec.Raw) -> Any:  # noqa: ANN401 - decoded JSON
+    return value if name == "logprobs" else msgspec.json.decode(value)
 
 
 def _empty(delta: Delta) -> dict[str, Any]:

@@ -36,6 +36,7 @@ from router.openai.sampling import (
     shared_params,
 )
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool
+from router.rendered.splitting import OutputSplitter
 
 LIMITS = ModelLimits(max_model_len=100_000, vocab_size=257)
 LOOP_THREAD = threading.main_thread()
@@ -405,3 +406,26 @@ async def test_gathered_logprobs_count_with_the_memory_of_requests(start_router)
     refused = await post(under_test, "/v1/chat/completions", **body, top_logprobs=4)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
     assert (await post(under_test, "/v1/chat/completions", **body, top_logprobs=1)).status_code == 200
+
+
+@pytest.mark.parametrize(("at_once", "is_on_loop"), [(10**6, True), (3, False)])
+async def test_many_logprobs_that_an_engine_splits_are_written_off_the_loop(start_router, monkeypatch, at_once, is_on_loop):
+    monkeypatch.setattr("router.rendered.splitting.ENCODED_AT_ONCE", at_once)
+    monkeypatch.setattr("router.openai.logprobs.ENCODED_AT_ONCE", at_once)
+    calls = on_loop(monkeypatch, OutputSplitter, "_written")
+    given = []
+
+    def split(body):
+        (choice,) = body["generate_response"]["choices"]
+        given.append(choice["logprobs"])
+        found = {"index": 0, "message": {"role": "assistant", "content": "x"}, "finish_reason": "stop"}
+        return 200, {"choices": [found | {"logprobs": choice["logprobs"]}]}
+
+    under_test = await start_router(has_http=False)
+    path, tools = "/v1/chat/completions", [{"type": "function", "function": {"name": "f"}}]
+    scripted = {f"{path}/render": lambda body: (200, {"token_ids": [5, 6, 7]}), f"{path}/derender": split}
+    await under_test.add("aggregated", takes_calls=True, script=under_test.script(calls=scripted))
+    answer = await post(under_test, path, messages=MESSAGES, tools=tools, max_tokens=8, logprobs=True, top_logprobs=2)
+    assert answer.json()["choices"][0]["logprobs"] == given[0]
+    assert [len(entry["top_logprobs"]) for entry in given[0]["content"]] == [2] * 8
+    assert set(calls) == {is_on_loop}
