@@ -9,6 +9,7 @@ import pytest
 
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import Abort
+from router.openai.text_pool import INLINE_CHARACTERS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 RENDER, SPLIT = f"{CHAT}/render", f"{CHAT}/derender"
@@ -123,3 +124,23 @@ async def test_the_wait_for_a_grammar_is_a_part_of_the_time_of_the_request(held)
     assert answer.json()["error"]["message"] == "the request took longer than 0.2 s"
     assert checker.asked == ["first"]
     assert not [worker for worker in served.workers if worker.messages(Abort)], "no worker had it"
+
+
+async def test_a_long_text_whose_client_has_left_is_not_tokenized(start_router, monkeypatch):
+    served = await start_router(text_threads=1)
+    await served.add("aggregated")
+    pool, go = served.router.endpoints._pool, threading.Event()
+    pool._threads.submit(go.wait, 30)
+    seen, encode = [], type(pool)._encode
+    monkeypatch.setattr(type(pool), "_encode", lambda *arguments: seen.append(arguments[1]) or encode(*arguments))
+    waiting = pool._threads._work_queue
+    texts = [letter * (INLINE_CHARACTERS + 1) for letter in "ab"]
+    left, stays = ({"prompt": text, "truncate_prompt_tokens": 5} for text in texts)
+    await ask_and_leave(served, COMPLETIONS, left, lambda: waiting.qsize() == 1)
+    await served.until(lambda: not served.router.http.clients._group_of)
+    async with served.client() as client:
+        asked = asyncio.create_task(client.post(COMPLETIONS, json=stays))
+        await served.until(lambda: waiting.qsize() == 2)
+        go.set()
+        assert (await asked).status_code == 200
+    assert seen == texts[1:]
