@@ -238,6 +238,7 @@ async def test_an_agents_wrong_key_is_no_fault_of_the_client(engines):
 
 async def test_no_engine_is_one_error(engines):
     for worker in engines.workers:
+        worker.sends_heartbeats = False  # which would open it again
         worker.script.calls[RENDER] = lambda body: GONE
     answer = await ask(engines, chat(tools=TOOLS), status=503)
     assert answer["error"]["code"] == "no_worker"  # one after the other has said that it is dead

@@ -214,7 +214,8 @@ async def test_a_bug_in_one_answer_is_its_last_event_and_ends_only_that_one(star
 @contextlib.asynccontextmanager
 async def begun_stream(under_test, worker):
     """Start a stream with the token "a"; yield its lines, a function that makes the router handle a token, and its updates."""
-    core = under_test.router.gateway.core
+    gateway = under_test.router.gateway
+    core = gateway.core
 
     async def send_first() -> str:
         request_id = (await worker.generated()).request_id
@@ -224,7 +225,7 @@ async def begun_stream(under_test, worker):
     def send(request_id: str, position: int, letter: str) -> None:
         (member,) = core.membership.workers
         item = Tokens(request_id, 0, position, tuple(under_test.tokenizer.encode(letter)))
-        under_test.router.gateway._perform(core.on_message(member.peer, [item], 0.0))
+        gateway._perform(core.on_message(member.peer, [item], gateway.now))
 
     beginning = asyncio.create_task(send_first())
     async with (
@@ -233,7 +234,7 @@ async def begun_stream(under_test, worker):
     ):
         request_id, lines = await beginning, response.aiter_lines()
         await read_until(lines, "a")
-        generation = under_test.router.gateway._listeners[request_id].generation
+        generation = gateway._listeners[request_id].generation
         await under_test.until(lambda: generation._taker is not None)
         yield lines, functools.partial(send, request_id), generation
 
