@@ -2,18 +2,18 @@
 
 This module owns the folder, the active file, and the choice of files to delete; it knows no memory, tiers or clients. Files
 only grow and are only deleted whole, so the process can be killed at any byte: after a restart, every block whose ``append``
-had returned is found, and a torn end is cut off. Digests in the file written last are checked at the start, all others when a
-block is read. All calls come from one thread, except ``in`` and the counts.
+had returned is found, except those of a file that was being deleted, and a torn end is cut off. Digests in the file written
+last are checked at the start, all others when a block is read. All calls come from one thread, except ``in`` and the counts.
 
 Only the active file stays open; every read opens its file, which takes far less time than reading a block. So the number of
 files is not limited by the number of descriptors.
 
-To make room, the log copies the blocks of the oldest file that were read since they were written to its end, up to half of the
-file, and deletes the file. This is a second chance as in CLOCK, and every round frees at least half a segment.
+To make room, the log deletes its oldest file and copies the blocks of it that were read since they were written to its end, up
+to half of the file. This is a second chance as in CLOCK, and every round frees at least half a segment.
 
 If a file cannot be read any more (it was deleted, or the device fails), the log forgets all its blocks at the first failure:
-they are misses and can be written again. A file that cannot be deleted still counts, its deletion is retried when room is
-needed, and other files are deleted instead, if the folder lets any be deleted.
+they are misses and can be written again. A file that cannot be deleted to make room keeps its blocks; it still counts, its
+deletion is retried, and the next oldest file is deleted instead. If none can be deleted, the log takes no more blocks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import logging
 import os
 import re
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -51,17 +51,19 @@ from kvstore.segment_file import (
 _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"segment-([0-9]{12})\.kv")
+_RETRY_S = 10.0  # between two attempts to delete a file
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of descriptors or memory, which is no fault of the file
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Segment:
     number: int
     path: Path
     nonce: bytes
     end: int
     records: dict[bytes, Record] = field(default_factory=dict)
+    retry_at: float = 0.0  # when its deletion may be tried
 
 
 @dataclass(slots=True)
@@ -72,20 +74,29 @@ class _Location:
 
 
 class SegmentLog:
-    """Blocks by packed key in the files of a folder.
+    """Blocks by packed key in the files of a folder. ``now`` is a monotonic clock, in seconds.
 
     Raises: ConfigError if the folder cannot be used, or another process uses it.
     """
 
-    def __init__(self, folder: Path, capacity_bytes: int, segment_bytes: int, ids: IdSource, *, sync: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        capacity_bytes: int,
+        segment_bytes: int,
+        ids: IdSource,
+        *,
+        sync: bool = False,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._folder = folder
         self._space = DiskSpace(folder, capacity_bytes, min(segment_bytes, capacity_bytes // MIN_SEGMENTS))
         self._ids = ids
         self._sync = sync
-        self._limited_log = LimitedLog(_log, time.monotonic)  # each deletion is retried
+        self._now = now
+        self._limited_log = LimitedLog(_log, now)  # each deletion is retried
         self._index: dict[bytes, _Location] = {}
-        self._segments: list[_Segment] = []  # the oldest first
-        self._undeleted: list[_Segment] = []  # they have no blocks, but could not be deleted
+        self._segments: list[_Segment] = []  # the oldest first; without blocks if it was lost and could not be deleted
         self._active: _Segment | None = None
         self._active_fd = -1
         self._last_number = 0
@@ -113,7 +124,7 @@ class SegmentLog:
     @property
     def used_bytes(self) -> int:
         """Size of all files, at most the capacity."""
-        return sum(segment.end for segment in [*self._segments, *self._undeleted])
+        return sum(segment.end for segment in list(self._segments))
 
     @property
     def limit_bytes(self) -> int:
@@ -161,7 +172,6 @@ class SegmentLog:
         """Close the files and release the folder."""
         self._leave_active()
         self._segments.clear()
-        self._undeleted.clear()
         self._index.clear()
         os.close(self._lock_fd)
 
@@ -189,7 +199,9 @@ class SegmentLog:
             except OSError as error:  # of this file alone: the others serve
                 if error.errno in _OUR_OWN_LACK:
                     raise
-                self._lose(self._stub(number, path), error)
+                stub = self._stub(number, path)
+                self._segments.append(stub)
+                self._lose(stub, error)
 
     def _stub(self, number: int, path: Path) -> _Segment:
         """Return a segment of which only the size is known."""
@@ -208,11 +220,11 @@ class SegmentLog:
             if records:
                 segment.end = records[-1].end
                 os.ftruncate(fd, segment.end)  # also lengthens a file whose last padding is missing
-                self._segments.append(segment)
-            else:
-                self._delete(segment)
+            self._segments.append(segment)
             for record in records:
                 self._enter(segment, record)
+            if not records and self._delete(segment):
+                self._forget(segment)
             self.num_torn_bytes += max(0, size - segment.end)
 
     def _enter(self, segment: _Segment, record: Record) -> None:
@@ -295,28 +307,9 @@ class SegmentLog:
         reserve = self._reserve_bytes
         if num_bytes + reserve > self.limit_bytes:
             return False
-        if self.used_bytes + num_bytes + reserve > self.limit_bytes:
-            self._delete_again()
         while self.used_bytes + num_bytes + reserve > self.limit_bytes:
-            if not self._segments or (self._undeleted and not self._can_delete()):
-                return False  # it would evict block after block in vain
-            self._reclaim(self._segments[0])
-        return True
-
-    def _delete_again(self) -> None:
-        """Retry the deletions that have failed."""
-        undeleted, self._undeleted = self._undeleted, []
-        for segment in undeleted:
-            self._delete(segment)
-
-    def _can_delete(self) -> bool:
-        """Return whether a new file in the folder can be deleted: a deletion may fail for one file alone, or for all."""
-        probe = self._folder / "probe"
-        try:
-            probe.touch()
-            probe.unlink()
-        except OSError:
-            return False
+            if not self._reclaim_oldest(self._segments):
+                return False
         return True
 
     @property
@@ -337,19 +330,17 @@ class SegmentLog:
     def _give_way(self) -> bool:
         """Adapt to a file system that is full before the capacity is reached; True if a deleted file makes a retry useful.
 
-        The file that is being written may be the only one; then it is only closed, and deleted when the next block finds no
-        room.
+        The file that is being written may be the only one that could be deleted; then it is only closed, and deleted when the
+        next block finds no room.
         """
         try:
             self._space.on_full(self.used_bytes)
         except OSError as error:
             raise self._unmeasurable(error) from None
-        oldest = self._segments[0] if self._segments else None
-        if oldest is None or oldest is self._active:
-            self._leave_active()
-            return False
-        self._reclaim(oldest)
-        return oldest not in self._undeleted
+        if self._reclaim_oldest([segment for segment in self._segments if segment is not self._active]):
+            return True
+        self._leave_active()
+        return False
 
     def _still_has(self, key: bytes) -> bool:
         """Return whether a known block is in its file; if not, forget it, so that it can be written again."""
@@ -378,49 +369,68 @@ class SegmentLog:
         self.num_lost += num_blocks
         if segment is self._active:
             self._leave_active()
-        self._forget(segment)
+        self._drop_blocks(segment)
+        if self._delete(segment):
+            self._forget(segment)
 
     def _forget(self, segment: _Segment) -> None:
-        """Remove a file and its blocks from the index, and delete it."""
-        if segment in self._segments:
-            self._segments.remove(segment)
+        """Remove a deleted file and its blocks from the index."""
+        self._segments.remove(segment)
+        self._drop_blocks(segment)
+
+    def _drop_blocks(self, segment: _Segment) -> None:
         for key in segment.records:
             del self._index[key]
         segment.records.clear()
-        self._delete(segment)
 
-    def _delete(self, segment: _Segment) -> None:
-        """Delete a file without blocks; if that fails, the file still counts, and the deletion is retried."""
+    def _delete(self, segment: _Segment) -> bool:
+        """Delete a file; False if that fails: it still counts then, and is tried again after a while."""
         try:
             segment.path.unlink(missing_ok=True)
         except OSError as error:
             self._limited_log.warning("kvstore_segment_not_deleted", path=segment.path, error=error.strerror or error)
-            self._undeleted.append(segment)
+            segment.retry_at = self._now() + _RETRY_S
+            return False
+        return True
 
-    def _reclaim(self, segment: _Segment) -> None:
-        """Copy the used blocks to the end of the log, then delete the file. A crash in between leaves harmless duplicates."""
-        if segment is self._active:
-            self._leave_active()
-        for block, record in self._survivors(segment):
-            has_room = self.used_bytes + record_bytes(record.num_bytes) + PAGE_BYTES <= self.limit_bytes
-            if not has_room or not self._write(record.key, record.seal, block):
-                break
-        self.num_dropped += len(segment.records)
-        self._forget(segment)
+    def _reclaim_oldest(self, segments: Sequence[_Segment]) -> bool:
+        """Make room by the first of these files that can be deleted; False if there is none."""
+        return any(segment.retry_at <= self._now() and self._reclaim(segment) for segment in segments)
 
-    def _survivors(self, segment: _Segment) -> Iterator[tuple[memoryview, Record]]:
-        """Yield the used blocks, the newest first, up to half of a segment."""
+    def _reclaim(self, segment: _Segment) -> bool:
+        """Delete a file and copy its used blocks to the end of the log; False if it cannot be deleted, and nothing has changed.
+
+        It is open, takes its room and counts until the blocks are copied. A crash meanwhile loses those that are not.
+        """
+        with _opened_if_readable(segment.path) as fd:
+            if not self._delete(segment):
+                return False
+            if segment is self._active:
+                self._leave_active()
+            try:
+                if fd is not None:
+                    self._copy_survivors(segment, fd)
+            finally:
+                self.num_dropped += len(segment.records)
+                self._forget(segment)
+        return True
+
+    def _copy_survivors(self, segment: _Segment, fd: int) -> None:
+        """Copy the used blocks, the newest first, up to half of a segment, while there is room."""
         num_left = min(self._space.segment_bytes, segment.end) // 2
-        for record in reversed(list(segment.records.values())):
-            num_left -= record_bytes(record.num_bytes) if self._index[record.key].is_used else 0
-            if not self._index[record.key].is_used or num_left < 0:
+        for record in reversed([record for record in segment.records.values() if self._index[record.key].is_used]):
+            num_bytes = record_bytes(record.num_bytes)
+            if num_bytes > num_left:
                 continue
+            num_left -= num_bytes
             block = memoryview(bytearray(record.num_bytes))
             try:
-                _read(segment, record, block)
+                read_record(fd, segment.nonce, record.offset, record.key, block)
             except (OSError, CorruptBlock):
                 continue
-            yield block, record
+            has_room = self.used_bytes + num_bytes + PAGE_BYTES <= self.limit_bytes
+            if not has_room or not self._write(record.key, record.seal, block):
+                return
 
 
 def holds_block(capacity_bytes: int, segment_bytes: int, block_bytes: int) -> bool:
@@ -439,6 +449,15 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
+
+
+@contextlib.contextmanager
+def _opened_if_readable(path: Path) -> Iterator[int | None]:
+    with contextlib.ExitStack() as stack:
+        fd = None
+        with contextlib.suppress(OSError):
+            fd = stack.enter_context(_opened(path, os.O_RDONLY))
+        yield fd
 
 
 def _read(segment: _Segment, record: Record, target: memoryview) -> Record:

@@ -11,8 +11,9 @@ import pytest
 
 from core.errors import Unavailable
 from core.ids import SeededIds
+from core.testing.clock import FakeClock
 from kvstore.segment_file import record_bytes
-from kvstore.segments import SegmentLog
+from kvstore.segments import _RETRY_S, SegmentLog
 from kvstore.testing.blocks import make_block
 
 BLOCK = 4000
@@ -24,8 +25,8 @@ def blocks_of(count, first=0):
     return [make_block(number, BLOCK) for number in range(first, first + count)]
 
 
-def open_log(folder, capacity=64 << 20, segment_bytes=SEGMENT):
-    return SegmentLog(folder, capacity, segment_bytes, SeededIds(1))
+def open_log(folder, capacity=64 << 20, segment_bytes=SEGMENT, **options):
+    return SegmentLog(folder, capacity, segment_bytes, SeededIds(1), **options)
 
 
 @pytest.fixture
@@ -280,18 +281,37 @@ def test_files_grow_again_after_a_disk_was_full(tmp_path, monkeypatch):
     log.close()
 
 
-def test_file_that_cannot_be_deleted_stays_counted_and_is_tried_again(tmp_path, monkeypatch):
-    capacity = 40 * RECORD
-    log, blocks = open_log(tmp_path, capacity), blocks_of(60)
-    fail(monkeypatch, Path, "unlink", errno.EBUSY)
-    saved = [append(log, block) for block in blocks]
-    first = saved.index(False)
-    assert not any(saved[first:])
-    assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= capacity
-    assert knows(log, blocks[3:first]) == [True] * (first - 3), "one file was given up, and no other for nothing"
+@pytest.mark.parametrize("is_used", [False, True])
+def test_files_that_cannot_be_deleted_stay_counted_and_keep_their_blocks(tmp_path, monkeypatch, is_used):
+    capacity, clock = 40 * RECORD, FakeClock()
+    log, blocks = open_log(tmp_path, capacity, now=clock.now), blocks_of(90)
+    saved = []
+    while not saved or log.used_bytes <= capacity - 4 * RECORD:
+        saved.append(blocks[len(saved)])
+        assert append(log, saved[-1])
+        assert not is_used or read(log, saved[-1])
+    stuck = files_of(tmp_path)
+    fail(monkeypatch, Path, "unlink", errno.EBUSY, lambda path: path in stuck)  # another file could be deleted
+    assert not any(append(log, block) for block in blocks[-10:])
+    assert [read(log, block) for block in saved] == [bytes(block.content) for block in saved]
+    assert files_of(tmp_path) == stuck
+    assert log.used_bytes == sum(path.stat().st_size for path in stuck) <= capacity
     monkeypatch.undo()
-    assert all(append(log, block) for block in blocks[first:])
+    clock.advance(_RETRY_S)
+    assert all(append(log, block) for block in blocks[len(saved) :])
     assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= capacity
+    log.close()
+
+
+def test_deletion_that_fails_is_not_tried_for_each_block(tmp_path, monkeypatch):
+    clock, tried = FakeClock(), []
+    log, blocks = open_log(tmp_path, 40 * RECORD, now=clock.now), blocks_of(100)
+    fail(monkeypatch, Path, "unlink", errno.EBUSY, lambda path: tried.append(path) or True)
+    assert [append(log, block) for block in blocks].count(False) > 50
+    assert sorted(tried) == files_of(tmp_path)
+    clock.advance(_RETRY_S)
+    assert not append(log, blocks[-1])
+    assert sorted(tried[len(tried) // 2 :]) == files_of(tmp_path)
     log.close()
 
 
@@ -322,6 +342,7 @@ def test_files_that_cannot_be_deleted_do_not_grow_the_log(tmp_path, monkeypatch)
     fail(monkeypatch, Path, "unlink", errno.EPERM, is_stuck)
     assert all(append(log, block) for block in blocks[30:])
     assert max(sizes) <= capacity
+    assert knows(log, blocks[:18]) == [True] * 18, "they are still there"
     assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
     assert knows(log, blocks[-10:]) == [True] * 10
     log.close()
