@@ -293,6 +293,10 @@ class Connector:
         """Return how many blocks are held until they are copied elsewhere, which takes a moment."""
         return 0
 
+    def saving_block_ids(self) -> Iterable[int] | None:
+        """Return these blocks, so that ``multi`` counts one that several connectors hold once; None if they are not known."""
+        return None
+
     def longest_lease_s(self) -> float:
         """Return how long the longest lease of these blocks lasts unless its reader renews it."""
         return 0.0

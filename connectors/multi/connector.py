@@ -132,8 +132,16 @@ class MultiConnector(Connector):
         return sum(connector.num_leased_blocks() for connector in self._connectors)
 
     def num_saving_blocks(self) -> int:
-        """Return how many blocks are held until they are copied."""
-        return sum(connector.num_saving_blocks() for connector in self._connectors)
+        """Return how many blocks are held until they are copied. One that several hold counts once, if they tell which."""
+        known: set[int] = set()
+        num_unknown = 0
+        for connector in self._connectors:
+            block_ids = connector.saving_block_ids()
+            if block_ids is None:
+                num_unknown += connector.num_saving_blocks()
+            else:
+                known.update(block_ids)
+        return len(known) + num_unknown
 
     def longest_lease_s(self) -> float:
         """Return how long the longest lease of the parts lasts unless its reader renews it, in seconds."""

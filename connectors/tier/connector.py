@@ -56,6 +56,10 @@ class TierConnector(Connector):
         """Return the number of blocks pinned for saves."""
         return self.scheduler.num_saving_blocks
 
+    def saving_block_ids(self) -> list[int]:
+        """Return the blocks pinned for saves."""
+        return self.scheduler.saving_block_ids()
+
     @property
     def content_parts(self) -> tuple[ContentPart, ...]:
         """The tier."""

@@ -100,6 +100,10 @@ class TierConnectorScheduler(KVConnectorScheduler):
         """Number of blocks pinned for saves."""
         return self._planner.num_pinned if self._planner is not None else 0
 
+    def saving_block_ids(self) -> list[int]:
+        """Return the blocks pinned for saves. Any thread: the list is made in one step of the interpreter."""
+        return list(self._planner.pinned_block_ids) if self._planner is not None else []
+
     @property
     def num_missed_saves(self) -> int:
         """Number of blocks that were reused, or incomplete, before they could be saved."""

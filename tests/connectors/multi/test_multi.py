@@ -241,6 +241,7 @@ class FakeConnector(Connector):
     error: Exception | None = None
     names: tuple = ()
     digests: bool = False
+    saving: set | None = None
     scheduler: KVConnectorScheduler = field(default_factory=lambda: FakeScheduler(""))
     worker: KVConnectorWorker = field(default_factory=FakeWorker)
 
@@ -270,7 +271,10 @@ class FakeConnector(Connector):
         return 3
 
     def num_saving_blocks(self):
-        return 2
+        return 2 if self.saving is None else len(self.saving)
+
+    def saving_block_ids(self):
+        return self.saving
 
     def longest_lease_s(self):
         return float(ord(self.name))
@@ -303,6 +307,11 @@ def test_numbers_and_names_of_all():
     multi.release(["kv-1"])
     multi.expect("kv-2")
     assert log == [("a", "kv-1"), ("b", "kv-1"), ("a", "expect", "kv-2"), ("b", "expect", "kv-2")]
+
+
+def test_a_block_that_several_save_counts_once():
+    parts = [FakeConnector("a", [], saving={1, 2, 3}), FakeConnector("b", [], saving={2, 3, 4}), FakeConnector("c", [])]
+    assert MultiConnector(parts).num_saving_blocks() == 4 + 2, "the third does not tell which"
 
 
 def test_each_part_is_made_as_if_it_were_configured_alone(monkeypatch):

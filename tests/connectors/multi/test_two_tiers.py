@@ -2,9 +2,11 @@
 
 import pytest
 
+from connectors.multi.connector import MultiConnector
 from connectors.multi.scheduler import MultiConnectorScheduler
 from connectors.multi.worker import multi_connector_worker
 from connectors.pool_access import open_pool
+from connectors.tier.connector import TierConnector
 from connectors.tier.scheduler import TierConnectorScheduler, TierSettings
 from connectors.tier.transfer import TierTransfer
 from connectors.tier.worker import TierConnectorWorker
@@ -37,6 +39,13 @@ class TwoTierEngine(TierEngine):
             self.second_worker.report(report)
 
 
+class Part(TierConnector):
+    """A connector around both sides of a tier."""
+
+    def __init__(self, scheduler, worker):
+        self.scheduler, self.worker = scheduler, worker
+
+
 @pytest.fixture
 def saving():
     """An engine in a small pool, of which both tiers still save what a finished request has left."""
@@ -58,6 +67,12 @@ def test_preemption_does_not_wait_for_copies_of_both_that_are_about_to_end(savin
     assert saving.core.stats.num_preemptions == 0
     saving.assert_is_right()
     saving.assert_is_empty()
+
+
+def test_blocks_that_both_hold_are_no_leak(saving):
+    multi = MultiConnector([Part(saving.scheduler, saving.worker), Part(saving.second, saving.second_worker)])
+    pool = saving.manager.block_pool
+    assert pool.num_usable_blocks - pool.num_free_blocks == multi.num_saving_blocks() > 0
 
 
 def test_blocks_that_a_slow_tier_holds_too_are_not_waited_for(saving):
