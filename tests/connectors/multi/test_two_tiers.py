@@ -59,7 +59,7 @@ def saving():
     return engine
 
 
-def test_preemption_does_not_wait_for_copies_of_both_that_are_about_to_end(saving):
+def test_no_request_is_preempted_while_copies_of_both_are_about_to_end(saving):
     """While copies are the only holders of blocks, a running request waits for them instead of preempting another."""
     assert saving.core.scheduler.connector.has_pending_block_frees()
     saving.add("b", range(2000, 2150), max_tokens=60)
