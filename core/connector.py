@@ -9,7 +9,7 @@ thread. The sides share nothing but ``KVConnectorMetadata`` (one object per step
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry
@@ -104,7 +104,7 @@ class KVConnectorScheduler(ABC):
         """
         return False
 
-    def soon_released_blocks(self) -> Iterable[int]:
+    def soon_released_blocks(self) -> Collection[int]:
         """Return the ids of blocks of which this connector will soon release a reference, each once.
 
         ``has_pending_block_frees`` is about those that nobody else holds. Several connectors may hold one block, so ``multi``

@@ -333,6 +333,7 @@ class SchedulerOutput:
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
     free_encoder_identifiers: list[bytes] = field(default_factory=list)
     ec_connector_metadata: ECConnectorMetadata | None = None
+    awaits_blocks: bool = False  # it has no tokens, and the connector was about to free blocks when it was decided
     has_dropped_images: bool = False  # ready ones, for others, whose requests may then run in the next step
 
 

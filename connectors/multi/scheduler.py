@@ -8,10 +8,10 @@ to ask the others after a hit: here they are not asked, since their answers woul
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from itertools import chain
 
 from core.connector import KVConnectorScheduler
 from core.kv.events import KVCacheEvent
@@ -131,9 +131,13 @@ class MultiConnectorScheduler(KVConnectorScheduler):
         """True if a part is about to free blocks, or several together."""
         if any(connector.has_pending_block_frees() for connector in self._connectors):
             return True
-        counts = Counter(block_id for connector in self._connectors for block_id in connector.soon_released_blocks())
-        blocks = self._manager.block_pool.blocks if self._manager is not None else ()
-        return any(blocks[block_id].ref_cnt == count for block_id, count in counts.items())
+        holders = [block_ids for connector in self._connectors if (block_ids := connector.soon_released_blocks())]
+        if len(holders) < 2 or self._manager is None:
+            return False
+        blocks, most = self._manager.block_pool.blocks, len(holders)
+        shared = chain(*holders[1:])  # all blocks of two parts are among them; other references exist to nearly all
+        candidates = [block_id for block_id in shared if blocks[block_id].ref_cnt <= most]
+        return any(blocks[block_id].ref_cnt == sum(block_id in ids for ids in holders) for block_id in candidates)
 
     def free_spare_blocks(self) -> None:
         """Let all parts free what they can spare."""

@@ -8,7 +8,7 @@ engine thread; moves no bytes.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from connectors.tier.contents import TierContents
@@ -266,7 +266,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         """True while the end of a save will soon free a block; False if saves are slow."""
         return self._planner is not None and not self._are_saves_slow and self._planner.will_free_blocks
 
-    def soon_released_blocks(self) -> Iterable[int]:
+    def soon_released_blocks(self) -> Collection[int]:
         """Return the blocks that are being saved; none if saves are slow."""
         return () if self._planner is None or self._are_saves_slow else self._planner.pinned_block_ids
 

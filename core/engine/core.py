@@ -10,7 +10,6 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from typing import Protocol
 
 from core.engine.step_watch import StepSize
@@ -78,14 +77,6 @@ class Runner(Protocol):
         """Stop what belongs to the runner."""
 
 
-@dataclass(frozen=True, slots=True)
-class ScheduledStep:
-    """A step between its decision and its end."""
-
-    output: SchedulerOutput
-    awaits_blocks: bool  # the connector was about to give blocks back when it was decided
-
-
 class EngineCore:
     """Everything between a new request and its tokens. One thread only.
 
@@ -114,7 +105,7 @@ class EngineCore:
         self._kv_events = tuple(kv_events)
         self._grammars = grammars
         self._grammar_failures: list[EngineCoreOutput] = []
-        self._in_flight: deque[tuple[ScheduledStep, Callable[[], ModelRunnerOutput]]] = deque()
+        self._in_flight: deque[tuple[SchedulerOutput, Callable[[], ModelRunnerOutput]]] = deque()
         self._is_stalled = False
         self._is_woken = False
         self._is_shut_down = False
@@ -165,7 +156,7 @@ class EngineCore:
         self.launch_step(self.schedule_step())
         return self.finish_launched_steps()
 
-    def schedule_step(self) -> ScheduledStep:
+    def schedule_step(self) -> SchedulerOutput:
         """Decide what the next step computes.
 
         ``launch_step`` and ``finish_launched_steps`` follow, with nothing else in between.
@@ -173,19 +164,18 @@ class EngineCore:
         self._is_woken = self._is_stalled = False
         if self._grammars is not None:
             self._take_grammars(self._grammars)
-        awaits_blocks = self._awaits_blocks()
-        step = ScheduledStep(self.scheduler.schedule(), awaits_blocks)
-        self._step_size = _size_of(step.output)
+        step = self.scheduler.schedule()
+        self._step_size = _size_of(step)
         return step
 
-    def launch_step(self, step: ScheduledStep) -> None:
+    def launch_step(self, step: SchedulerOutput) -> None:
         """Begin to compute it."""
-        self._in_flight.append((step, self.runner.launch_model(step.output)))
+        self._in_flight.append((step, self.runner.launch_model(step)))
 
     def keeps_newest_step(self) -> bool:
         """True if the step that was launched last stays in flight while its successor is scheduled and launched."""
         newest, _ = self._in_flight[-1]
-        return newest.output.total_num_scheduled_tokens > 0 and self.scheduler.can_schedule_ahead()
+        return newest.total_num_scheduled_tokens > 0 and self.scheduler.can_schedule_ahead()
 
     def finish_launched_steps(self) -> list[EngineCoreOutput]:
         """Process the launched steps that need no wait; return the outputs of requests with new tokens or an end."""
@@ -195,7 +185,7 @@ class EngineCore:
         sizes: list[StepSize] = []
         while len(self._in_flight) > num_kept:
             oldest, result = self._in_flight.popleft()
-            self._step_size = _size_of(oldest.output)
+            self._step_size = _size_of(oldest)
             sizes.append(self._step_size)
             outputs += self._finish(oldest, result())
         self._step_size = sizes[0] if sizes else StepSize()  # of the step that took the time; a second one is empty
@@ -203,14 +193,12 @@ class EngineCore:
             self._is_stalled = False
         return outputs
 
-    def _finish(self, step: ScheduledStep, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
+    def _finish(self, step: SchedulerOutput, runner_output: ModelRunnerOutput) -> list[EngineCoreOutput]:
         """Process the results; return the outputs of requests with new tokens or an end."""
-        outputs = self.scheduler.update_from_output(step.output, runner_output)
+        outputs = self.scheduler.update_from_output(step, runner_output)
         if self._grammars is not None:
             self._renew_grammars(self._grammars)
-        # Blocks may have become free within the step, after the decision that lacked them, and nothing would wake the engine.
-        has_got_blocks = step.awaits_blocks and not self._awaits_blocks()
-        self._is_stalled = not outputs and not has_got_blocks and _nothing_happened(step.output, runner_output)
+        self._is_stalled = not outputs and _nothing_happened(step, runner_output) and not self._has_got_blocks(step)
         self._stats = self.scheduler.make_stats()
         events = self.scheduler.take_events()
         for follower in self._kv_events:
@@ -296,9 +284,10 @@ class EngineCore:
             else:
                 self.scheduler.take_grammar(output, found)
 
-    def _awaits_blocks(self) -> bool:
+    def _has_got_blocks(self, step: SchedulerOutput) -> bool:
+        """True if blocks became free within a step, after the decision that lacked them: nothing else would wake the engine."""
         connector = self.scheduler.connector
-        return connector is not None and connector.has_pending_block_frees()
+        return step.awaits_blocks and connector is not None and not connector.has_pending_block_frees()
 
     def _packed_prompt(self, new: NewRequest) -> array[int]:
         """Return the tokens of the prompt; refuse those that the model does not have, as below."""

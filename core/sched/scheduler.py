@@ -125,6 +125,7 @@ class Scheduler:
             output.preempted_req_ids |= state.put_back_req_ids
             state.put_back_req_ids.clear()
         if state.connector is not None:
+            output.awaits_blocks = not output.total_num_scheduled_tokens and state.connector.has_pending_block_frees()
             output.kv_connector_metadata = state.connector.build_connector_meta(output)
         state.encoder.complete_output(output)
 

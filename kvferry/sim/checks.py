@@ -24,7 +24,6 @@ from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.transport.interface import SEAL_REGION
 from connectors.tier.messages import TierConnectorMetadata
 from core.constants import HASH_BLOCK_SIZE
-from core.engine.core import ScheduledStep
 from core.kv.hashing import BlockHasher
 from core.kv.invariants import find_violations
 from core.kv.seals import BROKEN, decode_seal
@@ -179,16 +178,16 @@ class WorkerChecks:
 
     # ---- engine ------------------------------------------------------------------------------------------------------
 
-    def on_scheduled(self, step: ScheduledStep) -> None:
+    def on_scheduled(self, step: SchedulerOutput) -> None:
         """Record the blocks that the loads of this step may write."""
-        self._times.on_scheduled(step.output)
-        is_empty = not _achieves_something(step.output)
+        self._times.on_scheduled(step)
+        is_empty = not _achieves_something(step)
         self._num_empty_steps = self._num_empty_steps + 1 if is_empty else 0
         if self._num_empty_steps > _MAX_EMPTY_STEPS:
             self.complain(f"{self._name}: {self._num_empty_steps} steps in a row that do nothing: it should sleep")
         self._check_preemptions()
         blocks = self._scheduler.kv_cache_manager.block_pool.blocks
-        for metadata in _messages(step.output):
+        for metadata in _messages(step):
             if isinstance(metadata, P2PConnectorMetadata):
                 rows = [row for pull in metadata.pulls for row in pull.local_rows]
             else:

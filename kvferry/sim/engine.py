@@ -12,10 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-from core.engine.core import Engine, EngineCore, ScheduledStep
+from core.engine.core import Engine, EngineCore
 from core.engine.engine_messages import EngineMessage, Wake, take_in
 from core.engine.step_watch import FirstSteps, StepReading, StepSize, StepWatch
-from core.request import EngineCoreOutput
+from core.request import EngineCoreOutput, SchedulerOutput
 from kvferry.sim.loop import Process
 
 WARM_UP_S = 5.0  # how long the first step of a size may take
@@ -26,7 +26,7 @@ _NO_TIMER_IS_DUE_S = 1e-8  # by then the timers of this moment have fired, which
 class EngineWatch(Protocol):
     """Observes the engine and checks what it does."""
 
-    def on_scheduled(self, step: ScheduledStep) -> None:
+    def on_scheduled(self, step: SchedulerOutput) -> None:
         """A step was scheduled and has not run."""
 
     def on_settled(self) -> None:
@@ -134,18 +134,18 @@ class SimEngine(EngineTurns):
         self._step_watch.begin_step(self._now())
         step = self.core.schedule_step()
         self._watch.on_scheduled(step)
-        self._log("steps", step.output.num_scheduled_tokens)
-        duration_s = self._step_s() if step.output.total_num_scheduled_tokens else TURN_S
+        self._log("steps", step.num_scheduled_tokens)
+        duration_s = self._step_s() if step.total_num_scheduled_tokens else TURN_S
         if self.core.scheduler.async_scheduling:
             self._launch(step, outputs, duration_s)
         else:
             self._call_later(duration_s / 2, lambda: self._run(step, outputs, duration_s / 2))
 
-    def _run(self, step: ScheduledStep, outputs: list[EngineCoreOutput], rest_s: float) -> None:
+    def _run(self, step: SchedulerOutput, outputs: list[EngineCoreOutput], rest_s: float) -> None:
         self.core.launch_step(step)
         self._call_later(rest_s, lambda: self._end_turn(outputs + self.core.finish_launched_steps()))
 
-    def _launch(self, step: ScheduledStep, outputs: list[EngineCoreOutput], duration_s: float) -> None:
+    def _launch(self, step: SchedulerOutput, outputs: list[EngineCoreOutput], duration_s: float) -> None:
         """Launch a step; results that need not stay in flight are applied when it has run."""
         self.core.launch_step(step)
         if not self.core.keeps_newest_step():

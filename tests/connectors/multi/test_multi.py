@@ -226,6 +226,34 @@ def test_everything_else_reaches_all():
     assert multi.has_pending_block_frees()
 
 
+@pytest.mark.parametrize(
+    ("num_references", "saved", "frees"),
+    [
+        ({1: 2}, ([1], [1]), True),
+        ({1: 3}, ([1], [1]), False),
+        ({1: 2, 2: 2}, ([1], [2]), False),
+        ({1: 3, 2: 2, 3: 2}, ([1, 3], [1], [1, 2, 3]), True),
+        ({1: 3, 2: 3, 3: 3}, ([1, 3], [2], [1, 2, 3]), False),
+    ],
+)
+def test_blocks_that_only_several_parts_hold_are_about_to_be_freed(num_references, saved, frees):
+    parts = [FakeScheduler("a") for _ in saved]
+    for part, block_ids in zip(parts, saved, strict=True):
+        part.soon_released_blocks = dict.fromkeys(block_ids).keys
+    multi = MultiConnectorScheduler([*parts, FakeScheduler("p2p")])
+    blocks = {block_id: SimpleNamespace(ref_cnt=count) for block_id, count in num_references.items()}
+    multi._manager = SimpleNamespace(block_pool=SimpleNamespace(blocks=blocks))
+    assert multi.has_pending_block_frees() == frees
+
+
+def test_blocks_of_one_part_are_not_counted_again():
+    parts = [FakeScheduler("a"), FakeScheduler("b")]
+    parts[0].soon_released_blocks = {1: None}.keys
+    multi = MultiConnectorScheduler(parts)
+    multi._manager = SimpleNamespace(block_pool=SimpleNamespace(blocks=None))
+    assert not multi.has_pending_block_frees()
+
+
 def test_layers_are_hooked_only_if_a_connector_needs_them():
     assert type(multi_connector_worker([FakeWorker()])) is MultiConnectorWorker
     hooked = multi_connector_worker([FakeWorker(), LayerwiseWorker()])

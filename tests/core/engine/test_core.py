@@ -348,6 +348,15 @@ def test_engine_sleeps_while_blocks_are_about_to_come_back_and_goes_on_with_them
     assert [output.finish_reason for output in ends] == ["length"]
 
 
+def test_steps_with_tokens_ask_no_connector_for_blocks(build_tiny, copy_connector):
+    connector = copy_connector()
+    engine = build_tiny(connector).engine
+    engine.add_request(request("r", list(range(10, 40)), max_tokens=4))
+    connector.scheduler.has_pending_block_frees = lambda: pytest.fail("asked")
+    while not any(output.finish_reason for output in engine.step()):
+        pass
+
+
 def test_writes_of_a_step_are_awaited_before_the_connector_ends_it(build_tiny, copy_connector):
     connector = copy_connector()
     engine = build_tiny(connector).engine
