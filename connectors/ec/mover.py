@@ -84,8 +84,9 @@ class _Saving:
     seal: ECSeal
     put: PutTicket
     lookup: LookupTicket | None = None  # whether another worker has stored what was not taken
+    asked_at: float = 0.0
     retry_at: float = 0.0
-    gives_up_at: float | None = None  # set when the put has ended
+    waits_since: float | None = None  # the put has ended
 
 
 @dataclass(slots=True)
@@ -250,13 +251,16 @@ class EmbeddingTransfer:
         put, lookup, now = saving.put, saving.lookup, self._clock.now()
         if not put.is_done or (lookup is not None and not lookup.is_done):
             return False
-        if saving.gives_up_at is None:
-            saving.gives_up_at = now + OTHERS_SAVE_S
+        if saving.waits_since is None:
+            saving.waits_since = now
+        gives_up_at = saving.waits_since + OTHERS_SAVE_S
         is_stored = _are_all(put.stored, put) or (lookup is not None and _are_all(lookup.hits, lookup))
-        if not is_stored and not put.failure and now < saving.gives_up_at:
+        if not is_stored and not put.failure and saving.asked_at < gives_up_at:
             if now < saving.retry_at:
                 return False
-            saving.lookup, saving.retry_at = self._store.lookup(put.keys), now + RETRY_S
+            saving.lookup, saving.asked_at = self._store.lookup(put.keys), now
+            pause_s = max(RETRY_S, now - saving.waits_since)  # doubles: it may be room that the store lacks
+            saving.retry_at = min(now + pause_s, gives_up_at)
             return True
         self._saves.remove(saving)
         self._report_save(saving, is_stored=is_stored)

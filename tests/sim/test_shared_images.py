@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 NUM_RUNS = 16
 WITH_STORE = [seed for seed in range(500) if (plan := draw_images(seed)) is not None and plan.connector == "shared"]
-FAILS_HALF_WAY = 1721  # a fetch that has got the first of several chunks, which few runs have
+FAILS_HALF_WAY = 3901  # a fetch that has got the first of several chunks, which few runs have
 
 
 @pytest.fixture(scope="module")

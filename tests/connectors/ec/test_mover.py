@@ -262,6 +262,27 @@ def test_embeddings_that_another_worker_is_storing_count_as_stored(mover, store,
     assert mover.counts == {"stored": 1}
 
 
+def test_a_full_store_is_asked_ever_less_often_and_once_more_at_the_end(mover, store, clock):
+    store.takes = False
+    mover.submit(SaveEmbeddings(NAME, NUM_EMBEDS, rows().data))
+    asked, lookup = [], store.lookup
+
+    def count(keys):
+        asked.append(clock.now())
+        return lookup(keys)
+
+    store.lookup = count
+    start = clock.now()
+    while clock.now() < start + OTHERS_SAVE_S - RETRY_S:
+        assert run(mover, store) == []
+        clock.advance(RETRY_S)
+    assert 6 <= len(asked) <= 8
+    store.blocks |= {chunk: (bytearray(), b"") for chunk in mover._keys(NAME, NUM_EMBEDS)}
+    clock.advance(RETRY_S)
+    (ended,) = run(mover, store)
+    assert ended.source is not None
+
+
 def test_a_save_that_waits_delays_no_other(mover, store):
     store.takes = False
     mover.submit(SaveEmbeddings(NAME, NUM_EMBEDS, rows().data))
