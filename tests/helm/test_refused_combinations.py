@@ -182,6 +182,7 @@ WORKING = {
     "one node": ("modelCache.kind=create", "modelCache.accessModes={ReadWriteOnce}", "modelCache.singleNode=true"),
     "different block sizes": ("prefill.config.cache.block_size=32", "decode.config.cache.block_size=64"),
     "different lengths": ("decode.config.model.max_model_len=2048",),
+    "kvferry's own model": ("config.model.name=null",),
     "connector of the image": ("config.connector.name=my_module:connector",),
     "replace before surge": ("decode.rollingUpdate.maxUnavailable=1", "decode.rollingUpdate.maxSurge=0"),
 }

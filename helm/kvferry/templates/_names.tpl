@@ -175,7 +175,8 @@ empty. With fetch off, a claim is taken to hold it.
 */}}
 {{- define "kvferry.reachesModelSources" -}}
 {{- $cache := .root.Values.modelCache -}}
-{{- $startsEmpty := and (ne $cache.kind "existingClaim") (not (hasPrefix "/" (include "kvferry.config" . | fromYaml).model.name)) -}}
+{{- $model := default "" (include "kvferry.config" . | fromYaml).model.name -}}
+{{- $startsEmpty := and (ne $cache.kind "existingClaim") (not (hasPrefix "/" $model)) -}}
 {{- if and (ne .role "kvstore") (not $cache.readOnly) (or $cache.fetch $startsEmpty) -}}true{{- end -}}
 {{- end -}}
 
