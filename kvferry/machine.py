@@ -14,6 +14,7 @@ from pathlib import Path
 
 CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
 _CUDA_DRIVER = "libcuda.so.1"
+_WILDCARDS = {"", "0.0.0.0", "::"}  # stand for all addresses of this machine
 
 
 def memory_limit_bytes(limit_files: Sequence[str] = CGROUP_LIMITS) -> int:
@@ -77,15 +78,48 @@ def is_in_use(host: str, port: int) -> bool:
     return error is not None and error.errno == errno.EADDRINUSE
 
 
+def share_an_address(first: str, second: str) -> bool:
+    """Return True if two hosts to listen on have an address of this machine in common. Asks the resolver for names.
+
+    ``::`` counts as every address, as ZeroMQ takes it; an HTTP server at it would leave the addresses of IPv4 to others.
+    """
+    ours, theirs = _addresses_of(first), _addresses_of(second)
+    return bool(ours & theirs) or bool((ours | theirs) & _WILDCARDS)
+
+
+def _addresses_of(host: str) -> set[str]:
+    """Return the addresses that a host stands for; the host as it is if it is an interface, or nobody knows it."""
+    name = _name_of(host)
+    if not name or _is_interface(name):
+        return {name}
+    try:
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None, family=_family_of(name))}
+    except OSError:
+        return {name}
+
+
 def _bind_error(host: str, port: int) -> OSError | None:
-    name = "" if host == "*" else host.strip("[]")
-    if name in {interface for _, interface in socket.if_nameindex()}:
+    name = _name_of(host)
+    if _is_interface(name):
         return None
     try:
-        with socket.create_server((name, port), family=socket.AF_INET6 if ":" in name else socket.AF_INET):
+        with socket.create_server((name, port), family=_family_of(name)):
             return None
     except OSError as error:
         return error
+
+
+def _name_of(host: str) -> str:
+    """Return a host as sockets take it; "" means all addresses."""
+    return "" if host == "*" else host.strip("[]")
+
+
+def _family_of(name: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in name else socket.AF_INET
+
+
+def _is_interface(name: str) -> bool:
+    return name in {interface for _, interface in socket.if_nameindex()}
 
 
 def why_not_writable(folder: Path) -> str | None:

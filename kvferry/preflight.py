@@ -28,7 +28,14 @@ from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
 from core.wire.sockets import split_tcp
 from kvferry.connector_preflight import check_connectors, check_factories
-from kvferry.machine import format_bytes, memory_limit_bytes, why_no_cuda, why_not_bindable, why_not_writable
+from kvferry.machine import (
+    format_bytes,
+    memory_limit_bytes,
+    share_an_address,
+    why_no_cuda,
+    why_not_bindable,
+    why_not_writable,
+)
 from kvferry.progress import shown_progress
 from kvferry.reserved_memory import Workers, computes_on_gpu, num_kvstores, reserved_bytes, uses_kvstore
 from kvferry.roles import check_exposure
@@ -40,7 +47,6 @@ WhyUnusable = Callable[[Path], str | None]
 
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 _KV_EVENT_SETTINGS = ("worker.kv_events_address", "worker.kv_events_replay_address")
-_WILDCARDS = {"*", "0.0.0.0", "::"}  # hosts that stand for all addresses of this machine
 _ANY_FREE = "stop what listens there, or choose another port; 0 is any free one"
 
 
@@ -158,7 +164,7 @@ def check_distinct(addresses: Iterable[Address]) -> None:
     seen: list[Address] = []
     for setting, (host, port) in addresses:
         for other, (other_host, other_port) in seen:
-            if port and port == other_port and (host == other_host or {host, other_host} & _WILDCARDS):
+            if port and port == other_port and share_an_address(host, other_host):
                 raise ConfigError(
                     f"{other} and {setting} would both listen on port {port}: every socket needs a port of its own, with "
                     "router.processes one for each process",

@@ -10,6 +10,7 @@ from kvferry import machine
 from kvferry.machine import (
     format_bytes,
     memory_limit_bytes,
+    share_an_address,
     why_no_cuda,
     why_not_bindable,
     why_not_creatable,
@@ -55,6 +56,23 @@ def test_names_that_sockets_are_bound_by_are_understood(host):
 
 def test_unknown_address_is_not_bindable():
     assert "not known" in why_not_bindable("no-such-host.invalid", 0)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_shared"),
+    [
+        ("localhost", "127.0.0.1", True),
+        ("[::1]", "0:0:0:0:0:0:0:1", True),
+        ("", "127.0.0.1", True),
+        ("*", "lo", True),
+        ("127.0.0.1", "0:0:0:0:0:0:0:0", True),
+        ("no-such-host.invalid", "no-such-host.invalid", True),
+        ("127.0.0.1", "127.0.0.2", False),
+        ("no-such-host.invalid", "127.0.0.1", False),
+    ],
+)
+def test_hosts_are_compared_by_the_addresses_that_they_stand_for(first, second, is_shared):
+    assert share_an_address(first, second) == share_an_address(second, first) == is_shared
 
 
 def test_folder_below_a_file_is_not_writable(tmp_path):

@@ -88,6 +88,13 @@ def test_a_router_that_needs_a_key_does_not_start_open(monkeypatch):
     [
         ("router", ["router.port=9100", "router.ops_port=9100"], "router.port and router.ops_port .* port 9100"),
         ("router", ["router.host=0.0.0.0", "router.port=5570"], "router.port and router.worker_address .* port 5570"),
+        ("router", ["router.host=localhost", "router.ops_port=8000"], "router.port and router.ops_port .* port 8000"),
+        ("router", ["router.host=", "router.ops_port=8000"], "router.port and router.ops_port .* port 8000"),
+        (
+            "router",
+            ["router.host=0:0:0:0:0:0:0:1", "router.ops_host=::1", "router.ops_port=8000"],
+            "router.port and router.ops_port .* port 8000",
+        ),
         ("router", ["router.processes=2", "router.ops_port=5571"], "router.ops_port and router.worker_address .* port 5571"),
         ("prefill", ["worker.ops_port=9400", "worker.data_port=9400"], "worker.ops_port and worker.data_port .* port 9400"),
         (
