@@ -71,6 +71,7 @@ def test_a_store_in_the_workers_pods_is_reached_by_these_workers_only(find):
         ("http://otel.observability.svc:4318", 4318),
         ("https://traces.example.org/otlp/v1/traces", 443),
         ("http://[fd00::1]", 80),
+        ("http://otel.observability.svc:04318", 4318),
     ],
 )
 def test_traces_reach_their_collector_and_nothing_is_open_without_them(find, endpoint, port):

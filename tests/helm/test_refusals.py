@@ -78,7 +78,20 @@ CASES = {
     "claim without a name": (["modelCache.kind=existingClaim"], "modelCache.existingClaim: name the claim"),
     "collector's port": (
         ["config.tracing.endpoint=http://x:99999"],
-        "config.tracing.endpoint = http://x:99999: port 99999 is above 65535",
+        "config.tracing.endpoint: the port of http://x:99999 must be 1 to 65535",
+    ),
+    "collector's port 0": (["config.tracing.endpoint=http://x:0"], "the port of http://x:0 must be 1 to 65535"),
+    "collector's endless port": (
+        ["config.tracing.endpoint=http://x:99999999999999999999"],
+        "the port of http://x:99999999999999999999 must be 1 to 65535",
+    ),
+    "port of a host of images": (
+        ["config.router.images.allowed_hosts={a.example,b.example:99999}"],
+        "router.config.router.images.allowed_hosts: the port of b.example:99999 must be 1 to 65535",
+    ),
+    "port 0 of a host of images": (
+        ["config.router.images.allowed_hosts={b.example:0}"],
+        "router.config.router.images.allowed_hosts: the port of b.example:0 must be 1 to 65535",
     ),
     "empty cache that is read-only": (["modelCache.readOnly=true"], "modelCache.readOnly: an emptyDir starts empty"),
     "LMCache nowhere": (["lmcache.mode=external"], "lmcache.host: say where"),

@@ -200,7 +200,7 @@ probes allow. With an agent there are two in turn, vLLM's and the agent's.
 {{/* The port of an http or https address. */}}
 {{- define "kvferry.portOf" -}}
 {{- $url := urlParse . -}}
-{{- default (ternary "443" "80" (eq $url.scheme "https")) (regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host)) -}}
+{{- regexFind "[0-9]+$" (regexFind ":[0-9]+$" $url.host) | default (ternary "443" "80" (eq $url.scheme "https")) | atoi -}}
 {{- end -}}
 
 {{/* The ports of hosts of images, as JSON: those of http and https, and those that entries NAME:PORT add. */}}

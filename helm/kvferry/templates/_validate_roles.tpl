@@ -51,9 +51,11 @@
 {{- end -}}
 {{- include "kvferry.validateEmbeddings" . -}}
 {{- with dig "tracing" "endpoint" "" $config -}}
-{{- $port := include "kvferry.portOf" . -}}
-{{- if gt (int $port) 65535 -}}
-{{- fail (printf "%s.config.tracing.endpoint = %s: port %s is above 65535" $.role . $port) -}}
+{{- include "kvferry.validatePort" (list $.role "tracing.endpoint" . (include "kvferry.portOf" .)) -}}
+{{- end -}}
+{{- range $host := ternary (dig "router" "images" "allowed_hosts" list $config) list (eq .role "router") -}}
+{{- with regexFind "^[^:]+:[0-9]+$" $host -}}
+{{- include "kvferry.validatePort" (list $.role "router.images.allowed_hosts" . (regexFind "[0-9]+$" .)) -}}
 {{- end -}}
 {{- end -}}
 {{- if and $connector.peer_prefixes (not (has "p2p" $names)) -}}
@@ -67,6 +69,14 @@
 {{- include "kvferry.validateOrder" (list "config.router.heartbeat_interval_s" (dig "router" "heartbeat_interval_s" 1.0 $config) "below" "config.router.heartbeat_timeout_s" (dig "router" "heartbeat_timeout_s" 5.0 $config)) -}}
 {{- include "kvferry.validateOrder" (list "config.router.max_body_bytes" (dig "router" "max_body_bytes" 12582912 $config) "at most" "config.router.max_upload_bytes" (dig "router" "max_upload_bytes" 268435456 $config)) -}}
 {{- include "kvferry.validateOrder" (list "config.kvstore.heartbeat_interval_s" (dig "kvstore" "heartbeat_interval_s" 0.5 $config) "below" "config.kvstore.client_timeout_s" (dig "kvstore" "client_timeout_s" 5.0 $config)) -}}
+{{- end -}}
+
+{{/* A port that Kubernetes would refuse in a NetworkPolicy, without naming the setting; one of many digits is the largest integer. */}}
+{{- define "kvferry.validatePort" -}}
+{{- $port := index . 3 | atoi -}}
+{{- if or (lt $port 1) (gt $port 65535) -}}
+{{- fail (printf "%s.config.%s: the port of %s must be 1 to 65535" (index . 0) (index . 1) (index . 2)) -}}
+{{- end -}}
 {{- end -}}
 
 {{- define "kvferry.validateEmbeddings" -}}
