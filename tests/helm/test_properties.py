@@ -114,6 +114,18 @@ def test_every_worker_that_is_told_to_use_rdma_has_the_device(helm, setting, is_
     assert annotations.count("b") == len(told)
 
 
+def test_aggregated_workers_that_read_by_tcp_get_no_rdma_device(helm):
+    sets = ["config.connector.peer_prefixes=true", "aggregated.config.connector.transports={tcp}"]
+    found = dict(pods(helm, "gpu-rdma", "aggregated.enabled=true", "aggregated.gpu.count=1", *sets))
+    (container,) = found["aggregated"]["containers"]
+    assert "rdma/hca_shared_devices_a" not in container["resources"]["limits"]
+    assert not {"UCX_TLS", "UCX_NET_DEVICES", "UCX_IB_GID_INDEX"} & set(environment(container))
+    for name in ("prefill", "decode"):
+        (container,) = found[name]["containers"]
+        assert container["resources"]["limits"]["rdma/hca_shared_devices_a"] == 1
+        assert environment(container)["UCX_TLS"] == "rc,cuda_copy,tcp"
+
+
 def test_digest_wins_over_the_tag(find):
     digest = "sha256:" + "0" * 64
     container = main(find, "cpu-minimal", "router", f"image.digest={digest}", "image.tag=v7")["containers"][0]

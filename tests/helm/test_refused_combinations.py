@@ -85,11 +85,11 @@ CASES = {
     ),
     "RDMA for aggregated workers": (
         (*AGGREGATED, "rdma.enabled=true", "config.connector.transports={nixl}"),
-        "rdma.enabled: RDMA moves blocks from prefill to decode workers",
+        "rdma.enabled: no worker would use RDMA. Aggregated ones do if they read from each other",
     ),
     "RDMA without nixl for aggregated workers that read from each other": (
         (*AGGREGATED, "rdma.enabled=true", "config.connector.peer_prefixes=true", "config.connector.transports={tcp}"),
-        "rdma.enabled: only transport nixl uses RDMA; put it in front of aggregated.config.connector.transports",
+        "rdma.enabled: no worker would use RDMA. Aggregated ones do if they read from each other",
     ),
     "one claim for several nodes": (
         ("modelCache.kind=create", "modelCache.accessModes={ReadWriteOnce}"),

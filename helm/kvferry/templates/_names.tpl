@@ -242,9 +242,10 @@ probes allow. With an agent there are two in turn, vLLM's and the agent's.
 {{- if or (has .role (list "prefill" "decode")) (include "kvferry.exchangesBlocks" .) -}}true{{- end -}}
 {{- end -}}
 
-{{/* "true" if the role's pods get the RDMA device and UCX's settings for it. */}}
+{{/* "true" if the role's pods get the RDMA device and UCX's settings for it: prefill and decode always, which must use nixl. */}}
 {{- define "kvferry.usesRdma" -}}
-{{- if and .root.Values.rdma.enabled (include "kvferry.movesBlocks" .) -}}true{{- end -}}
+{{- $isWanted := or (has .role (list "prefill" "decode")) (include "kvferry.usesNixl" .) -}}
+{{- if and .root.Values.rdma.enabled $isWanted (include "kvferry.movesBlocks" .) -}}true{{- end -}}
 {{- end -}}
 
 {{/* "true" if the role's workers may take another role while they run. */}}

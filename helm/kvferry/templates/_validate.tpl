@@ -30,8 +30,8 @@
 {{- include "kvferry.validateRole" (dict "root" $ "role" $role) -}}
 {{- end -}}
 {{- include "kvferry.validateAgreement" . -}}
-{{- if and .Values.rdma.enabled (not .Values.prefill.enabled) (not (include "kvferry.exchangingRoles" . | fromJsonArray)) -}}
-{{- fail "rdma.enabled: RDMA moves blocks from prefill to decode workers, and these aggregated workers move none; turn it off, or enable prefill and decode" -}}
+{{- if and .Values.rdma.enabled (not .Values.prefill.enabled) (not (include "kvferry.usesRdma" (dict "root" . "role" "aggregated"))) -}}
+{{- fail "rdma.enabled: no worker would use RDMA. Aggregated ones do if they read from each other (connector.peer_prefixes, worker.can_switch_role) by transport nixl; turn it off, or enable prefill and decode" -}}
 {{- end -}}
 {{- if and .Values.inferencePool.enabled (not .Values.inferencePool.endpointPicker.name) -}}
 {{- fail "inferencePool.endpointPicker.name: name the Service of the endpoint picker that chooses a router" -}}
