@@ -159,8 +159,6 @@ def _check_connectors(connector: ConnectorSection) -> None:
 
 def _check_transports(path: str, transports: Sequence[str], *, is_p2p: bool) -> None:
     """Refuse transports that connector p2p does not have; another connector gives the setting its own meaning."""
-    if is_p2p and not transports:
-        raise ConfigError(f"{path} is empty: name at least one of {', '.join(P2P_TRANSPORTS)}", param=path)
     unknown = [name for name in transports if name not in P2P_TRANSPORTS]
     if is_p2p and unknown:
         raise ConfigError(f"{path}: {unknown[0]!r} is not a transport; allowed: {', '.join(P2P_TRANSPORTS)}", param=path)
@@ -169,7 +167,10 @@ def _check_transports(path: str, transports: Sequence[str], *, is_p2p: bool) -> 
 def _check_ec_connector(config: KVFerryConfig) -> None:
     """Refuse embeddings that no worker could read, and embeddings that could fill the store of the KV blocks."""
     ec_connector, kvstore = config.ec_connector, config.kvstore
-    _check_transports("ec_connector.transports", ec_connector.transports, is_p2p=ec_connector.name == "p2p")
+    is_p2p, path = ec_connector.name == "p2p", "ec_connector.transports"
+    _check_transports(path, ec_connector.transports, is_p2p=is_p2p)
+    if is_p2p and not ec_connector.transports:
+        raise ConfigError(f"{path} is empty: name at least one of {', '.join(P2P_TRANSPORTS)}", param=path)
     if ec_connector.kvstore_address:
         check_peer_address("ec_connector.kvstore_address", ec_connector.kvstore_address)
     elif ec_connector.name == "shared" and not (kvstore.address or config.local.kvstore):

@@ -18,9 +18,9 @@ from collections.abc import Iterator, Mapping
 
 from connectors.p2p.transport.nixl import INSTALL_HINT, installed_module
 from connectors.registry import CONNECTORS, EC_CONNECTORS, NO_EC_CONNECTOR, find_entry_point
-from core.config import KVFerryConfig
+from core.config import P2P_TRANSPORTS, KVFerryConfig
 from core.errors import ConfigError
-from kvferry.reserved_memory import uses_kvstore
+from kvferry.reserved_memory import Workers, uses_kvstore
 
 _IMPORT_TIMEOUT_S = 120.0  # on a machine that reads torch from a cold disk
 _OUR_DISTRIBUTION = "kvferry"
@@ -55,6 +55,21 @@ def check_connectors(config: KVFerryConfig) -> None:
             raise ConfigError(f"{path} = nixl: the library is not installed: {INSTALL_HINT}, or use shm, tcp", param=path)
     check_redis(config)
     check_tracing(config)
+
+
+def check_p2p(workers: Workers) -> None:
+    """Refuse workers whose connector p2p has no transport. Of p2p alone, an aggregated worker that reads no other has none.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    for role, config in workers.values():
+        names = config.connector.names
+        is_alone = role == "aggregated" and not (config.worker.can_switch_role or config.connector.peer_prefixes)
+        has_p2p = "p2p" in names and role != "encode" and not (is_alone and set(names) == {"p2p"})
+        if has_p2p and not config.connector.transports:
+            path = "connector.transports"
+            raise ConfigError(f"{path} is empty: name at least one of {', '.join(P2P_TRANSPORTS)}", param=path)
 
 
 def check_names(config: KVFerryConfig) -> None:

@@ -31,7 +31,7 @@ from core.wire.key_rotation import keys_of
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry import preflight, vllm_preflight
 from kvferry.cluster_plan import is_for_serve, workers_here
-from kvferry.connector_preflight import check_factories, check_names, check_redis, has_otlp_exporter
+from kvferry.connector_preflight import check_factories, check_names, check_p2p, check_redis, has_otlp_exporter
 from kvferry.doctor_transports import check_transports
 from kvferry.finding import Finding, Verdict
 from kvferry.machine import format_bytes, is_in_use, memory_limit_bytes, why_not_bindable, why_not_creatable
@@ -124,6 +124,8 @@ def check_connector(config: KVFerryConfig) -> Iterator[Finding]:
         return  # vLLM imports its connector in its own environment
     try:
         check_names(config)
+        if is_for_serve(config):
+            check_p2p(workers_here(config))  # a single worker may be one that needs no transport
         check_factories(config)
         check_redis(config)
     except ConfigError as error:

@@ -27,7 +27,7 @@ from core.model.vision_arch import parse_vision_arch
 from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
 from core.wire.sockets import split_tcp
-from kvferry.connector_preflight import check_connectors, check_factories
+from kvferry.connector_preflight import check_connectors, check_factories, check_p2p
 from kvferry.machine import (
     format_bytes,
     memory_limit_bytes,
@@ -60,6 +60,7 @@ def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[
     """
     check_router(config)
     check_connectors(config)
+    check_p2p(workers)
     check_factories(config, environment)
     check_ports(config, workers)
     check_folders(config, workers)
@@ -95,6 +96,7 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
         _check_all_bindable([_ops_address(config)])
         return
     check_connectors(config)
+    check_p2p({role: (role, config)})
     check_device(config)
     addresses = [_ops_address(config), *_worker_addresses(config)]
     if _serves_readers(role, config):

@@ -108,9 +108,9 @@ def check_settings(config: KVFerryConfig) -> None:
         raise ConfigError(
             f"connector.name = {connector.name}: vLLM engines hand off by p2p; leave it out", param="connector.name"
         )
-    if set(connector.transports) == {"shm"} and not local.aggregated:
+    if not {"tcp", "nixl"}.intersection(connector.transports) and not local.aggregated:
         raise ConfigError(
-            "connector.transports = shm: vLLM engines have no pool in shared memory; use tcp or nixl",
+            "connector.transports: vLLM engines need tcp or nixl, as they have no pool in shared memory",
             param="connector.transports",
         )
 

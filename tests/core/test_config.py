@@ -124,7 +124,11 @@ def test_connector_extra_takes_any_keys():
         ("connector.lmcache.http_address=http://x:99999", "connector.lmcache.http_address", "Port out of range"),
         ("cache.block_size", "cache.block_size", "expected a.b=value"),
         ("connector.transports=shm,rdma", "connector.transports", "'rdma' is not a transport; allowed: shm, nixl, tcp"),
-        ("connector.transports=[]", "connector.transports", "is empty: name at least one of shm, nixl, tcp"),
+        (
+            "ec_connector={name: p2p, transports: []}",
+            "ec_connector.transports",
+            "is empty: name at least one of shm, nixl, tcp",
+        ),
         ("worker.router_addresses=", "worker.router_addresses", "is empty: name the routers"),
         ("worker.router_addresses=[]", "worker.router_addresses", "is empty: name the routers"),
         ("router.api_key=,", "router.api_key", "has no key in it"),

@@ -1,9 +1,12 @@
 """Values that are accepted one by one, but that cannot work together, are refused when the chart is rendered."""
 
+from pathlib import Path
+
 import pytest
 
 pytestmark = pytest.mark.slow
 
+CHART = Path(__file__).parents[2] / "helm/kvferry"
 STORE = ("kvstore.enabled=true",)
 SCALED = tuple(f"kvstore.autoscaling.{part}" for part in ("type=hpa", "min=1", "max=2", "metrics.kvferry_kvstore_clients=9"))
 CUDA = ("config.model.device=cuda", "prefill.gpu.count=1", "decode.gpu.count=1")
@@ -191,3 +194,13 @@ WORKING = {
 @pytest.mark.parametrize("sets", WORKING.values(), ids=WORKING)
 def test_what_works_is_accepted(helm, sets):
     assert helm.template("cpu-minimal", sets=sets)
+
+
+@pytest.mark.parametrize(("sets", "is_refused"), [((), True), (AGGREGATED, False)])
+def test_no_transport_is_refused_for_pods_that_read_from_others(helm, sets, is_refused):
+    values = str(CHART / "ci" / "cpu-minimal-values.yaml")
+    arguments = [part for value in sets for part in ("--set", value)]
+    empty = ["--set-json", "config.connector.transports=[]"]
+    done = helm.run("template", "kvferry", str(CHART), "--values", values, *empty, *arguments)
+    assert ("prefill.config.connector.transports is empty: name nixl or tcp" in done.stderr) == is_refused
+    assert bool(done.returncode) == is_refused

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import nullcontext
 
 import psutil
 import pytest
@@ -11,8 +12,9 @@ import pytest
 from core.config import load_config
 from core.errors import ConfigError
 from kvferry import LocalCluster, connector_preflight
-from kvferry.connector_preflight import check_factories
+from kvferry.connector_preflight import check_factories, check_p2p
 from kvferry.local import ProcessOptions
+from kvferry.preflight import check_process
 from kvferry.processes import ProcessKeeper
 
 MODULE = """
@@ -120,3 +122,29 @@ def test_cluster_with_a_connector_that_cannot_be_imported_starts_nothing(name, e
     with pytest.raises(ConfigError, match=rf"^connector\.name = '{name}': "):
         LocalCluster(config, options=ProcessOptions(environment={"PYTHONPATH": environment["PYTHONPATH"]})).start()
     assert started == []
+
+
+@pytest.mark.parametrize(
+    ("role", "assignments", "is_refused"),
+    [
+        ("prefill", [], True),
+        ("decode", [], True),
+        ("aggregated", ["connector.peer_prefixes=true"], True),
+        ("aggregated", ["worker.can_switch_role=true"], True),
+        ("aggregated", ["connector.name=multi", "connector.connectors=[p2p, offload]"], True),
+        ("aggregated", [], False),
+        ("encode", [], False),
+        ("prefill", ["connector.name=offload"], False),
+    ],
+)
+def test_no_transport_is_refused_where_blocks_would_be_read_by_p2p(role, assignments, is_refused):
+    config = load_config(assignments=["connector.transports=[]", *assignments])
+    with pytest.raises(ConfigError, match=r"connector\.transports is empty") if is_refused else nullcontext():
+        check_p2p({"worker": (role, config)})
+
+
+def test_a_worker_without_a_transport_does_not_start():
+    config = load_config(assignments=["connector.transports=[]", "worker.ops_port=0"])
+    with pytest.raises(ConfigError, match=r"connector\.transports is empty"):
+        check_process("prefill", config)
+    check_process("aggregated", config)

@@ -72,6 +72,8 @@ def test_a_port_that_processes_of_two_machines_share_is_no_mistake():
     [
         ([], "ok"),
         (["connector.name=nosuch"], "failure"),
+        (["connector.transports=[]"], "failure"),
+        (["connector.transports=[]", "local.aggregated=true"], "ok"),
         (["connector.name=nowhere:make"], "failure"),
         (["connector.name=nowhere:make", "worker.engine_id=p0"], "failure"),
         (["connector.name=nowhere:make", OF_ANY_PROCESS], "warning"),

@@ -298,7 +298,8 @@ def test_a_python_as_the_command_is_asked_itself():
         ("model.quantization=int8", "for kvferry's own engine; leave it out"),
         ("local.kvstore=true", "the store is for kvferry's own engine"),
         ("connector.name=shared", "vLLM engines hand off by p2p"),
-        ("connector.transports=shm", "vLLM engines have no pool in shared memory"),
+        ("connector.transports=shm", "connector.transports: vLLM engines need tcp or nixl, as they have no pool in shared"),
+        ("connector.transports=[]", "connector.transports: vLLM engines need tcp or nixl"),
     ],
 )
 def test_settings_that_vllm_engines_do_not_have_are_refused(install, assignment, words):

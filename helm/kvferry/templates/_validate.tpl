@@ -194,6 +194,10 @@
 {{- if and (include "kvferry.usesRdma" .) (not (include "kvferry.usesNixl" .)) -}}
 {{- fail (printf "rdma.enabled: only transport nixl uses RDMA; put it in front of %s.config.connector.transports" .role) -}}
 {{- end -}}
+{{- $isP2p := has "p2p" (include "kvferry.connectorNames" $config.connector | fromJsonArray) -}}
+{{- if and $isP2p (kindIs "slice" $config.connector.transports) (not $config.connector.transports) (include "kvferry.movesBlocks" .) -}}
+{{- fail (printf "%s.config.connector.transports is empty: name nixl or tcp" .role) -}}
+{{- end -}}
 {{- if and (has "shm" $config.connector.transports) (include "kvferry.movesBlocks" .) -}}
 {{- fail (printf "%s.config.connector.transports: shm works between processes of one pod only, and every worker has a pod of its own; use nixl or tcp" .role) -}}
 {{- end -}}
