@@ -70,7 +70,7 @@ def http_problem(url: str) -> str:
         port = parts.port
     except ValueError as error:
         return str(error)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
+    if not url.lower().startswith(("http://", "https://")) or not parts.hostname:  # urlsplit skips blanks before a scheme
         return "it is no address of a server"
     return "port 0 is none to connect to" if port == 0 else ""
 

@@ -268,6 +268,7 @@ def test_probe_keeps_trying_while_another_server_answers(answer, capsys):
         "http://127.0.0.1:abc",
         "127.0.0.1:8000",
         "http://[::1",
+        " http://127.0.0.1:1",
         "http://xn--a",
         "http://:8000",
         "http://h:99999",

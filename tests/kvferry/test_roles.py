@@ -79,7 +79,7 @@ def test_every_process_of_a_cluster_leaves_at_a_signal_from_its_first_line():
     assert children | {"serve"} == set(PROCESSES)
 
 
-@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "127.0.0.1:8000", "http://h:99999"])
+@pytest.mark.parametrize("url", ["http://127.0.0.1:abc", "127.0.0.1:8000", "http://h:99999", " http://h:1"])
 def test_agent_refuses_what_is_no_address_of_a_server(url):
     with pytest.raises(ConfigError, match=r"^agent\.engine = .*; give http://HOST:PORT$"):
         run_agent("decode", load_config(assignments=[f"agent.engine={url}"]), None, None)
