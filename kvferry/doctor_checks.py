@@ -184,13 +184,11 @@ def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
         named.append(f"kernels: up to {format_bytes(kernels)}")
     text = f"{', '.join(named) or 'nothing beside the model'}; {format_bytes(limit)} of memory"
     used = sum(each.num_bytes for each in counted) + kernels
-    if used >= limit:
-        yield Finding(
-            "memory",
-            "failure" if _runs_here("worker", config) else "warning",
-            text,
-            "if a worker is to run here: lower what these settings reserve, or raise the memory limit",
-        )
+    fix = "lower what these settings reserve, or raise the memory limit"
+    if used >= limit and _runs_here("worker", config):
+        yield Finding("memory", "failure", text, fix)
+    elif used >= limit:
+        yield Finding("memory", "warning", text, f"if a process that reserves some of this is to run here: {fix}")
     else:
         yield Finding("memory", "warning" if used > limit // 2 else "ok", text, "leave room for the model beside them")
     yield _check_shared_memory()

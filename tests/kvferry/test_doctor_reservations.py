@@ -30,6 +30,15 @@ def test_a_pool_that_only_another_process_would_have_is_no_failure(monkeypatch, 
         assert {one.verdict for one in huge_pages("cache.huge_pages=always", setting)} == {verdict}
 
 
+def test_advice_about_memory_depends_on_what_runs_here(monkeypatch):
+    monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 2 << 30)
+    store = ["local.kvstore=true", "kvstore.memory_bytes=8GiB", "kvstore.bind_address=tcp://0.0.0.0:5580", OF_ANY_PROCESS]
+    found = [next(doctor_checks.check_memory(load_config(assignments=each))) for each in (["cache.memory_bytes=8GiB"], store)]
+    assert found[0].fix == "lower what these settings reserve, or raise the memory limit"
+    assert found[1].fix == f"if a process that reserves some of this is to run here: {found[0].fix}"
+    assert "kvstore.memory_bytes: 8 GiB" in found[1].text
+
+
 def test_pools_of_all_workers_of_a_host_count(monkeypatch):
     monkeypatch.setattr(doctor_checks, "memory_limit_bytes", lambda: 3 << 30)
     settings = ["worker.engine_id=p0", f"cache.memory_bytes={1 << 30}", "worker.workers_on_host=4"]
