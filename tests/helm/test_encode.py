@@ -73,10 +73,18 @@ def test_the_router_reaches_hosts_of_images_only_if_some_are_listed(find):
 def test_a_port_that_the_list_of_image_hosts_names_is_open(find):
     hosts = "config.router.images.allowed_hosts={a.example:8443,b.example:443,10.0.0.0/8,2001:db8::1,c.example:8443}"
     egress = find("cpu-minimal", "NetworkPolicy", "router", hosts)["spec"]["egress"]
-    (ports,) = (
-        [entry["port"] for entry in rule["ports"]] for rule in egress if {"protocol": "TCP", "port": 80} in rule["ports"]
-    )
-    assert ports == [80, 443, 8443]
+    ports = [[entry["port"] for entry in rule.get("ports", ())] for rule in egress]
+    assert [each for each in ports if 80 in each] == [[80, 443, 8443]]
+
+
+def test_addresses_and_networks_of_images_are_open_at_all_ports(find):
+    def networks(*sets):
+        hosts = "config.router.images.allowed_hosts={203.0.113.7,10.0.0.0/8,[2001:db8::1],2001:db8::/32,a.example:8443}"
+        egress = find("cpu-minimal", "NetworkPolicy", "router", hosts, *sets)["spec"]["egress"]
+        return [peer["ipBlock"]["cidr"] for rule in egress if "ports" not in rule for peer in rule["to"]]
+
+    assert networks() == ["203.0.113.7/32", "10.0.0.0/8", "2001:db8::1/128", "2001:db8::/32"]
+    assert networks("networkPolicy.imageSources=null") == [], "closed"
 
 
 def test_a_store_that_is_shared_is_told_to_all(find):

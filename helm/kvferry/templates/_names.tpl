@@ -212,6 +212,18 @@ probes allow. With an agent there are two in turn, vLLM's and the agent's.
 {{- uniq $ports | toJson -}}
 {{- end -}}
 
+{{/* The addresses and networks among hosts of images, which the router allows at all ports, as JSON of CIDRs. */}}
+{{- define "kvferry.imageNetworks" -}}
+{{- $found := list -}}
+{{- range $entry := . -}}
+{{- $host := trim $entry | trimAll "[]" -}}
+{{- if regexMatch "^(([0-9]+\\.){3}[0-9]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F.:]*)(/[0-9]+)?$" $host -}}
+{{- $found = append $found (contains "/" $host | ternary $host (printf "%s/%s" $host (contains ":" $host | ternary "128" "32"))) -}}
+{{- end -}}
+{{- end -}}
+{{- toJson $found -}}
+{{- end -}}
+
 {{/* The KV connectors that a section "connector" names, as JSON. */}}
 {{- define "kvferry.connectorNames" -}}
 {{- $name := default "p2p" .name -}}
