@@ -98,9 +98,9 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
     check_connectors(config)
     check_p2p({role: (role, config)})
     check_device(config)
-    addresses = [_ops_address(config), *_worker_addresses(config)]
+    addresses = [_ops_address(config), *_kv_event_addresses(config)]
     if _serves_readers(role, config):
-        addresses.append(_control_address(config))
+        addresses += [*_data_address(config), _control_address(config)]
     _check_all_bindable(addresses)
     known = peek_config(config.model.name, Path(config.model.cache_dir))
     if known is not None:
@@ -181,10 +181,13 @@ def all_addresses(config: KVFerryConfig) -> list[Address]:
 
 
 def addresses_by_process(config: KVFerryConfig) -> dict[str, tuple[Address, ...]]:
-    """Return the addresses that a router, a worker and a store bind; each may be on a machine of its own."""
+    """Return the addresses that a router, a worker and a store bind; each may be on a machine of its own.
+
+    Of the worker's, one that nobody reads from, such as most decode workers, binds fewer.
+    """
     return {
         "router": tuple(_router_addresses(config)),
-        "worker": (_control_address(config), _ops_address(config), *_worker_addresses(config)),
+        "worker that others read from": (_control_address(config), _ops_address(config), *_worker_addresses(config)),
         "store": tuple(_store_addresses(config)),
     }
 
@@ -228,10 +231,18 @@ def _ops_address(config: KVFerryConfig) -> Address:
 
 
 def _worker_addresses(config: KVFerryConfig) -> Iterator[Address]:
-    """Return the addresses with a port number that each worker binds."""
+    """Return the addresses with a port number that each worker binds if others read from it."""
+    yield from _data_address(config)
+    yield from _kv_event_addresses(config)
+
+
+def _data_address(config: KVFerryConfig) -> Iterator[Address]:
     host, _ = split_tcp(config.worker.control_address)
     if config.worker.data_port:
         yield "worker.data_port", (host, config.worker.data_port)
+
+
+def _kv_event_addresses(config: KVFerryConfig) -> Iterator[Address]:
     for setting in _KV_EVENT_SETTINGS if config.cache.kv_events else ():
         address = getattr(config.worker, setting.removeprefix("worker."))
         if address and split_tcp(address)[1]:

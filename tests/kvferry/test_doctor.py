@@ -53,7 +53,7 @@ def test_a_port_that_several_workers_would_share_is_refused_as_serve_refuses_it(
     [
         (["router.ops_port=8000"], "failure"),
         (["router.ops_port=8000", OF_ANY_PROCESS], "warning"),
-        (["worker.ops_port=9400", "worker.data_port=9400", "worker.engine_id=p0"], "failure"),
+        (["worker.ops_port=9400", "worker.data_port=9400", "worker.engine_id=p0"], "warning"),
     ],
 )
 def test_a_port_that_two_sockets_of_a_process_would_share_is_no_free_one(settings, verdict):

@@ -110,6 +110,14 @@ def test_one_port_for_two_sockets_is_refused_with_both_settings(role, settings, 
         check_process(role, load_config(assignments=["security.insecure=true", *settings]))
 
 
+@pytest.mark.parametrize("setting", ["worker.data_port=18998", "worker.control_address=tcp://127.0.0.1:18998"])
+def test_ports_for_readers_are_none_of_a_worker_that_nobody_reads_from(setting):
+    settings = [setting, "worker.ops_port=18998"]
+    check_process("decode", load_config(assignments=settings))
+    with pytest.raises(ConfigError, match=r"would both listen on port 18998"):
+        check_process("decode", load_config(assignments=[*settings, "connector.peer_prefixes=true"]))
+
+
 @pytest.mark.parametrize("role", ["router", "decode"])
 def test_any_free_port_may_be_asked_for_twice_and_one_port_of_two_hosts(role):
     settings = ["router.port=0", "router.ops_port=0", "router.worker_address=tcp://127.0.0.1:0", "worker.ops_port=0"]
