@@ -136,11 +136,6 @@ def _check_router(router: RouterSection) -> None:
     check_address("router.worker_address", router.worker_address)
     check_process_ports("router.worker_address", int(router.worker_address.rpartition(":")[2]), router.processes)
     check_process_ports("router.ops_port", router.ops_port or 0, router.processes)
-    if router.api_key and not router.api_key.replace(",", "").strip():
-        raise ConfigError(
-            "router.api_key has no key in it, only blanks or commas: every request would be refused; give one, or leave it out",
-            param="router.api_key",
-        )
 
 
 def _check_connectors(connector: ConnectorSection) -> None:

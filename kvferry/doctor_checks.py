@@ -311,6 +311,7 @@ def check_security(config: KVFerryConfig) -> Iterator[Finding]:
     )
     yield from _check_ucx(config)
     yield from _check_kv_events(config)
+    yield from _check_api_key(config)
     if keys is not None:
         yield Finding("security", "ok", "a cluster key is set")
     elif exposed:
@@ -324,6 +325,13 @@ def check_security(config: KVFerryConfig) -> Iterator[Finding]:
 def _exposed(addresses: Mapping[str, str]) -> list[str]:
     """Return the settings of addresses that other machines can reach; an empty one is not bound."""
     return [setting for setting, address in addresses.items() if address and not is_loopback(split_tcp(address)[0])]
+
+
+def _check_api_key(config: KVFerryConfig) -> Iterator[Finding]:
+    try:
+        preflight.check_api_key(config)
+    except ConfigError as error:
+        yield _refused("security of the API", error, config, "router")
 
 
 def _check_kv_events(config: KVFerryConfig) -> Iterator[Finding]:

@@ -115,13 +115,28 @@ def check_router(config: KVFerryConfig) -> None:
     """
     keys_of(config.security)
     check_exposure("router", config)
-    if config.router.requires_api_key and not config.router.api_key:
+    check_api_key(config)
+    server_context(config.router.tls_cert, config.router.tls_key)
+
+
+def check_api_key(config: KVFerryConfig) -> None:
+    """Check that a router's API has a key where it needs one, and that what is given holds one.
+
+    Raises:
+        ConfigError: that is not so.
+    """
+    keys = config.router.api_key
+    if config.router.requires_api_key and not keys:
         raise ConfigError(
             "router.requires_api_key = true, but there is no key: set $KVFERRY_API_KEY or router.api_key; in Kubernetes see "
             "whether the value in the secret is empty",
             param="router.api_key",
         )
-    server_context(config.router.tls_cert, config.router.tls_key)
+    if keys and not keys.replace(",", "").strip():
+        raise ConfigError(
+            "router.api_key has no key in it, only blanks or commas: every request would be refused; give one, or leave it out",
+            param="router.api_key",
+        )
 
 
 def check_ports(config: KVFerryConfig, workers: Workers) -> None:

@@ -26,6 +26,14 @@ def test_open_sockets_need_a_key(settings, verdict, monkeypatch):
     assert verdicts(doctor_checks.check_security, *settings)["security"].verdict == verdict
 
 
+@pytest.mark.parametrize("key", ["router.requires_api_key=true", "router.api_key=,"])
+@pytest.mark.parametrize(("others", "verdict"), [([], "failure"), ([OF_ANY_PROCESS], "warning")])
+def test_an_api_without_the_key_that_it_needs_is_reported(key, others, verdict, monkeypatch):
+    monkeypatch.delenv("KVFERRY_API_KEY", raising=False)
+    assert verdicts(doctor_checks.check_security, key, *others)["security of the API"].verdict == verdict
+    assert "security of the API" not in verdicts(doctor_checks.check_security, *others)
+
+
 @pytest.mark.parametrize(
     ("settings", "verdict"),
     [

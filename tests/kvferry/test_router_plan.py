@@ -83,6 +83,15 @@ def test_a_router_that_needs_a_key_does_not_start_open(monkeypatch):
     check_process("router", load_config(assignments=[*settings, "router.api_key=k"]))
 
 
+@pytest.mark.parametrize("key", [" ", ",", " , "])
+def test_a_key_of_blanks_ends_the_router_and_no_other_process(key, monkeypatch):
+    monkeypatch.setenv("KVFERRY_API_KEY", key)
+    config = load_config(assignments=["worker.ops_port=0"])
+    with pytest.raises(ConfigError, match=r"router\.api_key has no key in it"):
+        check_process("router", config)
+    check_process("decode", config)
+
+
 @pytest.mark.parametrize(
     ("role", "settings", "said"),
     [
