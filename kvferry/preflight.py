@@ -182,9 +182,9 @@ def check_distinct(addresses: Iterable[Address]) -> None:
     for setting, (host, port) in addresses:
         for other, (other_host, other_port) in seen:
             if port and port == other_port and share_an_address(host, other_host):
+                of_each = ", and so does each of router.processes" if setting.startswith("router.") else ""
                 raise ConfigError(
-                    f"{other} and {setting} would both listen on port {port}: every socket needs a port of its own, with "
-                    "router.processes one for each process",
+                    f"{other} and {setting} would both listen on port {port}: every socket needs a port of its own{of_each}",
                     param=setting,
                 )
         seen.append((setting, (host, port)))

@@ -115,8 +115,9 @@ def test_a_key_of_blanks_ends_the_router_and_no_other_process(key, monkeypatch):
 )
 def test_one_port_for_two_sockets_is_refused_with_both_settings(role, settings, said, monkeypatch):
     monkeypatch.setattr("kvferry.preflight.why_not_bindable", lambda host, port: None)
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=said) as refusal:
         check_process(role, load_config(assignments=["security.insecure=true", *settings]))
+    assert ("router.processes" in refusal.value.message) == (role == "router")
 
 
 @pytest.mark.parametrize("setting", ["worker.data_port=18998", "worker.control_address=tcp://127.0.0.1:18998"])
