@@ -22,10 +22,15 @@ def check_order(path: str, section: object, *rules: str) -> None:
         if low_value < high_value or (relation == "<=" and low_value == high_value):
             continue
         raise ConfigError(
-            f"{path}.{low} = {low_value:.15g} must be {'below' if relation == '<' else 'at most'} "
-            f"{path}.{high} = {high_value:.15g}: lower the first or raise the second",
+            f"{path}.{low} = {_in_full(low_value)} must be {'below' if relation == '<' else 'at most'} "
+            f"{path}.{high} = {_in_full(high_value)}: lower the first or raise the second",
             param=f"{path}.{low}",
         )
+
+
+def _in_full(value: float) -> str:
+    """Return a number with all digits that it has, and a float without those that binary fractions add."""
+    return f"{value:.15g}" if isinstance(value, float) else str(value)
 
 
 def check_both_or_neither(path: str, section: object, first: str, second: str) -> None:

@@ -286,6 +286,10 @@ def test_cache_dir_follows_the_environment(monkeypatch):
             ["router.max_body_bytes=12582913", "router.max_upload_bytes=12582912"],
             "router.max_body_bytes = 12582913 must be at most router.max_upload_bytes = 12582912: lower",
         ),
+        (
+            ["router.max_body_bytes=1152921504606846977", "router.max_upload_bytes=1152921504606846976"],
+            "router.max_body_bytes = 1152921504606846977 must be at most router.max_upload_bytes = 1152921504606846976: lower",
+        ),
         (["connector.lease_s=601"], "connector.lease_s = 601 must be at most connector.lease_max_s = 600"),
         (["router.heartbeat_interval_s=5"], "router.heartbeat_interval_s = 5 must be below router.heartbeat_timeout_s = 5"),
         (
