@@ -102,8 +102,15 @@ def _bind_error(host: str, port: int) -> OSError | None:
     name = _name_of(host)
     if _is_interface(name):
         return None
+    first_error = _bind_error_of(name, port, _family_of(name))
+    if isinstance(first_error, socket.gaierror) and ":" not in name:
+        return _bind_error_of(name, port, socket.AF_INET6)  # a name may have such an address only
+    return first_error
+
+
+def _bind_error_of(name: str, port: int, family: socket.AddressFamily) -> OSError | None:
     try:
-        with socket.create_server((name, port), family=_family_of(name)):
+        with socket.create_server((name, port), family=family):
             return None
     except OSError as error:
         return error

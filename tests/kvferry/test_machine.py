@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 
 import pytest
@@ -56,6 +57,23 @@ def test_names_that_sockets_are_bound_by_are_understood(host):
 
 def test_unknown_address_is_not_bindable():
     assert "not known" in why_not_bindable("no-such-host.invalid", 0)
+
+
+@pytest.mark.parametrize("error", [socket.gaierror(socket.EAI_NODATA, "No address associated with hostname"), None])
+def test_a_name_may_have_addresses_of_ipv6_only(error, monkeypatch):
+    tried = []
+
+    def create_server(address, family):
+        tried.append(family)
+        if family == socket.AF_INET:
+            raise socket.gaierror(socket.EAI_ADDRFAMILY, "Address family for hostname not supported")
+        if error is not None:
+            raise error
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    assert why_not_bindable("six.example", 0) == (error and "No address associated with hostname")
+    assert tried == [socket.AF_INET, socket.AF_INET6]
 
 
 @pytest.mark.parametrize(
