@@ -148,9 +148,10 @@ def test_nothing_leads_in_by_default(helm):
         (["config.connector.name=store", "kvstore.enabled=true"], False),
         (["config.connector.name=offload"], False),
         (["config.connector.name=multi", "config.connector.connectors={p2p,offload}"], True),
+        (["aggregated.enabled=true"], False),
     ],
 )
-def test_a_handoff_is_only_expected_of_a_connector_that_makes_some(find, values, is_expected):
+def test_a_handoff_is_only_expected_where_every_request_makes_one(find, values, is_expected):
     memory = (f"{role}.resources.limits.memory=24Gi" for role in ("prefill", "decode"))
     (container,) = find("cpu-minimal", "Pod", "test", *values, *memory)["spec"]["containers"]
     assert ("--expect-handoff" in container["args"]) == is_expected
