@@ -235,6 +235,11 @@ class WorkerGateway:
         return self._clock.now()
 
     @property
+    def paused_s(self) -> float:
+        """How long this router has paused so far, seconds."""
+        return self.core.membership.pauses.paused_s(self._clock.now())
+
+    @property
     def retry_after_s(self) -> int:
         """After how many seconds a client that found no route should retry."""
         return self.core.retry_after_s(self._clock.now())

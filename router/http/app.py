@@ -309,6 +309,7 @@ def _caller(endpoints: Endpoints, request: Request[Any, Any, Any], named_in_body
         client_id=client_id(request.scope, named_in_body),
         receive=request.receive,
         arrival=endpoints.gateway.now,
+        paused_s=endpoints.gateway.paused_s,
         hold=hold_of(request.scope),
         trace=trace,
         tenant=tenant_of(_key_of(request)) if request.app.state.has_tenants else 0,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,13 +23,16 @@ class Caller:
     client_id: str
     receive: Receive
     arrival: float  # when its body had come, seconds of the router's clock
+    paused_s: float  # how long the router had paused by then
     hold: Hold  # counts memory kept for the request in addition to its body
     trace: TraceContext | None = None  # the client's span
     tenant: int = 0  # names its API key, if keys share the cluster fairly
 
 
-async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
-    """Return the result of ``work``, which is cancelled when the client leaves, or after ``timeout_s``. Its body has been read.
+async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], left_s: Callable[[], float] | None = None) -> T:
+    """Return the result of ``work``, which is cancelled when the client leaves, or when its time is over. Its body was read.
+
+    ``left_s`` tells how many seconds are left. It is asked again at their end, because they may have been extended.
 
     Raises:
         Cancelled: the client has left.
@@ -37,20 +40,27 @@ async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T], timeout_s:
     """
     leaving = asyncio.create_task(wait_for_leave(receive))
     try:
-        return await unless_left(leaving, work, timeout_s)
+        return await unless_left(leaving, work, left_s)
     finally:
         leaving.cancel()
         await asyncio.gather(leaving, return_exceptions=True)
 
 
-async def unless_left(leaving: asyncio.Task[None], work: Coroutine[Any, Any, T], timeout_s: float | None = None) -> T:
+async def unless_left(
+    leaving: asyncio.Task[None], work: Coroutine[Any, Any, T], left_s: Callable[[], float] | None = None
+) -> T:
     """Return the result of ``work``, which is cancelled when ``leaving`` ends. Raises as ``unless_gone``."""
     working = asyncio.create_task(work)
     try:
-        await asyncio.wait([working, leaving], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-        if working.done():
-            return working.result()
-        raise Cancelled("client disconnected") if leaving.done() else TimeoutError
+        timeout_s = left_s() if left_s is not None else None
+        while timeout_s is None or timeout_s > 0:
+            await asyncio.wait([working, leaving], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                return working.result()
+            if leaving.done():
+                raise Cancelled("client disconnected")
+            timeout_s = left_s() if left_s is not None else None
+        raise TimeoutError
     finally:
         working.cancel()
         await asyncio.gather(working, return_exceptions=True)

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Coroutine
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from litestar.types import ASGIApp
 
 from core.config_router import RouterSection
-from core.errors import DeadlineExceeded, EncoderInputMissing, InvalidRequest, ModelNotFound, NoWorker
+from core.errors import EncoderInputMissing, InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.log import event
 from core.wire.sampling import SamplingParams, StructuredOutput
@@ -25,12 +24,13 @@ from router.dispatch.policy import choose_weights
 from router.dispatch.types import Submission
 from router.dispatch.worker_gateway import WorkerGateway
 from router.http.body_checks import check_num_values
-from router.http.caller import Caller, unless_gone
+from router.http.caller import Caller
 from router.http.errors import RequestFailure
 from router.http.passed_on import PassedOn
 from router.http.responses_answer import ResponsesAnswer
 from router.http.split_answer import SplitAnswer
 from router.http.streaming import EventStream, HttpAnswer
+from router.http.time_limits import TimeLimits
 from router.images.reader import RequestImageReader, find_images
 from router.metrics import RouterMetrics
 from router.openai.chat_output import ChatOutput, has_thinking_tags, opens_reasoning
@@ -75,8 +75,6 @@ from router.responses_api.translation import chat_request, failure_in_words_of_r
 from router.tools.formats import AUTO, has_known_calls, tool_format
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 _ONLY_IN_CHATS = (
     "vLLM engines serve tools, forms, images, reasoning.effort and adapters through /v1/chat/completions only: use that"
@@ -152,7 +150,7 @@ class Endpoints:
         self._has_reasoning = has_thinking_tags(tokenizer.template) or has_thinking_tags(tokenizer.tool_template)
         self._ids = ids
         self._max_prompt_tokens = config.max_prompt_tokens
-        self._request_timeout_s = config.request_timeout_s
+        self._time = TimeLimits(gateway, config.request_timeout_s)
         self._renderer = EngineRenderer(gateway.engine_api, ids)
         self.created = int(time.time())
         metrics.watch("ready", "1 if a request can be served now.", lambda: self.not_ready_reason is None)
@@ -161,7 +159,7 @@ class Endpoints:
 
     async def complete(self, request: CompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/completions``. Raises the error that refuses or ends the request."""
-        return await self._generate(await self._in_time(self._read(request, caller), request.timeout_s, caller), caller)
+        return await self._generate(await self._time.run(self._read(request, caller), request.timeout_s, caller), caller)
 
     async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/chat/completions``. Raises the error that refuses or ends the request."""
@@ -185,23 +183,8 @@ class Endpoints:
     async def _chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None = None) -> ASGIApp:
         """Serve a chat; ``answers`` is the request that it is the meaning of, if it came by another endpoint."""
         return await self._generate(
-            await self._in_time(self._read_chat(request, caller, answers), request.timeout_s, caller), caller
+            await self._time.run(self._read_chat(request, caller, answers), request.timeout_s, caller), caller
         )
-
-    async def _in_time(self, work: Coroutine[Any, Any, T], timeout_s: float | None, caller: Caller) -> T:
-        """Return the result of what must be done before a request is submitted.
-
-        Raises:
-            Cancelled: the client has left.
-            DeadlineExceeded: the time of the request is over.
-        """
-        limit_s = self._request_timeout_s
-        if timeout_s is not None and timeout_s > 0:  # ``check_ranges`` refuses others
-            limit_s = min(timeout_s, limit_s)
-        try:
-            return await unless_gone(caller.receive, work, caller.arrival + limit_s - self.gateway.now)
-        except TimeoutError:
-            raise DeadlineExceeded(f"the request took longer than {limit_s:g} s") from None
 
     async def _read(self, request: CompletionRequest, caller: Caller) -> Prepared:
         options, limits = await self._check(request)
@@ -240,12 +223,12 @@ class Endpoints:
     async def serve_by_engine(self, body: EngineBody, caller: Caller) -> ASGIApp:
         """Serve a body that only an engine can render, or read. Raises the error that refuses or ends the request."""
         self.gateway.core.check_room_for_call()
-        timeout_s = body.time_limit_s(self._request_timeout_s)
+        timeout_s = body.timeout_s
         try:
             if not body.is_whole:
-                return await self._generate(await self._in_time(self._render(body, caller), timeout_s, caller), caller)
+                return await self._generate(await self._time.run(self._render(body, caller), timeout_s, caller), caller)
             async with AsyncExitStack() as stack:
-                answer = await self._in_time(self._pass_on(body, caller, stack), timeout_s, caller)
+                answer = await self._time.run(self._pass_on(body, caller, stack), timeout_s, caller)
                 return PassedOn(body.path, answer, stack.pop_all(), self.metrics)
         except EngineRefusal as refusal:
             raise RequestFailure(refusal.info) from None
@@ -253,20 +236,17 @@ class Endpoints:
     async def count_by_engine(self, body: EngineBody, caller: Caller) -> dict[str, Any]:
         """Return what an engine answers to a body that asks for a number of tokens. Raises as ``serve_by_engine``."""
         self.gateway.core.check_room_for_call()
-        counting = self._renderer.count_tokens(body, self._deadline(body, caller))
+        counting = self._renderer.count_tokens(body, self._time.deadline(body.timeout_s, caller))
         try:
-            return await self._in_time(counting, body.time_limit_s(self._request_timeout_s), caller)
+            return await self._time.run(counting, body.timeout_s, caller)
         except EngineRefusal as refusal:
             raise RequestFailure(refusal.info) from None
-
-    def _deadline(self, body: EngineBody, caller: Caller) -> float:
-        return caller.arrival + body.time_limit_s(self._request_timeout_s)
 
     async def _render(self, body: EngineBody, caller: Caller) -> Prepared:
         request = body.of_router()
         options, limits = await self._check(request)
         check_num_choices(body.num_prompts, request.n or 1)
-        rendered = await self._renderer.render(body, self._deadline(body, caller))
+        rendered = await self._renderer.render(body, self._time.deadline(body.timeout_s, caller))
         prompts = [
             Prompt(found.token_ids, "", model_fingerprint=rendered.model_fingerprint, engine_request=found.engine_request)
             for found in rendered.prompts
@@ -279,7 +259,9 @@ class Endpoints:
     async def _pass_on(self, body: EngineBody, caller: Caller, stack: AsyncExitStack) -> EngineAnswer:
         await self.gateway.wait_for_route()
         self.check_ready()
-        legs = TwoLegs(self.gateway.engine_api, self.gateway.core, self._ids, self._deadline(body, caller), caller.trace)
+        legs = TwoLegs(
+            self.gateway.engine_api, self.gateway.core, self._ids, self._time.deadline(body.timeout_s, caller), caller.trace
+        )
         return await legs.open(body, stack)
 
     async def _checked_form(
@@ -360,8 +342,14 @@ class Endpoints:
         return response
 
     def _splitter(self, body: EngineBody, prompt: Prompt, caller: Caller) -> OutputSplitter:
-        deadline = self._deadline(body, caller)
-        return OutputSplitter(self._renderer, body, prompt.token_ids, prompt.model_fingerprint, deadline, self._pool)
+        return OutputSplitter(
+            self._renderer,
+            body,
+            prompt.token_ids,
+            prompt.model_fingerprint,
+            lambda: self._time.deadline(body.timeout_s, caller),
+            self._pool,
+        )
 
     def _submission(self, found: Prepared, prompt: Prompt, caller: Caller) -> Submission:
         request = found.request
@@ -381,7 +369,7 @@ class Endpoints:
             model_fingerprint=prompt.model_fingerprint,
             engine_request=prompt.engine_request,
             timeout_s=request.timeout_s,
-            spent_s=self.gateway.now - caller.arrival,
+            spent_s=self._time.spent_s(request.timeout_s, caller),
         )
 
     def _choose_weights(self) -> bytes:

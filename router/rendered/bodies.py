@@ -91,18 +91,17 @@ class EngineBody:
             return parse_body(msgspec.json.encode(own | {"messages": []}), ChatCompletionRequest)
         return parse_body(msgspec.json.encode(own | {"prompt": ""}), CompletionRequest)
 
-    def time_limit_s(self, most_s: float) -> float:
-        """Return how long the answer may take: what the client says, ``most_s`` at most.
+    @property
+    def timeout_s(self) -> float | None:
+        """How long the answer may take as the client says, seconds; None if it does not.
 
         Raises:
             InvalidRequest: the client's limit is no time.
         """
         value = self.fields.get("timeout_s")
-        if value is None:
-            return most_s
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or value <= 0):
             raise InvalidRequest("timeout_s must be a number of seconds above 0", param="timeout_s")
-        return min(value, most_s)
+        return value
 
     @property
     def num_prompts(self) -> int:

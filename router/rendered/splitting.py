@@ -6,7 +6,7 @@ part is asked for when the one before has been answered, so a stream of many tok
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -24,13 +24,13 @@ T = TypeVar("T")
 
 @dataclass(slots=True)
 class OutputSplitter:
-    """The answers of one request, until its ``deadline``, seconds of the router's clock."""
+    """The answers of one request, until its ``deadline``, seconds of the router's clock, which may be extended."""
 
     renderer: EngineRenderer
     body: EngineBody
     prompt_token_ids: Sequence[int]
     model_fingerprint: bytes
-    deadline: float
+    deadline: Callable[[], float]
     pool: TextPool
     _states: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # of each choice of a stream
     _chat_request: dict[str, Any] = field(init=False)
@@ -71,7 +71,7 @@ class OutputSplitter:
             "prompt_tokens": len(self.prompt_token_ids),
             "prompt_token_ids": list(self.prompt_token_ids),
         }
-        return await self.renderer.derender(request, self.deadline, self.model_fingerprint, kind)
+        return await self.renderer.derender(request, self.deadline(), self.model_fingerprint, kind)
 
     @property
     def _tool_choice(self) -> object:

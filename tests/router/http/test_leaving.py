@@ -2,13 +2,19 @@
 
 import asyncio
 import threading
-from contextlib import suppress
+import time
+from contextlib import nullcontext, suppress
+from types import SimpleNamespace
 
 import httpx
 import pytest
 
+from core.clock import SystemClock
+from core.errors import DeadlineExceeded
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import Abort
+from router.http.caller import Caller
+from router.http.time_limits import TimeLimits
 from router.openai.text_pool import INLINE_CHARACTERS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -67,6 +73,55 @@ async def test_rendering_generating_and_splitting_have_one_time_limit(splitting)
     render, split = worker.messages(EngineCall)
     assert split.deadline_ms <= render.deadline_ms - 250
     assert (await worker.generated()).deadline_ms <= 1000
+
+
+class JumpingClock(SystemClock):
+    """The real time, and what the router has paused beside it."""
+
+    jumped_s = 0.0
+
+    def now(self):
+        return time.monotonic() + self.jumped_s
+
+
+async def pause(served, clock):
+    """Let 30 s go by between two ticks of the router's timer."""
+    pauses = served.router.gateway.core.membership.pauses
+    await served.until(lambda: pauses._last_tick is not None)
+    clock.jumped_s = 30.0
+
+
+@pytest.mark.parametrize("is_stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.parametrize(("timeout_s", "status"), [(None, 200), (15, 504)])
+async def test_a_pause_of_the_router_leaves_time_to_split_unless_the_client_set_it(start_router, is_stream, timeout_s, status):
+    clock = JumpingClock()
+    served = await start_router(clock=clock, request_timeout_s=20.0)
+    message = {"index": 0, "finish_reason": "stop"} | {name: {"content": "x"} for name in ("message", "delta")}
+    split = (200, {"choices": [message], "chunk": {"choices": [message]}, "stream_state": None})
+    script = served.script(calls={RENDER: lambda body: RENDERED, SPLIT: lambda body: split}, pause_after=0)
+    worker = await served.add("aggregated", takes_calls=True, script=script)
+    async with served.client() as client:
+        asked = asyncio.create_task(client.post(CHAT, json=chat(tools=TOOLS, stream=is_stream, timeout_s=timeout_s)))
+        await worker.generated()
+        await pause(served, clock)
+        worker.script.resume.set()
+        answer = await asked
+    assert answer.status_code == status, answer.text
+
+
+@pytest.mark.parametrize(("timeout_s", "is_ended"), [(None, False), (20.0, False), (0.05, True)])
+async def test_a_pause_extends_the_time_before_a_request_is_submitted_too(timeout_s, is_ended):
+    gateway = SimpleNamespace(now=100.0, paused_s=5.0)
+    caller = Caller(client_id="c", receive=asyncio.Event().wait, arrival=100.0, paused_s=5.0, hold=lambda num_bytes: None)
+    limits = TimeLimits(gateway, 0.06)
+
+    async def work():
+        gateway.now, gateway.paused_s = 130.0, 35.0
+        await asyncio.sleep(0.1)
+
+    with pytest.raises(DeadlineExceeded, match=r"longer than 0\.05 s") if is_ended else nullcontext():
+        await limits.run(work(), timeout_s, caller)
+    assert limits.spent_s(timeout_s, caller) == (30.0 if is_ended else 0.0)
 
 
 class HeldChecker:

@@ -265,7 +265,7 @@ def streamed(tiny_tokenizer, *updates: tuple[int, Update]) -> ResponsesAnswer:
     envelope = Envelope(id="resp_1", created=1, model="tiny")
     wanted = ResponsesOutput(ResponsesRequest(input="hi"), splitting)
     shaper = ResponsesShaper(envelope, options, output, TokenTexts(tiny_tokenizer), wanted, SamplingParams())
-    caller = Caller(client_id="c", receive=asyncio.Event().wait, arrival=0.0, hold=lambda num_bytes: None)
+    caller = Caller(client_id="c", receive=asyncio.Event().wait, arrival=0.0, paused_s=0.0, hold=lambda num_bytes: None)
     return ResponsesAnswer(Batches(list(updates)), output, shaper, caller, TextPool(tiny_tokenizer, 1))
 
 
