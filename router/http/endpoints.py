@@ -51,6 +51,7 @@ from router.openai.responses import ChatShaper, CompletionShaper, Envelope
 from router.openai.sampling import (
     ModelLimits,
     OutputOptions,
+    check_held_logprobs,
     check_num_logprobs,
     check_ranges,
     check_supported,
@@ -301,6 +302,7 @@ class Endpoints:
         """Return the request with the parameters of all its prompts, whose form workers can compile."""
         shared = shared_params(request, limits, len(prompts))
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
+        check_held_logprobs(request, options, len(prompts), self.config.max_upload_bytes)
         found = Prepared(request, options, prompts, limits, shared, split)
         tools = found.splitting.tools if isinstance(found.splitting, ChatOutput) else None
         form = await self._checked_form(shared.structured_output, field_of_form(request), tools)

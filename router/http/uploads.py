@@ -58,7 +58,8 @@ class UploadLimit:
             self.num_bytes -= num_held
 
     def _refusal(self) -> ErrorInfo:
-        message = f"the router holds {self.num_bytes} bytes of request bodies, its limit is {self._max_bytes}: try again later"
+        held = f"{self.num_bytes} bytes of bodies, prompts, images and log-probabilities"
+        message = f"the router holds {held}, its limit is {self._max_bytes}: try again later"
         return ErrorInfo(code=Overloaded.code, message=message, http_status=503, retryable=True)
 
 

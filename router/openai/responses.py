@@ -25,10 +25,9 @@ from router.openai.logprobs import (
     prompt_logprobs,
 )
 from router.openai.postprocess import Delta, PromptState, RequestOutput
-from router.openai.sampling import OutputOptions
+from router.openai.sampling import LOGPROB_BYTES, OutputOptions
 
 _LOGPROBS_AT_ONCE = 4096  # of an answer; takes some ten milliseconds
-_LOGPROB_BYTES = 128  # of memory for each, until the answer is sent
 _SPLIT_AT_ONCE = 16 << 10  # characters; takes some ten milliseconds
 
 
@@ -225,7 +224,7 @@ class Shaper:
             self._num_gathered += len(delta.text)
             self._num_logprobs += len(delta.logprobs) * (1 + (self._options.logprobs or 0))
             self._gathered.setdefault(delta.index, _Gathered()).deltas.append(delta)
-        return _LOGPROB_BYTES * (self._num_logprobs - before)
+        return LOGPROB_BYTES * (self._num_logprobs - before)
 
     def usage(self) -> UsageBody:
         """Return the counts so far."""

@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from core.errors import ContextTooLong, InvalidRequest
-from core.wire.messages import TokenLogprobs
+from core.wire.messages import Generate, TokenLogprobs
 from router.dispatch.types import PromptReport
 from router.http.body_checks import check_num_values, separators_outside_texts
 from router.openai import sampling as params_module
@@ -401,11 +401,36 @@ def test_many_logprobs_of_a_chat_are_the_same_json_in_pieces(tiny_tokenizer):
 async def test_gathered_logprobs_count_with_the_memory_of_requests(start_router):
     under_test = await start_router(has_http=False, max_upload_bytes=4096)
     await under_test.add("aggregated")
-    body = {"messages": MESSAGES, "max_tokens": 8, "logprobs": True}
+    body = {"messages": MESSAGES, "logprobs": True}
     assert (await post(under_test, "/v1/chat/completions", **body, top_logprobs=1)).status_code == 200
     refused = await post(under_test, "/v1/chat/completions", **body, top_logprobs=4)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "overloaded")
+    assert "log-probabilities" in refused.json()["error"]["message"]
     assert (await post(under_test, "/v1/chat/completions", **body, top_logprobs=1)).status_code == 200
+
+
+CHAT_LOGPROBS = {"messages": MESSAGES, "logprobs": True, "top_logprobs": 3, "max_tokens": 9}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "status"),
+    [
+        ("/v1/chat/completions", CHAT_LOGPROBS, 400),
+        ("/v1/chat/completions", CHAT_LOGPROBS | {"stream": True}, 200),
+        ("/v1/chat/completions", CHAT_LOGPROBS | {"max_tokens": 7}, 200),
+        ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 1}, 400),
+        ("/v1/completions", {"prompt": ["a", "b"], "logprobs": 0}, 200),
+    ],
+)
+async def test_logprobs_that_may_not_fit_alone_are_refused_before_any_work(start_router, path, fields, status):
+    under_test = await start_router(has_http=False, max_upload_bytes=4096, max_body_bytes=4096)
+    worker = await under_test.add("aggregated")
+    answer = await post(under_test, path, **fields)
+    assert answer.status_code == status, answer.text
+    assert bool(worker.messages(Generate)) == (status == 200)
+    if status == 400:
+        assert answer.json()["error"]["param"] == "logprobs"
+        assert "at most 32 can be held" in answer.json()["error"]["message"]
 
 
 @pytest.mark.parametrize(("at_once", "is_on_loop"), [(10**6, True), (3, False)])
