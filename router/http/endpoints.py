@@ -190,7 +190,7 @@ class Endpoints:
     async def _read(self, request: CompletionRequest, caller: Caller) -> Prepared:
         options, limits = await self._check(request)
         prompts = await self._reader.read_completion(request, limits, caller.hold)
-        return await self._prepared(request, options, prompts, limits)
+        return await self._prepared(request, options, prompts, limits, caller)
 
     async def _read_chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None) -> Prepared:
         options, limits = await self._check(request)
@@ -208,7 +208,7 @@ class Endpoints:
         if splitting.needs_special_tokens:
             options = replace(options, skip_special_tokens=False)
         split = splitting if answers is None else ResponsesOutput(answers, splitting)
-        return await self._prepared(request, options, [prompt], limits, split)
+        return await self._prepared(request, options, [prompt], limits, caller, split)
 
     def engine_body(self, path: str, body: bytes) -> EngineBody | None:
         """Return a body as one for the workers' engines; None if this router serves it, or if engines have no API.
@@ -255,7 +255,7 @@ class Endpoints:
         check_rendered(prompts, request.n or 1, caller.hold)
         if options.echo:
             prompts = [replace(prompt, text=await self._pool.decode(prompt.token_ids)) for prompt in prompts]
-        return await self._prepared(request, options, prompts, limits, body if body.is_split else None)
+        return await self._prepared(request, options, prompts, limits, caller, body if body.is_split else None)
 
     async def _pass_on(self, body: EngineBody, caller: Caller, stack: AsyncExitStack) -> EngineAnswer:
         await self.gateway.wait_for_route()
@@ -266,7 +266,7 @@ class Endpoints:
         return await legs.open(body, stack)
 
     async def _checked_form(
-        self, form: StructuredOutput | None, field: str | None, tools: ToolUse | None
+        self, form: StructuredOutput | None, field: str | None, tools: ToolUse | None, tenant: int
     ) -> StructuredOutput | None:
         """Return the form of the output with the calls that it may have; workers can compile it.
 
@@ -275,12 +275,12 @@ class Endpoints:
         """
         if tools is not None and tools.form is not None:
             form, field = tools.form, "tools"
-        await self._grammars.check(form, field)
+        await self._grammars.check(form, field, tenant)
         if form is None or field is None or tools is None or tools.form is not None:
             return form
         found = form_or_free_calls(form, field, tools, self._tool_format.syntaxes, self._tokenizer.special_tokens)
-        await self._grammars.check(calls_form(tools), "tools")
-        await self._grammars.check(found, field)
+        await self._grammars.check(calls_form(tools), "tools", tenant)
+        await self._grammars.check(found, field, tenant)
         return found
 
     async def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
@@ -297,6 +297,7 @@ class Endpoints:
         options: OutputOptions,
         prompts: list[Prompt],
         limits: ModelLimits,
+        caller: Caller,
         split: EngineBody | ChatOutput | ResponsesOutput | None = None,
     ) -> Prepared:
         """Return the request with the parameters of all its prompts, whose form workers can compile."""
@@ -305,7 +306,7 @@ class Endpoints:
         check_held_logprobs(request, options, len(prompts), self.config.max_upload_bytes)
         found = Prepared(request, options, prompts, limits, shared, split)
         tools = found.splitting.tools if isinstance(found.splitting, ChatOutput) else None
-        form = await self._checked_form(shared.structured_output, field_of_form(request), tools)
+        form = await self._checked_form(shared.structured_output, field_of_form(request), tools, caller.tenant)
         return replace(found, shared=msgspec.structs.replace(shared, structured_output=form))
 
     async def _generate(self, found: Prepared, caller: Caller) -> ASGIApp:

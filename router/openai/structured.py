@@ -7,7 +7,8 @@ killed at its deadline. Torch-free.
 from __future__ import annotations
 
 import asyncio
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,7 +22,8 @@ from core.model.tokenizer import Tokenizer
 from core.wire.sampling import IGNORES_END, GrammarKind, StructuredOutput
 from router.openai.requests import CommonRequest, is_one_of
 
-MAX_TRIALS = 32  # as a worker has
+MAX_TRIALS = 256
+MAX_TRIALS_OF_TENANT = 128
 MAX_WAIT_S = 20.0
 
 # vLLM's name of each form, as a key of ``structured_outputs`` and after ``guided_``.
@@ -155,20 +157,48 @@ def _text(value: object) -> str:
     return msgspec.json.encode(value).decode()
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Trial:
     """One grammar that waits for the thread or is compiled, for all requests that have it."""
 
-    work: Future[None]  # the thread's
-    job: asyncio.Future[None]  # the event loop's view of it
+    output: StructuredOutput
+    tenant: int  # of its first request
+    begun: asyncio.Future[asyncio.Future[None]]  # ends with the thread's work
     num_waiting: int = 0
+
+
+class _Turns:
+    """Trials that have not begun, in the order of their requests. Tenants take turns."""
+
+    def __init__(self) -> None:
+        self._of_tenants: OrderedDict[int, dict[_Trial, None]] = OrderedDict()
+
+    def add(self, tenant: int, trial: _Trial) -> None:
+        """Add a trial for one of its tenants, if it is not there for that one."""
+        self._of_tenants.setdefault(tenant, {})[trial] = None
+
+    def drop(self, trial: _Trial) -> None:
+        """Remove a trial for all of its tenants."""
+        for trials in self._of_tenants.values():
+            trials.pop(trial, None)
+
+    def take(self) -> _Trial | None:
+        """Remove the first trial of the next tenant and return it; None if there is none."""
+        while self._of_tenants:
+            tenant, trials = self._of_tenants.popitem(last=False)
+            if trials:
+                trial = next(iter(trials))
+                self._of_tenants[tenant] = trials
+                self.drop(trial)
+                return trial
+        return None
 
 
 class GrammarGate:
     """Refuses grammars that no worker could compile. Its process is started by the first one.
 
     Requests of one grammar share its trial, also one that ends without an answer; a trial that nobody waits for is left out.
-    At most ``MAX_TRIALS`` are open, and ``max_wait_s`` bounds the wait until one begins.
+    At most ``MAX_TRIALS`` are open, of one tenant ``MAX_TRIALS_OF_TENANT``; ``max_wait_s`` bounds the wait until one begins.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_wait_s: float = MAX_WAIT_S) -> None:
@@ -178,10 +208,12 @@ class GrammarGate:
         self._checker = GrammarChecker(setup)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-grammar")
         self._trials: dict[StructuredOutput, _Trial] = {}
+        self._turns = _Turns()
+        self._checking: asyncio.Task[None] | None = None
         self._max_wait_s = max_wait_s
 
-    async def check(self, output: StructuredOutput | None, field: str | None) -> None:
-        """Compile a grammar on trial; answers are kept.
+    async def check(self, output: StructuredOutput | None, field: str | None, tenant: int = 0) -> None:
+        """Compile a grammar on trial; answers are kept. ``tenant`` names the API key, 0 if keys do not share fairly.
 
         Raises:
             InvalidRequest: it is malformed, not supported, or too complex; names the field and the part.
@@ -191,32 +223,54 @@ class GrammarGate:
             return
         try:
             if not self._checker.check_kept(output):
-                await self._try(output)
+                await self._try(output, tenant)
         except InvalidRequest as error:  # others may wait for the same one
             raise InvalidRequest(error.message, param=field) from None
 
-    async def _try(self, output: StructuredOutput) -> None:
+    async def _try(self, output: StructuredOutput, tenant: int) -> None:
         trial = self._trials.get(output)
         if trial is None:
-            if len(self._trials) >= MAX_TRIALS:
-                raise Overloaded(f"{MAX_TRIALS} grammars wait to be checked already: try again later")
-            work = self._thread.submit(self._checker.check, output)
-            trial = self._trials[output] = _Trial(work, asyncio.wrap_future(work))
+            self._check_room(tenant)
+            trial = self._trials[output] = _Trial(output, tenant, asyncio.get_running_loop().create_future())
+        if not trial.begun.done():
+            self._turns.add(tenant, trial)
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._check_in_turn())
         trial.num_waiting += 1
         try:
-            await asyncio.wait((trial.job,), timeout=self._max_wait_s)
-            if not trial.work.running() and not trial.work.done():
+            await asyncio.wait((trial.begun,), timeout=self._max_wait_s)
+            if not trial.begun.done():
                 raise Overloaded("the grammars before this one took too long to check: try again later")
-            await asyncio.wait((trial.job,))  # the checker ends it in time
+            work = trial.begun.result()
+            await asyncio.wait((work,))  # the checker ends it in time
         finally:
             trial.num_waiting -= 1
-            if trial.job.done() or not trial.num_waiting:
-                trial.job.cancel()
-                if self._trials.get(output) is trial:
-                    del self._trials[output]
-        trial.job.result()
+            if not trial.num_waiting and not trial.begun.done():
+                self._turns.drop(trial)
+                del self._trials[output]
+        work.result()
+
+    def _check_room(self, tenant: int) -> None:
+        num_own = sum(trial.tenant == tenant for trial in self._trials.values())
+        if tenant and num_own >= MAX_TRIALS_OF_TENANT:
+            raise Overloaded(f"{num_own} grammars of this API key wait to be checked already: try again later")
+        if len(self._trials) >= MAX_TRIALS:
+            raise Overloaded(f"{MAX_TRIALS} grammars wait to be checked already: try again later")
+
+    async def _check_in_turn(self) -> None:
+        while (trial := self._turns.take()) is not None:
+            work = asyncio.get_running_loop().run_in_executor(self._thread, self._checker.check, trial.output)
+            trial.begun.set_result(work)
+            await asyncio.wait((work,))
+            del self._trials[trial.output]
+            if not work.cancelled():
+                work.exception()  # its requests may all have gone
 
     def close(self) -> None:
-        """End the process and the thread."""
+        """End the process and the thread, and the wait of all requests."""
+        if self._checking is not None:
+            self._checking.cancel()
+        for trial in self._trials.values():
+            trial.begun.cancel()
         self._checker.close()
         self._thread.shutdown(wait=False, cancel_futures=True)

@@ -170,6 +170,24 @@ async def test_a_grammar_whose_client_has_closed_its_connection_is_not_checked(h
     assert checker.asked == ["first", "next"]
 
 
+async def test_grammars_are_checked_in_turns_of_api_keys(start_router, monkeypatch):
+    served = await start_router(api_key="a,b")
+    await served.add("aggregated")
+    tenants = []
+
+    async def check(output, field, tenant):
+        tenants.append(tenant)
+
+    monkeypatch.setattr(served.router.endpoints._grammars, "check", check)
+    async with served.client() as client:
+        for key in "aba":
+            answer = await client.post(CHAT, json=chat(guided_regex="x"), headers={"authorization": f"Bearer {key}"})
+            assert answer.status_code == 200
+    first, second, third = tenants
+    assert first == third
+    assert len({0, first, second}) == 3
+
+
 @pytest.mark.slow
 async def test_the_wait_for_a_grammar_is_a_part_of_the_time_of_the_request(held):
     served, checker = held

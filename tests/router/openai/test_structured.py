@@ -13,7 +13,7 @@ from core.wire.sampling import StructuredOutput
 from router.openai.body_parser import parse_body
 from router.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.openai.sampling import ModelLimits, check_supported, shared_params
-from router.openai.structured import MAX_TRIALS, GrammarGate, field_of_form, structured_output
+from router.openai.structured import MAX_TRIALS, MAX_TRIALS_OF_TENANT, GrammarGate, field_of_form, structured_output
 from tests.support.json_model import write_json_model
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -213,7 +213,7 @@ async def test_more_grammars_than_may_wait_are_refused_but_not_known_ones(slow_g
     slow_gate._checker.kept.add(of_regex("known"))
     waiting = [asyncio.create_task(slow_gate.check(of_regex(f"a{index}"), "guided_regex")) for index in range(MAX_TRIALS)]
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="32 grammars wait"):
+    with pytest.raises(Overloaded, match=f"{MAX_TRIALS} grammars wait"):
         await slow_gate.check(of_regex("one more"), "guided_regex")
     shared = asyncio.create_task(slow_gate.check(of_regex("a5"), "guided_regex"))
     await slow_gate.check(of_regex("known"), "guided_regex")
@@ -232,3 +232,38 @@ async def test_the_wait_for_other_grammars_is_bounded_but_not_its_own_check(slow
     slow_gate._checker.go.set()
     await first
     assert slow_gate._checker.asked == ["good"]
+
+
+async def test_many_quick_grammars_at_once_are_all_checked(slow_gate):
+    slow_gate._checker.go.set()
+    await asyncio.gather(*(slow_gate.check(of_regex(f"a{index}"), "guided_regex") for index in range(64)))
+    assert len(slow_gate._checker.asked) == 64
+
+
+async def test_tenants_take_turns_with_their_grammars(slow_gate):
+    asked = [("a1", 1), ("a2", 1), ("a3", 1), ("a4", 1), ("b1", 2), ("b2", 2), ("a4", 2), ("c1", 3)]
+    waiting = [asyncio.create_task(slow_gate.check(of_regex(pattern), "guided_regex", tenant)) for pattern, tenant in asked]
+    await asyncio.sleep(0)
+    slow_gate._checker.go.set()
+    await asyncio.gather(*waiting)
+    assert slow_gate._checker.asked == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
+
+
+async def test_one_tenant_leaves_room_for_the_grammars_of_others(slow_gate):
+    grammars = [of_regex(f"a{index}") for index in range(MAX_TRIALS_OF_TENANT)]
+    waiting = [asyncio.create_task(slow_gate.check(grammar, "guided_regex", 1)) for grammar in grammars]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="128 grammars of this API key wait"):
+        await slow_gate.check(of_regex("one more"), "guided_regex", 1)
+    other = asyncio.create_task(slow_gate.check(of_regex("other"), "guided_regex", 2))
+    slow_gate._checker.go.set()
+    await asyncio.gather(*waiting, other)
+    assert slow_gate._checker.asked.index("other") <= 2
+
+
+async def test_requests_whose_grammars_wait_end_with_the_gate(slow_gate):
+    waiting = [asyncio.create_task(slow_gate.check(of_regex(pattern), "guided_regex")) for pattern in ("first", "behind")]
+    await asyncio.sleep(0.05)
+    slow_gate.close()
+    _, behind = await asyncio.wait_for(asyncio.gather(*waiting, return_exceptions=True), 30)
+    assert isinstance(behind, asyncio.CancelledError)
