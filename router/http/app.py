@@ -204,14 +204,14 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
 
 def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     @post("/tokenize", dto=StrictBody, return_dto=None, status_code=200)
-    async def tokenize(data: Annotated[TokenizeRequest, Body()]) -> Tokenized:
+    async def tokenize(data: Annotated[TokenizeRequest, Body()], request: Request[Any, Any, Any]) -> Tokenized:
         """Return the tokens of a text or a conversation."""
-        return await endpoints.tokenize(data)
+        return await endpoints.tokenize(data, _caller(endpoints, request, None))
 
     @post("/detokenize", dto=StrictBody, return_dto=None, status_code=200)
-    async def detokenize(data: Annotated[DetokenizeRequest, Body()]) -> Detokenized:
+    async def detokenize(data: Annotated[DetokenizeRequest, Body()], request: Request[Any, Any, Any]) -> Detokenized:
         """Return the text of tokens."""
-        return await endpoints.detokenize(data)
+        return await endpoints.detokenize(data, _caller(endpoints, request, None))
 
     return [tokenize, detokenize]
 

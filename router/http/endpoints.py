@@ -429,8 +429,12 @@ class Endpoints:
         """Why no request can be served now; None if requests can be served."""
         return "the router is shutting down" if self.is_closing else self.gateway.core.not_ready_reason
 
-    async def tokenize(self, request: TokenizeRequest) -> Tokenized:
-        """Serve ``POST /tokenize``. Raises InvalidRequest unless there is either a prompt or messages."""
+    async def tokenize(self, request: TokenizeRequest, caller: Caller) -> Tokenized:
+        """Serve ``POST /tokenize``. Raises the error that refuses or ends the request."""
+        return await self._time.run(self._tokenize(request), None, caller)
+
+    async def _tokenize(self, request: TokenizeRequest) -> Tokenized:
+        """Return the tokens of a text. Raises InvalidRequest unless there is either a prompt or messages."""
         self.check_model(request.model)
         if (request.prompt is None) == (request.messages is None):
             raise InvalidRequest("give either prompt or messages", param="prompt")
@@ -448,14 +452,15 @@ class Endpoints:
         strings = await self._pool.run(lambda: self._spelled(tokens)) if request.return_token_strs else None
         return Tokenized(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=strings)
 
-    async def detokenize(self, request: DetokenizeRequest) -> Detokenized:
+    async def detokenize(self, request: DetokenizeRequest, caller: Caller) -> Detokenized:
         """Serve ``POST /detokenize``. Raises InvalidRequest for ids outside the vocabulary, or too many."""
         self.check_model(request.model)
         most = max_text_tokens(self._longest_model_len)
         if len(request.tokens) > most:
             raise InvalidRequest(f"there are {len(request.tokens)} tokens, at most {most} are taken here", param="tokens")
         check_token_ids("tokens", request.tokens, self._tokenizer.vocab_size)
-        return Detokenized(prompt=await self._pool.decode(request.tokens, skip_special_tokens=False))
+        decoding = self._pool.decode(request.tokens, skip_special_tokens=False)
+        return Detokenized(prompt=await self._time.run(decoding, None, caller))
 
     def _spelled(self, token_ids: list[int]) -> list[str]:
         return [self._tokenizer.token(token_id) or "" for token_id in token_ids]

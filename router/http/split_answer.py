@@ -8,11 +8,9 @@ from typing import Any
 import msgspec
 from litestar.response.base import ASGIResponse
 
-from core.errors import Cancelled
-from core.wire.messages import ErrorInfo
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
-from router.http.caller import Caller, unless_left
+from router.http.caller import Caller
 from router.http.direct_write import DirectWriter
 from router.http.errors import RequestFailure
 from router.http.streaming import HttpAnswer
@@ -61,13 +59,11 @@ class SplitAnswer(HttpAnswer):
         return b"".join(events)
 
     async def _split(self, splitting: Coroutine[Any, Any, list[dict[str, Any]]]) -> list[dict[str, Any]]:
-        """Return the choices that the engine makes of output, which may have ended: the engine stops when the client leaves."""
+        """Return the choices that the engine makes of output; it stops when the client leaves."""
         try:
-            return await unless_left(self._watch, splitting)
+            return await self._unless_left(splitting)
         except EngineRefusal as refusal:
             raise RequestFailure(refusal.info) from None
-        except Cancelled as gone:
-            raise RequestFailure(ErrorInfo.of(gone)) from None
 
     def write_to(self, writer: DirectWriter | None) -> None:
         """Do nothing: the engine is asked about every piece, which takes a task."""

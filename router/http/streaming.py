@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 from litestar.response.base import ASGIResponse
@@ -21,7 +22,7 @@ from core.wire.messages import ErrorInfo
 from router.dispatch.types import Update
 from router.dispatch.worker_gateway import Generation
 from router.http import sse
-from router.http.caller import Caller, wait_for_leave
+from router.http.caller import Caller, unless_left, wait_for_leave
 from router.http.direct_write import DirectWriter, writer_of
 from router.http.errors import BUG, RequestFailure, error_body
 from router.http.event_encoder import EventEncoder
@@ -33,6 +34,8 @@ from router.openai.text_pool import TextPool
 from router.responses_api.shaper import ResponsesShaper
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _encoder = msgspec.json.Encoder()
 _HEADERS = [(b"content-type", sse.MEDIA_TYPE.encode()), (b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
@@ -107,8 +110,15 @@ class HttpAnswer:
         return self._encoder.encode(deltas)
 
     async def _shaped(self, shape: Callable[[], bytes]) -> bytes:
-        """Return the result of ``shape``; many log-probabilities are encoded on a thread."""
-        return await self._pool.run(shape) if self._shaper.is_heavy else shape()
+        """Return the result of ``shape``; many log-probabilities are encoded on a thread, unless the client has left."""
+        return await self._unless_left(self._pool.run(shape)) if self._shaper.is_heavy else shape()
+
+    async def _unless_left(self, work: Coroutine[Any, Any, T]) -> T:
+        """Return the result of ``work``, which ends when the client leaves: the generation may have ended before."""
+        try:
+            return await unless_left(self._watch, work)
+        except Cancelled as gone:
+            raise RequestFailure(ErrorInfo.of(gone)) from None
 
     def last(self) -> bytes:
         """Return the events that end a stream."""

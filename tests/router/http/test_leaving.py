@@ -199,7 +199,8 @@ async def test_the_wait_for_a_grammar_is_a_part_of_the_time_of_the_request(held)
     assert not [worker for worker in served.workers if worker.messages(Abort)], "no worker had it"
 
 
-async def test_a_long_text_whose_client_has_left_is_not_tokenized(start_router, monkeypatch):
+@pytest.mark.parametrize(("path", "fields"), [(COMPLETIONS, {"truncate_prompt_tokens": 5}), ("/tokenize", {})])
+async def test_a_long_text_whose_client_has_left_is_not_tokenized(start_router, monkeypatch, path, fields):
     served = await start_router(text_threads=1)
     await served.add("aggregated")
     pool, go = served.router.endpoints._pool, threading.Event()
@@ -208,12 +209,51 @@ async def test_a_long_text_whose_client_has_left_is_not_tokenized(start_router, 
     monkeypatch.setattr(type(pool), "_encode", lambda *arguments: seen.append(arguments[1]) or encode(*arguments))
     waiting = pool._threads._work_queue
     texts = [letter * (INLINE_CHARACTERS + 1) for letter in "ab"]
-    left, stays = ({"prompt": text, "truncate_prompt_tokens": 5} for text in texts)
-    await ask_and_leave(served, COMPLETIONS, left, lambda: waiting.qsize() == 1)
+    left, stays = ({"prompt": text, **fields} for text in texts)
+    await ask_and_leave(served, path, left, lambda: waiting.qsize() == 1)
     await served.until(lambda: not served.router.http.clients._group_of)
     async with served.client() as client:
-        asked = asyncio.create_task(client.post(COMPLETIONS, json=stays))
+        asked = asyncio.create_task(client.post(path, json=stays))
         await served.until(lambda: waiting.qsize() == 2)
         go.set()
         assert (await asked).status_code == 200
     assert seen == texts[1:]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/detokenize", {"tokens": [5] * (INLINE_CHARACTERS + 1)}),
+        (COMPLETIONS, {"prompt": "abc", "echo": True, "logprobs": 0, "max_tokens": 2}),
+    ],
+)
+async def test_nothing_is_kept_for_a_client_that_leaves_before_a_thread_is_free(start_router, path, body):
+    served = await start_router(text_threads=1)
+    await served.add("aggregated")
+    pool, go = served.router.endpoints._pool, threading.Event()
+    pool._threads.submit(go.wait, 30)
+    try:
+        await ask_and_leave(served, path, body, lambda: pool._threads._work_queue.qsize() == 1)
+        await served.until(lambda: served.metric("kvferry_upload_bytes") == 0)
+        work = pool._threads._work_queue.get_nowait()
+        assert work.future.cancelled()
+    finally:
+        go.set()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [("/tokenize", {"prompt": "a" * (INLINE_CHARACTERS + 1)}), ("/detokenize", {"tokens": [5] * (INLINE_CHARACTERS + 1)})],
+)
+async def test_texts_for_tokenize_and_detokenize_have_the_time_of_a_request(start_router, path, body):
+    served = await start_router(text_threads=1, request_timeout_s=0.3)
+    await served.add("aggregated")
+    go = threading.Event()
+    served.router.endpoints._pool._threads.submit(go.wait, 30)
+    try:
+        async with served.client() as client:
+            answer = await client.post(path, json=body)
+    finally:
+        go.set()
+    assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
