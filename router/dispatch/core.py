@@ -12,7 +12,15 @@ from dataclasses import dataclass, field
 import msgspec
 
 from core.config_router import PlannerSection, RouterSection
-from core.errors import DeadlineUnreachable, KVFerryError, NoWorker, Overloaded, ProtocolError, VersionMismatch
+from core.errors import (
+    DeadlineExceeded,
+    DeadlineUnreachable,
+    KVFerryError,
+    NoWorker,
+    Overloaded,
+    ProtocolError,
+    VersionMismatch,
+)
 from core.ids import router_id
 from core.wire.contents import ContentReport
 from core.wire.early import PrefillProgress
@@ -217,6 +225,8 @@ class RouterCore:
         """Start a request. Raises the RequestError that refuses it."""
         demand = Demand(num_tokens=submission.num_tokens, model_fingerprint=submission.model_fingerprint)
         budget_s = submission.budget_s(self._request_timeout_s)
+        if budget_s <= 0:
+            raise DeadlineExceeded(f"the request took longer than {budget_s + submission.spent_s:g} s")
         try:
             late = self.wait_estimates.too_late(self.membership.workers, demand, budget_s, now, submission.tenant)
         except DeadlineUnreachable:

@@ -257,7 +257,6 @@ class WorkerGateway:
         Raises:
             RequestError: one of the prompts cannot be served now.
         """
-        await self.wait_for_route()
         generation = Generation(self, client_id, [submission.request_id for submission in submissions])
         now = self._clock.now()
         self.observer.on_arrival(submissions, client_id, trace, now)

@@ -300,13 +300,14 @@ class Endpoints:
         caller: Caller,
         split: EngineBody | ChatOutput | ResponsesOutput | None = None,
     ) -> Prepared:
-        """Return the request with the parameters of all its prompts, whose form workers can compile."""
+        """Return the request with the parameters of all its prompts, whose form workers can compile, when there is a route."""
         shared = shared_params(request, limits, len(prompts))
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
         check_held_logprobs(request, options, len(prompts), self.config.max_upload_bytes)
         found = Prepared(request, options, prompts, limits, shared, split)
         tools = found.splitting.tools if isinstance(found.splitting, ChatOutput) else None
         form = await self._checked_form(shared.structured_output, field_of_form(request), tools, caller.tenant)
+        await self.gateway.wait_for_route()
         return replace(found, shared=msgspec.structs.replace(shared, structured_output=form))
 
     async def _generate(self, found: Prepared, caller: Caller) -> ASGIApp:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from core.errors import ContextTooLong, DeadlineUnreachable
+from core.errors import ContextTooLong, DeadlineExceeded, DeadlineUnreachable
 from core.wire.messages import Abort, ChoiceStart, Generate, PrefillDone
 from core.wire.sampling import SamplingParams
 from router.dispatch.members import WorkerKey
@@ -302,3 +302,10 @@ def test_what_was_spent_before_a_request_was_submitted_is_a_part_of_its_time(mak
     assert bench.generated("a0").deadline_ms == (limit_s - 4.0) * 1000
     bench.tick(limit_s - 4.0)
     assert bench.error().message == f"the request took longer than {limit_s:g} s"
+
+
+def test_a_request_whose_time_is_over_before_it_is_submitted_does_not_wait_for_anything(make_bench):
+    bench = make_bench("a0")
+    with pytest.raises(DeadlineExceeded, match="longer than 1 s"):
+        bench.core.submit(bench.submission(timeout_s=1.0, spent_s=1.1), bench.now)
+    bench.assert_idle()
