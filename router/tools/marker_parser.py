@@ -6,9 +6,12 @@ Text that may be the start of a marker is held back, and so is space, which is d
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from string import whitespace
 
 from router.tools.json_reader import CallReader, Status
 from router.tools.output import Piece, PieceCollector
+
+_SEPARATORS = f",{whitespace}"  # of calls in a list
 
 ReaderFactory = Callable[[PieceCollector], CallReader]
 
@@ -57,7 +60,7 @@ class MarkerParser:
     def finish(self) -> list[Piece]:
         """Return what was held back."""
         if self._reader is not None and not self._is_forced:
-            self._give_up(self._reader)
+            self._give_up(self._reader, is_cut=True)
         self._flush_candidate()
         if not self._output.num_calls:
             self._flush_space()
@@ -85,8 +88,11 @@ class MarkerParser:
         self._is_after_call = True
         self._may_begin = False
 
-    def _give_up(self, reader: CallReader) -> None:
-        """Make what has been read text; of a construct in which a call has begun, only what follows its calls."""
+    def _give_up(self, reader: CallReader, *, is_cut: bool = False) -> None:
+        """Make what has been read text; of a construct in which a call has begun, only what follows its calls.
+
+        If the end of the text has cut the construct, a separator behind its last call is no text.
+        """
         self._reader = None
         unread = reader.unread
         self._may_begin = False
@@ -96,7 +102,7 @@ class MarkerParser:
             self._output.text(self._opened_by + unread)
             return
         self._space.clear()
-        if not unread.isspace():
+        if unread.strip(_SEPARATORS if is_cut else None):
             self._output.text(unread)
 
     def _outside(self, letter: str) -> None:

@@ -169,6 +169,10 @@ CASES: dict[str, tuple[ToolFormat, str, list[Piece]]] = {
         [*call(0, "f", "{}"), ',{"x":1}] end'],
     ),
     "mistral, cut between calls": (MISTRAL, f"[TOOL_CALLS][{MISTRAL_CALL} ", call(0, "f", "{}")),
+    "mistral, cut after a comma": (MISTRAL, f"[TOOL_CALLS][{MISTRAL_CALL},", call(0, "f", "{}")),
+    "mistral, cut after a comma and space": (MISTRAL, f"[TOOL_CALLS][{MISTRAL_CALL}, ", call(0, "f", "{}")),
+    "mistral, text after a comma": (MISTRAL, f"[TOOL_CALLS][{MISTRAL_CALL}, x", [*call(0, "f", "{}"), ", x"]),
+    "pythonic, cut after a comma": (PYTHONIC, "[f(x=1),", call(0, "f", '{"x": 1}')),
     "pythonic, a marker after calls": (
         PYTHONIC,
         "<|python_start|>[f(x=1)]<|python_end|> see <|python_start|>x",
