@@ -40,8 +40,7 @@ class OutputSplitter:
 
     async def whole(self, choices: Sequence[Delta]) -> list[dict[str, Any]]:
         """Return the choices of a whole answer. Raises EngineRefusal."""
-        has_many = sum(len(choice.logprobs) for choice in choices) > ENCODED_AT_ONCE
-        written = await self.pool.run(lambda: self._written(choices)) if has_many else self._written(choices)
+        written = await self._encoded(choices)
         readable = [choice for choice in written if choice["token_ids"]]
         split: dict[int, dict[str, Any]] = {}
         if readable:
@@ -52,7 +51,7 @@ class OutputSplitter:
 
     async def part(self, delta: Delta) -> list[dict[str, Any]]:
         """Return the choices of the next event of a stream, at most one. Raises EngineRefusal."""
-        chunk = {"request_id": "output", "choices": [self._choice(delta)]}
+        chunk = {"request_id": "output", "choices": await self._encoded([delta])}
         state = self._states.get(delta.index)
         found = await self._ask({"stream": True, "generate_chunk": chunk, "stream_state": state}, SplitPart)
         self._states[delta.index] = found.stream_state
@@ -95,6 +94,11 @@ class OutputSplitter:
         if calls and self._has_one_call:
             choice["message"]["tool_calls"] = calls[:1]
         return choice
+
+    async def _encoded(self, choices: Sequence[Delta]) -> list[dict[str, Any]]:
+        """Return choices as an engine writes them; many log-probabilities are written on a thread."""
+        has_many = sum(len(choice.logprobs) for choice in choices) > ENCODED_AT_ONCE
+        return await self.pool.run(lambda: self._written(choices)) if has_many else self._written(choices)
 
     def _written(self, choices: Sequence[Delta]) -> list[dict[str, Any]]:
         return [self._choice(choice) for choice in choices]
