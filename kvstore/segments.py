@@ -2,14 +2,14 @@
 
 This module owns the folder, the active file, and the choice of files to delete; it knows no memory, tiers or clients. Files
 only grow and are only deleted whole, so the process can be killed at any byte: after a restart, every block whose ``append``
-had returned is found, except those of a file that was being deleted, and a torn end is cut off. Digests in the file written
-last are checked at the start, all others when a block is read. All calls come from one thread, except ``in`` and the counts.
+had returned is found, and a torn end is cut off. Digests in the file written last are checked at the start, all others when a
+block is read. All calls come from one thread, except ``in`` and the counts.
 
 Only the active file stays open; every read opens its file, which takes far less time than reading a block. So the number of
 files is not limited by the number of descriptors.
 
-To make room, the log deletes its oldest file and copies the blocks of it that were read since they were written to its end, up
-to half of the file. This is a second chance as in CLOCK, and every round frees at least half a segment.
+To make room, the log copies the blocks of the oldest file that were read since they were written to its end, up to half of the
+file, and deletes the file. This is a second chance as in CLOCK, and every round frees at least half a segment.
 
 If a file cannot be read any more (it was deleted, or the device fails), the log forgets all its blocks at the first failure:
 they are misses and can be written again. A file that cannot be deleted to make room keeps its blocks; it still counts, its
@@ -52,6 +52,7 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"segment-([0-9]{12})\.kv")
 _RETRY_S = 10.0  # between two attempts to delete a file
+_MAX_DELETIONS = 4  # attempts for one block: each can take long, and first copies blocks
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of descriptors or memory, which is no fault of the file
 
@@ -375,7 +376,8 @@ class SegmentLog:
 
     def _forget(self, segment: _Segment) -> None:
         """Remove a deleted file and its blocks from the index."""
-        self._segments.remove(segment)
+        if segment in self._segments:  # it may have been lost meanwhile
+            self._segments.remove(segment)
         self._drop_blocks(segment)
 
     def _drop_blocks(self, segment: _Segment) -> None:
@@ -394,43 +396,41 @@ class SegmentLog:
         return True
 
     def _reclaim_oldest(self, segments: Sequence[_Segment]) -> bool:
-        """Make room by the first of these files that can be deleted; False if there is none."""
-        return any(segment.retry_at <= self._now() and self._reclaim(segment) for segment in segments)
+        """Make room by the oldest of these files that can be deleted; False if that is none of the first few."""
+        now = self._now()
+        due = [segment for segment in segments if segment.retry_at <= now]
+        return any(self._reclaim(segment) for segment in due[:_MAX_DELETIONS])
 
     def _reclaim(self, segment: _Segment) -> bool:
-        """Delete a file and copy its used blocks to the end of the log; False if it cannot be deleted, and nothing has changed.
+        """Copy the used blocks to the end of the log, then delete the file; if that is impossible, it keeps the others.
 
-        It is open, takes its room and counts until the blocks are copied. A crash meanwhile loses those that are not.
+        A crash in between leaves harmless duplicates.
         """
-        with _opened_if_readable(segment.path) as fd:
-            if not self._delete(segment):
-                return False
-            if segment is self._active:
-                self._leave_active()
-            try:
-                if fd is not None:
-                    self._copy_survivors(segment, fd)
-            finally:
-                self.num_dropped += len(segment.records)
-                self._forget(segment)
+        if segment is self._active:
+            self._leave_active()
+        for block, record in self._survivors(segment):
+            has_room = self.used_bytes + record_bytes(record.num_bytes) + PAGE_BYTES <= self.limit_bytes
+            if not has_room or not self._write(record.key, record.seal, block):
+                break
+        if not self._delete(segment):
+            return False
+        self.num_dropped += len(segment.records)
+        self._forget(segment)
         return True
 
-    def _copy_survivors(self, segment: _Segment, fd: int) -> None:
-        """Copy the used blocks, the newest first, up to half of a segment, while there is room."""
+    def _survivors(self, segment: _Segment) -> Iterator[tuple[memoryview, Record]]:
+        """Yield the used blocks, the newest first, up to half of a segment."""
         num_left = min(self._space.segment_bytes, segment.end) // 2
-        for record in reversed([record for record in segment.records.values() if self._index[record.key].is_used]):
-            num_bytes = record_bytes(record.num_bytes)
-            if num_bytes > num_left:
+        for record in reversed(list(segment.records.values())):
+            num_left -= record_bytes(record.num_bytes) if self._index[record.key].is_used else 0
+            if not self._index[record.key].is_used or num_left < 0:
                 continue
-            num_left -= num_bytes
             block = memoryview(bytearray(record.num_bytes))
             try:
-                read_record(fd, segment.nonce, record.offset, record.key, block)
+                _read(segment, record, block)
             except (OSError, CorruptBlock):
                 continue
-            has_room = self.used_bytes + num_bytes + PAGE_BYTES <= self.limit_bytes
-            if not has_room or not self._write(record.key, record.seal, block):
-                return
+            yield block, record
 
 
 def holds_block(capacity_bytes: int, segment_bytes: int, block_bytes: int) -> bool:
@@ -449,15 +449,6 @@ def _opened(path: Path, flags: int) -> Iterator[int]:
         yield fd
     finally:
         os.close(fd)
-
-
-@contextlib.contextmanager
-def _opened_if_readable(path: Path) -> Iterator[int | None]:
-    with contextlib.ExitStack() as stack:
-        fd = None
-        with contextlib.suppress(OSError):
-            fd = stack.enter_context(_opened(path, os.O_RDONLY))
-        yield fd
 
 
 def _read(segment: _Segment, record: Record, target: memoryview) -> Record:

@@ -13,7 +13,7 @@ from core.errors import Unavailable
 from core.ids import SeededIds
 from core.testing.clock import FakeClock
 from kvstore.segment_file import record_bytes
-from kvstore.segments import _RETRY_S, SegmentLog
+from kvstore.segments import _MAX_DELETIONS, _RETRY_S, SegmentLog
 from kvstore.testing.blocks import make_block
 
 BLOCK = 4000
@@ -292,10 +292,14 @@ def test_files_that_cannot_be_deleted_stay_counted_and_keep_their_blocks(tmp_pat
         assert not is_used or read(log, saved[-1])
     stuck = files_of(tmp_path)
     fail(monkeypatch, Path, "unlink", errno.EBUSY, lambda path: path in stuck)  # another file could be deleted
-    assert not any(append(log, block) for block in blocks[-10:])
-    assert [read(log, block) for block in saved] == [bytes(block.content) for block in saved]
-    assert files_of(tmp_path) == stuck
-    assert log.used_bytes == sum(path.stat().st_size for path in stuck) <= capacity
+    results = [append(log, block) for block in blocks[-10:]]
+    if is_used:  # copies of used blocks are in other files, which may make room
+        assert len(log) >= len(saved) - 5
+    else:
+        assert not any(results)
+        assert [read(log, block) for block in saved] == [bytes(block.content) for block in saved]
+    assert files_of(tmp_path)[: len(stuck)] == stuck
+    assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path)) <= capacity
     monkeypatch.undo()
     clock.advance(_RETRY_S)
     assert all(append(log, block) for block in blocks[len(saved) :])
@@ -303,15 +307,36 @@ def test_files_that_cannot_be_deleted_stay_counted_and_keep_their_blocks(tmp_pat
     log.close()
 
 
-def test_deletion_that_fails_is_not_tried_for_each_block(tmp_path, monkeypatch):
+def test_a_block_costs_few_deletions_that_fail_and_each_is_tried_again_later(tmp_path, monkeypatch):
     clock, tried = FakeClock(), []
     log, blocks = open_log(tmp_path, 40 * RECORD, now=clock.now), blocks_of(100)
     fail(monkeypatch, Path, "unlink", errno.EBUSY, lambda path: tried.append(path) or True)
-    assert [append(log, block) for block in blocks].count(False) > 50
-    assert sorted(tried) == files_of(tmp_path)
+    saved = [append(log, block) for block in blocks]
+    assert saved.count(False) > 50
+    files = files_of(tmp_path)
+    assert sorted(tried) == files
     clock.advance(_RETRY_S)
+    tried.clear()
     assert not append(log, blocks[-1])
-    assert sorted(tried[len(tried) // 2 :]) == files_of(tmp_path)
+    assert tried == files[:_MAX_DELETIONS]
+    assert not any(append(log, block) for block in blocks[-5:])
+    assert sorted(tried) == files
+    log.close()
+
+
+def test_files_are_deleted_while_no_descriptor_refers_to_them(tmp_path, monkeypatch):
+    log, blocks = open_log(tmp_path, 40 * RECORD), blocks_of(100)
+
+    def has_file(fd):
+        return Path(f"/proc/self/fd/{fd}").exists()  # not that of the listing itself
+
+    def is_open(path):
+        return any(Path(f"/proc/self/fd/{fd}").samefile(path) for fd in os.listdir("/proc/self/fd") if has_file(fd))
+
+    fail(monkeypatch, Path, "unlink", errno.ETXTBSY, is_open)  # as some network file systems
+    for block in blocks:
+        assert append(log, block)
+        assert read(log, block)
     log.close()
 
 
@@ -340,9 +365,9 @@ def test_files_that_cannot_be_deleted_do_not_grow_the_log(tmp_path, monkeypatch)
         return path in stuck
 
     fail(monkeypatch, Path, "unlink", errno.EPERM, is_stuck)
-    assert all(append(log, block) for block in blocks[30:])
+    assert [append(log, block) for block in blocks[30:]].count(False) <= 1  # the first has met four of them
     assert max(sizes) <= capacity
-    assert knows(log, blocks[:18]) == [True] * 18, "they are still there"
+    assert set(stuck) < set(files_of(tmp_path))
     assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
     assert knows(log, blocks[-10:]) == [True] * 10
     log.close()
