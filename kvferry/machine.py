@@ -94,7 +94,7 @@ def _addresses_of(host: str) -> set[str]:
         return {name}
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(name, None, family=_family_of(name))}
-    except OSError:
+    except (OSError, UnicodeError):  # the second: no possible name, such as one with an empty label
         return {name}
 
 

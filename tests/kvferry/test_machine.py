@@ -87,6 +87,8 @@ def test_a_name_may_have_addresses_of_ipv6_only(error, monkeypatch):
         ("no-such-host.invalid", "no-such-host.invalid", True),
         ("127.0.0.1", "127.0.0.2", False),
         ("no-such-host.invalid", "127.0.0.1", False),
+        ("a..b", "127.0.0.1", False),
+        ("x" * 70, "x" * 70, True),
     ],
 )
 def test_hosts_are_compared_by_the_addresses_that_they_stand_for(first, second, is_shared):
