@@ -249,11 +249,13 @@ def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
     groups = (
         {"cluster": preflight.addresses_of_serve(config)} if is_for_serve(config) else preflight.addresses_by_process(config)
     )
+    refused: dict[str, Finding] = {}
     for kind, addresses in groups.items():
         try:
             preflight.check_distinct(addresses)
-        except ConfigError as error:
-            yield _refused("ports", error, config, kind)
+        except ConfigError as error:  # the same one of every worker, and of those that others read from
+            refused.setdefault(error.message, _refused("ports", error, config, kind))
+    yield from refused.values()
     fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
     for setting, (host, port) in preflight.all_addresses(config):
         reason = why_not_bindable(host, port)

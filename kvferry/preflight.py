@@ -192,17 +192,19 @@ def check_distinct(addresses: Iterable[Address]) -> None:
 
 def all_addresses(config: KVFerryConfig) -> list[Address]:
     """Return the addresses that router, worker and store bind where each is a process of its own."""
-    return [address for addresses in addresses_by_process(config).values() for address in addresses]
+    return list(dict.fromkeys(address for addresses in addresses_by_process(config).values() for address in addresses))
 
 
 def addresses_by_process(config: KVFerryConfig) -> dict[str, tuple[Address, ...]]:
     """Return the addresses that a router, a worker and a store bind; each may be on a machine of its own.
 
-    Of the worker's, one that nobody reads from, such as most decode workers, binds fewer.
+    A worker that others read from binds those of every worker first; most decode workers are none.
     """
+    of_every_worker = (_ops_address(config), *_kv_event_addresses(config))
     return {
         "router": tuple(_router_addresses(config)),
-        "worker that others read from": (_control_address(config), _ops_address(config), *_worker_addresses(config)),
+        "worker": of_every_worker,
+        "worker that others read from": (*of_every_worker, *_data_address(config), _control_address(config)),
         "store": tuple(_store_addresses(config)),
     }
 

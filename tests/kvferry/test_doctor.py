@@ -13,6 +13,8 @@ from kvferry.doctor_transports import check_transports
 from tests.kvferry.findings import OF_ANY_PROCESS, verdicts
 from tests.support.certificates import self_signed
 
+ONE_PORT_OF_EVERY_WORKER = ["worker.ops_port=9400", "cache.kv_events=true", "worker.kv_events_address=tcp://127.0.0.1:9400"]
+
 
 def test_missing_compiled_code_is_slow_and_the_fix_is_named(monkeypatch):
     monkeypatch.setattr(doctor_checks, "missing_libraries", lambda: ["_hash_chain", "attention._paged_decode"])
@@ -54,11 +56,14 @@ def test_a_port_that_several_workers_would_share_is_refused_as_serve_refuses_it(
         (["router.ops_port=8000"], "failure"),
         (["router.ops_port=8000", OF_ANY_PROCESS], "warning"),
         (["worker.ops_port=9400", "worker.data_port=9400", "worker.engine_id=p0"], "warning"),
+        ([*ONE_PORT_OF_EVERY_WORKER, "worker.engine_id=p0"], "failure"),
+        ([*ONE_PORT_OF_EVERY_WORKER, OF_ANY_PROCESS], "warning"),
     ],
 )
 def test_a_port_that_two_sockets_of_a_process_would_share_is_no_free_one(settings, verdict):
-    first = next(doctor_checks.check_ports(load_config(assignments=settings)))
-    assert (first.verdict, "would both listen on port" in first.text) == (verdict, True)
+    found = list(doctor_checks.check_ports(load_config(assignments=settings)))
+    assert [one.verdict for one in found if "would both listen on port" in one.text] == [verdict]
+    assert len({one.text for one in found}) == len(found)
 
 
 def test_a_port_that_processes_of_two_machines_share_is_no_mistake():
