@@ -93,7 +93,7 @@ def _addresses_of(host: str) -> set[str]:
     if not name or _is_interface(name):
         return {name}
     try:
-        return {str(found[4][0]) for found in socket.getaddrinfo(name, None, family=_family_of(name))}
+        return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
     except (OSError, UnicodeError):  # the second: no possible name, such as one with an empty label
         return {name}
 

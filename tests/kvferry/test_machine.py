@@ -95,6 +95,18 @@ def test_hosts_are_compared_by_the_addresses_that_they_stand_for(first, second, 
     assert share_an_address(first, second) == share_an_address(second, first) == is_shared
 
 
+@pytest.mark.parametrize(("second", "is_shared"), [("127.0.0.1", True), ("::1", True), ("127.0.0.2", False), ("::2", False)])
+def test_a_name_stands_for_its_addresses_of_both_families(second, is_shared, monkeypatch):
+    def getaddrinfo(host, _port, family=socket.AF_UNSPEC):
+        hosts = ["127.0.0.1", "::1"] if host == "both.example" else [host]
+        families = [socket.AF_INET6 if ":" in one else socket.AF_INET for one in hosts]
+        found = [(each, socket.SOCK_STREAM, 0, "", (one, 0)) for each, one in zip(families, hosts, strict=True)]
+        return [one for one in found if family in (socket.AF_UNSPEC, one[0])]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    assert share_an_address("both.example", second) is is_shared
+
+
 def test_folder_below_a_file_is_not_writable(tmp_path):
     (tmp_path / "file").touch()
     assert why_not_writable(tmp_path / "file" / "x") == "Not a directory"
