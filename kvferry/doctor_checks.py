@@ -34,7 +34,7 @@ from kvferry.cluster_plan import is_for_serve, workers_here
 from kvferry.connector_preflight import check_factories, check_names, check_p2p, check_redis, has_otlp_exporter
 from kvferry.doctor_transports import check_transports
 from kvferry.finding import Finding, Verdict
-from kvferry.machine import format_bytes, is_in_use, memory_limit_bytes, why_not_bindable, why_not_creatable
+from kvferry.machine import format_bytes, is_in_use, memory_limit_bytes, why_not_creatable
 from kvferry.models import is_cached
 from kvferry.reserved_memory import computes_on_gpu, reservations
 from router.http.tls import server_context
@@ -258,7 +258,7 @@ def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
     yield from refused.values()
     fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
     for setting, (host, port) in preflight.all_addresses(config):
-        reason = why_not_bindable(host, port)
+        reason = preflight.why_not_free(setting, host, port)
         if reason:
             yield Finding("ports", "warning", f"{setting} {host}:{port} cannot be bound: {reason}", fix)
         elif port:

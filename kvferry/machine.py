@@ -63,9 +63,12 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
     return [str(number) for number in range(len(found))]
 
 
-def why_not_bindable(host: str, port: int) -> str | None:
-    """Try to listen on an address; return why that fails. ZeroMQ's form with the name of a network interface is not tried."""
-    error = _bind_error(host, port)
+def why_not_bindable(host: str, port: int, *, tries_ipv6: bool = False) -> str | None:
+    """Try to listen on an address; return why that fails. ZeroMQ's form with the name of a network interface is not tried.
+
+    ``tries_ipv6``: a name may have addresses of IPv6 only.
+    """
+    error = _bind_error(host, port, tries_ipv6=tries_ipv6)
     if error is None:
         return None
     is_of_system = error.errno is not None and error.errno > 0  # otherwise it is the resolver's
@@ -74,7 +77,7 @@ def why_not_bindable(host: str, port: int) -> str | None:
 
 def is_in_use(host: str, port: int) -> bool:
     """Return True if something listens on an address already."""
-    error = _bind_error(host, port)
+    error = _bind_error(host, port, tries_ipv6=True)
     return error is not None and error.errno == errno.EADDRINUSE
 
 
@@ -98,13 +101,13 @@ def _addresses_of(host: str) -> set[str]:
         return {name}
 
 
-def _bind_error(host: str, port: int) -> OSError | None:
+def _bind_error(host: str, port: int, *, tries_ipv6: bool) -> OSError | None:
     name = _name_of(host)
     if _is_interface(name):
         return None
     first_error = _bind_error_of(name, port, _family_of(name))
-    if isinstance(first_error, socket.gaierror) and ":" not in name:
-        return _bind_error_of(name, port, socket.AF_INET6)  # a name may have such an address only
+    if tries_ipv6 and isinstance(first_error, socket.gaierror) and ":" not in name:
+        return _bind_error_of(name, port, socket.AF_INET6)
     return first_error
 
 

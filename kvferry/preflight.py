@@ -47,6 +47,7 @@ WhyUnusable = Callable[[Path], str | None]
 
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 _KV_EVENT_SETTINGS = ("worker.kv_events_address", "worker.kv_events_replay_address")
+_HTTP_SETTINGS = ("router.port", "router.ops_port", "worker.ops_port", "kvstore.ops_port")
 _ANY_FREE = "stop what listens there, or choose another port; 0 is any free one"
 
 
@@ -167,9 +168,14 @@ def _serves_readers(role: Role | Literal["router"], config: KVFerryConfig) -> bo
 def _check_all_bindable(addresses: Sequence[Address]) -> None:
     check_distinct(addresses)
     for setting, (host, port) in addresses:
-        reason = why_not_bindable(host, port)
+        reason = why_not_free(setting, host, port)
         if reason is not None:
             raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {reason}; {_ANY_FREE}", param=setting)
+
+
+def why_not_free(setting: str, host: str, port: int) -> str | None:
+    """Try to listen on the address of a setting; return why that fails. Of a name, ZeroMQ takes IPv4 addresses only."""
+    return why_not_bindable(host, port, tries_ipv6=setting in _HTTP_SETTINGS)
 
 
 def check_distinct(addresses: Iterable[Address]) -> None:

@@ -36,7 +36,7 @@ def test_port_in_use_is_named_with_its_setting(listener):
 
 
 def test_every_address_that_serve_would_try_is_tried(monkeypatch):
-    monkeypatch.setattr(doctor_checks, "why_not_bindable", lambda _host, port: None if port else "no such host")
+    monkeypatch.setattr(preflight, "why_not_bindable", lambda _host, port, **_: None if port else "no such host")
     settings = ["router.processes=3", "router.ops_port=9100", "kvstore.ops_port=9200", "kvstore.bind_address=tcp://*:9201"]
     events = ["cache.kv_events=true", "worker.kv_events_address=tcp://*:9301", "worker.kv_events_replay_address=tcp://*:9302"]
     found = list(doctor_checks.check_ports(load_config(assignments=[*settings, *events])))

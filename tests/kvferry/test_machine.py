@@ -72,8 +72,9 @@ def test_a_name_may_have_addresses_of_ipv6_only(error, monkeypatch):
         return contextlib.nullcontext()
 
     monkeypatch.setattr(socket, "create_server", create_server)
-    assert why_not_bindable("six.example", 0) == (error and "No address associated with hostname")
+    assert why_not_bindable("six.example", 0, tries_ipv6=True) == (error and "No address associated with hostname")
     assert tried == [socket.AF_INET, socket.AF_INET6]
+    assert why_not_bindable("six.example", 0) == "Address family for hostname not supported"
 
 
 @pytest.mark.parametrize(

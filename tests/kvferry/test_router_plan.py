@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
+import socket
+
 import pytest
 
 from core.config import load_config
@@ -69,7 +72,7 @@ def test_workers_of_a_local_cluster_connect_to_every_router():
 
 
 def test_every_port_of_the_processes_is_tried_before_the_start(monkeypatch):
-    monkeypatch.setattr("kvferry.preflight.why_not_bindable", lambda host, port: "in use" if port == 5571 else None)
+    monkeypatch.setattr("kvferry.preflight.why_not_bindable", lambda host, port, **_: "in use" if port == 5571 else None)
     config = load_config(assignments=["router.processes=2"])
     with pytest.raises(ConfigError, match="5571"):
         check_process("router", config)
@@ -114,7 +117,7 @@ def test_a_key_of_blanks_ends_the_router_and_no_other_process(key, monkeypatch):
     ],
 )
 def test_one_port_for_two_sockets_is_refused_with_both_settings(role, settings, said, monkeypatch):
-    monkeypatch.setattr("kvferry.preflight.why_not_bindable", lambda host, port: None)
+    monkeypatch.setattr("kvferry.preflight.why_not_bindable", lambda host, port, **_: None)
     with pytest.raises(ConfigError, match=said) as refusal:
         check_process(role, load_config(assignments=["security.insecure=true", *settings]))
     assert ("router.processes" in refusal.value.message) == (role == "router")
@@ -133,3 +136,15 @@ def test_any_free_port_may_be_asked_for_twice_and_one_port_of_two_hosts(role):
     settings = ["router.port=0", "router.ops_port=0", "router.worker_address=tcp://127.0.0.1:0", "worker.ops_port=0"]
     check_process(role, load_config(assignments=settings))
     check_distinct([("a", ("127.0.0.1", 9100)), ("b", ("127.0.0.2", 9100))])
+
+
+def test_a_name_with_ipv6_only_is_for_http_since_zeromq_takes_names_as_ipv4(monkeypatch):
+    def create_server(address, family):
+        if address[0] == "six.example" and family == socket.AF_INET:
+            raise socket.gaierror(socket.EAI_ADDRFAMILY, "Address family for hostname not supported")
+        return contextlib.nullcontext()
+
+    monkeypatch.setattr(socket, "create_server", create_server)
+    check_process("prefill", load_config(assignments=["worker.ops_host=six.example"]))
+    with pytest.raises(ConfigError, match=r"worker\.control_address = 5571: cannot listen on six\.example"):
+        check_process("prefill", load_config(assignments=["worker.control_address=tcp://six.example:5571"]))
