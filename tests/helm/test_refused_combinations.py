@@ -196,11 +196,18 @@ def test_what_works_is_accepted(helm, sets):
     assert helm.template("cpu-minimal", sets=sets)
 
 
-@pytest.mark.parametrize(("sets", "is_refused"), [((), True), (AGGREGATED, False)])
-def test_no_transport_is_refused_for_pods_that_read_from_others(helm, sets, is_refused):
+@pytest.mark.parametrize(
+    ("sets", "refused"),
+    [
+        ((), "prefill"),
+        (AGGREGATED, ""),
+        ((*AGGREGATED, "config.connector.name=multi", "config.connector.connectors={p2p,offload}"), "aggregated"),
+    ],
+)
+def test_no_transport_is_refused_where_a_worker_would_not_start(helm, sets, refused):
     values = str(CHART / "ci" / "cpu-minimal-values.yaml")
     arguments = [part for value in sets for part in ("--set", value)]
     empty = ["--set-json", "config.connector.transports=[]"]
     done = helm.run("template", "kvferry", str(CHART), "--values", values, *empty, *arguments)
-    assert ("prefill.config.connector.transports is empty: name nixl or tcp" in done.stderr) == is_refused
-    assert bool(done.returncode) == is_refused
+    said = f"{refused}.config.connector.transports is empty: name nixl or tcp"
+    assert (said in done.stderr) == bool(done.returncode) == bool(refused)

@@ -194,8 +194,10 @@
 {{- if and (include "kvferry.usesRdma" .) (not (include "kvferry.usesNixl" .)) -}}
 {{- fail (printf "rdma.enabled: only transport nixl uses RDMA; put it in front of %s.config.connector.transports" .role) -}}
 {{- end -}}
-{{- $isP2p := has "p2p" (include "kvferry.connectorNames" $config.connector | fromJsonArray) -}}
-{{- if and $isP2p (kindIs "slice" $config.connector.transports) (not $config.connector.transports) (include "kvferry.movesBlocks" .) -}}
+{{- $names := include "kvferry.connectorNames" $config.connector | fromJsonArray -}}
+{{- $isBesideOthers := and (eq .role "aggregated") (gt (len $names) 1) -}}
+{{- $needsTransport := and (has "p2p" $names) (or $isBesideOthers (include "kvferry.movesBlocks" .)) -}}
+{{- if and $needsTransport (kindIs "slice" $config.connector.transports) (not $config.connector.transports) -}}
 {{- fail (printf "%s.config.connector.transports is empty: name nixl or tcp" .role) -}}
 {{- end -}}
 {{- if and (has "shm" $config.connector.transports) (include "kvferry.movesBlocks" .) -}}
