@@ -93,6 +93,10 @@ CASES = {
         ["config.router.images.allowed_hosts={b.example:0}"],
         "router.config.router.images.allowed_hosts: the port of b.example:0 must be 1 to 65535",
     ),
+    "network of images with a netmask": (
+        ["config.router.images.allowed_hosts={a.example,10.0.0.0/255.0.0.0}"],
+        "router.config.router.images.allowed_hosts: 10.0.0.0/255.0.0.0 has a netmask; give the number of its bits",
+    ),
     "empty cache that is read-only": (["modelCache.readOnly=true"], "modelCache.readOnly: an emptyDir starts empty"),
     "LMCache nowhere": (["lmcache.mode=external"], "lmcache.host: say where"),
     "LMCache without an image": (["lmcache.mode=sidecar"], "lmcache.image.repository: name the image"),

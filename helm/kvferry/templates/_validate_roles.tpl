@@ -57,6 +57,9 @@
 {{- with regexFind "^[^:]+:[0-9]+$" $host -}}
 {{- include "kvferry.validatePort" (list $.role "router.images.allowed_hosts" . (regexFind "[0-9]+$" .)) -}}
 {{- end -}}
+{{- if regexMatch "/.*[.]" $host -}}
+{{- fail (printf "%s.config.router.images.allowed_hosts: %s has a netmask; give the number of its bits, as in 10.0.0.0/8: a NetworkPolicy takes no other form" $.role $host) -}}
+{{- end -}}
 {{- end -}}
 {{- if and $connector.peer_prefixes (not (has "p2p" $names)) -}}
 {{- fail (printf "%s.config.connector.peer_prefixes: it is of connector p2p, which is not among %s; turn it off, or add p2p" .role (join ", " $names)) -}}
