@@ -8,7 +8,7 @@ from __future__ import annotations
 import hmac
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any
 
 import msgspec
@@ -155,8 +155,7 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
         return {_FOR_ENGINE: lambda body: endpoints.engine_body(path, body)}
 
     async def by_engine(body: EngineBody, request: Request[Any, Any, Any]) -> ASGIApp:
-        named = body.fields.get("request_id")
-        return await endpoints.serve_by_engine(body, _caller(endpoints, request, named if isinstance(named, str) else None))
+        return await endpoints.serve_by_engine(body, _caller(endpoints, request, _name_of(body)))
 
     @post(COMPLETIONS, dto=StrictBody, status_code=200, opt=for_engine(COMPLETIONS))
     async def completions(data: Annotated[CompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
@@ -177,27 +176,28 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
         """Answer items of a conversation, by items."""
         return await endpoints.respond(data, _caller(endpoints, request, data.request_id))
 
-    async def anthropics_body(path: str, request: Request[Any, Any, Any]) -> EngineBody:
-        await endpoints.gateway.wait_for_route()
+    async def anthropics_body(path: str, request: Request[Any, Any, Any]) -> tuple[EngineBody, Caller]:
+        content = await request.body()
+        caller = _caller(endpoints, request, None)
+        await endpoints.settle(caller)
         if not endpoints.gateway.engine_api.is_there:
             endpoints.check_ready()  # engines that are all away may be back soon
             raise NotFoundException(f"{path} is served by vLLM engines only")
-        content = await request.body()
         body = endpoints.engine_body(path, content)
         if body is None:
             decode_json(content, object)
             raise InvalidRequest("the body must be a JSON object")
-        return body
+        return body, replace(caller, client_id=client_id(request.scope, _name_of(body)))
 
     @post(MESSAGES, status_code=200, include_in_schema=False)
     async def messages(request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer a conversation in Anthropic's form, by the engine."""
-        return await by_engine(await anthropics_body(MESSAGES, request), request)
+        return await endpoints.serve_by_engine(*await anthropics_body(MESSAGES, request))
 
     @post(COUNT_TOKENS, status_code=200, include_in_schema=False)
     async def count_tokens(request: Request[Any, Any, Any]) -> dict[str, Any]:
         """Return how many tokens a conversation in Anthropic's form has, by the engine."""
-        return await endpoints.count_by_engine(await anthropics_body(COUNT_TOKENS, request), _caller(endpoints, request, None))
+        return await endpoints.count_by_engine(*await anthropics_body(COUNT_TOKENS, request))
 
     return [completions, chat_completions, responses, messages, count_tokens]
 
@@ -300,6 +300,11 @@ def _document_route(document: bytes) -> BaseRouteHandler:
         return ASGIResponse(body=document, media_type=MediaType.JSON)
 
     return openapi
+
+
+def _name_of(body: EngineBody) -> str | None:
+    named = body.fields.get("request_id")
+    return named if isinstance(named, str) else None
 
 
 def _caller(endpoints: Endpoints, request: Request[Any, Any, Any], named_in_body: str | None) -> Caller:

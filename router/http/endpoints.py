@@ -9,6 +9,7 @@ import logging
 import time
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -51,7 +52,6 @@ from router.openai.responses import ChatShaper, CompletionShaper, Envelope
 from router.openai.sampling import (
     ModelLimits,
     OutputOptions,
-    check_held_logprobs,
     check_num_logprobs,
     check_ranges,
     check_supported,
@@ -221,6 +221,10 @@ class Endpoints:
         check_num_values(body)
         return engine_body(path, body, self.model, splits_output=self.gateway.engine_api.splits_output)
 
+    async def settle(self, caller: Caller) -> None:
+        """Wait until the router knows its workers again, after a pause. Raises as ``TimeLimits.run``."""
+        await self._time.run(self.gateway.wait_for_route(), None, caller)
+
     async def serve_by_engine(self, body: EngineBody, caller: Caller) -> ASGIApp:
         """Serve a body that only an engine can render, or read. Raises the error that refuses or ends the request."""
         self.gateway.core.check_room_for_call()
@@ -237,7 +241,7 @@ class Endpoints:
     async def count_by_engine(self, body: EngineBody, caller: Caller) -> dict[str, Any]:
         """Return what an engine answers to a body that asks for a number of tokens. Raises as ``serve_by_engine``."""
         self.gateway.core.check_room_for_call()
-        counting = self._renderer.count_tokens(body, self._time.deadline(body.timeout_s, caller))
+        counting = self._renderer.count_tokens(body, partial(self._time.deadline, body.timeout_s, caller))
         try:
             return await self._time.run(counting, body.timeout_s, caller)
         except EngineRefusal as refusal:
@@ -247,7 +251,7 @@ class Endpoints:
         request = body.of_router()
         options, limits = await self._check(request)
         check_num_choices(body.num_prompts, request.n or 1)
-        rendered = await self._renderer.render(body, self._time.deadline(body.timeout_s, caller))
+        rendered = await self._renderer.render(body, partial(self._time.deadline, body.timeout_s, caller))
         prompts = [
             Prompt(found.token_ids, "", model_fingerprint=rendered.model_fingerprint, engine_request=found.engine_request)
             for found in rendered.prompts
@@ -261,7 +265,11 @@ class Endpoints:
         await self.gateway.wait_for_route()
         self.check_ready()
         legs = TwoLegs(
-            self.gateway.engine_api, self.gateway.core, self._ids, self._time.deadline(body.timeout_s, caller), caller.trace
+            self.gateway.engine_api,
+            self.gateway.core,
+            self._ids,
+            partial(self._time.deadline, body.timeout_s, caller),
+            caller.trace,
         )
         return await legs.open(body, stack)
 
@@ -303,7 +311,6 @@ class Endpoints:
         """Return the request with the parameters of all its prompts, whose form workers can compile, when there is a route."""
         shared = shared_params(request, limits, len(prompts))
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
-        check_held_logprobs(request, options, len(prompts), self.config.max_upload_bytes)
         found = Prepared(request, options, prompts, limits, shared, split)
         tools = found.splitting.tools if isinstance(found.splitting, ChatOutput) else None
         form = await self._checked_form(shared.structured_output, field_of_form(request), tools, caller.tenant)
@@ -351,7 +358,7 @@ class Endpoints:
             body,
             prompt.token_ids,
             prompt.model_fingerprint,
-            lambda: self._time.deadline(body.timeout_s, caller),
+            partial(self._time.deadline, body.timeout_s, caller),
             self._pool,
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 from litestar.enums import ScopeType
 from litestar.types import ASGIApp, HTTPReceiveMessage, Receive, Scope, Send, WebSocketReceiveMessage
 
-from core.errors import Overloaded
+from core.errors import InvalidRequest, Overloaded
 from core.wire.messages import ErrorInfo
 from router.http.errors import RequestFailure
 
@@ -39,6 +39,8 @@ class UploadLimit:
 
         def hold(num_new: int) -> None:
             nonlocal num_held
+            if num_held + num_new > self._max_bytes:
+                raise RequestFailure(self._refusal_of_one())
             if num_new and self.num_bytes + num_new > self._max_bytes:
                 raise RequestFailure(self._refusal())
             self.num_bytes += num_new
@@ -62,8 +64,18 @@ class UploadLimit:
         message = f"the router holds {held}, its limit is {self._max_bytes}: try again later"
         return ErrorInfo(code=Overloaded.code, message=message, http_status=503, retryable=True)
 
+    def _refusal_of_one(self) -> ErrorInfo:
+        message = (
+            f"the request needs more memory than router.max_upload_bytes = {self._max_bytes} for its body, prompts, images and "
+            "log-probabilities: stream it, or ask for fewer of these"
+        )
+        return ErrorInfo.of(InvalidRequest(message))
+
 
 def hold_of(scope: Scope) -> Callable[[int], None]:
-    """Return a function that counts further bytes kept until the answer ends; it raises at the limit."""
+    """Return a function that counts further bytes kept until the answer ends.
+
+    It raises at the limit: a 400 if this request needs that much alone, else a 503.
+    """
     hold: Callable[[int], None] = scope["state"][_STATE_KEY]
     return hold

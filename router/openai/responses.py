@@ -25,9 +25,10 @@ from router.openai.logprobs import (
     prompt_logprobs,
 )
 from router.openai.postprocess import Delta, PromptState, RequestOutput
-from router.openai.sampling import LOGPROB_BYTES, OutputOptions
+from router.openai.sampling import OutputOptions
 
 _LOGPROBS_AT_ONCE = 4096  # of an answer; takes some ten milliseconds
+_LOGPROB_BYTES = 128  # of memory for each, until the answer is sent
 _SPLIT_AT_ONCE = 16 << 10  # characters; takes some ten milliseconds
 
 
@@ -224,7 +225,7 @@ class Shaper:
             self._num_gathered += len(delta.text)
             self._num_logprobs += len(delta.logprobs) * (1 + (self._options.logprobs or 0))
             self._gathered.setdefault(delta.index, _Gathered()).deltas.append(delta)
-        return LOGPROB_BYTES * (self._num_logprobs - before)
+        return _LOGPROB_BYTES * (self._num_logprobs - before)
 
     def usage(self) -> UsageBody:
         """Return the counts so far."""

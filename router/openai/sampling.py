@@ -26,7 +26,6 @@ MAX_STOP_CHARACTERS = 1024  # of all stop strings of a request
 MAX_LOGIT_BIAS = 8192
 MAX_LISTED_IDS = 1 << 20  # per field, counted once for each prompt of the request
 MAX_PROMPT_LOGPROBS = 1 << 18  # prompt tokens with their alternatives, counted once for each choice
-LOGPROB_BYTES = 128  # of memory for each of an answer that is not streamed, until it is sent
 MAX_ID_CHARACTERS = 128
 MAX_CHOICES = 128
 
@@ -247,30 +246,6 @@ def check_num_logprobs(
             f"{num_entries} log-probabilities of prompt tokens were to be in the answer, at most {MAX_PROMPT_LOGPROBS} are: "
             "ask for fewer alternatives, choices or prompts",
             param=field,
-        )
-
-
-def check_held_logprobs(
-    request: CompletionRequest | ChatCompletionRequest, options: OutputOptions, num_prompts: int, max_bytes: int
-) -> None:
-    """Refuse an answer that is not streamed if its log-probabilities could take more than ``max_bytes`` of memory.
-
-    A chat that does not say how long its answer may be is not judged.
-
-    Raises:
-        InvalidRequest: names their number.
-    """
-    max_tokens = _wanted_tokens(request)
-    if max_tokens is None and isinstance(request, CompletionRequest):
-        max_tokens = COMPLETION_MAX_TOKENS
-    if options.is_stream or options.logprobs is None or max_tokens is None:
-        return
-    num_entries = (request.n or 1) * num_prompts * max_tokens * (1 + options.logprobs)
-    if num_entries * LOGPROB_BYTES > max_bytes:
-        raise InvalidRequest(
-            f"the answer may have {num_entries} log-probabilities, at most {max_bytes // LOGPROB_BYTES} can be held for it: "
-            "stream it, or ask for fewer tokens, alternatives, choices or prompts",
-            param="logprobs",
         )
 
 

@@ -7,7 +7,7 @@ killed at its deadline. Torch-free.
 from __future__ import annotations
 
 import asyncio
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +23,6 @@ from core.wire.sampling import IGNORES_END, GrammarKind, StructuredOutput
 from router.openai.requests import CommonRequest, is_one_of
 
 MAX_TRIALS = 256
-MAX_TRIALS_OF_TENANT = 128
 MAX_WAIT_S = 20.0
 
 # vLLM's name of each form, as a key of ``structured_outputs`` and after ``guided_``.
@@ -198,7 +197,7 @@ class GrammarGate:
     """Refuses grammars that no worker could compile. Its process is started by the first one.
 
     Requests of one grammar share its trial, also one that ends without an answer; a trial that nobody waits for is left out.
-    At most ``MAX_TRIALS`` are open, of one tenant ``MAX_TRIALS_OF_TENANT``; ``max_wait_s`` bounds the wait until one begins.
+    At most ``MAX_TRIALS`` are open, shared among the tenants that have some and one more; ``max_wait_s`` bounds their wait.
     """
 
     def __init__(self, tokenizer: Tokenizer, max_wait_s: float = MAX_WAIT_S) -> None:
@@ -251,15 +250,21 @@ class GrammarGate:
         work.result()
 
     def _check_room(self, tenant: int) -> None:
-        num_own = sum(trial.tenant == tenant for trial in self._trials.values())
-        if tenant and num_own >= MAX_TRIALS_OF_TENANT:
-            raise Overloaded(f"{num_own} grammars of this API key wait to be checked already: try again later")
+        nums = Counter(trial.tenant for trial in self._trials.values())
+        share = MAX_TRIALS // (len({tenant, *nums}) + 1)  # room is left for one more
+        if tenant and nums[tenant] >= share:
+            raise Overloaded(f"{nums[tenant]} grammars of this API key wait to be checked already: try again later")
         if len(self._trials) >= MAX_TRIALS:
             raise Overloaded(f"{MAX_TRIALS} grammars wait to be checked already: try again later")
 
     async def _check_in_turn(self) -> None:
         while (trial := self._turns.take()) is not None:
-            work = asyncio.get_running_loop().run_in_executor(self._thread, self._checker.check, trial.output)
+            try:
+                work = asyncio.get_running_loop().run_in_executor(self._thread, self._checker.check, trial.output)
+            except RuntimeError as error:  # there are too many threads
+                trial.begun.set_exception(Overloaded(f"the grammar cannot be checked now: {error}"))
+                del self._trials[trial.output]
+                continue
             trial.begun.set_result(work)
             await asyncio.wait((work,))
             del self._trials[trial.output]

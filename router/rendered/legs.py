@@ -7,6 +7,7 @@ go on elsewhere, because the router knows no tokens. Without a prefill engine th
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
 from http import HTTPStatus
@@ -47,7 +48,8 @@ class _PrefillAnswer(msgspec.Struct):
 
 @dataclass(slots=True)
 class TwoLegs:
-    """Serves bodies as a whole. Both legs with all their tries have one ``deadline``, seconds of the router's clock.
+    """Serves bodies as a whole. Both legs with all their tries have one ``deadline``, seconds of the router's clock, which a
+    pause of the router may extend.
 
     ``trace`` is the client's.
     """
@@ -55,7 +57,7 @@ class TwoLegs:
     api: EngineApi
     core: RouterCore
     ids: IdSource
-    deadline: float
+    deadline: Callable[[], float]
     trace: TraceContext | None
 
     async def open(self, body: EngineBody, stack: AsyncExitStack) -> EngineAnswer:
@@ -122,7 +124,7 @@ class TwoLegs:
             request_id=new_hex_id(self.ids, "call-"),
             path=body.path,
             body=msgspec.json.encode(fields),
-            deadline_ms=deadline_ms(self.deadline - self.api.now()),
+            deadline_ms=deadline_ms(self.deadline() - self.api.now()),
             trace=self.trace,
         )
         return self.api.call(worker, call)

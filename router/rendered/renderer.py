@@ -73,13 +73,16 @@ class RenderedBody:
 
 
 class EngineRenderer:
-    """Calls the engines' routes for one request after another, each until its deadline, seconds of the router's clock."""
+    """Calls the engines' routes for one request after another.
+
+    ``deadline`` returns when a request ends, seconds of the router's clock; a pause of the router may extend it meanwhile.
+    """
 
     def __init__(self, api: EngineApi, ids: IdSource) -> None:
         self._api = api
         self._ids = ids
 
-    async def render(self, body: EngineBody, deadline: float) -> RenderedBody:
+    async def render(self, body: EngineBody, deadline: Callable[[], float]) -> RenderedBody:
         """Return the prompts of a body.
 
         Raises:
@@ -90,7 +93,7 @@ class EngineRenderer:
         prompts = [_prompt(item, body.adapter) for item in found]
         return RenderedBody(prompts, model_fingerprint)
 
-    async def count_tokens(self, body: EngineBody, deadline: float) -> dict[str, Any]:
+    async def count_tokens(self, body: EngineBody, deadline: Callable[[], float]) -> dict[str, Any]:
         """Return what an engine answers to the path of a body that only asks for a number of tokens.
 
         Raises:
@@ -99,7 +102,9 @@ class EngineRenderer:
         answer, _ = await self._ask(body.path, body.for_engine(), deadline, msgspec.json.Decoder(dict[str, Any]).decode)
         return answer
 
-    async def derender(self, body: Mapping[str, Any], deadline: float, model_fingerprint: bytes, kind: type[T]) -> T:
+    async def derender(
+        self, body: Mapping[str, Any], deadline: Callable[[], float], model_fingerprint: bytes, kind: type[T]
+    ) -> T:
         """Return what an engine makes of output tokens, a ``SplitOutput`` or, of a stream, a ``SplitPart``.
 
         Raises:
@@ -113,7 +118,7 @@ class EngineRenderer:
         self,
         path: str,
         body: Mapping[str, Any],
-        deadline: float,
+        deadline: Callable[[], float],
         read: Callable[[bytes], T],
         model_fingerprint: bytes = b"",
     ) -> tuple[T, bytes]:
@@ -122,7 +127,7 @@ class EngineRenderer:
         encoded = msgspec.json.encode(body)
         last = ErrorInfo.of(NoWorker("no engine answers"))
         for _ in range(MAX_TRIES):
-            left_s = deadline - self._api.now()
+            left_s = deadline() - self._api.now()
             if left_s <= 0:
                 raise EngineRefusal(ErrorInfo.of(DeadlineExceeded("the engines did not answer in the time of the request")))
             try:

@@ -70,7 +70,7 @@ class OutputSplitter:
             "prompt_tokens": len(self.prompt_token_ids),
             "prompt_token_ids": list(self.prompt_token_ids),
         }
-        return await self.renderer.derender(request, self.deadline(), self.model_fingerprint, kind)
+        return await self.renderer.derender(request, self.deadline, self.model_fingerprint, kind)
 
     @property
     def _tool_choice(self) -> object:

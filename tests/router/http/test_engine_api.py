@@ -188,8 +188,9 @@ async def test_the_memory_of_rendered_tokens_counts_with_the_bodies(start_router
     served = await start_router(has_http=False, max_upload_bytes=1 << 16, max_body_bytes=1 << 16)
     calls = {f"{COMPLETIONS}/render": lambda body: (200, [{"token_ids": [5] * 4000}])}
     await served.add("aggregated", takes_calls=True, max_model_len=8192, script=served.script(calls=calls))
-    error = (await ask(served, {"prompt": "a", "model": "adapter"}, COMPLETIONS, status=503))["error"]
-    assert error["code"] == "overloaded"
+    error = (await ask(served, {"prompt": "a", "model": "adapter"}, COMPLETIONS, status=400))["error"]
+    assert error["code"] == "invalid_request"  # no other try would succeed
+    assert "max_upload_bytes" in error["message"]
 
 
 async def test_the_echo_of_a_rendered_prompt_is_its_text(engines):

@@ -13,7 +13,7 @@ from core.wire.sampling import StructuredOutput
 from router.openai.body_parser import parse_body
 from router.openai.requests import ChatCompletionRequest, CompletionRequest
 from router.openai.sampling import ModelLimits, check_supported, shared_params
-from router.openai.structured import MAX_TRIALS, MAX_TRIALS_OF_TENANT, GrammarGate, field_of_form, structured_output
+from router.openai.structured import MAX_TRIALS, GrammarGate, field_of_form, structured_output
 from tests.support.json_model import write_json_model
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -249,16 +249,41 @@ async def test_tenants_take_turns_with_their_grammars(slow_gate):
     assert slow_gate._checker.asked == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
 
-async def test_one_tenant_leaves_room_for_the_grammars_of_others(slow_gate):
-    grammars = [of_regex(f"a{index}") for index in range(MAX_TRIALS_OF_TENANT)]
-    waiting = [asyncio.create_task(slow_gate.check(grammar, "guided_regex", 1)) for grammar in grammars]
+async def test_tenants_leave_room_for_the_grammars_of_others(slow_gate):
+    waiting = []
+
+    async def ask(tenant, share):
+        for index in range(share):
+            waiting.append(asyncio.create_task(slow_gate.check(of_regex(f"{tenant} {index}"), "guided_regex", tenant)))
+            await asyncio.sleep(0)
+        with pytest.raises(Overloaded, match=f"{share} grammars of this API key wait"):
+            await slow_gate.check(of_regex("one more"), "guided_regex", tenant)
+
+    await ask(1, MAX_TRIALS // 2)
+    await ask(2, MAX_TRIALS // 3)
+    other = asyncio.create_task(slow_gate.check(of_regex("other"), "guided_regex", 3))
     await asyncio.sleep(0)
-    with pytest.raises(Overloaded, match="128 grammars of this API key wait"):
-        await slow_gate.check(of_regex("one more"), "guided_regex", 1)
-    other = asyncio.create_task(slow_gate.check(of_regex("other"), "guided_regex", 2))
     slow_gate._checker.go.set()
     await asyncio.gather(*waiting, other)
-    assert slow_gate._checker.asked.index("other") <= 2
+    assert slow_gate._checker.asked.index("other") <= 3
+
+
+async def test_a_grammar_that_no_thread_takes_holds_up_no_other(slow_gate, monkeypatch):
+    slow_gate._checker.go.set()
+    submit, full = slow_gate._thread.submit, [True]
+
+    def refuse_once(*arguments):
+        if full:
+            full.clear()
+            raise RuntimeError("can't start new thread")
+        return submit(*arguments)
+
+    monkeypatch.setattr(slow_gate._thread, "submit", refuse_once)
+    asked = [slow_gate.check(of_regex(pattern), "guided_regex") for pattern in ("first", "behind")]
+    first, behind = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
+    assert isinstance(first, Overloaded)
+    assert behind is None
+    assert slow_gate._checker.asked == ["behind"]
 
 
 async def test_requests_whose_grammars_wait_end_with_the_gate(slow_gate):
