@@ -326,7 +326,8 @@ async def test_fetched_images_count_as_uploads_until_the_answer_ends(start_sight
     host.has("/cat", picture() + bytes(5000))
     under_test = await start_sighted(images=FROM_LOOPBACK, max_upload_bytes=4000, max_body_bytes=4000)
     response = await post(under_test, chat(image_part(f"{host.url}/cat")))
-    assert response.status_code == 503
+    assert response.status_code == 400  # it would never fit
+    assert "max_upload_bytes" in response.json()["error"]["message"]
     assert under_test.metric("kvferry_upload_bytes") == 0
 
 
