@@ -65,7 +65,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     heartbeat_timeout_s: Seconds = 5.0
     request_timeout_s: Seconds = 600.0
     max_body_bytes: Positive = 12 << 20  # of one request: an image of images.max_bytes as a data URL, and text
-    max_upload_bytes: Positive = 256 << 20  # of all bodies that are held at a time; what exceeds it is refused: 503, or 400 if a request does alone
+    max_upload_bytes: Positive = 256 << 20  # of all bodies that are held at a time; more is a 503, of one request alone a 400
     ops_host: str = "127.0.0.1"
     ops_port: Port | None = None  # probes, metrics and status there instead of on `port`, which keeps the probes; 0 = any
     max_connections: Positive = 8192  # of clients; for one more the longest idle one is closed, or else itself
