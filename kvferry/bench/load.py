@@ -35,13 +35,19 @@ async def run_load(
         begin = time.perf_counter()
 
         async def one(request: BenchRequest) -> RequestResult:
-            arrival = begin + request.arrival_s
-            await asyncio.sleep(max(0.0, arrival - time.perf_counter()))
-            async with gate:
-                origin = arrival if is_open_loop else time.perf_counter()
+            try:
+                origin = begin + request.arrival_s if is_open_loop else time.perf_counter()
                 result = await send(client, target, request, origin - begin, origin)
+            finally:
+                gate.release()
             on_done(result)
             return result
 
-        results = await asyncio.gather(*(one(request) for request in requests))
-        return list(results), time.perf_counter() - begin
+        tasks: dict[int, asyncio.Task[RequestResult]] = {}
+        async with asyncio.TaskGroup() as group:
+            for index in sorted(range(len(requests)), key=lambda index: requests[index].arrival_s):
+                await asyncio.sleep(max(0.0, begin + requests[index].arrival_s - time.perf_counter()))
+                await gate.acquire()  # here, so that nobody overtakes another that waits
+                tasks[index] = group.create_task(one(requests[index]))
+        results = [tasks[index].result() for index in range(len(requests))]
+        return results, time.perf_counter() - begin
