@@ -304,7 +304,7 @@ def test_what_was_spent_before_a_request_was_submitted_is_a_part_of_its_time(mak
     assert bench.error().message == f"the request took longer than {limit_s:g} s"
 
 
-def test_a_request_whose_time_is_over_before_it_is_submitted_does_not_wait_for_anything(make_bench):
+def test_a_request_whose_time_is_over_before_it_is_submitted_waits_for_nothing(make_bench):
     bench = make_bench("a0")
     with pytest.raises(DeadlineExceeded, match="longer than 1 s"):
         bench.core.submit(bench.submission(timeout_s=1.0, spent_s=1.1), bench.now)
