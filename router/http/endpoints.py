@@ -135,7 +135,7 @@ class Endpoints:
         self._pool = TextPool(model.tokenizer, config.text_threads)
         self._reader = PromptReader(model.tokenizer, self._pool, image_support, config.tools_in_prompt)
         self._texts = TokenTexts(model.tokenizer)
-        self._grammars = GrammarGate(model.tokenizer)
+        self._grammars = GrammarGate(model.tokenizer, paused_s=lambda: gateway.paused_s)
         tokenizer = model.tokenizer
         self._tool_format = tool_format(config.tool_format, tokenizer.tool_template)
         if (

@@ -11,6 +11,7 @@ import base64
 import binascii
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 from urllib.parse import unquote_to_bytes
 
@@ -21,6 +22,7 @@ from core.model.image_prompt import PromptImage
 from router.images.fetch import FetchLimits, ImageFetcher
 from router.images.hosts import HostRules
 from router.openai.requests import ChatMessage, ImagePart
+from router.threads import submit
 
 Hold = Callable[[int], None]  # counts bytes that are kept until the answer ends; raises at the limit
 
@@ -87,7 +89,8 @@ class RequestImageReader:
         Raises:
             InvalidRequest: there are too many images, they are too large, or one cannot be fetched or is not an image.
             EncoderInputMissing: there is no memory for an image's header now.
-            Overloaded: the turn of an image to be fetched did not come in time; names no image, since none is at fault.
+            Overloaded: the turn of an image to be fetched did not come in time, or no thread can be started; names no image,
+                since none is at fault.
         """
         limits = self._limits
         if len(references) > limits.max_count:
@@ -110,13 +113,13 @@ class RequestImageReader:
         place, url = reference.place, reference.url
         try:
             if url[:5].lower() == "data:":
-                content = await asyncio.to_thread(decode_data_url, url, self._limits.max_bytes)
+                content = await submit(None, partial(decode_data_url, url, self._limits.max_bytes))
             elif not self._rules:
                 raise InvalidRequest("images are taken as data: URLs only, unless router.images.allowed_hosts names hosts")
             else:
                 content = await self._fetcher.fetch(url)
                 hold(len(content))
-            size = await asyncio.to_thread(read_image_size, content, self._limits.max_pixels)
+            size = await submit(None, partial(read_image_size, content, self._limits.max_pixels))
         except (InvalidRequest, EncoderInputMissing) as error:
             raise type(error)(f"{place}: the image cannot be used: {error.message}", param=place) from None
         return PlacedImage(place, PromptImage(content, size))

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal, cast
 
 from core.errors import ContextTooLong, InvalidRequest
@@ -28,6 +29,7 @@ from router.openai.requests import (
 )
 from router.openai.sampling import ModelLimits, check_token_ids, truncated
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool
+from router.threads import submit
 
 MAX_PROMPTS = 128
 MAX_MESSAGES = 4096  # per conversation; the limit of message parts as well
@@ -159,7 +161,7 @@ class PromptReader:
         token_ids = await self._encode_chat(request, expanded, limits)
         _check_num_tokens(token_ids, limits, "messages")
         fingerprint = self._image_support.model_fingerprint()
-        features, media = await asyncio.to_thread(prompts.features, token_ids, images, fingerprint)
+        features, media = await submit(None, partial(prompts.features, token_ids, images, fingerprint))
         places = {found.image.content: found.place for found in reversed(placed)}  # the first of equal files
         return Prompt(tuple(token_ids), text, features, media, tuple(places[content] for content in media), fingerprint)
 

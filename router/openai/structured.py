@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -21,6 +23,7 @@ from core.grammar.limits import check_limits
 from core.model.tokenizer import Tokenizer
 from core.wire.sampling import IGNORES_END, GrammarKind, StructuredOutput
 from router.openai.requests import CommonRequest, is_one_of
+from router.threads import submit
 
 MAX_TRIALS = 256
 MAX_WAIT_S = 20.0
@@ -161,9 +164,13 @@ class _Trial:
     """One grammar that waits for the thread or is compiled, for all requests that have it."""
 
     output: StructuredOutput
-    tenant: int  # of its first request
     begun: asyncio.Future[asyncio.Future[None]]  # ends with the thread's work
-    num_waiting: int = 0
+    num_requests: Counter[int] = field(default_factory=Counter)  # that wait for it, by tenant; it counts for the first one
+
+    @property
+    def tenant(self) -> int:
+        """The tenant for which it counts; 0 if all of its requests have gone."""
+        return next(iter(self.num_requests), 0)
 
 
 class _Turns:
@@ -197,10 +204,13 @@ class GrammarGate:
     """Refuses grammars that no worker could compile. Its process is started by the first one.
 
     Requests of one grammar share its trial, also one that ends without an answer; a trial that nobody waits for is left out.
-    At most ``MAX_TRIALS`` are open, shared among the tenants that have some and one more; ``max_wait_s`` bounds their wait.
+    At most ``MAX_TRIALS`` are open; in a full room the tenants have equal shares. ``max_wait_s`` bounds their wait, without the
+    pauses of the router, whose length so far ``paused_s`` returns, in seconds.
     """
 
-    def __init__(self, tokenizer: Tokenizer, max_wait_s: float = MAX_WAIT_S) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, max_wait_s: float = MAX_WAIT_S, paused_s: Callable[[], float] = lambda: 0.0
+    ) -> None:
         def setup() -> Setup:
             return Setup(tokenizer.backend.to_str(), tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
 
@@ -210,6 +220,7 @@ class GrammarGate:
         self._turns = _Turns()
         self._checking: asyncio.Task[None] | None = None
         self._max_wait_s = max_wait_s
+        self._paused_s = paused_s
 
     async def check(self, output: StructuredOutput | None, field: str | None, tenant: int = 0) -> None:
         """Compile a grammar on trial; answers are kept. ``tenant`` names the API key, 0 if keys do not share fairly.
@@ -229,41 +240,63 @@ class GrammarGate:
     async def _try(self, output: StructuredOutput, tenant: int) -> None:
         trial = self._trials.get(output)
         if trial is None:
-            self._check_room(tenant)
-            trial = self._trials[output] = _Trial(output, tenant, asyncio.get_running_loop().create_future())
+            self._make_room(tenant)
+            trial = self._trials[output] = _Trial(output, asyncio.get_running_loop().create_future())
         if not trial.begun.done():
             self._turns.add(tenant, trial)
         if self._checking is None or self._checking.done():
             self._checking = asyncio.create_task(self._check_in_turn())
-        trial.num_waiting += 1
+        trial.num_requests[tenant] += 1
         try:
-            await asyncio.wait((trial.begun,), timeout=self._max_wait_s)
-            if not trial.begun.done():
-                raise Overloaded("the grammars before this one took too long to check: try again later")
+            await self._wait_for_turn(trial)
             work = trial.begun.result()
             await asyncio.wait((work,))  # the checker ends it in time
         finally:
-            trial.num_waiting -= 1
-            if not trial.num_waiting and not trial.begun.done():
+            trial.num_requests -= Counter((tenant,))
+            if not trial.num_requests and not trial.begun.done():
                 self._turns.drop(trial)
                 del self._trials[output]
         work.result()
 
-    def _check_room(self, tenant: int) -> None:
-        nums = Counter(trial.tenant for trial in self._trials.values())
-        share = MAX_TRIALS // (len({tenant, *nums}) + 1)  # room is left for one more
-        if tenant and nums[tenant] >= share:
-            raise Overloaded(f"{nums[tenant]} grammars of this API key wait to be checked already: try again later")
-        if len(self._trials) >= MAX_TRIALS:
-            raise Overloaded(f"{MAX_TRIALS} grammars wait to be checked already: try again later")
+    async def _wait_for_turn(self, trial: _Trial) -> None:
+        now = asyncio.get_running_loop().time
+        end = now() + self._max_wait_s - self._paused_s()
+        while not trial.begun.done():
+            left_s = end + self._paused_s() - now()
+            if left_s <= 0:
+                raise Overloaded("the grammars before this one took too long to check: try again later")
+            await asyncio.wait((trial.begun,), timeout=left_s)
+
+    def _make_room(self, tenant: int) -> None:
+        """Make room for a grammar of a tenant: in a full room the last one of the tenant that has most gives way.
+
+        Raises:
+            Overloaded: the tenant has its share already.
+        """
+        if len(self._trials) < MAX_TRIALS:
+            return
+        nums = Counter(trial.tenant for trial in self._trials.values() if trial.num_requests)
+        if nums[tenant] >= MAX_TRIALS // len({tenant, *nums}):
+            own = f", {nums[tenant]} of this API key" if tenant else ""
+            raise Overloaded(f"{MAX_TRIALS} grammars wait to be checked already{own}: try again later")
+        ((most, _),) = nums.most_common(1)
+        waiting = (trial for trial in reversed(self._trials.values()) if not trial.begun.done())
+        last = next(trial for trial in waiting if trial.tenant == most)
+        self._refuse(last, Overloaded("grammars of other API keys have taken the place of this one: try again later"))
+
+    def _refuse(self, trial: _Trial, error: Overloaded) -> None:
+        """Fail the requests of a trial that has not begun."""
+        self._turns.drop(trial)
+        del self._trials[trial.output]
+        trial.begun.set_exception(error)
+        trial.begun.exception()  # its requests may all have gone
 
     async def _check_in_turn(self) -> None:
         while (trial := self._turns.take()) is not None:
             try:
-                work = asyncio.get_running_loop().run_in_executor(self._thread, self._checker.check, trial.output)
-            except RuntimeError as error:  # there are too many threads
-                trial.begun.set_exception(Overloaded(f"the grammar cannot be checked now: {error}"))
-                del self._trials[trial.output]
+                work = submit(self._thread, partial(self._checker.check, trial.output))
+            except Overloaded as error:
+                self._refuse(trial, error)
                 continue
             trial.begun.set_result(work)
             await asyncio.wait((work,))

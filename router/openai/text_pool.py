@@ -6,13 +6,13 @@ have too many tokens. The tokenizer releases Python's lock while it works; a tem
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 from core.errors import ContextTooLong
 from core.model.tokenizer import Tokenizer
+from router.threads import submit
 
 INLINE_CHARACTERS = 4096  # characters or tokens; takes less than 15 ms in any script
 _PIECE_CHARACTERS = 32 << 10
@@ -28,8 +28,8 @@ class TextPool:
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvferry-text")
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run ``work`` on the next free thread and return its result."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+        """Run ``work`` on the next free thread and return its result. Raises Overloaded if no thread can be started."""
+        return await submit(self._threads, work)
 
     async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int, is_inline: bool = True) -> Sequence[int]:
         """Return the token ids of a text; without ``is_inline`` even a short text is tokenized on a thread.

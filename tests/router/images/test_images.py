@@ -251,6 +251,19 @@ async def test_a_router_without_memory_for_an_image_reports_it_and_continues(sta
     assert (await post(under_test, body)).status_code == 200
 
 
+async def test_an_image_without_a_thread_is_told_to_come_back(start_sighted, monkeypatch):
+    def fail(_):
+        raise RuntimeError("can't start new thread")
+
+    under_test = await start_sighted()
+    body = chat(image_part(data_url(picture())))
+    with monkeypatch.context() as patch:
+        patch.setattr("threading.Thread.start", fail)
+        response = await post(under_test, body)
+    assert (response.status_code, response.json()["error"]["code"]) == (429, "overloaded"), response.text
+    assert (await post(under_test, body)).status_code == 200
+
+
 async def test_too_many_images_are_refused(start_sighted):
     under_test = await start_sighted(images=ImagesSection(max_count=1))
     part = image_part(data_url(picture()))

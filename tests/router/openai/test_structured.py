@@ -249,36 +249,67 @@ async def test_tenants_take_turns_with_their_grammars(slow_gate):
     assert slow_gate._checker.asked == ["a1", "b1", "c1", "a2", "b2", "a3", "a4"]
 
 
-async def test_tenants_leave_room_for_the_grammars_of_others(slow_gate):
-    waiting = []
-
-    async def ask(tenant, share):
-        for index in range(share):
-            waiting.append(asyncio.create_task(slow_gate.check(of_regex(f"{tenant} {index}"), "guided_regex", tenant)))
-            await asyncio.sleep(0)
-        with pytest.raises(Overloaded, match=f"{share} grammars of this API key wait"):
-            await slow_gate.check(of_regex("one more"), "guided_regex", tenant)
-
-    await ask(1, MAX_TRIALS // 2)
-    await ask(2, MAX_TRIALS // 3)
-    other = asyncio.create_task(slow_gate.check(of_regex("other"), "guided_regex", 3))
+async def flood(gate, tenant, num):
+    waiting = [asyncio.create_task(gate.check(of_regex(f"{tenant} {index}"), "guided_regex", tenant)) for index in range(num)]
     await asyncio.sleep(0)
+    return waiting
+
+
+@pytest.mark.parametrize("nums", [(MAX_TRIALS,), (128, 85, 43)])
+async def test_every_tenant_gets_its_share_of_a_full_room(slow_gate, nums):
+    waiting = [await flood(slow_gate, tenant, num) for tenant, num in enumerate(nums, 1)]
+    others = [task for tenant in (11, 12) for task in await flood(slow_gate, tenant, 1)]
+    with pytest.raises(Overloaded, match=f"{MAX_TRIALS} grammars wait to be checked already, {nums[0] - 2} of this API key"):
+        await slow_gate.check(of_regex("one more"), "guided_regex", 1)
     slow_gate._checker.go.set()
-    await asyncio.gather(*waiting, other)
-    assert slow_gate._checker.asked.index("other") <= 3
+    first, *rest = [await asyncio.gather(*tasks, return_exceptions=True) for tasks in waiting]
+    assert [type(end) for end in first] == [type(None)] * (nums[0] - 2) + [Overloaded] * 2  # the last ones have given way
+    assert not any(any(ends) for ends in rest)
+    await asyncio.gather(*others)
+
+
+async def test_a_grammar_counts_for_a_tenant_that_still_waits_for_it(slow_gate):
+    patterns = [of_regex(f"shared {index}") for index in range(MAX_TRIALS)]
+    left, stay = (
+        [asyncio.create_task(slow_gate.check(pattern, "guided_regex", tenant)) for pattern in patterns] for tenant in (1, 2)
+    )
+    await asyncio.sleep(0)
+    for task in left:
+        task.cancel()
+    await asyncio.wait(left)
+    back = asyncio.create_task(slow_gate.check(of_regex("back"), "guided_regex", 1))
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match=f"{MAX_TRIALS - 1} of this API key"):
+        await slow_gate.check(of_regex("one more"), "guided_regex", 2)
+    slow_gate._checker.go.set()
+    await back
+    ends = await asyncio.gather(*stay, return_exceptions=True)
+    assert [type(end) for end in ends] == [type(None)] * (MAX_TRIALS - 1) + [Overloaded]
+
+
+async def test_a_pause_of_the_router_does_not_end_the_wait_for_other_grammars(slow_gate):
+    pauses = [0.0]
+    slow_gate._max_wait_s, slow_gate._paused_s = 0.05, lambda: pauses[0]
+    tasks = [asyncio.create_task(slow_gate.check(of_regex(pattern), "guided_regex")) for pattern in ("first", "behind")]
+    await asyncio.sleep(0)
+    pauses[0] = 10.0
+    await asyncio.sleep(0.1)
+    slow_gate._checker.go.set()
+    await asyncio.gather(*tasks)
+    assert slow_gate._checker.asked == ["first", "behind"]
 
 
 async def test_a_grammar_that_no_thread_takes_holds_up_no_other(slow_gate, monkeypatch):
     slow_gate._checker.go.set()
-    submit, full = slow_gate._thread.submit, [True]
+    start, full = threading.Thread.start, [True]
 
-    def refuse_once(*arguments):
+    def refuse_once(thread):
         if full:
             full.clear()
             raise RuntimeError("can't start new thread")
-        return submit(*arguments)
+        start(thread)
 
-    monkeypatch.setattr(slow_gate._thread, "submit", refuse_once)
+    monkeypatch.setattr(threading.Thread, "start", refuse_once)
     asked = [slow_gate.check(of_regex(pattern), "guided_regex") for pattern in ("first", "behind")]
     first, behind = await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), 30)
     assert isinstance(first, Overloaded)
