@@ -26,7 +26,7 @@ from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi, dead
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import Demand, choose_route
 from router.rendered.bodies import EngineBody
-from router.rendered.renderer import NOT_RETRIED, REFUSES_AGENT, EngineRefusal, refusal
+from router.rendered.renderer import REFUSES_AGENT, EngineRefusal, ends_tries, refusal
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ class TwoLegs:
                 answer = await stack.enter_async_context(call)
             except CallFailed as failed:
                 last = failed.info
-                if last.code in NOT_RETRIED:
+                if ends_tries(last, self.deadline() - self.api.now()):
                     break
                 avoid.add(route.decode.key)
                 continue

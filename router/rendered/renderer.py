@@ -21,7 +21,8 @@ from router.dispatch.members import GenerationWorker, WorkerKey
 from router.rendered.bodies import EngineBody
 
 MAX_TRIES = 3
-NOT_RETRIED = frozenset({"deadline_exceeded", "invalid_request", "cancelled"})
+_NOT_RETRIED = frozenset({"invalid_request", "cancelled"})
+_ROUNDING_S = 0.01  # of deadlines on the wire
 REFUSES_AGENT = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})  # not the client, whose key the router has checked
 
 T = TypeVar("T")
@@ -140,7 +141,7 @@ class EngineRenderer:
             except NoWorker as error:
                 raise EngineRefusal(ErrorInfo.of(error)) from None
             except CallFailed as failed:
-                last, is_final = failed.info, failed.info.code in NOT_RETRIED
+                last, is_final = failed.info, ends_tries(failed.info, deadline() - self._api.now())
             except msgspec.MsgspecError as error:
                 last, is_final = _engine_error(f"its answer to {path} cannot be read: {error}"), False
             if is_final:
@@ -155,6 +156,12 @@ class EngineRenderer:
         async with self._api.call(worker, call) as answer:
             content = await answer.whole()
         return answer.status, content
+
+
+def ends_tries(failure: ErrorInfo, left_s: float) -> bool:
+    """Return True if no other try can help. After a deadline there is time left if a pause of the router has extended it."""
+    is_late = failure.code == DeadlineExceeded.code and left_s <= _ROUNDING_S
+    return is_late or failure.code in _NOT_RETRIED
 
 
 def refusal(status: int, content: bytes) -> ErrorInfo:
