@@ -163,7 +163,7 @@ class RouterCore:
 
     def is_route_expected(self, now: float) -> bool:
         """True if there is no route, but this router was just paused, so that workers may reconnect soon."""
-        return self.not_ready_reason is not None and self.membership.pauses.is_settling(now)
+        return self.membership.pauses.is_settling(now) and self.not_ready_reason is not None
 
     def retry_after_s(self, now: float) -> int:
         """Return after how many seconds a client that found no route should retry."""

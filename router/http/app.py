@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import hmac
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 from litestar import Litestar, MediaType, Request, Response, get, post
@@ -28,7 +28,7 @@ from litestar.exceptions import (
 from litestar.handlers import BaseRouteHandler, HTTPRouteHandler
 from litestar.params import Body, Parameter
 from litestar.response.base import ASGIResponse
-from litestar.types import ASGIApp, ExceptionHandler, Guard
+from litestar.types import ASGIApp, ExceptionHandler, Guard, Scope
 from litestar.typing import FieldDefinition
 
 from core.errors import Cancelled, DeadlineUnreachable, InvalidRequest, KVFerryError
@@ -57,7 +57,9 @@ logger = logging.getLogger(__name__)
 _HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
 _GONE = "client disconnected prematurely"  # the text is the only difference to Litestar's other exceptions
 _OPEN = "is_open"  # handler option: served without the API key
-_FOR_ENGINE = "for_engine"  # handler option: reads bodies that the engines of the workers serve
+
+Decoded = TypeVar("Decoded", bound=msgspec.Struct)
+Generated = TypeVar("Generated", ChatCompletionRequest, CompletionRequest)
 
 
 class StrictBody(MsgspecDTO[msgspec.Struct]):
@@ -69,18 +71,11 @@ class StrictBody(MsgspecDTO[msgspec.Struct]):
     ) -> None:
         """Do nothing: bodies are decoded as their own type."""
 
-    def decode_bytes(self, value: bytes) -> msgspec.Struct | EngineBody:
-        """Return the decoded body, or one for the engines."""
-        handler = self.asgi_connection.route_handler
-        for_engine: Callable[[bytes], EngineBody | None] | None = handler.opt.get(_FOR_ENGINE)
-        found = for_engine(value) if for_engine is not None else None
-        if found is not None:
-            return found
-        kind: type[msgspec.Struct] = handler.parsed_data_field.annotation
-        body, ignored = parse_lenient_body(value, kind)
-        if ignored:
-            report_ignored(self.asgi_connection.scope, ignored)
-        return body
+    def decode_bytes(self, value: bytes) -> msgspec.Struct:
+        """Return the decoded body."""
+        connection = self.asgi_connection
+        kind: type[msgspec.Struct] = connection.route_handler.parsed_data_field.annotation
+        return _decoded(value, kind, connection.scope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,25 +146,29 @@ def _cors(origins: Sequence[str]) -> CORSConfig | None:
 
 
 def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
-    def for_engine(path: str) -> dict[str, Any]:
-        return {_FOR_ENGINE: lambda body: endpoints.engine_body(path, body)}
+    async def read(path: str, request: Request[Any, Any, Any], kind: type[Generated]) -> tuple[Generated | EngineBody, Caller]:
+        content = await request.body()
+        caller = _caller(endpoints, request, None)
+        body: Generated | EngineBody | None = await endpoints.engine_body(path, content, caller)
+        body = body or _decoded(content, kind, request.scope)
+        named = _name_of(body) if isinstance(body, EngineBody) else body.request_id
+        return body, replace(caller, client_id=client_id(request.scope, named))
 
-    async def by_engine(body: EngineBody, request: Request[Any, Any, Any]) -> ASGIApp:
-        return await endpoints.serve_by_engine(body, _caller(endpoints, request, _name_of(body)))
-
-    @post(COMPLETIONS, dto=StrictBody, status_code=200, opt=for_engine(COMPLETIONS))
-    async def completions(data: Annotated[CompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
+    @post(COMPLETIONS, status_code=200)
+    async def completions(request: Request[Any, Any, Any]) -> ASGIApp:
         """Complete a prompt."""
-        if isinstance(data, EngineBody):
-            return await by_engine(data, request)
-        return await endpoints.complete(data, _caller(endpoints, request, data.request_id))
+        body, caller = await read(COMPLETIONS, request, CompletionRequest)
+        if isinstance(body, EngineBody):
+            return await endpoints.serve_by_engine(body, caller)
+        return await endpoints.complete(body, caller)
 
-    @post(CHAT, dto=StrictBody, status_code=200, opt=for_engine(CHAT))
-    async def chat_completions(data: Annotated[ChatCompletionRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
+    @post(CHAT, status_code=200)
+    async def chat_completions(request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer a conversation."""
-        if isinstance(data, EngineBody):
-            return await by_engine(data, request)
-        return await endpoints.chat(data, _caller(endpoints, request, data.request_id))
+        body, caller = await read(CHAT, request, ChatCompletionRequest)
+        if isinstance(body, EngineBody):
+            return await endpoints.serve_by_engine(body, caller)
+        return await endpoints.chat(body, caller)
 
     @post("/v1/responses", dto=StrictBody, status_code=200)
     async def responses(data: Annotated[ResponsesRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
@@ -179,12 +178,11 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     async def anthropics_body(path: str, request: Request[Any, Any, Any]) -> tuple[EngineBody, Caller]:
         content = await request.body()
         caller = _caller(endpoints, request, None)
-        await endpoints.settle(caller)
-        if not endpoints.gateway.engine_api.is_there:
-            endpoints.check_ready()  # engines that are all away may be back soon
-            raise NotFoundException(f"{path} is served by vLLM engines only")
-        body = endpoints.engine_body(path, content)
+        body = await endpoints.engine_body(path, content, caller)
         if body is None:
+            if not endpoints.gateway.engine_api.is_there:
+                endpoints.check_ready()  # engines that are all away may be back soon
+                raise NotFoundException(f"{path} is served by vLLM engines only")
             decode_json(content, object)
             raise InvalidRequest("the body must be a JSON object")
         return body, replace(caller, client_id=client_id(request.scope, _name_of(body)))
@@ -300,6 +298,16 @@ def _document_route(document: bytes) -> BaseRouteHandler:
         return ASGIResponse(body=document, media_type=MediaType.JSON)
 
     return openapi
+
+
+def _decoded(content: bytes, kind: type[Decoded], scope: Scope) -> Decoded:
+    """Return a body as its type; the answer names fields that are ignored."""
+    if not content:
+        raise InvalidRequest("the body is empty")
+    body, ignored = parse_lenient_body(content, kind)
+    if ignored:
+        report_ignored(scope, ignored)
+    return body
 
 
 def _name_of(body: EngineBody) -> str | None:

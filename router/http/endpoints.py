@@ -138,11 +138,8 @@ class Endpoints:
         self._grammars = GrammarGate(model.tokenizer, paused_s=lambda: gateway.paused_s)
         tokenizer = model.tokenizer
         self._tool_format = tool_format(config.tool_format, tokenizer.tool_template)
-        if (
-            config.tool_format == AUTO
-            and "tools" in tokenizer.tool_template_variables
-            and not has_known_calls(tokenizer.tool_template)
-        ):
+        has_unknown_calls = "tools" in tokenizer.tool_template_variables and not has_known_calls(tokenizer.tool_template)
+        if config.tool_format == AUTO and has_unknown_calls:
             logger.warning(event("tool_format_unknown", reason=_UNKNOWN_CALLS))
         if tokenizer.unknown_template_tokens:
             logger.warning(
@@ -172,7 +169,7 @@ class Endpoints:
         try:
             chat = chat_request(request)
             body = msgspec.json.encode(chat)
-            if self.engine_body(CHAT, body) is not None:
+            if await self.engine_body(CHAT, body, caller) is not None:
                 is_plain = engine_body(CHAT, body, self.model, splits_output=False) is None
                 raise InvalidRequest(_SPLIT_IN_CHATS if is_plain else _ONLY_IN_CHATS)
             return await self._chat(chat, caller, request)
@@ -210,20 +207,23 @@ class Endpoints:
         split = splitting if answers is None else ResponsesOutput(answers, splitting)
         return await self._prepared(request, options, [prompt], limits, caller, split)
 
-    def engine_body(self, path: str, body: bytes) -> EngineBody | None:
-        """Return a body as one for the workers' engines; None if this router serves it, or if engines have no API.
+    async def engine_body(self, path: str, body: bytes, caller: Caller) -> EngineBody | None:
+        """Return a body as one for the workers' engines, None if this router serves it. Waits for workers after a pause.
 
         Raises:
-            InvalidRequest: it has too many values.
+            InvalidRequest: it has too many values, or fields that engines would ignore.
+            NoWorker: an engine may serve it, but no worker is known. Others as ``TimeLimits.run``.
         """
-        if not self.gateway.engine_api.is_there:
+        core, api = self.gateway.core, self.gateway.engine_api
+        if core.is_route_expected(self.gateway.now):
+            await self._time.run(self.gateway.wait_for_route(), None, caller)
+        if core.membership.workers and not api.is_there:
             return None
         check_num_values(body)
-        return engine_body(path, body, self.model, splits_output=self.gateway.engine_api.splits_output)
-
-    async def settle(self, caller: Caller) -> None:
-        """Wait until the router knows its workers again, after a pause. Raises as ``TimeLimits.run``."""
-        await self._time.run(self.gateway.wait_for_route(), None, caller)
+        found = engine_body(path, body, self.model, splits_output=api.splits_output)
+        if found is not None and not api.is_there:
+            self.check_ready()
+        return found
 
     async def serve_by_engine(self, body: EngineBody, caller: Caller) -> ASGIApp:
         """Serve a body that only an engine can render, or read. Raises the error that refuses or ends the request."""

@@ -5,6 +5,7 @@ import json
 
 import pytest
 
+from core.testing.clock import FakeClock
 from core.tracing import TraceContext
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate
@@ -243,6 +244,42 @@ async def test_no_engine_is_one_error(engines):
         worker.script.calls[RENDER] = lambda body: GONE
     answer = await ask(engines, chat(tools=TOOLS), status=503)
     assert answer["error"]["code"] == "no_worker"  # one after the other has said that it is dead
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (CHAT, chat(model="adapter")),
+        (CHAT, chat(tools=TOOLS)),
+        (COMPLETIONS, {"prompt": "x", "model": "adapter"}),
+        (COMPLETIONS, {"prompt": "x", "bad_words": ["y"]}),
+        ("/v1/responses", {"input": "hi", "model": "adapter"}),
+    ],
+)
+async def test_without_any_worker_what_an_engine_may_serve_is_worth_another_try(start_router, path, body):
+    served = await start_router(has_http=False)
+    assert (await ask(served, body, path, status=503))["error"]["code"] == "no_worker"
+
+
+@pytest.mark.parametrize(("takes_calls", "status", "num_calls"), [(True, 200, 1), (False, 404, 0)])
+async def test_after_a_pause_a_body_waits_for_workers(start_router, monkeypatch, takes_calls, status, num_calls):
+    clock = FakeClock()
+    served = await start_router(has_http=False, clock=clock)
+    gateway, waits = served.router.gateway, []
+    wait_for_route = gateway.wait_for_route
+
+    async def noted():
+        waits.append(1)
+        await wait_for_route()
+
+    monkeypatch.setattr(gateway, "wait_for_route", noted)
+    await served.until(lambda: gateway.core.membership.pauses._last_tick is not None)
+    clock.advance(30.0)
+    asked = asyncio.create_task(ask(served, chat(model="adapter"), status=status))
+    await served.until(lambda: waits)
+    await served.add("aggregated", takes_calls=takes_calls, script=served.script(calls={RENDER: rendered}))
+    await asked
+    assert len(calls_of(served, RENDER)) == num_calls
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
