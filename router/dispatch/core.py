@@ -260,7 +260,7 @@ class RouterCore:
         return self._resolve(self.dispatcher.finish_choice(request_id, index, now), now)
 
     def check_room_for_call(self) -> None:
-        """Check that a body for an engine can be served beside the requests and calls that there are.
+        """Check that a body for an engine can be served beside the requests and calls that there are. Begin its call at once.
 
         Raises:
             Overloaded: this router has reached its limit.

@@ -227,7 +227,6 @@ class Endpoints:
 
     async def serve_by_engine(self, body: EngineBody, caller: Caller) -> ASGIApp:
         """Serve a body that only an engine can render, or read. Raises the error that refuses or ends the request."""
-        self.gateway.core.check_room_for_call()
         timeout_s = body.timeout_s
         try:
             if not body.is_whole:
@@ -240,17 +239,21 @@ class Endpoints:
 
     async def count_by_engine(self, body: EngineBody, caller: Caller) -> dict[str, Any]:
         """Return what an engine answers to a body that asks for a number of tokens. Raises as ``serve_by_engine``."""
-        self.gateway.core.check_room_for_call()
-        counting = self._renderer.count_tokens(body, partial(self._time.deadline, body.timeout_s, caller))
+        timeout_s = body.timeout_s
         try:
-            return await self._time.run(counting, body.timeout_s, caller)
+            return await self._time.run(self._count(body, caller), timeout_s, caller)
         except EngineRefusal as refusal:
             raise RequestFailure(refusal.info) from None
+
+    async def _count(self, body: EngineBody, caller: Caller) -> dict[str, Any]:
+        self.gateway.core.check_room_for_call()
+        return await self._renderer.count_tokens(body, partial(self._time.deadline, body.timeout_s, caller))
 
     async def _render(self, body: EngineBody, caller: Caller) -> Prepared:
         request = body.of_router()
         options, limits = await self._check(request)
         check_num_choices(body.num_prompts, request.n or 1)
+        self.gateway.core.check_room_for_call()
         rendered = await self._renderer.render(body, partial(self._time.deadline, body.timeout_s, caller))
         prompts = [
             Prompt(found.token_ids, "", model_fingerprint=rendered.model_fingerprint, engine_request=found.engine_request)
@@ -264,6 +267,7 @@ class Endpoints:
     async def _pass_on(self, body: EngineBody, caller: Caller, stack: AsyncExitStack) -> EngineAnswer:
         await self.gateway.wait_for_route()
         self.check_ready()
+        self.gateway.core.check_room_for_call()
         legs = TwoLegs(
             self.gateway.engine_api,
             self.gateway.core,

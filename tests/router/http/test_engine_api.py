@@ -536,6 +536,16 @@ async def test_more_bodies_for_engines_than_the_limit_are_refused(start_router, 
     await first
 
 
+@pytest.mark.parametrize("path", [MESSAGES, COUNT, CHAT])
+async def test_the_limit_holds_for_bodies_for_engines_that_begin_together(start_router, path):
+    served = await start_router(has_http=False, max_requests=1)
+    calls = {name: lambda body: (200, None) for name in (path, RENDER)}
+    await served.add("aggregated", takes_calls=True, script=served.script(calls=calls))
+    async with served.client() as client:
+        answers = await asyncio.gather(*(client.post(path, json=chat(tools=TOOLS, timeout_s=0.1)) for _ in range(3)))
+    assert sorted(answer.status_code for answer in answers) == [429, 429, 504]
+
+
 @pytest.mark.slow
 async def test_both_legs_have_one_deadline_and_no_second_try_after_it(start_router):
     served = await start_router(has_http=False, request_timeout_s=1.0)
