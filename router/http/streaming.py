@@ -75,13 +75,13 @@ class HttpAnswer:
         return ASGIResponse(body=body, media_type="application/json")
 
     async def first(self) -> bytes:
-        """Wait for the first updates and return their events. An error before them still has its own status.
+        """Wait for the first events and return them, none if the answer has none. An error before them has its own status.
 
         Raises:
             RequestFailure: the request failed, or the client left.
         """
         events = b""
-        while not events:
+        while not events and not self.is_finished:
             events = await self.next()
         return events
 

@@ -55,11 +55,13 @@ class OutputSplitter:
         state = self._states.get(delta.index)
         found = await self._ask({"stream": True, "generate_chunk": chunk, "stream_state": state}, SplitPart)
         self._states[delta.index] = found.stream_state
-        split = _checked(found.chunk.choices, "delta")
+        split = _checked(found.chunk.choices, "delta") or [{"index": delta.index, "delta": {}}]
         for choice in split:
             if self._has_one_call and choice["delta"].get("tool_calls"):
                 choice["delta"]["tool_calls"] = [call for call in choice["delta"]["tool_calls"] if not call.get("index")]
             if choice.get("finish_reason") == "tool_calls" and (delta.finish_reason != "stop" or self._is_named):
+                choice["finish_reason"] = delta.finish_reason
+            if choice.get("finish_reason") is None:
                 choice["finish_reason"] = delta.finish_reason
         return [choice for choice in split if _says_something(choice)]
 

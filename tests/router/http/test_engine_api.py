@@ -164,6 +164,15 @@ async def test_calls_that_max_tokens_has_cut_end_with_length_whole_and_streamed(
         assert [answer["choices"][0]["finish_reason"] for answer in (whole, last)] == [reason, reason]
 
 
+@pytest.mark.parametrize("delta", [None, {}, {"content": "x"}])
+async def test_a_stream_ends_with_its_reason_also_if_the_engine_says_none(engines, sse_events, delta):
+    choices = [] if delta is None else [{"index": 0, "delta": delta}]
+    for worker in engines.workers:
+        worker.script.calls[SPLIT] = lambda body: (200, {"chunk": {"choices": choices}, "stream_state": None})
+    *_, last, end = sse_events(await asyncio.wait_for(ask(engines, chat(tools=TOOLS, stream=True)), 20))
+    assert (last["choices"], end) == ([{"index": 0, "delta": delta or {}, "finish_reason": "stop"}], "[DONE]")
+
+
 async def test_a_list_of_prompts_is_rendered_at_once(engines):
     body = {"prompt": ["a", "b"], "structured_outputs": {"regex": "h.*"}, "max_tokens": 20}
     answer = await ask(engines, body, COMPLETIONS)
