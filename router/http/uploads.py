@@ -67,7 +67,7 @@ class UploadLimit:
     def _refusal_of_one(self) -> ErrorInfo:
         message = (
             f"the request needs more memory than router.max_upload_bytes = {self._max_bytes} for its body, prompts, images and "
-            "log-probabilities: stream it, or ask for fewer of these"
+            "the log-probabilities of an answer that is not streamed: ask for fewer of these"
         )
         return ErrorInfo.of(InvalidRequest(message))
 

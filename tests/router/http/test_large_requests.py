@@ -405,7 +405,7 @@ async def test_gathered_logprobs_count_with_the_memory_of_requests(start_router)
     assert (await post(under_test, "/v1/chat/completions", **body, top_logprobs=1)).status_code == 200
     refused = await post(under_test, "/v1/chat/completions", **body, top_logprobs=4)
     assert (refused.status_code, refused.json()["error"]["code"]) == (400, "invalid_request")  # no other try would succeed
-    assert "log-probabilities: stream it" in refused.json()["error"]["message"]
+    assert "log-probabilities of an answer that is not streamed" in refused.json()["error"]["message"]
     assert (await post(under_test, "/v1/chat/completions", **body, top_logprobs=4, stream=True)).status_code == 200
 
 
