@@ -216,8 +216,7 @@ class Request:
         self.has_failed_embedding = False  # then no embedding is loaded for it any more
         self.prefill_stats: PrefillStats | None = None
         self.first_scheduled_time: float | None = None  # of its first tokens here, on the engine's clock
-        # Log-probabilities of prompt tokens need every position computed here.
-        self.skip_reading_prefix_cache = new.sampling.prompt_logprobs is not None
+        self.skip_reading_prefix_cache = not reads_prefix_cache(new.sampling)
 
         self._hasher = hasher
         self.extra_keys = extra_keys_of(self.mm_features, new.cache_salt)
@@ -260,6 +259,14 @@ def extra_keys_of(mm_features: Sequence[MMFeature], cache_salt: str) -> tuple[Ex
     """Return the keys that enter a request's block hashes in addition to tokens; see ``core.kv.hashing.block_extra_keys``."""
     keys: list[ExtraKey] = [("mm", feature.identifier, feature.offset, feature.length) for feature in mm_features]
     return (*keys, ("cache_salt", cache_salt)) if cache_salt else tuple(keys)
+
+
+def reads_prefix_cache(sampling: SamplingParams) -> bool:
+    """Return whether a prompt may begin with blocks that need not be computed: cached ones, or loaded ones of tiers and peers.
+
+    Log-probabilities of its tokens need every position computed where they are asked for. vLLM has the same rule.
+    """
+    return sampling.prompt_logprobs is None
 
 
 # ---- scheduler → runner ----------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import msgspec
 
 from core.errors import NoWorker, Overloaded, RequestError, WorkerStalled
 from core.kv.hashing import ExtraKey
-from core.request import extra_keys_of
+from core.request import extra_keys_of, reads_prefix_cache
 from core.wire.kv import KVSource
 from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import GenerationWorker, WorkerKey
@@ -29,7 +29,7 @@ from router.routing import affinity
 from router.routing.cost import dislike_ms
 
 _Offers = dict[WorkerKey, Offer]
-_Prompt = tuple[Sequence[int], Sequence[ExtraKey]]
+_Prompt = tuple[Sequence[int], Sequence[ExtraKey] | None]  # without keys it reads no cache
 
 
 class Placement:
@@ -73,7 +73,8 @@ class Placement:
     ) -> tuple[Route, _Offers, float]:
         """Return a route, what was compared, and by how many ms of cost its session may prefer another worker."""
         workers, wanted = self._membership.workers, request.submission
-        extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt)
+        reads_cache = reads_prefix_cache(wanted.sampling)
+        extra_keys = extra_keys_of(wanted.mm_features, wanted.cache_salt) if reads_cache else None
         offers = self._costs.offers(
             computing(workers), wanted.prompt_token_ids, extra_keys, now, members=workers, tenant=wanted.tenant
         )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from core.kv.hashing import ExtraKey
-from core.request import extra_keys_of
+from core.request import extra_keys_of, reads_prefix_cache
 from core.wire.contents import ContentReport
 from core.wire.kv import KVSource
 from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens, TransferUsage
@@ -65,8 +65,7 @@ class _Placed:
     hit: Hit
     num_predicted: int  # tokens that would not be computed, by the pool and the tiers
     alone_since: float | None  # when it was sent, if no other prompt was known to be at the worker
-    source: WorkerKey | None = None  # that it was told of
-    num_source_tokens: int = 0  # that the source was said to hold
+    source: KVSource | None = None  # that it was told of
 
 
 class RouteCosts:
@@ -95,20 +94,22 @@ class RouteCosts:
         self,
         workers: Iterable[GenerationWorker],
         prompt: Sequence[int],
-        extra_keys: Sequence[ExtraKey],
+        extra_keys: Sequence[ExtraKey] | None,
         now: float,
         members: Sequence[GenerationWorker] = (),
         tenant: int = 0,
     ) -> dict[WorkerKey, Offer]:
         """Return what each of these workers would cost if it computed the prompt; empty if routes are chosen by load.
 
-        Of ``members`` any may be the source of what the worker lacks.
+        Of ``members`` any may be the source of what the worker lacks. Without ``extra_keys`` the prompt reads no cache: each
+        worker computes all of it, whatever it holds.
         """
         if not self.is_enabled:
             return {}
         able = list(workers)
         serving = [member for member in members if member.facts.prefix_address]
-        hits = self.contents.hits({member.key: member for member in (*able, *serving)}.values(), prompt, extra_keys)
+        every = {member.key: member for member in (*able, *serving)}.values()
+        hits = self.contents.hits(every, prompt, extra_keys) if extra_keys is not None else {}
         holders = holders_of(serving, hits)
         offers: dict[WorkerKey, Offer] = {}
         alike: dict[tuple[bytes, str, bool, Hit], Offer] = {}  # of a large cluster most workers are equal for a prompt
@@ -254,9 +255,12 @@ class RouteCosts:
         match message:
             case Generate() if self.is_enabled and not message.choices:  # with choices, the prompt was computed before
                 token_ids, extra_keys = message.prompt_token_ids, extra_keys_of(message.mm_features, message.cache_salt)
-                num_tokens, hit = len(token_ids), self.contents.hits([worker], token_ids, extra_keys).get(worker.key, _NO_HIT)
-                if message.kv_source is not None:
-                    hit = Hit(max(hit.tokens, message.kv_source.num_tokens), hit.claimed_tokens)
+                reads_cache = reads_prefix_cache(message.sampling)
+                hits = self.contents.hits([worker], token_ids, extra_keys) if reads_cache else {}
+                num_tokens, hit = len(token_ids), hits.get(worker.key, _NO_HIT)
+                source = message.kv_source if reads_cache else None
+                if source is not None:
+                    hit = Hit(max(hit.tokens, source.num_tokens), hit.claimed_tokens)
                 offer = self._offer(worker, num_tokens, hit, now, tenant=message.tenant)
                 due_ms = now * 1e3 + offer.patience_ms
                 prompt = QueuedPrompt(num_tokens - offer.hit_tokens, offer.own_ms, due_ms, message.tenant)
@@ -264,15 +268,11 @@ class RouteCosts:
                 alone_since = None if known.backlog.prompts or known.wait_of_others_ms(now * 1e3) else now
                 known.backlog.add(message.request_id, prompt, now * 1e3)
                 self._offered.setdefault(worker.role, OfferedLoad()).add(offer.own_ms / 1e3, now)
-                source = _key_of(message.kv_source) if message.kv_source is not None else None
-                num_held = message.kv_source.num_tokens if message.kv_source is not None else 0
                 if source is not None and self._tries_sources(pool := _pool_of(worker)):
                     self._num_trials[pool] = self._num_trials.get(pool, 0) + 1
                 num_predicted = max(hit.tokens, offer.hit_tokens)
                 self._unjudged.pop(message.request_id, None)
-                self._placed[message.request_id] = _Placed(
-                    worker.key, num_tokens, hit, num_predicted, alone_since, source, num_held
-                )
+                self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, num_predicted, alone_since, source)
                 self.contents.on_placed(message.request_id, worker, token_ids, extra_keys)
             case Abort():
                 for request_id in message.request_ids:
@@ -367,9 +367,9 @@ class RouteCosts:
         if placed is None or placed.source is None:
             return
         num_loaded = loaded.transferred_tokens if loaded is not None else 0
-        self.sources.trust.observe(max(0, placed.num_source_tokens - placed.hit.claimed_tokens), num_loaded)
+        self.sources.trust.observe(max(0, placed.source.num_tokens - placed.hit.claimed_tokens), num_loaded)
         if not num_loaded:
-            self.sources.on_failed(placed.worker, placed.source)
+            self.sources.on_failed(placed.worker, _key_of(placed.source))
 
     def _on_computed(self, request_id: str, num_reported_cached: int | None, prefill_ms: float, now: float) -> None:
         placed = self._placed.get(request_id)

@@ -20,8 +20,8 @@ from tests.router.dispatch.test_policy import member
 PROMPT = tuple(range(2000))
 
 
-def send(costs, worker, request_id, prompt=PROMPT, now=0.0):
-    sampling = SamplingParams(max_tokens=5)
+def send(costs, worker, request_id, prompt=PROMPT, now=0.0, **fields):
+    sampling = SamplingParams(max_tokens=5, **fields)
     costs.on_sent(worker, Generate(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, handoff=True), now)
 
 
@@ -107,6 +107,37 @@ def test_hits_that_do_not_come_true_lose_their_credit(workers):
         done(costs, str(number), number + 0.5, num_cached_tokens=0)
     assert offers(costs, workers, now=9.0)["p0"].hit_tokens == 0
     assert costs.accuracies()[workers[0].key].is_wrong
+
+
+def truthful(costs, worker):
+    """Let a worker compute a prompt, and then find all of it a few times; 10 s."""
+    for number in range(10):
+        send(costs, worker, f"before {number}", now=float(number))
+        found = {"num_cached_tokens": 1984, "prefill_ms": 10.0} if number else {}
+        done(costs, f"before {number}", number + 0.1, **found)
+
+
+def test_a_prompt_that_reads_no_cache_does_not_judge_its_worker(workers):
+    costs = RouteCosts()
+    truthful(costs, workers[0])
+    counted = costs.num_predicted_hit_tokens, costs.num_real_hit_tokens
+    for number in range(5):
+        send(costs, workers[0], str(number), now=10.0 + number, prompt_logprobs=0)
+        done(costs, str(number), 10.1 + number, num_cached_tokens=0)
+    assert costs.accuracies()[workers[0].key].share == 1
+    assert offers(costs, workers, now=20.0)["p0"].hit_tokens == 1984
+    assert (costs.num_predicted_hit_tokens, costs.num_real_hit_tokens) == counted
+
+
+def test_a_prompt_that_reads_no_cache_is_expected_to_be_computed_whole(workers):
+    costs = RouteCosts()
+    truthful(costs, workers[0])
+    cold = costs.offers(workers, PROMPT, None, 10.0)
+    assert {offer.hit_tokens for offer in cold.values()} == {0}
+    assert cold[workers[0].key].own_ms > offers(costs, workers, now=10.0)["p0"].own_ms
+    send(costs, workers[0], "cold", now=10.0, prompt_logprobs=0)
+    assert costs.num_queued_tokens(workers[0].key) == len(PROMPT)
+    assert costs.wait_s(workers[0], 10.0) == pytest.approx(cold[workers[0].key].own_ms / 1e3)
 
 
 def test_a_salt_separates_equal_prompts(workers):

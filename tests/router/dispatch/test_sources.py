@@ -191,3 +191,16 @@ def test_a_decode_worker_may_load_the_prompt_again_from_who_holds_most(prefills,
     source = costs.source_for(decode, PROMPT, (), [*prefills, decode])
     assert source.engine_id == "p1"
     assert costs.source_for(decode, tuple(range(9000, 9500)), (), [*prefills, decode]) is None
+
+
+def test_a_prompt_that_reads_no_cache_has_no_source_and_none_loses_trust_by_it(prefills, decode):
+    costs = RouteCosts()
+    compute(costs, decode)
+    members = [*prefills, decode]
+    source = source_of(offers(costs, prefills, members)["p0"])
+    assert all(offer.source is None for offer in costs.offers(prefills, PROMPT, None, 3.0, members).values())
+    sampling = SamplingParams(max_tokens=5, prompt_logprobs=0)
+    costs.on_sent(prefills[0], Generate(request_id="a", prompt_token_ids=PROMPT, sampling=sampling, kv_source=source), 3.0)
+    costs.on_prefill_done(PrefillDone(request_id="a", choices=(), prefill_ms=2000.0), 5.0)
+    assert costs.sources.trust.share == 1
+    assert not any(time.num_seen for time in costs.sources.times.values())

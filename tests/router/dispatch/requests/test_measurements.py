@@ -97,3 +97,14 @@ def test_the_second_split_is_cut_to_the_total_that_was_measured(total_s, parts):
     found = (timing.relay_ms, timing.queue_ms, timing.transfer_ms, timing.verify_ms, timing.first_step_ms)
     assert min(found) >= 0
     assert sum(found) == pytest.approx(timing.total_ms)
+
+
+def test_a_prompt_that_reads_no_cache_expects_no_hit(make_bench):
+    bench = make_bench("a0")
+    for request_id in ("first", "again"):
+        bench.submit(request_id, prompt=80)
+        predicted = bench.core.dispatcher.requests[request_id].routing.predicted_hit_tokens
+        bench.tokens(0, 7, request_id=request_id, peer="a0", usage=Usage(num_cached_tokens=predicted), finish_reason="length")
+    assert predicted == 64
+    bench.submit("whole", prompt=80, prompt_logprobs=0)
+    assert bench.core.dispatcher.requests["whole"].routing.predicted_hit_tokens == 0
