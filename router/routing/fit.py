@@ -1,8 +1,10 @@
 """Learns the coefficients of a prefill's time from completed prompts, one pool of equal workers at a time.
 
 Recursive least squares with forgetting, kept as the sums of the normal equations, on relative errors: a prompt of 100 ms counts
-as much as one of 10 s. An observation whose error is far above the usual one counts less (Huber's weight), so a stalled worker
-does not spoil the fit. Coefficients are never negative. Before the first observation a prompt costs by its tokens.
+as much as one of 10 s. An observation whose error is far above the usual one counts less (Huber's weight), whether it took
+longer or shorter than predicted: neither a stalled worker nor a prompt of which more was cached than we knew spoils the fit. A
+lasting change makes the usual error grow until the fit follows. Coefficients are never negative. Before the first observation a
+prompt costs by its tokens.
 
 Sources: L. Ljung, "System Identification", 2nd edition, 1999, section 11.2 (recursive least squares); P. J. Huber, "Robust
 Estimation of a Location Parameter", 1964 (the weight).
@@ -19,7 +21,8 @@ from router.routing.cost import PrefillTime
 _FORGETTING = 0.995  # the fit covers about the last 200 prompts
 _HUBER = 2.0  # errors beyond this multiple of the usual error count less
 _LEAST_ERROR = 0.02  # the usual error is never taken to be smaller
-_FEWEST = 8  # observations before the fit counts, and an error is called unusual
+_FEWEST = 8  # observations before the fit counts, and the usual error is known
+_FIRST_LIMIT = 1.0  # errors beyond this count less until then
 _MEMORY = 0.95  # of the usual error
 _UNITS = (1.0, 1e3, 1e7)  # of the features: a step, tokens, pairs of tokens
 _PRIOR = (10.0, 100.0, 10.0)  # ms for one unit
@@ -29,7 +32,10 @@ _PRIOR_WEIGHT = 1e-4  # in observations: decides only what the observations leav
 
 @dataclass(slots=True)
 class PrefillFit:
-    """The estimate for one pool. ``mean_error`` is the recent mean of |real - predicted| / predicted."""
+    """The estimate for one pool.
+
+    ``mean_error`` is the recent mean of the errors, each as a share of the shorter time: 1 for half and for twice the time.
+    """
 
     num_seen: int = 0
     mean_error: float = 0.0
@@ -50,14 +56,13 @@ class PrefillFit:
         if num_new <= 0 or not _SHORTEST_MS <= real_ms <= _LONGEST_MS:
             return
         predicted = max(self.time.ms(num_new, num_hit), 1e-6)
-        error = abs(real_ms - predicted) / predicted
-        limit = _HUBER * max(self.mean_error, _LEAST_ERROR)
-        is_usual = self.num_seen < _FEWEST or error <= limit
+        error = max(real_ms, predicted) / min(real_ms, predicted) - 1
+        limit = _HUBER * max(self.mean_error, _LEAST_ERROR) if self.is_settled else _FIRST_LIMIT
         self.num_seen += 1
-        share = max(1 - _MEMORY, 1 / self.num_seen)
-        self.mean_error += share * ((error if is_usual else limit) - self.mean_error)
-        scale = min(max(predicted, real_ms / 3), real_ms * 3) if self.num_seen > _FEWEST else real_ms
-        weight = (1.0 if is_usual else limit / error) / scale**2
+        self.mean_error += max(1 - _MEMORY, 1 / self.num_seen) * (min(error, limit) - self.mean_error)
+        # Predicted, or nearer to the real time; not that itself, since a very short time would outweigh all others.
+        scale = min(max(predicted, real_ms / 3), max(real_ms * 3, predicted / 3))
+        weight = limit / max(error, limit) / scale**2
         features = [value / unit for value, unit in zip((1, num_new, num_new * (num_hit + num_new / 2)), _UNITS, strict=True)]
         for i in range(3):
             self._products[i] = _FORGETTING * self._products[i] + weight * features[i] * real_ms

@@ -14,13 +14,13 @@ from router.routing.fit import PrefillFit
 REAL = PrefillTime(12, 0.05337, 2.30e-6)
 
 
-def learn(fit, real, count, seed=1, noise=0.0, outliers=0.0):
+def learn(fit, real, count, seed=1, noise=0.0, outliers=0.0, *, slowness=20):
     source = random.Random(seed)
     for _ in range(count):
         new, hit = source.randrange(16, 40_000), source.choice([0, 0, source.randrange(40_000)])
         factor = 1 + noise * source.uniform(-1, 1)
         if source.random() < outliers:
-            factor *= 20
+            factor *= slowness
         fit.observe(new, hit, real.ms(new, hit) * factor)
     return fit
 
@@ -43,6 +43,13 @@ def test_any_model_is_learned_from_noisy_times(base, token, pair, seed):
 
 def test_rare_stalls_hardly_change_the_fit():
     assert worst_error(learn(PrefillFit(), REAL, 600, noise=0.1, outliers=0.02), REAL) < 0.3
+
+
+@pytest.mark.parametrize("slowness", [1 / 100, 1 / 4, 4, 100])
+def test_a_tenth_of_unusual_times_hardly_changes_the_fit(slowness):
+    fit = learn(PrefillFit(), REAL, 600, noise=0.1, outliers=0.1, slowness=slowness)
+    assert worst_error(fit, REAL) < 0.3
+    assert fit.mean_error < 0.3
 
 
 def test_a_faster_worker_is_noticed():
@@ -76,3 +83,24 @@ def test_equal_prompts_for_long_do_not_blow_up_the_fit():
 
 def test_the_usual_error_is_that_of_the_times():
     assert learn(PrefillFit(), REAL, 500, noise=0.3).mean_error == pytest.approx(0.15, abs=0.06)
+
+
+def test_a_slower_worker_is_noticed():
+    fit = learn(PrefillFit(), REAL, 300)
+    slower = PrefillTime(24, 0.1067, 4.6e-6)
+    assert worst_error(learn(fit, slower, 1500, seed=2), slower) < 0.1
+
+
+@pytest.mark.parametrize("factor", [1 / 75, 1 / 3, 3, 75])
+def test_rare_long_prompts_of_an_unusual_time_hardly_change_the_fit(factor):
+    fit = learn(PrefillFit(), REAL, 300, noise=0.1)
+    for _ in range(5):
+        fit.observe(30_000, 0, REAL.ms(30_000, 0) * factor)
+    assert worst_error(fit, REAL) < 0.3
+
+
+@pytest.mark.parametrize("num_before", [0, 3, 300])
+def test_one_time_next_to_nothing_is_forgotten_soon(num_before):
+    fit = learn(PrefillFit(), REAL, num_before)
+    fit.observe(1000, 0, 0.01)
+    assert worst_error(learn(fit, REAL, 60, seed=2), REAL) < 0.1
