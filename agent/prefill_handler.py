@@ -48,14 +48,15 @@ class VllmPrefillHandler(RoleHandler):
             if error is not None:
                 result.replies.append(RequestFailed(request_id=request_id, error=error))
                 continue
-            stats = output.prefill_stats
+            num_cached = output.late_cached_tokens
             result.replies.append(
                 PrefillDone(
                     request_id=request_id,
                     choices=(),
                     kv_handoff=output.kv_handoff,
                     prompt_logprobs=output.prompt_logprobs,
-                    num_cached_tokens=stats.num_cached_tokens if stats is not None else 0,
+                    num_cached_tokens=num_cached or 0,
+                    tells_hits=num_cached is not None,
                     prefill_ms=max(0.0, (now - arrival) * 1e3),
                 )
             )

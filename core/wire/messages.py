@@ -208,7 +208,8 @@ class PrefillChoice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_defaults=True):
     """The prompt is computed: every choice's first token, and the place of the KV. No handoff if every choice has ended.
 
-    A worker that ``leaves_first_token`` sends no choices.
+    A worker that ``leaves_first_token`` sends no choices. Its engine does not tell how long the prompt has waited for others:
+    ``prefill_ms`` includes that.
     """
 
     request_id: Name
@@ -216,6 +217,7 @@ class PrefillDone(msgspec.Struct, frozen=True, kw_only=True, tag="pdone", omit_d
     kv_handoff: KVHandoff | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     num_cached_tokens: Count = 0
+    tells_hits: bool = True  # False: the engine does not say how many were cached
     queue_ms: Milliseconds = 0.0
     prefill_ms: Milliseconds = 0.0
     recomputed_tokens: Count = 0  # prompt tokens of all choices that a tier should have loaded and that were computed
@@ -256,6 +258,11 @@ class Tokens(msgspec.Struct, frozen=True, array_like=True):
     stop_reason: TokenId | None = None
     logprobs: tuple[TokenLogprobs, ...] | None = None
     usage: Usage | None = None
+
+    @property
+    def is_whole(self) -> bool:
+        """True if several tokens are all that the choice has: they came together, long after the first one was sampled."""
+        return not self.position and self.finish_reason is not None and len(self.token_ids) > 1
 
 
 class Usage(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -305,7 +305,8 @@ class RouterCore:
             case PrefillDone():
                 sender.progress.on_answer(now)
                 self.wait_estimates.on_first_token(message.request_id, now)
-                self.route_costs.on_prefill_done(message, now)
+                tells_queue = not sender.facts.leaves_first_token  # a vLLM server does not say how long a prompt has waited
+                self.route_costs.on_prefill_done(message, now, tells_queue=tells_queue)
                 return self.dispatcher.on_prefill_done(sender, message, now)
             case PrefillProgress():
                 sender.progress.on_answer(now)
@@ -325,7 +326,10 @@ class RouterCore:
                 # The stream of a vLLM server tells what it found in its cache only at its end.
                 tells_hits = not sender.facts.takes_calls
                 for item in message:
-                    self.wait_estimates.on_first_token(item.request_id, now)
+                    if item.is_whole:  # its time is that of all tokens
+                        self.wait_estimates.drop(item.request_id, now)
+                    else:
+                        self.wait_estimates.on_first_token(item.request_id, now)
                     self.route_costs.on_tokens(item, now, tells_hits=tells_hits)
                 return self.dispatcher.on_tokens(sender, message, now)
             case _:

@@ -314,24 +314,30 @@ class RouteCosts:
         if known is not None and (self.max_local_itl_ms or self.observes_steps):
             known.step.observe(now * 1e3)
 
-    def on_prefill_done(self, message: PrefillDone, now: float) -> None:
-        """Learn from a computed prompt. Unknown ids are ignored."""
-        prefill_ms = 0.0 if message.recomputed_tokens else message.prefill_ms  # 0 = teaches no time
+    def on_prefill_done(self, message: PrefillDone, now: float, *, tells_queue: bool = True) -> None:
+        """Learn from a computed prompt. Unknown ids are ignored.
+
+        The time of a worker that does not tell how long the prompt has waited there counts only if it found no other prompt.
+        """
+        placed = self._placed.get(message.request_id)
+        has_time = tells_queue or (placed is not None and placed.alone_since is not None)
+        prefill_ms = message.prefill_ms if has_time and not message.recomputed_tokens else 0.0  # 0 = teaches no time
         if load := message.kv_transfer:
             self._learn_load(message.request_id, load)
             self.sources.observe(load)
             self.sources.asking.observe(load.queue_ms)  # other roles report their whole wait there
             prefill_ms = max(0.0, prefill_ms - load.transfer_ms - load.verify_ms)
         self._note_source(message.request_id, message.kv_transfer)
-        self._on_computed(message.request_id, message.num_cached_tokens, prefill_ms, now)
+        num_cached = message.num_cached_tokens if message.tells_hits else None
+        self._on_computed(message.request_id, num_cached, prefill_ms, now)
 
     def on_tokens(self, message: Tokens, now: float, *, tells_hits: bool = True) -> None:
         """Learn from a prompt whose first token comes from a worker that decodes it too, and so reports no prefill time.
 
-        The time since the prompt was sent counts if it found no other prompt at the worker, of whatever router. It includes the
-        delay by running requests, which the next prompt will meet too. A worker that does not tell its hits with the first
-        token is believed to have had the predicted ones; it is judged by its last token, if that tells. Unknown ids and other
-        tokens are ignored.
+        The time since the prompt was sent counts if it found no other prompt at the worker, of whatever router, and if the
+        first token came before the others. It includes the delay by running requests, which the next prompt will meet too. A
+        worker that does not tell its hits with the first token is believed to have had the predicted ones; it is judged by its
+        last token, if that tells. Unknown ids and other tokens are ignored.
         """
         if message.usage is None:
             if message.request_id in self._placed:
@@ -343,7 +349,9 @@ class RouteCosts:
         if placed is not None:
             self._learn_load(message.request_id, load)
             self._note_source(message.request_id, load)
-            elapsed_ms = 0.0 if placed.alone_since is None else max(0.0, (now - placed.alone_since) * 1e3 - load.transfer_ms)
+            elapsed_ms = 0.0
+            if placed.alone_since is not None and not message.is_whole:
+                elapsed_ms = max(0.0, (now - placed.alone_since) * 1e3 - load.transfer_ms)
             num_cached = message.usage.num_cached_tokens if tells_hits else None
             self._on_computed(message.request_id, num_cached, elapsed_ms, now)
             if not tells_hits:

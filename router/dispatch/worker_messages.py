@@ -101,7 +101,7 @@ def find_prefill_done_problem(message: PrefillDone, sender: GenerationWorker, re
 def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) -> Update:
     """Record the first tokens, if there are any, and return the update for the client."""
     measured = request.measurements
-    measured.hit_tokens = message.num_cached_tokens
+    measured.hit_tokens = message.num_cached_tokens if message.tells_hits else None
     measured.pulled_tokens = message.kv_transfer.transferred_tokens if message.kv_transfer is not None else 0
     if message.choices:
         measured.first_token_at = now

@@ -121,6 +121,17 @@ async def test_a_prompt_for_another_engine_returns_what_the_server_says_of_its_b
     assert running.server.bodies[-1]["kv_transfer_params"] == params
 
 
+@pytest.mark.parametrize(
+    ("usage", "found"),
+    [({}, None), ({"prompt_tokens_details": None}, None), ({"prompt_tokens_details": {"cached_tokens": 0}}, 0)],
+    ids=["nothing", "no details", "none cached"],
+)
+async def test_a_prompt_for_another_engine_may_not_tell_what_was_cached(running, usage, found):
+    answer = tokens(9, finish_reason="length") | {"kv_transfer_params": {"do_remote_prefill": True}, "usage": usage}
+    (output,) = await running.run(new_request(needs_handoff=True), (200, answer))
+    assert output.late_cached_tokens == found
+
+
 async def test_a_handoff_that_no_engine_will_read_comes_back_in_a_request_that_is_refused(running):
     params = {"do_remote_prefill": True, "kvferry": "abc"}
     answer = tokens(9, finish_reason="length") | {"kv_transfer_params": params}

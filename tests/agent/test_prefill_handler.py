@@ -25,13 +25,20 @@ def generate(**fields):
 def test_one_computation_serves_all_choices_and_no_token_is_passed_on(handler):
     (request,) = handler.on_generate(generate(n=3), 1.0)
     assert (request.request_id, request.needs_handoff) == ("r/0", True)
-    stats = PrefillStats(2, 1, 0)
-    result = handler.on_outputs([EngineCoreOutput("r/0", [9], finish_reason="length", prefill_stats=stats)], 1.5)
+    result = handler.on_outputs([EngineCoreOutput("r/0", [9], finish_reason="length", late_cached_tokens=1)], 1.5)
     (reply,) = result.replies
     assert isinstance(reply, PrefillDone)
-    assert (reply.choices, reply.num_cached_tokens, reply.prefill_ms) == ((), 1, 500)
+    assert (reply.choices, reply.num_cached_tokens, reply.tells_hits, reply.prefill_ms) == ((), 1, True, 500)
     assert result.ended == ["r"]
     assert handler.on_outputs([EngineCoreOutput("r/0", [9], finish_reason="length")], 2.0).replies == []
+
+
+@pytest.mark.parametrize(("found", "is_told"), [(None, False), (0, True)])
+def test_a_server_that_does_not_say_what_was_cached_is_told_from_one_that_had_nothing(handler, found, is_told):
+    handler.on_generate(generate(), 1.0)
+    output = EngineCoreOutput("r/0", [9], finish_reason="length", prefill_stats=PrefillStats(2, 0, 0), late_cached_tokens=found)
+    (reply,) = handler.on_outputs([output], 1.5).replies
+    assert (reply.num_cached_tokens, reply.tells_hits) == (0, is_told)
 
 
 def test_a_failure_is_passed_on(handler):

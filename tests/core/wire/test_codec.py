@@ -280,6 +280,7 @@ def test_tokens_survive_a_round_trip(tokens):
         ("worker", "heartbeat", {"stalled_ms": 1500.0, "slowest_step_ms": 80.5, "predicted_step_ms": 40.0}),
         ("worker", "heartbeat", {"is_warming_up": True}),
         ("worker", "register", {"start_ms": 12_000, "is_supervised": True}),
+        ("worker", "prefill_done", {"num_cached_tokens": 0, "tells_hits": False}),
         ("control", "control_error", {"kind": "renew", "number": 7}),
     ],
 )

@@ -25,9 +25,15 @@ def send(costs, worker, request_id, prompt=PROMPT, now=0.0, **fields):
     costs.on_sent(worker, Generate(request_id=request_id, prompt_token_ids=prompt, sampling=sampling, handoff=True), now)
 
 
-def done(costs, request_id, now, prefill_ms=100.0, num_cached_tokens=0):
-    message = PrefillDone(request_id=request_id, choices=(), prefill_ms=prefill_ms, num_cached_tokens=num_cached_tokens)
-    costs.on_prefill_done(message, now)
+def done(costs, request_id, now, prefill_ms=100.0, num_cached_tokens=0, *, tells_hits=True, tells_queue=True):
+    message = PrefillDone(
+        request_id=request_id,
+        choices=(),
+        prefill_ms=prefill_ms,
+        num_cached_tokens=num_cached_tokens,
+        tells_hits=tells_hits,
+    )
+    costs.on_prefill_done(message, now, tells_queue=tells_queue)
 
 
 @pytest.fixture
@@ -90,6 +96,18 @@ def test_the_prefill_time_is_learned_from_completions(workers):
         send(costs, workers[0], str(number), prompt, now=float(number))
         done(costs, str(number), number + 0.5, prefill_ms=20 + 2.0 * len(prompt))
     assert costs.prefill_time(workers[1]).ms(1000, 0) == pytest.approx(2020, rel=0.05)
+
+
+def test_the_queue_of_a_worker_that_does_not_tell_it_is_no_prefill_time(workers):
+    costs = RouteCosts()
+    for burst in range(6):
+        for number in range(10):
+            first = 2000 * (10 * burst + number)
+            send(costs, workers[0], f"{burst}.{number}", tuple(range(first, first + 2000)), now=10.0 * burst)
+        for number in range(10):
+            stay_ms = 100.0 * (number + 1)
+            done(costs, f"{burst}.{number}", 10.0 * burst + stay_ms / 1e3, prefill_ms=stay_ms, tells_queue=False)
+    assert costs.prefill_time(workers[0]).ms(2000, 0) == pytest.approx(100, rel=0.05)
 
 
 def test_a_worker_that_left_is_forgotten(workers):
@@ -290,6 +308,20 @@ def test_the_error_of_the_prefill_time_is_that_of_present_pools_that_are_known_w
     assert 0 < costs.mean_error() < 0.5
 
 
+def test_an_answer_that_comes_as_a_whole_teaches_no_prefill_time(aggregated):
+    costs = RouteCosts()
+    learned = costs.prefill_time(aggregated)
+    send(costs, aggregated, "a", prompt_logprobs=0)
+    whole = Tokens("a", 0, 0, (7,) * 500, finish_reason="length", usage=Usage(num_cached_tokens=0, is_late=True))
+    costs.on_tokens(whole, 20.0, tells_hits=False)
+    assert costs.prefill_time(aggregated) == learned
+    assert not offers(costs, [aggregated], now=20.0)["a0"].wait_ms
+    assert costs._unjudged == {}
+    send(costs, aggregated, "b", tuple(range(5000, 7000)), now=30.0)
+    costs.on_tokens(Tokens("b", 0, 0, (7,), finish_reason="length", usage=Usage()), 30.4, tells_hits=False)
+    assert costs.prefill_time(aggregated).ms(2000, 0) == pytest.approx(400, rel=0.05)
+
+
 def test_real_hits_of_an_aggregated_worker_count(aggregated):
     costs = RouteCosts()
     for number in range(6):
@@ -358,6 +390,18 @@ def test_a_worker_that_does_not_tell_its_hits_is_believed(aggregated):
     assert costs.offers([aggregated], PROMPT, (), 20.0)[aggregated.key].hit_tokens > 1900
     assert not costs.accuracies()[aggregated.key].is_wrong
     assert costs.num_real_hit_tokens == costs.num_predicted_hit_tokens == 0  # nobody can compare them
+
+
+def test_a_prefill_worker_that_does_not_tell_its_hits_is_believed(workers):
+    costs = RouteCosts()
+    for number in range(12):
+        send(costs, workers[0], str(number), now=float(number))
+        done(costs, str(number), number + 0.5, prefill_ms=10.0 if number else 100.0, tells_hits=False)
+    found = offers(costs, workers, now=20.0)
+    assert found["p0"].hit_tokens > 1900
+    assert (found["p0"].own_ms < 20, found["p1"].own_ms > 80) == (True, True)
+    assert not costs.accuracies()[workers[0].key].is_wrong
+    assert costs.num_real_hit_tokens == costs.num_predicted_hit_tokens == 0
 
 
 def streamed(costs, worker, request_id, found, *, is_late=True, now=0.0):
