@@ -36,6 +36,7 @@ class MemoryTier:
         self.on_forgotten: Callable[[bytes], None] = lambda key: None  # of a readable block
         self.num_evicted = 0
         self.num_dirty = 0
+        self._num_evictable = 0  # readable, clean and not pinned: without any, the policy need not look through all blocks
 
     def __len__(self) -> int:
         return len(self._residents)
@@ -76,6 +77,7 @@ class MemoryTier:
         resident.is_dirty = is_dirty
         self.num_dirty += is_dirty
         self._policy.insert(resident.key)
+        self._num_evictable += self._is_evictable(resident)
 
     def abandon(self, resident: Resident) -> None:
         """Forget a block that is being written. The slot stays reserved for its writer until ``give_back``."""
@@ -93,11 +95,13 @@ class MemoryTier:
 
     def pin(self, resident: Resident) -> None:
         """Pin a block: it keeps its content until ``unpin``."""
+        self._num_evictable -= self._is_evictable(resident)
         self.arena.pin(resident.slot)
 
     def unpin(self, resident: Resident) -> None:
         """Remove one pin."""
         self.arena.unpin(resident.slot)
+        self._num_evictable += self._is_evictable(resident)
 
     def drop(self, key: bytes) -> bool:
         """Forget a block that failed verification; new gets miss it. Return False if it is unknown."""
@@ -110,8 +114,10 @@ class MemoryTier:
 
     def mark_clean(self, resident: Resident) -> None:
         """Mark a block as saved, or as refused by every lower tier: it can be evicted."""
-        self.num_dirty -= resident.is_dirty
-        resident.is_dirty = False
+        if resident.is_dirty:
+            self.num_dirty -= 1
+            resident.is_dirty = False
+            self._num_evictable += self._is_evictable(resident)
 
     def content(self, resident: Resident) -> memoryview:
         """Return the writable bytes of a block."""
@@ -125,7 +131,7 @@ class MemoryTier:
                 yield resident
 
     def _evict_one(self) -> None:
-        victim = self._policy.evict(self._can_evict)
+        victim = self._policy.evict(self._can_evict) if self._num_evictable else None
         if victim is None:
             raise Full(f"all {self.arena.num_slots} blocks of the arena are in use")
         self.num_evicted += 1
@@ -135,8 +141,12 @@ class MemoryTier:
         resident = self._residents[key]
         return not resident.is_dirty and not self.arena.is_pinned(resident.slot)
 
+    def _is_evictable(self, resident: Resident) -> bool:
+        return self.find(resident.key) is resident and self._can_evict(resident.key)
+
     def _forget(self, resident: Resident) -> None:
         self.mark_clean(resident)
+        self._num_evictable -= self._is_evictable(resident)
         del self._residents[resident.key]
         self.arena.free(resident.slot)
         self.on_forgotten(resident.key)

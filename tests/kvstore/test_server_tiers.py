@@ -282,6 +282,19 @@ def test_write_back_refuses_what_has_no_room_while_the_tier_is_busy():
     assert store.put(b"a", blocks_of(99)) == [1]
 
 
+def test_a_put_without_room_looks_at_no_block_of_the_arena(monkeypatch):
+    store = Store(tiers=[DictTier()], write_back=True)
+    store.greet(b"a")
+    for number in range(NUM_SLOTS):
+        store.put(b"a", blocks_of(number))
+    looked_at = []
+    monkeypatch.setattr(store.machine.memory, "_can_evict", looked_at.append)
+    reserved = store.reserve(b"a", blocks_of(*range(100, 200)), 7)
+    assert set(reserved.slots) == {m.NO_SLOT}
+    assert store.machine.counts["refused_blocks"] == 100
+    assert looked_at == []
+
+
 def test_a_tier_that_fails_does_not_keep_memory_full():
     class BrokenTier(DictTier):
         def save(self, key, seal, block):
