@@ -114,7 +114,7 @@ def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> E
     """Return the body for an engine; None if the router serves it. ``splits_output``: of all answers to chats.
 
     Raises:
-        InvalidRequest: an engine would ignore a field, or two fields give the form of the output; names the field.
+        InvalidRequest: the model is no string, an engine would ignore a field, or two give the form of the output; names it.
     """
     try:
         fields = msgspec.json.decode(body)
@@ -135,6 +135,8 @@ def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> E
         is_whole = is_whole or _has_media(fields.get("messages"))
     if not is_rendered and not is_whole:
         return None
+    if not isinstance(named, str | None):
+        raise InvalidRequest("model must be a string", param="model")
     if path not in _ANTHROPICS:
         _check_supported(fields)
         fields = _with_structured_outputs(fields)

@@ -74,6 +74,15 @@ def test_what_cannot_be_rendered_goes_whole(fields):
     assert read(**fields).is_whole
 
 
+@pytest.mark.parametrize("model", [7, ["m"], {}, True])
+@pytest.mark.parametrize("fields", [{"tools": TOOLS}, {"use_beam_search": True}], ids=["rendered", "whole"])
+def test_a_model_that_is_no_string_is_refused(fields, model):
+    with pytest.raises(InvalidRequest, match="must be a string") as refusal:
+        read(model=model, **fields)
+    assert refusal.value.param == "model"
+    assert read(model=None, **fields).adapter == ""
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [("json", {"type": "object"}), ("regex", "a"), ("choice", ["a"]), ("grammar", "root ::= x"), ("json_object", True)],
