@@ -50,6 +50,7 @@ _REFUSED = ("functions", "function_call")  # an engine would ignore them
 _WHOLE = ("use_beam_search", "vllm_xargs", "return_tokens_as_token_ids", "spaces_between_special_tokens", "logprob_token_ids")
 # What splitting an answer into text and tool calls cannot respect.
 _NOT_WITH_SPLITTING = ("stop", "prompt_logprobs", "echo", "return_token_ids", "include_stop_str_in_output")
+_NOT_WITH_SPLIT_STREAMS = ("logprobs",)  # vLLM 0.32 gives those of whole answers only
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> E
     has_tools = _is_used(fields, "tools") and fields.get("tool_choice") != "none"
     is_split = is_chat and (splits_output or has_tools)
     is_whole = path in _ANTHROPICS or any(_is_used(fields, name) for name in _WHOLE)
-    is_whole = is_whole or (is_split and any(_is_used(fields, name) for name in _NOT_WITH_SPLITTING))
+    is_whole = is_whole or (is_split and _loses_something(fields))
     is_rendered = is_split or bool(adapter) or any(_is_used(fields, name) for name in _RENDERED)
     if is_chat:
         is_rendered = is_rendered or _has_tool_messages(fields.get("messages"))
@@ -141,6 +142,12 @@ def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> E
         _check_supported(fields)
         fields = _with_structured_outputs(fields)
     return EngineBody(path=path, fields=fields, adapter=adapter, is_split=is_split, is_whole=is_whole)
+
+
+def _loses_something(fields: Mapping[str, Any]) -> bool:
+    """Return True if splitting the answer would lose what the body asks for."""
+    names = _NOT_WITH_SPLITTING + (_NOT_WITH_SPLIT_STREAMS if fields.get("stream") is True else ())
+    return any(_is_used(fields, name) for name in names)
 
 
 def _check_supported(fields: Mapping[str, Any]) -> None:
@@ -163,7 +170,7 @@ def _with_structured_outputs(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _is_used(fields: Mapping[str, Any], name: str) -> bool:
     value = fields.get(name)
-    if name in ("stop", "echo", "return_token_ids", "include_stop_str_in_output"):
+    if name in ("stop", "echo", "logprobs", "return_token_ids", "include_stop_str_in_output"):
         return bool(value)
     return value is not None and value not in _NOT_USED.get(name, ())
 

@@ -88,6 +88,11 @@ class OutputSplitter:
         """True if calls after the first are dropped."""
         return self.body.fields.get("parallel_tool_calls") is False
 
+    @property
+    def _shows_reasoning(self) -> bool:
+        """True unless the client wants no reasoning."""
+        return self.body.fields.get("include_reasoning", True) is True
+
     def _finished(self, choice: dict[str, Any], reason: str | None) -> dict[str, Any]:
         """Set the reason of the end: tool calls, unless the output was cut or the client has named the tool."""
         calls = choice["message"].get("tool_calls")
@@ -114,7 +119,7 @@ class OutputSplitter:
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
-        if delta.logprobs:
+        if delta.logprobs and self._shows_reasoning:  # as vLLM does: those of all tokens would show it
             found["logprobs"] = {"content": in_pieces(delta.logprobs, lambda entries: [_content(entry) for entry in entries])}
         return found
 

@@ -409,31 +409,25 @@ async def test_gathered_logprobs_count_with_the_memory_of_requests(start_router)
     assert (await post(under_test, "/v1/chat/completions", **body, top_logprobs=4, stream=True)).status_code == 200
 
 
-@pytest.mark.parametrize("is_stream", [False, True])
 @pytest.mark.parametrize(("at_once", "is_on_loop"), [(10**6, True), (3, False)])
-async def test_many_logprobs_that_an_engine_splits_are_written_off_the_loop(
-    start_router, monkeypatch, at_once, is_on_loop, is_stream
-):
+async def test_many_logprobs_that_an_engine_splits_are_written_off_the_loop(start_router, monkeypatch, at_once, is_on_loop):
     monkeypatch.setattr("router.rendered.splitting.ENCODED_AT_ONCE", at_once)
     monkeypatch.setattr("router.openai.logprobs.ENCODED_AT_ONCE", at_once)
     calls = on_loop(monkeypatch, OutputSplitter, "_choice")
     given = []
 
     def split(body):
-        (choice,) = body["generate_chunk" if is_stream else "generate_response"]["choices"]
+        (choice,) = body["generate_response"]["choices"]
         given.append(choice["logprobs"])
         found = {"index": 0, "finish_reason": "stop", "logprobs": choice["logprobs"]}
-        if is_stream:
-            return 200, {"chunk": {"choices": [found | {"delta": {"content": "x"}}]}, "stream_state": None}
         return 200, {"choices": [found | {"message": {"role": "assistant", "content": "x"}}]}
 
     under_test = await start_router(has_http=False)
     path, tools = "/v1/chat/completions", [{"type": "function", "function": {"name": "f"}}]
     scripted = {f"{path}/render": lambda body: (200, {"token_ids": [5, 6, 7]}), f"{path}/derender": split}
     await under_test.add("aggregated", takes_calls=True, script=under_test.script(calls=scripted, tokens_per_frame=8))
-    body = {"messages": MESSAGES, "tools": tools, "max_tokens": 8, "logprobs": True, "top_logprobs": 2, "stream": is_stream}
-    answer = await post(under_test, path, **body)
-    first = json.loads(answer.text.removeprefix("data: ").partition("\n")[0])
-    assert first["choices"][0]["logprobs"] == given[0]
+    body = {"messages": MESSAGES, "tools": tools, "max_tokens": 8, "logprobs": True, "top_logprobs": 2}
+    answer = (await post(under_test, path, **body)).json()
+    assert answer["choices"][0]["logprobs"] == given[0]
     assert [len(entry["top_logprobs"]) for entry in given[0]["content"]] == [2] * 8
     assert set(calls) == {is_on_loop}

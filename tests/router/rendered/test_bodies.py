@@ -74,6 +74,16 @@ def test_what_cannot_be_rendered_goes_whole(fields):
     assert read(**fields).is_whole
 
 
+@pytest.mark.parametrize(
+    ("fields", "is_whole"),
+    [({"logprobs": True, "stream": True}, True), ({"logprobs": False, "stream": True}, False), ({"logprobs": True}, False)],
+)
+@pytest.mark.parametrize("splits_output", [True, False], ids=["reasoning", "tools"])
+def test_a_stream_with_logprobs_is_not_split(fields, is_whole, splits_output):
+    """vLLM 0.32 leaves them out of what it splits part by part."""
+    assert read(splits_output=splits_output, tools=[] if splits_output else TOOLS, **fields).is_whole == is_whole
+
+
 @pytest.mark.parametrize("model", [7, ["m"], {}, True])
 @pytest.mark.parametrize("fields", [{"tools": TOOLS}, {"use_beam_search": True}], ids=["rendered", "whole"])
 def test_a_model_that_is_no_string_is_refused(fields, model):

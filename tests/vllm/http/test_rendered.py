@@ -127,6 +127,7 @@ def test_calls_and_results_of_tools_in_the_history(both, new_words):
         {"tools": TOOLS, "tool_choice": "required"},
         pytest.param({"tools": TOOLS, "tool_choice": NAMED}, marks=pytest.mark.full),
         {"tools": TOOLS, "tool_choice": "required", "stop": ["never"]},
+        {"tools": TOOLS, "tool_choice": "required", "logprobs": True, "top_logprobs": 1},
     ],
     ids="-".join,
 )
@@ -138,8 +139,8 @@ def test_a_stream_says_the_same(routed, servers, new_words, fields):
 
 
 def streamed(base_url, body):
-    """Return text, calls by their numbers, the last reason and the number of tokens of a stream that ends well."""
-    text, calls, reason, is_done, usage = "", {}, None, False, {}
+    """Return text, calls by their numbers, tokens with logprobs, the last reason and the numbers of tokens of a stream."""
+    text, calls, tokens, reason, is_done, usage = "", {}, [], None, False, {}
     with httpx.stream("POST", base_url + CHAT, json=body, timeout=120) as answer:
         for line in answer.iter_lines():
             is_done = is_done or line == "data: [DONE]"
@@ -149,12 +150,13 @@ def streamed(base_url, body):
             usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 text += choice["delta"].get("content") or ""
+                tokens += [entry["token"] for entry in (choice.get("logprobs") or {"content": []})["content"]]
                 for call in choice["delta"].get("tool_calls") or ():
                     said = (call["function"].get("name") or "") + (call["function"].get("arguments") or "")
                     calls[call["index"]] = calls.get(call["index"], "") + said
                 reason = choice["finish_reason"] or reason
     assert is_done
-    return text, calls, reason, usage["prompt_tokens"], usage["completion_tokens"]
+    return text, calls, tokens, reason, usage["prompt_tokens"], usage["completion_tokens"]
 
 
 def test_completions_under_a_grammar(both, new_words):
