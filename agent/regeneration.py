@@ -1,7 +1,8 @@
 """An answer that another engine has begun under a grammar is generated again from its first token, and compared.
 
-A server can begin a grammar only at the first token of an answer, so output so far cannot become part of the prompt. With the
-same seed the same tokens come again; those that the client has are held back. Other tokens end the request. Pure.
+A server can begin a grammar only at the first token of an answer, so output so far cannot become part of the prompt. The same
+holds for words that must not come (``bad_words``): vLLM looks for their first tokens in the output only. With the same seed
+the same tokens come again; those that the client has are held back. Other tokens end the request. Pure.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ def is_regenerated(request: NewRequest) -> bool:
     if not request.output_token_ids:
         return False
     found = rendered(request)
-    return request.sampling.structured_output is not None or (found is not None and found.has_grammar)
+    return request.sampling.structured_output is not None or (found is not None and found.must_begin_anew)
 
 
 class KnownTokens:
@@ -50,7 +51,7 @@ class KnownTokens:
             choice.finish_reason is not None and len(again) < num_left
         ):
             raise ReplayDiverged(
-                f"the engine was lost after {len(self._known)} tokens of an answer under a grammar, and the next engine "
+                f"the engine was lost after {len(self._known)} tokens of an answer that must begin anew, and the next engine "
                 f"generated other ones: send the request again"
             )
         self._num_seen += len(again)

@@ -153,9 +153,9 @@ class Rendered(msgspec.Struct, kw_only=True, omit_defaults=True):
     reasoning_parser_kwargs: dict[str, Any] | None = None
 
     @property
-    def has_grammar(self) -> bool:
-        """True if the output follows a grammar, which a server can only begin at the first token."""
-        return self.sampling_params.get("structured_outputs") is not None
+    def must_begin_anew(self) -> bool:
+        """True if the output follows a grammar, or must not have some words: a server begins both at the first token only."""
+        return self.sampling_params.get("structured_outputs") is not None or bool(self.sampling_params.get("bad_words"))
 
 
 _OF_PREFILL = ("structured_outputs", "logprobs", "thinking_token_budget")  # of the output, which the decode engine samples

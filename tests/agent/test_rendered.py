@@ -61,6 +61,14 @@ def test_a_form_of_the_output_reaches_the_engine_that_samples(form, spelled):
     assert is_regenerated(new_request(sampling=sampling, output_token_ids=(7,)))
 
 
+@pytest.mark.parametrize(("words", "is_again"), [(["foo bar"], True), ([], False), (None, False)])
+def test_words_that_must_not_come_are_looked_for_in_the_output_only(words, is_again):
+    """vLLM: a word whose first tokens are in the prompt may be ended."""
+    request = msgspec.json.encode({"sampling_params": {"bad_words": words}})
+    assert is_regenerated(new_request(engine_request=request, output_token_ids=(7,))) == is_again
+    assert not is_regenerated(new_request(engine_request=request))
+
+
 @pytest.mark.parametrize("events", [[tokens(7, 1)], [tokens(7, finish_reason="stop")]])
 async def test_an_answer_that_comes_out_differently_ends_with_an_error(running, events):
     request = new_request(engine_request=msgspec.json.encode(GRAMMAR), output_token_ids=(7, 8))
