@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+import re
+from collections.abc import AsyncIterator, Callable
 from functools import partial
 
 import httpx
@@ -32,6 +33,7 @@ CALL_PATHS = frozenset(
     }
 )
 EVENT_STREAM = "text/event-stream"
+_COMMENTS = re.compile(rb"\A(?::[^\n]*\n|\s)*")  # whole ones, and what is between them, at the start of a stream
 MAX_ANSWER_BYTES = 32 << 20  # of an answer that is no stream; a frame to the router takes twice as much
 
 
@@ -95,7 +97,7 @@ class ServerCalls:
                 self._on_reply(part(position=0, body=await _whole(response), is_last=True))
                 return
             position = 0
-            async for piece in response.aiter_raw():
+            async for piece in _from_first_event(response.aiter_raw()):
                 self._on_reply(part(position=position, body=piece))
                 position += 1
             self._on_reply(part(position=position, body=b"", is_last=True))
@@ -107,6 +109,19 @@ class ServerCalls:
         if self._tasks.get(request_id) is task:
             del self._tasks[request_id]
             self._generating.discard(request_id)
+
+
+async def _from_first_event(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield a stream from its first event on: a comment before it only keeps the connection alive, and is no answer."""
+    begin, has_begun = b"", False
+    async for piece in pieces:
+        if has_begun:
+            yield piece
+            continue
+        begin = _COMMENTS.sub(b"", begin + piece, count=1)
+        has_begun = begin[:1] not in (b"", b":")
+        if has_begun:
+            yield begin
 
 
 async def _whole(response: httpx.Response) -> bytes:

@@ -1,10 +1,15 @@
 """Calls of the server's API: what comes back, how they end, and which are refused."""
 
+from contextlib import asynccontextmanager
+from types import SimpleNamespace
+
 import pytest
 
+from agent.calls import ServerCalls
 from core.tracing import TraceContext
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import RequestFailed
+from tests.support.polling import until
 
 CHAT = "/v1/chat/completions"
 ONE_TOKEN = (200, {"choices": [{"index": 0, "token_ids": [1], "finish_reason": "length"}]})
@@ -38,6 +43,42 @@ async def test_a_stream_comes_in_parts_with_numbers(running):
     assert b"".join(reply.body for reply in replies) == b'data: {"n": 1}\n\ndata: {"n": 2}\n\n'
     assert [reply.is_last for reply in replies] == [False] * (len(replies) - 1) + [True]
     assert replies[0].content_type == "text/event-stream"
+
+
+class Pieces:
+    """A server whose stream comes in these pieces."""
+
+    def __init__(self, pieces):
+        self._pieces = pieces
+
+    @asynccontextmanager
+    async def post(self, path, body, trace):
+        yield SimpleNamespace(headers={"content-type": "text/event-stream"}, status_code=200, aiter_raw=self._stream)
+
+    async def _stream(self):
+        for piece in self._pieces:
+            yield piece
+
+
+@pytest.mark.parametrize(
+    ("pieces", "passed_on"),
+    [
+        ([b": keep-alive\n\n"], []),
+        ([b": keep-alive\n\n", b"data: 1\n\n", b": keep-alive\n\n"], [b"data: 1\n\n", b": keep-alive\n\n"]),
+        ([b": keep", b"-alive\n", b"\n: keep-alive\n\nda", b"ta: 1\n\n"], [b"da", b"ta: 1\n\n"]),
+        ([b"data: 1\n\n: keep-alive\n\n"], [b"data: 1\n\n: keep-alive\n\n"]),
+    ],
+)
+async def test_a_comment_is_no_begin_of_an_answer(pieces, passed_on):
+    """vLLM sends some while a request waits: another engine could still answer it."""
+    replies = []
+    calls = ServerCalls(Pieces(pieces), replies.append)
+    calls.submit(call())
+    await until(lambda: not len(calls))
+    assert [reply.body for reply in replies] == [*passed_on, b""]
+    assert [(reply.position, reply.is_last) for reply in replies] == [
+        (number, number == len(passed_on)) for number in range(len(replies))
+    ]
 
 
 async def test_a_call_continues_the_trace_of_its_client(running):
