@@ -14,11 +14,11 @@ from typing import Any
 
 from agent.vllm_server import VllmServer
 from core.errors import EngineDead
+from core.wire.engine_calls import PLUGIN_VALUE
 
 MAX_KEPT = 512  # handoffs that may be released; older ones end with their lease
 MAX_KEPT_CHARS = 64 << 20  # in all of them; a handoff of a million tokens has about a million
-_OF_PLUGIN = "kvferry"
-_NEEDED = ("do_remote_prefill", "remote_engine_id", _OF_PLUGIN)  # to release one
+_NEEDED = ("do_remote_prefill", "remote_engine_id", PLUGIN_VALUE)  # to release one
 
 
 class HandoffReleases:
@@ -32,7 +32,7 @@ class HandoffReleases:
 
     def keep(self, transfer_id: str, params: dict[str, Any]) -> None:
         """Note a handoff by what the server says of it. Those of other connectors than ours are not released."""
-        value = params.get(_OF_PLUGIN)
+        value = params.get(PLUGIN_VALUE)
         if not isinstance(value, str):
             return
         self._params[transfer_id] = {name: params[name] for name in _NEEDED if name in params}
@@ -57,7 +57,7 @@ class HandoffReleases:
 
     def _take(self, transfer_id: str) -> dict[str, Any]:
         params = self._params.pop(transfer_id)
-        self._num_chars -= len(params[_OF_PLUGIN])
+        self._num_chars -= len(params[PLUGIN_VALUE])
         return params
 
     async def _send(self, found: Sequence[dict[str, Any]]) -> None:

@@ -19,12 +19,12 @@ from agent.server_metrics import ServerLoad, has_plugin, labels_of, read_load
 from agent.vllm_protocol import ABORT, GENERATE, RENDER, Answer, decode_answer
 from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, Overloaded
 from core.tracing import TraceContext
+from core.wire.engine_calls import release_body
 
 CONNECT_TIMEOUT_S = 5.0
 FACTS_TIMEOUT_S = 10.0
 RENDER_TIMEOUT_S = 60.0
 COMPLETIONS = "/v1/completions"
-NO_MODEL = "kvferry: no model"  # that any server has
 T = TypeVar("T")
 
 MAX_EVENT_BYTES = 16 << 20
@@ -124,8 +124,7 @@ class VllmServer:
         Raises:
             EngineDead: it does not answer.
         """
-        body = {"model": NO_MODEL, "prompt": [1], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}
-        await self._post(COMPLETIONS, body)
+        await self._post(COMPLETIONS, release_body(kv_transfer_params))
 
     async def facts(self) -> ServerFacts:
         """Ask a healthy server what it serves, and whether it takes token ids.

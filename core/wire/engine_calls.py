@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import msgspec
 
 from core.tracing import TraceContext
 from core.wire.limits import AnyHttpStatus, Count, Name, Text, WholeMilliseconds
+
+PLUGIN_VALUE = "kvferry"  # in the ``kv_transfer_params`` of a handoff by our plug-in for vLLM
+_NO_MODEL = "kvferry: no model"  # that any server has
 
 
 class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_defaults=True):
@@ -35,3 +41,11 @@ class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply", omit_d
     status: AnyHttpStatus = 200
     content_type: Text = ""
     is_last: bool = False
+
+
+def release_body(kv_transfer_params: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a body for ``/v1/completions`` of the vLLM server that has made a handoff: it tells that nothing will read it.
+
+    The server refuses the body, and says so to its connector, which releases the handoff that it brings.
+    """
+    return {"model": _NO_MODEL, "prompt": [1], "max_tokens": 1, "kv_transfer_params": kv_transfer_params}

@@ -130,6 +130,11 @@ class EngineApi:
             del self._answers[request_id]
             self._perform(self._core.abort_call(request_id, self._clock.now()))
 
+    def send(self, worker: GenerationWorker, call: EngineCall) -> None:
+        """Have a worker's engine called, whatever it answers: nobody waits for that."""
+        if not self.is_closed:
+            self._perform(self._core.begin_call(call, worker, self._clock.now()))
+
     def put(self, answered: Answered) -> None:
         """Pass a part on to its reader."""
         answer = self._answers.get(answered.request_id)

@@ -2,6 +2,7 @@
 
 This is what llm-d's side-car does. Another decode engine is tried until the first byte of the answer; after it, nothing can
 go on elsewhere, because the router knows no tokens. Without a prefill engine that answers, the decode engine computes all.
+Blocks of a prompt that no engine has read go to the next decode engine, or are released.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
 
@@ -19,18 +20,19 @@ from core.errors import RequestError
 from core.ids import IdSource, new_hex_id
 from core.log import event
 from core.tracing import TraceContext
-from core.wire.engine_calls import EngineCall
+from core.wire.engine_calls import PLUGIN_VALUE, EngineCall, release_body
 from core.wire.messages import ErrorInfo
 from router.dispatch.core import RouterCore
 from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi, deadline_ms
 from router.dispatch.members import GenerationWorker, WorkerKey
-from router.dispatch.policy import Demand, choose_route
-from router.rendered.bodies import EngineBody
+from router.dispatch.policy import Demand, choose_route, why_not_read
+from router.rendered.bodies import COMPLETIONS, EngineBody
 from router.rendered.renderer import REFUSES_AGENT, EngineRefusal, ends_tries, refusal
 
 logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
+RELEASE_TIMEOUT_S = 10.0
 _BYTES_PER_TOKEN = 4
 _REMOTE_DECODE = {
     "do_remote_decode": True,
@@ -46,9 +48,17 @@ class _PrefillAnswer(msgspec.Struct):
     kv_transfer_params: dict[str, Any] | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class _Handoff:
+    """Where the KV of a prompt is, as the engine says that has computed it."""
+
+    worker: GenerationWorker
+    params: dict[str, Any]
+
+
 @dataclass(slots=True)
 class TwoLegs:
-    """Serves bodies as a whole. Both legs with all their tries have one ``deadline``, seconds of the router's clock, which a
+    """Serves one body as a whole. Both legs with all their tries have one ``deadline``, seconds of the router's clock, which a
     pause of the router may extend.
 
     ``trace`` is the client's.
@@ -59,6 +69,7 @@ class TwoLegs:
     ids: IdSource
     deadline: Callable[[], float]
     trace: TraceContext | None
+    _unread: _Handoff | None = field(default=None, init=False)
 
     async def open(self, body: EngineBody, stack: AsyncExitStack) -> EngineAnswer:
         """Return the answer of a decode engine, of any status, after its first part; ``stack`` ends the call.
@@ -67,6 +78,12 @@ class TwoLegs:
             EngineRefusal: no engine answers.
             RequestError: no worker can take it.
         """
+        try:
+            return await self._open(body, stack)
+        finally:
+            self._release()
+
+    async def _open(self, body: EngineBody, stack: AsyncExitStack) -> EngineAnswer:
         avoid: set[WorkerKey] = set()
         last: ErrorInfo | None = None
         for _ in range(MAX_TRIES):
@@ -76,8 +93,11 @@ class TwoLegs:
                 if last is None:
                     raise
                 break
-            params = await self._prefill(body, route.prefill, avoid) if route.prefill is not None else None
-            fields = body.for_engine(**({"kv_transfer_params": params} if params else {}))
+            if not self._can_read(route.decode):
+                self._release()
+            if self._unread is None and route.prefill is not None:
+                self._unread = await self._prefill(body, route.prefill, avoid)
+            fields = body.for_engine(kv_transfer_params=self._unread.params if self._unread is not None else None)
             try:
                 call = self._call(route.decode, body, fields)
                 answer = await stack.enter_async_context(call)
@@ -89,14 +109,17 @@ class TwoLegs:
                 continue
             if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR and answer.status not in REFUSES_AGENT:
                 logger.info(event("passed_on", path=body.path, status=answer.status, decode=route.decode.key.engine_id))
+                self._unread = None
                 return answer
             last = await _refusal_of(answer)
             avoid.add(route.decode.key)
             await stack.aclose()
+            if answer.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                self._release()  # it may have read the blocks
         assert last is not None, "a try has ended"
         raise EngineRefusal(last)
 
-    async def _prefill(self, body: EngineBody, worker: GenerationWorker, avoid: set[WorkerKey]) -> dict[str, Any] | None:
+    async def _prefill(self, body: EngineBody, worker: GenerationWorker, avoid: set[WorkerKey]) -> _Handoff | None:
         """Have the prompt computed; return where its KV is, None if it has to be computed again."""
         changes: dict[str, object] = {"max_completion_tokens": None, "min_tokens": None, "stream_options": None, "n": None}
         fields = body.for_engine(**changes, stream=False, max_tokens=1, kv_transfer_params=_REMOTE_DECODE)
@@ -112,22 +135,30 @@ class TwoLegs:
         if answer.status != HTTPStatus.OK:  # a wrong body is refused by the decode engine, with the reason
             return None
         try:
-            return msgspec.json.decode(content, type=_PrefillAnswer).kv_transfer_params
+            params = msgspec.json.decode(content, type=_PrefillAnswer).kv_transfer_params
         except msgspec.MsgspecError as error:
             logger.warning(event("prefill_leg_failed", path=body.path, code="engine_error", message=str(error)))
             return None
+        return _Handoff(worker, params) if params else None
+
+    def _can_read(self, decode: GenerationWorker) -> bool:
+        """Return whether a decode engine can read the blocks that are not read yet, if there are any."""
+        return self._unread is None or not why_not_read(self.core.membership.get(self._unread.worker.key), decode)
+
+    def _release(self) -> None:
+        """Release the blocks that no engine will read; those of other connectors than ours end with their lease."""
+        handoff, self._unread = self._unread, None
+        if handoff is not None and PLUGIN_VALUE in handoff.params:
+            self.api.send(handoff.worker, self._new_call(COMPLETIONS, release_body(handoff.params), RELEASE_TIMEOUT_S))
 
     def _call(
         self, worker: GenerationWorker, body: EngineBody, fields: dict[str, Any]
     ) -> AbstractAsyncContextManager[EngineAnswer]:
-        call = EngineCall(
-            request_id=new_hex_id(self.ids, "call-"),
-            path=body.path,
-            body=msgspec.json.encode(fields),
-            deadline_ms=deadline_ms(self.deadline() - self.api.now()),
-            trace=self.trace,
-        )
-        return self.api.call(worker, call)
+        return self.api.call(worker, self._new_call(body.path, fields, self.deadline() - self.api.now()))
+
+    def _new_call(self, path: str, fields: dict[str, Any], timeout_s: float) -> EngineCall:
+        call_id, limit = new_hex_id(self.ids, "call-"), deadline_ms(timeout_s)
+        return EngineCall(request_id=call_id, path=path, body=msgspec.json.encode(fields), deadline_ms=limit, trace=self.trace)
 
 
 async def _refusal_of(answer: EngineAnswer) -> ErrorInfo:
