@@ -14,7 +14,7 @@ from functools import partial
 import httpx
 
 from agent.vllm_server import VllmServer
-from core.errors import EngineDead, InvalidRequest, KVFerryError
+from core.errors import InvalidRequest, KVFerryError
 from core.log import event
 from core.wire.engine_calls import EngineCall, EngineReply
 from core.wire.messages import ErrorInfo, RequestFailed
@@ -33,8 +33,8 @@ CALL_PATHS = frozenset(
     }
 )
 EVENT_STREAM = "text/event-stream"
-_COMMENTS = re.compile(rb"\A(?::[^\n]*\n|\s)*")  # whole ones, and what is between them, at the start of a stream
 MAX_ANSWER_BYTES = 32 << 20  # of an answer that is no stream; a frame to the router takes twice as much
+_COMMENTS = re.compile(rb"\A(?::[^\n]*\n|\s)*")  # whole ones, and what is between them, at the start of a stream
 
 
 class ServerCalls:
@@ -125,10 +125,12 @@ async def _from_first_event(pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes
 
 
 async def _whole(response: httpx.Response) -> bytes:
-    """Return a body. Raises EngineDead for one of more than ``MAX_ANSWER_BYTES``."""
+    """Return a body. Raises InvalidRequest for one of more than ``MAX_ANSWER_BYTES``: another engine's would be as long."""
     body = bytearray()
     async for piece in response.aiter_raw():
         body += piece
         if len(body) > MAX_ANSWER_BYTES:
-            raise EngineDead(f"the server's answer has more than {MAX_ANSWER_BYTES} bytes")
+            raise InvalidRequest(
+                f"the answer has more than {MAX_ANSWER_BYTES} bytes: stream it, or ask for fewer log-probabilities or choices"
+            )
     return bytes(body)

@@ -42,6 +42,10 @@ _REMOTE_DECODE = {
     "remote_host": None,
     "remote_port": None,
 }
+_OF_ANSWER = (  # what a prefill engine is not asked for
+    *("max_completion_tokens", "min_tokens", "stream_options", "n"),
+    *("logprobs", "top_logprobs", "logprob_token_ids", "prompt_logprobs"),
+)
 
 
 class _PrefillAnswer(msgspec.Struct):
@@ -121,8 +125,7 @@ class TwoLegs:
 
     async def _prefill(self, body: EngineBody, worker: GenerationWorker, avoid: set[WorkerKey]) -> _Handoff | None:
         """Have the prompt computed; return where its KV is, None if it has to be computed again."""
-        changes: dict[str, object] = {"max_completion_tokens": None, "min_tokens": None, "stream_options": None, "n": None}
-        fields = body.for_engine(**changes, stream=False, max_tokens=1, kv_transfer_params=_REMOTE_DECODE)
+        fields = body.for_engine(**dict.fromkeys(_OF_ANSWER), stream=False, max_tokens=1, kv_transfer_params=_REMOTE_DECODE)
         try:
             async with self._call(worker, body, fields) as answer:
                 content = await answer.whole()

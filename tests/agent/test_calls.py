@@ -81,6 +81,15 @@ async def test_a_comment_is_no_begin_of_an_answer(pieces, passed_on):
     ]
 
 
+async def test_an_answer_that_is_too_long_is_no_fault_of_the_engine(running, monkeypatch):
+    monkeypatch.setattr("agent.calls.MAX_ANSWER_BYTES", 5)
+    running.server.called[CHAT] = (200, {"b": 2})
+    running.engine.submit_call(call())
+    (failed,) = await ended(running)
+    assert (failed.error.code, failed.error.http_status, failed.error.retryable) == ("invalid_request", 400, False)
+    assert "stream it" in failed.error.message
+
+
 async def test_a_call_continues_the_trace_of_its_client(running):
     trace = TraceContext(traceparent="00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01", tracestate="a=1")
     running.engine.submit_call(call(trace=trace))

@@ -110,3 +110,16 @@ async def test_blocks_of_a_lost_prefill_engine_are_computed_by_another(engines):
     assert (await asking).json() == {"ok": 1}
     other = second if first is engines.prefill else engines.prefill
     assert len(other.messages(EngineCall)) == 1
+
+
+async def test_a_prefill_engine_is_asked_for_nothing_of_the_answer(engines):
+    engines.answers = [(200, {"ok": 1})]
+    await engines.ask(logprobs=True, top_logprobs=3, prompt_logprobs=2, n=2)
+    (prompt,) = engines.prompts
+    assert prompt.keys() == {"messages", "max_tokens", "use_beam_search", "stream", "kv_transfer_params"}
+
+
+async def test_an_answer_that_is_too_long_is_not_computed_again(engines):
+    engines.answers = [ErrorInfo(code="invalid_request", message="stream it", http_status=400)]
+    assert (await engines.ask()).json()["error"]["message"] == "stream it"
+    assert len(engines.brought_to_decode) == 1
