@@ -95,8 +95,8 @@ class VllmServer:
         """Look whether it answers, and its engine is alive."""
         try:
             answer = await self._client.get("/health", timeout=timeout_s)
-        except httpx.ConnectError:
-            return Health.GONE
+        except httpx.ConnectError as error:
+            return Health.GONE if _is_refused(error) else Health.SILENT
         except httpx.HTTPError:
             return Health.SILENT
         match answer.status_code:
@@ -254,6 +254,15 @@ class VllmServer:
                     raise EngineDead(f"the server {self.url} sends an event of more than {MAX_EVENT_BYTES} bytes")
         except httpx.HTTPError as error:
             raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
+
+
+def _is_refused(error: BaseException | None) -> bool:
+    """Return whether nothing listens at any address of the server. A lack of descriptors, say, tells nothing about that."""
+    if isinstance(error, ExceptionGroup):
+        return all(_is_refused(each) for each in error.exceptions)
+    if error is None or (isinstance(error, OSError) and error.errno is not None):
+        return isinstance(error, ConnectionRefusedError)
+    return _is_refused(error.__cause__ or error.__context__)
 
 
 def _headers(trace: TraceContext | None) -> dict[str, str]:

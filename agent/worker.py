@@ -20,6 +20,7 @@ from core.clock import SystemClock
 from core.config import KVFerryConfig
 from core.config_workers import AgentSection
 from core.connector import WorkerContext
+from core.descriptors import connections_within, raise_descriptor_limit
 from core.errors import ConfigError, EngineDead, RequestError
 from core.ids import RandomIds, new_incarnation
 from core.kv.content_feed import ContentFeed
@@ -125,16 +126,18 @@ class VllmWorker(WorkerSource):
         config = context.config
         identity = _identity(context, facts)
         terms = WatchTerms(interval_s=config.agent.watch_interval_s, patience_s=config.agent.patience_s)
+        num_choices = _num_choices(config)
+        max_num_seqs = min(config.scheduler.max_num_seqs, num_choices)
         contents = self._follow_cache(identity)
         engine = VllmEngine(server, identity, events, terms, context.clock, context.ids)
         count_handoffs(context.metrics, engine)
         return WorkerParts(
             engine=engine,
             handler=_handler(context.role, facts),
-            register=lambda ops_address: _registration(context, identity, facts, ops_address),
+            register=lambda ops_address: _registration(context, identity, facts, num_choices, ops_address),
             limits=AdmissionLimits(
-                max_num_seqs=config.scheduler.max_num_seqs,
-                max_waiting_requests=config.worker.max_waiting_requests,
+                max_num_seqs=max_num_seqs,
+                max_waiting_requests=num_choices - max_num_seqs,
                 drain_timeout_s=config.worker.drain_timeout_s,
             ),
             load=lambda: _load(engine, identity.lease_s),
@@ -210,7 +213,16 @@ def _identity(context: WorkerContext, facts: ServerFacts) -> AgentIdentity:
     )
 
 
-def _registration(context: WorkerContext, identity: AgentIdentity, facts: ServerFacts, ops_address: str) -> Register:
+def _num_choices(config: KVFerryConfig) -> int:
+    """Return how many choices the agent takes, each with a connection to the server; raise the limit of open files for them."""
+    wanted = config.scheduler.max_num_seqs + config.worker.max_waiting_requests
+    raise_descriptor_limit(wanted)
+    return connections_within(wanted, "worker.max_waiting_requests")
+
+
+def _registration(
+    context: WorkerContext, identity: AgentIdentity, facts: ServerFacts, num_choices: int, ops_address: str
+) -> Register:
     config = context.config
     # A server of which no more is known has room for one request of the greatest length, or it would not have started.
     num_tokens = facts.num_blocks * facts.block_size or facts.max_model_len
@@ -225,7 +237,7 @@ def _registration(context: WorkerContext, identity: AgentIdentity, facts: Server
         max_num_seqs=config.scheduler.max_num_seqs,
         num_blocks=max(1, num_tokens // identity.layout.block_size),
         content_parts=() if facts.num_blocks else (ContentPart(num_blocks=NO_BOUND),),
-        max_num_choices=config.scheduler.max_num_seqs + config.worker.max_waiting_requests,
+        max_num_choices=num_choices,
         connector=CONNECTOR,
         ops_address=ops_address,
         pid=os.getpid(),

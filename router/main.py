@@ -11,12 +11,12 @@ from pathlib import Path
 
 from core.clock import SystemClock
 from core.config import KVFerryConfig
+from core.descriptors import raise_descriptor_limit
 from core.gc_freeze import freeze_loaded_objects
 from core.model.hub import resolve_model
 from core.process_signals import handled_signals
 from core.tracing import open_tracer
 from core.wire.key_rotation import keys_of
-from router.http.descriptors import raise_descriptor_limit
 from router.http.server import Router
 from router.openai.served_model import served_model
 

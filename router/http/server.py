@@ -19,6 +19,7 @@ from prometheus_client import CollectorRegistry
 
 from core.clock import Clock, SystemClock
 from core.config_router import RouterSection
+from core.descriptors import connections_within
 from core.errors import ConfigError
 from core.ids import IdSource, RandomIds, new_hex_id
 from core.log import event
@@ -29,7 +30,6 @@ from core.worker.ops_http import OpsServer
 from router.dispatch.worker_gateway import WorkerGateway
 from router.http.app import BodyLimits, create_app
 from router.http.connections import ClientLimits, HttpConfig, limit_unread_answers
-from router.http.descriptors import connections_within
 from router.http.endpoints import Endpoints
 from router.http.in_flight import InFlight
 from router.http.probes import ProbeAnswers
@@ -213,7 +213,7 @@ class _Server(uvicorn.Server):
 
 def _client_limits(config: RouterSection) -> ClientLimits:
     return ClientLimits(
-        max_connections=connections_within(config.max_connections),
+        max_connections=connections_within(config.max_connections, "router.max_connections"),
         receive_timeout_s=config.receive_timeout_s,
         send_timeout_s=config.send_timeout_s,
         idle_timeout_s=config.idle_timeout_s,

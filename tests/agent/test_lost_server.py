@@ -1,6 +1,10 @@
 """A server that is gone, or that ends answers by itself: what the agent tells of it, and how soon."""
 
 import asyncio
+import errno
+import resource
+import socket
+from contextlib import contextmanager
 
 import pytest
 
@@ -46,6 +50,55 @@ async def test_a_request_that_finds_the_server_gone_is_answered_by_its_death(ser
     await running.until(lambda: running.deaths)
     await asyncio.sleep(0.3)
     assert (len(running.deaths), running.outputs) == (1, [])
+
+
+@contextmanager
+def no_more_descriptors():
+    """Let nothing be opened; what is open stays."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (1, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_a_lack_of_descriptors_costs_requests_and_not_the_server(server, running):
+    server.answers.append([None])
+    running.engine.submit_add([new_request("a/0")])
+    await running.until(lambda: server.bodies)  # over the only connection
+    with no_more_descriptors():
+        assert await running.http.health(5.0) is Health.SILENT
+        running.engine.submit_add([new_request("b/0"), new_request("c/0")])
+        await running.until(lambda: len(running.outputs) == 2)
+    assert [output.error.code for output in running.outputs] == ["engine_dead"] * 2
+    assert (running.deaths, running.engine.num_requests) == ([], 1)
+    assert await running.http.health(5.0) is Health.HEALTHY
+
+
+REFUSED, NO_DESCRIPTOR = ConnectionRefusedError(errno.ECONNREFUSED, "no"), OSError(errno.EMFILE, "too many")
+
+
+@pytest.mark.parametrize(
+    ("causes", "expected"),
+    [
+        ([REFUSED], Health.GONE),
+        ([REFUSED, REFUSED], Health.GONE),
+        ([NO_DESCRIPTOR], Health.SILENT),
+        ([REFUSED, NO_DESCRIPTOR], Health.SILENT),
+        ([socket.gaierror(socket.EAI_NONAME, "no name")], Health.SILENT),
+    ],
+)
+async def test_only_a_server_that_refuses_connections_at_all_its_addresses_is_gone(running, monkeypatch, causes, expected):
+    async def connect(*_, **__):
+        cause = causes[0] if len(causes) == 1 else ExceptionGroup("several", causes)
+        raise OSError("All connection attempts failed") from cause
+
+    monkeypatch.setattr("anyio.connect_tcp", connect)
+    try:
+        raise EngineDead("of a request") from REFUSED
+    except EngineDead:
+        assert await running.http.health(5.0) is expected
 
 
 async def test_one_bad_look_does_not_end_the_server(server, running):

@@ -1,6 +1,7 @@
 """The start of an agent's process, which waits for its server and says so, and what its drain has to wait for."""
 
 import asyncio
+import resource
 from dataclasses import replace
 
 import pytest
@@ -99,6 +100,20 @@ async def test_what_a_server_of_unknown_cache_reports_is_believed(server, start,
         router.on_report(report)
     assert len(router.contents(key)) == 99
     assert not router.needs_snapshot(key, feed.num_sent("r"))
+
+
+async def test_an_agent_takes_no_more_choices_than_it_can_have_connections(server, start, caplog, monkeypatch):
+    limits = {"soft": 300, "hard": 400}
+    monkeypatch.setattr(resource, "getrlimit", lambda _kind: (limits["soft"], limits["hard"]))
+    monkeypatch.setattr(resource, "setrlimit", lambda _kind, new: limits.update(soft=new[0]))
+    start.looks = [Health.HEALTHY]
+    server.answers.append([])
+    await start.worker.load()
+    parts = await start.worker.open(EngineEvents(print, print, print, lambda: None))
+    assert limits["soft"] == 400
+    assert parts.register("").max_num_choices == 400 - 256
+    assert parts.limits.max_num_seqs + parts.limits.max_waiting_requests == 400 - 256
+    assert "event=few_descriptors" in caplog.text
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ import resource
 
 import pytest
 
-from router.http.descriptors import connections_within, raise_descriptor_limit
+from core.descriptors import connections_within, raise_descriptor_limit
 
 
 @pytest.fixture
@@ -33,13 +33,13 @@ def test_limit_that_is_high_enough_stays(limits):
 
 
 def test_connections_leave_descriptors_for_everything_else(limits, caplog):
-    assert connections_within(8192) == 768
+    assert connections_within(8192, "router.max_connections") == 768
     assert "few_descriptors" in caplog.text
     assert "router.max_connections" in caplog.text
 
 
 def test_enough_descriptors_are_nothing_to_talk_about(limits, caplog):
-    assert connections_within(768) == 768
+    assert connections_within(768, "router.max_connections") == 768
     limits["soft"] = resource.RLIM_INFINITY
-    assert connections_within(8192) == 8192
+    assert connections_within(8192, "router.max_connections") == 8192
     assert not caplog.text

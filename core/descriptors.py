@@ -1,0 +1,36 @@
+"""How many connections the process's limit of open files allows.
+
+Raises the soft limit and computes the rest. Without this a router could run out of descriptors before it reaches
+``router.max_connections``, and then accept no connection on any port, probes included; and an agent, which has a connection
+for each choice at its server, could no longer look whether the server is well.
+"""
+
+from __future__ import annotations
+
+import logging
+import resource
+
+from core.log import event
+
+logger = logging.getLogger(__name__)
+RESERVED = 256  # sockets of the cluster, files, the operations port
+
+
+def raise_descriptor_limit(num_connections: int) -> None:
+    """Raise the process's soft limit as far as ``num_connections`` need it and the hard limit allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_connections + RESERVED
+    if hard != resource.RLIM_INFINITY:
+        wanted = min(wanted, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+def connections_within(num_connections: int, setting: str) -> int:
+    """Return ``num_connections``, or fewer if the descriptor limit requires it; then the log names ``setting``."""
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    room = max(1, soft - RESERVED)
+    if soft == resource.RLIM_INFINITY or room >= num_connections:
+        return num_connections
+    logger.warning(event("few_descriptors", limit=soft, connections=room, wanted=num_connections, setting=setting))
+    return room
