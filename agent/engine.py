@@ -55,11 +55,13 @@ class AgentIdentity:
 class WatchTerms:
     """How the server is watched; seconds. It is lost after ``patience_s`` without an answer that says it is healthy.
 
-    If it is gone, it is lost at once.
+    If it is gone, it is lost at once, and also if its process began at another time than ``started_at``: what it serves may be
+    another model. 0 if that is not known.
     """
 
     interval_s: float
     patience_s: float
+    started_at: float = 0.0
 
 
 class VllmEngine:
@@ -257,6 +259,8 @@ class VllmEngine:
         while True:
             await asyncio.sleep(self._terms.interval_s)
             health = await self._look(self._terms.patience_s)
+            if self._is_dead:
+                return
             if health is Health.GONE and await self._is_lost():
                 return
             if health is not Health.HEALTHY:
@@ -275,9 +279,16 @@ class VllmEngine:
                 self.load = await self._server.load(timeout_s)
             except EngineDead:
                 return Health.SILENT
+            if self._is_another():
+                self._die("was started again, and may serve something else")
             if not self._progress.note_look(self.load.num_steps, self.load.total_usage, self._clock.now()):
                 self._probe_if_it_may_have_none_to_make()
         return health
+
+    def _is_another(self) -> bool:
+        """Return whether it is another process than the one that was asked what it serves, as after a pause of this agent."""
+        known = (self._terms.started_at, self.load.started_at)
+        return all(known) and known[0] != known[1]
 
     def _probe_if_it_may_have_none_to_make(self) -> None:
         """Let the server make a step of its own, which shows whether its engine works.

@@ -11,6 +11,7 @@ PLUGIN = "vllm:kvferry_"
 
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+_STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+-]+)$", re.MULTILINE)
 _LOADS, _IN_PROGRESS = "vllm:num_requests_kv_fetch_by_stage", 'stage="in_progress"'
 _FAILURES = (f"{PLUGIN}failures_total", f"{PLUGIN}refusals_total")
 
@@ -33,7 +34,8 @@ class ServerLoad:
     """The server's load. ``num_steps`` counts the steps of its engines that brought a token.
 
     The blocks of ``num_loading`` of the waiting requests are on their way. ``kv_cache_usage`` is that of the fullest engine,
-    0 to 1, and ``total_usage`` the sum over all. ``handoffs`` is None without the plug-in.
+    0 to 1, and ``total_usage`` the sum over all. ``started_at`` is when its process began, seconds since the epoch; 0 if it
+    does not say, as with several API processes. ``handoffs`` is None without the plug-in.
     """
 
     num_running: int = 0
@@ -43,6 +45,7 @@ class ServerLoad:
     total_usage: float = 0.0
     num_held_blocks: int = 0
     num_steps: int = 0
+    started_at: float = 0.0
     handoffs: HandoffCounts | None = None
 
 
@@ -73,8 +76,15 @@ def read_load(text: str) -> ServerLoad:
         total_usage=sums["vllm:kv_cache_usage_perc"],
         num_held_blocks=int(sums[f"{PLUGIN}held_blocks"]),
         num_steps=int(sums["vllm:iteration_tokens_total_count"]),
+        started_at=read_start(text),
         handoffs=handoffs if has_plugin(text) else None,
     )
+
+
+def read_start(text: str) -> float:
+    """Return ``ServerLoad.started_at``. Counters may go back while a process lives: vLLM's route to scale resets them."""
+    found = _STARTED.search(text)
+    return float(found[1]) if found is not None else 0.0
 
 
 def has_plugin(text: str) -> bool:

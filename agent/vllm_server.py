@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from agent.server_metrics import ServerLoad, has_plugin, labels_of, read_load
+from agent.server_metrics import ServerLoad, has_plugin, labels_of, read_load, read_start
 from agent.vllm_protocol import ABORT, GENERATE, RENDER, Answer, decode_answer
 from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, Overloaded
 from core.tracing import TraceContext
@@ -46,6 +46,8 @@ class ServerFacts:
     splits_output: bool  # it separates reasoning from the text of every chat
     has_prefix_cache: bool
     has_plugin: bool  # it hands its KV over by our connector
+    root: str  # the repository or directory of the model
+    started_at: float  # see ``ServerLoad``
 
 
 class Health(Enum):
@@ -58,6 +60,7 @@ class Health(Enum):
 
 class _Model(msgspec.Struct):
     id: str
+    root: str | None = None
     max_model_len: int | None = None
 
 
@@ -149,6 +152,8 @@ class VllmServer:
             splits_output=await self._splits_output(),
             has_prefix_cache=cache.get("enable_prefix_caching", "True") == "True",
             has_plugin=has_plugin(metrics),
+            root=models.data[0].root or "",
+            started_at=read_start(metrics),
         )
 
     async def load(self, timeout_s: float) -> ServerLoad:

@@ -103,6 +103,7 @@ class VllmWorker(WorkerSource):
             reason = "its /metrics do not tell; start vllm serve without --disable-log-stats"
             logger.warning(event("vllm_cache_size_unknown", url=section.engine, reason=reason))
         await self._warm_up(server, self._facts, end - clock.now())
+        self._warn_of_other_name(self._facts)
         logger.info(event("vllm_ready", url=section.engine, version=self._facts.version, model=self._facts.model))
 
     async def _wait_until_healthy(self, server: VllmServer, end: float) -> None:
@@ -125,7 +126,8 @@ class VllmWorker(WorkerSource):
         assert server is not None, "it is loaded first"
         config = context.config
         identity = _identity(context, facts)
-        terms = WatchTerms(interval_s=config.agent.watch_interval_s, patience_s=config.agent.patience_s)
+        watch = config.agent
+        terms = WatchTerms(interval_s=watch.watch_interval_s, patience_s=watch.patience_s, started_at=facts.started_at)
         num_choices = _num_choices(config)
         max_num_seqs = min(config.scheduler.max_num_seqs, num_choices)
         contents = self._follow_cache(identity)
@@ -156,6 +158,13 @@ class VllmWorker(WorkerSource):
         self._kv_events = KVEventReader(section.kv_events_address, section.kv_events_replay_address, blocks)
         self._kv_events.start()
         return contents
+
+    def _warn_of_other_name(self, facts: ServerFacts) -> None:
+        """Say so if the server's model has other names than the agent's: it may be another than the router tokenizes for."""
+        model = self._context.config.model
+        names = {model.name, model.served_name or model.name}
+        if not names & {facts.model, facts.root}:
+            logger.warning(event("other_model_name", server=facts.model, root=facts.root, agent=", ".join(sorted(names))))
 
     async def _warm_up(self, server: VllmServer, facts: ServerFacts, timeout_s: float) -> None:
         """Let the server make its first steps before it has requests: routers would take their time for a stall."""

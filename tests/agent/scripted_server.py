@@ -20,6 +20,7 @@ class ScriptedServer:
         self.called = {}  # by path: (status, JSON), or a list of events
         self.token_routes = 200
         self.version = "0.32.0"
+        self.model = {"id": "m", "root": "org/m"}
         self.has_plugin = True
         self.cache_info = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
         self.is_healthy = True
@@ -28,6 +29,7 @@ class ScriptedServer:
         self.thawed.set()
         self.num_open = 0
         self.num_steps = 0
+        self.started_at = 0.0  # not told
         self.steps_by_themselves = False  # one between two looks at its metrics
         self.usages = [0.5]  # of the KV cache, at each look at its metrics; the last one stays
         self._server = None
@@ -74,7 +76,7 @@ class ScriptedServer:
             case "/version":
                 self._whole(writer, 200, {"version": self.version})
             case "/v1/models":
-                self._whole(writer, 200, {"data": [{"id": "m", "max_model_len": 512}]})
+                self._whole(writer, 200, {"data": [self.model | {"max_model_len": 512}]})
             case "/metrics":
                 self.num_steps += self.steps_by_themselves
                 usage = self.usages.pop(0) if len(self.usages) > 1 else self.usages[0]
@@ -91,6 +93,8 @@ class ScriptedServer:
                     'vllm:kvferry_refusals_total{engine="0",reason="layout"} 5.0\n'
                     f'vllm:iteration_tokens_total_count{{engine="0"}} {self.num_steps}\n'
                 )
+                if self.started_at:
+                    text += f"process_start_time_seconds {self.started_at}\n"
                 if not self.has_plugin:
                     text = text.replace("kvferry", "other")
                 self._head(writer, 200, "text/plain", len(text))

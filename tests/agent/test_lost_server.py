@@ -101,6 +101,25 @@ async def test_only_a_server_that_refuses_connections_at_all_its_addresses_is_go
         assert await running.http.health(5.0) is expected
 
 
+@pytest.mark.parametrize(
+    ("before", "now", "is_lost"),
+    [(1.5e9, 1.5e9 + 0.25, True), (1.5e9, 1.5e9, False), (0.0, 1.5e9, False), (1.5e9, 0.0, False)],
+    ids=["another process", "the same", "not told before", "not told now"],
+)
+async def test_a_server_that_was_started_again_meanwhile_is_lost(server, before, now, is_lost):
+    """As in a pause of this agent: it may serve another model. Its counters alone may be reset while it lives."""
+    server.started_at, server.num_steps = now, 50
+    running = Running(server, patience_s=30.0, started_at=before)
+    running.engine.start()
+    await running.until(lambda: running.deaths or server.num_looks > 2)
+    server.num_steps = 0
+    looks = server.num_looks
+    await running.until(lambda: running.deaths or server.num_looks > looks + 2)
+    assert bool(running.deaths) == is_lost
+    await asyncio.to_thread(running.engine.stop, WAIT_S)
+    await running.http.close()
+
+
 async def test_one_bad_look_does_not_end_the_server(server, running):
     server.is_healthy = False
     assert await running.http.health(5.0) is Health.GONE

@@ -27,7 +27,7 @@ class Start:
     def __init__(self, server, monkeypatch):
         self.clock = FakeClock()
         self.looks = []
-        settings = [f"agent.engine={server.url}", "agent.start_timeout_s=100", "connector.lease_s=120"]
+        settings = [f"agent.engine={server.url}", "agent.start_timeout_s=100", "connector.lease_s=120", "model.name=m"]
         config = load_config(assignments=settings)
         self.worker = VllmWorker(replace(worker_context("decode"), config=config, clock=self.clock))
         monkeypatch.setattr(worker, "START_POLL_S", 0.0)
@@ -69,6 +69,17 @@ async def test_an_agent_gives_up_a_server_that_does_not_come(start):
     start.looks = [Health.GONE] * 11
     with pytest.raises(EngineDead, match="not ready after 100 s"):
         await start.worker.load()
+
+
+@pytest.mark.parametrize(
+    ("served", "root", "is_told"), [("m", "x", False), ("x", "m", False), ("x", "y", True), ("x", None, True)]
+)
+async def test_a_server_whose_model_has_other_names_is_told_of(server, start, caplog, served, root, is_told):
+    server.model = {"id": served, "root": root}
+    start.looks = [Health.HEALTHY]
+    server.answers.append([])
+    await start.worker.load()
+    assert ("event=other_model_name" in caplog.text) == is_told
 
 
 async def registration(server, start):

@@ -3,10 +3,12 @@
 import json
 import random
 import string
+import time
 
 import httpx
 import pytest
 
+from agent.server_metrics import read_start
 from tests.support.routed_servers import RoutedServers
 from tests.support.vllm_server import MODEL
 
@@ -157,6 +159,13 @@ def streamed(base_url, body):
                 reason = choice["finish_reason"] or reason
     assert is_done
     return text, calls, tokens, reason, usage["prompt_tokens"], usage["completion_tokens"]
+
+
+def test_a_server_tells_when_its_process_began(servers):
+    """By that, an agent learns that another process has its server's place."""
+    found = {read_start(httpx.get(f"{servers[0].base_url}/metrics").text) for _ in range(2)}
+    assert len(found) == 1
+    assert 0 < time.time() - found.pop() < 3600
 
 
 def test_completions_under_a_grammar(both, new_words):
