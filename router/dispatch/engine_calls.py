@@ -28,7 +28,7 @@ class Answered:
 
 @dataclass(slots=True)
 class _Open:
-    worker: WorkerKey
+    worker: GenerationWorker
     deadline: float
     needs_steps: bool
     position: int = 0  # of the next part
@@ -50,18 +50,19 @@ class EngineCalls:
 
     def begin(self, call: EngineCall, worker: GenerationWorker, now: float) -> Sequence[SendToWorker | Answered]:
         """Send a call, which has a deadline, to a worker; one that has left since it was chosen fails the call at once."""
-        if self._membership.get(worker.key) is None:
+        member = self._membership.get(worker.key)  # another object if it has left and registered again since
+        if member is None:
             return [Answered(call.request_id, _lost(worker.key))]
-        self._open[call.request_id] = _Open(worker.key, now + call.deadline_ms / 1e3, call.needs_steps)
-        worker.num_inflight += 1
-        return [SendToWorker(worker.key, call)]
+        self._open[call.request_id] = _Open(member, now + call.deadline_ms / 1e3, call.needs_steps)
+        member.num_inflight += 1
+        return [SendToWorker(member.key, call)]
 
     def on_reply(self, sender: WorkerKey, reply: EngineReply, now: float) -> Sequence[SendToWorker | Answered]:
         """Pass on a part. Those of other workers are ignored; a lost part fails the call; calls that have ended are aborted."""
         found = self._open.get(reply.request_id)
         if found is None:
             return [] if reply.is_last else self._ended.stop(reply.request_id, sender, now)
-        if found.worker != sender:
+        if found.worker.key != sender:
             return []
         if reply.position != found.position:
             lost = ProtocolError(f"part {found.position} of an answer of {sender.engine_id} was lost on the way")
@@ -74,18 +75,18 @@ class EngineCalls:
     def on_failed(self, sender: WorkerKey, failed: RequestFailed, now: float) -> list[Answered]:
         """End a call that its worker has failed."""
         found = self._open.get(failed.request_id)
-        return self.fail(failed.request_id, failed.error, now) if found is not None and found.worker == sender else []
+        return self.fail(failed.request_id, failed.error, now) if found is not None and found.worker.key == sender else []
 
     def on_rejected(self, sender: WorkerKey, error: ErrorInfo, now: float) -> list[SendToWorker | Answered]:
         """Fail the calls that the rejected message may have been: those without an answer from this worker."""
-        names = [name for name, found in self._open.items() if found.worker == sender and not found.position]
+        names = [name for name, found in self._open.items() if found.worker.key == sender and not found.position]
         return [action for name in names for action in self._stop(name, error, now)]
 
     def on_left(self, left: Left, now: float) -> list[SendToWorker | Answered]:
         """Fail the calls of a lost worker. One that is back has them still: parts of their answers are lost, so they end."""
         worker = left.worker.key
         lost = _lost(worker)
-        names = [name for name, found in self._open.items() if found.worker == worker]
+        names = [name for name, found in self._open.items() if found.worker.key == worker]
         aborts = [SendToWorker(worker, Abort(request_ids=tuple(names), reason=lost.code))] if names and left.is_back else []
         return [*aborts, *(action for name in names for action in self.fail(name, lost, now))]
 
@@ -101,7 +102,7 @@ class EngineCalls:
         """Return why a call ends now: it is late, or its worker has stalled before an answer and another one works."""
         if now >= found.deadline:
             return DeadlineExceeded("the engine did not answer in the time of the request")
-        worker = self._membership.get(found.worker)
+        worker = self._membership.get(found.worker.key)
         if not found.needs_steps or found.position or worker is None or not worker.why_unresponsive:
             return None
         same = (worker.role, worker.facts.model_fingerprint)
@@ -127,14 +128,12 @@ class EngineCalls:
         if found is None:
             return []
         self._close(request_id, now)
-        return [SendToWorker(found.worker, Abort(request_ids=(request_id,), reason=reason))]
+        return [SendToWorker(found.worker.key, Abort(request_ids=(request_id,), reason=reason))]
 
     def _close(self, request_id: str, now: float) -> None:
         found = self._open.pop(request_id)
         self._ended.add(request_id, now)
-        worker = self._membership.get(found.worker)
-        if worker is not None:
-            worker.num_inflight -= 1
+        found.worker.num_inflight -= 1
 
 
 def _lost(worker: WorkerKey) -> ErrorInfo:

@@ -119,6 +119,16 @@ def test_a_call_to_a_worker_that_has_left_since_it_was_chosen_fails_at_once(benc
     assert answered.reply.code == "peer_lost", "its successor is another process"
 
 
+def test_a_call_counts_at_the_present_member_of_a_worker_that_registered_again(bench, worker):
+    bench.leave("a0")
+    bench.join("a0", takes_calls=True)
+    bench.do(bench.core.begin_call(CALL, worker, 0.0))
+    present = bench.core.membership.get(worker.key)
+    assert (present.num_inflight, worker.num_inflight) == (1, 0)
+    bench.receive("a0", part(0, is_last=True))
+    assert (present.num_inflight, worker.num_inflight) == (0, 0)
+
+
 LONG = EngineCall(request_id="c", path="/x", body=b"{}", deadline_ms=60_000)
 
 
