@@ -463,7 +463,7 @@ class Dispatcher:
         if not is_gone:
             actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
         is_refusal = retries.is_refusal(error)
-        waits_for_room = is_refusal and request.has_begun
+        waits_for_room = is_refusal and request.has_begun and not request.attempt.shown  # after tokens it is a replay
         if is_refusal and not request.has_begun:
             self._encode_legs.on_prompt_refused(request)
         if not waits_for_room and not ((is_free or is_refusal) and retries.take_free_retry(request, error)):

@@ -22,7 +22,8 @@ from core.errors import (
 from core.wire.messages import ErrorInfo
 from router.dispatch.request_state import RequestState, RetryKind
 
-# The worker cannot take the request now. It has computed nothing, unless the request's grammar could not be had once more.
+# The worker cannot take the request now. It has computed nothing, unless its drain took too long or the request's grammar could
+# not be had once more.
 _REFUSALS = frozenset({NoWorker.code, Overloaded.code})
 _REFUSAL = "refusal"  # the reason under which both are counted
 
