@@ -280,7 +280,7 @@ class Dispatcher:
         if isinstance(member, GenerationWorker):
             self.restarts.on_joined(member, now)
         for request in self.requests.values():
-            request.blamed = [key for key in request.blamed if key != member.key]
+            retries.forgive(request, member.key)
         return self.place_waiting(now)
 
     def on_pause(self, lateness_s: float, now: float) -> None:

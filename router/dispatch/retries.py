@@ -20,12 +20,14 @@ from core.errors import (
     WorkerStalled,
 )
 from core.wire.messages import ErrorInfo
+from router.dispatch.members import WorkerKey
 from router.dispatch.request_state import RequestState, RetryKind
 
 # The worker cannot take the request now. It has computed nothing, unless its drain took too long or the request's grammar could
 # not be had once more.
 _REFUSALS = frozenset({NoWorker.code, Overloaded.code})
 _REFUSAL = "refusal"  # the reason under which both are counted
+_RETURN = "return"  # that under which losses are counted whose processes came back
 
 _PAUSES = frozenset({RouterSilent.code, WorkerStalled.code})
 _FREE_IN_A_ROW = 16
@@ -71,9 +73,13 @@ def take_free_retry(request: RequestState, error: ErrorInfo) -> bool:
     """
     limit = _FREE_IN_A_ROW if error.code != WorkerStalled.code else _FREE_STALLS_IN_A_ROW
     reason = _REFUSAL if is_refusal(error) else error.code
-    number = request.free_retries.get(reason, 0)
-    request.free_retries[reason] = number + 1
-    return number < limit
+    return _count(request, reason) <= limit
+
+
+def forgive(request: RequestState, returned: WorkerKey) -> None:
+    """Give back the retries that the loss of a process has cost which is there again, unless that has come too often."""
+    if returned in request.blamed and _count(request, _RETURN) <= _FREE_IN_A_ROW:
+        request.blamed = [key for key in request.blamed if key != returned]
 
 
 def is_premature(request: RequestState, error: ErrorInfo, now: float) -> bool:
@@ -86,3 +92,10 @@ def kind_of(request: RequestState) -> RetryKind:
     if not request.has_begun:
         return "prefill"
     return "replay" if request.has_decoded else "handoff"
+
+
+def _count(request: RequestState, reason: str) -> int:
+    """Count one more for this reason, and return how many there have been since the request's last token."""
+    number = request.free_retries.get(reason, 0) + 1
+    request.free_retries[reason] = number
+    return number

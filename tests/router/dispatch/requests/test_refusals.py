@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import NoWorker, Overloaded, RouterSilent
+from core.errors import NoWorker, Overloaded, ProtocolError, RouterSilent
 from core.wire.messages import Abort, ErrorInfo, Generate, Heartbeat, Release
 
 FULL = ErrorInfo(code="overloaded", message="worker holds 9 choices already", http_status=429, retryable=True)
@@ -250,3 +250,15 @@ def test_a_worker_that_failed_a_request_gets_it_again_as_the_last_resort(pair):
     pair.prefill_done()
     gives_up(pair, "d0")
     assert pair.generated("d0").request_id == "r1.2"
+
+
+@pytest.mark.parametrize(("max_retries", "num_losses"), [(0, 1), (1, 18), (2, 19)])
+def test_a_request_that_breaks_each_worker_ends_although_all_return(make_bench, max_retries, num_losses):
+    bench = make_bench("a0", "a1", max_retries=max_retries)
+    bench.submit()
+    for _ in range(num_losses):
+        worker = bench.core.dispatcher.requests["r1"].current.engine_id
+        bench.do(bench.core.on_malformed(worker.encode(), ProtocolError("no such message"), bench.now))
+        bench.join(worker)
+    assert bench.error().code == "peer_lost"
+    bench.assert_idle()
