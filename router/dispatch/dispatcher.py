@@ -347,9 +347,10 @@ class Dispatcher:
             self.placement.check_room(request, now, kept)
             route = self.placement.route(request, now, kept)
         except (NoWorker, Overloaded) as error:
-            if request.attempt.previous_error is not None and request.attempt.previous_error.code == Overloaded.code:
+            previous = request.attempt.previous_error
+            if previous is not None and previous.code == Overloaded.code and not request.was_admitted:
                 if not request.was_held:
-                    return self._open.fail_with(request, request.attempt.previous_error, now)  # no worker has admitted it
+                    return self._open.fail_with(request, previous, now)
                 request.is_held = True
             return self._wait(request, error, now)
         except RequestError as error:
@@ -464,6 +465,7 @@ class Dispatcher:
             actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
         is_refusal = retries.is_refusal(error)
         waits_for_room = is_refusal and request.has_begun and not request.attempt.shown  # after tokens it is a replay
+        request.was_admitted |= error.code != Overloaded.code
         if is_refusal and not request.has_begun:
             self._encode_legs.on_prompt_refused(request)
         if not waits_for_room and not ((is_free or is_refusal) and retries.take_free_retry(request, error)):

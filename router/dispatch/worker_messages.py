@@ -109,6 +109,7 @@ def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) 
             now - measured.arrival, message.queue_ms, message.prefill_ms, measured.encode_s
         )
     is_repeated, request.has_report = request.has_report, True  # the request began again without a token
+    request.was_admitted = True
     request.free_retries.clear()
     updates = []
     for choice in message.choices:

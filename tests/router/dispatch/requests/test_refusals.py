@@ -127,6 +127,24 @@ def test_refusals_for_two_reasons_in_turn_are_counted_together(make_bench):
     assert num_refusals == 17
 
 
+@pytest.mark.parametrize("how", ["lost", "drained"])
+def test_a_request_that_was_admitted_once_waits_when_the_next_worker_is_full(make_bench, how):
+    bench = make_bench("a0", "a1")
+    bench.submit()
+    first = bench.core.dispatcher.requests["r1"].current.engine_id
+    other = {"a0": "a1", "a1": "a0"}[first]
+    if how == "lost":
+        bench.leave(first)
+    else:
+        bench.fails(first, DRAINING)
+    bench.fails(other, FULL, "r1.2")
+    assert "r1" not in bench.ended
+    bench.now = 1.0
+    bench.heartbeat(other)
+    bench.do(bench.core.on_timer(bench.now))
+    assert bench.generated(other).request_id == "r1.3"
+
+
 # ---- how long started requests wait ----------------------------------------------------------------------------------
 
 
