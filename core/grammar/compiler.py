@@ -21,6 +21,7 @@ from core.wire.sampling import StructuredOutput
 
 CACHE_BYTES = 256 << 20  # of the grammars that are kept, estimated; requests hold theirs beyond that
 MAX_PENDING = 32  # grammars that wait for the thread, without those for one request
+_FIELD = "structured_outputs"  # of a request: an error that names it is of the grammar, and the worker has room for others
 
 THREAD_NAME = "kvferry-grammar"
 
@@ -81,11 +82,11 @@ class GrammarCompiler:
         """Have a grammar compiled; ``take_compiled`` returns it, once however often it was requested meanwhile.
 
         Raises:
-            Overloaded: too many wait.
+            Overloaded: too many wait; names the field of the grammar.
         """
         num_shared = sum(not owner for _, owner in self._pending)
         if (output, "") not in self._pending and num_shared >= MAX_PENDING:
-            raise Overloaded(f"{MAX_PENDING} grammars wait to be compiled")
+            raise Overloaded(f"{MAX_PENDING} grammars wait to be compiled", param=_FIELD)
         self.renew(output)
 
     def renew(self, output: StructuredOutput, owner: str = "") -> None:
@@ -167,5 +168,9 @@ class GrammarCompiler:
             setup = self._setup()
             self._vocabulary = Vocabulary(setup.tokenizer_json, setup.vocab_size, setup.eos_token_ids)
             self._checker = GrammarChecker(lambda: setup)
-        self._checker.check(output)
+        try:
+            self._checker.check(output)
+        except Overloaded as error:
+            error.param = _FIELD
+            raise
         return CompiledGrammar(output, self._vocabulary)

@@ -41,7 +41,7 @@ from router.dispatch.early_pulls import EarlyPulls
 from router.dispatch.encode_legs import EncodeLegs
 from router.dispatch.handoffs import Handoffs, release
 from router.dispatch.inflight import InflightCounts
-from router.dispatch.members import EncodeWorker, GenerationWorker, Member, WorkerKey
+from router.dispatch.members import EncodeWorker, GenerationWorker, Member, WorkerKey, is_of_one_request
 from router.dispatch.membership import Left, Membership
 from router.dispatch.open_requests import OpenRequests
 from router.dispatch.pair_health import PairHealth
@@ -463,13 +463,16 @@ class Dispatcher:
         actions: list[DispatchAction] = [*self._early_pulls.stop(request)]
         if not is_gone:
             actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
-        is_refusal = retries.is_refusal(error)
-        waits_for_room = is_refusal and request.has_begun and not request.attempt.shown  # after tokens it is a replay
+        is_refusal, is_of_one = retries.is_refusal(error), is_of_one_request(error)
+        is_refused_leg = is_refusal and request.has_begun and not request.attempt.shown  # after tokens it is a replay
+        waits_for_room = is_refused_leg and not is_of_one
         request.was_admitted |= error.code != Overloaded.code
         if is_refusal and not request.has_begun:
             self._encode_legs.on_prompt_refused(request)
         if not waits_for_room and not ((is_free or is_refusal) and retries.take_free_retry(request, error)):
             request.blamed.append(failed)
+        if is_of_one:
+            request.refusing_until[failed] = now + retries.pause_s(request)
         request.avoid.add(failed)
         self._attempts.begin_next(request, error, now)
         self._inflight.free_all(request)
@@ -477,7 +480,7 @@ class Dispatcher:
             return actions + self._open.fail_with(request, error, now)
         next_actions = self._continue(request, now)
         if request.error is None:
-            if waits_for_room:
+            if is_refused_leg:
                 request.num_refusals += 1
             else:
                 request.retried.append(kind)

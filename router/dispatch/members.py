@@ -27,6 +27,11 @@ class WorkerKey(NamedTuple):
     incarnation: int
 
 
+def is_of_one_request(error: ErrorInfo) -> bool:
+    """Return True if a worker has room, only not for what one field of this request asks for, as a grammar to be compiled."""
+    return error.code == Overloaded.code and error.param is not None
+
+
 @dataclass(slots=True, kw_only=True)
 class Member(ABC):
     """A live process of the cluster as the router sees it.
@@ -34,8 +39,8 @@ class Member(ABC):
     ``num_inflight`` counts choices or images of this router's own requests, ``num_inflight_tokens`` the most tokens of these
     choices, and ``num_reserved`` those of them whose prompts another worker computes; ``reserved_until`` tells by request when
     that will be done, as was predicted when it was placed (router time; 0 = not known). ``is_refusing`` is set by a refusal for
-    lack of room, and ``closed_because`` by a failure that says why the process takes no requests; the next regular
-    heartbeat clears both, the last one at ``refusals_ended_at`` (router time).
+    lack of room, unless it is of one request only, and ``closed_because`` by a failure that says why the process takes no
+    requests; the next regular heartbeat clears both, the last one at ``refusals_ended_at`` (router time).
     ``cut_peer`` is a connection that was found lost after a pause of the router itself: the process may be alive, and may
     return on another connection. ``takeover`` is the highest number of a takeover that its registrations have named.
     ``awaits_readers_since`` is the router time of the first of its latest heartbeats that all reported waiting requests, leased
@@ -140,7 +145,7 @@ class Member(ABC):
 
     def note_failure(self, error: ErrorInfo) -> None:
         """Record whether this failure of one request means that the worker would refuse others too."""
-        if error.code == Overloaded.code:
+        if error.code == Overloaded.code and not is_of_one_request(error):
             self.is_refusing = True
         elif error.code in _CLOSED:
             self.closed_because = error.message or error.code

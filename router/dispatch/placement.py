@@ -221,6 +221,7 @@ class Placement:
             num_prompt_tokens=len(request.submission.prompt_token_ids),
             num_choices=request.num_live_choices,
             avoid=frozenset(request.avoid),
+            refusing=request.refusing(now),
             model_fingerprint=request.submission.model_fingerprint,
             bad_pairs=self._pairs.bad(now),
         )

@@ -30,8 +30,9 @@ class Demand:
     """What a request needs of a worker: context for ``num_tokens`` (prompt and output), and room for its choices.
 
     Workers in ``avoid`` have failed it before, and ``bad_pairs`` of prefill and decode worker had failing handoffs recently;
-    both are chosen only as a last resort. The room of workers in ``kept`` is for other requests. With a ``model_fingerprint``,
-    only workers with these weights are chosen, because the identifiers of the request's images are valid only for them.
+    both are chosen only as a last resort. The room of workers in ``kept`` is for other requests; those in ``refusing`` have
+    refused only this one, a short time ago. With a ``model_fingerprint``, only workers with these weights are chosen, because
+    the identifiers of the request's images are valid only for them.
     ``costs`` are those of the prompt at each worker, in ms; empty = choose by load.
     """
 
@@ -40,6 +41,7 @@ class Demand:
     num_choices: int = 1
     avoid: frozenset[WorkerKey] = frozenset()
     kept: frozenset[WorkerKey] = frozenset()
+    refusing: frozenset[WorkerKey] = frozenset()
     model_fingerprint: bytes = b""  # empty = any
     bad_pairs: frozenset[tuple[WorkerKey, WorkerKey]] = frozenset()
     costs: Mapping[WorkerKey, float] = field(default_factory=dict)
@@ -49,8 +51,8 @@ class Demand:
         return self.costs.get(worker.key, 0.0), *_least_loaded(worker)
 
     def has_room(self, worker: GenerationWorker) -> bool:
-        """Return True if a worker has room for the choices that is not kept for others."""
-        return worker.has_room(self.num_choices) and worker.key not in self.kept
+        """Return True if a worker has room for the choices that is not kept for others, and may take this request."""
+        return worker.has_room(self.num_choices) and worker.key not in self.kept and worker.key not in self.refusing
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,7 +289,7 @@ def choose_decode(workers: Iterable[GenerationWorker], prefill: GenerationWorker
         why = next((f": {reason.message}" for reason in reasons if reason), "")
         raise NoWorker(f"no decode worker can take over from prefill worker {prefill.key.engine_id}{why}")
     bad = [worker for worker in able if (prefill.key, worker.key) in demand.bad_pairs]
-    good = [worker for worker in able if worker not in bad and worker.has_room(demand.num_choices)]
+    good = [worker for worker in able if worker not in bad and demand.has_room(worker)]
     return _least_loaded_of(good or able, demand)
 
 

@@ -150,6 +150,7 @@ class RequestState:
     retried: list[RetryKind] = field(default_factory=list)  # its retries, without refusals
     num_refusals: int = 0  # by decode workers without room; they cost no retry
     avoid: set[WorkerKey] = field(default_factory=set)  # workers that failed it
+    refusing_until: dict[WorkerKey, float] = field(default_factory=dict)  # when workers that refused only it are asked again
     inflight: dict[WorkerKey, InflightCount] = field(default_factory=dict)
     error: ErrorInfo | None = None
 
@@ -197,6 +198,10 @@ class RequestState:
         """Return the attempt after this one. It keeps the prefill worker if that has computed the prompt."""
         prefill = None if self.phase is RequestPhase.PREFILL else self.attempt.prefill
         return Attempt(number=self.attempt.number + 1, prefill=prefill, previous_error=previous_error)
+
+    def refusing(self, now: float) -> frozenset[WorkerKey]:
+        """Return the workers that have refused only this request, and are not asked again yet."""
+        return frozenset(key for key, until in self.refusing_until.items() if now < until)
 
     @property
     def live_choices(self) -> list[int]:

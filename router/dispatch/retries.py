@@ -33,6 +33,11 @@ _PAUSES = frozenset({RouterSilent.code, WorkerStalled.code})
 _FREE_IN_A_ROW = 16
 _FREE_STALLS_IN_A_ROW = 2
 
+# With one worker the free refusals of a request's grammar take three minutes: longer than all that may wait there take CPU time
+# (``core.grammar.compiler``).
+_PAUSE_S = 0.5
+_MAX_DOUBLINGS = 5
+
 # A worker ends a request with one of these only under the load failure policy "fail", which asks for the error.
 _LOAD_FAILURES = frozenset(
     kind.code
@@ -74,6 +79,11 @@ def take_free_retry(request: RequestState, error: ErrorInfo) -> bool:
     limit = _FREE_IN_A_ROW if error.code != WorkerStalled.code else _FREE_STALLS_IN_A_ROW
     reason = _REFUSAL if is_refusal(error) else error.code
     return _count(request, reason) <= limit
+
+
+def pause_s(request: RequestState) -> float:
+    """Return for how many seconds a worker that has just refused only this request is not asked again; more each time."""
+    return _PAUSE_S * 2.0 ** min(request.free_retries[_REFUSAL] - 1, _MAX_DOUBLINGS)
 
 
 def forgive(request: RequestState, returned: WorkerKey) -> None:

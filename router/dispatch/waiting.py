@@ -75,7 +75,8 @@ class Waiting:
         """Yield the waiting requests that may look for a worker now, the next one first; each looks before the next is drawn.
 
         One before its first token that finds no room has looked for all that need as much at the same workers: these are not
-        tried. One that is held looks for held ones only, and after a while keeps others from its workers (``kept_from``).
+        tried. One that is held looks for held ones only, and after a while keeps others from its workers (``kept_from``). One
+        that some workers refuse, and not others like it, looks for itself.
         """
         self.not_tried.clear()
         self._passed.clear()
@@ -84,7 +85,7 @@ class Waiting:
         contexts = _contexts(self._membership.workers)
         tried: dict[tuple[_Kind, bool], tuple[int, _NoRoom]] = {}  # by ``is_held`` too: the fewest choices without room
         for request in sorted(self._requests.values(), key=self._order):
-            if request.has_begun:
+            if request.has_begun or request.refusing(now):
                 yield request
                 continue
             kind, n, is_held = _kind(request, contexts), request.submission.n, request.is_held
@@ -138,8 +139,8 @@ class Waiting:
 
 
 def _is_due(request: RequestState, now: float) -> bool:
-    """Return True if a request is held for so long that the room it needs is kept for it."""
-    return request.is_held and now >= request.arrival + PASS_S
+    """Return True if a request is held for so long that the room it needs is kept for it; not while workers refuse only it."""
+    return request.is_held and now >= request.arrival + PASS_S and not request.refusing(now)
 
 
 def _contexts(workers: Iterable[GenerationWorker]) -> list[int]:

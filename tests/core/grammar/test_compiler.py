@@ -260,8 +260,18 @@ def test_too_many_waiting_grammars_are_refused(compiler, monkeypatch):
     compiler.request(regex("a"))
     compiler.request(regex("b"))
     compiler.request(regex("b"))
-    with pytest.raises(Overloaded):
+    with pytest.raises(Overloaded) as refused:
         compiler.request(regex("c"))
+    assert refused.value.param == "structured_outputs", "others may be admitted"
+
+
+def test_a_grammar_that_could_not_be_checked_in_time_is_named_as_a_field(compiler, monkeypatch):
+    def be_busy(self, output):
+        raise Overloaded("the machine is busy")
+
+    monkeypatch.setattr(GrammarChecker, "check", be_busy)
+    error = compiled(compiler, regex("a"))[regex("a")]
+    assert (error.code, error.param) == (Overloaded.code, "structured_outputs")
 
 
 class HeldCompiler(GrammarCompiler):

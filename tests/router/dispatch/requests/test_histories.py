@@ -39,6 +39,7 @@ from router.dispatch.types import Submission
 LAYOUT = KVLayoutInfo(dtype="float32", order="HND", block_size=64, num_layers=1, num_kv_heads=1, head_dim=4, block_bytes=2048)
 ROLES = {"p0": "prefill", "p1": "prefill", "d0": "decode", "d1": "decode", "a0": "aggregated"}
 FAILURES = [ErrorInfo.of(kind("it happens")) for kind in (EngineDead, NoWorker, Overloaded, StaleBlock)]
+FAILURES.append(ErrorInfo.of(Overloaded("its grammar has to wait", param="structured_outputs")))
 DECLARED = {"peer_lost", "no_worker", "overloaded", "cancelled", "deadline_exceeded", "engine_dead", "stale", "protocol_error"}
 TIMEOUT_S = 300.0  # longer than any history
 FAULTS = [
@@ -475,7 +476,7 @@ class Histories(RuleBasedStateMachine):
                 request_id = wire_id.partition(".")[0]
                 assert request_id not in self.ended, "a worker was left with a request that has ended"
                 assert self.attempts[request_id] == wire_id, "a worker was left with an attempt that was given up"
-        for _ in range(60):
+        for _ in range(80):  # longer than a refused grammar waits for the next try
             self.time_passes(0.25)
             self.go_on(is_told=True)
         assert self.ended.keys() == self.sizes.keys()

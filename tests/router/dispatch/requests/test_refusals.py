@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 
 from core.errors import NoWorker, Overloaded, ProtocolError, RouterSilent
@@ -10,6 +12,7 @@ from core.wire.messages import Abort, ErrorInfo, Generate, Heartbeat, Release
 FULL = ErrorInfo(code="overloaded", message="worker holds 9 choices already", http_status=429, retryable=True)
 DRAINING = ErrorInfo(code="no_worker", message="worker d0 drains", http_status=503, retryable=True)
 DEAD = ErrorInfo(code="engine_dead", message="the engine died", http_status=503, retryable=True)
+GRAMMAR = ErrorInfo.of(Overloaded("32 grammars wait to be compiled", param="structured_outputs"))
 GIVEN_UP = ErrorInfo.of(RouterSilent("worker heard nothing from the router for too long"))
 
 closing = pytest.mark.parametrize("error", [DRAINING, DEAD], ids=lambda error: error.code)
@@ -143,6 +146,72 @@ def test_a_request_that_was_admitted_once_waits_when_the_next_worker_is_full(mak
     bench.heartbeat(other)
     bench.do(bench.core.on_timer(bench.now))
     assert bench.generated(other).request_id == "r1.3"
+
+
+# ---- refusals of one request only, because of its grammar ----------------------------------------------------------------
+
+
+def test_a_refused_grammar_does_not_close_the_worker_for_others(make_bench):
+    bench = make_bench("a0")
+    bench.submit("r1")
+    bench.fails("a0", GRAMMAR)
+    bench.submit("r2")
+    assert bench.generated("a0").request_id == "r2"
+
+
+def test_a_grammar_that_every_worker_refuses_before_the_first_token_is_a_429(make_bench):
+    bench = make_bench("p0", "p1", "d0")
+    bench.submit()
+    bench.fails("p0", GRAMMAR)
+    bench.fails("p1", GRAMMAR, bench.generated("p1").request_id)
+    assert (bench.error(), bench.error().http_status) == (GRAMMAR, 429)
+    assert [len(bench.to(name, Generate)) for name in ("p0", "p1")] == [1, 1]
+    bench.assert_idle()
+
+
+def test_a_grammar_refused_after_the_first_token_is_tried_elsewhere(make_bench):
+    bench = refused_by_d0(make_bench("p0", "d0", "d1"), GRAMMAR)
+    assert (bench.generated("d1").request_id, bench.generated("d1").kv_handoff) == ("r1.2", bench.handoff())
+    request = bench.core.dispatcher.requests["r1"]
+    assert (request.num_refusals, request.retried, request.blamed) == (1, [], [])
+
+
+def test_a_worker_that_refuses_a_grammar_is_asked_again_later_and_later(make_bench):
+    bench = refused_by_d0(make_bench("p0", "d0", request_timeout_s=600.0), GRAMMAR)
+    refused_at, num_sent = [0.0], 1
+    while "r1" not in bench.ended:
+        bench.tick(bench.now + 0.25)
+        if len(bench.to("d0", Generate)) > num_sent:
+            num_sent += 1
+            refused_at.append(bench.now)
+            bench.fails("d0", GRAMMAR, bench.generated("d0").request_id)
+    pauses = [later - earlier for earlier, later in pairwise(refused_at)]
+    assert (pauses[:6], set(pauses[6:])) == ([0.5, 1.0, 2.0, 4.0, 8.0, 16.0], {16.0})
+    assert (bench.error(), num_sent) == (GRAMMAR, 19), "16 refusals are free, and two retries"
+    assert bench.to("p0", Release) == [Release(transfer_ids=("t-r1",))]
+    bench.assert_idle()
+
+
+def test_a_started_request_that_waits_with_its_grammar_leaves_the_worker_to_others(make_bench):
+    bench = refused_by_d0(make_bench("p0", "d0"), GRAMMAR)
+    bench.submit("r2")
+    bench.prefill_done("r2")
+    assert bench.generated("d0").request_id == "r2"
+
+
+def test_other_requests_that_wait_pass_one_whose_grammar_was_refused(make_bench):
+    bench = make_bench("a0")
+    for request_id in ("r1", "r2"):
+        bench.submit(request_id)
+    bench.leave("a0")
+    bench.join("a0", incarnation=2)
+    bench.fails("a0", GRAMMAR, "r1.2")
+    bench.fails("a0", FULL, "r2.2")
+    assert bench.core.dispatcher.num_waiting == 2
+    bench.tick(0.25)
+    assert bench.generated("a0").request_id == "r2.3"
+    bench.tick(0.5)
+    assert bench.generated("a0").request_id == "r1.3"
 
 
 # ---- how long started requests wait ----------------------------------------------------------------------------------

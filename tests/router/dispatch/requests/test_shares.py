@@ -351,3 +351,14 @@ def test_reason_of_one_request_does_not_tell_another_key_what_it_needs(make_benc
     message = bench.error("x").message
     assert "take no requests at the moment; no worker could continue the request for 10 s" in message
     assert not re.search(r"90|n = 3", message)
+
+
+def test_no_room_is_kept_for_a_request_while_its_grammar_is_refused(full):
+    submit(full, "c0", CALM, n=2)
+    full.tick(PASS_S)
+    finish(full, "f0")
+    finish(full, "f1")
+    full.fails("a0", ErrorInfo.of(Overloaded("32 grammars wait to be compiled", param="structured_outputs")), "c0")
+    submit(full, "f8", FLOOD)
+    submit(full, "f9", FLOOD)
+    assert started(full)[-3:] == ["c0", "f8", "f9"]
