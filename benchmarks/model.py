@@ -4,8 +4,8 @@ Prefill: one prompt, the logits of its last token. Decode: one more token for ea
 Ours runs on the engine's attention backend over a paged cache; transformers on its own (SDPA, dynamic cache). fp32, CPU.
 ``gemm floor`` is the time of our packed linears alone on inputs of that size, the part that no other code can take away.
 
-Linears: the four linear layers of ten transformer layers and the head, all on as many rows, packed, packed without padding to 4
-rows, and dense. (A prefill step has all layers, and the head on one row only: that is ``gemm floor``.)
+Linears: the four linear layers of ten transformer layers and the head, all on as many rows: as the engine computes them, dense,
+and packed by oneDNN's kernels alone. (A prefill step has all layers, and the head on one row only: that is ``gemm floor``.)
 
     python benchmarks/model.py [--repeats 7] [--only linear prefill decode] [--json FILE] [--markdown] [--quick]
 
@@ -33,13 +33,13 @@ from core.config_types import default_cache_dir
 from core.model.arch import ModelArch, parse_arch
 from core.model.decoder import Decoder
 from core.model.hub import resolve_model
-from core.model.linear import DenseLinear, PackedLinear
+from core.model.linear import DenseLinear, PackedLinear, make_linear
 from core.model.loader import load_decoder
 
 BLOCK_SIZE = 64
 SECTIONS = ("linear", "prefill", "decode")
 DECODE_SHAPES = ((1, 128), (1, 1024), (4, 512), (16, 128), (16, 512))
-LINEAR, WHOLE = ("ours", "F.linear", "unpadded"), ("ours", "transformers", "gemm floor")
+LINEAR, WHOLE = ("ours", "F.linear", "oneDNN"), ("ours", "transformers", "gemm floor")
 Call = Callable[[], object]
 
 
@@ -138,13 +138,14 @@ def linear_calls(arch: ModelArch, num_rows: int) -> dict[str, Call]:
     ]
     weights = [torch.randn(shape) for shape in shapes]
     inputs = [torch.randn(num_rows, columns) for _, columns in shapes]
+    ours = [make_linear(weight) for weight in weights]
     packed = [PackedLinear(weight, None) for weight in weights]
     dense = [DenseLinear(weight, None) for weight in weights]
 
     def run(layers: Sequence[Callable[[Tensor], Tensor]]) -> Call:
         return lambda: [layer(x) for layer, x in zip(layers, inputs, strict=True)]
 
-    return {"ours": run(packed), "F.linear": run(dense), "unpadded": run([layer._apply for layer in packed])}
+    return {"ours": run(ours), "F.linear": run(dense), "oneDNN": run(packed)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from torch import Tensor
 from core.attention import compiled_decode, compiled_prefill
 from core.config_types import default_cache_dir
 from core.errors import ConfigError
-from core.model import compiled_layers
+from core.model import compiled_layers, few_rows
 from core.model.arch import parse_arch
 from core.model.decoder import Decoder
 from core.model.hub import ModelFiles, resolve_model
@@ -108,7 +108,7 @@ def main() -> None:
     add_cpu_choice(parser)
     arguments = parser.parse_args()
     machine = Machine.now()
-    libraries = [module.built_library() for module in (compiled_decode, compiled_prefill, compiled_layers)]
+    libraries = [module.built_library() for module in (compiled_decode, compiled_prefill, compiled_layers, few_rows)]
     compute_as_chosen(arguments, *libraries)
     torch.set_num_threads(1)
     files = resolve_model(arguments.model, Path(default_cache_dir()))

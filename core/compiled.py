@@ -31,6 +31,7 @@ LIBRARIES = (  # by their places in this package
     "attention._paged_prefill",
     "attention._write_rows",
     "engine._allowed_tokens",
+    "model._few_rows",
     "model._layer_ops",
 )
 
