@@ -5,7 +5,8 @@
     HNC      [layers, heads, tokens, 2 * head_dim]     vLLM's pools on devices; with MLA a head is the latent
     HNC-vec  [layers, heads, keys, values], keys [head_dim, tokens], values [tokens, head_dim]: vLLM's on CPUs
     HNC-...  [layers, heads, ...]                      packed for another instruction set: tokens cannot be told apart
-    opaque   layers of different sizes, or blocks that consist of smaller ones: nothing can be told apart
+    opaque   layers of different kinds, or blocks that consist of smaller ones: nothing can be told apart. vLLM's pools append a
+             digest of what lies where: such blocks are read from those of the same digest only
 
 A pool may keep the layers of a block apart: then a block consists of ``num_planes`` runs of bytes, one per layer. All blocks'
 runs of a layer are one array, a plane. The bytes of a block are its runs, in order.
@@ -19,7 +20,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from core.wire.kv import HNC_VEC, OPAQUE, KVLayoutInfo
+from core.wire.kv import HNC_VEC, KVLayoutInfo
 
 Bytes = npt.NDArray[np.uint8]
 
@@ -49,7 +50,7 @@ class BlockForm:
         self.layout = layout
         self.num_heads = layout.num_kv_heads if layout.splits_heads else 1
         has_pairs = layout.order in {"HND", "NHD"}  # keys and values of a layer are apart
-        num_runs = 1 if layout.order == OPAQUE else layout.num_layers * (2 if has_pairs else 1)
+        num_runs = layout.num_layers * (2 if has_pairs else 1) if layout.splits_layers else layout.num_planes
         token_bytes, rest = divmod(layout.block_bytes, num_runs * self.num_heads * layout.block_size)
         if rest or num_runs % layout.num_planes:
             raise ValueError(f"{layout} describes no block")
@@ -67,6 +68,8 @@ class BlockForm:
         ``planes`` [num_planes, bytes] is the block, cut into one run or into as many as it has layers.
         """
         size = self.layout.block_size
+        if not self.layout.splits_layers:
+            return [planes.reshape(len(planes), 1, 1, 1, size, -1)]
         heads = planes.reshape(len(planes), self._num_runs // len(planes), self.num_heads, -1)
         views, start = [], 0
         for part in self._parts:

@@ -70,6 +70,11 @@ class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     num_planes: Positive = 1
 
     @property
+    def splits_layers(self) -> bool:
+        """True if the bytes of a layer can be told apart."""
+        return not self.order.startswith(OPAQUE)
+
+    @property
     def splits_heads(self) -> bool:
         """True if the bytes of a KV head can be told apart."""
         return self.order.startswith("H")

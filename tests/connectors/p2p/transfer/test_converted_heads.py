@@ -165,3 +165,14 @@ def test_layouts_that_describe_no_block_are_refused(changed):
     fields = {name: getattr(Rank(HNC, 0, 4, 16).layout, name) for name in KVLayoutInfo.__struct_fields__}
     with pytest.raises(ValueError, match="describes no block"):
         BlockForm(KVLayoutInfo(**(fields | changed)))
+
+
+@pytest.mark.parametrize("order", ["opaque", "opaque-c0ffee"])
+def test_blocks_of_which_nothing_is_known_are_copied_whole_from_planes_and_into_them(order):
+    forms = [BlockForm(Rank(order, 0, HEADS, 16, num_planes).layout) for num_planes in (1, LAYERS)]
+    block = np.arange(forms[0].layout.block_bytes, dtype=np.uint8)
+    for num_planes in (1, LAYERS):
+        found = [form.views(block.reshape(num_planes, -1)) for form in forms]
+        assert [len(views) for views in found] == [1, 1]
+        assert np.array_equal(found[0][0], found[1][0])
+        assert np.array_equal(found[0][0].reshape(-1), block)
