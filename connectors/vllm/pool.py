@@ -7,6 +7,8 @@ every block. Hybrid models use one block for layers of different groups in turn,
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import json
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -96,8 +98,8 @@ def _check_memory(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[i
             f"KvferryConnector needs the KV cache layout {' or '.join(LAYOUTS)}; this engine has {layout} in {len(storages)} "
             "allocations: choose an attention backend that supports it"
         )
-    ((address, num_bytes),) = storages.items()
-    offsets = sorted({cache.data_ptr() - address for cache in kv_caches.values()})
+    (num_bytes,) = storages.values()
+    offsets = sorted({_offset(cache) for cache in kv_caches.values()})
     num_planes = len(offsets) if layout == LAYERS_APART else 1
     plane_bytes = num_bytes // num_planes
     row_bytes, rest = divmod(num_bytes, num_planes * num_blocks)
@@ -107,7 +109,7 @@ def _check_memory(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> tuple[i
         if rest or not in_planes or cache.stride(0) * cache.element_size() * num_kernel_blocks != row_bytes:
             raise ConfigError(
                 f"KvferryConnector: {num_bytes} bytes of KV cache in layout {layout} are not {num_blocks} equal blocks: layer "
-                f"{name} begins at byte {cache.data_ptr() - address} and has strides {tuple(cache.stride())}"
+                f"{name} begins at byte {_offset(cache)} and has strides {tuple(cache.stride())}"
             )
     return row_bytes * num_planes, len(offsets)
 
@@ -117,10 +119,10 @@ def _order(
 ) -> str:
     """Return what is known of the order of bytes in a block, see ``core.kv.block_form``."""
     specs = attention_specs(kv_cache_config)
-    address = next(iter(kv_caches.values())).untyped_storage().data_ptr()
-    offsets = sorted({cache.data_ptr() - address for cache in kv_caches.values()})
+    offsets = sorted({_offset(cache) for cache in kv_caches.values()})
     run_bytes = block_bytes // len(offsets)  # of a layer in a block, if there is no padding
-    are_alike = len({(spec.num_kv_heads, spec.head_size) for spec in specs}) == 1
+    num_types = len({cache.dtype for cache in kv_caches.values()})
+    are_alike = num_types == 1 and len({(spec.num_kv_heads, spec.head_size) for spec in specs}) == 1
     are_heads = all(getattr(spec, "num_head_slots", None) is None for spec in specs)  # else H counts something else
     are_even = len(set(np.diff(offsets).tolist())) <= 1
     are_whole = all(
@@ -130,7 +132,7 @@ def _order(
         for cache in kv_caches.values()
     )
     if not (are_alike and are_heads and are_even and are_whole):
-        return OPAQUE
+        return f"{OPAQUE}-{_digest_of_places(kv_caches, kv_cache_config)}"
     if not instruction_sets:
         return HNC
     are_pairs = not holds_latents(specs) and all(
@@ -140,6 +142,27 @@ def _order(
     if is_plain and instruction_sets[0] in {"vec", "vec16"}:
         return HNC_VEC
     return f"{HNC}-{'+'.join([*instruction_sets, cache_dtype])}"
+
+
+def _digest_of_places(kv_caches: Mapping[str, Any], kv_cache_config: Any) -> str:
+    """Return a digest of which bytes of a block belong to which layer, and in what form; the number of blocks plays no part.
+
+    vLLM puts layers of one kind side by side: two engines that give other layers another type have blocks of the same size
+    with other contents.
+    """
+    num_blocks = kv_cache_config.num_blocks
+    places, are_apart = [], kv_cache_config.kv_cache_layout == LAYERS_APART
+    for name, cache in kv_caches.items():
+        block = cache[: cache.shape[0] // num_blocks]
+        strides = [stride for stride, size in zip(block.stride(), block.shape, strict=True) if size > 1]
+        place = _offset(cache) // (num_blocks if are_apart else 1)  # the layers apart have planes of all blocks between them
+        places.append((place, name, str(block.dtype), list(block.shape), strides))
+    return hashlib.blake2b(json.dumps(sorted(places)).encode(), digest_size=8).hexdigest()
+
+
+def _offset(cache: Any) -> int:
+    """Return where a layer begins in the allocation that all share, in bytes."""
+    return int(cache.data_ptr() - cache.untyped_storage().data_ptr())
 
 
 def _buffer(storage: Any) -> memoryview:

@@ -38,6 +38,29 @@ def layout_beside_offloading(extra: dict[str, str]) -> str:
         return str(error)
 
 
+def order_of_blocks(skipped_layer: int, num_bytes: int) -> str:
+    """Return the order of bytes in blocks of 4 layers, one of which keeps the model's type; vLLM allocates ``num_bytes``."""
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.kv_cache_utils import get_kv_cache_config_from_groups, get_kv_cache_groups
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+    from vllm.v1.worker.utils import allocate_kv_cache
+
+    from connectors.vllm.pool import block_layout
+
+    config, specs = VllmConfig(), {}
+    config.cache_config.kv_cache_layout = "BLHNC"
+    for layer in range(4):
+        dtype = torch.bfloat16 if layer == skipped_layer else torch.uint8
+        specs[f"layers.{layer}.attn"] = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=dtype)
+    caches = get_kv_cache_config_from_groups(config, get_kv_cache_groups(config, specs), num_bytes)
+    caches.kv_cache_layout = "BLHNC"
+    views = allocate_kv_cache(caches, torch.device("cpu"), config.cache_config.get_resolved_kv_cache_layout())
+    return block_layout(views, caches, "fp8", []).order
+
+
 if __name__ == "__main__":
     layouts = [layout_beside_offloading(extra) for extra in ({}, {"kvferry.kv_cache_layout": "LBHNC"})]
-    print(json.dumps({"ports": ports_of_dense_engines(), "layouts": layouts}))
+    # The second engine has more memory, the third keeps another layer in the model's type.
+    orders = [order_of_blocks(layer, memory) for layer, memory in ((1, 1 << 20), (1, 3 << 20), (2, 1 << 20))]
+    print(json.dumps({"ports": ports_of_dense_engines(), "layouts": layouts, "orders": orders}))

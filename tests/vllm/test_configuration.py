@@ -30,3 +30,10 @@ def test_the_layout_can_be_that_of_the_connector_beside_ours(found):
     default, chosen = found["layouts"]
     assert "KV cache layout mismatch" in default
     assert chosen == "LBHNC"
+
+
+def test_engines_that_keep_other_layers_in_the_models_type_have_other_blocks(found):
+    of_one, with_more_memory, of_another = found["orders"]
+    assert of_one.startswith("opaque-")
+    assert of_one == with_more_memory
+    assert of_one != of_another

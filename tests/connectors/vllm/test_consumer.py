@@ -215,6 +215,14 @@ def test_heads_that_cannot_be_told_apart_need_as_many_ranks():
     assert ours.refused == {"layout": 1}
 
 
+def test_blocks_with_other_layers_at_the_same_places_are_refused_with_both_digests(caplog):
+    ours, theirs = (msgspec.structs.replace(LAYOUT, order=order) for order in ("opaque-1", "opaque-2"))
+    consumer = new_consumer(layout=ours)
+    arrive(consumer, handoff_of(producer_engine=engine(layout=theirs)))
+    assert consumer.refused == {"layout": 1}
+    assert "order opaque-2 at the peer, opaque-1 at d" in caplog.text
+
+
 @pytest.mark.parametrize("num_peers", [3, 6])
 def test_ranks_that_vllm_cannot_split_the_heads_among_are_refused(caplog, num_peers):
     """Of 4 heads on 3 ranks one has no holder."""

@@ -16,21 +16,21 @@ BLOCK_BYTES = LAYERS * HEADS * TOKENS * CONTENT * 4
 IN_BLOCK, APART = "BLHNC", "LBHNC"
 
 
-def caches(layout, names=LAYERS, kernel_blocks=1):
+def caches(layout, names=LAYERS, kernel_blocks=1, num_blocks=BLOCKS):
     """Return views of one allocation as vLLM makes them, with logical [layers, blocks, heads, tokens, content] counted up."""
-    storage = torch.zeros(LAYERS * BLOCKS * HEADS * TOKENS * CONTENT * 4, dtype=torch.int8).view(torch.float32)
+    storage = torch.zeros(num_blocks * BLOCK_BYTES, dtype=torch.int8).view(torch.float32)
     tokens = TOKENS // kernel_blocks
-    order = (LAYERS, BLOCKS * kernel_blocks) if layout == APART else (BLOCKS * kernel_blocks, LAYERS)
+    order = (LAYERS, num_blocks * kernel_blocks) if layout == APART else (num_blocks * kernel_blocks, LAYERS)
     blocks = storage.view(*order, HEADS, tokens, CONTENT)
     by_layer = blocks if layout == APART else blocks.transpose(0, 1)
     by_layer.copy_(torch.arange(by_layer.numel(), dtype=torch.float32).view(by_layer.shape))
     return {f"layer{number}": by_layer[number % LAYERS] for number in range(names)}
 
 
-def config(layout, **spec):
+def config(layout, num_blocks=BLOCKS, **spec):
     values = {"num_kv_heads": HEADS, "head_size": CONTENT // 2, "block_size": TOKENS} | spec
     group = SimpleNamespace(kv_cache_spec=SimpleNamespace(**values))
-    return SimpleNamespace(kv_cache_layout=layout, num_blocks=BLOCKS, transfer_group_ids=(0,), kv_cache_groups=[group])
+    return SimpleNamespace(kv_cache_layout=layout, num_blocks=num_blocks, transfer_group_ids=(0,), kv_cache_groups=[group])
 
 
 def pool(layout, **arguments):
@@ -75,13 +75,62 @@ def test_the_order_of_bytes_depends_on_who_packs_them(instruction_sets, cache_dt
 
 def test_of_blocks_that_kernels_cut_nothing_is_known():
     found = block_layout(caches(IN_BLOCK, kernel_blocks=2), config(IN_BLOCK), "auto", [])
-    assert (found.order, found.block_bytes) == ("opaque", BLOCK_BYTES)
+    assert (found.order[:7], found.block_bytes) == ("opaque-", BLOCK_BYTES)
+
+
+def mixed_layout(wide, num_blocks=BLOCKS):
+    """Return the layout of blocks of three layers, one of which is stored in twice the bytes; it comes last, as in vLLM."""
+    page = HEADS * TOKENS * CONTENT
+    storage = torch.zeros(num_blocks * 4 * page, dtype=torch.int8)
+
+    def view(dtype, offset):
+        strides = (4 * page // dtype.itemsize, TOKENS * CONTENT, CONTENT, 1)
+        shape = (num_blocks, HEADS, TOKENS, CONTENT)
+        return storage.view(dtype).as_strided(shape, strides, offset // dtype.itemsize)
+
+    narrow = [name for name in ("layer0", "layer1", "layer2") if name != wide]
+    views = {name: view(torch.uint8, index * page) for index, name in enumerate(narrow)}
+    views[wide] = view(torch.bfloat16, 2 * page)
+    return block_layout(views, config(IN_BLOCK, num_blocks), "fp8", [])
+
+
+def test_engines_that_store_other_layers_in_more_bytes_have_other_blocks():
+    assert mixed_layout("layer1").block_bytes == mixed_layout("layer2").block_bytes
+    assert mixed_layout("layer1") != mixed_layout("layer2")
+    assert mixed_layout("layer1") == mixed_layout("layer1", num_blocks=7)
+
+
+def test_layers_of_several_types_are_not_told_apart_by_their_size():
+    found = []
+    for name in ("layer1", "layer2"):
+        views = caches(APART)
+        views[name] = views[name].view(torch.int32)
+        found.append(block_layout(views, config(APART), "auto", []).order)
+    assert [order[:7] for order in found] == ["opaque-", "opaque-"]
+    assert found[0] != found[1]
+
+
+@pytest.mark.parametrize("layout", [IN_BLOCK, APART])
+def test_opaque_blocks_are_the_same_in_pools_of_any_size(layout):
+    found = [block_layout(caches(layout, LAYERS, 2, size), config(layout, size), "auto", []) for size in (BLOCKS, 7)]
+    assert found[0] == found[1]
+
+
+def order_of_odd_heads(layout, kernel_blocks):
+    return block_layout(caches(layout, LAYERS, kernel_blocks), config(layout, num_head_slots=2), "auto", []).order
+
+
+def test_opaque_blocks_have_the_same_order_where_their_runs_have_it():
+    """Unless kernels cut them: then their pieces lie layer by layer in the one layout, and piece by piece in the other."""
+    whole, cut = ([order_of_odd_heads(layout, count) for layout in (IN_BLOCK, APART)] for count in (1, 2))
+    assert whole[0] == whole[1]
+    assert cut[0] != cut[1]
 
 
 @pytest.mark.parametrize("spec", [{"num_head_slots": 2}, {"num_kv_heads": 4, "num_head_slots": 8}])
 def test_where_rows_are_no_heads_nothing_is_known(spec):
     found = block_layout(caches(APART), config(APART, **spec), "auto", [])
-    assert found.order == "opaque"
+    assert found.order.startswith("opaque-")
 
 
 def test_keys_and_values_of_different_sizes_are_not_told_apart_on_a_cpu():
