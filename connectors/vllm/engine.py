@@ -5,6 +5,7 @@ Everything that knows vLLM's configuration objects is here and in ``connectors.v
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
@@ -137,7 +138,7 @@ def model_identity(vllm_config: Any, minor: str, weights: str, attention: Sequen
         revision=str(model.revision or ""),
         config=_digest_of(model.hf_config.to_dict()),
         dtype=str(model.dtype).removeprefix("torch."),
-        quantization=str(model.quantization or ""),
+        quantization=_quantization(model),
         speculative="" if speculative is None else f"{speculative.method}:{speculative.model}",
         attention=",".join(attention),
         vllm=minor,
@@ -190,6 +191,17 @@ def _specs(spec: Any) -> list[Any]:
     """Return the specs of a group's layers, each kind once."""
     by_layer = getattr(spec, "kv_cache_specs", None)
     return [spec] if by_layer is None else list(dict.fromkeys(by_layer.values()))
+
+
+def _quantization(model_config: Any) -> str:
+    """Return the method's name, with a digest of the user's rules for what vLLM quantizes itself, if there are any.
+
+    The rules of a checkpoint are in its configuration.
+    """
+    method, rules = str(model_config.quantization or ""), model_config.quantization_config
+    if rules is None:
+        return method
+    return f"{method}:{_digest_of(rules if isinstance(rules, dict) else dataclasses.asdict(rules))}"
 
 
 def _digest_of(config: dict[str, Any]) -> str:

@@ -1,11 +1,13 @@
 """What is read from vLLM's configuration of its KV cache."""
 
-from dataclasses import dataclass
+import copy
+from dataclasses import dataclass, field
 from types import SimpleNamespace
 
 import pytest
+import torch
 
-from connectors.vllm.engine import can_name_blocks, check_role, check_supported, transfer_groups
+from connectors.vllm.engine import can_name_blocks, check_role, check_supported, model_identity, transfer_groups
 from core.errors import ConfigError
 
 
@@ -102,3 +104,51 @@ def test_a_role_around_ours_under_which_loads_could_be_overwritten_is_refused(ro
 )
 def test_other_roles_around_ours_are_safe(own, outer):
     check_role(transfer_config(own), transfer_config(outer, "MultiConnector"))
+
+
+@dataclass(frozen=True)
+class Scheme:
+    """vLLM's ``QuantKey``: how numbers are stored."""
+
+    dtype: torch.dtype
+
+
+@dataclass
+class Rules:
+    """vLLM's ``QuantizationConfigArgs``."""
+
+    linear: Scheme | None = None
+    ignore: list[str] = field(default_factory=list)
+
+
+def identity_with(rules, quantization="online"):
+    model = SimpleNamespace(
+        model="tiny",
+        revision=None,
+        hf_config=SimpleNamespace(to_dict=dict),
+        dtype=torch.bfloat16,
+        quantization=quantization,
+        quantization_config=rules,
+    )
+    return model_identity(SimpleNamespace(model_config=model, speculative_config=None), "0.32", "", [])
+
+
+RULES = [
+    None,
+    {"ignore": ["re:.*self_attn.*"]},
+    {"ignore": ["re:.*mlp.*"]},
+    Rules(Scheme(torch.float8_e4m3fn)),
+    Rules(Scheme(torch.int8)),
+    Rules(Scheme(torch.int8), ["re:.*self_attn.*"]),
+]
+
+
+def test_weights_that_other_rules_quantize_are_others():
+    identities = [identity_with(rules) for rules in RULES]
+    assert len(set(identities)) == len(RULES)
+    assert identities == [identity_with(copy.deepcopy(rules)) for rules in RULES]
+
+
+def test_rules_of_quantization_have_the_same_digest_in_every_process():
+    assert identity_with(None, "fp8").quantization == "fp8"
+    assert identity_with(Rules(Scheme(torch.int8))).quantization == "online:35cccdee00eb4acdda13e64a7ef9c65d"
