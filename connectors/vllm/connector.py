@@ -251,7 +251,7 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
 
     def has_pending_push_work(self) -> bool:
         """True while a step is needed without any request."""
-        return self._scheduler_side is not None and self._scheduler_side.has_orders()
+        return self._scheduler_side is not None and self._scheduler_side.needs_steps()
 
     # ---- statistics --------------------------------------------------------------------------------------------------
 

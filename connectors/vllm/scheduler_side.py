@@ -125,9 +125,13 @@ class SchedulerSide:
             releases=received.releases,
         )
 
-    def has_orders(self) -> bool:
-        """True while orders or the end of a quarantine wait for a step: without requests vLLM makes none by itself."""
-        return bool(self.num_quarantined_blocks) or not (self.producer.orders.is_empty() and self.consumer.orders.is_empty())
+    def needs_steps(self) -> bool:
+        """True while orders, or the ends of loads and quarantines, wait for a step: without requests vLLM makes none by itself.
+
+        In a pause it does not count those whose blocks are being loaded.
+        """
+        awaits_ranks = bool(self.consumer.num_loading or self.num_quarantined_blocks)
+        return awaits_ranks or not (self.producer.orders.is_empty() and self.consumer.orders.is_empty())
 
     def on_step_ended(self, finished_sending: set[str], finished_recving: set[str], reports: RankReports | None) -> None:
         """Apply what all ranks have reported. vLLM frees the blocks of these requests after this call."""

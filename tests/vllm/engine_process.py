@@ -167,6 +167,14 @@ class EngineProcess:
         """End a request early."""
         self._engine.abort_request([name], internal=False)
 
+    def pause(self, mode: str) -> None:
+        """Pause the scheduler in one of vLLM's modes: with ``keep``, requests stay as they are."""
+        self.core.pause_scheduler(mode, clear_cache=False)
+
+    def resume(self) -> None:
+        """Go on after a pause."""
+        self.core.resume_scheduler()
+
     def reset_all_caches(self) -> bool:
         """Do what vLLM does after it has replaced the weights."""
         return self._engine.reset_prefix_cache(reset_connector=True)

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from tests.support.vllm_engine import REMOTE_DECODE
-from tests.vllm.conftest import LEASE_S, settings
+from tests.vllm.conftest import LEASE_S, settings, wait_until
 
 pytestmark = [pytest.mark.vllm, pytest.mark.slow]
 
@@ -68,6 +68,22 @@ def test_an_answer_that_is_aborted_while_its_peer_is_frozen(chunked_pair):
     finally:
         pair.p.thaw()
     assert_goes_on(pair)
+
+
+def test_a_load_ends_and_releases_its_lease_while_its_engine_is_paused(chunked_pair):
+    pair, name, prompt = chunked_pair, chunked_pair.name(), chunked_pair.prompt()
+    params = pair.hand_off(prompt)
+    pair.p.freeze()
+    try:
+        pair.d.ask("add_and_step", name=name, prompt=prompt, max_tokens=16, params=params, count=3)
+        pair.d.ask("pause", mode="keep")
+    finally:
+        pair.p.thaw()
+    wait_until(lambda: not pair.p.ask("usage")["published"])
+    assert pair.d.ask("usage")["loading"] == 0
+    pair.d.ask("resume")
+    assert pair.d.ask("result", name=name)["tokens"] == pair.reference(prompt)
+    pair.assert_nothing_is_held()
 
 
 @pytest.mark.parametrize("side", ["d", "p"])

@@ -57,12 +57,12 @@ class Pool:
 def test_the_engine_steps_until_no_block_is_quarantined(side):
     pool = Pool(9)
     side.bind_block_pool(pool)
-    assert not side.has_orders()
+    assert not side.needs_steps()
     side.on_step_ended(set(), {"d"}, RankReports([QuarantineNews(added=(3, 4))]))
-    assert side.has_orders()
+    assert side.needs_steps()
     assert (pool.references[3], pool.references[4], side.take_counts().held_blocks) == (1, 1, 2)
     side.on_step_ended(set(), set(), RankReports([QuarantineNews(ended=(4, 3))]))
-    assert not side.has_orders()
+    assert not side.needs_steps()
     assert (sum(pool.references), side.take_counts().held_blocks) == (0, 0)
 
 
@@ -76,3 +76,21 @@ def test_held_blocks_are_told_when_their_number_changes(side):
     assert side.request_finished(request, ([1, 2, 3],)) is None
     side.build_orders({}, lambda _: None)
     assert side.take_counts().held_blocks == 0
+
+
+def test_the_engine_steps_until_its_loads_have_ended_and_their_leases_are_released(side):
+    """In a pause vLLM does not count requests that wait for blocks."""
+    owner = SchedulerSide(engine("p"), PeerRules(()), RandomIds(), TransferGroups((0,), (None,)))
+    prompt = FakeRequest("p", list(range(5, 75)), REMOTE_DECODE)
+    owner.on_new_request(prompt)
+    owner.build_orders({"p": 70}, lambda _: ([1, 2, 3],))
+    prompt.status, prompt.num_output_tokens = Status.FINISHED_LENGTH_CAPPED, 1
+    request = FakeRequest("d", list(range(5, 75)), owner.request_finished(prompt, ([1, 2, 3],)))
+    side.on_new_request(request)
+    side.start_load(request, ([4, 5, 6],), 70)
+    side.build_orders({}, lambda _: None)
+    assert side.needs_steps()
+    side.on_step_ended(set(), {"d"}, None)
+    assert side.needs_steps()
+    assert len(side.build_orders({}, lambda _: None).releases) == 1
+    assert not side.needs_steps()

@@ -64,7 +64,7 @@ def test_a_published_handoff_ends_and_is_held_until_all_ranks_say_so(new_side):
     finish(side, request)
     step(side)
     side.reset()
-    assert side.has_orders()
+    assert side.needs_steps()
     assert step(side).ended == [orders.seals[0].transfer_id]
     assert side.producer.num_held_blocks == 3
     side.on_step_ended({"a"}, set(), None)
