@@ -23,7 +23,6 @@ MAX_OPEN_QUESTIONS = 64  # about one lease, of a producer that answers none; the
 
 @dataclass(slots=True)
 class _HeldLease:
-    producer: PeerId
     first_question: int  # the first one about it; earlier questions concern an earlier hold of the same lease
     good_until: float = -math.inf
     expected_until: float | None = None  # not held yet: until when it is kept; None = it is held
@@ -56,13 +55,16 @@ class HeldLeaseCounts:
 
 
 class HeldLeases:
-    """Leases by transfer id. ``margin_s`` is the time a lease must still have for a read to be worth starting."""
+    """Leases by handoff: transfer ids come from clients too, so two producers may have one id.
+
+    ``margin_s`` is the time a lease must still have for a read to be worth starting.
+    """
 
     def __init__(self, renew_interval_s: float, margin_s: float, emit: Callable[[Action], None]) -> None:
         self._renew_interval_s = renew_interval_s
         self._margin_s = margin_s
         self._emit = emit
-        self._leases: dict[str, _HeldLease] = {}
+        self._leases: dict[HandoffRef, _HeldLease] = {}
         self._last_number = 0
         self._renew_at = math.inf
         self.counts = HeldLeaseCounts()
@@ -75,26 +77,26 @@ class HeldLeases:
         """Number of the last question to any producer; 0 if there was none."""
         return self._last_number
 
-    def __contains__(self, transfer_id: str) -> bool:
-        return transfer_id in self._leases
+    def __contains__(self, handoff: HandoffRef) -> bool:
+        return handoff in self._leases
 
     def expect(self, handoff: HandoffRef, now: float) -> None:
         """Ask about a lease that may be held soon. The question renews it once; later rounds renew it only after it is held.
 
         The first round an interval after the question drops it if it is still not held.
         """
-        if handoff.transfer_id not in self._leases:
+        if handoff not in self._leases:
             self._take(handoff, now).expected_until = now + self._renew_interval_s
-            self._ask([handoff.transfer_id], now)
+            self._ask([handoff], now)
 
     def hold(self, handoffs: Iterable[HandoffRef], now: float) -> None:
         """Keep these leases alive from now on. Idempotent."""
         taken = []
         for handoff in handoffs:
-            lease = self._leases.get(handoff.transfer_id)
-            if lease is None or (lease.expected_until is not None and lease.producer != handoff.producer):
+            lease = self._leases.get(handoff)
+            if lease is None:
                 self._take(handoff, now)
-                taken.append(handoff.transfer_id)
+                taken.append(handoff)
             elif lease.expected_until is not None:
                 self._renew_at = min(self._renew_at, lease.expected_until)  # an interval after the question
                 lease.expected_until = None
@@ -103,30 +105,32 @@ class HeldLeases:
 
     def release(self, handoff: HandoffRef) -> None:
         """Release the handoff at its producer, and stop keeping it alive."""
-        self._leases.pop(handoff.transfer_id, None)
+        self._leases.pop(handoff, None)
         self._emit(SendControl(handoff.producer.address, LeaseRelease(transfer_ids=(handoff.transfer_id,))))
 
-    def may_start_read(self, transfer_id: str, now: float) -> bool:
+    def may_start_read(self, handoff: HandoffRef, now: float) -> bool:
         """Return True if a read started now ends within the lease by its lower bound; if not, ask how much is left."""
-        lease = self._leases[transfer_id]
+        lease = self._leases[handoff]
         if lease.good_until > now + self._margin_s:
             return True
         if not lease.asked_at:
-            self._ask([transfer_id], now)
+            self._ask([handoff], now)
         return False
 
     def on_state(self, address: str, state: LeaseState) -> tuple[list[str], list[str]]:
         """Process a producer's answer; return the transfer ids that continue, and those with too little time left."""
         going_on: list[str] = []
         ending: list[str] = []
+        producer = PeerId(address, state.incarnation)
         for transfer_id, left_ms in state.left_ms.items():
-            lease = self._leases.get(transfer_id)
-            if lease is None or lease.producer != PeerId(address, state.incarnation) or state.number < lease.first_question:
+            handoff = HandoffRef(transfer_id, producer)
+            lease = self._leases.get(handoff)
+            if lease is None or state.number < lease.first_question:
                 continue
             lease.num_refusals = 0
             asked_at = lease.close_questions(state.number)
             if left_ms / 1000 <= self._margin_s:
-                del self._leases[transfer_id]
+                del self._leases[handoff]
                 ending.append(transfer_id)
                 continue
             if asked_at is not None:
@@ -140,41 +144,41 @@ class HeldLeases:
         They may be asked about anew. One that is refused twice in a row is dropped, unless it is known to last. Since
         connections keep order, earlier questions about them get no answer any more.
         """
-        asked = [name for name, lease in self._leases.items() if lease.producer.address == address and number in lease.asked_at]
-        for transfer_id in asked:
-            lease = self._leases[transfer_id]
+        asked = [each for each, lease in self._leases.items() if each.producer.address == address and number in lease.asked_at]
+        for handoff in asked:
+            lease = self._leases[handoff]
             lease.close_questions(number)
             lease.num_refusals += 1
             if lease.num_refusals > 1 and lease.good_until <= now + self._margin_s:
-                del self._leases[transfer_id]
-        return asked
+                del self._leases[handoff]
+        return [handoff.transfer_id for handoff in asked]
 
     def forget_others(self, address: str, incarnation: int) -> None:
         """Drop the leases of earlier processes at the address."""
-        for transfer_id, lease in list(self._leases.items()):
-            if lease.producer.address == address and lease.producer.incarnation != incarnation:
-                del self._leases[transfer_id]
+        for handoff in list(self._leases):
+            if handoff.producer.address == address and handoff.producer.incarnation != incarnation:
+                del self._leases[handoff]
 
     def on_disconnected(self, address: str) -> None:
         """Expect no answers to the open questions; the next round asks again."""
-        for lease in self._leases.values():
-            if lease.producer.address == address:
+        for handoff, lease in self._leases.items():
+            if handoff.producer.address == address:
                 lease.asked_at.clear()
 
     def on_timer(self, now: float) -> None:
         """If it is time, renew the held leases, and drop expected ones that no request has taken."""
         if self._renew_at > now:
             return
-        for transfer_id, lease in list(self._leases.items()):
+        for handoff, lease in list(self._leases.items()):
             if lease.expected_until is not None and lease.expected_until <= now:
-                del self._leases[transfer_id]
+                del self._leases[handoff]
                 self.counts.leases_given_up += 1
         self._renew_at = now + self._renew_interval_s if self._leases else math.inf
-        self._ask([transfer_id for transfer_id, lease in self._leases.items() if lease.expected_until is None], now)
+        self._ask([handoff for handoff, lease in self._leases.items() if lease.expected_until is None], now)
 
     def ask_producer(self, producer: PeerId, now: float) -> None:
         """Ask about all held leases of a producer, whether it is time or not."""
-        held = [name for name, lease in self._leases.items() if lease.producer == producer and lease.expected_until is None]
+        held = [each for each, lease in self._leases.items() if each.producer == producer and lease.expected_until is None]
         self._ask(held, now)
 
     def next_timer(self) -> float:
@@ -182,17 +186,18 @@ class HeldLeases:
         return self._renew_at
 
     def _take(self, handoff: HandoffRef, now: float) -> _HeldLease:
-        lease = self._leases[handoff.transfer_id] = _HeldLease(handoff.producer, self._last_number + 1)
+        lease = self._leases[handoff] = _HeldLease(self._last_number + 1)
         self._renew_at = min(self._renew_at, now + self._renew_interval_s)
         return lease
 
-    def _ask(self, transfer_ids: Iterable[str], now: float) -> None:
+    def _ask(self, handoffs: Iterable[HandoffRef], now: float) -> None:
         """Ask each producer one question about all of these leases that it holds."""
-        by_address: dict[str, list[str]] = {}
-        for transfer_id in transfer_ids:
-            by_address.setdefault(self._leases[transfer_id].producer.address, []).append(transfer_id)
-        for address, ids in by_address.items():
+        by_address: dict[str, list[HandoffRef]] = {}
+        for handoff in handoffs:
+            by_address.setdefault(handoff.producer.address, []).append(handoff)
+        for address, asked in by_address.items():
             self._last_number += 1
-            for transfer_id in ids:
-                self._leases[transfer_id].open_question(self._last_number, now)
-            self._emit(SendControl(address, LeaseRenew(transfer_ids=tuple(ids), number=self._last_number)))
+            for handoff in asked:
+                self._leases[handoff].open_question(self._last_number, now)
+            transfer_ids = tuple(handoff.transfer_id for handoff in asked)
+            self._emit(SendControl(address, LeaseRenew(transfer_ids=transfer_ids, number=self._last_number)))

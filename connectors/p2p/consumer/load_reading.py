@@ -70,12 +70,12 @@ class LoadReader:
 
     def post_reads(self, load: Load, now: float, max_reads: int | None = None) -> None:
         """Post the reads that may be in flight; with the last one, order the seals."""
-        transfer_id, is_leased = load.request.handoff.transfer_id, load.request.is_leased
+        handoff, is_leased = load.request.handoff, load.request.is_leased
         while load.is_waiting and len(load.open_reads) < (max_reads or self._settings.max_reads_in_flight):
-            if is_leased and transfer_id not in self._leases:
-                error = LeaseExpired(f"{load.producer.address} does not keep the handoff {transfer_id}")
+            if is_leased and handoff not in self._leases:
+                error = LeaseExpired(f"{load.producer.address} does not keep the handoff {handoff.transfer_id}")
                 load.invalidate_waiting(ErrorInfo.of(error))
-            elif load.may_read and (not is_leased or self._leases.may_start_read(transfer_id, now)):
+            elif load.may_read and (not is_leased or self._leases.may_start_read(handoff, now)):
                 rows = load.next_slice()
                 self._emit(self._post_read(self._reads.open_blocks(load, rows), load, rows))
             else:

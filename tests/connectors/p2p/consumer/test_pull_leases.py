@@ -347,6 +347,25 @@ def test_lease_of_another_owner_is_not_its_to_end(pull):
     assert pull.failed == {}
 
 
+def test_leases_of_one_name_at_two_owners_are_two(pull, address):
+    """A client can give the name of a handoff to an address of its own choice."""
+    pull.hold(address=OTHER)
+    (asked,) = pull.hold()
+    assert asked.address == address
+    pull.start()
+    pull.accept()
+    pull.grant(30_000)
+    assert pull.actions(PostRead)
+
+
+def test_release_of_a_lease_leaves_the_one_of_its_name_at_another_owner(pull):
+    pull.start_reading(num_rows=6)
+    pull.hold(address=OTHER)
+    pull.release(address=OTHER)
+    pull.end_reads()
+    assert pull.failed == {}
+
+
 def test_lease_of_another_incarnation_is_forgotten_at_once(pull):
     pull.hold(incarnation=1)
     pull.hold("u", incarnation=2)
