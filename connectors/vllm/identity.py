@@ -14,12 +14,15 @@ from core.errors import LayoutMismatch
 
 Value = Annotated[str, msgspec.Meta(max_length=512)]
 
+_EPOCH_HINT = "once both have the same weights, reset the one with the lower epoch, or restart both"
+
 
 class ModelIdentity(msgspec.Struct, frozen=True, kw_only=True):
     """Everything that changes the KV of a token, except the tokens before it.
 
-    ``config`` is a digest of the model's configuration (layers, heads, rope, window). ``weights_epoch`` counts changes of the
-    weights in place. LoRA adapters are part of block hashes, by name.
+    ``config`` is a digest of the model's configuration (layers, heads, rope, window). ``weights_epoch`` counts the resets of
+    vLLM's caches that follow changes of the weights in place; it does not say which weights they are. LoRA adapters are part of
+    block hashes, by name.
     """
 
     weights: Value
@@ -44,10 +47,9 @@ def check_same_model(ours: ModelIdentity, theirs: ModelIdentity) -> None:
     Raises:
         LayoutMismatch: it does not; the message names each difference with both values.
     """
-    differences = [
-        f"{name} {getattr(theirs, name)!r} at the peer, {getattr(ours, name)!r} here"
-        for name in ours.__struct_fields__
-        if getattr(theirs, name) != getattr(ours, name)
-    ]
-    if differences:
-        raise LayoutMismatch("the engines differ: " + "; ".join(differences))
+    names = [name for name in ours.__struct_fields__ if getattr(theirs, name) != getattr(ours, name)]
+    if not names:
+        return
+    differences = "; ".join(f"{name} {getattr(theirs, name)!r} at the peer, {getattr(ours, name)!r} here" for name in names)
+    hint = f": {_EPOCH_HINT}" if names == ["weights_epoch"] else ""
+    raise LayoutMismatch(f"the engines differ: {differences}{hint}")

@@ -182,6 +182,14 @@ def test_another_model_is_refused_with_both_values(consumer, caplog, field, valu
     assert f"{field} {value!r} at the peer, {getattr(MODEL, field)!r} here" in caplog.text
 
 
+@pytest.mark.parametrize(("changes", "is_hinted"), [({}, True), ({"dtype": "bfloat16"}, False)])
+def test_what_helps_against_other_epochs_is_said_where_nothing_else_differs(consumer, caplog, changes, is_hinted):
+    model = msgspec.structs.replace(MODEL, weights_epoch=1, **changes)
+    arrive(consumer, handoff_of(producer_engine=engine(model=model)))
+    assert consumer.refused == {"layout": 1}
+    assert ("reset the one with the lower epoch, or restart both" in caplog.text) == is_hinted
+
+
 HALF = {"num_kv_heads": 1, "block_bytes": LAYOUT.block_bytes // 2}
 TWO_RANKS = (Rank("tcp://127.0.0.1:7000", 1), Rank("tcp://127.0.0.1:7001", 2))
 
