@@ -361,6 +361,7 @@ class PullProtocol:
             elif peer.is_retiring:
                 waiting.append(load)
         for load in waiting:
+            load.asked_since = now  # until now it has waited for our other loads, not for the peer
             self._connect(load, now)
 
     def _fence(self, peer_id: PeerId, now: float) -> None:

@@ -376,3 +376,22 @@ def test_restarted_peer_is_read_by_every_transport(pull, peer):
     assert pull.protocol.peers.health.num_broken() == {}
     pull.tick(1.0)
     assert not pull.actions(StartProbe), "the dead incarnation is not probed"
+
+
+def test_wait_for_other_loads_does_not_count_against_the_restored_transport(pull, peer):
+    fall_back_to_tcp(pull, peer, "a")
+    pull.tick(1.0)
+    end_probe(pull)
+    pull.start("b", transfer_id="u")
+    while "a" not in pull.ended:  # slow, not dead
+        pull.tick(2.0)
+        tell_progress(pull, peer, has_advanced=True)
+        pull.grant(60_000, "t", "u")
+    pull.end_reads(PeerUnreachable("closed"))
+    pull.accept(transport="shm")
+    pull.grant(60_000, "u")
+    assert pull.reads_of("b")
+    pull.tick(6.0)
+    assert pull.failed == {"a": "deadline", "b": "deadline"}
+    assert [told.transport for told in pull.actions(TransportBroken)] == ["shm"], "for the stall before, not once more"
+    assert pull.open_peers == {peer}
