@@ -269,7 +269,8 @@ class PullProtocol:
         if peer is not None and peer.is_retiring:
             return  # the load continues when the loads by the old transport are over
         if peer is not None:
-            self._reader.begin(load, peer, now)
+            if not load.is_reading:  # else its reads, posted in vain, are about to end
+                self._reader.begin(load, peer, now)
             return
         if (refusal := self._handshakes.why_not_asked(load.producer, now)) is not None:
             self._end(load, refusal, now)

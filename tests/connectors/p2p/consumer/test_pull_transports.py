@@ -378,6 +378,23 @@ def test_restarted_peer_is_read_by_every_transport(pull, peer):
     assert not pull.actions(StartProbe), "the dead incarnation is not probed"
 
 
+def test_load_with_open_reads_is_not_begun_when_a_replaced_process_is_left(pull, peer):
+    pull.start_reading(num_rows=6)  # two reads of two rows are in flight, the other rows wait
+    stall(pull, peer)
+    old = dict(pull.open_reads)
+    pull.accept(transport="shm")
+    pull.start("old", transfer_id="o", incarnation=7)
+    pull.grant()
+    assert pull.open_reads == old, "the reads of the old transport are not terminal"
+    for read_id in sorted(old):
+        pull.end_read(read_id, PeerUnreachable("closed"))
+    assert pull.open_peers == {peer}
+    pull.grant()
+    pull.end_reads()
+    assert pull.ended["r"].error is None
+    assert pull.ended["r"].usage.transport == "shm"
+
+
 def test_wait_for_other_loads_does_not_count_against_the_restored_transport(pull, peer):
     fall_back_to_tcp(pull, peer, "a")
     pull.tick(1.0)
