@@ -16,7 +16,7 @@ from connectors.p2p.actions import Action, CloseControl, SendControl
 from connectors.p2p.consumer.held_leases import HeldLeases
 from connectors.p2p.consumer.load import Load
 from connectors.p2p.consumer.loads import Loads
-from connectors.p2p.consumer.peers import ConsumerTerms, Peer, Peers
+from connectors.p2p.consumer.peers import ConsumerTerms, Peers
 from connectors.p2p.producer.handshake import WorkerIdentity, peer_error
 from connectors.p2p.transport.interface import PeerId
 from core.errors import ConnectorUnavailable, KVFerryError, PeerUnreachable, VersionMismatch
@@ -25,14 +25,6 @@ from core.wire.messages import ErrorInfo
 from core.wire.version import RetryBackoff
 
 MAX_OTHER_VERSIONS = 256  # incarnations of workers that are remembered to speak one
-
-
-@dataclass(frozen=True, slots=True)
-class WaitExits:
-    """How a load stops waiting for a handshake: its peer is open, or it ends with an error."""
-
-    begin: Callable[[Load, Peer, float], None]
-    end: Callable[[Load, ErrorInfo, float], None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +51,10 @@ class _OtherVersion:
 
 
 class Handshakes:
-    """Handshakes by address. ``num_sent`` counts the messages, ``num_failed`` the handshakes that ended and opened no peer."""
+    """Handshakes by address. ``num_sent`` counts the messages, ``num_failed`` the handshakes that ended and opened no peer.
+
+    ``end`` ends a load whose peer cannot be opened.
+    """
 
     def __init__(
         self,
@@ -68,14 +63,14 @@ class Handshakes:
         peers: Peers,
         leases: HeldLeases,
         loads: Loads,
-        exits: WaitExits,
+        end: Callable[[Load, ErrorInfo, float], None],
     ) -> None:
         self._identity = identity
         self._terms = terms
         self._peers = peers
         self._leases = leases
         self._loads = loads
-        self._exits = exits
+        self._end = end
         self._emit: Callable[[Action], None] = peers.emit
         self._open: dict[str, _OpenHandshake] = {}  # by address
         self._other_versions: dict[PeerId, _OtherVersion] = {}  # in the order of their first refusal
@@ -157,19 +152,24 @@ class Handshakes:
             case ControlError():
                 return answer.may_answer(Handshake)
 
-    def on_reply(self, address: str, reply: HandshakeReply, now: float) -> None:
-        """Open the peer with the awaited answer and let the loads that wait for it begin; they fail if it does not fit."""
+    def on_reply(self, address: str, reply: HandshakeReply, now: float) -> list[Load]:
+        """Open the peer with the awaited answer; the loads that wait for it fail if it does not fit.
+
+        Else they are returned, to go on. They need another handshake if the peer is not open now: this one was meant for
+        another incarnation than the one that has answered, and has offered a transport by which that must not be read.
+        """
         waiting = self._waiting_at(address)
         try:
             peer = self._peers.open(address, reply, self._open[address].transports, now)
         except KVFerryError as error:
             self._fail(address, ErrorInfo.of(error), now)
-            return
+            return []
         del self._open[address]
-        self._other_versions.pop(peer.peer_id, None)
-        for load in waiting:
-            if not load.is_reading:  # else its reads, posted in vain, are about to end
-                self._exits.begin(load, peer, now)
+        if peer is None:
+            self.num_failed += 1
+        else:
+            self._other_versions.pop(peer.peer_id, None)
+        return waiting
 
     def on_refused(self, address: str, answer: HandshakeRefused | ControlError, now: float) -> None:
         """Fail the loads that wait for the awaited answer. A worker of another wire version is asked less and less often."""
@@ -197,7 +197,7 @@ class Handshakes:
         self._open.pop(address, None)
         self.num_failed += 1
         for load in self._waiting_at(address):
-            self._exits.end(load, error, now)
+            self._end(load, error, now)
 
     def _waiting_at(self, address: str) -> list[Load]:
         """Return the loads that wait for a handshake. The peer of the others is open: they wait until it is retired."""
@@ -260,7 +260,7 @@ class Handshakes:
         if later and now - handshake.asked_at < 2 * timeout_s:  # an older one needs a new connection
             self._send(replace(handshake, deadline=min(later) + timeout_s))
             for load in waiting[: -len(later)]:  # in the order of their starts
-                self._exits.end(load, error, now)
+                self._end(load, error, now)
             return
         self._fail(address, error, now)
         if not self._peers.at(address):

@@ -96,8 +96,10 @@ class Peers:
         """Return the transports by which peers are open."""
         return {peer.transport for peer in self._peers.values()}
 
-    def open(self, address: str, reply: HandshakeReply, offered: Collection[str], now: float) -> Peer:
+    def open(self, address: str, reply: HandshakeReply, offered: Collection[str], now: float) -> Peer | None:
         """Accept the answer to a handshake that has ``offered`` these transports, and make its sender readable.
+
+        Returns None if its sender must not be read by the chosen transport, which was offered to another incarnation.
 
         Raises:
             LayoutMismatch: it holds KV of another model or in another layout; the message holds both values.
@@ -111,6 +113,8 @@ class Peers:
         peer_id = PeerId(address, reply.incarnation)
         peer = self._peers.get(peer_id)
         if peer is None:
+            if reply.transport not in self.offered_to(peer_id):
+                return None
             instead_of = "; ".join(f"{name}: {reason}" for name, reason in self._why_not(peer_id).items())
             self._num_opened += 1
             peer = Peer(

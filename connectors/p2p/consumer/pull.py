@@ -42,7 +42,7 @@ from connectors.p2p.actions import (
     TransferReport,
 )
 from connectors.p2p.consumer.counts import PullCounts
-from connectors.p2p.consumer.handshakes import Handshakes, WaitExits
+from connectors.p2p.consumer.handshakes import Handshakes
 from connectors.p2p.consumer.held_leases import HeldLeases
 from connectors.p2p.consumer.inflight_reads import InflightReads, QuarantineBounds
 from connectors.p2p.consumer.load import Load, LoadPhase, refused_load, restart_error
@@ -77,8 +77,7 @@ class PullProtocol:
         self._stalls = StallWatch(settings.transfer_stall_s)
         exits = LoadExits(self._end, self._on_read_failed, self._connect)
         self._reader = LoadReader(settings, identity.layout, self.peers, self.leases, self._reads, exits)
-        wait_exits = WaitExits(self._reader.begin, self._end)
-        self._handshakes = Handshakes(identity, terms, self.peers, self.leases, self.loads, wait_exits)
+        self._handshakes = Handshakes(identity, terms, self.peers, self.leases, self.loads, self._end)
         self._counts = PullCounts()
         self.handlers: ByType[EventHandler] = ByType(
             {
@@ -179,7 +178,8 @@ class PullProtocol:
         match message:
             case HandshakeReply() if self._handshakes.awaits(address, message):
                 self._note_incarnation(address, message.incarnation, now)
-                self._handshakes.on_reply(address, message, now)
+                for load in self._handshakes.on_reply(address, message, now):
+                    self._connect(load, now)
             case HandshakeRefused() if self._handshakes.awaits(address, message):
                 self._note_incarnation(address, message.incarnation, now)
                 self._handshakes.on_refused(address, message, now)

@@ -378,6 +378,49 @@ def test_restarted_peer_is_read_by_every_transport(pull, peer):
     assert not pull.actions(StartProbe), "the dead incarnation is not probed"
 
 
+def break_shm(pull, peer):
+    """Let a load that has got something stall by shm: nobody waits for another transport."""
+    pull.start("first", num_rows=4)
+    pull.accept(transport="shm")
+    pull.grant()
+    pull.end_read(min(pull.open_reads))
+    stall(pull, peer)
+    pull.end_reads(PeerUnreachable("closed"))
+
+
+def test_stale_handoff_does_not_open_its_successor_by_a_broken_transport(pull, peer):
+    break_shm(pull, peer)
+    pull.start("old", transfer_id="o", incarnation=7)
+    pull.accept(transport="shm")  # the present process: asked again over another connection
+    pull.accept(transport="shm")
+    assert pull.failed == {"first": "deadline", "old": "stale"}
+    assert not pull.open_peers
+    pull.tick(1.0)
+    assert pull.actions(StartProbe), "of a peer that is not open"
+    end_probe(pull)
+    pull.start("next")
+    pull.accept(transport="shm")
+    pull.grant()
+    pull.end_reads()
+    assert pull.ended["next"].usage.transport == "shm"
+
+
+def test_load_behind_a_stale_handoff_shakes_hands_without_the_broken_transport(pull, peer):
+    break_shm(pull, peer)
+    pull.start("old", transfer_id="o", incarnation=7)
+    pull.start("next")
+    assert offered(pull) == ("shm", "tcp")
+    pull.accept(transport="shm")
+    pull.accept(transport="shm")
+    assert not pull.open_peers
+    assert offered(pull) == ("tcp",)
+    pull.accept(transport="tcp")
+    pull.grant()
+    pull.end_reads()
+    assert pull.ended["next"].usage.transport == "tcp"
+    assert pull.ended["next"].error is None
+
+
 def test_load_with_open_reads_is_not_begun_when_a_replaced_process_is_left(pull, peer):
     pull.start_reading(num_rows=6)  # two reads of two rows are in flight, the other rows wait
     stall(pull, peer)
