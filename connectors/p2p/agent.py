@@ -52,6 +52,7 @@ class P2PAgent:
             "prefix_questions_answered": self.producer.prefixes.num_answered,
             "prefix_questions_refused": self.producer.prefixes.num_refused,
             "late_prefix_answers": self.asks.num_late_answers,
+            "unused_prefix_answers": self.asks.num_unused_answers,
         }
         return leases | loads | prefixes | {"unexpected_questions": self.producer.num_unexpected_questions}
 

@@ -46,6 +46,7 @@ class P2PConnector(Connector):
             lease_ms=int(1000 * context.config.connector.lease_s),
             ids=context.ids,
             grant=self.driver.post,
+            now=context.clock.now,
             post=self.driver.post if has_prefixes else None,
         )
 

@@ -30,7 +30,7 @@ from core.wire.kv import KVHandoff
 class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
     """``grant`` starts a lease in the event loop; it must take effect before the engine's later outputs are sent.
 
-    ``control_address`` is set when the control socket is bound.
+    ``control_address`` is set when the control socket is bound. ``now`` is the clock of the event loop.
     """
 
     converts_blocks = True
@@ -43,6 +43,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
         lease_ms: int,
         ids: IdSource,
         grant: Callable[[LeaseGrant], None],
+        now: Callable[[], float],
         post: Callable[[object], None] | None = None,
     ) -> None:
         super().__init__(identity, P2PConnectorMetadata, lease_ms=lease_ms, ids=ids)
@@ -53,7 +54,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
         self.pulls: PrefixPulls | None = None
         self.pins: PrefixPins | None = None
         if post is not None:
-            self.pulls = PrefixPulls(self._layout.block_size, HASH_BLOCK_SIZE, post)
+            self.pulls = PrefixPulls(self._layout.block_size, HASH_BLOCK_SIZE, post, now)
             self.pins = PrefixPins(identity, PinTerms(lease_ms, lambda: self.control_address), ids, post)
 
     def on_new_request(self, request: Request) -> None:
@@ -113,12 +114,11 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
     def get_num_new_matched_tokens(self, request: Request, num_computed_tokens: int) -> tuple[int | None, bool]:
         """Offer the rest of a handoff, or first ask the request's source for one."""
         pulls = self.pulls
-        if (
-            pulls is not None
-            and request.request_id not in self._offers
-            and (pulls.is_waiting(request) or pulls.ask_if_worthwhile(request, num_computed_tokens))
-        ):
-            return None, False
+        if pulls is not None:
+            self._give_up_if_late(pulls, request.request_id)
+            has_no_offer = request.request_id not in self._offers
+            if has_no_offer and (pulls.is_waiting(request) or pulls.ask_if_worthwhile(request, num_computed_tokens)):
+                return None, False
         return super().get_num_new_matched_tokens(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: Request, blocks: KVCacheBlocks, num_external_tokens: int) -> None:
@@ -145,7 +145,10 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
                     self.pins.on_ended(report.transfer_id, self.manager)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Ship the orders since the last step; answer questions by what is sealed now."""
+        """Ship the orders since the last step; answer questions by what is sealed now, give up answers that are of no use."""
+        if self.pulls is not None:
+            for request_id in self.pulls.answered():
+                self._give_up_if_late(self.pulls, request_id)
         if self.pins is not None and self.pins.has_questions:
             self.pins.answer_all(self.manager)
         return super().build_connector_meta(scheduler_output)
@@ -179,6 +182,12 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
                 return
         pulls.drop_answer(answer.request_id)
         self.step.releases.append(HandoffRef.of(handoff))
+
+    def _give_up_if_late(self, pulls: PrefixPulls, request_id: str) -> None:
+        """Release the handoff of an answer if its request has waited for blocks for so long that a load could only fail."""
+        if pulls.is_late(request_id) and self._offers.pop(request_id, None) is not None:  # else its load is in progress
+            pulls.give_up_answer(request_id)
+            self.end_use(request_id)
 
     def _answer_of(self, request_id: str) -> PrefixAnswered | None:
         return self.pulls.answer_of(request_id) if self.pulls is not None else None

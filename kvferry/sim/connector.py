@@ -32,6 +32,7 @@ class SimConnector(SimDriver):
             lease_ms=int(1000 * config.lease_s),
             ids=ids,
             grant=self._grant,
+            now=host.process.clock.now,
             post=self._post if config.peer_prefixes else None,
         )
         self.scheduler.control_address = control_address

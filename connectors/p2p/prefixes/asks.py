@@ -16,6 +16,7 @@ from connectors.p2p.prefixes.messages import (
     CancelPrefixAsk,
     PrefixAnswered,
     PrefixRefusal,
+    PrefixUnused,
 )
 from connectors.p2p.producer.handshake import WorkerIdentity
 from core.machine_driver import ByType, EventHandler, TimerDue
@@ -39,9 +40,10 @@ class PrefixAsks:
         self._last_number = 0
         self._open: dict[int, _OpenAsk] = {}
         self.num_late_answers = 0
+        self.num_unused_answers = 0
         self._answered: set[str] = set()  # request ids, until their loads are over or they end
         self.handlers: ByType[EventHandler] = ByType(
-            {AskPrefix: self.ask, CancelPrefixAsk: self.cancel, TimerDue: self.on_timer}
+            {AskPrefix: self.ask, CancelPrefixAsk: self.cancel, PrefixUnused: self.on_unused, TimerDue: self.on_timer}
         )
 
     def __len__(self) -> int:
@@ -67,6 +69,12 @@ class PrefixAsks:
         for number, found in list(self._open.items()):
             if found.order.request_id == order.request_id:
                 del self._open[number]
+        return []
+
+    def on_unused(self, unused: PrefixUnused, now: float) -> list[AskAction]:
+        """No load comes from the answer to this request's question."""
+        self._answered.discard(unused.request_id)
+        self.num_unused_answers += 1
         return []
 
     def on_control(self, event: ControlReceived, now: float) -> list[AskAction]:

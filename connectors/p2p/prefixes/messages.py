@@ -53,6 +53,13 @@ class CancelPrefixAsk:
 
 
 @dataclass(frozen=True, slots=True)
+class PrefixUnused:
+    """The request had no blocks before the deadline of its answer. The handoff is released."""
+
+    request_id: str
+
+
+@dataclass(frozen=True, slots=True)
 class PrefixAnswered:
     """The end of a question: a handoff, or why there is none. Reported once for each ``AskPrefix`` that is not cancelled.
 

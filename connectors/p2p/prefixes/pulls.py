@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from connectors.p2p.prefixes.messages import AskPrefix, CancelPrefixAsk, PrefixAnswered
+from connectors.p2p.prefixes.messages import AskPrefix, CancelPrefixAsk, PrefixAnswered, PrefixUnused
 from core.request import Request
 from core.wire.kv import KVHandoff, KVSource
 from core.wire.messages import TransferUsage
@@ -45,11 +45,12 @@ class _Round:
 class PrefixPulls:
     """Questions by request. ``post`` sends to the event loop; ``block_size`` is that of this worker's blocks."""
 
-    def __init__(self, block_size: int, hash_block_size: int, post: Callable[[object], None]) -> None:
+    def __init__(self, block_size: int, hash_block_size: int, post: Callable[[object], None], now: Callable[[], float]) -> None:
         self.least_patience_s = LEAST_PATIENCE_S
         self._block_size = block_size
         self._hash_block_size = hash_block_size
         self._post = post
+        self._now = now
         self._waiting: dict[str, Request] = {}
         self._rounds: dict[str, _Round] = {}  # by request
         self._answers: dict[str, PrefixAnswered] = {}  # with a handoff, until its load is over
@@ -103,6 +104,19 @@ class PrefixPulls:
     def answer_of(self, request_id: str) -> PrefixAnswered | None:
         """Return the answer from which a request loads or is about to; None if it does not."""
         return self._answers.get(request_id)
+
+    def answered(self) -> list[str]:
+        """Return the requests that have an answer."""
+        return list(self._answers)
+
+    def is_late(self, request_id: str) -> bool:
+        """True if a request has an answer, and a load that begins now could only fail."""
+        answer = self._answers.get(request_id)
+        return answer is not None and answer.deadline <= self._now()
+
+    def give_up_answer(self, request_id: str) -> None:
+        """The request will be computed: it has waited for blocks until its answer was late."""
+        self._post(PrefixUnused(request_id))
 
     def drop_answer(self, request_id: str) -> None:
         """The load from an answer is over, or not needed."""

@@ -19,6 +19,7 @@ from core.kv.invariants import find_violations
 from core.kv.manager import KVCacheManager
 from core.kv.seals import SealTable, decode_seal, find_mismatch, layout_fingerprint, map_seal_memory
 from core.request import NewRequest, Request, RequestStatus, SchedulerOutput
+from core.testing.clock import FakeClock
 from core.testing.hash_model import HashAttention, hash_model_kv_config, hash_model_layout
 from core.wire.kv import GroupBlocks, KVHandoff
 from core.wire.sampling import SamplingParams
@@ -108,7 +109,9 @@ def make_side(make_identity):
     def make(block_size: int, incarnation: int) -> Side:
         identity = make_identity("worker", incarnation, layout=hash_model_layout(block_size, len(ATTENTIONS)))
         grants: list[LeaseGrant] = []
-        connector = P2PConnectorScheduler(identity, lease_ms=1000, ids=SeededIds(incarnation), grant=grants.append)
+        connector = P2PConnectorScheduler(
+            identity, lease_ms=1000, ids=SeededIds(incarnation), grant=grants.append, now=FakeClock().now
+        )
         connector.control_address = "tcp://10.0.0.1:5600"
         return Side(connector, BlockHasher(identity.model_fingerprint), block_size, incarnation, grants)
 

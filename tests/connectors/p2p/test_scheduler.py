@@ -19,6 +19,7 @@ from core.ids import SeededIds
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.seals import find_mismatch, layout_fingerprint
 from core.request import NewRequest, Request, RequestStatus, SchedulerOutput
+from core.testing.clock import FakeClock
 from core.wire.kv import KVHandoff
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams
@@ -34,7 +35,9 @@ class Side:
     def __init__(self, identity) -> None:
         self.grants: list[LeaseGrant] = []
         self.submitted: list[P2PConnectorMetadata] = []
-        self.connector = P2PConnectorScheduler(identity, lease_ms=30_000, ids=SeededIds(3), grant=self.grants.append)
+        self.connector = P2PConnectorScheduler(
+            identity, lease_ms=30_000, ids=SeededIds(3), grant=self.grants.append, now=FakeClock().now
+        )
         self.connector.control_address = "tcp://10.0.0.1:5600"
         self.worker = P2PConnectorWorker(self.submitted.append)
         self.engine = ConnectorEngine(self.connector, self.worker, identity.model_fingerprint, LAYOUT)

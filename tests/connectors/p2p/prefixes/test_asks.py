@@ -7,7 +7,7 @@ import pytest
 
 from connectors.p2p.actions import ControlLost, ControlReceived, SendControl
 from connectors.p2p.prefixes.asks import PrefixAsks
-from connectors.p2p.prefixes.messages import AskPrefix, CancelPrefixAsk, PrefixAnswered
+from connectors.p2p.prefixes.messages import AskPrefix, CancelPrefixAsk, PrefixAnswered, PrefixUnused
 from core.machine_driver import TimerDue
 from core.wire.kv import (
     ControlError,
@@ -68,6 +68,14 @@ def test_an_answer_is_reported_with_its_deadline_and_the_address_asked(asks, mak
     assert answer.handoff.control_address == ADDRESS
     assert (len(asks), asks.next_timer()) == (0, None)
     assert asks.end_load("r")
+    assert not asks.end_load("r")
+
+
+def test_an_answer_from_which_nothing_is_loaded_is_counted(asks, make_identity):
+    number = asked(asks)
+    asks.on_control(ControlReceived(ADDRESS, held(make_identity(), number)), 0.25)
+    assert asks.on_unused(PrefixUnused("r"), 1.0) == []
+    assert asks.num_unused_answers == 1
     assert not asks.end_load("r")
 
 

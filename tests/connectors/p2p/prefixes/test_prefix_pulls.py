@@ -18,6 +18,7 @@ from connectors.p2p.prefixes.messages import (
     PrefixAsked,
     PrefixFound,
     PrefixNotFound,
+    PrefixUnused,
 )
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
@@ -27,6 +28,7 @@ from connectors.testing.memory_pool import small_layout
 from core.ids import SeededIds
 from core.kv.seals import find_mismatch, layout_fingerprint
 from core.request import NewRequest, Request, RequestStatus
+from core.testing.clock import FakeClock
 from core.wire.kv import KVHandoff, KVSource, PrefixQuestion
 from core.wire.sampling import SamplingParams
 
@@ -41,6 +43,7 @@ class Side:
 
     identity: object
     posted: list[object] = field(default_factory=list)
+    clock: FakeClock = field(default_factory=lambda: FakeClock(0.0))
     submitted: list[P2PConnectorMetadata] = field(default_factory=list)
     connector: P2PConnectorScheduler = field(init=False)
     worker: P2PConnectorWorker = field(init=False)
@@ -48,7 +51,12 @@ class Side:
 
     def __post_init__(self) -> None:
         self.connector = P2PConnectorScheduler(
-            self.identity, lease_ms=30_000, ids=SeededIds(3), grant=self.posted.append, post=self.posted.append
+            self.identity,
+            lease_ms=30_000,
+            ids=SeededIds(3),
+            grant=self.posted.append,
+            now=self.clock.now,
+            post=self.posted.append,
         )
         self.connector.control_address = "tcp://10.0.0.1:5600"
         self.worker = P2PConnectorWorker(self.submitted.append)
@@ -334,4 +342,41 @@ async def test_a_request_that_gets_its_blocks_otherwise_waits_for_no_answer(sour
     assert reader.take(CancelPrefixAsk) == [CancelPrefixAsk("r")]
     told = tell(reader, "r", handoff)
     assert ([ref.transfer_id for ref in told.releases], told.holds) == ([handoff.transfer_id], [])
+    manager.free(request)
+
+
+def answered(source: Side, reader: Side) -> tuple[Request, str]:
+    """Let a request have an answer, to be used by 5.0 s; return it and the name of the handoff."""
+    hold(source, PROMPT)
+    request = reader.request(PROMPT, named(source))
+    handoff = answer(source, ask(reader, request)).handoff
+    tell(reader, "r", handoff)
+    assert reader.connector.get_num_new_matched_tokens(request, 0) == (96, True), "there are no blocks for it yet"
+    return request, handoff.transfer_id
+
+
+@pytest.mark.parametrize("is_looked_at", [True, False])
+async def test_an_answer_is_released_if_its_request_gets_no_blocks_in_time(source, reader, is_looked_at):
+    request, transfer_id = answered(source, reader)
+    reader.clock.advance(4.9)
+    assert reader.step().releases == []
+    reader.clock.advance(0.1)
+    if is_looked_at:
+        assert reader.connector.get_num_new_matched_tokens(request, 0) == (0, False), "it computes its prompt"
+    told = reader.step()
+    assert ([ref.transfer_id for ref in told.releases], told.pulls) == ([transfer_id], [])
+    assert reader.take(PrefixUnused) == [PrefixUnused("r")]
+    assert reader.connector.get_num_new_matched_tokens(request, 0) == (0, False)
+    assert reader.take(AskPrefix) == []
+
+
+async def test_an_answer_from_which_a_request_loads_is_not_given_up(source, reader):
+    request, _ = answered(source, reader)
+    manager = reader.engine.manager
+    assert manager.allocate_slots(request, 0, num_external_computed_tokens=96, delay_cache_blocks=True) is not None
+    reader.connector.update_state_after_alloc(request, manager.get_blocks("r"), 96)
+    reader.clock.advance(5.0)
+    told = reader.step()
+    assert (len(told.pulls), told.releases) == (1, [])
+    assert reader.take(PrefixUnused) == []
     manager.free(request)
