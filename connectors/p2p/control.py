@@ -285,9 +285,18 @@ class ControlClients:
             self._lose(address, link)
 
     def _try_next_key(self, address: str, refused: _Link, unconfirmed: list[bytes]) -> None:
-        """Open the link again with the peer's next possible key, and repeat what the refused key did not deliver."""
+        """Open the link again with the peer's next possible key, and repeat what the refused key did not deliver.
+
+        The peer is lost if that link cannot be opened, as for want of a file descriptor.
+        """
         self.close(address)
-        link = self._open(address, replace(self._options, keys=next_keys(refused.keys)))
+        try:
+            link = self._open(address, replace(self._options, keys=next_keys(refused.keys)))
+        except (zmq.ZMQError, KVFerryError) as error:
+            self.num_dropped += len(unconfirmed)
+            self._limited_log.warning("kv_control_not_reopened", key=address, address=address, error=error)
+            self._report_loss(address)
+            return
         for frame in unconfirmed:
             self.num_dropped += _send(link, frame) is not None
         if link.unconfirmed is not None:
@@ -296,11 +305,14 @@ class ControlClients:
     def _lose(self, address: str, link: _Link) -> None:
         if self._links.get(address) is link:
             self.close(address)
-            try:
-                self._on_disconnected(address)
-            except Exception as error:  # loads may still wait for this peer
-                _log.exception(event("kv_control_loss_failed", address=address))
-                self._on_death(error)
+            self._report_loss(address)
+
+    def _report_loss(self, address: str) -> None:
+        try:
+            self._on_disconnected(address)
+        except Exception as error:  # loads may still wait for this peer
+            _log.exception(event("kv_control_loss_failed", address=address))
+            self._on_death(error)
 
 
 def _send(link: _Link, frame: bytes) -> BaseException | None:

@@ -1,6 +1,7 @@
 """While the cluster key changes, members with either key talk; the procedure never parts a client from a server."""
 
 import asyncio
+import errno
 
 import pytest
 import zmq
@@ -176,6 +177,24 @@ async def test_peer_of_a_foreign_key_is_lost(async_context):
     clients.send(address, ControlError(code="stale", message="question"))
     async with asyncio.timeout(10):
         assert await lost.get() == address
+    await clients.stop()
+    await serving.stop()
+
+
+async def test_peer_whose_other_key_finds_no_socket_is_lost(async_context, monkeypatch):
+    lost, deaths = asyncio.Queue(), []
+    serving = ControlServer(async_context, lambda _: None, deaths.append, keys(NEW))
+    address = serving.start("tcp://127.0.0.1:0")
+    clients = ControlClients(async_context, lambda *_: None, lost.put_nowait, deaths.append, keys(OLD, NEW))
+    clients.send(address, ControlError(code="stale", message="question"))
+
+    def open_nothing(*_):
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(clients, "_open", open_nothing)
+    async with asyncio.timeout(10):
+        assert await lost.get() == address
+    assert (clients.num_dropped, deaths) == (1, [])
     await clients.stop()
     await serving.stop()
 
