@@ -16,7 +16,7 @@ from connectors.p2p.consumer.load import Load, LoadPhase, RowSlice
 from connectors.p2p.consumer.peers import Peer, Peers
 from connectors.p2p.settings import PullSettings
 from connectors.p2p.transport.interface import PeerId
-from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError
+from core.errors import KVFerryError, LayoutMismatch, LeaseExpired, PeerUnreachable, ProtocolError, StaleBlock
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import ErrorInfo
 
@@ -55,9 +55,13 @@ class LoadReader:
 
     def begin(self, load: Load, peer: Peer, now: float) -> None:
         """Check that the handoff fits the peer, then post its first reads."""
-        last = max(load.request.remote_rows, default=0)
+        rows = load.request.remote_rows
+        last = max(rows, default=0)
         if last >= peer.num_blocks:
             self._exits.end(load, ProtocolError(f"the handoff names block {last} of {peer.num_blocks}"), now)
+            return
+        if len(set(rows)) < len(rows):  # digests are kept by these rows: one copy would answer for the other
+            self._exits.end(load, StaleBlock("two groups of the handoff name the same block, and it is of one at most"), now)
             return
         if peer.layout != (load.request.layout or self._layout):
             error = LayoutMismatch(f"the handoff is of {load.request.layout}, its owner has {peer.layout}")

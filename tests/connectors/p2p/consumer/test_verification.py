@@ -187,6 +187,18 @@ def test_what_one_group_lacks_the_others_cannot_make_up(pull):
     assert pull.ended["two groups"].usage.transferred_tokens == 0
 
 
+def test_block_that_two_groups_name_is_not_read(pull):
+    """The digest of one copy would answer for the other."""
+    pull.start_reading(num_rows=0)
+    seals = [dataclasses.replace(EXPECTED, group_id=group) for group in (0, 1)]
+    units = row_units((500, 500), (10, 11), seals)
+    request = dataclasses.replace(pull.requests["r"], request_id="two groups", units=units, num_tokens=32)
+    pull.requests[request.request_id] = request
+    pull.take(pull.protocol.start(request, pull.now))
+    assert pull.failed == {"two groups": "stale"}
+    assert not pull.open_reads
+
+
 @pytest.fixture
 def digesting(make_pull):
     pull = make_pull(kv_verify="digest")
