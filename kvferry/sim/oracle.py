@@ -285,10 +285,11 @@ def readers_were_away(case: Case) -> bool:
 
 
 def has_another_layout(case: Case) -> bool:
-    """A worker of the request has another layout than the worker with its KV."""
+    """A worker of the request has another layout than the worker with its KV; an aggregated one, because no reader was there."""
     dtypes = [(turn.role, case.spec(turn.engine_id).kv_dtype) for turn in case.path.turns]
     owners = {dtype for role, dtype in dtypes if role == "prefill"}
-    return any(owners - {dtype} for role, dtype in dtypes if role == "decode")
+    others = {role for role, dtype in dtypes if role != "prefill" and owners - {dtype}}
+    return "decode" in others or ("aggregated" in others and readers_were_away(case))
 
 
 def load_in_its_step_was_bad(case: Case) -> bool:

@@ -54,7 +54,7 @@ def test_a_transport_that_had_a_part_of_a_deadline_may_be_used_again():
     assert not SimCluster(draw_plan(1133)).run().violations
 
 
-@pytest.mark.parametrize(("seed", "kinds"), [(240, None), (1295, None), (389, (Fault.PRESSURE, Fault.SLOW))])
+@pytest.mark.parametrize(("seed", "kinds"), [(240, None), (1295, None), (6_000_043, None), (389, (Fault.PRESSURE, Fault.SLOW))])
 def test_what_was_once_bad(seed, kinds):
     """240: choices that waited for blocks which other choices' handoffs held. 1295: a sleep that was none.
 
