@@ -93,7 +93,7 @@ def _digest_of(library: ctypes.CDLL) -> str | None:
 
 
 def missing_libraries() -> list[str]:
-    """Return those of ``LIBRARIES`` that this process must do without: what they are for takes several times as long.
+    """Return those of ``LIBRARIES`` that this process must do without: what they are for takes longer.
 
     Why one that is there is not used is logged where it would have been.
     """

@@ -1,9 +1,9 @@
 /* The product of a few rows with a weight in oneDNN's blocked layout, in oneDNN's own order of sums. Loaded by
  * core/model/few_rows.py, which compares the two bit by bit before it uses this.
  *
- * The weight is read once, as fast as memory gives it; oneDNN's kernels take 1.5 to 1.9 times as long for one row. Sums are
- * float32: a product is added to the sum by one rounding, products of ``block`` columns begin at zero, and the sums of the blocks
- * are added in their order. Knows no Python: plain C with vector extensions, called by ctypes with the interpreter lock released.
+ * The weight is read once, as fast as memory gives it, which oneDNN does not reach for few rows. Sums are float32: a product is
+ * added to the sum by one rounding, products of ``block`` columns begin at zero, and the sums of the blocks are added in their
+ * order. Knows no Python: plain C with vector extensions, called by ctypes with the interpreter lock released.
  */
 
 #ifndef VARIANT /* the part that is read once; the kernels follow in #else */

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from core.cpu_features import has_bfloat16_instructions
 from core.log import event
-from core.model.few_rows import FewRows, block_of
+from core.model.few_rows import FewRows, block_of, is_tiled, why_not_at_all
 
 _PACK_ROWS = 16  # the batch size passed to the packer; its layout is good for all sizes
 _MIN_ROWS = 4  # below, oneDNN leaves its blocked kernel for a slower one: 4 rows take less time than 1
@@ -37,6 +37,7 @@ logger = logging.getLogger(__name__)
 _is_right: dict[tuple[torch.Size, torch.dtype, bool], bool] = {}
 # (shape, dtype) → the block by which ``FewRows`` computes it, None if it does not
 _blocks: dict[tuple[torch.Size, torch.dtype], int | None] = {}
+_told: set[tuple[torch.Size, torch.dtype, str]] = set()  # why ``FewRows`` is not used
 
 
 class Linear(Protocol):
@@ -134,15 +135,22 @@ def make_linear(weight: Tensor, bias: Tensor | None = None) -> Linear:
 
 
 def _few_rows_of(packed: PackedLinear, weight: Tensor, bias: Tensor | None) -> FewRows | None:
+    """Return the same product for few rows, None if it is not known to give the same bits, which is logged once for a shape."""
     key = (weight.shape, weight.dtype)
-    if key not in _blocks:
-        _blocks[key] = block_of(*key, _pack)
-    block, memory = _blocks[key], packed.packed_memory()
-    if block is None or memory is None:
-        return None
-    few_rows = FewRows(memory, weight.shape, bias, block)
-    probe = _probe(weight)
-    return few_rows if torch.equal(few_rows(probe), packed(probe)) else None
+    reason = why_not_at_all(*key)
+    if not reason:
+        if key not in _blocks:
+            _blocks[key] = block_of(*key, _pack)
+        block, memory = _blocks[key], packed.packed_memory()
+        if block is not None and memory is not None and is_tiled(memory, weight.shape):
+            few_rows = FewRows(memory, weight.shape, bias, block)
+            if torch.equal(few_rows(_probe(weight)), packed(_probe(weight))):
+                return few_rows
+        reason = "oneDNN packs or adds otherwise"
+    if (*key, reason) not in _told:
+        logger.info(event("few_rows_off", shape=tuple(weight.shape), dtype=weight.dtype, reason=reason))
+        _told.add((*key, reason))
+    return None
 
 
 def _pack(weight: Tensor) -> tuple[Linear, Tensor | None]:
