@@ -63,13 +63,13 @@ def make_tiers(config: KVStoreSection, ids: IdSource) -> list[Tier]:
         ConnectorUnavailable: the library for Redis is missing.
     """
     tiers: list[Tier] = []
-    if config.disk_path:
-        options = DiskOptions(Path(config.disk_path), config.disk_bytes, config.disk_segment_bytes, config.disk_sync)
-        tiers.append(DiskTier(options, ids))
     if config.redis_url:
         from kvstore.tiers.redis_tier import RedisTier
 
         tiers.append(RedisTier(config.redis_url, config.redis_timeout_s, config.redis_ttl_s, password=config.redis_password))
+    if config.disk_path:  # made last, since it locks its folder: nothing after it can fail
+        options = DiskOptions(Path(config.disk_path), config.disk_bytes, config.disk_segment_bytes, config.disk_sync)
+        tiers.insert(0, DiskTier(options, ids))
     return tiers
 
 

@@ -8,7 +8,7 @@ from core.config_workers import KVStoreSection
 from core.errors import ConfigError
 from core.ids import SeededIds
 from core.kv.seals import SEAL_BYTES
-from kvstore.build import machine_options
+from kvstore.build import machine_options, make_tiers
 from kvstore.segment_file import PAGE_BYTES, record_bytes
 from kvstore.segments import SegmentLog, holds_block
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
@@ -101,6 +101,14 @@ def test_a_load_under_way_survives_the_release_of_its_get(open_store):
 def test_two_stores_cannot_have_one_folder(open_store):
     with open_store(), pytest.raises(ConfigError, match="another process"), open_store():
         pass
+
+
+def test_redis_tier_that_cannot_be_made_leaves_the_folder_free(tmp_path):
+    wrong = KVStoreSection(disk_path=str(tmp_path), redis_url="redis://:secret@localhost/0")
+    with pytest.raises(ConfigError, match="redis_url"):
+        make_tiers(wrong, SeededIds(1))
+    (tier,) = make_tiers(KVStoreSection(disk_path=str(tmp_path)), SeededIds(1))
+    tier.close()
 
 
 def test_memory_for_not_one_block_is_refused(embedded_store):
