@@ -90,8 +90,8 @@ class SegmentLog:
         sync: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = folder
-        self._space = DiskSpace(folder, capacity_bytes, min(segment_bytes, capacity_bytes // MIN_SEGMENTS))
+        self._folder = folder.absolute()  # also after a change of the working directory
+        self._space = DiskSpace(self._folder, capacity_bytes, min(segment_bytes, capacity_bytes // MIN_SEGMENTS))
         self._ids = ids
         self._sync = sync
         self._now = now
@@ -105,7 +105,7 @@ class SegmentLog:
         self.num_dropped = 0  # blocks that were deleted to make room
         self.num_lost = 0  # blocks whose file could not be read
         try:
-            folder.mkdir(parents=True, exist_ok=True)
+            self._folder.mkdir(parents=True, exist_ok=True)
             self._lock_fd = self._take_lock()
         except OSError as error:
             raise self._unusable(error) from None
@@ -183,11 +183,14 @@ class SegmentLog:
         fd = os.open(self._folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
+        except BlockingIOError:
             os.close(fd)
             raise ConfigError(
                 f"kvstore.disk_path = {str(self._folder)!r} is used by another process", param="kvstore.disk_path"
             ) from None
+        except OSError:
+            os.close(fd)
+            raise
         return fd
 
     def _recover(self) -> None:

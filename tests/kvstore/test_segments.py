@@ -1,12 +1,14 @@
 """Segment files: what was committed survives a kill or a cut at any byte, what was torn is refused, and room is made."""
 
 import errno
+import fcntl
 import itertools
 import os
 import shutil
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -267,6 +269,31 @@ def test_two_logs_cannot_share_a_folder(tmp_path):
         open_log(tmp_path)
     log.close()
     open_log(tmp_path).close()
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_lock_that_the_file_system_refuses_is_told_as_that(tmp_path, monkeypatch, number):
+    def refuse(fd, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    before = descriptors()
+    with pytest.raises(ConfigError, match=os.strerror(number)) as refused:
+        open_log(tmp_path)
+    assert "another process" not in str(refused.value)
+    assert descriptors() == before
+
+
+def test_a_relative_folder_stays_the_same_in_another_working_directory(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    log, (first, second) = open_log(Path("kv")), blocks_of(2)
+    append(log, first)
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert served(log, first)
+    assert append(log, second)
+    assert len(files_of(tmp_path / "kv")) == 1
+    log.close()
 
 
 def test_a_folder_that_is_a_file_is_refused(tmp_path):
