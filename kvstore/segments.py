@@ -52,7 +52,7 @@ _log = logging.getLogger(__name__)
 
 _NAME = re.compile(r"segment-([0-9]{12})\.kv")
 _RETRY_S = 10.0  # between two attempts to delete a file
-_MAX_DELETIONS = 4  # attempts for one block: each can take long, and first copies blocks
+_MAX_DELETIONS = 4  # attempts in a row that may fail: each can take long, and first copies blocks
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of descriptors or memory, which is no fault of the file
 
@@ -64,7 +64,7 @@ class _Segment:
     nonce: bytes
     end: int
     records: dict[bytes, Record] = field(default_factory=dict)
-    retry_at: float = 0.0  # when its deletion may be tried
+    retry_at: float = 0.0  # when its deletion may be tried again; 0 = none has failed
 
 
 @dataclass(slots=True)
@@ -399,10 +399,15 @@ class SegmentLog:
         return True
 
     def _reclaim_oldest(self, segments: Sequence[_Segment]) -> bool:
-        """Make room by the oldest of these files that can be deleted; False if that is none of the first few."""
+        """Make room by the oldest of these files that can be deleted; False if that is none of the first few.
+
+        Of those whose deletion has failed before, one goes first and the others last, so that they cannot hide all others.
+        """
         now = self._now()
-        due = [segment for segment in segments if segment.retry_at <= now]
-        return any(self._reclaim(segment) for segment in due[:_MAX_DELETIONS])
+        fresh = [segment for segment in segments if not segment.retry_at]
+        failed = sorted((segment for segment in segments if 0 < segment.retry_at <= now), key=lambda segment: segment.retry_at)
+        candidates = [*failed[:1], *fresh, *failed[1:]]
+        return any(self._reclaim(segment) for segment in candidates[:_MAX_DELETIONS])
 
     def _reclaim(self, segment: _Segment) -> bool:
         """Copy the used blocks to the end of the log, then delete the file; if that is impossible, it keeps the others.
@@ -422,16 +427,25 @@ class SegmentLog:
         return True
 
     def _survivors(self, segment: _Segment) -> Iterator[tuple[memoryview, Record]]:
-        """Yield the used blocks, the newest first, up to half of a segment."""
+        """Yield the used blocks, the newest first, up to half of a segment; what cannot be read is left out.
+
+        Raises:
+            Unavailable: the process lacks what it needs to read, which is no reason to drop the blocks.
+        """
         num_left = min(self._space.segment_bytes, segment.end) // 2
         for record in reversed(list(segment.records.values())):
-            num_left -= record_bytes(record.num_bytes) if self._index[record.key].is_used else 0
-            if not self._index[record.key].is_used or num_left < 0:
+            num_bytes = record_bytes(record.num_bytes)
+            if not self._index[record.key].is_used or num_bytes > num_left:
                 continue
+            num_left -= num_bytes
             block = memoryview(bytearray(record.num_bytes))
             try:
                 _read(segment, record, block)
-            except (OSError, CorruptBlock):
+            except CorruptBlock:
+                continue
+            except OSError as error:
+                if error.errno in _OUR_OWN_LACK:
+                    raise Unavailable(f"{segment.path} cannot be read: {error}") from None
                 continue
             yield block, record
 

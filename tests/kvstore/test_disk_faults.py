@@ -135,6 +135,23 @@ def test_lack_of_descriptors_loses_no_block(log, monkeypatch):
     assert read(log, block) == bytes(block.content)
 
 
+def test_lack_of_descriptors_drops_no_used_block(tmp_path, monkeypatch):
+    log, (favourite, *blocks) = open_log(tmp_path, 40 * RECORD), blocks_of(100)
+    append(log, favourite)
+    read(log, favourite)
+    while log.used_bytes <= 36 * RECORD:
+        assert append(log, blocks.pop())
+    first = files_of(tmp_path)[0]
+    fail(monkeypatch, os, "open", errno.EMFILE, lambda path, *_: path == first)
+    with pytest.raises(Unavailable, match="cannot be read"):
+        append(log, blocks[0])
+    monkeypatch.undo()
+    assert append(log, blocks[0])
+    assert not first.exists()
+    assert read(log, favourite) == bytes(favourite.content)
+    log.close()
+
+
 def test_file_that_cannot_be_opened_at_the_start_costs_its_blocks_only(tmp_path, monkeypatch):
     log, blocks = open_log(tmp_path), blocks_of(6)
     assert all(append(log, block) for block in blocks)
@@ -337,6 +354,25 @@ def test_files_are_deleted_while_no_descriptor_refers_to_them(tmp_path, monkeypa
     for block in blocks:
         assert append(log, block)
         assert read(log, block)
+    log.close()
+
+
+def test_slow_saves_get_past_files_that_cannot_be_deleted(tmp_path, monkeypatch):
+    capacity, clock = 40 * RECORD, FakeClock()
+    log, blocks = open_log(tmp_path, capacity, now=clock.now), blocks_of(100)
+    while log.used_bytes <= capacity - 4 * RECORD:
+        assert append(log, blocks.pop())
+    stuck, saved = files_of(tmp_path)[:_MAX_DELETIONS], []
+    fail(monkeypatch, Path, "unlink", errno.EPERM, lambda path: path in stuck)
+    for block in blocks[:30]:
+        clock.advance(_RETRY_S)
+        saved.append(append(log, block))
+    assert saved.count(False) <= 1  # the first has met four of them
+    monkeypatch.undo()
+    for block in blocks[30:60]:
+        clock.advance(_RETRY_S)
+        assert append(log, block)
+    assert not any(path.exists() for path in stuck)
     log.close()
 
 

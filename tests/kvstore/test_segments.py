@@ -237,6 +237,20 @@ def test_what_is_read_again_and_again_is_handed_on(tmp_path):
     log.close()
 
 
+def test_a_used_block_too_large_to_be_handed_on_costs_smaller_ones_nothing(tmp_path):
+    page, capacity = PAGE_BYTES, 128 * PAGE_BYTES  # files of 32 pages, of which 16 may be handed on
+    log, small, large = open_log(tmp_path, capacity, capacity // 4), make_block(0, 4000), make_block(1, 17 * page)
+    for block in (small, large):
+        assert append(log, block)
+        assert served(log, block)
+    (first,) = files_of(tmp_path)
+    others = (make_block(number, 4000) for number in itertools.count(2))
+    while first.exists():
+        assert append(log, next(others))
+    assert [served(log, small), served(log, large)] == [True, False]
+    log.close()
+
+
 def test_a_block_larger_than_the_capacity_drives_nothing_out(tmp_path):
     log = open_log(tmp_path, 200_000, 50_000)
     append(log, make_block(1, 4000))
