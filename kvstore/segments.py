@@ -215,21 +215,21 @@ class SegmentLog:
             return _Segment(number, path, b"", 0)
 
     def _recover_file(self, number: int, path: Path, *, is_last: bool) -> None:
-        """Enter the records of a file; none of them if it fails before its end."""
+        """Enter the records of a file, none of them if it fails before its end; delete a file without any."""
         with _opened(path, os.O_RDWR) as fd:
             size = os.fstat(fd).st_size
             nonce = decode_file_header(os.pread(fd, PAGE_BYTES, 0))
-            segment = _Segment(number, path, nonce or b"", PAGE_BYTES)
             records = [] if nonce is None else list(scan_records(fd, nonce, check_blocks=is_last))
+            end = records[-1].end if records else size
             if records:
-                segment.end = records[-1].end
-                os.ftruncate(fd, segment.end)  # also lengthens a file whose last padding is missing
-            self._segments.append(segment)
-            for record in records:
-                self._enter(segment, record)
-            if not records and self._delete(segment):
-                self._forget(segment)
-            self.num_torn_bytes += max(0, size - segment.end)
+                os.ftruncate(fd, end)  # also lengthens a file whose last padding is missing
+        segment = _Segment(number, path, nonce or b"", end)
+        self._segments.append(segment)
+        for record in records:
+            self._enter(segment, record)
+        if not records and self._delete(segment):
+            self._forget(segment)
+        self.num_torn_bytes += max(0, size - end)
 
     def _enter(self, segment: _Segment, record: Record) -> None:
         earlier = self._index.get(record.key)

@@ -66,6 +66,15 @@ def fail(monkeypatch, owner, name, number, condition=lambda *_: True):
     monkeypatch.setattr(owner, name, failing)
 
 
+def path_of(fd):
+    return os.readlink(f"/proc/self/fd/{fd}")
+
+
+def is_open(path):
+    """Whether this process has a descriptor of the file."""
+    return str(path) in [path_of(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
+
+
 def test_blocks_of_a_deleted_file_are_misses_after_the_first_failure(log, tmp_path):
     blocks = blocks_of(9)
     assert all(append(log, block) for block in blocks)
@@ -171,7 +180,7 @@ def test_file_that_fails_in_the_middle_of_the_start_leaves_no_block_behind(tmp_p
     first = files_of(tmp_path)[0]
 
     def is_late(fd, *position):
-        return os.readlink(f"/proc/self/fd/{fd}") == str(first) and (call == "ftruncate" or position[1] >= 2 * RECORD)
+        return path_of(fd) == str(first) and (call == "ftruncate" or position[1] >= 2 * RECORD)
 
     fail(monkeypatch, os, call, errno.EIO, is_late)
     log = open_log(tmp_path)
@@ -343,17 +352,22 @@ def test_a_block_costs_few_deletions_that_fail_and_each_is_tried_again_later(tmp
 
 def test_files_are_deleted_while_no_descriptor_refers_to_them(tmp_path, monkeypatch):
     log, blocks = open_log(tmp_path, 40 * RECORD), blocks_of(100)
-
-    def has_file(fd):
-        return Path(f"/proc/self/fd/{fd}").exists()  # not that of the listing itself
-
-    def is_open(path):
-        return any(Path(f"/proc/self/fd/{fd}").samefile(path) for fd in os.listdir("/proc/self/fd") if has_file(fd))
-
     fail(monkeypatch, Path, "unlink", errno.ETXTBSY, is_open)  # as some network file systems
     for block in blocks:
         assert append(log, block)
         assert read(log, block)
+    log.close()
+    damaged = tmp_path / "segment-000000000999.kv"
+    damaged.write_bytes(bytes(RECORD))
+    open_log(tmp_path, 40 * RECORD).close()
+    assert not damaged.exists()
+
+
+def test_damaged_file_that_cannot_be_deleted_counts_whole(tmp_path, monkeypatch):
+    (tmp_path / "segment-000000000001.kv").write_bytes(bytes(30 * RECORD))
+    fail(monkeypatch, Path, "unlink", errno.EPERM)
+    log = open_log(tmp_path, 40 * RECORD)
+    assert log.used_bytes == 30 * RECORD
     log.close()
 
 
