@@ -12,10 +12,12 @@ the device can be mistaken for a record. The block itself is covered by the dige
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import struct
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 from core.errors import CorruptBlock, KVFerryError
@@ -52,6 +54,16 @@ class Record(NamedTuple):
 def record_bytes(num_bytes: int) -> int:
     """Return the bytes that a block of this size takes in a file."""
     return -(-(RECORD_HEADER_BYTES + num_bytes) // PAGE_BYTES) * PAGE_BYTES
+
+
+@contextlib.contextmanager
+def opened(path: Path, flags: int) -> Iterator[int]:
+    """Yield a descriptor, and close it at the end. Raises: OSError."""
+    fd = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
 
 
 def encode_file_header(nonce: bytes) -> bytes:

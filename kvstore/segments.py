@@ -1,9 +1,10 @@
 """Blocks on disk: a log of segment files in a folder, and the index of what is in them.
 
-This module owns the folder, the active file, and the choice of files to delete; it knows no memory, tiers or clients. Files
-only grow and are only deleted whole, so the process can be killed at any byte: after a restart, every block whose ``append``
-had returned is found, and a torn end is cut off. Digests in the file written last are checked at the start, all others when a
-block is read. All calls come from one thread, except ``in`` and the counts.
+This module owns the folder and the choice of files to delete; it knows no memory, tiers or clients. ``SegmentWriter`` has the
+file that is being written, the active one. Files only grow and are only deleted whole, so the process can be killed at any
+byte: after a restart, every block whose ``append`` had returned is found, and a torn end is cut off. Digests in the file
+written last are checked at the start, all others when a block is read. All calls come from one thread, except ``in`` and the
+counts.
 
 Only the active file stays open; every read opens its file, which takes far less time than reading a block. So the number of
 files is not limited by the number of descriptors.
@@ -12,13 +13,13 @@ To make room, the log copies the blocks of the oldest file that were read since 
 file, and deletes the file. This is a second chance as in CLOCK, and every round frees at least half a segment.
 
 If a file cannot be read any more (it was deleted, or the device fails), the log forgets all its blocks at the first failure:
-they are misses and can be written again. A file that cannot be deleted to make room keeps its blocks; it still counts, its
-deletion is retried, and the next oldest file is deleted instead. If none can be deleted, the log takes no more blocks.
+they are misses and can be written again. If a write fails, and not for lack of room, the active file keeps its blocks, and the
+next block goes to a new file. A file that cannot be deleted to make room keeps its blocks; it still counts, its deletion is
+retried, and the next oldest file is deleted instead. If none can be deleted, the log takes no more blocks.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import fcntl
 import logging
@@ -26,7 +27,7 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from core.errors import ConfigError, CorruptBlock, Unavailable
@@ -35,18 +36,16 @@ from core.log import event
 from core.rate_limit import LimitedLog
 from kvstore.disk_space import MIN_SEGMENTS, DiskSpace
 from kvstore.segment_file import (
-    NONCE_BYTES,
     PAGE_BYTES,
-    RECORD_HEADER_BYTES,
     Record,
     decode_file_header,
-    encode_file_header,
-    encode_record_header,
     has_record,
+    opened,
     read_record,
     record_bytes,
     scan_records,
 )
+from kvstore.segment_writer import Segment, SegmentWriter
 
 _log = logging.getLogger(__name__)
 
@@ -57,19 +56,9 @@ _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _OUR_OWN_LACK = (errno.EMFILE, errno.ENFILE, errno.ENOMEM)  # of descriptors or memory, which is no fault of the file
 
 
-@dataclass(slots=True, eq=False)
-class _Segment:
-    number: int
-    path: Path
-    nonce: bytes
-    end: int
-    records: dict[bytes, Record] = field(default_factory=dict)
-    retry_at: float = 0.0  # when its deletion may be tried again; 0 = none has failed
-
-
 @dataclass(slots=True)
 class _Location:
-    segment: _Segment
+    segment: Segment
     record: Record
     is_used: bool = False  # since it was written
 
@@ -92,15 +81,11 @@ class SegmentLog:
     ) -> None:
         self._folder = folder.absolute()  # also after a change of the working directory
         self._space = DiskSpace(self._folder, capacity_bytes, min(segment_bytes, capacity_bytes // MIN_SEGMENTS))
-        self._ids = ids
-        self._sync = sync
         self._now = now
         self._limited_log = LimitedLog(_log, now)  # each deletion is retried
         self._index: dict[bytes, _Location] = {}
-        self._segments: list[_Segment] = []  # the oldest first; without blocks if it was lost and could not be deleted
-        self._active: _Segment | None = None
-        self._active_fd = -1
-        self._last_number = 0
+        self._segments: list[Segment] = []  # the oldest first; without blocks if it was lost and could not be deleted
+        self._writer = SegmentWriter(self._folder, ids, self._delete, self._limited_log, sync=sync)
         self.num_torn_bytes = 0  # cut off at the start
         self.num_dropped = 0  # blocks that were deleted to make room
         self.num_lost = 0  # blocks whose file could not be read
@@ -171,7 +156,7 @@ class SegmentLog:
 
     def close(self) -> None:
         """Close the files and release the folder."""
-        self._leave_active()
+        self._writer.leave()
         self._segments.clear()
         self._index.clear()
         os.close(self._lock_fd)
@@ -197,33 +182,33 @@ class SegmentLog:
         """Find the complete records of all files; the file written last may end in a torn one."""
         found = sorted((int(match[1]), path) for path in self._folder.iterdir() if (match := _NAME.fullmatch(path.name)))
         for position, (number, path) in enumerate(found):
-            self._last_number = number
+            self._writer.last_number = number
             try:
-                self._recover_file(number, path, is_last=position == len(found) - 1)
+                self._recover_file(path, is_last=position == len(found) - 1)
             except OSError as error:  # of this file alone: the others serve
                 if error.errno in _OUR_OWN_LACK:
                     raise
-                stub = self._stub(number, path)
+                stub = self._stub(path)
                 self._segments.append(stub)
                 self._lose(stub, error)
 
-    def _stub(self, number: int, path: Path) -> _Segment:
+    def _stub(self, path: Path) -> Segment:
         """Return a segment of which only the size is known."""
         try:
-            return _Segment(number, path, b"", path.stat().st_size)
+            return Segment(path, b"", path.stat().st_size)
         except OSError:
-            return _Segment(number, path, b"", 0)
+            return Segment(path, b"", 0)
 
-    def _recover_file(self, number: int, path: Path, *, is_last: bool) -> None:
+    def _recover_file(self, path: Path, *, is_last: bool) -> None:
         """Enter the records of a file, none of them if it fails before its end; delete a file without any."""
-        with _opened(path, os.O_RDWR) as fd:
+        with opened(path, os.O_RDWR) as fd:
             size = os.fstat(fd).st_size
             nonce = decode_file_header(os.pread(fd, PAGE_BYTES, 0))
             records = [] if nonce is None else list(scan_records(fd, nonce, check_blocks=is_last))
             end = records[-1].end if records else size
             if records:
                 os.ftruncate(fd, end)  # also lengthens a file whose last padding is missing
-        segment = _Segment(number, path, nonce or b"", end)
+        segment = Segment(path, nonce or b"", end)
         self._segments.append(segment)
         for record in records:
             self._enter(segment, record)
@@ -231,7 +216,7 @@ class SegmentLog:
             self._forget(segment)
         self.num_torn_bytes += max(0, size - end)
 
-    def _enter(self, segment: _Segment, record: Record) -> None:
+    def _enter(self, segment: Segment, record: Record) -> None:
         earlier = self._index.get(record.key)
         if earlier is not None:
             earlier.segment.records.pop(record.key, None)
@@ -239,70 +224,32 @@ class SegmentLog:
         self._index[record.key] = _Location(segment, record)
 
     def _write(self, key: bytes, seal: bytes, block: memoryview) -> bool:
+        """Write at the end of the log; False if the file system has no room. After any other error a new file is started."""
         try:
             segment = self._segment_for(record_bytes(block.nbytes))
-            record = Record(segment.end, block.nbytes, key, seal)
-            self._write_record(segment, record, block)
+            record = Record(segment.end or PAGE_BYTES, block.nbytes, key, seal)
+            self._writer.write(record, block)
         except OSError as error:
             if error.errno in _NO_ROOM:
                 return False
+            self._writer.leave()  # its descriptor, or the place of its end, may be the cause
             raise Unavailable(f"{self._folder} cannot be written: {error}") from None
+        if not segment.end:
+            self._segments.append(segment)
         segment.end = record.end
         self._enter(segment, record)
         return True
 
-    def _write_record(self, segment: _Segment, record: Record, block: memoryview) -> None:
-        """Write at the end of the active file. The rest of a failed write is cut off, or a new file is started."""
-        padding = bytes(record.end - record.offset - RECORD_HEADER_BYTES - block.nbytes)
-        pieces: list[bytes | memoryview] = [encode_record_header(segment.nonce, record), block, padding]
-        try:
-            _write_whole(self._active_fd, pieces, record.offset)
-            if self._sync:
-                os.fdatasync(self._active_fd)
-        except OSError:
-            try:
-                os.ftruncate(self._active_fd, segment.end)
-            except OSError:
-                self._leave_active()
-            raise
-
-    def _segment_for(self, num_bytes: int) -> _Segment:
-        """Return the active file; start a new one if it is full."""
-        active = self._active
-        if active is not None and os.fstat(self._active_fd).st_nlink == 0:
+    def _segment_for(self, num_bytes: int) -> Segment:
+        """Return the active file; start a new one if it is full, or was deleted."""
+        active = self._writer.active
+        if active is not None and self._writer.is_deleted():
             self._lose(active, OSError(errno.ENOENT, "it was deleted while it was written"))
             active = None
         if active is not None and active.end + num_bytes <= max(self._space.segment_bytes, PAGE_BYTES + num_bytes):
             return active
-        self._leave_active()
         self._space.measure(self.used_bytes)
-        self._last_number += 1
-        path = self._folder / f"segment-{self._last_number:012}.kv"
-        segment = _Segment(self._last_number, path, self._ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little"), PAGE_BYTES)
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            _write_whole(fd, [encode_file_header(segment.nonce)], 0)
-            if self._sync:
-                self._sync_folder(fd)
-        except OSError:
-            os.close(fd)
-            path.unlink(missing_ok=True)
-            raise
-        self._active, self._active_fd = segment, fd
-        self._segments.append(segment)
-        return segment
-
-    def _leave_active(self) -> None:
-        """Close the active file for writing."""
-        if self._active is not None:
-            self._active = None
-            os.close(self._active_fd)
-
-    def _sync_folder(self, fd: int) -> None:
-        """Make the name of a new file survive a power loss."""
-        os.fsync(fd)
-        with _opened(self._folder, os.O_RDONLY | os.O_DIRECTORY) as folder:
-            os.fsync(folder)
+        return self._writer.start()
 
     def _make_room(self, num_bytes: int) -> bool:
         """Delete the oldest files until a record and their surviving blocks fit; False if that is impossible."""
@@ -341,9 +288,9 @@ class SegmentLog:
             self._space.on_full(self.used_bytes)
         except OSError as error:
             raise self._unmeasurable(error) from None
-        if self._reclaim_oldest([segment for segment in self._segments if segment is not self._active]):
+        if self._reclaim_oldest([segment for segment in self._segments if segment is not self._writer.active]):
             return True
-        self._leave_active()
+        self._writer.leave()
         return False
 
     def _still_has(self, key: bytes) -> bool:
@@ -353,7 +300,7 @@ class SegmentLog:
             return False
         segment = location.segment
         try:
-            with _opened(segment.path, os.O_RDONLY) as fd:
+            with opened(segment.path, os.O_RDONLY) as fd:
                 is_there = has_record(fd, segment.nonce, location.record)
         except OSError as error:
             self._lose(segment, error)
@@ -364,31 +311,31 @@ class SegmentLog:
             self.remove(key)
         return is_there
 
-    def _lose(self, segment: _Segment, error: OSError) -> None:
+    def _lose(self, segment: Segment, error: OSError) -> None:
         """Forget the blocks of a file that cannot be read."""
         if error.errno in _OUR_OWN_LACK:
             return
         num_blocks = len(segment.records)
         _log.warning(event("kvstore_segment_lost", path=segment.path, blocks=num_blocks, error=error.strerror or error))
         self.num_lost += num_blocks
-        if segment is self._active:
-            self._leave_active()
+        if segment is self._writer.active:
+            self._writer.leave()
         self._drop_blocks(segment)
         if self._delete(segment):
             self._forget(segment)
 
-    def _forget(self, segment: _Segment) -> None:
+    def _forget(self, segment: Segment) -> None:
         """Remove a deleted file and its blocks from the index."""
         if segment in self._segments:  # it may have been lost meanwhile
             self._segments.remove(segment)
         self._drop_blocks(segment)
 
-    def _drop_blocks(self, segment: _Segment) -> None:
+    def _drop_blocks(self, segment: Segment) -> None:
         for key in segment.records:
             del self._index[key]
         segment.records.clear()
 
-    def _delete(self, segment: _Segment) -> bool:
+    def _delete(self, segment: Segment) -> bool:
         """Delete a file; False if that fails: it still counts then, and is tried again after a while."""
         try:
             segment.path.unlink(missing_ok=True)
@@ -398,7 +345,7 @@ class SegmentLog:
             return False
         return True
 
-    def _reclaim_oldest(self, segments: Sequence[_Segment]) -> bool:
+    def _reclaim_oldest(self, segments: Sequence[Segment]) -> bool:
         """Make room by the oldest of these files that can be deleted; False if that is none of the first few.
 
         Of those whose deletion has failed before, one goes first and the others last, so that they cannot hide all others.
@@ -409,13 +356,13 @@ class SegmentLog:
         candidates = [*failed[:1], *fresh, *failed[1:]]
         return any(self._reclaim(segment) for segment in candidates[:_MAX_DELETIONS])
 
-    def _reclaim(self, segment: _Segment) -> bool:
+    def _reclaim(self, segment: Segment) -> bool:
         """Copy the used blocks to the end of the log, then delete the file; if that is impossible, it keeps the others.
 
         A crash in between leaves harmless duplicates.
         """
-        if segment is self._active:
-            self._leave_active()
+        if segment is self._writer.active:
+            self._writer.leave()
         for block, record in self._survivors(segment):
             has_room = self.used_bytes + record_bytes(record.num_bytes) + PAGE_BYTES <= self.limit_bytes
             if not has_room or not self._write(record.key, record.seal, block):
@@ -426,7 +373,7 @@ class SegmentLog:
         self._forget(segment)
         return True
 
-    def _survivors(self, segment: _Segment) -> Iterator[tuple[memoryview, Record]]:
+    def _survivors(self, segment: Segment) -> Iterator[tuple[memoryview, Record]]:
         """Yield the used blocks, the newest first, up to half of a segment; what cannot be read is left out.
 
         Raises:
@@ -459,21 +406,6 @@ def _reserve_bytes(segment_bytes: int) -> int:
     return 3 * PAGE_BYTES + segment_bytes // 2
 
 
-@contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
-    fd = os.open(path, flags | os.O_CLOEXEC)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _read(segment: _Segment, record: Record, target: memoryview) -> Record:
-    with _opened(segment.path, os.O_RDONLY) as fd:
+def _read(segment: Segment, record: Record, target: memoryview) -> Record:
+    with opened(segment.path, os.O_RDONLY) as fd:
         return read_record(fd, segment.nonce, record.offset, record.key, target[: record.num_bytes])
-
-
-def _write_whole(fd: int, pieces: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write all bytes; a disk that takes only a part counts as full."""
-    if os.pwritev(fd, pieces, offset) != sum(memoryview(piece).nbytes for piece in pieces):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

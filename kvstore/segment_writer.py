@@ -1,0 +1,123 @@
+"""The file at the end of a segment log: starts it, writes records to it, and closes it.
+
+This module owns the only descriptor that stays open, and the names of new files; it knows no index, limit or other files. The
+first page of a file is written together with its first record, so a file to which no write has succeeded is empty. Such a file
+is deleted when the log leaves it. If that fails as well, the next new file is this one again, so that they do not pile up.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from core.ids import IdSource
+from core.rate_limit import LimitedLog
+from kvstore.segment_file import (
+    NONCE_BYTES,
+    RECORD_HEADER_BYTES,
+    Record,
+    encode_file_header,
+    encode_record_header,
+    opened,
+)
+
+
+@dataclass(slots=True, eq=False)
+class Segment:
+    """A file of the log, with those of its records that are in the index."""
+
+    path: Path
+    nonce: bytes
+    end: int  # 0 = nothing is written yet
+    records: dict[bytes, Record] = field(default_factory=dict)
+    retry_at: float = 0.0  # when its deletion may be tried again; 0 = none has failed
+
+
+class SegmentWriter:
+    """Starts files in a folder and writes at the end of the last one.
+
+    ``delete`` deletes a file and returns False if that fails.
+    """
+
+    def __init__(
+        self, folder: Path, ids: IdSource, delete: Callable[[Segment], bool], limited_log: LimitedLog, *, sync: bool
+    ) -> None:
+        self._folder = folder
+        self._ids = ids
+        self._delete = delete
+        self._limited_log = limited_log
+        self._sync = sync
+        self._fd = -1
+        self._spare: Segment | None = None  # empty, and could not be deleted
+        self.active: Segment | None = None  # the file that is open
+        self.last_number = 0
+
+    def start(self) -> Segment:
+        """Leave the active file and start a new one. Raises: OSError."""
+        self.leave()
+        creation = os.O_EXCL if self._spare is None else os.O_TRUNC
+        segment, self._spare = self._spare or self._new_segment(), None
+        self._fd = os.open(segment.path, os.O_RDWR | os.O_CREAT | creation | os.O_CLOEXEC, 0o600)
+        self.active = segment
+        return segment
+
+    def is_deleted(self) -> bool:
+        """Return whether the active file was deleted meanwhile. Raises: OSError."""
+        return os.fstat(self._fd).st_nlink == 0
+
+    def write(self, record: Record, block: memoryview) -> None:
+        """Write at the end of the active file. The rest of a failed write is cut off; if that fails, the file is left.
+
+        Raises: OSError.
+        """
+        segment = self.active
+        assert segment is not None
+        padding = bytes(record.end - record.offset - RECORD_HEADER_BYTES - block.nbytes)
+        pieces: list[bytes | memoryview] = [encode_record_header(segment.nonce, record), block, padding]
+        if not segment.end:
+            pieces.insert(0, encode_file_header(segment.nonce))
+        try:
+            _write_whole(self._fd, pieces, segment.end)
+            if self._sync:
+                self._flush(is_new=not segment.end)
+        except OSError:
+            try:
+                os.ftruncate(self._fd, segment.end)
+            except OSError:
+                self.leave()
+                if segment.end:
+                    segment.end = record.end  # the rest may be there, and counts
+            raise
+
+    def leave(self) -> None:
+        """Close the active file for writing; never raises."""
+        segment, self.active = self.active, None
+        if segment is None:
+            return
+        try:
+            os.close(self._fd)
+        except OSError as error:  # of an earlier write, as some file systems report it; digests show which blocks it has cost
+            self._limited_log.warning("kvstore_segment_close_failed", path=segment.path, error=error.strerror or error)
+        if not segment.end and not self._delete(segment):
+            self._spare = segment
+
+    def _new_segment(self) -> Segment:
+        self.last_number += 1
+        path = self._folder / f"segment-{self.last_number:012}.kv"
+        return Segment(path, self._ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little"), 0)
+
+    def _flush(self, *, is_new: bool) -> None:
+        """Make what was written survive a loss of power, and the name of a new file as well."""
+        os.fdatasync(self._fd)
+        if is_new:
+            with opened(self._folder, os.O_RDONLY | os.O_DIRECTORY) as folder:
+                os.fsync(folder)
+
+
+def _write_whole(fd: int, pieces: Sequence[bytes | memoryview], offset: int) -> None:
+    """Write all bytes; a disk that takes only a part counts as full."""
+    if os.pwritev(fd, pieces, offset) != sum(memoryview(piece).nbytes for piece in pieces):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
