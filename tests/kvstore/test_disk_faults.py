@@ -1,8 +1,6 @@
-"""A disk tier heals itself: lost files, failing reads and writes, file systems that are too small, files that stay."""
+"""A disk tier heals itself: lost files, failing reads, file systems that are too small, files that stay."""
 
-import contextlib
 import errno
-import fcntl
 import logging
 import os
 import subprocess
@@ -12,23 +10,9 @@ from types import SimpleNamespace
 import pytest
 
 from core.errors import Unavailable
-from core.ids import SeededIds
 from core.testing.clock import FakeClock
-from kvstore.segment_file import record_bytes
-from kvstore.segments import _MAX_DELETIONS, _RETRY_S, SegmentLog
-from kvstore.testing.blocks import make_block
-
-BLOCK = 4000
-RECORD = record_bytes(BLOCK)
-SEGMENT = 4 * RECORD  # three blocks after the first page
-
-
-def blocks_of(count, first=0):
-    return [make_block(number, BLOCK) for number in range(first, first + count)]
-
-
-def open_log(folder, capacity=64 << 20, segment_bytes=SEGMENT, **options):
-    return SegmentLog(folder, capacity, segment_bytes, SeededIds(1), **options)
+from kvstore.segments import _MAX_DELETIONS, _RETRY_S
+from tests.kvstore.disk_logs import RECORD, append, blocks_of, fail, files_of, is_open, knows, open_log, path_of, read
 
 
 @pytest.fixture
@@ -36,45 +20,6 @@ def log(tmp_path):
     log = open_log(tmp_path)
     yield log
     log.close()
-
-
-def append(log, block):
-    return log.append(block.key.pack(), block.seal, block.content)
-
-
-def read(log, block):
-    target = memoryview(bytearray(BLOCK))
-    record = log.read(block.key.pack(), target)
-    return None if record is None else bytes(target)
-
-
-def knows(log, blocks):
-    return [block.key.pack() in log for block in blocks]
-
-
-def files_of(folder):
-    return sorted(folder.glob("segment-*.kv"))
-
-
-def fail(monkeypatch, owner, name, number, condition=lambda *_: True):
-    """Let a call to the system fail where the condition holds."""
-    real = getattr(owner, name)
-
-    def failing(*arguments, **options):
-        if condition(*arguments):
-            raise OSError(number, os.strerror(number))
-        return real(*arguments, **options)
-
-    monkeypatch.setattr(owner, name, failing)
-
-
-def path_of(fd):
-    return os.readlink(f"/proc/self/fd/{fd}")
-
-
-def is_open(path):
-    """Whether this process has a descriptor of the file."""
-    return str(path) in [path_of(fd) for fd in os.listdir("/proc/self/fd") if os.path.lexists(f"/proc/self/fd/{fd}")]
 
 
 def test_blocks_of_a_deleted_file_are_misses_after_the_first_failure(log, tmp_path):
@@ -190,65 +135,6 @@ def test_file_that_fails_in_the_middle_of_the_start_leaves_no_block_behind(tmp_p
     assert knows(log, blocks) == [False] * 3 + [True] * 3
     assert append(log, blocks[0])
     assert read(log, blocks[0]) == bytes(blocks[0].content)
-    log.close()
-
-
-@pytest.mark.parametrize(
-    ("call", "number"), [("fstat", errno.ESTALE), ("pwritev", errno.EIO), ("pwritev", errno.EFBIG), ("fdatasync", errno.EIO)]
-)
-@pytest.mark.parametrize("cannot_be_cut", [False, True])
-def test_one_file_that_cannot_be_written_costs_one_save(tmp_path, monkeypatch, call, number, cannot_be_cut):
-    log, blocks = open_log(tmp_path, segment_bytes=1 << 20, sync=True), blocks_of(6)
-    assert append(log, blocks[0])
-    (bad,) = files_of(tmp_path)
-    fail(monkeypatch, os, call, number, lambda fd, *_: path_of(fd) == str(bad))
-    if cannot_be_cut:
-        fail(monkeypatch, os, "ftruncate", number, lambda fd, *_: path_of(fd) == str(bad))
-    with pytest.raises(Unavailable):
-        append(log, blocks[1])
-    assert all(append(log, block) for block in blocks[1:])
-    assert [read(log, block) for block in blocks] == [bytes(block.content) for block in blocks]
-    assert len(files_of(tmp_path)) == 2
-    assert log.used_bytes >= sum(path.stat().st_size for path in files_of(tmp_path))
-    log.close()
-
-
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
-def test_files_that_can_be_neither_written_nor_deleted_do_not_pile_up(tmp_path, monkeypatch, number):
-    log, blocks = open_log(tmp_path), blocks_of(20)
-    fail(monkeypatch, os, "pwritev", number)
-    fail(monkeypatch, Path, "unlink", errno.EPERM)
-    for block in blocks:
-        with contextlib.suppress(Unavailable):
-            assert not append(log, block)
-    assert [path.stat().st_size for path in files_of(tmp_path)] == [0]
-    monkeypatch.undo()
-    assert all(append(log, block) for block in blocks)
-    assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
-    log.close()
-    log = open_log(tmp_path)
-    assert [read(log, block) for block in blocks] == [bytes(block.content) for block in blocks]
-    log.close()
-
-
-def test_a_late_error_at_the_close_of_a_file_ends_nothing(tmp_path, monkeypatch, caplog):
-    log, blocks, real = open_log(tmp_path), blocks_of(10), os.close
-
-    def late(fd):
-        is_segment = path_of(fd).endswith(".kv")
-        is_written = fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE != os.O_RDONLY
-        real(fd)
-        if is_segment and is_written:
-            raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
-    monkeypatch.setattr(os, "close", late)
-    assert all(append(log, block) for block in blocks)
-    assert [read(log, block) for block in blocks] == [bytes(block.content) for block in blocks]
-    log.close()
-    monkeypatch.undo()
-    assert len([record for record in caplog.records if "kvstore_segment_close_failed" in record.getMessage()]) == 1
-    log = open_log(tmp_path)  # the folder was released
-    assert knows(log, blocks) == [True] * 10
     log.close()
 
 
