@@ -2,7 +2,7 @@
 
 This module owns the only descriptor that stays open, and the names of new files; it knows no index, limit or other files. The
 first page of a file is written together with its first record, so a file to which no write has succeeded is empty. Such a file
-is deleted when the log leaves it. If that fails as well, the next new file is this one again, so that they do not pile up.
+is deleted when the log leaves it. If that fails as well, the file stays in the log, and can be started again.
 """
 
 from __future__ import annotations
@@ -39,28 +39,35 @@ class Segment:
 class SegmentWriter:
     """Starts files in a folder and writes at the end of the last one.
 
-    ``delete`` deletes a file and returns False if that fails.
+    ``discard`` deletes a file without a record.
     """
 
     def __init__(
-        self, folder: Path, ids: IdSource, delete: Callable[[Segment], bool], limited_log: LimitedLog, *, sync: bool
+        self, folder: Path, ids: IdSource, discard: Callable[[Segment], None], limited_log: LimitedLog, *, sync: bool
     ) -> None:
         self._folder = folder
         self._ids = ids
-        self._delete = delete
+        self._discard = discard
         self._limited_log = limited_log
         self._sync = sync
         self._fd = -1
-        self._spare: Segment | None = None  # empty, and could not be deleted
         self.active: Segment | None = None  # the file that is open
         self.last_number = 0
 
     def start(self) -> Segment:
         """Leave the active file and start a new one. Raises: OSError."""
+        self.last_number += 1
+        return self._open(Segment(self._folder / f"segment-{self.last_number:012}.kv", b"", 0), os.O_CREAT | os.O_EXCL)
+
+    def restart(self, segment: Segment) -> Segment:
+        """Leave the active file and start this one again, in which nothing is written. Raises: OSError."""
+        return self._open(segment, os.O_TRUNC)
+
+    def _open(self, segment: Segment, flags: int) -> Segment:
         self.leave()
-        creation = os.O_EXCL if self._spare is None else os.O_TRUNC
-        segment, self._spare = self._spare or self._new_segment(), None
-        self._fd = os.open(segment.path, os.O_RDWR | os.O_CREAT | creation | os.O_CLOEXEC, 0o600)
+        self._fd = os.open(segment.path, flags | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        segment.nonce = self._ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little")
+        segment.retry_at = 0.0
         self.active = segment
         return segment
 
@@ -88,8 +95,7 @@ class SegmentWriter:
                 os.ftruncate(self._fd, segment.end)
             except OSError:
                 self.leave()
-                if segment.end:
-                    segment.end = record.end  # the rest may be there, and counts
+                segment.end = record.end  # the rest may be there, and counts
             raise
 
     def leave(self) -> None:
@@ -101,13 +107,8 @@ class SegmentWriter:
             os.close(self._fd)
         except OSError as error:  # of an earlier write, as some file systems report it; digests show which blocks it has cost
             self._limited_log.warning("kvstore_segment_close_failed", path=segment.path, error=error.strerror or error)
-        if not segment.end and not self._delete(segment):
-            self._spare = segment
-
-    def _new_segment(self) -> Segment:
-        self.last_number += 1
-        path = self._folder / f"segment-{self.last_number:012}.kv"
-        return Segment(path, self._ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little"), 0)
+        if not segment.end:
+            self._discard(segment)
 
     def _flush(self, *, is_new: bool) -> None:
         """Make what was written survive a loss of power, and the name of a new file as well."""

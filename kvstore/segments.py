@@ -84,8 +84,8 @@ class SegmentLog:
         self._now = now
         self._limited_log = LimitedLog(_log, now)  # each deletion is retried
         self._index: dict[bytes, _Location] = {}
-        self._segments: list[Segment] = []  # the oldest first; without blocks if it was lost and could not be deleted
-        self._writer = SegmentWriter(self._folder, ids, self._delete, self._limited_log, sync=sync)
+        self._segments: list[Segment] = []  # the oldest first; without blocks if it could not be deleted, or is new
+        self._writer = SegmentWriter(self._folder, ids, self._discard, self._limited_log, sync=sync)
         self.num_torn_bytes = 0  # cut off at the start
         self.num_dropped = 0  # blocks that were deleted to make room
         self.num_lost = 0  # blocks whose file could not be read
@@ -212,8 +212,8 @@ class SegmentLog:
         self._segments.append(segment)
         for record in records:
             self._enter(segment, record)
-        if not records and self._delete(segment):
-            self._forget(segment)
+        if not records:
+            self._discard(segment)
         self.num_torn_bytes += max(0, size - end)
 
     def _enter(self, segment: Segment, record: Record) -> None:
@@ -234,8 +234,6 @@ class SegmentLog:
                 return False
             self._writer.leave()  # its descriptor, or the place of its end, may be the cause
             raise Unavailable(f"{self._folder} cannot be written: {error}") from None
-        if not segment.end:
-            self._segments.append(segment)
         segment.end = record.end
         self._enter(segment, record)
         return True
@@ -249,7 +247,20 @@ class SegmentLog:
         if active is not None and active.end + num_bytes <= max(self._space.segment_bytes, PAGE_BYTES + num_bytes):
             return active
         self._space.measure(self.used_bytes)
-        return self._writer.start()
+        return self._start()
+
+    def _start(self) -> Segment:
+        """Start a file: the last one again if it is empty and can be opened, so that files that stay do not pile up."""
+        last = self._segments[-1] if self._segments else None
+        if last is not None and not last.end:
+            try:
+                return self._writer.restart(last)
+            except OSError as error:
+                if error.errno in _OUR_OWN_LACK:
+                    raise
+        segment = self._writer.start()
+        self._segments.append(segment)
+        return segment
 
     def _make_room(self, num_bytes: int) -> bool:
         """Delete the oldest files until a record and their surviving blocks fit; False if that is impossible."""
@@ -321,6 +332,10 @@ class SegmentLog:
         if segment is self._writer.active:
             self._writer.leave()
         self._drop_blocks(segment)
+        self._discard(segment)
+
+    def _discard(self, segment: Segment) -> None:
+        """Delete a file without blocks; if that fails, it stays in the list, and counts."""
         if self._delete(segment):
             self._forget(segment)
 

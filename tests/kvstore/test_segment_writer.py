@@ -9,7 +9,9 @@ from pathlib import Path
 import pytest
 
 from core.errors import Unavailable
-from tests.kvstore.disk_logs import append, blocks_of, fail, files_of, knows, open_log, path_of, read
+from core.testing.clock import FakeClock
+from kvstore.segments import _RETRY_S
+from tests.kvstore.disk_logs import RECORD, append, blocks_of, fail, files_of, knows, open_log, path_of, read
 
 
 @pytest.mark.parametrize(
@@ -68,4 +70,78 @@ def test_a_late_error_at_the_close_of_a_file_ends_nothing(tmp_path, monkeypatch,
     assert len([record for record in caplog.records if "kvstore_segment_close_failed" in record.getMessage()]) == 1
     log = open_log(tmp_path)  # the folder was released
     assert knows(log, blocks) == [True] * 10
+    log.close()
+
+
+def leave_one_behind(log, block, monkeypatch, number=errno.EIO):
+    """Let the first write to a new file fail, and the deletion of the file as well."""
+    with monkeypatch.context() as failing:
+        fail(failing, os, "pwritev", number)
+        fail(failing, Path, "unlink", errno.EIO)
+        with contextlib.suppress(Unavailable):
+            assert not append(log, block)
+
+
+def test_an_empty_file_that_was_left_behind_and_is_filled_later_is_not_the_first_to_go(tmp_path, monkeypatch):
+    clock = FakeClock()
+    log, blocks = open_log(tmp_path, 64 * RECORD, now=clock.now), blocks_of(60)
+    assert all(append(log, block) for block in blocks[:9])
+    leave_one_behind(log, blocks[9], monkeypatch)
+    files = files_of(tmp_path)
+    assert len(files) == 4
+    clock.advance(_RETRY_S)
+    for block in blocks[9:]:
+        assert append(log, block)
+        if not files[0].exists():
+            break
+    assert [path.exists() for path in files] == [False, True, True, True]
+    assert knows(log, blocks[:12]) == [False] * 3 + [True] * 9
+    log.close()
+
+
+def test_a_moment_without_descriptors_forgets_no_file_that_was_left_behind(tmp_path, monkeypatch):
+    log, blocks = open_log(tmp_path), blocks_of(20)
+    for block in blocks[:10]:
+        leave_one_behind(log, block, monkeypatch, errno.ENOSPC)
+        with monkeypatch.context() as failing:
+            fail(failing, os, "open", errno.EMFILE)
+            with pytest.raises(Unavailable):
+                append(log, block)
+    assert len(files_of(tmp_path)) == 1
+    assert all(append(log, block) for block in blocks)
+    assert log.used_bytes == sum(path.stat().st_size for path in files_of(tmp_path))
+    log.close()
+
+
+def test_an_empty_file_that_cannot_be_opened_again_does_not_end_the_saves(tmp_path, monkeypatch):
+    log, blocks = open_log(tmp_path), blocks_of(6)
+    leave_one_behind(log, blocks[0], monkeypatch)
+    (empty,) = files_of(tmp_path)
+    fail(monkeypatch, os, "open", errno.EPERM, lambda path, *_: path == empty)
+    assert all(append(log, block) for block in blocks)
+    assert files_of(tmp_path)[0] == empty
+    log.close()
+
+
+def test_torn_files_that_can_be_neither_cut_nor_deleted_nor_opened_are_counted(tmp_path, monkeypatch):
+    clock, capacity = FakeClock(), 40 * RECORD
+    log, blocks, real = open_log(tmp_path, capacity, now=clock.now), blocks_of(100), os.pwritev
+
+    def write_half(fd, pieces, offset):
+        whole = b"".join(pieces)
+        real(fd, [whole[: len(whole) // 2]], offset)
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "pwritev", write_half)
+    fail(monkeypatch, os, "ftruncate", errno.EIO)
+    fail(monkeypatch, Path, "unlink", errno.EIO)
+    fail(monkeypatch, os, "open", errno.EIO, lambda path, *_: path in files_of(tmp_path))
+    for block in blocks:
+        with contextlib.suppress(Unavailable):
+            assert not append(log, block)
+        assert sum(path.stat().st_size for path in files_of(tmp_path)) <= log.used_bytes <= capacity
+    monkeypatch.undo()
+    clock.advance(_RETRY_S)
+    assert [append(log, block) for block in blocks].count(False) == 0
+    assert sum(path.stat().st_size for path in files_of(tmp_path)) == log.used_bytes <= capacity
     log.close()
