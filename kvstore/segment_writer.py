@@ -119,6 +119,13 @@ class SegmentWriter:
 
 
 def _write_whole(fd: int, pieces: Sequence[bytes | memoryview], offset: int) -> None:
-    """Write all bytes; a disk that takes only a part counts as full."""
-    if os.pwritev(fd, pieces, offset) != sum(memoryview(piece).nbytes for piece in pieces):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    """Write all bytes. A short write goes on, since only the next one tells why: no room, the limit of a file, a failure."""
+    num_left = sum(memoryview(piece).nbytes for piece in pieces)
+    while num_left:
+        num_written = os.pwritev(fd, pieces, offset)
+        if not num_written:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        num_left -= num_written
+        offset += num_written
+        if num_left:
+            pieces = [memoryview(b"".join(pieces))[num_written:]]

@@ -4,12 +4,14 @@ import contextlib
 import errno
 import fcntl
 import os
+import resource
 from pathlib import Path
 
 import pytest
 
 from core.errors import Unavailable
 from core.testing.clock import FakeClock
+from kvstore.segment_file import PAGE_BYTES
 from kvstore.segments import _RETRY_S
 from tests.kvstore.disk_logs import RECORD, append, blocks_of, fail, files_of, knows, open_log, path_of, read
 
@@ -70,6 +72,52 @@ def test_a_late_error_at_the_close_of_a_file_ends_nothing(tmp_path, monkeypatch,
     assert len([record for record in caplog.records if "kvstore_segment_close_failed" in record.getMessage()]) == 1
     log = open_log(tmp_path)  # the folder was released
     assert knows(log, blocks) == [True] * 10
+    log.close()
+
+
+@contextlib.contextmanager
+def limited_files(num_bytes):
+    """A limit of the kernel for each file of this process. A write across it is a short one, and the next fails with EFBIG."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_record_across_the_limit_of_a_file_costs_one_save_and_no_block(tmp_path):
+    log, blocks = open_log(tmp_path), blocks_of(12)
+    assert all(append(log, block) for block in blocks[:8])  # three, three and two
+    with limited_files(PAGE_BYTES + 2 * RECORD + RECORD // 2):
+        with pytest.raises(Unavailable, match=os.strerror(errno.EFBIG)):
+            append(log, blocks[8])
+        assert len(log) == 8
+        assert all(append(log, block) for block in blocks[8:10])
+    assert all(append(log, block) for block in blocks[10:])
+    assert [read(log, block) for block in blocks] == [bytes(block.content) for block in blocks]
+    log.close()
+
+
+def test_a_write_that_takes_a_part_at_a_time_goes_on(tmp_path, monkeypatch):
+    log, blocks, real = open_log(tmp_path), blocks_of(7), os.pwritev
+    monkeypatch.setattr(os, "pwritev", lambda fd, pieces, offset: real(fd, [b"".join(pieces)[:1000]], offset))
+    assert all(append(log, block) for block in blocks)
+    assert [read(log, block) for block in blocks] == [bytes(block.content) for block in blocks]
+    monkeypatch.undo()
+    log.close()
+    log = open_log(tmp_path)
+    assert [read(log, block) for block in blocks] == [bytes(block.content) for block in blocks]
+    log.close()
+
+
+def test_a_device_that_takes_nothing_is_full(tmp_path, monkeypatch):
+    log, blocks = open_log(tmp_path), blocks_of(2)
+    assert append(log, blocks[0])
+    monkeypatch.setattr(os, "pwritev", lambda *_: 0)
+    assert not append(log, blocks[1])
+    monkeypatch.undo()
+    assert append(log, blocks[1])
     log.close()
 
 

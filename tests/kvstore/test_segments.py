@@ -320,10 +320,15 @@ def test_a_folder_that_is_a_file_is_refused(tmp_path):
 def test_a_full_disk_loses_only_the_block_that_did_not_fit(tmp_path, monkeypatch):
     log, blocks = open_log(tmp_path), blocks_of(3)
     append(log, blocks[0])
-    real = os.pwritev
+    real, num_free = os.pwritev, 256  # the header of a record
 
     def short_write(fd, pieces, offset):
-        return real(fd, [bytes(pieces[0])], offset)
+        nonlocal num_free
+        if not num_free:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        num_written = real(fd, [b"".join(pieces)[:num_free]], offset)
+        num_free -= num_written
+        return num_written
 
     monkeypatch.setattr(os, "pwritev", short_write)
     assert not append(log, blocks[1])
@@ -345,9 +350,9 @@ def test_a_disk_without_room_for_a_new_file_keeps_no_descriptor_and_no_file(tmp_
     before, real = descriptors(), os.pwritev
 
     def full(fd, pieces, offset):
-        if failure == "short":
+        if failure == "short" and not offset:
             return real(fd, [bytes(pieces[0])[:100]], offset)
-        raise OSError(failure, os.strerror(failure))
+        raise OSError(errno.ENOSPC if failure == "short" else failure, "full")
 
     monkeypatch.setattr(os, "pwritev", full)
     assert not any(append(log, block) for block in blocks)
