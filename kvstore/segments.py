@@ -15,7 +15,8 @@ file, and deletes the file. This is a second chance as in CLOCK, and every round
 If a file cannot be read any more (it was deleted, or the device fails), the log forgets all its blocks at the first failure:
 they are misses and can be written again. If a write fails, and not for lack of room, the active file keeps its blocks, and the
 next block goes to a new file. A file that cannot be deleted to make room keeps its blocks; it still counts, its deletion is
-retried, and the next oldest file is deleted instead. If none can be deleted, the log takes no more blocks.
+retried, and the next oldest file is deleted instead. If such files alone leave no room, the log takes no more blocks, and keeps
+the others.
 """
 
 from __future__ import annotations
@@ -270,7 +271,9 @@ class SegmentLog:
         if num_bytes + reserve > self.limit_bytes:
             return False
         while self.used_bytes + num_bytes + reserve > self.limit_bytes:
-            if not self._reclaim_oldest(self._segments):
+            stuck = [segment for segment in self._segments if segment.retry_at]
+            leaves_room = sum(segment.end for segment in stuck) + num_bytes + reserve <= self.limit_bytes
+            if not self._reclaim_oldest(self._segments if leaves_room else stuck):  # else no other file would help
                 return False
         return True
 

@@ -318,6 +318,27 @@ def test_damaged_file_that_cannot_be_deleted_counts_whole(tmp_path, monkeypatch)
     log.close()
 
 
+def test_files_that_leave_no_room_and_cannot_be_deleted_cost_no_others(tmp_path, monkeypatch):
+    capacity, clock = 40 * RECORD, FakeClock()
+    log, blocks = open_log(tmp_path), blocks_of(19)
+    assert all(append(log, block) for block in blocks[:18])
+    log.close()
+    damaged = [tmp_path / f"segment-{number:012}.kv" for number in (100, 101)]
+    for path in damaged:
+        path.write_bytes(bytes(capacity // 2))
+    with monkeypatch.context() as failing:
+        fail(failing, Path, "unlink", errno.EPERM, lambda path: path in damaged)
+        log = open_log(tmp_path, capacity, now=clock.now)
+        for _ in range(20):
+            assert not append(log, blocks[18])
+            clock.advance(_RETRY_S)
+        assert knows(log, blocks[:18]) == [True] * 18
+    assert append(log, blocks[18])
+    assert not any(path.exists() for path in damaged)
+    assert knows(log, blocks) == [True] * 19
+    log.close()
+
+
 def test_slow_saves_get_past_files_that_cannot_be_deleted(tmp_path, monkeypatch):
     capacity, clock = 40 * RECORD, FakeClock()
     log, blocks = open_log(tmp_path, capacity, now=clock.now), blocks_of(100)
