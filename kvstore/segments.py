@@ -402,7 +402,6 @@ class SegmentLog:
             num_bytes = record_bytes(record.num_bytes)
             if not self._index[record.key].is_used or num_bytes > num_left:
                 continue
-            num_left -= num_bytes
             block = memoryview(bytearray(record.num_bytes))
             try:
                 _read(segment, record, block)
@@ -412,6 +411,7 @@ class SegmentLog:
                 if error.errno in _OUR_OWN_LACK:
                     raise Unavailable(f"{segment.path} cannot be read: {error}") from None
                 continue
+            num_left -= num_bytes
             yield block, record
 
 

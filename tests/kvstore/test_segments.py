@@ -251,6 +251,23 @@ def test_a_used_block_too_large_to_be_handed_on_costs_smaller_ones_nothing(tmp_p
     log.close()
 
 
+def test_used_blocks_that_are_damaged_cost_intact_ones_nothing(tmp_path):
+    capacity = 80 * PAGE_BYTES  # files of 20 pages, of which 10 may be handed on
+    log, blocks = open_log(tmp_path, capacity, capacity // 4), [make_block(number, 8 * PAGE_BYTES) for number in range(2)]
+    for block in blocks:
+        assert append(log, block)
+        assert served(log, block)
+    (first,) = files_of(tmp_path)
+    with first.open("r+b") as file:
+        file.seek(PAGE_BYTES + record_bytes(8 * PAGE_BYTES))
+        file.write(bytes(PAGE_BYTES))
+    others = (make_block(number, 4000) for number in itertools.count(2))
+    while first.exists():
+        assert append(log, next(others))
+    assert [served(log, block) for block in blocks] == [True, False]
+    log.close()
+
+
 def test_a_block_larger_than_the_capacity_drives_nothing_out(tmp_path):
     log = open_log(tmp_path, 200_000, 50_000)
     append(log, make_block(1, 4000))
