@@ -80,7 +80,13 @@ class SegmentLog:
         sync: bool = False,
         now: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._folder = folder.absolute()  # also after a change of the working directory
+        self._folder = folder
+        try:
+            self._folder = folder.absolute()  # also after a change of the working directory
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._lock_fd = self._take_lock()
+        except OSError as error:
+            raise self._unusable(error) from None
         self._space = DiskSpace(self._folder, capacity_bytes, min(segment_bytes, capacity_bytes // MIN_SEGMENTS))
         self._now = now
         self._limited_log = LimitedLog(_log, now)  # each deletion is retried
@@ -90,11 +96,6 @@ class SegmentLog:
         self.num_torn_bytes = 0  # cut off at the start
         self.num_dropped = 0  # blocks that were deleted to make room
         self.num_lost = 0  # blocks whose file could not be read
-        try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            self._lock_fd = self._take_lock()
-        except OSError as error:
-            raise self._unusable(error) from None
         try:
             self._recover()
             self._space.measure(self.used_bytes)

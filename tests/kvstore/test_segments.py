@@ -327,6 +327,15 @@ def test_a_relative_folder_stays_the_same_in_another_working_directory(tmp_path,
     log.close()
 
 
+def test_a_relative_folder_in_a_working_directory_that_is_gone_is_refused(tmp_path, monkeypatch):
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    monkeypatch.chdir(gone)
+    gone.rmdir()
+    with pytest.raises(ConfigError, match="disk_path"):
+        open_log(Path("kv"))
+
+
 def test_a_folder_that_is_a_file_is_refused(tmp_path):
     path = tmp_path / "file"
     path.write_text("")
