@@ -285,7 +285,7 @@ def readers_were_away(case: Case) -> bool:
 
 
 def has_another_layout(case: Case) -> bool:
-    """A worker of the request has another layout than the worker with its KV; an aggregated one, because no reader was there."""
+    """A worker of the request has another layout than the one with its KV; an aggregated one only if no reader was there."""
     dtypes = [(turn.role, case.spec(turn.engine_id).kv_dtype) for turn in case.path.turns]
     owners = {dtype for role, dtype in dtypes if role == "prefill"}
     others = {role for role, dtype in dtypes if role != "prefill" and owners - {dtype}}
