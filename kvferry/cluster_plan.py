@@ -17,7 +17,6 @@ from core.errors import ConfigError
 from core.ids import RandomIds
 from core.wire.curve import new_cluster_key
 from core.wire.messages import Role
-from kvferry.machine import why_not_bindable
 
 CHOSEN_SETTINGS = (
     "engine_id",
@@ -109,9 +108,17 @@ def free_port_ranges(count: int, length: int) -> list[range]:
         if len(found) == count:
             break
         ports = range(start, start + length)
-        if all(why_not_bindable("127.0.0.1", port) is None for port in ports):
+        if all(_is_free(port) for port in ports):
             found.append(ports)
     return found
+
+
+def _is_free(port: int) -> bool:
+    try:
+        socket.create_server(("127.0.0.1", port)).close()
+    except OSError:
+        return False
+    return True
 
 
 def check_worker_settings(worker: WorkerSection) -> None:

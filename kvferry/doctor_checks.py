@@ -34,7 +34,8 @@ from kvferry.cluster_plan import is_for_serve, workers_here
 from kvferry.connector_preflight import check_factories, check_names, check_p2p, check_redis, has_otlp_exporter
 from kvferry.doctor_transports import check_transports
 from kvferry.finding import Finding, Verdict
-from kvferry.machine import format_bytes, is_in_use, memory_limit_bytes, why_not_creatable
+from kvferry.listening import why_not_free
+from kvferry.machine import format_bytes, memory_limit_bytes, why_not_creatable
 from kvferry.models import is_cached
 from kvferry.reserved_memory import computes_on_gpu, reservations
 from router.http.tls import server_context
@@ -234,7 +235,8 @@ def check_huge_pages(config: KVFerryConfig) -> Iterator[Finding]:
 def _held_address(config: KVFerryConfig) -> str:
     """Return the first address of these settings where something listens, with its setting; "" if there is none."""
     for setting, (host, port) in preflight.all_addresses(config):
-        if port and is_in_use(host, port):
+        refusal = why_not_free(setting, host, port) if port else None
+        if refusal is not None and refusal.is_in_use:
             return f"{setting} {host}:{port}"
     return ""
 
@@ -256,11 +258,12 @@ def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
         except ConfigError as error:  # the same one of every worker, and of those that others read from
             refused.setdefault(error.message, _refused("ports", error, config, kind))
     yield from refused.values()
-    fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
     for setting, (host, port) in preflight.all_addresses(config):
-        reason = preflight.why_not_free(setting, host, port)
-        if reason:
-            yield Finding("ports", "warning", f"{setting} {host}:{port} cannot be bound: {reason}", fix)
+        refusal = why_not_free(setting, host, port)
+        if refusal is not None:
+            fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
+            fix = preflight.fix_of(setting, refusal)[1] if refusal.is_of_host else fix
+            yield Finding("ports", "warning", f"{setting} {host}:{port} cannot be bound: {refusal.reason}", fix)
         elif port:
             yield Finding("ports", "ok", f"{setting} {host}:{port} is free")
 
@@ -294,6 +297,8 @@ def _try_to_connect(subject: str, name: str, host: str, port: int) -> Finding:
     except OSError as error:
         fix = "start it; if it runs: look at its address, DNS and network policies"
         return Finding(subject, "warning", f"{name}: {error.strerror or error}", fix)
+    except ValueError as error:  # of the codec for names
+        return Finding(subject, "warning", f"{name}: no possible name: {error}", "correct the host")
     return Finding(subject, "ok", f"{name} can be connected to")
 
 

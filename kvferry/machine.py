@@ -1,10 +1,9 @@
-"""The resources of this machine: memory, GPUs, ports and folders, checked without the libraries that use them."""
+"""The resources of this machine: memory, GPUs, addresses and folders, checked without the libraries that use them."""
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import os
 import socket
 import tempfile
@@ -63,24 +62,6 @@ def visible_gpus(environment: Mapping[str, str] = os.environ, devices: Path = Pa
     return [str(number) for number in range(len(found))]
 
 
-def why_not_bindable(host: str, port: int, *, tries_ipv6: bool = False) -> str | None:
-    """Try to listen on an address; return why that fails. ZeroMQ's form with the name of a network interface is not tried.
-
-    ``tries_ipv6``: a name may have addresses of IPv6 only.
-    """
-    error = _bind_error(host, port, tries_ipv6=tries_ipv6)
-    if error is None:
-        return None
-    is_of_system = error.errno is not None and error.errno > 0  # otherwise it is the resolver's
-    return os.strerror(error.errno) if is_of_system and error.errno else str(error.strerror or error)
-
-
-def is_in_use(host: str, port: int) -> bool:
-    """Return True if something listens on an address already."""
-    error = _bind_error(host, port, tries_ipv6=True)
-    return error is not None and error.errno == errno.EADDRINUSE
-
-
 def share_an_address(first: str, second: str) -> bool:
     """Return True if two hosts to listen on have an address of this machine in common. Asks the resolver for names.
 
@@ -97,35 +78,13 @@ def _addresses_of(host: str) -> set[str]:
         return {name}
     try:
         return {str(found[4][0]) for found in socket.getaddrinfo(name, None)}
-    except (OSError, UnicodeError):  # the second: no possible name, such as one with an empty label
+    except (OSError, ValueError):  # the second: no possible name, such as one with an empty label
         return {name}
-
-
-def _bind_error(host: str, port: int, *, tries_ipv6: bool) -> OSError | None:
-    name = _name_of(host)
-    if _is_interface(name):
-        return None
-    first_error = _bind_error_of(name, port, _family_of(name))
-    if tries_ipv6 and isinstance(first_error, socket.gaierror) and ":" not in name:
-        return _bind_error_of(name, port, socket.AF_INET6)
-    return first_error
-
-
-def _bind_error_of(name: str, port: int, family: socket.AddressFamily) -> OSError | None:
-    try:
-        with socket.create_server((name, port), family=family):
-            return None
-    except OSError as error:
-        return error
 
 
 def _name_of(host: str) -> str:
     """Return a host as sockets take it; "" means all addresses."""
     return "" if host == "*" else host.strip("[]")
-
-
-def _family_of(name: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in name else socket.AF_INET
 
 
 def _is_interface(name: str) -> bool:

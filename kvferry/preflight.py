@@ -28,14 +28,8 @@ from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
 from core.wire.sockets import split_tcp
 from kvferry.connector_preflight import check_connectors, check_factories, check_p2p
-from kvferry.machine import (
-    format_bytes,
-    memory_limit_bytes,
-    share_an_address,
-    why_no_cuda,
-    why_not_bindable,
-    why_not_writable,
-)
+from kvferry.listening import Refusal, why_not_free
+from kvferry.machine import format_bytes, memory_limit_bytes, share_an_address, why_no_cuda, why_not_writable
 from kvferry.progress import shown_progress
 from kvferry.reserved_memory import Workers, computes_on_gpu, num_kvstores, reserved_bytes, uses_kvstore
 from kvferry.roles import check_exposure
@@ -47,8 +41,13 @@ WhyUnusable = Callable[[Path], str | None]
 
 _FLOAT32_BYTES, _HALF_BYTES = 4, 2
 _KV_EVENT_SETTINGS = ("worker.kv_events_address", "worker.kv_events_replay_address")
-_HTTP_SETTINGS = ("router.port", "router.ops_port", "worker.ops_port", "kvstore.ops_port")
-_ANY_FREE = "stop what listens there, or choose another port; 0 is any free one"
+_HOST_SETTINGS = {  # of the sockets whose host has a setting of its own
+    "router.port": "router.host",
+    "router.ops_port": "router.ops_host",
+    "worker.ops_port": "worker.ops_host",
+    "worker.data_port": "worker.control_address",
+    "kvstore.ops_port": "kvstore.ops_host",
+}
 
 
 def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[str, str] = os.environ) -> None:
@@ -168,14 +167,18 @@ def _serves_readers(role: Role | Literal["router"], config: KVFerryConfig) -> bo
 def _check_all_bindable(addresses: Sequence[Address]) -> None:
     check_distinct(addresses)
     for setting, (host, port) in addresses:
-        reason = why_not_free(setting, host, port)
-        if reason is not None:
-            raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {reason}; {_ANY_FREE}", param=setting)
+        refusal = why_not_free(setting, host, port)
+        if refusal is not None:
+            param, fix = fix_of(setting, refusal)
+            raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {refusal.reason}; {fix}", param=param)
 
 
-def why_not_free(setting: str, host: str, port: int) -> str | None:
-    """Try to listen on the address of a setting; return why that fails. Of a name, ZeroMQ takes IPv4 addresses only."""
-    return why_not_bindable(host, port, tries_ipv6=setting in _HTTP_SETTINGS)
+def fix_of(setting: str, refusal: Refusal) -> tuple[str, str]:
+    """Return the setting to change where an address cannot be listened at, and what to do."""
+    if refusal.is_of_host:
+        host_setting = _HOST_SETTINGS.get(setting, setting)
+        return host_setting, f"set {host_setting} to an address of this machine"
+    return setting, "stop what listens there, or choose another port; 0 is any free one"
 
 
 def check_distinct(addresses: Iterable[Address]) -> None:
@@ -216,8 +219,8 @@ def addresses_by_process(config: KVFerryConfig) -> dict[str, tuple[Address, ...]
 
 
 def addresses_of_serve(config: KVFerryConfig) -> tuple[Address, ...]:
-    """Return the addresses with a port number that processes of a local cluster bind, all on this machine."""
-    return (*_service_addresses(config), *_worker_addresses(config))
+    """Return the addresses that processes of a local cluster bind, all on this machine; each worker has an operations port."""
+    return (*_service_addresses(config), _ops_address(config), *_worker_addresses(config))
 
 
 def _router_addresses(config: KVFerryConfig) -> Iterator[Address]:

@@ -32,6 +32,7 @@ from router.http.app import BodyLimits, create_app
 from router.http.connections import ClientLimits, HttpConfig, limit_unread_answers
 from router.http.endpoints import Endpoints
 from router.http.in_flight import InFlight
+from router.http.listener import BACKLOG, create_listener
 from router.http.probes import ProbeAnswers
 from router.http.tls import server_context
 from router.images.reader import RequestImageReader
@@ -39,7 +40,6 @@ from router.metrics import RouterMetrics
 from router.openai.served_model import ServedModel
 
 logger = logging.getLogger(__name__)
-_BACKLOG = 2048  # connections that the kernel queues until they are accepted
 
 
 class Router:
@@ -145,7 +145,7 @@ class Router:
         self._server = _Server(self.http)
         self._serving = asyncio.create_task(self._server.serve(sockets=[self._socket]))
         await self._server.is_up.wait()
-        self._socket.listen(_BACKLOG)  # uvicorn has set the queue to what one callback accepts
+        self._socket.listen(BACKLOG)  # uvicorn has set the queue to what one callback accepts
         sampling = msgspec.structs.asdict(self._model.defaults)
         logger.info(
             event("router_started", http=self.http_address, workers=self.worker_address, model=self._model.name, **sampling)
@@ -224,15 +224,13 @@ def _client_limits(config: RouterSection) -> ClientLimits:
 
 
 def _listen(host: str, port: int, *, is_shared: bool = False) -> socket.socket:
-    """Return a listening socket; the host ``""`` or ``*`` means all addresses. A shared port takes sockets of other processes.
+    """Return the socket of ``create_listener``, which sends without delay.
 
     Raises:
         ConfigError: the address cannot be bound.
     """
-    name = "" if host == "*" else host
-    family = socket.AF_INET6 if ":" in name else socket.AF_INET
     try:
-        listening = socket.create_server((name, port), family=family, backlog=_BACKLOG, reuse_port=is_shared)
+        listening = create_listener(host, port, is_shared=is_shared)
     except OSError as error:
         raise ConfigError(f"cannot listen on {host}:{port}: {error.strerror or error}", param="router.port") from None
     # asyncio sets it only for sockets of its own. Without it a token waits until the client's kernel acknowledges

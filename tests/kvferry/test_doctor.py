@@ -10,6 +10,7 @@ from core.errors import ConfigError
 from kvferry import cli, doctor_checks, doctor_transports, preflight
 from kvferry.doctor import findings_of
 from kvferry.doctor_transports import check_transports
+from kvferry.listening import Refusal
 from tests.kvferry.findings import OF_ANY_PROCESS, verdicts
 from tests.support.certificates import self_signed
 
@@ -36,7 +37,8 @@ def test_port_in_use_is_named_with_its_setting(listener):
 
 
 def test_every_address_that_serve_would_try_is_tried(monkeypatch):
-    monkeypatch.setattr(preflight, "why_not_bindable", lambda _host, port, **_: None if port else "no such host")
+    refusal = Refusal("no such host", is_of_host=True)
+    monkeypatch.setattr(doctor_checks, "why_not_free", lambda _setting, _host, port: None if port else refusal)
     settings = ["router.processes=3", "router.ops_port=9100", "kvstore.ops_port=9200", "kvstore.bind_address=tcp://*:9201"]
     events = ["cache.kv_events=true", "worker.kv_events_address=tcp://*:9301", "worker.kv_events_replay_address=tcp://*:9302"]
     found = list(doctor_checks.check_ports(load_config(assignments=[*settings, *events])))
@@ -154,6 +156,26 @@ def test_peer_that_listens_is_told_from_one_that_does_not(listener):
     assert (
         verdicts(doctor_checks.check_peers, f"worker.router_addresses=tcp://127.0.0.1:{closed}")["peers"].verdict == "warning"
     )
+
+
+@pytest.mark.parametrize(
+    ("check", "setting", "said"),
+    [
+        (doctor_checks.check_peers, "kvstore.address=tcp://a..b:5580", "correct the host"),
+        (doctor_checks.check_peers, "worker.router_addresses=tcp://ü..b:5570", "correct the host"),
+        (doctor_checks.check_tracing, "tracing.endpoint=http://a..b:4318", "correct the host"),
+        (doctor_checks.check_ports, "router.host=ü..b", "set router.host to an address of this machine"),
+        (doctor_checks.check_ports, "worker.ops_host=" + "ü" * 60, "set worker.ops_host to an address of this machine"),
+        (
+            doctor_checks.check_ports,
+            "worker.control_address=tcp://ü..b:5571",
+            "set worker.control_address to an address of this",
+        ),
+    ],
+)
+def test_a_name_that_no_machine_can_have_is_told_like_any_other(check, setting, said):
+    found = [one for one in check(load_config(assignments=[setting])) if one.verdict == "warning" and said in one.fix]
+    assert len(found) == 1
 
 
 def test_every_transport_in_use_is_looked_at():

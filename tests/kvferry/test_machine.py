@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 
 import pytest
@@ -13,7 +12,6 @@ from kvferry.machine import (
     memory_limit_bytes,
     share_an_address,
     why_no_cuda,
-    why_not_bindable,
     why_not_creatable,
     why_not_writable,
 )
@@ -43,40 +41,6 @@ def test_reason_for_no_gpu_is_the_first_thing_that_is_missing(monkeypatch):
     assert why_no_cuda() == "there is no NVIDIA driver (libno-such-driver.so)"
 
 
-def test_port_is_bindable_until_a_process_listens():
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = listener.getsockname()[1]
-        assert why_not_bindable("127.0.0.1", port) == "Address already in use"
-    assert why_not_bindable("127.0.0.1", port) is None
-
-
-@pytest.mark.parametrize("host", ["*", "lo", "localhost"])
-def test_names_that_sockets_are_bound_by_are_understood(host):
-    assert why_not_bindable(host, 0) is None
-
-
-def test_unknown_address_is_not_bindable():
-    assert "not known" in why_not_bindable("no-such-host.invalid", 0)
-
-
-@pytest.mark.parametrize("error", [socket.gaierror(socket.EAI_NODATA, "No address associated with hostname"), None])
-def test_a_name_may_have_addresses_of_ipv6_only(error, monkeypatch):
-    tried = []
-
-    def create_server(address, family):
-        tried.append(family)
-        if family == socket.AF_INET:
-            raise socket.gaierror(socket.EAI_ADDRFAMILY, "Address family for hostname not supported")
-        if error is not None:
-            raise error
-        return contextlib.nullcontext()
-
-    monkeypatch.setattr(socket, "create_server", create_server)
-    assert why_not_bindable("six.example", 0, tries_ipv6=True) == (error and "No address associated with hostname")
-    assert tried == [socket.AF_INET, socket.AF_INET6]
-    assert why_not_bindable("six.example", 0) == "Address family for hostname not supported"
-
-
 @pytest.mark.parametrize(
     ("first", "second", "is_shared"),
     [
@@ -89,6 +53,7 @@ def test_a_name_may_have_addresses_of_ipv6_only(error, monkeypatch):
         ("127.0.0.1", "127.0.0.2", False),
         ("no-such-host.invalid", "127.0.0.1", False),
         ("a..b", "127.0.0.1", False),
+        ("a\0b", "127.0.0.1", False),
         ("x" * 70, "x" * 70, True),
     ],
 )

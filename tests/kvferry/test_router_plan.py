@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
-import socket
-
 import pytest
 
 from core.config import load_config
 from core.config_router import RouterSection
 from core.errors import ConfigError
 from kvferry import LocalCluster
-from kvferry.preflight import check_distinct, check_process
+from kvferry.listening import Refusal
+from kvferry.preflight import check_distinct, check_ports, check_process
 from kvferry.router_plan import RouterPlan
 
 
@@ -72,7 +70,8 @@ def test_workers_of_a_local_cluster_connect_to_every_router():
 
 
 def test_every_port_of_the_processes_is_tried_before_the_start(monkeypatch):
-    monkeypatch.setattr("kvferry.preflight.why_not_bindable", lambda host, port, **_: "in use" if port == 5571 else None)
+    refusal = Refusal("in use", is_in_use=True)
+    monkeypatch.setattr("kvferry.preflight.why_not_free", lambda _setting, _host, port: refusal if port == 5571 else None)
     config = load_config(assignments=["router.processes=2"])
     with pytest.raises(ConfigError, match="5571"):
         check_process("router", config)
@@ -117,7 +116,7 @@ def test_a_key_of_blanks_ends_the_router_and_no_other_process(key, monkeypatch):
     ],
 )
 def test_one_port_for_two_sockets_is_refused_with_both_settings(role, settings, said, monkeypatch):
-    monkeypatch.setattr("kvferry.preflight.why_not_bindable", lambda host, port, **_: None)
+    monkeypatch.setattr("kvferry.preflight.why_not_free", lambda *_: None)
     with pytest.raises(ConfigError, match=said) as refusal:
         check_process(role, load_config(assignments=["security.insecure=true", *settings]))
     assert ("router.processes" in refusal.value.message) == (role == "router")
@@ -138,13 +137,25 @@ def test_any_free_port_may_be_asked_for_twice_and_one_port_of_two_hosts(role):
     check_distinct([("a", ("127.0.0.1", 9100)), ("b", ("127.0.0.2", 9100))])
 
 
-def test_a_name_with_ipv6_only_is_for_http_since_zeromq_takes_names_as_ipv4(monkeypatch):
-    def create_server(address, family):
-        if address[0] == "six.example" and family == socket.AF_INET:
-            raise socket.gaierror(socket.EAI_ADDRFAMILY, "Address family for hostname not supported")
-        return contextlib.nullcontext()
+@pytest.mark.parametrize(
+    ("role", "settings", "to_change"),
+    [
+        ("router", ["router.host=no-such-host.invalid"], "router.host"),
+        ("router", ["router.ops_host=lo", "router.ops_port=0"], "router.ops_host"),
+        ("prefill", ["worker.ops_host=lo"], "worker.ops_host"),
+        ("prefill", ["worker.ops_host=ü..b"], "worker.ops_host"),
+        ("prefill", ["worker.control_address=tcp://203.0.113.1:0", "worker.data_port=18998"], "worker.control_address"),
+        ("kvstore", ["kvstore.bind_address=tcp://no-such-host.invalid:0"], "kvstore.bind_address"),
+        ("kvstore", ["kvstore.bind_address=tcp://127.0.0.1:0", "kvstore.ops_host=[::1]"], "kvstore.ops_host"),
+    ],
+)
+def test_a_host_at_which_nothing_can_listen_is_refused_by_its_own_setting(role, settings, to_change):
+    free = ["router.port=0", "router.worker_address=tcp://127.0.0.1:0", "security.insecure=true"]
+    with pytest.raises(ConfigError, match=rf"; set {to_change} to an address of this machine$") as refusal:
+        check_process(role, load_config(assignments=[*free, *settings]))
+    assert refusal.value.param == to_change
 
-    monkeypatch.setattr(socket, "create_server", create_server)
-    check_process("prefill", load_config(assignments=["worker.ops_host=six.example"]))
-    with pytest.raises(ConfigError, match=r"worker\.control_address = 5571: cannot listen on six\.example"):
-        check_process("prefill", load_config(assignments=["worker.control_address=tcp://six.example:5571"]))
+
+def test_a_host_that_no_worker_of_a_local_cluster_could_have_is_refused():
+    with pytest.raises(ConfigError, match=r"set worker\.ops_host to an address of this machine$"):
+        check_ports(load_config(assignments=["router.port=0", "worker.ops_host=lo"]), {})
