@@ -98,7 +98,7 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
     check_connectors(config)
     check_p2p({role: (role, config)})
     check_device(config)
-    addresses = [_ops_address(config), *_kv_event_addresses(config)]
+    addresses = [_ops_address(config), *(_kv_event_addresses(config) if role != "encode" else ())]
     if _serves_readers(role, config):
         addresses += [*_data_address(config), _control_address(config)]
     _check_all_bindable(addresses)
@@ -148,8 +148,10 @@ def check_ports(config: KVFerryConfig, workers: Workers) -> None:
 def check_shared_ports(config: KVFerryConfig, workers: Workers) -> None:
     """Refuse an address that several workers would bind."""
     for setting, address in _worker_addresses(config):
-        num_workers = sum(_serves_readers(role, worker) for role, worker in workers.values())
-        num_workers = len(workers) if setting in _KV_EVENT_SETTINGS else num_workers
+        is_of_events = setting in _KV_EVENT_SETTINGS
+        num_workers = sum(
+            role != "encode" if is_of_events else _serves_readers(role, worker) for role, worker in workers.values()
+        )
         if num_workers > 1:
             raise ConfigError(
                 f"{setting} = {address[1]}: {num_workers} workers of this machine cannot share one port; leave it out",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+
 import pytest
 
 from core.config import load_config
@@ -9,7 +11,7 @@ from core.config_router import RouterSection
 from core.errors import ConfigError
 from kvferry import LocalCluster
 from kvferry.listening import Refusal
-from kvferry.preflight import check_distinct, check_ports, check_process
+from kvferry.preflight import check_distinct, check_ports, check_process, check_shared_ports
 from kvferry.router_plan import RouterPlan
 
 
@@ -159,3 +161,15 @@ def test_a_host_at_which_nothing_can_listen_is_refused_by_its_own_setting(role, 
 def test_a_host_that_no_worker_of_a_local_cluster_could_have_is_refused():
     with pytest.raises(ConfigError, match=r"set worker\.ops_host to an address of this machine$"):
         check_ports(load_config(assignments=["router.port=0", "worker.ops_host=lo"]), {})
+
+
+def test_only_workers_that_have_kv_count_for_the_port_of_its_events():
+    with socket.create_server(("127.0.0.1", 0)) as holder:
+        events = f"worker.kv_events_address=tcp://127.0.0.1:{holder.getsockname()[1]}"
+        config = load_config(assignments=["cache.kv_events=true", events])
+        check_process("encode", config)
+        with pytest.raises(ConfigError, match=r"worker\.kv_events_address = .* Address already in use"):
+            check_process("decode", config)
+    check_shared_ports(config, {"encode-0": ("encode", config), "aggregated-0": ("aggregated", config)})
+    with pytest.raises(ConfigError, match="2 workers of this machine cannot share one port"):
+        check_shared_ports(config, {"prefill-0": ("prefill", config), "decode-0": ("decode", config)})
