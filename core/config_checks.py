@@ -11,7 +11,8 @@ from urllib.parse import urlsplit
 
 from core.errors import ConfigError
 
-_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.%]+\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")  # host: name, IPv4, [IPv6] or *
+# Host: name, IPv4, [IPv6] or *
+_ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[^\s\]/]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
 _IPC_ADDRESS = re.compile(r"ipc://[^\s*]{1,100}")  # a path, or with @ a name in the network namespace
 
 

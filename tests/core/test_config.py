@@ -85,7 +85,17 @@ def test_transports_of_other_connectors_are_their_own_business():
     assert config.connector.transports == ("pigeon",)
 
 
-@pytest.mark.parametrize("address", ["tcp://*:5570", "tcp://[::1]:5570", "tcp://router-0.kvferry.svc:5570", "tcp://0.0.0.0:0"])
+@pytest.mark.parametrize(
+    "address",
+    [
+        "tcp://*:5570",
+        "tcp://[::1]:5570",
+        "tcp://[fe80::1%2]:5570",
+        "tcp://[fe80::1%eth0]:5570",
+        "tcp://router-0.kvferry.svc:5570",
+        "tcp://0.0.0.0:0",
+    ],
+)
 def test_addresses_of_every_kind_of_host_are_accepted(address):
     assert load_config(assignments=[f"router.worker_address={address}"]).router.worker_address == address
 
