@@ -74,6 +74,14 @@ TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
 ANYTHING: Schema = {"type": "object"}  # Kubernetes' own types; the API server knows them
 LIST: Schema = {"type": "array", "items": ANYTHING}
 
+# An entry of router.images.allowed_hosts as router.images.hosts takes it: a name, *.name, either with :port, an address or a
+# network. Templates look at the rest: ports, netmasks, bits beyond a prefix.
+_LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
+_NAME = rf"(\*\.)?{_LABEL}(\.{_LABEL})*(:[0-9]{{1,5}})?"
+_IPV4 = r"([0-9]{1,3}\.){3}[0-9]{1,3}(/(0*([12]?[0-9]|3[0-2])|[0-9]+\.[0-9.]+))?"
+_IPV6 = r"[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*(%[^/\s]+)?(/0*([1-9]?[0-9]|1[01][0-9]|12[0-8]))?"
+IMAGE_HOST: Schema = {"type": "string", "pattern": rf"^\s*({_NAME}|[\[\]]*({_IPV4}|{_IPV6})[\[\]]*)\s*$"}
+
 
 def closed(**properties: Schema) -> Schema:
     """Return an object that may have these keys and no others."""
@@ -333,6 +341,7 @@ def settings() -> dict[str, Schema]:
         for setting in definition["properties"].values():
             setting.pop("default", None)  # some are this machine's; kvferry knows them
     found["CacheSection"]["properties"]["block_size"]["multipleOf"] = HASH_BLOCK_SIZE
+    found["ImagesSection"]["properties"]["allowed_hosts"]["items"] = IMAGE_HOST
     used = reachable("KVFerryConfig", found)
     return {name: definition for name, definition in found.items() if name in used}
 

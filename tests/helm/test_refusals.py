@@ -97,6 +97,26 @@ CASES = {
         ["config.router.images.allowed_hosts={a.example,10.0.0.0/255.0.0.0}"],
         "router.config.router.images.allowed_hosts: 10.0.0.0/255.0.0.0 has a netmask; give the number of its bits",
     ),
+    "network of images that is none": (
+        ["config.router.images.allowed_hosts={10.1.2.3/8}"],
+        "router.config.router.images.allowed_hosts: 10.1.2.3/8 is no network, its address has bits beyond the prefix",
+    ),
+    "address of images with a port": (
+        ["config.router.images.allowed_hosts={10.0.0.1:8080}"],
+        "router.config.router.images.allowed_hosts: 10.0.0.1:8080 is an address with a port; an address allows all ports",
+    ),
+    "prefix of images beyond an address": (
+        ["config.router.images.allowed_hosts={10.0.0.0/33}"],
+        "at '/config/router/images/allowed_hosts/0': '10.0.0.0/33' does not match pattern",
+    ),
+    "host of images in another script": (
+        ["config.router.images.allowed_hosts={bücher.example}"],
+        "at '/config/router/images/allowed_hosts/0': 'bücher.example' does not match pattern",
+    ),
+    "path of images": (
+        ["config.router.images.allowed_hosts={cdn.example/a.png}"],
+        "at '/config/router/images/allowed_hosts/0': 'cdn.example/a.png' does not match pattern",
+    ),
     "empty cache that is read-only": (["modelCache.readOnly=true"], "modelCache.readOnly: an emptyDir starts empty"),
     "LMCache nowhere": (["lmcache.mode=external"], "lmcache.host: say where"),
     "LMCache without an image": (["lmcache.mode=sidecar"], "lmcache.image.repository: name the image"),

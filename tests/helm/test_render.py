@@ -2,11 +2,15 @@
 
 import importlib.util
 import json
+import re
 import tarfile
 from pathlib import Path
 
 import jsonschema
 import pytest
+
+from core.errors import ConfigError
+from router.images.hosts import HostRules
 
 pytestmark = pytest.mark.slow
 
@@ -127,3 +131,24 @@ def test_package_holds_the_schema_and_the_presets(helm, tmp_path):
 def test_schema_is_that_of_the_settings():
     written = (CHART / "values.schema.json").read_text()
     assert written == load(ROOT / "helm" / "values_schema.py").render(), "run `make chart`"
+
+
+@pytest.mark.parametrize("entry", ["a.example", "*.A_b.example:8443", " 10.0.0.0/8 ", "[2001:db8::1]", "::/0", "fe80::1%eth0"])
+def test_schema_takes_every_host_of_images_that_the_router_takes(entry):
+    HostRules([entry], "")
+    assert image_hosts().search(entry)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    ["", "*", "a b", "http://a.example", "a.example/x.png", "bücher.example", "10.0.0.0/33", "::/129", "[::1]:80"],
+)
+def test_schema_refuses_what_is_no_host_of_images(entry):
+    with pytest.raises(ConfigError):
+        HostRules([entry], "")
+    assert not image_hosts().search(entry)
+
+
+def image_hosts():
+    schema = json.loads((CHART / "values.schema.json").read_text())
+    return re.compile(schema["$defs"]["ImagesSection"]["properties"]["allowed_hosts"]["items"]["pattern"])

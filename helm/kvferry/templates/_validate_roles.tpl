@@ -54,12 +54,7 @@
 {{- include "kvferry.validatePort" (list $.role "tracing.endpoint" . (include "kvferry.portOf" .)) -}}
 {{- end -}}
 {{- range $host := ternary (dig "router" "images" "allowed_hosts" list $config) list (eq .role "router") -}}
-{{- with regexFind "^[^:]+:[0-9]+$" $host -}}
-{{- include "kvferry.validatePort" (list $.role "router.images.allowed_hosts" . (regexFind "[0-9]+$" .)) -}}
-{{- end -}}
-{{- if regexMatch "/.*[.]" $host -}}
-{{- fail (printf "%s.config.router.images.allowed_hosts: %s has a netmask; give the number of its bits, as in 10.0.0.0/8: a NetworkPolicy takes no other form" $.role $host) -}}
-{{- end -}}
+{{- include "kvferry.validateImageHost" (list $.role (trim $host)) -}}
 {{- end -}}
 {{- if and $connector.peer_prefixes (not (has "p2p" $names)) -}}
 {{- fail (printf "%s.config.connector.peer_prefixes: it is of connector p2p, which is not among %s; turn it off, or add p2p" .role (join ", " $names)) -}}
@@ -79,6 +74,30 @@
 {{- $port := index . 3 | atoi -}}
 {{- if or (lt $port 1) (gt $port 65535) -}}
 {{- fail (printf "%s.config.%s: the port of %s must be 1 to 65535" (index . 0) (index . 1) (index . 2)) -}}
+{{- end -}}
+{{- end -}}
+
+{{/* What the schema's pattern cannot say of a host of images. Of an IPv6 network, bits beyond its prefix are not looked for. */}}
+{{- define "kvferry.validateImageHost" -}}
+{{- $setting := printf "%s.config.router.images.allowed_hosts" (index . 0) -}}
+{{- $host := index . 1 -}}
+{{- if regexMatch "^([0-9]{1,3}[.]){3}[0-9]{1,3}:" $host -}}
+{{- fail (printf "%s: %s is an address with a port; an address allows all ports: leave the port out" $setting $host) -}}
+{{- end -}}
+{{- with regexFind "^[^:]+:[0-9]+$" $host -}}
+{{- include "kvferry.validatePort" (list (index $ 0) "router.images.allowed_hosts" . (regexFind "[0-9]+$" .)) -}}
+{{- end -}}
+{{- if regexMatch "/.*[.]" $host -}}
+{{- fail (printf "%s: %s has a netmask; give the number of its bits, as in 10.0.0.0/8: a NetworkPolicy takes no other form" $setting $host) -}}
+{{- end -}}
+{{- with regexFind "^[[]?([0-9]+[.]){3}[0-9]+/[0-9]+" $host -}}
+{{- $address := 0 -}}
+{{- range splitList "." (regexFind "[0-9.]+" .) -}}{{- $address = add (mul $address 256) (atoi .) -}}{{- end -}}
+{{- $size := 1 -}}
+{{- range until (sub 32 (regexFind "[0-9]+$" . | atoi) | int) -}}{{- $size = mul $size 2 -}}{{- end -}}
+{{- if mod $address $size -}}
+{{- fail (printf "%s: %s is no network, its address has bits beyond the prefix; clear them, as in 10.0.0.0/8" $setting $host) -}}
+{{- end -}}
 {{- end -}}
 {{- end -}}
 
