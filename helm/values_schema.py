@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -82,10 +83,49 @@ _IPV4 = r"([0-9]{1,3}\.){3}[0-9]{1,3}(/(0*([12]?[0-9]|3[0-2])|[0-9]+\.[0-9.]+))?
 _IPV6 = r"[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*(%[^/\s]+)?(/0*([1-9]?[0-9]|1[01][0-9]|12[0-8]))?"
 IMAGE_HOST: Schema = {"type": "string", "pattern": rf"^\s*({_NAME}|[\[\]]*({_IPV4}|{_IPV6})[\[\]]*)\s*$"}
 
+ROLES = ("router", "encode", "prefill", "decode", "aggregated", "kvstore")
+# Values that templates read without a look whether they are there (Helm takes out what is set to null), if others are these.
+NEEDED: tuple[tuple[Mapping[str, object], str], ...] = (
+    ({}, "image network ports ports.http router encode encode.enabled prefill decode vllm kvstore kvstore.redis"),
+    ({}, "kvstore.disk lmcache rdma shm modelCache modelCache.hfTokenSecret security security.apiKeys security.tls"),
+    ({}, "serviceAccount networkPolicy ingress httpRoute inferencePool"),
+    ({}, "monitoring monitoring.podMonitor monitoring.serviceMonitor monitoring.dashboard"),
+    ({"router.enabled": True}, "router.service router.service.port ports.workers ports.control ports.data ports.ops tests"),
+    ({"prefill.enabled": True}, "ports.ucx"),
+    ({"kvstore.enabled": True}, "ports.store"),
+    ({"kvstore.enabled": True, "kvstore.mode": "sidecar"}, "ports.storeOps"),
+    ({"lmcache.mode": "sidecar"}, "lmcache.image lmcache.port lmcache.httpPort"),
+    ({"lmcache.mode": "external"}, "lmcache.port lmcache.httpPort"),
+    ({"engine": "vllm"}, "vllm.image vllm.plugin vllm.agent vllm.proxy vllm.proxy.image"),
+    ({"engine": "vllm", "vllm.agent.enabled": True}, "vllm.port"),
+    ({"engine": "vllm", "vllm.agent.enabled": False}, "monitoring.prometheusRule"),
+    ({"engine": "vllm", "vllm.agent.enabled": False, "decode.enabled": True}, "vllm.port"),
+    ({"inferencePool.enabled": True}, "inferencePool.endpointPicker"),
+    *(({f"{name}.enabled": True, f"{name}.autoscaling.type": "keda"}, "keda") for name in ROLES),
+)
+
 
 def closed(**properties: Schema) -> Schema:
     """Return an object that may have these keys and no others."""
     return {"type": "object", "additionalProperties": False, "properties": properties}
+
+
+def needed(values: Mapping[str, object], paths: str) -> Schema:
+    """Return a schema by which the values at ``paths`` have to be there if others are as ``values`` says."""
+    conditions: list[Schema] = []
+    for path, value in values.items():
+        condition: Schema = {"const": value}
+        for key in reversed(path.split(".")):
+            condition = {"required": [key], "properties": {key: condition}}
+        conditions.append(condition)
+    found: Schema = {}
+    for path in paths.split():
+        *parents, key = path.split(".")
+        within = found
+        for parent in parents:
+            within = within.setdefault("properties", {}).setdefault(parent, {})
+        within.setdefault("required", []).append(key)
+    return {"if": {"allOf": conditions}, "then": found} if conditions else found
 
 
 def one_of(*values: str) -> Schema:
@@ -387,6 +427,7 @@ def build() -> Schema:
             tests=closed(timeoutSeconds=POSITIVE),
             **{"global": ANYTHING},  # Helm's own, for charts that have this one as a part
         ),
+        "allOf": [needed(values, paths) for values, paths in NEEDED],
         "$defs": settings(),
     }
 

@@ -5,9 +5,10 @@
 {{- $role := index $root.Values .role -}}
 {{- $any := ternary "[::]" "0.0.0.0" (eq $root.Values.network.ipFamily "IPv6") -}}
 {{- $routers := printf "tcp://%s-router-workers.%s.svc.%s:%v" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain $ports.workers -}}
-{{- $config := mergeOverwrite (deepCopy $root.Values.config) (deepCopy (default dict $role.config)) -}}
+{{- $config := mergeOverwrite (deepCopy (default dict $root.Values.config)) (deepCopy (default dict $role.config)) -}}
 {{- $chart := dict
-      "model" (dict "cache_dir" "/var/cache/kvferry")
+      "model" (dict "cache_dir" "/var/cache/kvferry" "name" (dig "model" "name" "smollm2-135m" $config))
+      "connector" dict
       "router" (dict
         "host" (trimPrefix "[" $any | trimSuffix "]")
         "port" $ports.http

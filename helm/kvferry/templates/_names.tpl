@@ -142,13 +142,13 @@ known: change security.revision by hand there. */}}
 {{- define "kvferry.drainSeconds" -}}
 {{- $config := include "kvferry.config" . | fromYaml -}}
 {{- if eq .role "router" -}}
-{{- add (ceil $config.router.drain_timeout_s | int) .root.Values.router.endpointDelaySeconds -}}
+{{- add (dig "router" "drain_timeout_s" 30 $config | ceil | int) .root.Values.router.endpointDelaySeconds -}}
 {{- else if eq .role "kvstore" -}}
 {{- 10 -}}
 {{- else if eq .role "encode" -}}
-{{- add (ceil $config.worker.drain_timeout_s | int) (ceil (dig "ec_connector" "lease_s" 60 $config) | int) -}}
+{{- add (dig "worker" "drain_timeout_s" 30 $config | ceil | int) (dig "ec_connector" "lease_s" 60 $config | ceil | int) -}}
 {{- else -}}
-{{- $seconds := add (ceil $config.worker.drain_timeout_s | int) (ceil $config.connector.lease_s | int) -}}
+{{- $seconds := add (dig "worker" "drain_timeout_s" 30 $config | ceil | int) (dig "connector" "lease_s" 30 $config | ceil | int) -}}
 {{- if and (include "kvferry.isVllm" .) (not (include "kvferry.hasAgent" .)) -}}
 {{- $seconds = add $seconds .root.Values.vllm.endpointDelaySeconds .root.Values.vllm.idleSeconds -}}
 {{- end -}}

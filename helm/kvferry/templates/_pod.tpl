@@ -100,12 +100,12 @@ topologySpreadConstraints:
 
 {{- define "kvferry.podSecurity" -}}
 {{- $own := dig "podSecurityContext" dict (index .root.Values .role | default dict) -}}
-{{- mergeOverwrite (deepCopy .root.Values.podSecurityContext) (deepCopy $own) | toYaml -}}
+{{- mergeOverwrite (deepCopy (default dict .root.Values.podSecurityContext)) (deepCopy $own) | toYaml -}}
 {{- end -}}
 
 {{- define "kvferry.containerSecurity" -}}
 {{- $own := dig "securityContext" dict (index .root.Values .role | default dict) -}}
-{{- mergeOverwrite (deepCopy .root.Values.securityContext) (deepCopy $own) | toYaml -}}
+{{- mergeOverwrite (deepCopy (default dict .root.Values.securityContext)) (deepCopy $own) | toYaml -}}
 {{- end -}}
 
 {{- define "kvferry.mainContainer" -}}
@@ -178,7 +178,7 @@ volumeMounts:
 {{- if include "kvferry.usesRdma" . -}}
 {{- with $values.rdma.netDevices -}}{{- $_ := set $ucx "UCX_NET_DEVICES" . -}}{{- end -}}
 {{- with $values.rdma.tls -}}{{- $_ := set $ucx "UCX_TLS" . -}}{{- end -}}
-{{- $ucx = merge (deepCopy $values.rdma.extraEnv) $ucx -}}
+{{- $ucx = merge (deepCopy (default dict $values.rdma.extraEnv)) $ucx -}}
 {{- end -}}
 {{- end -}}
 - name: POD_NAME

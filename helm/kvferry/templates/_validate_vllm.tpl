@@ -86,7 +86,7 @@
 {{- if and (gt (include "kvferry.nodes" . | int) 1) (gt (dig "dataParallelSize" 1 $own | int) 1) -}}
 {{- fail (printf "%s.vllm.dataParallelSize: an engine of several nodes is one; set %s.replicas for more of them" .role .role) -}}
 {{- end -}}
-{{- $arguments := concat .root.Values.vllm.arguments (default list $own.arguments) -}}
+{{- $arguments := concat (default list .root.Values.vllm.arguments) (default list $own.arguments) -}}
 {{- $isParallel := regexMatch "--pipeline[-_]parallel[-_]size" (join " " $arguments) -}}
 {{- if and (not $gpus) (gt $size 1) (not (contains "cpu" (printf "%s:%s" $image.repository $image.tag))) -}}
 {{- fail (printf "%s = %d, but its pods have no GPU: set %s.gpu.count, or name vLLM's image for CPUs" $named $size .role) -}}

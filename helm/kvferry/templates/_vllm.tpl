@@ -37,8 +37,8 @@ vLLM is the main container itself, behind llm-d's proxy on decode pods.
 
 {{- define "kvferry.vllmTransfer" -}}
 {{- $connector := (include "kvferry.config" . | fromYaml).connector -}}
-{{- $extra := dict "kvferry.host" "$(POD_IP)" "kvferry.port" (int .root.Values.ports.control) "kvferry.transports" $connector.transports -}}
-{{- $names := list "kv_verify" "transfer_deadline_s" "transfer_stall_s" "transport_retry_s" "transport_retry_max_s" "handshake_timeout_s" "lease_s" "lease_renew_interval_s" "lease_max_s" "max_quarantined_blocks" -}}
+{{- $extra := dict "kvferry.host" "$(POD_IP)" "kvferry.port" (int .root.Values.ports.control) -}}
+{{- $names := list "transports" "kv_verify" "transfer_deadline_s" "transfer_stall_s" "transport_retry_s" "transport_retry_max_s" "handshake_timeout_s" "lease_s" "lease_renew_interval_s" "lease_max_s" "max_quarantined_blocks" -}}
 {{- range $name := $names -}}
 {{- if hasKey $connector $name -}}{{- $_ := set $extra (printf "kvferry.%s" $name) (get $connector $name) -}}{{- end -}}
 {{- end -}}
@@ -59,7 +59,7 @@ ranks with an endpoint each, or the values have endpoints of their own.
 {{- if include "kvferry.hasAgent" . -}}
 {{- $config := include "kvferry.config" .  | fromYaml -}}
 {{- $own := default dict (index .root.Values .role).vllm -}}
-{{- $arguments := join " " (concat .root.Values.vllm.arguments (default list $own.arguments)) | replace "_" "-" -}}
+{{- $arguments := join " " (concat (default list .root.Values.vllm.arguments) (default list $own.arguments)) | replace "_" "-" -}}
 {{- $isUsed := eq (dig "router" "routing" "predicted" $config) "predicted" -}}
 {{- if and $isUsed (not (hasKey $own "dataParallelSize")) (not (contains "--kv-events-config" $arguments)) (not (dig "agent" "kv_events_address" "" $config)) -}}true{{- end -}}
 {{- end -}}
@@ -99,7 +99,7 @@ ranks with an endpoint each, or the values have endpoints of their own.
 {{- $command = concat $command (list "--nnodes" (toString $nodes) "--node-rank" "$(LWS_WORKER_INDEX)" "--master-addr" "$(LWS_LEADER_ADDRESS)") -}}
 {{- if .headless -}}{{- $command = append $command "--headless" -}}{{- end -}}
 {{- end -}}
-{{- concat $command .root.Values.vllm.arguments (default list $own.arguments) | toYaml -}}
+{{- concat $command (default list .root.Values.vllm.arguments) (default list $own.arguments) | toYaml -}}
 {{- end -}}
 
 {{- define "kvferry.vllmEnv" -}}
