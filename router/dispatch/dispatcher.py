@@ -469,10 +469,10 @@ class Dispatcher:
         request.was_admitted |= error.code != Overloaded.code
         if is_refusal and not request.has_begun:
             self._encode_legs.on_prompt_refused(request)
-        if not waits_for_room and not ((is_free or is_refusal) and retries.take_free_retry(request, error)):
+        if not waits_for_room and not ((is_free or is_refusal) and retries.take_free_retry(request, error, failed)):
             request.blamed.append(failed)
         if is_of_one:
-            request.refusing_until[failed] = now + retries.pause_s(request)
+            request.refusing_until[failed] = now + retries.pause_s(request, failed)
         request.avoid.add(failed)
         self._attempts.begin_next(request, error, now)
         self._inflight.free_all(request)

@@ -146,7 +146,8 @@ class RequestState:
     has_own_deadline: bool = False  # set by the client, not by the router
     extended_s: float = 0.0  # how much pauses of the router have extended the deadline
     blamed: list[WorkerKey] = field(default_factory=list)  # the workers whose failures count against its retries
-    free_retries: dict[str, int] = field(default_factory=dict)  # free retries since its last token, by reason
+    # Free retries since its last token, by reason; refusals of its grammar also by worker.
+    free_retries: dict[str | WorkerKey, int] = field(default_factory=dict)
     retried: list[RetryKind] = field(default_factory=list)  # its retries, without refusals
     num_refusals: int = 0  # by decode workers without room; they cost no retry
     avoid: set[WorkerKey] = field(default_factory=set)  # workers that failed it

@@ -20,7 +20,7 @@ from core.errors import (
     WorkerStalled,
 )
 from core.wire.messages import ErrorInfo
-from router.dispatch.members import WorkerKey
+from router.dispatch.members import WorkerKey, is_of_one_request
 from router.dispatch.request_state import RequestState, RetryKind
 
 # The worker cannot take the request now. It has computed nothing, unless its drain took too long or the request's grammar could
@@ -33,7 +33,7 @@ _PAUSES = frozenset({RouterSilent.code, WorkerStalled.code})
 _FREE_IN_A_ROW = 16
 _FREE_STALLS_IN_A_ROW = 2
 
-# With one worker the free refusals of a request's grammar take three minutes: longer than all that may wait there take CPU time
+# A worker's free refusals of a request's grammar take three minutes: longer than all that may wait there take CPU time
 # (``core.grammar.compiler``).
 _PAUSE_S = 0.5
 _MAX_DOUBLINGS = 5
@@ -71,19 +71,24 @@ def is_blameless(error: ErrorInfo) -> bool:
     return error.code in _PAUSES
 
 
-def take_free_retry(request: RequestState, error: ErrorInfo) -> bool:
+def take_free_retry(request: RequestState, error: ErrorInfo, failed: WorkerKey) -> bool:
     """Use a free retry; return False if the request has had too many since its last token.
 
-    The limit ends a request that stalls every engine, or that keeps moving between workers without a token.
+    The limit ends a request that stalls every engine, or that keeps moving between workers without a token. Once it has begun,
+    each worker may refuse its grammar as often as if there was no other.
     """
+    if is_of_one_request(error):
+        num_of_worker = _count(request, failed)
+        if request.has_begun:
+            return num_of_worker <= _FREE_IN_A_ROW
     limit = _FREE_IN_A_ROW if error.code != WorkerStalled.code else _FREE_STALLS_IN_A_ROW
     reason = _REFUSAL if is_refusal(error) else error.code
     return _count(request, reason) <= limit
 
 
-def pause_s(request: RequestState) -> float:
+def pause_s(request: RequestState, failed: WorkerKey) -> float:
     """Return for how many seconds a worker that has just refused only this request is not asked again; more each time."""
-    return _PAUSE_S * 2.0 ** min(request.free_retries[_REFUSAL] - 1, _MAX_DOUBLINGS)
+    return _PAUSE_S * 2.0 ** min(request.free_retries[failed] - 1, _MAX_DOUBLINGS)
 
 
 def forgive(request: RequestState, returned: WorkerKey) -> None:
@@ -104,8 +109,8 @@ def kind_of(request: RequestState) -> RetryKind:
     return "replay" if request.has_decoded else "handoff"
 
 
-def _count(request: RequestState, reason: str) -> int:
-    """Count one more for this reason, and return how many there have been since the request's last token."""
+def _count(request: RequestState, reason: str | WorkerKey) -> int:
+    """Count one more for this reason, or worker, and return how many there have been since the request's last token."""
     number = request.free_retries.get(reason, 0) + 1
     request.free_retries[reason] = number
     return number

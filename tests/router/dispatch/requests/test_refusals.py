@@ -192,6 +192,33 @@ def test_a_worker_that_refuses_a_grammar_is_asked_again_later_and_later(make_ben
     bench.assert_idle()
 
 
+def test_the_first_pause_of_a_refused_grammar_is_short_whatever_came_before(make_bench):
+    bench = make_bench("a0")
+    bench.submit()
+    for _ in range(6):
+        bench.fails("a0", DRAINING, bench.generated("a0").request_id)
+        bench.tick(bench.now + 2.0)
+    bench.fails("a0", GRAMMAR, "r1.7")
+    bench.tick(bench.now + 0.5)
+    assert bench.generated("a0").request_id == "r1.8"
+
+
+@pytest.mark.parametrize("num_workers", [2, 4, 19])
+def test_more_decode_workers_do_not_end_a_refused_grammar_sooner(make_bench, num_workers):
+    bench = make_bench("p0", *(f"d{number}" for number in range(num_workers)), request_timeout_s=600.0)
+    bench.submit()
+    bench.prefill_done()
+    request, pauses = bench.core.dispatcher.requests["r1"], set()
+    while "r1" not in bench.ended:
+        while request.current is not None and "r1" not in bench.ended:
+            bench.fails(request.current.engine_id, GRAMMAR, request.wire_id)
+        pauses |= set() if pauses else {until - bench.now for until in request.refusing_until.values()}
+        bench.tick(bench.now + 0.5)
+    assert pauses == {0.5}, "each worker is asked again as if it was the only one"
+    assert bench.now > 190.0
+    assert bench.error() == GRAMMAR
+
+
 def test_a_started_request_that_waits_with_its_grammar_leaves_the_worker_to_others(make_bench):
     bench = refused_by_d0(make_bench("p0", "d0"), GRAMMAR)
     bench.submit("r2")
