@@ -55,7 +55,7 @@ class Waiting:
     def kept_from(self, request: RequestState, now: float) -> frozenset[WorkerKey]:
         """Return the workers whose room is kept from a request, for those that are held for long and come before it.
 
-        They come before all new ones. No room is kept at a worker that they cannot use, or that has enough.
+        They come before all new ones. No room is kept at a worker that they cannot use, that refuses them, or that has enough.
         """
         is_new = request.request_id not in self._requests
         due = [held for held in self._requests.values() if _is_due(held, now)] if is_new else self._passed
@@ -63,12 +63,12 @@ class Waiting:
             return frozenset()
         workers = self._membership.workers
         contexts = _contexts(workers)
-        wanted = {(_kind(held, contexts), held.submission.n) for held in due}
+        wanted = {(_kind(held, contexts), held.submission.n, held.refusing(now)) for held in due}
         return frozenset(
             worker.key
             for worker in workers
-            for kind, n in wanted
-            if kind.has(worker) and worker.may_hold(n) and not worker.has_room(n)
+            for kind, n, refusing in wanted
+            if kind.has(worker) and worker.key not in refusing and worker.may_hold(n) and not worker.has_room(n)
         )
 
     def turns(self, now: float) -> Iterator[RequestState]:
@@ -87,6 +87,7 @@ class Waiting:
         for request in sorted(self._requests.values(), key=self._order):
             if request.has_begun or request.refusing(now):
                 yield request
+                self._keep_room(request, now)
                 continue
             kind, n, is_held = _kind(request, contexts), request.submission.n, request.is_held
             looked = tried.get((kind, False))
@@ -99,8 +100,13 @@ class Waiting:
                 if request.request_id not in self._requests:
                     continue
                 tried[kind, is_held] = n, self._errors[request.request_id]
-            self._passed += [request] if _is_due(request, now) else []
+            self._keep_room(request, now)
         self._passed.clear()
+
+    def _keep_room(self, request: RequestState, now: float) -> None:
+        """Keep room from those whose turns come later, if a request waits on after its turn and is held for long."""
+        if request.request_id in self._requests and _is_due(request, now):
+            self._passed.append(request)
 
     def _order(self, request: RequestState) -> tuple[bool, int, int]:
         wanted = request.submission
@@ -139,8 +145,8 @@ class Waiting:
 
 
 def _is_due(request: RequestState, now: float) -> bool:
-    """Return True if a request is held for so long that the room it needs is kept for it; not while workers refuse only it."""
-    return request.is_held and now >= request.arrival + PASS_S and not request.refusing(now)
+    """Return True if a request is held for so long that the room it needs is kept for it."""
+    return request.is_held and now >= request.arrival + PASS_S
 
 
 def _contexts(workers: Iterable[GenerationWorker]) -> list[int]:

@@ -13,6 +13,7 @@ from core.wire.sampling import SamplingParams
 from router.dispatch.waiting import PASS_S
 
 FLOOD, CALM, THIRD = 1, 2, 3
+GRAMMAR = ErrorInfo.of(Overloaded("32 grammars wait to be compiled", param="structured_outputs"))
 
 
 def submit(bench, request_id, tenant, **fields):
@@ -33,6 +34,17 @@ def full(make_bench):
     bench = make_bench(max_requests=100)
     bench.join("a0", max_num_choices=4)
     for number in range(4):
+        submit(bench, f"f{number}", FLOOD)
+    return bench
+
+
+@pytest.fixture
+def two_full(make_bench):
+    """Two such workers."""
+    bench = make_bench(max_requests=100, request_timeout_s=600.0)
+    for name in ("a0", "a1"):
+        bench.join(name, max_num_choices=4)
+    for number in range(8):
         submit(bench, f"f{number}", FLOOD)
     return bench
 
@@ -358,7 +370,25 @@ def test_no_room_is_kept_for_a_request_while_its_grammar_is_refused(full):
     full.tick(PASS_S)
     finish(full, "f0")
     finish(full, "f1")
-    full.fails("a0", ErrorInfo.of(Overloaded("32 grammars wait to be compiled", param="structured_outputs")), "c0")
+    full.fails("a0", GRAMMAR, "c0")
     submit(full, "f8", FLOOD)
     submit(full, "f9", FLOOD)
     assert started(full)[-3:] == ["c0", "f8", "f9"]
+
+
+@pytest.mark.parametrize("other_waits", [False, True])
+def test_room_is_kept_for_a_request_at_workers_that_do_not_refuse_its_grammar(two_full, other_waits):
+    submit(two_full, "c0", CALM, n=2)
+    two_full.tick(PASS_S)
+    of_first, of_second = started(two_full, "a0"), started(two_full, "a1")
+    for name in of_first[:2]:
+        finish(two_full, name)
+    two_full.fails("a0", GRAMMAR, "c0")
+    two_full.heartbeat("a0", num_running=4)  # of another router, too
+    if other_waits:
+        submit(two_full, "t0", THIRD)
+    finish(two_full, of_second[0])
+    with pytest.raises(Overloaded):
+        submit(two_full, "f8", FLOOD)
+    finish(two_full, of_second[1])
+    assert started(two_full, "a1")[-1] == "c0.2"
