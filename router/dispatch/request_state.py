@@ -139,9 +139,9 @@ class RequestState:
     fallback_reason: str = ""
     is_local: bool = False  # its decode worker computes the prompt, since that is sooner
     renew_at: float = 0.0  # when the lease of the handoff is renewed next
-    is_held: bool = False  # it came when everything was full, and no worker has admitted it yet
-    was_held: bool = False  # ... and waits again if the worker that seemed to have room refuses it
-    was_admitted: bool = False  # as far as is known: a worker began it, or failed it otherwise than for lack of room
+    is_held: bool = False  # it came when everything was full, and no worker has it
+    was_held: bool = False  # ... and is held again if the worker that seemed to have room refuses it
+    was_admitted: bool = False  # it may have been: a worker began it, or failed it otherwise than for lack of room
     waits_since: float = 0.0  # start of its wait for a worker, less the router's pauses
     has_own_deadline: bool = False  # set by the client, not by the router
     extended_s: float = 0.0  # how much pauses of the router have extended the deadline

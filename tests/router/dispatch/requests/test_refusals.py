@@ -130,8 +130,8 @@ def test_refusals_for_two_reasons_in_turn_are_counted_together(make_bench):
     assert num_refusals == 17
 
 
-@pytest.mark.parametrize("how", ["lost", "drained"])
-def test_a_request_that_was_admitted_once_waits_when_the_next_worker_is_full(make_bench, how):
+@pytest.mark.parametrize("how", ["lost", "drains"])
+def test_a_request_waits_for_room_if_the_worker_before_was_lost_or_drained(make_bench, how):
     bench = make_bench("a0", "a1")
     bench.submit()
     first = bench.core.dispatcher.requests["r1"].current.engine_id

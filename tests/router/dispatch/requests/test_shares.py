@@ -392,3 +392,21 @@ def test_room_is_kept_for_a_request_at_workers_that_do_not_refuse_its_grammar(tw
         submit(two_full, "f8", FLOOD)
     finish(two_full, of_second[1])
     assert started(two_full, "a1")[-1] == "c0.2"
+
+
+def test_a_held_request_that_was_lost_and_then_refused_is_held_again(full):
+    submit(full, "c0", CALM, n=2)
+    full.tick(PASS_S)
+    finish(full, "f0")
+    finish(full, "f1")
+    assert started(full)[-1] == "c0"
+    full.join("a1", max_num_choices=4)
+    full.leave("a0")
+    full.fails("a1", ErrorInfo.of(Overloaded("others were sooner")), "c0.2")
+    full.now += 1.0
+    full.heartbeat("a1", num_running=3)
+    with pytest.raises(Overloaded):
+        submit(full, "f8", FLOOD)
+    full.heartbeat("a1", num_running=2)
+    full.do(full.core.on_timer(full.now))
+    assert started(full, "a1")[-1] == "c0.3"
