@@ -149,7 +149,7 @@ class RequestState:
     # Free retries since its last token, by reason; refusals of its grammar also by worker.
     free_retries: dict[str | WorkerKey, int] = field(default_factory=dict)
     retried: list[RetryKind] = field(default_factory=list)  # its retries, without refusals
-    num_refusals: int = 0  # by decode workers without room; they cost no retry
+    num_refusals: int = 0  # by decode workers that were full or draining, or could not compile its grammar then
     avoid: set[WorkerKey] = field(default_factory=set)  # workers that failed it
     refusing_until: dict[WorkerKey, float] = field(default_factory=dict)  # when workers that refused only it are asked again
     inflight: dict[WorkerKey, InflightCount] = field(default_factory=dict)

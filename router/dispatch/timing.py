@@ -61,9 +61,9 @@ class RoutingReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 class HandoffReport:
     """What loading the KV of one request cost.
 
-    ``num_replays`` of the ``num_retries`` began after decode tokens. ``num_refusals`` counts decode workers without room, which
-    are not retries. Both timings are None if one worker served alone. ``outcome`` is ``loaded`` or the reason why the handoff
-    was not loaded. It is None without a handoff and before the handoff ends; then the report covers blocks lost by tiers.
+    ``num_replays`` of the ``num_retries`` began after decode tokens. ``num_refusals`` of decode workers are not retries. Both
+    timings are None if one worker served alone. ``outcome`` is ``loaded`` or the reason why the handoff was not loaded. It is
+    None without a handoff and before the handoff ends; then the report covers blocks lost by tiers.
     """
 
     cost: TransferUsage

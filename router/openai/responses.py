@@ -48,8 +48,8 @@ class KVTransferTiming(msgspec.Struct, kw_only=True):
 class KVTransferUsage(msgspec.Struct, kw_only=True):
     """What loading the request's KV cost, from a prefill worker or a tier; for several prompts, sums and slowest times.
 
-    ``retries`` counts failures of workers, ``replays`` those of them after decode tokens, and ``refusals`` decode workers
-    without room.
+    ``retries`` counts failures of workers, ``replays`` those of them after decode tokens, and ``refusals`` those of decode
+    workers that were full or draining, or could not compile the grammar then.
     """
 
     transport: str

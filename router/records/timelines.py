@@ -89,7 +89,7 @@ class Timeline(RequestSummary, kw_only=True):
     num_cached_tokens: int | None  # of the prompt, as the worker that computed it reported
     handoff: TimelineHandoff | None
     mean_itl_ms: float | None
-    num_refusals: int  # by decode workers without room
+    num_refusals: int  # by decode workers
     steps: list[TimelineStep]
     events: list[TimelineEvent]
     num_more_events: int

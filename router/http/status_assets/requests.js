@@ -63,7 +63,7 @@ function facts(request) {
     ["first token", routing ? `${milliseconds(request.ttft_ms)}, predicted ${milliseconds(routing.predicted_ttft_ms)}` : milliseconds(request.ttft_ms)],
     ["between tokens, mean", milliseconds(request.mean_itl_ms)],
     ["handoff", handoff ? handoffText(handoff) : "none"],
-    ["retries", String(request.num_retries) + (request.num_refusals ? `, ${request.num_refusals} for lack of room` : "")],
+    ["retries", String(request.num_retries) + (request.num_refusals ? `, ${plural(request.num_refusals, "refusal")}` : "")],
   ];
   return element("dl", "facts-list", ...pairs.map(([name, text]) => element("div", "", element("dt", "", name), element("dd", "", text))));
 }
