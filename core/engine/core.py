@@ -22,7 +22,7 @@ from core.sched.scheduler import Scheduler
 from core.sched.stats import EngineStats
 from core.token_ids import pack_token_ids
 from core.wire.messages import ErrorInfo
-from core.wire.sampling import IGNORES_END, check_tokens_left
+from core.wire.sampling import FORM_FIELD, IGNORES_END, check_tokens_left
 
 
 class Engine(Protocol):
@@ -262,7 +262,7 @@ class EngineCore:
         if output is None:
             return
         if self._grammars is None:
-            raise InvalidRequest("structured output is not available on this worker", param="structured_outputs")
+            raise InvalidRequest("structured output is not available on this worker", param=FORM_FIELD)
         if request.sampling.ignore_eos:
             raise InvalidRequest(IGNORES_END, param="ignore_eos")
         request.grammar = self._grammars.get(output)

@@ -17,11 +17,10 @@ from core.errors import KVFerryError, Overloaded
 from core.grammar.checker import GrammarChecker
 from core.grammar.child import Setup
 from core.grammar.compiled import CompiledGrammar, Vocabulary
-from core.wire.sampling import StructuredOutput
+from core.wire.sampling import FORM_FIELD, StructuredOutput
 
 CACHE_BYTES = 256 << 20  # of the grammars that are kept, estimated; requests hold theirs beyond that
 MAX_PENDING = 32  # grammars that wait for the thread, without those for one request
-_FIELD = "structured_outputs"  # of a request: an error that names it is of the grammar, and the worker has room for others
 
 THREAD_NAME = "kvferry-grammar"
 
@@ -82,11 +81,11 @@ class GrammarCompiler:
         """Have a grammar compiled; ``take_compiled`` returns it, once however often it was requested meanwhile.
 
         Raises:
-            Overloaded: too many wait; names the field of the grammar.
+            Overloaded: too many wait; names the field of the form, since the worker has room for other requests.
         """
         num_shared = sum(not owner for _, owner in self._pending)
         if (output, "") not in self._pending and num_shared >= MAX_PENDING:
-            raise Overloaded(f"{MAX_PENDING} grammars wait to be compiled", param=_FIELD)
+            raise Overloaded(f"{MAX_PENDING} grammars wait to be compiled", param=FORM_FIELD)
         self.renew(output)
 
     def renew(self, output: StructuredOutput, owner: str = "") -> None:
@@ -171,6 +170,6 @@ class GrammarCompiler:
         try:
             self._checker.check(output)
         except Overloaded as error:
-            error.param = _FIELD
+            error.param = FORM_FIELD
             raise
         return CompiledGrammar(output, self._vocabulary)

@@ -22,6 +22,7 @@ Bias = Annotated[float, Meta(ge=-100, le=100)]
 NumLogprobs = Annotated[int, Meta(ge=0, le=100)]  # per token; a frame must be able to hold them
 
 GrammarKind = Literal["json_object", "json_schema", "regex", "choice", "grammar", "structural_tag"]
+FORM_FIELD = "structured_outputs"  # a worker's error that names it is of the request's form, whatever field gave the form
 GrammarText = Annotated[str, Meta(max_length=128 << 10)]  # ``core.grammar.limits`` has a closer limit for each kind
 
 

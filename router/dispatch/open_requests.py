@@ -18,6 +18,7 @@ from router.dispatch.request_state import Deliver, DispatchAction, Ended, Reques
 from router.dispatch.shares import TenantShares
 from router.dispatch.types import Update
 from router.dispatch.waiting import Waiting
+from router.dispatch.worker_messages import name_form
 
 
 class OpenRequests:
@@ -56,7 +57,8 @@ class OpenRequests:
         """End a request with an error; ``gone`` no longer has it and gets no abort."""
         request.error = error
         stops = [action for action in self._stop_workers(request, reason or error.code) if action.worker != gone]
-        return [*stops, Deliver(request.request_id, Update(error=error)), self.end(request, now)]
+        update = Update(error=name_form(request.submission, error))
+        return [*stops, Deliver(request.request_id, update), self.end(request, now)]
 
     def stop(self, request: RequestState, reason: str, now: float) -> list[DispatchAction]:
         """End a request that is finished, although its workers do not know it."""

@@ -37,6 +37,7 @@ class Submission:
     mm_features: tuple[MMFeature, ...] = ()
     media: tuple[bytes, ...] = ()
     media_places: tuple[str, ...] = ()
+    form_field: str = ""  # the field of the HTTP body that gives the form of the output; empty if none does
     model_fingerprint: bytes = b""  # empty without images
     engine_request: bytes = b""  # as that of ``Generate``
 

@@ -9,6 +9,7 @@ import msgspec
 
 from core.errors import ProtocolError
 from core.wire.messages import ChoiceStart, ErrorInfo, Generate, PrefillDone, Tokens, TransferUsage, Usage
+from core.wire.sampling import FORM_FIELD
 from router.dispatch.members import GenerationWorker
 from router.dispatch.request_state import LOCAL_PREFILL, RequestPhase, RequestState
 from router.dispatch.timing import HandoffReport, RoutingReport, first_token_timing, second_token_timing
@@ -76,6 +77,13 @@ def name_image(submission: Submission, error: ErrorInfo, media_index: int | None
     place = submission.media_places[media_index]
     reason = error.message.removeprefix(f"image {feature[1]} cannot be used: ") if feature else error.message
     return msgspec.structs.replace(error, message=f"{place}: the image cannot be used: {reason}", param=place)
+
+
+def name_form(submission: Submission, error: ErrorInfo) -> ErrorInfo:
+    """Return a worker's error with the form of the output named as in the client's body."""
+    if error.param != FORM_FIELD or not submission.form_field:
+        return error
+    return msgspec.structs.replace(error, param=submission.form_field)
 
 
 # ---- PrefillDone ---------------------------------------------------------------------------------------------------

@@ -102,6 +102,7 @@ class Prepared:
     limits: ModelLimits
     shared: SamplingParams
     split: EngineBody | ChatOutput | ResponsesOutput | None
+    form_field: str = ""  # gives the form of the output; empty if none does
 
     @property
     def splitting(self) -> EngineBody | ChatOutput | None:
@@ -285,8 +286,6 @@ class Endpoints:
         Raises:
             InvalidRequest: they cannot, or calls of this model's format cannot be put in a grammar; names the field.
         """
-        if tools is not None and tools.form is not None:
-            form, field = tools.form, "tools"
         await self._grammars.check(form, field, tenant)
         if form is None or field is None or tools is None or tools.form is not None:
             return form
@@ -317,9 +316,12 @@ class Endpoints:
         check_num_logprobs(request, shared, [len(prompt.token_ids) for prompt in prompts])
         found = Prepared(request, options, prompts, limits, shared, split)
         tools = found.splitting.tools if isinstance(found.splitting, ChatOutput) else None
-        form = await self._checked_form(shared.structured_output, field_of_form(request), tools, caller.tenant)
+        form, field = shared.structured_output, field_of_form(request)
+        if tools is not None and tools.form is not None:
+            form, field = tools.form, "tools"
+        form = await self._checked_form(form, field, tools, caller.tenant)
         await self.gateway.wait_for_route()
-        return replace(found, shared=msgspec.structs.replace(shared, structured_output=form))
+        return replace(found, shared=msgspec.structs.replace(shared, structured_output=form), form_field=field or "")
 
     async def _generate(self, found: Prepared, caller: Caller) -> ASGIApp:
         request, options, split, splitting = found.request, found.options, found.split, found.splitting
@@ -381,6 +383,7 @@ class Endpoints:
             mm_features=prompt.mm_features,
             media=prompt.media,
             media_places=prompt.media_places,
+            form_field=found.form_field,
             model_fingerprint=prompt.model_fingerprint,
             engine_request=prompt.engine_request,
             timeout_s=request.timeout_s,

@@ -8,9 +8,10 @@ import pydantic
 import pytest
 from openai.types.responses import Response, ResponseStreamEvent
 
+from core.errors import Overloaded
 from core.model.tokenizer import Tokenizer
 from core.wire.messages import ErrorInfo, Generate
-from core.wire.sampling import SamplingParams
+from core.wire.sampling import FORM_FIELD, SamplingParams
 from router.dispatch.types import ChoiceUpdate, Update
 from router.http.caller import Caller
 from router.http.responses_answer import ResponsesAnswer
@@ -242,6 +243,26 @@ async def test_failure_before_any_output_has_its_status_in_every_stream(under_te
         for path, body in bodies.items():
             whole, streamed = [await client.post(path, json={**body, "stream": flag}) for flag in (False, True)]
             assert (streamed.status_code, streamed.json()) == (504, whole.json()), path
+
+
+@pytest.mark.slow
+async def test_a_grammar_that_workers_refuse_is_named_as_in_the_body(under_test):
+    refusal = ErrorInfo.of(Overloaded("32 grammars wait to be compiled", param=FORM_FIELD))
+    for worker in under_test.workers:
+        worker.script.error = refusal
+    chat = {"messages": [{"role": "user", "content": "hi"}]}
+    function = {"type": "function", "function": {"name": "weather", "parameters": PARAMETERS}}
+    bodies = {
+        "guided_regex": ("/v1/completions", {"prompt": "hi", "guided_regex": "a+"}),
+        "structured_outputs": ("/v1/completions", {"prompt": "hi", "structured_outputs": {"regex": "a+"}}),
+        "response_format": ("/v1/chat/completions", {**chat, "response_format": {"type": "json_object"}}),
+        "tools": ("/v1/chat/completions", {**chat, "tools": [function], "tool_choice": "required"}),
+        "text.format": ("/v1/responses", {"input": "hi", "text": {"format": {"type": "json_object"}}}),
+    }
+    async with under_test.client() as client:
+        for field, (path, body) in bodies.items():
+            found = await client.post(path, json=body)
+            assert (found.status_code, found.json()["error"]["param"]) == (429, field)
 
 
 class Batches:
