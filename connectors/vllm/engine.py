@@ -196,12 +196,15 @@ def _specs(spec: Any) -> list[Any]:
 def _quantization(model_config: Any) -> str:
     """Return the method's name, with a digest of the user's rules for what vLLM quantizes itself, if there are any.
 
-    The rules of a checkpoint are in its configuration.
+    The rules of a checkpoint are in its configuration. Of the patterns in ``ignore`` vLLM asks whether any matches: their order
+    has no meaning.
     """
     method, rules = str(model_config.quantization or ""), model_config.quantization_config
     if rules is None:
         return method
-    return f"{method}:{_digest_of(rules if isinstance(rules, dict) else dataclasses.asdict(rules))}"
+    rules = dict(rules) if isinstance(rules, dict) else dataclasses.asdict(rules)
+    rules["ignore"] = sorted(set(rules.get("ignore") or ()))
+    return f"{method}:{_digest_of(rules)}"
 
 
 def _digest_of(config: dict[str, Any]) -> str:

@@ -149,6 +149,13 @@ def test_weights_that_other_rules_quantize_are_others():
     assert identities == [identity_with(copy.deepcopy(rules)) for rules in RULES]
 
 
+def test_the_order_of_layers_that_are_not_quantized_has_no_meaning():
+    """vLLM asks whether any of the patterns matches."""
+    spellings = [["re:.*a", "re:.*b"], ["re:.*b", "re:.*a"], ["re:.*a", "re:.*b", "re:.*a"]]
+    assert len({identity_with({"ignore": ignore}) for ignore in spellings}) == 1
+    assert len({identity_with(Rules(ignore=ignore)) for ignore in spellings}) == 1
+
+
 def test_rules_of_quantization_have_the_same_digest_in_every_process():
     assert identity_with(None, "fp8").quantization == "fp8"
     assert identity_with(Rules(Scheme(torch.int8))).quantization == "online:35cccdee00eb4acdda13e64a7ef9c65d"
