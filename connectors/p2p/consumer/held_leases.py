@@ -104,9 +104,14 @@ class HeldLeases:
         self._ask(taken, now)
 
     def release(self, handoff: HandoffRef) -> None:
-        """Release the handoff at its producer, and stop keeping it alive."""
+        """Stop keeping the handoff alive, and release it at its producer.
+
+        A release names no incarnation. So while a handoff of that name is held from another one at the same address, nothing is
+        sent: the release of that one will be.
+        """
         self._leases.pop(handoff, None)
-        self._emit(SendControl(handoff.producer.address, LeaseRelease(transfer_ids=(handoff.transfer_id,))))
+        if not self._holds_name(handoff.transfer_id, handoff.producer.address):
+            self._emit(SendControl(handoff.producer.address, LeaseRelease(transfer_ids=(handoff.transfer_id,))))
 
     def may_start_read(self, handoff: HandoffRef, now: float) -> bool:
         """Return True if a read started now ends within the lease by its lower bound; if not, ask how much is left."""
@@ -184,6 +189,13 @@ class HeldLeases:
     def next_timer(self) -> float:
         """Return when it is time to renew; infinite without leases."""
         return self._renew_at
+
+    def _holds_name(self, transfer_id: str, address: str) -> bool:
+        """Return True if a handoff of that name is held, whichever process at the address it is of."""
+        return any(
+            handoff.transfer_id == transfer_id and handoff.producer.address == address and lease.expected_until is None
+            for handoff, lease in self._leases.items()
+        )
 
     def _take(self, handoff: HandoffRef, now: float) -> _HeldLease:
         lease = self._leases[handoff] = _HeldLease(self._last_number + 1)

@@ -366,6 +366,23 @@ def test_release_of_a_lease_leaves_the_one_of_its_name_at_another_owner(pull):
     assert pull.failed == {}
 
 
+def test_release_with_another_incarnation_leaves_the_lease_of_its_name(pull, address):
+    """A release names no incarnation: the owner would end the lease that is read."""
+    pull.start_reading(num_rows=6)
+    pull.hold(incarnation=2)
+    assert pull.release(incarnation=2) == []
+    pull.end_reads()
+    assert pull.failed == {}
+    assert pull.release() == [SendControl(address, LeaseRelease(transfer_ids=("t",)))]
+
+
+def test_lease_is_released_though_another_incarnations_is_expected(pull, address):
+    """The expected one may never be held, and then nothing releases it."""
+    pull.hold()
+    pull.expect(incarnation=2)
+    assert pull.release() == [SendControl(address, LeaseRelease(transfer_ids=("t",)))]
+
+
 def test_lease_of_another_incarnation_is_forgotten_at_once(pull):
     pull.hold(incarnation=1)
     pull.hold("u", incarnation=2)
