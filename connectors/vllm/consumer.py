@@ -3,6 +3,10 @@
 A handoff is offered once, after it has been compared with the request's own prompt; a refused one is never read. Its lease is
 held from the arrival of the request to the end of the load on all ranks. Runs on the engine core's thread; knows no sockets,
 no memory, and nothing of vLLM but its requests.
+
+A release names a lease, and P ends it whoever needs it still. A client can write a handoff that shares leases with another one,
+so it is released only when no request needs one that shares a lease with it. Ranks cannot decide that: with other numbers of
+ranks of P, other ranks of D hold the same lease.
 """
 
 from __future__ import annotations
@@ -59,7 +63,8 @@ class Consumer:
         self._windows = windows
         self._offers: dict[str, _Offer] = {}  # by request id
         self._loading: dict[str, RemoteHandoff] = {}
-        self._num_users: Counter[RemoteHandoff] = Counter()  # requests with an offer or a load of it
+        self._users: dict[str, Counter[RemoteHandoff]] = {}  # by transfer id: requests with an offer or a load of a handoff
+        self._unused: list[RemoteHandoff] = []  # handoffs whose release waits for others
         self._is_suspended = False
         self._limited_log = LimitedLog(_log, time.monotonic)
 
@@ -94,10 +99,9 @@ class Consumer:
             self._refuse(error, handoff.engine_id)
             self._release_unused(remote)
             return
-        self._num_users[remote] += 1
+        self._users.setdefault(remote.transfer_id, Counter())[remote] += 1
         self.orders.holds.append(remote)
-        # Requests that have ended since the last step may have released it, and releases come after holds.
-        self.orders.releases = [other for other in self.orders.releases if other != remote]
+        self._order_releases()  # it may need what has been released since the last step: releases come after holds
 
     def num_loadable_tokens(self, request: VllmRequest, num_local_tokens: int) -> int:
         """Return how many tokens after the local hit a load would bring. Changes nothing."""
@@ -143,14 +147,28 @@ class Consumer:
 
     def _release(self, remote: RemoteHandoff) -> None:
         """One request is done with a handoff. Others may use it too: several choices of one answer are as many requests."""
-        self._num_users[remote] -= 1
-        if not self._num_users[remote]:
-            del self._num_users[remote]
-            self.orders.releases.append(remote)
+        users = self._users[remote.transfer_id]
+        users[remote] -= 1
+        if users[remote]:
+            return
+        del users[remote]
+        if not users:
+            del self._users[remote.transfer_id]
+        self._release_unused(remote)
 
     def _release_unused(self, remote: RemoteHandoff) -> None:
-        if remote not in self._num_users:
-            self.orders.releases.append(remote)
+        self._unused.append(remote)
+        self._order_releases()
+
+    def _order_releases(self) -> None:
+        """Release the handoffs that no request needs, but for those that share a lease with one that is needed."""
+        unused = dict.fromkeys([*self.orders.releases, *self._unused])
+        self._unused = [remote for remote in unused if self._is_shared(remote)]
+        self.orders.releases = [remote for remote in unused if not self._is_shared(remote)]
+
+    def _is_shared(self, remote: RemoteHandoff) -> bool:
+        """Return True if a request needs this handoff, or another one with a lease of it."""
+        return any(_share_lease(remote, used) for used in self._users.get(remote.transfer_id, ()))
 
     # ---- checks ------------------------------------------------------------------------------------------------------
 
@@ -225,6 +243,11 @@ class Consumer:
         reason = fallback_reason(error.code)
         self.refused[reason] += 1
         self._limited_log.warning("handoff_refused", key=(engine_id, reason), engine=engine_id, reason=error.message)
+
+
+def _share_lease(one: RemoteHandoff, other: RemoteHandoff) -> bool:
+    """Return True if these handoffs of one name have a lease in common, whatever they say of P's incarnation."""
+    return any(ours.address == theirs.address for ours, theirs in zip(one.ranks, other.ranks, strict=False))
 
 
 def _check_ranks(engine: EngineIdentity, handoff: EngineHandoff) -> None:

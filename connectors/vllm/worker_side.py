@@ -86,7 +86,6 @@ class WorkerSide:
         self._settings = settings
         self.pool = pool
         self._sealer = Sealer(pool.seals)
-        self._users: dict[HandoffRef, set[RemoteHandoff]] = {}  # the handoffs for which each lease is held
         self._lock = threading.Lock()  # guards what both threads use, below
         self._reports: list[Report | QuarantineBegan] = []
         self._failure: BaseException | None = None
@@ -153,8 +152,8 @@ class WorkerSide:
     def start_loads(self, orders: StepOrders) -> None:
         """Pass the orders for loads and leases of other engines to the agent."""
         step = ConsumerStep(
-            holds=[ref for remote in orders.holds for ref in self._hold(remote)],
-            releases=[ref for remote in orders.releases for ref in self._release(remote)],
+            holds=[ref for remote in orders.holds for ref in self._leased(remote)],
+            releases=[ref for remote in orders.releases for ref in self._leased(remote)],
         )
         with self._lock:
             step.pulls = [self._parts.begin(load.request_id, self._pulls(load)) for load in orders.loads]
@@ -254,24 +253,6 @@ class WorkerSide:
             found.failed_recving.add(report.request_id)
 
     # ---- ranks of P --------------------------------------------------------------------------------------------------
-
-    def _hold(self, remote: RemoteHandoff) -> list[HandoffRef]:
-        """Return the leases to hold for a handoff."""
-        leases = self._leased(remote)
-        for lease in leases:
-            self._users.setdefault(lease, set()).add(remote)
-        return leases
-
-    def _release(self, remote: RemoteHandoff) -> list[HandoffRef]:
-        """Return the leases of a handoff that no other one needs: a client can write one that shares some of its ranks."""
-        unused = []
-        for lease in self._leased(remote):
-            users = self._users.get(lease, set())
-            users.discard(remote)
-            if not users:
-                self._users.pop(lease, None)
-                unused.append(lease)
-        return unused
 
     def _leased(self, remote: RemoteHandoff) -> list[HandoffRef]:
         """Return the leases of a handoff that this rank holds and releases."""

@@ -257,6 +257,55 @@ def test_blocks_of_another_shape_are_loaded_by_copies(consumer):
     assert not consumer.refused
 
 
+OTHER_INCARNATION = Rank(TWO_RANKS[0].control_address, 9)
+ELSEWHERE = Rank("tcp://127.0.0.1:8000", 2)
+SHARED = pytest.mark.parametrize(
+    "ranks",
+    [TWO_RANKS[:1], (OTHER_INCARNATION,), (OTHER_INCARNATION, TWO_RANKS[1]), (TWO_RANKS[0], ELSEWHERE)],
+    ids=["fewer ranks", "fewer, of another incarnation", "another incarnation", "one of two addresses"],
+)
+
+
+def shares_of(ranks):
+    """Return a handoff of two ranks, and one of its name that a client has given these ranks."""
+    half = msgspec.structs.replace(LAYOUT, **HALF)
+    right = handoff_of(producer_engine=engine(layout=half, ranks=TWO_RANKS))
+    return right, changed(right, ranks=ranks, layout=LAYOUT if len(ranks) == 1 else half)
+
+
+@SHARED
+@pytest.mark.parametrize("is_refused", [True, False])
+def test_a_handoff_is_released_after_all_that_need_one_of_its_leases(consumer, ranks, is_refused):
+    """A release ends a lease for anyone, and names neither the other ranks of its handoff nor an incarnation."""
+    right, forged = shares_of(ranks)
+    consumer.start_load(arrive(consumer, right), ([11, 12, 13],), 70)
+    consumer.on_new_request(FakeRequest("other", PROMPT[:-1] if is_refused else PROMPT, forged))
+    consumer.request_finished("other")
+    assert len(take(consumer).holds) == (1 if is_refused else 2)
+    assert consumer.orders.is_empty()
+    consumer.on_loads_ended({"d"})
+    assert sorted(len(remote.ranks) for remote in take(consumer).releases) == sorted([2, len(ranks)])
+    assert consumer.orders.is_empty()
+
+
+@SHARED
+def test_a_release_waits_for_a_handoff_that_comes_in_the_same_step(consumer, ranks):
+    right, forged = shares_of(ranks)
+    arrive(consumer, forged, prompt=PROMPT[:-1])
+    arrive(consumer, right)
+    orders = take(consumer)
+    assert (len(orders.holds), orders.releases) == (1, [])
+    consumer.request_finished("d")
+    assert len(take(consumer).releases) == 2
+
+
+def test_a_handoff_that_shares_only_the_name_of_another_is_released_at_once(consumer):
+    right, forged = shares_of((ELSEWHERE, TWO_RANKS[0]))
+    arrive(consumer, right)
+    arrive(consumer, forged, prompt=PROMPT[:-1])
+    assert [remote.ranks[0].address for remote in take(consumer).releases] == [ELSEWHERE.control_address]
+
+
 LONG = msgspec.structs.replace(LAYOUT, block_size=64, block_bytes=2 * LAYOUT.block_bytes)
 
 

@@ -154,24 +154,6 @@ def test_a_load_brings_the_sealed_blocks_and_its_release_breaks_the_seals(ranks)
     assert owner.side.num_held_blocks() == 0
 
 
-def test_a_release_keeps_the_leases_that_another_handoff_of_the_same_name_needs(ranks):
-    """A client can write a handoff that shares the first rank of another, and not the second."""
-    owner, reader = ranks("p", 10), ranks("d", 100)
-    order = seal_order("a", [3])
-    owner.step(seals=[order])
-    load, forged = load_order(order, owner, [7]), PeerId("tcp://127.0.0.1:9", 1)
-    right, wrong = (RemoteHandoff(order.transfer_id, (owner.peer, other)) for other in (PeerId("tcp://127.0.0.1:8", 1), forged))
-    reader.step(holds=[right])
-    reader.step(holds=[wrong])
-    reader.step(releases=[wrong])
-    reader.step(loads=[replace(load, handoff=right)])
-    report = reader.wait_for("load")
-    assert (report.failed_recving, report.invalid_block_ids) == (set(), set())
-    owner.step(published=[order.transfer_id])
-    reader.step(releases=[right])
-    assert owner.wait_for("a").finished_sending == {"a"}
-
-
 class Step:
     """A step that a device is still computing."""
 
