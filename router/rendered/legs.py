@@ -2,7 +2,8 @@
 
 This is what llm-d's side-car does. Another decode engine is tried until the first byte of the answer; after it, nothing can
 go on elsewhere, because the router knows no tokens. Without a prefill engine that answers, the decode engine computes all.
-Blocks of a prompt that no engine has read go to the next decode engine, or are released.
+After a refusal no engine has read the blocks of the prompt: they go to the next decode engine. After any other failure, and at
+the end, they are released.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from core.log import event
 from core.tracing import TraceContext
 from core.wire.engine_calls import PLUGIN_VALUE, EngineCall, release_body
 from core.wire.messages import ErrorInfo
+from router.dispatch import retries
 from router.dispatch.core import RouterCore
 from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi, deadline_ms
 from router.dispatch.members import GenerationWorker, WorkerKey
@@ -110,6 +112,8 @@ class TwoLegs:
                 if ends_tries(last, self.deadline() - self.api.now()):
                     break
                 avoid.add(route.decode.key)
+                if not retries.is_refusal(last):
+                    self._release()  # it may have read the blocks, even all of them
                 continue
             if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR and answer.status not in REFUSES_AGENT:
                 logger.info(event("passed_on", path=body.path, status=answer.status, decode=route.decode.key.engine_id))

@@ -11,6 +11,7 @@ from core.wire.messages import ErrorInfo
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "use_beam_search": True}
 FULL = ErrorInfo(code="overloaded", message="full", http_status=429, retryable=True)
+LOST = ErrorInfo(code="engine_dead", message="gone", http_status=503, retryable=True)
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p0", "kvferry": "x"}
 
 
@@ -75,8 +76,9 @@ async def test_blocks_that_no_engine_will_read_are_released_once(engines):
     assert await engines.releases(1) == [PARAMS]
 
 
-async def test_after_an_engine_that_may_have_read_them_the_prompt_is_computed_again(engines):
-    engines.answers = [(500, {}), (200, {"ok": 1})]
+@pytest.mark.parametrize("failure", [(500, {}), LOST], ids=["answer", "no answer"])
+async def test_after_an_engine_that_may_have_read_them_the_prompt_is_computed_again(engines, failure):
+    engines.answers = [failure, (200, {"ok": 1})]
     assert (await engines.ask()).json() == {"ok": 1}
     assert len(engines.prompts) == 2
     assert await engines.releases(1) == [PARAMS]
