@@ -5,6 +5,7 @@ Owns the connections. Errors come out as those of ``core.errors``.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ COMPLETIONS = "/v1/completions"
 T = TypeVar("T")
 
 MAX_EVENT_BYTES = 16 << 20
+_UNUSABLE_ADDRESS = frozenset({errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.ENETUNREACH})  # such as ::1 without IPv6
 _EVENT, _EVENT_END, _LAST_EVENT = b"data: ", b"\n\n", b"data: [DONE]"
 
 
@@ -261,13 +263,24 @@ class VllmServer:
             raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
 
 
-def _is_refused(error: BaseException | None) -> bool:
-    """Return whether nothing listens at any address of the server. A lack of descriptors, say, tells nothing about that."""
+def _is_refused(error: httpx.ConnectError) -> bool:
+    """Return whether nothing listens at the server's port. A lack of descriptors or ports, say, tells nothing about that.
+
+    Of several addresses, as ``localhost`` has them, those count that this machine can use.
+    """
+    found = _error_numbers(error)
+    return errno.ECONNREFUSED in found and found <= _UNUSABLE_ADDRESS | {errno.ECONNREFUSED}
+
+
+def _error_numbers(error: BaseException | None) -> set[int | None]:
+    """Return why the server's addresses could not be connected to; None among them for what has no number."""
     if isinstance(error, ExceptionGroup):
-        return all(_is_refused(each) for each in error.exceptions)
-    if error is None or (isinstance(error, OSError) and error.errno is not None):
-        return isinstance(error, ConnectionRefusedError)
-    return _is_refused(error.__cause__ or error.__context__)
+        return {number for each in error.exceptions for number in _error_numbers(each)}
+    if error is None:
+        return {None}
+    if isinstance(error, OSError) and error.errno is not None:
+        return {error.errno}
+    return _error_numbers(error.__cause__ or error.__context__)
 
 
 def _headers(trace: TraceContext | None) -> dict[str, str]:

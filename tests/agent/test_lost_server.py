@@ -77,6 +77,7 @@ async def test_a_lack_of_descriptors_costs_requests_and_not_the_server(server, r
 
 
 REFUSED, NO_DESCRIPTOR = ConnectionRefusedError(errno.ECONNREFUSED, "no"), OSError(errno.EMFILE, "too many")
+NO_ADDRESS, NO_FAMILY = OSError(errno.EADDRNOTAVAIL, "none"), OSError(errno.EAFNOSUPPORT, "off")
 
 
 @pytest.mark.parametrize(
@@ -84,12 +85,16 @@ REFUSED, NO_DESCRIPTOR = ConnectionRefusedError(errno.ECONNREFUSED, "no"), OSErr
     [
         ([REFUSED], Health.GONE),
         ([REFUSED, REFUSED], Health.GONE),
+        ([NO_ADDRESS, REFUSED], Health.GONE),  # of ``localhost`` on a machine without IPv6
+        ([NO_FAMILY, REFUSED], Health.GONE),
+        ([OSError(errno.ENETUNREACH, "no route"), REFUSED], Health.GONE),
+        ([NO_ADDRESS, NO_ADDRESS], Health.SILENT),  # for want of ports
         ([NO_DESCRIPTOR], Health.SILENT),
         ([REFUSED, NO_DESCRIPTOR], Health.SILENT),
         ([socket.gaierror(socket.EAI_NONAME, "no name")], Health.SILENT),
     ],
 )
-async def test_only_a_server_that_refuses_connections_at_all_its_addresses_is_gone(running, monkeypatch, causes, expected):
+async def test_only_a_server_that_refuses_connections_at_all_usable_addresses_is_gone(running, monkeypatch, causes, expected):
     async def connect(*_, **__):
         cause = causes[0] if len(causes) == 1 else ExceptionGroup("several", causes)
         raise OSError("All connection attempts failed") from cause
