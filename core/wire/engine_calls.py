@@ -25,11 +25,12 @@ class EngineCall(msgspec.Struct, frozen=True, kw_only=True, tag="call", omit_def
     body: bytes
     deadline_ms: WholeMilliseconds = 0
     trace: TraceContext | None = None  # of the client; None = the call is not traced
+    is_release: bool = False  # its body is ``release_body``: a full or draining worker takes it too, as it frees blocks there
 
     @property
     def needs_steps(self) -> bool:
-        """True if the engine computes for it; rendering and counting need its front end only."""
-        return not self.path.endswith(("render", "count_tokens"))  # or "derender"
+        """True if the engine computes for it; rendering, counting and refusing need its front end only."""
+        return not self.is_release and not self.path.endswith(("render", "count_tokens"))  # or "derender"
 
 
 class EngineReply(msgspec.Struct, frozen=True, kw_only=True, tag="reply", omit_defaults=True):

@@ -113,11 +113,11 @@ class ServedRequests:
 
 
 def num_choices(message: Generate | EncodeRequest | EngineCall) -> int:
-    """Return the places that a message takes: choices or images; one for a call."""
+    """Return the places that a message takes: choices or images; one for a call, none for one that only releases."""
     match message:
         case EncodeRequest():
             return len(message.mm_features)
         case EngineCall():
-            return 1
+            return 0 if message.is_release else 1
         case Generate():
             return len(message.choices) or message.n

@@ -91,7 +91,8 @@ class Serving:
         """Return what starts a request, or raise the RequestError that refuses it."""
         if message.request_id in self.requests:
             raise InvalidRequest(f"request id {message.request_id!r} is in use", param="request_id")
-        if is_leaving:
+        is_release = isinstance(message, EngineCall) and message.is_release  # a drain waits for the blocks that it frees
+        if is_leaving and not is_release:
             raise NoWorker(f"worker {self._name} is draining")
         if self.requests.num_choices + num_choices(message) > self._limits.max_num_seqs + self._limits.max_waiting_requests:
             raise Overloaded(f"worker {self._name} holds {self.requests.num_choices} choices already")

@@ -156,16 +156,23 @@ class TwoLegs:
         """Release the blocks that no engine will read; those of other connectors than ours end with their lease."""
         handoff, self._unread = self._unread, None
         if handoff is not None and PLUGIN_VALUE in handoff.params:
-            self.api.send(handoff.worker, self._new_call(COMPLETIONS, release_body(handoff.params), RELEASE_TIMEOUT_S))
+            call = self._new_call(COMPLETIONS, release_body(handoff.params), RELEASE_TIMEOUT_S, is_release=True)
+            self.api.send(handoff.worker, call)
 
     def _call(
         self, worker: GenerationWorker, body: EngineBody, fields: dict[str, Any]
     ) -> AbstractAsyncContextManager[EngineAnswer]:
         return self.api.call(worker, self._new_call(body.path, fields, self.deadline() - self.api.now()))
 
-    def _new_call(self, path: str, fields: dict[str, Any], timeout_s: float) -> EngineCall:
-        call_id, limit = new_hex_id(self.ids, "call-"), deadline_ms(timeout_s)
-        return EngineCall(request_id=call_id, path=path, body=msgspec.json.encode(fields), deadline_ms=limit, trace=self.trace)
+    def _new_call(self, path: str, fields: dict[str, Any], timeout_s: float, *, is_release: bool = False) -> EngineCall:
+        return EngineCall(
+            request_id=new_hex_id(self.ids, "call-"),
+            path=path,
+            body=msgspec.json.encode(fields),
+            deadline_ms=deadline_ms(timeout_s),
+            trace=self.trace,
+            is_release=is_release,
+        )
 
 
 async def _refusal_of(answer: EngineAnswer) -> ErrorInfo:

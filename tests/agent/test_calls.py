@@ -114,11 +114,14 @@ async def test_an_aborted_call_ends_at_the_server_too(running):
     assert len(running.replies) == 1
 
 
-@pytest.mark.parametrize(("path", "needs_steps"), [(CHAT, True), (f"{CHAT}/render", False)])
-async def test_an_engine_that_makes_no_steps_for_a_call_has_stalled(running, path, needs_steps):
+@pytest.mark.parametrize(
+    ("path", "fields", "needs_steps"),
+    [(CHAT, {}, True), (f"{CHAT}/render", {}, False), (CHAT, {"is_release": True}, False)],
+)
+async def test_an_engine_that_makes_no_steps_for_a_call_has_stalled(running, path, fields, needs_steps):
     running.server.called[path] = [{"n": 1}, None]
     assert running.engine.reading().stalled_s == 0.0
-    running.engine.submit_call(call(path))
+    running.engine.submit_call(call(path, **fields))
     await running.until(lambda: running.replies)
     assert (running.engine.reading().stalled_s > 0.0) == needs_steps
     running.engine.submit_abort(["c"])

@@ -115,6 +115,25 @@ def test_calls_take_places_and_keep_a_draining_worker(api):
     assert api.state.on_call_reply(part(0, is_last=True), 1.2)[-1] == Stop(0)
 
 
+def test_a_release_is_taken_by_a_full_worker_and_takes_no_place(api):
+    for name in "cde":
+        call(api, name)
+    for name in "fg":
+        assert isinstance(call(api, name, is_release=True)[0], SubmitCall)
+    api.state.on_router_message("a", Abort(request_ids=("d",)), 0.1)
+    assert isinstance(call(api, "h")[0], SubmitCall)
+    assert sent(call(api, "i"))[0].error.code == "overloaded"
+
+
+def test_a_draining_worker_takes_a_release_and_waits_for_its_end(api):
+    call(api, "d")
+    api.state.start_drain(1.0)
+    assert isinstance(call(api, "c", is_release=True)[0], SubmitCall)
+    assert sent(call(api, "e"))[0].error.code == "no_worker"
+    assert Stop(0) not in api.state.on_router_message("a", Abort(request_ids=("d",)), 1.1)
+    assert api.state.on_call_reply(part(0, is_last=True), 1.2)[-1] == Stop(0)
+
+
 def test_id_in_use_is_refused_without_touching_the_first(worker):
     worker.generate("r", "a")
     (reply,) = sent(worker.generate("r", "b"), "b")

@@ -51,7 +51,7 @@ class Engines:
     async def releases(self, number):
         """Return what the prefill engine was told to release, once it was told so often."""
         await self.under_test.until(lambda: len(self.prefill.messages(EngineCall)) == len(self.prompts) + number)
-        found = [json.loads(call.body) for call in self.prefill.messages(EngineCall) if call.path == COMPLETIONS]
+        found = [json.loads(call.body) for call in self.prefill.messages(EngineCall) if call.is_release]
         await self.under_test.until(lambda: not self.under_test.router.gateway.core.calls)
         return [body["kv_transfer_params"] for body in found]
 
