@@ -91,7 +91,7 @@ class OutputSplitter:
     @property
     def _shows_reasoning(self) -> bool:
         """True unless the client wants no reasoning."""
-        return self.body.fields.get("include_reasoning", True) is True
+        return self.body.fields.get("include_reasoning") is not False
 
     def _finished(self, choice: dict[str, Any], reason: str | None) -> dict[str, Any]:
         """Set the reason of the end: tool calls, unless the output was cut or the client has named the tool."""

@@ -99,7 +99,10 @@ async def test_tool_calls_are_split_by_the_engine_and_the_router_counts(engines)
     assert (body["prompt_token_ids"], body["chat_request"]["tools"]) == ([5, 6, 7], TOOLS)
 
 
-@pytest.mark.parametrize(("fields", "has_logprobs"), [({}, True), ({"include_reasoning": False}, False)])
+@pytest.mark.parametrize(
+    ("fields", "has_logprobs"),
+    [({}, True), ({"include_reasoning": None}, True), ({"include_reasoning": False}, False)],
+)
 async def test_logprobs_of_reasoning_that_the_client_does_not_want_are_no_way_to_read_it(engines, fields, has_logprobs):
     await ask(engines, chat(tools=TOOLS, logprobs=True, **fields))
     (body,) = calls_of(engines, SPLIT)
