@@ -130,18 +130,19 @@ class VllmWorker(WorkerSource):
         terms = WatchTerms(interval_s=watch.watch_interval_s, patience_s=watch.patience_s, started_at=facts.started_at)
         num_choices = _num_choices(config)
         max_num_seqs = min(config.scheduler.max_num_seqs, num_choices)
+        limits = AdmissionLimits(
+            max_num_seqs=max_num_seqs,
+            max_waiting_requests=num_choices - max_num_seqs,
+            drain_timeout_s=config.worker.drain_timeout_s,
+        )
         contents = self._follow_cache(identity)
         engine = VllmEngine(server, identity, events, terms, context.clock, context.ids)
         count_handoffs(context.metrics, engine)
         return WorkerParts(
             engine=engine,
             handler=_handler(context.role, facts),
-            register=lambda ops_address: _registration(context, identity, facts, num_choices, ops_address),
-            limits=AdmissionLimits(
-                max_num_seqs=max_num_seqs,
-                max_waiting_requests=num_choices - max_num_seqs,
-                drain_timeout_s=config.worker.drain_timeout_s,
-            ),
+            register=lambda ops_address: _registration(context, identity, facts, limits, ops_address),
+            limits=limits,
             load=lambda: _load(engine, identity.lease_s),
             metrics=WorkerMetrics(context.metrics, readings(engine, facts.num_blocks, events.state, context.role)),
             api=engine,
@@ -230,7 +231,7 @@ def _num_choices(config: KVFerryConfig) -> int:
 
 
 def _registration(
-    context: WorkerContext, identity: AgentIdentity, facts: ServerFacts, num_choices: int, ops_address: str
+    context: WorkerContext, identity: AgentIdentity, facts: ServerFacts, limits: AdmissionLimits, ops_address: str
 ) -> Register:
     config = context.config
     # A server of which no more is known has room for one request of the greatest length, or it would not have started.
@@ -243,10 +244,10 @@ def _registration(
         model_fingerprint=identity.model_fingerprint,
         layout=identity.layout,
         max_model_len=facts.max_model_len,
-        max_num_seqs=config.scheduler.max_num_seqs,
+        max_num_seqs=limits.max_num_seqs,
         num_blocks=max(1, num_tokens // identity.layout.block_size),
         content_parts=() if facts.num_blocks else (ContentPart(num_blocks=NO_BOUND),),
-        max_num_choices=num_choices,
+        max_num_choices=limits.max_num_seqs + limits.max_waiting_requests,
         connector=CONNECTOR,
         ops_address=ops_address,
         pid=os.getpid(),

@@ -13,7 +13,7 @@ import resource
 from core.log import event
 
 logger = logging.getLogger(__name__)
-RESERVED = 256  # sockets of the cluster, files, the operations port
+RESERVED = 256  # sockets of the cluster, files, the operations port; half of a limit below twice that
 
 
 def raise_descriptor_limit(num_connections: int) -> None:
@@ -29,7 +29,7 @@ def raise_descriptor_limit(num_connections: int) -> None:
 def connections_within(num_connections: int, setting: str) -> int:
     """Return ``num_connections``, or fewer if the descriptor limit requires it; then the log names ``setting``."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    room = max(1, soft - RESERVED)
+    room = max(1, soft - RESERVED, soft // 2)
     if soft == resource.RLIM_INFINITY or room >= num_connections:
         return num_connections
     logger.warning(event("few_descriptors", limit=soft, connections=room, wanted=num_connections, setting=setting))

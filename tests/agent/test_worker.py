@@ -113,17 +113,22 @@ async def test_what_a_server_of_unknown_cache_reports_is_believed(server, start,
     assert not router.needs_snapshot(key, feed.num_sent("r"))
 
 
-async def test_an_agent_takes_no_more_choices_than_it_can_have_connections(server, start, caplog, monkeypatch):
-    limits = {"soft": 300, "hard": 400}
+@pytest.mark.parametrize(("hard", "num_choices"), [(1000, 744), (400, 200), (20, 10)])
+async def test_an_agent_takes_no_more_choices_than_it_can_have_connections(
+    server, start, caplog, monkeypatch, hard, num_choices
+):
+    limits = {"soft": 16, "hard": hard}
     monkeypatch.setattr(resource, "getrlimit", lambda _kind: (limits["soft"], limits["hard"]))
     monkeypatch.setattr(resource, "setrlimit", lambda _kind, new: limits.update(soft=new[0]))
     start.looks = [Health.HEALTHY]
     server.answers.append([])
     await start.worker.load()
     parts = await start.worker.open(EngineEvents(print, print, print, lambda: None))
-    assert limits["soft"] == 400
-    assert parts.register("").max_num_choices == 400 - 256
-    assert parts.limits.max_num_seqs + parts.limits.max_waiting_requests == 400 - 256
+    facts = parts.register("")
+    assert limits["soft"] == hard
+    assert facts.max_num_choices == num_choices
+    assert facts.max_num_seqs == parts.limits.max_num_seqs == min(64, num_choices)
+    assert parts.limits.max_num_seqs + parts.limits.max_waiting_requests == num_choices
     assert "event=few_descriptors" in caplog.text
 
 

@@ -38,6 +38,12 @@ def test_connections_leave_descriptors_for_everything_else(limits, caplog):
     assert "router.max_connections" in caplog.text
 
 
+def test_few_descriptors_are_shared_with_everything_else(limits):
+    for soft, expected in [(400, 200), (256, 128), (2, 1), (1, 1)]:
+        limits["soft"] = soft
+        assert connections_within(8192, "router.max_connections") == expected
+
+
 def test_enough_descriptors_are_nothing_to_talk_about(limits, caplog):
     assert connections_within(768, "router.max_connections") == 768
     limits["soft"] = resource.RLIM_INFINITY
