@@ -403,16 +403,19 @@ class SegmentLog:
             num_bytes = record_bytes(record.num_bytes)
             if not self._index[record.key].is_used or num_bytes > num_left:
                 continue
-            block = memoryview(bytearray(record.num_bytes))
             try:
+                block = memoryview(bytearray(record.num_bytes))
                 _read(segment, record, block)
             except CorruptBlock:
                 continue
+            except MemoryError:
+                raise Unavailable(f"{segment.path} cannot be read: no memory") from None
             except OSError as error:
                 if error.errno in _OUR_OWN_LACK:
                     raise Unavailable(f"{segment.path} cannot be read: {error}") from None
                 continue
             num_left -= num_bytes
+            self._index[record.key].is_used = False  # one that cannot be written again costs one save, not all that follow
             yield block, record
 
 

@@ -13,7 +13,8 @@ from core.errors import Unavailable
 from core.testing.clock import FakeClock
 from kvstore.segment_file import PAGE_BYTES
 from kvstore.segments import _RETRY_S
-from tests.kvstore.disk_logs import RECORD, append, blocks_of, fail, files_of, knows, open_log, path_of, read
+from kvstore.testing.blocks import make_block
+from tests.kvstore.disk_logs import BLOCK, RECORD, SEGMENT, append, blocks_of, fail, files_of, knows, open_log, path_of, read
 
 
 @pytest.mark.parametrize(
@@ -33,6 +34,29 @@ def test_one_file_that_cannot_be_written_costs_one_save(tmp_path, monkeypatch, c
     assert [read(log, block) for block in blocks] == [bytes(block.content) for block in blocks]
     assert len(files_of(tmp_path)) == 2
     assert log.used_bytes >= sum(path.stat().st_size for path in files_of(tmp_path))
+    log.close()
+
+
+def test_a_used_block_that_cannot_be_copied_costs_one_save(tmp_path, monkeypatch):
+    """A large one, where the process may only write small files now."""
+    log, large, blocks = open_log(tmp_path, 10 * SEGMENT), make_block(1000, 2 * BLOCK), blocks_of(60)
+    assert append(log, large)
+    assert all(append(log, block) for block in blocks[:15])
+    assert log.read(large.key.pack(), memoryview(bytearray(2 * BLOCK)))
+    fail(
+        monkeypatch,
+        os,
+        "pwritev",
+        errno.EFBIG,
+        lambda fd, pieces, *_: 2 * BLOCK in [memoryview(each).nbytes for each in pieces],
+    )
+    results = []
+    for block in blocks[15:]:
+        try:
+            results.append(append(log, block))
+        except Unavailable:
+            results.append(False)
+    assert results.count(False) == 1
     log.close()
 
 
