@@ -268,20 +268,21 @@ class GrammarGate:
             await asyncio.wait((trial.begun,), timeout=left_s)
 
     def _make_room(self, tenant: int) -> None:
-        """Make room for a grammar of a tenant: in a full room the last one of the tenant that has most gives way.
+        """Make room for a grammar of a tenant: in a full room the last one that only the tenant with most waits for gives way.
 
         Raises:
-            Overloaded: the tenant has its share already.
+            Overloaded: the tenant has its share already, or others wait for all grammars of the tenant with most.
         """
         if len(self._trials) < MAX_TRIALS:
             return
         nums = Counter(trial.tenant for trial in self._trials.values() if trial.num_requests)
-        if nums[tenant] >= MAX_TRIALS // len({tenant, *nums}):
-            own = f", {nums[tenant]} of this API key" if tenant else ""
-            raise Overloaded(f"{MAX_TRIALS} grammars wait to be checked already{own}: try again later")
         ((most, _),) = nums.most_common(1)
         waiting = (trial for trial in reversed(self._trials.values()) if not trial.begun.done())
-        last = next(trial for trial in waiting if trial.tenant == most)
+        last = next((trial for trial in waiting if trial.num_requests.keys() == {most}), None)
+        # Of the grammars that somebody waits for: a tenant below its share of them has fewer than the one with most.
+        if last is None or nums[tenant] >= nums.total() // len({tenant, *nums}):
+            own = f", {nums[tenant]} of this API key" if tenant else ""
+            raise Overloaded(f"{MAX_TRIALS} grammars wait to be checked already{own}: try again later")
         self._refuse(last, Overloaded("grammars of other API keys have taken the place of this one: try again later"))
 
     def _refuse(self, trial: _Trial, error: Overloaded) -> None:

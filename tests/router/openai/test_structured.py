@@ -287,6 +287,42 @@ async def test_a_grammar_counts_for_a_tenant_that_still_waits_for_it(slow_gate):
     assert [type(end) for end in ends] == [type(None)] * (MAX_TRIALS - 1) + [Overloaded]
 
 
+@pytest.mark.parametrize("tenant", [0, 5])
+async def test_in_a_room_of_one_tenant_no_grammar_gives_way_to_a_new_one(slow_gate, tenant):
+    compiled, *waiting = await flood(slow_gate, tenant, MAX_TRIALS)
+    await asyncio.sleep(0)
+    compiled.cancel()  # its trial goes on, for nobody
+    await asyncio.wait((compiled,))
+    for pattern in ("new", "newer"):
+        with pytest.raises(Overloaded, match=f"{MAX_TRIALS} grammars wait to be checked already"):
+            await asyncio.wait_for(slow_gate.check(of_regex(pattern), "guided_regex", tenant), 20)
+    slow_gate._checker.go.set()
+    assert not any(await asyncio.gather(*waiting))
+
+
+async def test_a_grammar_for_which_another_tenant_waits_does_not_give_way(slow_gate):
+    first = await flood(slow_gate, 1, MAX_TRIALS)
+    shared = asyncio.create_task(slow_gate.check(of_regex(f"1 {MAX_TRIALS - 1}"), "guided_regex", 2))
+    await asyncio.sleep(0)
+    others = await flood(slow_gate, 3, 1)
+    slow_gate._checker.go.set()
+    ends = await asyncio.gather(*first, return_exceptions=True)
+    assert [index for index, end in enumerate(ends) if isinstance(end, Overloaded)] == [MAX_TRIALS - 2]
+    await asyncio.gather(shared, *others)
+
+
+async def test_in_a_room_of_grammars_that_tenants_share_a_new_one_is_refused(slow_gate):
+    patterns = [of_regex(f"shared {index}") for index in range(MAX_TRIALS)]
+    waiting = [
+        asyncio.create_task(slow_gate.check(pattern, "guided_regex", tenant)) for tenant in (1, 2) for pattern in patterns
+    ]
+    await asyncio.sleep(0)
+    with pytest.raises(Overloaded, match="0 of this API key"):
+        await asyncio.wait_for(slow_gate.check(of_regex("new"), "guided_regex", 3), 20)
+    slow_gate._checker.go.set()
+    assert not any(await asyncio.gather(*waiting))
+
+
 async def test_a_pause_of_the_router_does_not_end_the_wait_for_other_grammars(slow_gate):
     pauses = [0.0]
     slow_gate._max_wait_s, slow_gate._paused_s = 0.05, lambda: pauses[0]
