@@ -33,6 +33,7 @@ class OutputSplitter:
     deadline: Callable[[], float]
     pool: TextPool
     _states: dict[int, dict[str, Any] | None] = field(default_factory=dict)  # of each choice of a stream
+    _with_calls: set[int] = field(default_factory=set)  # choices of a stream that have had tool calls
     _chat_request: dict[str, Any] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -57,12 +58,14 @@ class OutputSplitter:
         self._states[delta.index] = found.stream_state
         split = _checked(found.chunk.choices, "delta") or [{"index": delta.index, "delta": {}}]
         for choice in split:
-            if self._has_one_call and choice["delta"].get("tool_calls"):
-                choice["delta"]["tool_calls"] = [call for call in choice["delta"]["tool_calls"] if not call.get("index")]
+            if calls := choice["delta"].get("tool_calls"):
+                self._with_calls.add(delta.index)
+                if self._has_one_call:
+                    choice["delta"]["tool_calls"] = [call for call in calls if not call.get("index")]
             if choice.get("finish_reason") == "tool_calls" and (delta.finish_reason != "stop" or self._is_named):
                 choice["finish_reason"] = delta.finish_reason
             if choice.get("finish_reason") is None:
-                choice["finish_reason"] = delta.finish_reason
+                choice["finish_reason"] = self._reason(delta.finish_reason, has_calls=delta.index in self._with_calls)
         return [choice for choice in split if _says_something(choice)]
 
     async def _ask(self, output: dict[str, Any], kind: type[T]) -> T:
@@ -93,11 +96,15 @@ class OutputSplitter:
         """True unless the client wants no reasoning."""
         return self.body.fields.get("include_reasoning") is not False
 
+    def _reason(self, reason: str | None, *, has_calls: bool) -> str | None:
+        """Return the reason of the end: tool calls, unless the output was cut or the client has named the tool."""
+        is_by_calls = reason == "stop" and (self._tool_choice == "required" or (self._tool_choice == "auto" and has_calls))
+        return "tool_calls" if is_by_calls else reason
+
     def _finished(self, choice: dict[str, Any], reason: str | None) -> dict[str, Any]:
-        """Set the reason of the end: tool calls, unless the output was cut or the client has named the tool."""
+        """Set the reason of the end, and drop calls that the client does not want."""
         calls = choice["message"].get("tool_calls")
-        is_by_calls = reason == "stop" and (self._tool_choice == "required" or (self._tool_choice == "auto" and bool(calls)))
-        choice["finish_reason"] = "tool_calls" if is_by_calls else reason
+        choice["finish_reason"] = self._reason(reason, has_calls=bool(calls))
         if calls and self._has_one_call:
             choice["message"]["tool_calls"] = calls[:1]
         return choice

@@ -15,6 +15,7 @@ COUNT = f"{MESSAGES}/count_tokens"
 RENDER, SPLIT = f"{CHAT}/render", f"{CHAT}/derender"
 EOS = 256
 TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
+CALL = {"index": 0, "id": "1", "function": {"name": "f", "arguments": "{}"}}
 GONE = ErrorInfo(code="engine_dead", message="gone", http_status=503, retryable=True)
 PARAMS = {"do_remote_prefill": True, "kvferry": "x"}
 
@@ -175,13 +176,34 @@ async def test_calls_that_max_tokens_has_cut_end_with_length_whole_and_streamed(
         assert [answer["choices"][0]["finish_reason"] for answer in (whole, last)] == [reason, reason]
 
 
-@pytest.mark.parametrize("delta", [None, {}, {"content": "x"}])
-async def test_a_stream_ends_with_its_reason_also_if_the_engine_says_none(engines, sse_events, delta):
+@pytest.mark.parametrize(
+    ("delta", "fields", "reason"),
+    [
+        (None, {}, "stop"),
+        ({}, {}, "stop"),
+        ({"content": "x"}, {}, "stop"),
+        ({"tool_calls": [CALL]}, {}, "tool_calls"),
+        ({"tool_calls": [CALL]}, {"max_tokens": 3}, "length"),
+        ({"tool_calls": [CALL]}, {"tool_choice": {"type": "function", "function": {"name": "f"}}}, "stop"),
+    ],
+)
+async def test_a_stream_ends_with_its_reason_also_if_the_engine_says_none(engines, sse_events, delta, fields, reason):
     choices = [] if delta is None else [{"index": 0, "delta": delta}]
     for worker in engines.workers:
         worker.script.calls[SPLIT] = lambda body: (200, {"chunk": {"choices": choices}, "stream_state": None})
-    *_, last, end = sse_events(await asyncio.wait_for(ask(engines, chat(tools=TOOLS, stream=True)), 20))
-    assert (last["choices"], end) == ([{"index": 0, "delta": delta or {}, "finish_reason": "stop"}], "[DONE]")
+    *_, last, end = sse_events(await asyncio.wait_for(ask(engines, chat(tools=TOOLS, stream=True, **fields)), 20))
+    assert (last["choices"], end) == ([{"index": 0, "delta": delta or {}, "finish_reason": reason}], "[DONE]")
+
+
+async def test_a_stream_whose_last_part_has_no_call_ends_by_the_calls_before(engines, sse_events):
+    def split_first(body):
+        delta = {} if body["stream_state"] else {"tool_calls": [CALL]}
+        return 200, {"chunk": {"choices": [{"index": 0, "delta": delta}]}, "stream_state": {"has_call": True}}
+
+    for worker in engines.workers:
+        worker.script.calls[SPLIT] = split_first
+    *_, last, _ = sse_events(await ask(engines, chat(tools=TOOLS, stream=True)))
+    assert last["choices"][0]["finish_reason"] == "tool_calls"
 
 
 async def test_a_list_of_prompts_is_rendered_at_once(engines):
