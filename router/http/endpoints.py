@@ -66,7 +66,7 @@ from router.openai.structured import GrammarGate, field_of_form
 from router.openai.text_pool import TextPool
 from router.openai.tokenized import Detokenized, Tokenized
 from router.openai.tool_choice import ToolUse, calls_form, form_or_free_calls, tool_use
-from router.rendered.bodies import CHAT, EngineBody, engine_body
+from router.rendered.bodies import CHAT, EngineBody, engine_body, timed_body
 from router.rendered.legs import TwoLegs
 from router.rendered.renderer import EngineRefusal, EngineRenderer
 from router.rendered.splitting import OutputSplitter
@@ -160,9 +160,13 @@ class Endpoints:
         """Serve ``POST /v1/completions``. Raises the error that refuses or ends the request."""
         return await self._generate(await self._time.run(self._read(request, caller), request.timeout_s, caller), caller)
 
-    async def chat(self, request: ChatCompletionRequest, caller: Caller) -> ASGIApp:
-        """Serve ``POST /v1/chat/completions``. Raises the error that refuses or ends the request."""
-        return await self._chat(request, caller)
+    async def chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None = None) -> ASGIApp:
+        """Serve ``POST /v1/chat/completions``. Raises the error that refuses or ends the request.
+
+        ``answers`` is the request that it is the meaning of, if it came by another endpoint.
+        """
+        reading = self._read_chat(request, caller, answers)
+        return await self._generate(await self._time.run(reading, request.timeout_s, caller), caller)
 
     async def respond(self, request: ResponsesRequest, caller: Caller) -> ASGIApp:
         """Serve ``POST /v1/responses``, as a chat. Raises the error that refuses or ends the request."""
@@ -173,17 +177,11 @@ class Endpoints:
             if await self.engine_body(CHAT, body, caller) is not None:
                 is_plain = engine_body(CHAT, body, self.model, splits_output=False) is None
                 raise InvalidRequest(_SPLIT_IN_CHATS if is_plain else _ONLY_IN_CHATS)
-            return await self._chat(chat, caller, request)
+            return await self.chat(chat, caller, request)
         except (InvalidRequest, EncoderInputMissing) as error:
             raise in_words_of_responses(error) from None
         except RequestFailure as failure:
             raise RequestFailure(failure_in_words_of_responses(failure.info)) from None
-
-    async def _chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None = None) -> ASGIApp:
-        """Serve a chat; ``answers`` is the request that it is the meaning of, if it came by another endpoint."""
-        return await self._generate(
-            await self._time.run(self._read_chat(request, caller, answers), request.timeout_s, caller), caller
-        )
 
     async def _read(self, request: CompletionRequest, caller: Caller) -> Prepared:
         options, limits = await self._check(request)
@@ -209,7 +207,7 @@ class Endpoints:
         return await self._prepared(request, options, [prompt], limits, caller, split)
 
     async def engine_body(self, path: str, body: bytes, caller: Caller) -> EngineBody | None:
-        """Return a body as one for the workers' engines, None if this router serves it. Waits for workers after a pause.
+        """Return a body as one for the workers' engines, None if this router serves or refuses it. Waits after a pause.
 
         Raises:
             InvalidRequest: it has too many values, or fields that engines would ignore.
@@ -217,7 +215,9 @@ class Endpoints:
         """
         core, api = self.gateway.core, self.gateway.engine_api
         if core.is_route_expected(self.gateway.now):
-            await self._time.run(self.gateway.wait_for_route(), None, caller)
+            if (timed := timed_body(body)) is None:
+                return None
+            await self._time.run(self.gateway.wait_for_route(), timed.timeout_s, caller)
         if core.membership.workers and not api.is_there:
             return None
         check_num_values(body)

@@ -111,6 +111,20 @@ class EngineBody:
         return len(prompt) if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int) else 1
 
 
+class TimedBody(msgspec.Struct):
+    """What a body must tell before it may wait: how long its request may take, seconds; None if it does not say."""
+
+    timeout_s: float | None = None
+
+
+def timed_body(body: bytes) -> TimedBody | None:
+    """Return the time of a body, whatever else is in it; None if it will be refused: no JSON object, or its time no number."""
+    try:
+        return msgspec.json.decode(body, type=TimedBody)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> EngineBody | None:
     """Return the body for an engine; None if the router serves it. ``splits_output``: of all answers to chats.
 

@@ -303,11 +303,12 @@ async def test_without_any_worker_what_an_engine_may_serve_is_worth_another_try(
     assert (await ask(served, body, path, status=503))["error"]["code"] == "no_worker"
 
 
-@pytest.mark.parametrize(("takes_calls", "status", "num_calls"), [(True, 200, 1), (False, 404, 0)])
-async def test_after_a_pause_a_body_waits_for_workers(start_router, monkeypatch, takes_calls, status, num_calls):
-    clock = FakeClock()
+@pytest.fixture
+async def just_paused(start_router, monkeypatch):
+    """A router without workers that was paused until now, its clock, and a list with an entry for each wait for a route."""
+    clock, waits = FakeClock(), []
     served = await start_router(has_http=False, clock=clock)
-    gateway, waits = served.router.gateway, []
+    gateway = served.router.gateway
     wait_for_route = gateway.wait_for_route
 
     async def noted():
@@ -317,11 +318,37 @@ async def test_after_a_pause_a_body_waits_for_workers(start_router, monkeypatch,
     monkeypatch.setattr(gateway, "wait_for_route", noted)
     await served.until(lambda: gateway.core.membership.pauses._last_tick is not None)
     clock.advance(30.0)
+    return served, clock, waits
+
+
+@pytest.mark.parametrize(("takes_calls", "status", "num_calls"), [(True, 200, 1), (False, 404, 0)])
+async def test_after_a_pause_a_body_waits_for_workers(just_paused, takes_calls, status, num_calls):
+    served, _, waits = just_paused
     asked = asyncio.create_task(ask(served, chat(model="adapter"), status=status))
     await served.until(lambda: waits)
     await served.add("aggregated", takes_calls=takes_calls, script=served.script(calls={RENDER: rendered}))
     await asked
     assert len(calls_of(served, RENDER)) == num_calls
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES, "/v1/responses"])
+async def test_the_wait_for_workers_after_a_pause_ends_at_the_clients_deadline(just_paused, path):
+    served, clock, waits = just_paused
+    body = {"input": "hi"} if path == "/v1/responses" else chat(prompt="x")
+    asked = asyncio.create_task(ask(served, body | {"timeout_s": 0.2}, path, status=504))
+    await served.until(lambda: waits)
+    clock.advance(0.3)
+    await asyncio.wait_for(asked, 20)
+    assert served.router.gateway.core.is_route_expected(clock.now())  # the router has not settled
+
+
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"timeout_s": "x"}'])
+async def test_a_body_that_cannot_be_read_does_not_wait_for_workers_after_a_pause(just_paused, path, content):
+    served, _, waits = just_paused
+    async with served.client() as client:
+        answer = await asyncio.wait_for(client.post(path, content=content), 20)
+    assert (answer.status_code, waits) == (400, [])
 
 
 @pytest.mark.parametrize("path", [MESSAGES, COUNT])
