@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from http.cookiejar import CookieJar, DefaultCookiePolicy
 from typing import Any
 
@@ -20,6 +21,7 @@ import httpx
 from core.errors import InvalidRequest
 from router.images.hosts import DEFAULT_PORTS, Address, HostRules, as_address
 from router.images.turns import FetchTurns
+from router.threads import submit_job
 
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 _HEADERS = {"accept": "image/*", "accept-encoding": "identity", "user-agent": "kvferry"}
@@ -63,7 +65,7 @@ class ImageFetcher:
 
         Raises:
             InvalidRequest: it may not be fetched, or could not be fetched within the limits; says why.
-            Overloaded: its turn did not come in time.
+            Overloaded: its turn did not come in time, or no thread can be started to resolve its host's name.
         """
         parsed = _parse(url)
         try:
@@ -183,6 +185,7 @@ class Resolver:
         Raises:
             OSError: it has none.
             UnicodeError: it cannot be one, such as with a label that is empty or too long.
+            Overloaded: no thread can be started for it.
         """
         lookup = self._lookups.get((host, port)) or self._begin(host, port)
         lookup.num_waiting += 1
@@ -196,7 +199,7 @@ class Resolver:
         return [address for address in addresses if address is not None]
 
     def _begin(self, host: str, port: int) -> _Lookup:
-        job: Future[_Found] = self._threads.submit(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
+        job: Future[_Found] = submit_job(self._threads, partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM))
         lookup = self._lookups[host, port] = _Lookup(job, asyncio.wrap_future(job))
         lookup.found.add_done_callback(lambda _: self._forget(host, port, lookup))
         return lookup

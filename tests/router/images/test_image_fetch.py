@@ -12,7 +12,7 @@ from ipaddress import ip_address
 import httpx
 import pytest
 
-from core.errors import InvalidRequest
+from core.errors import InvalidRequest, Overloaded
 from router.images.fetch import FetchLimits, ImageFetcher, Resolver
 from router.images.hosts import HostRules
 
@@ -250,6 +250,31 @@ async def test_names_that_nobody_waits_for_any_more_are_not_looked_up(monkeypatc
     assert await asyncio.gather(again, *fast) == [[], [], []]
     assert sorted(asked[16:]) == ["fast.example", "n20.example", "n30.example"]
     resolver.close()
+
+
+async def test_a_name_for_which_no_thread_can_be_started_is_not_looked_up_later(host, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    asked = []
+
+    def look_up(name, port, **options):
+        asked.append(name)
+        return [(socket.AF_INET, socket.SOCK_STREAM, 6, "", ("127.0.0.1", port))]
+
+    host.pages["/cat"] = ok(b"a cat")
+    monkeypatch.setattr("router.images.fetch.socket.getaddrinfo", look_up)
+    names = ("dogs.example", "cats.example")
+    fetcher = ImageFetcher(HostRules((LOOPBACK, *(f"{name}:{host.port}" for name in names)), "x"), LIMITS)
+    try:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            with pytest.raises(Overloaded, match="can't start new thread"):
+                await fetcher.fetch(f"http://dogs.example:{host.port}/cat")
+        assert await fetcher.fetch(f"http://cats.example:{host.port}/cat") == b"a cat"
+    finally:
+        await fetcher.close()
+    assert asked == ["cats.example"]
 
 
 @pytest.mark.parametrize("url", ["ftp://127.0.0.1/cat", "cat.png", "", "http://", "http://[::1", "/cat", "javascript:alert(1)"])
