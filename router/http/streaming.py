@@ -16,7 +16,7 @@ import msgspec
 from litestar.response.base import ASGIResponse
 from litestar.types import Receive, Scope, Send
 
-from core.errors import Cancelled
+from core.errors import Cancelled, KVFerryError
 from core.log import event
 from core.wire.messages import ErrorInfo
 from router.dispatch.types import Update
@@ -114,11 +114,15 @@ class HttpAnswer:
         return await self._unless_left(self._pool.run(shape)) if self._shaper.is_heavy else shape()
 
     async def _unless_left(self, work: Coroutine[Any, Any, T]) -> T:
-        """Return the result of ``work``, which ends when the client leaves: the generation may have ended before."""
+        """Return the result of ``work``, which ends when the client leaves: the generation may have ended before.
+
+        Raises:
+            RequestFailure: the client has left, or ``work`` is refused, as when no thread can be started.
+        """
         try:
             return await unless_left(self._watch, work)
-        except Cancelled as gone:
-            raise RequestFailure(ErrorInfo.of(gone)) from None
+        except KVFerryError as error:
+            raise RequestFailure(ErrorInfo.of(error)) from None
 
     def last(self) -> bytes:
         """Return the events that end a stream."""

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import functools
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import httpx
 import pytest
@@ -258,6 +259,26 @@ async def test_a_failure_in_mid_stream_is_an_event_and_no_clean_end(start_router
     assert len(rest) == 1
     assert '"code":"digest"' in rest[0]
     assert '"type":"server_error"' in rest[0]
+
+
+async def test_a_stream_for_which_no_thread_can_be_started_ends_as_overloaded(start_router, monkeypatch, caplog):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    under_test = await start_router()
+    script = under_test.script(pause_after=1)
+    await under_test.add("aggregated", script=script)
+    body = {"prompt": "p", "stream": True, "echo": True, "logprobs": 0}
+    async with under_test.client() as client, client.stream("POST", "/v1/completions", json=body) as response:
+        lines = response.aiter_lines()
+        assert (await anext(lines)).startswith("data: ")
+        monkeypatch.setattr(under_test.router.endpoints._pool, "_threads", ThreadPoolExecutor(1))
+        monkeypatch.setattr("threading.Thread.start", refuse)
+        script.resume.set()
+        *_, failure = [line async for line in lines if line]
+    assert json.loads(failure.removeprefix("data: "))["error"]["code"] == "overloaded"
+    assert not [record for record in caplog.records if record.levelname == "ERROR"]
+    assert under_test.metric("kvferry_request_failure_total", code="overloaded") == 1
 
 
 @pytest.mark.slow
