@@ -19,7 +19,7 @@ from core.config_router import RouterSection
 from core.errors import EncoderInputMissing, InvalidRequest, ModelNotFound, NoWorker
 from core.ids import IdSource, new_hex_id, new_seed
 from core.log import event
-from core.wire.sampling import SamplingParams, StructuredOutput
+from core.wire.sampling import SamplingParams
 from router.dispatch.engine_api import EngineAnswer
 from router.dispatch.policy import choose_weights
 from router.dispatch.types import Submission
@@ -65,7 +65,7 @@ from router.openai.served_model import ServedModel
 from router.openai.structured import GrammarGate, field_of_form
 from router.openai.text_pool import TextPool
 from router.openai.tokenized import Detokenized, Tokenized
-from router.openai.tool_choice import ToolUse, calls_form, form_or_free_calls, tool_use
+from router.openai.tool_choice import tool_use
 from router.rendered.bodies import CHAT, EngineBody, engine_body, timed_body
 from router.rendered.legs import TwoLegs
 from router.rendered.renderer import EngineRefusal, EngineRenderer
@@ -278,22 +278,6 @@ class Endpoints:
         )
         return await legs.open(body, stack)
 
-    async def _checked_form(
-        self, form: StructuredOutput | None, field: str | None, tools: ToolUse | None, tenant: int
-    ) -> StructuredOutput | None:
-        """Return the form of the output with the calls that it may have; workers can compile it.
-
-        Raises:
-            InvalidRequest: they cannot, or calls of this model's format cannot be put in a grammar; names the field.
-        """
-        await self._grammars.check(form, field, tenant)
-        if form is None or field is None or tools is None or tools.form is not None:
-            return form
-        found = form_or_free_calls(form, field, tools, self._tool_format.syntaxes, self._tokenizer.special_tokens)
-        await self._grammars.check(calls_form(tools), "tools", tenant)
-        await self._grammars.check(found, field, tenant)
-        return found
-
     async def _check(self, request: CompletionRequest | ChatCompletionRequest) -> tuple[OutputOptions, ModelLimits]:
         self.check_model(request.model)
         check_supported(request)
@@ -319,7 +303,7 @@ class Endpoints:
         form, field = shared.structured_output, field_of_form(request)
         if tools is not None and tools.form is not None:
             form, field = tools.form, "tools"
-        form = await self._checked_form(form, field, tools, caller.tenant)
+        form = await self._grammars.check_with_calls(form, field, tools, self._tool_format.syntaxes, caller.tenant)
         await self.gateway.wait_for_route()
         return replace(found, shared=msgspec.structs.replace(shared, structured_output=form), form_field=field or "")
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -20,9 +20,11 @@ from core.errors import InvalidRequest, Overloaded
 from core.grammar.checker import GrammarChecker
 from core.grammar.child import Setup
 from core.grammar.limits import check_limits
+from core.grammar.tool_calls import CallSyntax
 from core.model.tokenizer import Tokenizer
 from core.wire.sampling import IGNORES_END, GrammarKind, StructuredOutput
 from router.openai.requests import CommonRequest, is_one_of
+from router.openai.tool_choice import ToolUse, calls_form, form_or_free_calls
 from router.threads import submit
 
 MAX_TRIALS = 256
@@ -214,6 +216,7 @@ class GrammarGate:
         def setup() -> Setup:
             return Setup(tokenizer.backend.to_str(), tokenizer.vocab_size, tuple(tokenizer.eos_token_ids))
 
+        self._tokenizer = tokenizer
         self._checker = GrammarChecker(setup)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvferry-grammar")
         self._trials: dict[StructuredOutput, _Trial] = {}
@@ -236,6 +239,28 @@ class GrammarGate:
                 await self._try(output, tenant)
         except InvalidRequest as error:  # others may wait for the same one
             raise InvalidRequest(error.message, param=field) from None
+
+    async def check_with_calls(
+        self,
+        form: StructuredOutput | None,
+        field: str | None,
+        tools: ToolUse | None,
+        syntaxes: Sequence[CallSyntax],
+        tenant: int = 0,
+    ) -> StructuredOutput | None:
+        """Check the form of an output, and return it with the calls that the model may choose; ``syntaxes`` say how it calls.
+
+        Raises:
+            InvalidRequest: no worker could compile it, or no grammar has this model's format of calls; names the field.
+            Overloaded: as ``check``.
+        """
+        await self.check(form, field, tenant)
+        if form is None or field is None or tools is None or tools.form is not None:
+            return form
+        found = form_or_free_calls(form, field, tools, syntaxes, self._tokenizer.special_tokens)
+        await self.check(calls_form(tools), "tools", tenant)
+        await self.check(found, field, tenant)
+        return found
 
     async def _try(self, output: StructuredOutput, tenant: int) -> None:
         trial = self._trials.get(output)
