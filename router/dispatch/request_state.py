@@ -146,7 +146,7 @@ class RequestState:
     has_own_deadline: bool = False  # set by the client, not by the router
     extended_s: float = 0.0  # how much pauses of the router have extended the deadline
     blamed: list[WorkerKey] = field(default_factory=list)  # the workers whose failures count against its retries
-    # Free retries since its last token, by reason; refusals of its grammar also by worker.
+    # Free retries since its last token, by reason; refusals of its grammar by worker.
     free_retries: dict[str | WorkerKey, int] = field(default_factory=dict)
     retried: list[RetryKind] = field(default_factory=list)  # its retries, without refusals
     num_refusals: int = 0  # by decode workers that were full or draining, or could not compile its grammar then

@@ -74,13 +74,11 @@ def is_blameless(error: ErrorInfo) -> bool:
 def take_free_retry(request: RequestState, error: ErrorInfo, failed: WorkerKey) -> bool:
     """Use a free retry; return False if the request has had too many since its last token.
 
-    The limit ends a request that stalls every engine, or that keeps moving between workers without a token. Once it has begun,
-    each worker may refuse its grammar as often as if there was no other.
+    The limit ends a request that stalls every engine, or that keeps moving between workers without a token. Each worker may
+    refuse its grammar as often as if there was no other.
     """
     if is_of_one_request(error):
-        num_of_worker = _count(request, failed)
-        if request.has_begun:
-            return num_of_worker <= _FREE_IN_A_ROW
+        return _count(request, failed) <= _FREE_IN_A_ROW
     limit = _FREE_IN_A_ROW if error.code != WorkerStalled.code else _FREE_STALLS_IN_A_ROW
     reason = _REFUSAL if is_refusal(error) else error.code
     return _count(request, reason) <= limit

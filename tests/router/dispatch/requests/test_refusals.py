@@ -219,6 +219,33 @@ def test_more_decode_workers_do_not_end_a_refused_grammar_sooner(make_bench, num
     assert bench.error() == GRAMMAR
 
 
+@pytest.mark.parametrize("num_workers", [1, 4, 19])
+def test_more_workers_do_not_end_a_refused_grammar_sooner_before_its_first_token(make_bench, num_workers):
+    bench = make_bench("a0", request_timeout_s=600.0)
+    bench.submit()
+    for number in range(1, num_workers + 1):
+        bench.join(f"a{number}")
+    bench.leave("a0")  # which may have admitted it: it waits
+    request = bench.core.dispatcher.requests["r1"]
+    while "r1" not in bench.ended:
+        while request.current is not None and "r1" not in bench.ended:
+            bench.fails(request.current.engine_id, GRAMMAR, request.wire_id)
+        bench.tick(bench.now + 0.5)
+    assert bench.now > 190.0
+    assert bench.error() == GRAMMAR
+
+
+def test_a_new_request_is_refused_only_when_all_of_many_workers_refuse_its_grammar(make_bench):
+    bench = make_bench(*(f"a{number}" for number in range(25)))
+    bench.submit()
+    request, refusing = bench.core.dispatcher.requests["r1"], []
+    while "r1" not in bench.ended:
+        refusing.append(request.current.engine_id)
+        bench.fails(refusing[-1], GRAMMAR, request.wire_id)
+    assert len(refusing) == len(set(refusing)) == 25
+    assert bench.error() == GRAMMAR
+
+
 def test_a_started_request_that_waits_with_its_grammar_leaves_the_worker_to_others(make_bench):
     bench = refused_by_d0(make_bench("p0", "d0"), GRAMMAR)
     bench.submit("r2")
