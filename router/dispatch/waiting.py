@@ -15,6 +15,7 @@ from core.errors import NoWorker, Overloaded
 from core.wire.messages import Role
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
+from router.dispatch.policy import computing
 from router.dispatch.request_state import RequestState
 from router.dispatch.restarts import Restarts
 from router.dispatch.shares import TenantShares
@@ -55,7 +56,8 @@ class Waiting:
     def kept_from(self, request: RequestState, now: float) -> frozenset[WorkerKey]:
         """Return the workers whose room is kept from a request, for those that are held for long and come before it.
 
-        They come before all new ones. No room is kept at a worker that they cannot use, that refuses them, or that has enough.
+        They come before all new ones. No room is kept at a worker that they cannot use, that refuses them, or that has enough,
+        nor for those that every worker which could begin them refuses.
         """
         is_new = request.request_id not in self._requests
         due = [held for held in self._requests.values() if _is_due(held, now)] if is_new else self._passed
@@ -63,7 +65,12 @@ class Waiting:
             return frozenset()
         workers = self._membership.workers
         contexts = _contexts(workers)
-        wanted = {(_kind(held, contexts), held.submission.n, held.refusing(now)) for held in due}
+        starters = computing(workers)
+        wanted = {
+            (kind, n, refusing)
+            for kind, n, refusing in {(_kind(held, contexts), held.submission.n, held.refusing(now)) for held in due}
+            if any(kind.has(worker) and worker.key not in refusing for worker in starters)
+        }
         return frozenset(
             worker.key
             for worker in workers
