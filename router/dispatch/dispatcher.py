@@ -348,10 +348,10 @@ class Dispatcher:
             route = self.placement.route(request, now, kept)
         except (NoWorker, Overloaded) as error:
             previous = request.attempt.previous_error
-            if previous is not None and previous.code == Overloaded.code:
-                if not request.was_held and not request.was_admitted:
-                    return self._open.fail_with(request, previous, now)
-                request.is_held = request.was_held
+            may_wait = request.was_held or request.was_admitted
+            if previous is not None and previous.code == Overloaded.code and not may_wait:
+                return self._open.fail_with(request, previous, now)
+            request.is_held = request.was_held
             return self._wait(request, error, now)
         except RequestError as error:
             return self._open.fail_with(request, request.attempt.previous_error or ErrorInfo.of(error), now)

@@ -140,7 +140,7 @@ class RequestState:
     is_local: bool = False  # its decode worker computes the prompt, since that is sooner
     renew_at: float = 0.0  # when the lease of the handoff is renewed next
     is_held: bool = False  # it came when everything was full, and no worker has it
-    was_held: bool = False  # ... and is held again if the worker that seemed to have room refuses it
+    was_held: bool = False  # ... and is held again if the worker that it was given to refuses it, or is lost
     was_admitted: bool = False  # it may have been: a worker began it, or failed it otherwise than for lack of room
     waits_since: float = 0.0  # start of its wait for a worker, less the router's pauses
     has_own_deadline: bool = False  # set by the client, not by the router

@@ -426,3 +426,21 @@ def test_a_held_request_that_was_lost_and_then_refused_is_held_again(full):
     full.heartbeat("a1", num_running=2)
     full.do(full.core.on_timer(full.now))
     assert started(full, "a1")[-1] == "c0.3"
+
+
+def test_a_held_request_that_was_lost_is_held_again_while_the_others_are_full(full):
+    submit(full, "c0", CALM, n=2)
+    full.tick(PASS_S)
+    finish(full, "f0")
+    finish(full, "f1")
+    assert started(full)[-1] == "c0"
+    full.join("a1", max_num_choices=4)
+    full.heartbeat("a1", num_running=4)
+    full.leave("a0")
+    full.now += 1.0
+    full.heartbeat("a1", num_running=3)
+    with pytest.raises(Overloaded):
+        submit(full, "f8", FLOOD)
+    full.heartbeat("a1", num_running=2)
+    full.do(full.core.on_timer(full.now))
+    assert started(full, "a1")[0] == "c0.2"
