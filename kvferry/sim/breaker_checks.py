@@ -21,7 +21,7 @@ from connectors.p2p.actions import (
     StartProbe,
     TransferEvent,
 )
-from connectors.p2p.consumer.load import Load
+from connectors.p2p.consumer.load import Load, LoadPhase
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded
 from core.errors import TransferTimeout
@@ -29,10 +29,10 @@ from core.errors import TransferTimeout
 
 @dataclass(slots=True)
 class _Reading:
-    """A load with reads, and their transport; None if they were of several, none of which had all of the load's time."""
+    """A load with reads, and the transport of the last ones."""
 
     load: Load
-    transport: str | None
+    transport: str
 
 
 class BreakerChecks:
@@ -72,10 +72,7 @@ class BreakerChecks:
 
     def on_read(self, load: Load) -> None:
         """A read of blocks is ordered for a load."""
-        transport, name = self._opened[load.producer], load.request.request_id
-        before = self._loads.get(name)
-        is_only_one = before is None or before.load is not load or before.transport == transport
-        self._loads[name] = _Reading(load, transport if is_only_one else None)
+        self._loads[load.request.request_id] = _Reading(load, self._opened[load.producer])
 
     def on_transfer(self, event: TransferEvent) -> None:
         """Process an event of the transfers."""
@@ -110,7 +107,7 @@ class BreakerChecks:
         ):
             return
         load = reading.load
-        has_waited = load.asked_since == load.started_at and self._now() >= load.started_at + self._patience_s
-        is_silent = self._ended_at.get(load.producer, load.started_at) <= load.started_at
-        if has_waited and is_silent and reading.transport is not None and self._opened.get(load.producer) == reading.transport:
+        has_waited = load.phase is not LoadPhase.CONNECTING and self._now() >= load.asked_since + self._patience_s
+        is_silent = self._ended_at.get(load.producer, load.asked_since) <= load.asked_since
+        if has_waited and is_silent and self._opened.get(load.producer) == reading.transport:
             self._silent.add((load.producer, reading.transport))

@@ -82,7 +82,7 @@ class InflightReads:
             del self._loads[read_id]
             self._count_awaited(load.producer, -1)
             heir = None if read_id == load.seal_read else load.seal_read
-            self.quarantine.add(read_id, LateRead(load.producer, rows, now, fence_at, heir))
+            self.quarantine.add(read_id, LateRead(load.producer, rows, load.reading_since, now, fence_at, heir))
             self.num_quarantined += len(rows)
             self.emit(CancelRead(read_id))
 

@@ -51,9 +51,10 @@ class Load:
 
     ``seal_read`` reads the seals of the units ``sealing``, or waits to be begun after ``open_reads``. ``digests`` are those of
     the arrived blocks of the producer, if digests are verified. ``asked_since`` is the time since which progress of the load
-    depends on the peer, ``last_ended_at`` the end of the last block read, ``seals_ended_at`` the end of the seal read.
-    ``wants_room``: one of its reads had no room in the staging area. ``looks_again_at`` is finite after it has found blocks
-    without a seal, for the first time at ``unsealed_since``: nothing is read before that time.
+    depends on the peer and on no other transport or load, ``reading_since`` when it began to read the peer (infinite before),
+    ``last_ended_at`` the end of the last block read, ``seals_ended_at`` the end of the seal read. ``wants_room``: one of its
+    reads had no room in the staging area. ``looks_again_at`` is finite after it has found blocks without a seal, for the first
+    time at ``unsealed_since``: nothing is read before that time.
     """
 
     def __init__(self, request: PullRequest, now: float, deadline: float) -> None:
@@ -127,11 +128,15 @@ class Load:
         """Take the units of the next read."""
         return self._waiting.popleft()
 
-    def start_over(self) -> None:
-        """Look for the peer again; the open reads will fail, as they were posted to a peer that could not be opened."""
+    def start_over(self, now: float) -> None:
+        """Look for the peer again; the open reads will fail, as they were posted to a peer that is closed by now.
+
+        The time so far does not count against the next transport.
+        """
         assert self.is_untouched, f"{self.request.request_id} has got something from its peer"
         self.phase = LoadPhase.CONNECTING
         self.reading_since = math.inf
+        self.asked_since = now
         self.wants_room = False
 
     def begin_reading(self, now: float, rows_per_read: int) -> None:

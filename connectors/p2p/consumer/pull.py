@@ -157,7 +157,7 @@ class PullProtocol:
         load = self.loads.get(request_id)
         if load is not None:
             quarantined = load.open_rows()
-            self._forget(load, max(now, load.deadline), now)
+            self._forget(load, now)
             self._emit(LoadEnded(request_id, usage=None, quarantined_block_ids=quarantined))
             self._reads.hurry_if_full(self.loads.producers, now)
             self._close_if_retired(load.producer, now)
@@ -331,7 +331,7 @@ class PullProtocol:
         waiting = [load for load in self.loads.of(peer_id) if load.is_untouched]
         if is_left and self.peers.get(peer_id) is not None:
             for load in waiting:
-                load.start_over()
+                load.start_over(now)
         self._lose(peer_id, error, now)
         for load in waiting:
             if load in self.loads:
@@ -362,10 +362,17 @@ class PullProtocol:
             elif peer.is_retiring:
                 waiting.append(load)
         for load in waiting:
-            load.asked_since = now  # until now it has waited for our other loads, not for the peer
+            load.asked_since = now  # until now it has waited for the end of the other transport
             self._connect(load, now)
 
     def _fence(self, peer_id: PeerId, now: float) -> None:
+        """End the late reads of a peer that are overdue. What has brought nothing for a whole deadline is broken."""
+        peer, patience_s = self.peers.get(peer_id), self._settings.transfer_deadline_s
+        for reading_since in self._quarantine.overdue_since(peer_id, now):
+            if peer is not None and peer.last_progress_at <= reading_since and reading_since + patience_s <= now:
+                where = f"{peer_id.address} by {peer.transport}"
+                self._break_transport(peer, TransferTimeout(f"no read of {where} ended in {patience_s:g} s"), now)
+                return
         self._counts.fenced_peers += 1
         self._fence_late_reads(peer_id)
         self._lose(peer_id, PeerUnreachable(f"{peer_id.address} was fenced because reads of it do not end"), now)
@@ -404,19 +411,21 @@ class PullProtocol:
 
     def _on_deadline(self, load: Load, now: float) -> None:
         """Report the failure now. A peer that sent no bytes meanwhile is frozen and is fenced; a slow one gets more time."""
-        peer = self.peers.get(load.producer)
-        is_frozen = peer is not None and peer.last_progress_at <= load.reading_since
+        peer = self._peer_read_by(load)
         patience_s = self._settings.transfer_deadline_s
-        fence_at = max(now, load.asked_since + patience_s) if is_frozen else now + patience_s
+        is_slow = peer is not None and peer.last_progress_at > load.reading_since
         budget = f"{load.deadline - load.started_at:g} s"
         error = TransferTimeout(f"the load from {load.producer.address} did not end in {budget}: {load.phase.value}")
-        was_reading = load.is_reading
-        self._end(load, error, now, fence_at)
-        if peer is not None and was_reading and fence_at <= now and self.peers.get(load.producer) is peer:
+        self._end(load, error, now, now + patience_s if is_slow else None)
+        is_dead = not is_slow and load.asked_since + patience_s <= now
+        if peer is not None and is_dead and self.peers.get(load.producer) is peer:
             self._break_transport(peer, error, now)
 
     def _end(self, load: Load, error: KVFerryError | ErrorInfo | None, now: float, fence_at: float | None = None) -> None:
-        """Report a load; its verified blocks may be used. ``error`` applies to the others, unless they have their own."""
+        """Report a load; its verified blocks may be used. ``error`` applies to the others, unless they have their own.
+
+        ``fence_at`` is as in ``_forget``.
+        """
         if load not in self.loads:
             return
         info = ErrorInfo.of(error) if isinstance(error, KVFerryError) else error
@@ -425,16 +434,24 @@ class PullProtocol:
             self.peers.health.count_success(peer.peer_id, peer.transport)
         layout = load.request.layout or self._layout
         report = load.report(info, peer.transport if peer else "", layout.block_bytes, now)
-        self._forget(load, max(now, load.deadline) if fence_at is None else fence_at, now)
+        self._forget(load, now, fence_at)
         self._emit(report)
         self._reads.hurry_if_full(self.loads.producers, now)
         self._close_if_retired(load.producer, now)
 
-    def _forget(self, load: Load, fence_at: float, now: float) -> None:
-        """Remove a load and its reads."""
+    def _forget(self, load: Load, now: float, fence_at: float | None = None) -> None:
+        """Remove a load and its reads. Their peer is fenced at ``fence_at``, by default when they have had a whole deadline."""
         self.loads.remove(load)
-        is_open = self.peers.get(load.producer) is not None
-        self._reads.abandon(load, fence_at if is_open else math.inf, now)
+        if self._peer_read_by(load) is None:
+            fence_at = math.inf
+        elif fence_at is None:
+            fence_at = max(now, load.reading_since + self._settings.transfer_deadline_s)
+        self._reads.abandon(load, fence_at, now)
+
+    def _peer_read_by(self, load: Load) -> Peer | None:
+        """Return the peer that a load has open reads of. None without any, and if that is closed: they are about to end."""
+        is_reading = load.is_reading and load.phase is not LoadPhase.CONNECTING
+        return self.peers.get(load.producer) if is_reading else None
 
     def _emit(self, action: Action) -> None:
         self._actions.append(action)

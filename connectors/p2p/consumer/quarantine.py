@@ -17,10 +17,11 @@ from connectors.p2p.transport.interface import PeerId
 
 @dataclass(slots=True)
 class LateRead:
-    """A read whose load has ended, at ``since``. Its peer is fenced at ``fence_at``."""
+    """A read whose load has ended, at ``since``, and has read since ``reading_since``. Its peer is fenced at ``fence_at``."""
 
     peer: PeerId
     local_rows: tuple[int, ...]
+    reading_since: float
     since: float
     fence_at: float  # infinite once the peer is fenced: the report of its end is on its way
     heir: int | None  # the read of their seals, if it was ordered
@@ -98,6 +99,10 @@ class Quarantine:
     def overdue(self, now: float) -> Iterable[PeerId]:
         """Return the peers whose reads should have ended by now, each once."""
         return dict.fromkeys(read.peer for read in self._reads.values() if read.fence_at <= now)
+
+    def overdue_since(self, peer: PeerId, now: float) -> list[float]:
+        """Return since when the loads have read whose reads of a peer should have ended by now."""
+        return [read.reading_since for read in self._reads.values() if read.peer == peer and read.fence_at <= now]
 
     def next_fence(self) -> float:
         """Return when the next peer is overdue; infinite if none is going to be."""

@@ -6,10 +6,7 @@ from connectors.p2p.actions import (
     AskProgress,
     ClosePeer,
     OpenPeer,
-    PeerProgress,
-    ProbeEnded,
     StartProbe,
-    TransferReport,
     TransportBroken,
     TransportRestored,
 )
@@ -17,6 +14,7 @@ from connectors.p2p.producer.handshake import UNKNOWN_CODE
 from connectors.p2p.transport.interface import PeerId
 from core.errors import ConnectorUnavailable, LeaseExpired, PeerUnreachable
 from core.wire.kv import ControlError, Handshake, HandshakeRefused, LeaseRenew, LeaseState, kind_of
+from tests.connectors.p2p.consumer.transport_steps import end_probe, fall_back_to_tcp, offered, stall, tell_progress
 
 
 @pytest.fixture
@@ -24,40 +22,8 @@ def peer(address):
     return PeerId(address, 1)
 
 
-def tell_progress(pull, peer, *, has_advanced=False):
-    return pull.take(pull.protocol.on_transfer(TransferReport(PeerProgress(peer, has_advanced), pull.now), pull.now))
-
-
-def stall(pull, peer, *names):
-    """Let the time pass in which no byte comes, though the peer answers."""
-    for _ in range(2):
-        assert AskProgress(peer) in pull.tick(2.5)
-        pull.grant(60_000, *names)
-        actions = tell_progress(pull, peer)
-    return actions
-
-
-def end_probe(pull, error=None):
-    probe = pull.actions(StartProbe)[-1]
-    return pull.take(pull.protocol.on_transfer(TransferReport(ProbeEnded(probe.probe_id, error), pull.now), pull.now))
-
-
 def refuse(pull, code=ConnectorUnavailable.code):
     return pull.receive(HandshakeRefused(engine_id="prefill-0", incarnation=1, code=code, message="no common transport"))
-
-
-def offered(pull):
-    return pull.messages(Handshake)[-1].transports
-
-
-def fall_back_to_tcp(pull, peer, request_id):
-    """Start a load by shm; when it stalls, let it start over by tcp."""
-    pull.start(request_id)
-    pull.accept(transport="shm")
-    pull.grant()
-    stall(pull, peer)
-    pull.end_reads(PeerUnreachable("closed"))
-    pull.accept(transport="tcp")
 
 
 def break_all(pull, peer):
@@ -436,22 +402,3 @@ def test_load_with_open_reads_is_not_begun_when_a_replaced_process_is_left(pull,
     pull.end_reads()
     assert pull.ended["r"].error is None
     assert pull.ended["r"].usage.transport == "shm"
-
-
-def test_wait_for_other_loads_does_not_count_against_the_restored_transport(pull, peer):
-    fall_back_to_tcp(pull, peer, "a")
-    pull.tick(1.0)
-    end_probe(pull)
-    pull.start("b", transfer_id="u")
-    while "a" not in pull.ended:  # slow, not dead
-        pull.tick(2.0)
-        tell_progress(pull, peer, has_advanced=True)
-        pull.grant(60_000, "t", "u")
-    pull.end_reads(PeerUnreachable("closed"))
-    pull.accept(transport="shm")
-    pull.grant(60_000, "u")
-    assert pull.reads_of("b")
-    pull.tick(6.0)
-    assert pull.failed == {"a": "deadline", "b": "deadline"}
-    assert [told.transport for told in pull.actions(TransportBroken)] == ["shm"], "for the stall before, not once more"
-    assert pull.open_peers == {peer}
