@@ -35,7 +35,7 @@ from connectors.p2p.actions import (
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.control import ControlClients, ControlServer
 from connectors.p2p.metrics import P2PMetrics
-from connectors.p2p.prefixes.messages import AnswerTo, PinEnded, PrefixAnswered, PrefixAsked
+from connectors.p2p.prefixes.messages import AnswerTo, PinEnded, PrefixAnswered, PrefixAsked, PrefixExpired
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import DriverSettings, agent_settings
 from connectors.p2p.transfer.executor import TransferExecutor
@@ -231,6 +231,7 @@ class P2PDriver:
                 PinEnded: self._host.report,
                 PrefixAsked: self._host.report,
                 PrefixAnswered: self._report_answer,
+                PrefixExpired: self._host.report,
                 AnswerTo: self._answer_to,
                 object: transfers.submit,
             }

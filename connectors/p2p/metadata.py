@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from connectors.p2p.actions import ConsumerStep
-from connectors.p2p.prefixes.messages import PinEnded, PrefixAnswered, PrefixAsked
+from connectors.p2p.prefixes.messages import PrefixReport
 from core.request import KVConnectorMetadata, KVConnectorWorkerMetadata
 
 
@@ -18,4 +18,4 @@ class P2PConnectorMetadata(ConsumerStep, KVConnectorMetadata):
 class P2PConnectorWorkerMetadata(KVConnectorWorkerMetadata):
     """What the event loop has told the engine about prefixes since its last step, in order."""
 
-    reports: list[PrefixAnswered | PrefixAsked | PinEnded] = field(default_factory=list)
+    reports: list[PrefixReport] = field(default_factory=list)

@@ -15,7 +15,7 @@ from connectors.handoff_scheduler import HandoffScheduler, Offer
 from connectors.p2p.actions import HandoffRef, LeaseGrant, PullRequest, ReadUnit, Refusal
 from connectors.p2p.consumer.block_mapping import Extent, map_group
 from connectors.p2p.metadata import P2PConnectorMetadata, P2PConnectorWorkerMetadata
-from connectors.p2p.prefixes.messages import PinEnded, PrefixAnswered, PrefixAsked
+from connectors.p2p.prefixes.messages import PinEnded, PrefixAnswered, PrefixAsked, PrefixExpired
 from connectors.p2p.prefixes.pins import PinTerms, PrefixPins
 from connectors.p2p.prefixes.pulls import PrefixPulls, is_answer_to
 from connectors.p2p.producer.handshake import WorkerIdentity
@@ -128,7 +128,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
         super().update_state_after_alloc(request, blocks, num_external_tokens)
 
     def update_connector_output(self, output: KVConnectorOutput) -> None:
-        """Release the handoffs of loads that have ended, and take in answers, questions, and ends of pins."""
+        """Release the handoffs of loads that have ended; take in answers and their ends, questions, and ends of pins."""
         if self.pulls is not None:
             self.pulls.add_time_asked(output.transfer_usage)
         super().update_connector_output(output)
@@ -139,16 +139,15 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
             match report:
                 case PrefixAnswered():
                     self._take_answer(self.pulls, report)
+                case PrefixExpired():
+                    self._give_up_if_late(self.pulls, report.request_id)
                 case PrefixAsked():
                     self.pins.on_asked(report)
                 case PinEnded():
                     self.pins.on_ended(report.transfer_id, self.manager)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
-        """Ship the orders since the last step; answer questions by what is sealed now, give up answers that are of no use."""
-        if self.pulls is not None:
-            for request_id in self.pulls.answered():
-                self._give_up_if_late(self.pulls, request_id)
+        """Ship the orders since the last step, and answer questions by what is sealed now."""
         if self.pins is not None and self.pins.has_questions:
             self.pins.answer_all(self.manager)
         return super().build_connector_meta(scheduler_output)

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from connectors.async_worker import ReportingWorker
 from connectors.p2p.actions import QuarantineEnded, Report
 from connectors.p2p.metadata import P2PConnectorMetadata, P2PConnectorWorkerMetadata
-from connectors.p2p.prefixes.messages import PinEnded, PrefixAnswered, PrefixAsked
+from connectors.p2p.prefixes.messages import PrefixReport
 from core.request import KVConnectorMetadata, KVConnectorOutput
 
-P2PReport = Report | PrefixAnswered | PrefixAsked | PinEnded
+P2PReport = Report | PrefixReport
 
 
 class P2PConnectorWorker(ReportingWorker[P2PReport]):
@@ -33,7 +33,7 @@ class P2PConnectorWorker(ReportingWorker[P2PReport]):
         """Put a report into the step's output."""
         if isinstance(report, QuarantineEnded):
             _end_quarantine(report, output)
-        elif isinstance(report, PrefixAnswered | PrefixAsked | PinEnded):
+        elif isinstance(report, PrefixReport):
             output.worker_meta = output.worker_meta or P2PConnectorWorkerMetadata()
             assert isinstance(output.worker_meta, P2PConnectorWorkerMetadata)
             output.worker_meta.reports.append(report)

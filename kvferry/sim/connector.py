@@ -6,7 +6,7 @@ from collections import Counter
 
 from connectors.p2p.actions import Report
 from connectors.p2p.metadata import P2PConnectorMetadata
-from connectors.p2p.prefixes.messages import PinEnded, PrefixAnswered, PrefixAsked
+from connectors.p2p.prefixes.messages import PrefixAnswered, PrefixReport
 from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.scheduler import P2PConnectorScheduler
 from connectors.p2p.worker import P2PConnectorWorker
@@ -65,7 +65,7 @@ class SimConnector(SimDriver):
         """Return the blocks that are kept for readers of prefixes, once for each reference."""
         return self.scheduler.pins.pinned if self.scheduler.pins is not None else []
 
-    def _report_prefix(self, report: PrefixAnswered | PrefixAsked | PinEnded) -> None:
+    def _report_prefix(self, report: PrefixReport) -> None:
         if isinstance(report, PrefixAnswered):
             self._ended_loads[f"prefix_{report.refusal or 'held'}"] += 1
             pulls = self.scheduler.pulls

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from operator import attrgetter
-from typing import Protocol
+from typing import Protocol, get_args
 
 from connectors.p2p.actions import (
     Action,
@@ -40,7 +40,7 @@ from connectors.p2p.actions import (
 )
 from connectors.p2p.agent import P2PAgent
 from connectors.p2p.config import transfer_settings
-from connectors.p2p.prefixes.messages import AnswerTo, PinEnded, PrefixAnswered, PrefixAsked, PrefixFound
+from connectors.p2p.prefixes.messages import AnswerTo, PrefixAsked, PrefixFound, PrefixReport
 from connectors.p2p.producer.handshake import HandshakeResponder, WorkerIdentity
 from connectors.p2p.settings import agent_settings
 from connectors.p2p.transfer.executor import TransferExecutor
@@ -138,7 +138,7 @@ class SimDriver:
         """Report to the worker side."""
         raise NotImplementedError
 
-    def _report_prefix(self, report: PrefixAnswered | PrefixAsked | PinEnded) -> None:
+    def _report_prefix(self, report: PrefixReport) -> None:
         """Report what concerns a prefix to the worker side."""
         raise NotImplementedError
 
@@ -304,7 +304,7 @@ class SimDriver:
             }
         )
         handlers.update(dict.fromkeys((LoadEnded, QuarantineEnded, SendingEnded), self._report_and_log))
-        handlers.update(dict.fromkeys((PrefixAnswered, PrefixAsked, PinEnded), self._report_prefix_and_log))
+        handlers.update(dict.fromkeys(get_args(PrefixReport), self._report_prefix_and_log))
         handlers[AnswerTo] = self._answer_to
         actions: dict[type, ActionHandler[ControlMessage]] = ByType({object: partial(self._carry_out, handlers)})
         timers = ProcessTimers(self._host.process)
@@ -332,7 +332,7 @@ class SimDriver:
         self._host.log("reports", report)
         self._report(report)
 
-    def _report_prefix_and_log(self, report: PrefixAnswered | PrefixAsked | PinEnded) -> None:
+    def _report_prefix_and_log(self, report: PrefixReport) -> None:
         self._host.log("reports", report)
         self._report_prefix(report)
 

@@ -5,6 +5,7 @@ Does no I/O and reads no clock. An answer that comes too late releases what the 
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import msgspec
@@ -15,6 +16,7 @@ from connectors.p2p.prefixes.messages import (
     AskPrefix,
     CancelPrefixAsk,
     PrefixAnswered,
+    PrefixExpired,
     PrefixRefusal,
     PrefixUnused,
 )
@@ -22,7 +24,7 @@ from connectors.p2p.producer.handshake import WorkerIdentity
 from core.machine_driver import ByType, EventHandler, TimerDue
 from core.wire.kv import ControlError, KVHandoff, LeaseRelease, PrefixHeld, PrefixQuestion, PrefixRefused
 
-AskAction = SendControl | PrefixAnswered
+AskAction = SendControl | PrefixAnswered | PrefixExpired
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class PrefixAsks:
         self._open: dict[int, _OpenAsk] = {}
         self.num_late_answers = 0
         self.num_unused_answers = 0
-        self._answered: set[str] = set()  # request ids, until their loads are over or they end
+        self._answered: dict[str, float] = {}  # deadlines by request, infinite once told; until its load is over or it ends
         self.handlers: ByType[EventHandler] = ByType(
             {AskPrefix: self.ask, CancelPrefixAsk: self.cancel, PrefixUnused: self.on_unused, TimerDue: self.on_timer}
         )
@@ -65,7 +67,7 @@ class PrefixAsks:
 
     def cancel(self, order: CancelPrefixAsk, now: float) -> list[AskAction]:
         """Forget the question of a request that has ended."""
-        self._answered.discard(order.request_id)
+        self._answered.pop(order.request_id, None)
         for number, found in list(self._open.items()):
             if found.order.request_id == order.request_id:
                 del self._open[number]
@@ -73,7 +75,7 @@ class PrefixAsks:
 
     def on_unused(self, unused: PrefixUnused, now: float) -> list[AskAction]:
         """No load comes from the answer to this request's question."""
-        self._answered.discard(unused.request_id)
+        self._answered.pop(unused.request_id, None)
         self.num_unused_answers += 1
         return []
 
@@ -91,22 +93,25 @@ class PrefixAsks:
 
     def end_load(self, request_id: str) -> bool:
         """Return True if the load of a request that has just ended came from an answer."""
-        is_of_answer = request_id in self._answered
-        self._answered.discard(request_id)
-        return is_of_answer
+        return self._answered.pop(request_id, None) is not None
 
     def on_lost(self, event: ControlLost, now: float) -> list[AskAction]:
         """The connection to a source is gone."""
         return self._refuse_all_at(event.address, now)
 
     def on_timer(self, event: TimerDue, now: float) -> list[AskAction]:
-        """Give up the questions without an answer in time."""
+        """Give up the questions without an answer in time, and tell of the answers that were not used in time."""
         late = [number for number, found in self._open.items() if found.deadline <= now]
-        return [action for number in late for action in self._refuse(self._open.pop(number), "deadline", now)]
+        expired = [request_id for request_id, deadline in self._answered.items() if deadline <= now]
+        self._answered |= dict.fromkeys(expired, math.inf)
+        refused = [action for number in late for action in self._refuse(self._open.pop(number), "deadline", now)]
+        return [*refused, *map(PrefixExpired, expired)]
 
     def next_timer(self) -> float | None:
-        """Return the earliest deadline, None without a question."""
-        return min((found.deadline for found in self._open.values()), default=None)
+        """Return the earliest deadline of a question or an answer, None without one."""
+        questions = (found.deadline for found in self._open.values())
+        earliest = min((*questions, *self._answered.values()), default=math.inf)
+        return None if earliest == math.inf else earliest
 
     def _on_held(self, address: str, message: PrefixHeld, now: float) -> list[AskAction]:
         found, handoff = self._take(message.number, address), message.kv_handoff
@@ -116,7 +121,7 @@ class PrefixAsks:
         if handoff.incarnation != found.order.source.incarnation:
             return [_release(address, handoff), *self._refuse(found, "restarted", now)]
         handoff = msgspec.structs.replace(handoff, control_address=address)
-        self._answered.add(found.order.request_id)
+        self._answered[found.order.request_id] = found.deadline
         return [PrefixAnswered(found.order.request_id, handoff, None, found.deadline, now - found.asked_at)]
 
     def _on_error(self, address: str, number: int, now: float) -> list[AskAction]:

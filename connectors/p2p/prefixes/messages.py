@@ -73,6 +73,13 @@ class PrefixAnswered:
     asked_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class PrefixExpired:
+    """The deadline of an answer with a handoff has come, and no load from it has ended. Reported once; wakes the engine."""
+
+    request_id: str
+
+
 # ---- source ----------------------------------------------------------------------------------------------------------
 
 
@@ -121,3 +128,7 @@ class AnswerTo:
 
     sender: bytes
     message: ControlMessage
+
+
+# What event loops tell their engines.
+PrefixReport = PrefixAnswered | PrefixExpired | PrefixAsked | PinEnded

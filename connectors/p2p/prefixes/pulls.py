@@ -105,10 +105,6 @@ class PrefixPulls:
         """Return the answer from which a request loads or is about to; None if it does not."""
         return self._answers.get(request_id)
 
-    def answered(self) -> list[str]:
-        """Return the requests that have an answer."""
-        return list(self._answers)
-
     def is_late(self, request_id: str) -> bool:
         """True if a request has an answer, and a load that begins now could only fail."""
         answer = self._answers.get(request_id)

@@ -9,9 +9,20 @@ import pytest
 import zmq
 from prometheus_client import CollectorRegistry
 
-from connectors.p2p.actions import ControlLost, HandoffRef, LeaseGrant, PeerFenced, PullRequest, Refusal, SendControl, row_units
+from connectors.p2p.actions import (
+    ControlLost,
+    ControlReceived,
+    HandoffRef,
+    LeaseGrant,
+    PeerFenced,
+    PullRequest,
+    Refusal,
+    SendControl,
+    row_units,
+)
 from connectors.p2p.connector import P2PConnector
 from connectors.p2p.metadata import P2PConnectorMetadata
+from connectors.p2p.prefixes.messages import AskPrefix, PrefixExpired
 from connectors.p2p.transport.factory import create_transport
 from connectors.p2p.transport.interface import PeerId
 from connectors.p2p.transport.tcp_server import FORMAT_VERSION, ChunkRequest, TcpMetadata
@@ -24,7 +35,7 @@ from core.errors import CorruptBlock, LayoutMismatch, LeaseExpired
 from core.ids import RandomIds, new_hex_id
 from core.kv.seals import ExpectedSeal
 from core.wire.codec import decode_control_frame, encode_control_message
-from core.wire.kv import LeaseRenew
+from core.wire.kv import KVHandoff, KVSource, LeaseRenew, PrefixHeld
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sockets import AsyncContext
 from core.worker.role import choice_id
@@ -226,3 +237,30 @@ async def test_frames_of_strangers_are_counted_on_either_socket(start):
             async with asyncio.timeout(WAIT_S):
                 await socket.recv_multipart()
     assert [owner.count(name) for name in names] == [1, 1, 0]
+
+
+# ---- beginnings of prompts
+
+
+async def test_answer_that_is_not_used_in_time_wakes_the_engine(reader):
+    driver, identity = reader.connector.driver, reader.connector.driver._host.identity
+    source = KVSource(engine_id="p", incarnation=1, control_address=NOBODY.address, num_tokens=32)
+    driver.handle(AskPrefix("r", source, 32, bytes(32), patience_s=0.05))
+    handoff = KVHandoff(
+        transfer_id="px-1",
+        engine_id="p",
+        incarnation=1,
+        control_address=NOBODY.address,
+        model_fingerprint=identity.model_fingerprint,
+        layout=identity.layout,
+        groups=(),
+        num_tokens=32,
+        lease_ms=1000,
+    )
+    driver.handle(ControlReceived(NOBODY.address, PrefixHeld(number=1, kv_handoff=handoff)))
+    (answer,) = reader.connector.worker.get_transfer_results(set()).worker_meta.reports
+    assert answer.handoff is not None
+    reader.woken.clear()
+    async with asyncio.timeout(WAIT_S):
+        await reader.woken.wait()
+    assert reader.connector.worker.get_transfer_results(set()).worker_meta.reports == [PrefixExpired("r")]

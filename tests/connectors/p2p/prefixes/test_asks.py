@@ -7,7 +7,7 @@ import pytest
 
 from connectors.p2p.actions import ControlLost, ControlReceived, SendControl
 from connectors.p2p.prefixes.asks import PrefixAsks
-from connectors.p2p.prefixes.messages import AskPrefix, CancelPrefixAsk, PrefixAnswered, PrefixUnused
+from connectors.p2p.prefixes.messages import AskPrefix, CancelPrefixAsk, PrefixAnswered, PrefixExpired, PrefixUnused
 from core.machine_driver import TimerDue
 from core.wire.kv import (
     ControlError,
@@ -66,9 +66,10 @@ def test_an_answer_is_reported_with_its_deadline_and_the_address_asked(asks, mak
     assert (answer.refusal, answer.deadline, answer.asked_s) == (None, 1.0, 0.25)
     assert answer.handoff is not None
     assert answer.handoff.control_address == ADDRESS
-    assert (len(asks), asks.next_timer()) == (0, None)
+    assert len(asks) == 0
     assert asks.end_load("r")
     assert not asks.end_load("r")
+    assert asks.next_timer() is None
 
 
 def test_an_answer_from_which_nothing_is_loaded_is_counted(asks, make_identity):
@@ -77,6 +78,32 @@ def test_an_answer_from_which_nothing_is_loaded_is_counted(asks, make_identity):
     assert asks.on_unused(PrefixUnused("r"), 1.0) == []
     assert asks.num_unused_answers == 1
     assert not asks.end_load("r")
+
+
+def test_the_deadline_of_an_answer_is_told_once_while_nothing_has_become_of_it(asks, make_identity):
+    number = asked(asks)
+    asks.on_control(ControlReceived(ADDRESS, held(make_identity(), number)), 0.25)
+    assert asks.next_timer() == 1.0
+    assert asks.on_timer(TimerDue(), 0.9) == []
+    assert asks.on_timer(TimerDue(), 1.0) == [PrefixExpired("r")]
+    assert asks.next_timer() is None
+    assert asks.on_timer(TimerDue(), 2.0) == []
+    assert asks.end_load("r"), "it had begun"
+
+
+@pytest.mark.parametrize("end", ["load", "unused", "cancel"])
+def test_the_deadline_of_an_answer_that_is_over_is_not_told(asks, make_identity, end):
+    number = asked(asks)
+    asks.on_control(ControlReceived(ADDRESS, held(make_identity(), number)), 0.25)
+    match end:
+        case "load":
+            asks.end_load("r")
+        case "unused":
+            asks.on_unused(PrefixUnused("r"), 0.5)
+        case "cancel":
+            asks.cancel(CancelPrefixAsk("r"), 0.5)
+    assert asks.next_timer() is None
+    assert asks.on_timer(TimerDue(), 1.0) == []
 
 
 @pytest.mark.parametrize("end", ["refused", "error", "lost", "deadline"])

@@ -16,6 +16,7 @@ from connectors.p2p.prefixes.messages import (
     PinsFreed,
     PrefixAnswered,
     PrefixAsked,
+    PrefixExpired,
     PrefixFound,
     PrefixNotFound,
     PrefixUnused,
@@ -361,9 +362,14 @@ async def test_an_answer_is_released_if_its_request_gets_no_blocks_in_time(sourc
     reader.clock.advance(4.9)
     assert reader.step().releases == []
     reader.clock.advance(0.1)
-    if is_looked_at:
+    if is_looked_at:  # by chance, before the event loop has told
         assert reader.connector.get_num_new_matched_tokens(request, 0) == (0, False), "it computes its prompt"
-    told = reader.step()
+        told = reader.step()
+    else:
+        reader.worker.report(PrefixExpired("r"))
+        reader.step()
+        assert reader.connector.has_pending_push_work(), "the engine would sleep"
+        told = reader.step()
     assert ([ref.transfer_id for ref in told.releases], told.pulls) == ([transfer_id], [])
     assert reader.take(PrefixUnused) == [PrefixUnused("r")]
     assert reader.connector.get_num_new_matched_tokens(request, 0) == (0, False)
@@ -376,6 +382,7 @@ async def test_an_answer_from_which_a_request_loads_is_not_given_up(source, read
     assert manager.allocate_slots(request, 0, num_external_computed_tokens=96, delay_cache_blocks=True) is not None
     reader.connector.update_state_after_alloc(request, manager.get_blocks("r"), 96)
     reader.clock.advance(5.0)
+    reader.worker.report(PrefixExpired("r"))
     told = reader.step()
     assert (len(told.pulls), told.releases) == (1, [])
     assert reader.take(PrefixUnused) == []
