@@ -19,6 +19,7 @@ class Served:
     num_prompt_tokens: int
     num_choices: int  # that have not ended
     is_call: bool = False  # of the engine's API
+    is_release: bool = False  # such a call that only frees blocks
     is_handed_over: bool = False  # after its first token, as by a prefill worker
     has_prompt: bool = False  # its prompt is computed here, from its beginning
     num_output_tokens: int = 0
@@ -81,6 +82,7 @@ class ServedRequests:
             num_prompt_tokens=len(message.prompt_token_ids) if isinstance(message, Generate) else 0,
             num_choices=num_choices(message),
             is_call=isinstance(message, EngineCall),
+            is_release=isinstance(message, EngineCall) and message.is_release,
             is_handed_over=isinstance(message, Generate) and message.handoff,
             has_prompt=isinstance(message, Generate) and message.kv_handoff is None and not message.choices,
         )

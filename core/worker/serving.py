@@ -214,9 +214,14 @@ class Serving:
         error = RouterSilent(f"worker {self._name} {why}")
         return [action for request_id in orphans for action in self._fail(request_id, error)]
 
-    def fail_all(self, error: KVFerryError) -> list[Action]:
-        """Stop all requests and tell their routers why."""
-        return [action for request_id in self.requests for action in self._fail(request_id, error)]
+    def fail_all(self, error: KVFerryError, *, spares_releases: bool = False) -> list[Action]:
+        """Stop all requests, or all but releases, which have short deadlines, and tell their routers why."""
+        spared = {request_id for request_id in self.requests if spares_releases and self._is_release(request_id)}
+        return [action for request_id in self.requests if request_id not in spared for action in self._fail(request_id, error)]
+
+    def _is_release(self, request_id: str) -> bool:
+        served = self.requests.get(request_id)
+        return served is not None and served.is_release
 
     def _fail(self, request_id: str, error: KVFerryError) -> list[Action]:
         """Stop a request and tell its router why."""

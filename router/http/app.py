@@ -45,11 +45,10 @@ from router.http.middleware import RequestIdMiddleware, client_id, report_ignore
 from router.http.openapi import openapi_document
 from router.http.probes import ProbeAnswers
 from router.http.uploads import UploadLimit, hold_of
-from router.openai.body_parser import decode_json
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.tokenized import Detokenized, Tokenized
 from router.openai.unknown_fields import parse_lenient_body
-from router.rendered.bodies import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, EngineBody
+from router.rendered.bodies import CHAT, COMPLETIONS, COUNT_TOKENS, MESSAGES, EngineBody, check_timed_body
 from router.responses_api.requests import ResponsesRequest
 
 logger = logging.getLogger(__name__)
@@ -180,11 +179,10 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
         caller = _caller(endpoints, request, None)
         body = await endpoints.engine_body(path, content, caller)
         if body is None:
-            if not endpoints.gateway.engine_api.is_there:
-                endpoints.check_ready()  # engines that are all away may be back soon
-                raise NotFoundException(f"{path} is served by vLLM engines only")
-            decode_json(content, object)
-            raise InvalidRequest("the body must be a JSON object")
+            if endpoints.gateway.engine_api.is_there or not endpoints.gateway.core.membership.workers:
+                check_timed_body(content)
+            endpoints.check_ready()  # engines that are all away may be back soon
+            raise NotFoundException(f"{path} is served by vLLM engines only")
         return body, replace(caller, client_id=client_id(request.scope, _name_of(body)))
 
     @post(MESSAGES, status_code=200, include_in_schema=False)

@@ -47,7 +47,7 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
     except msgspec.ValidationError as error:
         if not _FLOAT_FOR_INT.match(str(error)):
             raise explain(str(error)) from None
-    return convert(decode_json(body, dict), kind)
+    return convert(decode_fields(body), kind)
 
 
 def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
@@ -65,6 +65,14 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
 def _as_int(value: Any) -> Any:  # noqa: ANN401 - decoded JSON
     """Return the integer that a float is; anything else as it is."""
     return int(value) if isinstance(value, float) and value.is_integer() and abs(value) < _EXACT else value
+
+
+def decode_fields(body: bytes) -> dict[str, Any]:
+    """Decode a JSON object whose fields are of any type. Raises: InvalidRequest."""
+    try:
+        return decode_json(body, dict)
+    except msgspec.ValidationError as error:  # it is none, or a number in it is out of range
+        raise explain(str(error)) from None
 
 
 def decode_json(body: bytes, kind: type[Decoded]) -> Decoded:

@@ -17,7 +17,7 @@ import msgspec
 from msgspec.inspect import CollectionType, StructType, Type, UnionType, type_info
 
 from core.errors import InvalidRequest
-from router.openai.body_parser import convert, decode_json, parse_body
+from router.openai.body_parser import convert, decode_fields, parse_body
 
 LENIENT_FIELDS = ("messages", "input")
 # Fields of messages and parts that change nothing in what a text model reads, whatever they hold.
@@ -48,7 +48,7 @@ def parse_lenient_body(body: bytes, kind: type[Body]) -> tuple[Body, Sequence[st
     except InvalidRequest as error:
         if not _is_lenient(kind) or "unknown field" not in str(error):
             raise
-    fields = decode_json(body, dict)  # decoding stopped at the first unknown field: what follows may be malformed
+    fields = decode_fields(body)  # decoding stopped at the first unknown field: what follows may be malformed
     cleaner = _Cleaner()
     for known in _struct(kind).fields:
         name = known.encode_name

@@ -18,7 +18,7 @@ from typing import Any
 import msgspec
 
 from core.errors import InvalidRequest
-from router.openai.body_parser import parse_body
+from router.openai.body_parser import decode_json, explain, parse_body
 from router.openai.requests import NEUTRAL, ChatCompletionRequest, CompletionRequest
 from router.openai.structured import GUIDED
 
@@ -123,6 +123,15 @@ def timed_body(body: bytes) -> TimedBody | None:
         return msgspec.json.decode(body, type=TimedBody)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
+
+
+def check_timed_body(body: bytes) -> None:
+    """Refuse a body for which ``timed_body`` returns None. Raises: InvalidRequest."""
+    try:
+        decode_json(body, TimedBody)
+    except msgspec.ValidationError as error:
+        reason = explain(str(error))
+        raise reason if reason.param else InvalidRequest("the body must be a JSON object") from None
 
 
 def engine_body(path: str, body: bytes, model: str, *, splits_output: bool) -> EngineBody | None:

@@ -2,8 +2,8 @@
 
 This is what llm-d's side-car does. Another decode engine is tried until the first byte of the answer; after it, nothing can
 go on elsewhere, because the router knows no tokens. Without a prefill engine that answers, the decode engine computes all.
-After a refusal no engine has read the blocks of the prompt: they go to the next decode engine. After any other failure, and at
-the end, they are released.
+An engine that is full, or has left before it was asked, has not read the blocks of the prompt: they go to the next decode
+engine. After any other failure, and at the end, they are released.
 """
 
 from __future__ import annotations
@@ -17,13 +17,12 @@ from typing import Any
 
 import msgspec
 
-from core.errors import RequestError
+from core.errors import NoWorker, Overloaded, RequestError
 from core.ids import IdSource, new_hex_id
 from core.log import event
 from core.tracing import TraceContext
 from core.wire.engine_calls import PLUGIN_VALUE, EngineCall, release_body
 from core.wire.messages import ErrorInfo
-from router.dispatch import retries
 from router.dispatch.core import RouterCore
 from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi, deadline_ms
 from router.dispatch.members import GenerationWorker, WorkerKey
@@ -103,6 +102,10 @@ class TwoLegs:
                 self._release()
             if self._unread is None and route.prefill is not None:
                 self._unread = await self._prefill(body, route.prefill, avoid)
+            if self.core.membership.get(route.decode.key) is None:  # while the prompt was computed
+                last = ErrorInfo.of(NoWorker(f"worker {route.decode.key.engine_id} has left"))
+                avoid.add(route.decode.key)
+                continue
             fields = body.for_engine(kv_transfer_params=self._unread.params if self._unread is not None else None)
             try:
                 call = self._call(route.decode, body, fields)
@@ -112,8 +115,8 @@ class TwoLegs:
                 if ends_tries(last, self.deadline() - self.api.now()):
                     break
                 avoid.add(route.decode.key)
-                if not retries.is_refusal(last):
-                    self._release()  # it may have read the blocks, even all of them
+                if last.code != Overloaded.code:
+                    self._release()  # it may have read the blocks, even all of them; ``no_worker`` may end a drain, too
                 continue
             if answer.status < HTTPStatus.INTERNAL_SERVER_ERROR and answer.status not in REFUSES_AGENT:
                 logger.info(event("passed_on", path=body.path, status=answer.status, decode=route.decode.key.engine_id))

@@ -143,6 +143,12 @@ class Peers:
         for peer_id in self.at(address):
             self._peers[peer_id].heard_at = now
 
+    def note_progress(self, peer_id: PeerId, now: float) -> None:
+        """Record that a late read has brought its bytes, if the peer is open."""
+        peer = self._peers.get(peer_id)
+        if peer is not None:
+            peer.last_progress_at = now
+
     def why_unreadable(self, peer_id: PeerId) -> PeerUnreachable | None:
         """Return the error of loads from a peer to which no transport works; None if one is left to try."""
         if self.offered_to(peer_id):

@@ -394,6 +394,8 @@ class PullProtocol:
             self._reader.on_read_ended(load, read, now, ended_at)
         elif late_from is not None and isinstance(read.error, PeerUnreachable):
             self._on_read_failed(late_from, read.error, now)  # else only the next load would find out
+        elif late_from is not None and read.error is None and not read.has_no_room:
+            self.peers.note_progress(late_from, now)
 
     def _on_lease_state(self, address: str, state: LeaseState, now: float) -> None:
         self._note_incarnation(address, state.incarnation, now)
@@ -416,16 +418,13 @@ class PullProtocol:
         is_slow = peer is not None and peer.last_progress_at > load.reading_since
         budget = f"{load.deadline - load.started_at:g} s"
         error = TransferTimeout(f"the load from {load.producer.address} did not end in {budget}: {load.phase.value}")
-        self._end(load, error, now, now + patience_s if is_slow else None)
+        self._end(load, error, now)
         is_dead = not is_slow and load.asked_since + patience_s <= now
         if peer is not None and is_dead and self.peers.get(load.producer) is peer:
             self._break_transport(peer, error, now)
 
-    def _end(self, load: Load, error: KVFerryError | ErrorInfo | None, now: float, fence_at: float | None = None) -> None:
-        """Report a load; its verified blocks may be used. ``error`` applies to the others, unless they have their own.
-
-        ``fence_at`` is as in ``_forget``.
-        """
+    def _end(self, load: Load, error: KVFerryError | ErrorInfo | None, now: float) -> None:
+        """Report a load; its verified blocks may be used. ``error`` applies to the others, unless they have their own."""
         if load not in self.loads:
             return
         info = ErrorInfo.of(error) if isinstance(error, KVFerryError) else error
@@ -434,18 +433,21 @@ class PullProtocol:
             self.peers.health.count_success(peer.peer_id, peer.transport)
         layout = load.request.layout or self._layout
         report = load.report(info, peer.transport if peer else "", layout.block_bytes, now)
-        self._forget(load, now, fence_at)
+        self._forget(load, now)
         self._emit(report)
         self._reads.hurry_if_full(self.loads.producers, now)
         self._close_if_retired(load.producer, now)
 
-    def _forget(self, load: Load, now: float, fence_at: float | None = None) -> None:
-        """Remove a load and its reads. Their peer is fenced at ``fence_at``, by default when they have had a whole deadline."""
+    def _forget(self, load: Load, now: float) -> None:
+        """Remove a load and its reads. Their peer is fenced when they have had a whole deadline, a slow one gets another."""
         self.loads.remove(load)
-        if self._peer_read_by(load) is None:
+        peer, patience_s = self._peer_read_by(load), self._settings.transfer_deadline_s
+        if peer is None:
             fence_at = math.inf
-        elif fence_at is None:
-            fence_at = max(now, load.reading_since + self._settings.transfer_deadline_s)
+        elif peer.last_progress_at > load.reading_since:
+            fence_at = now + patience_s
+        else:
+            fence_at = max(now, load.reading_since + patience_s)
         self._reads.abandon(load, fence_at, now)
 
     def _peer_read_by(self, load: Load) -> Peer | None:

@@ -134,6 +134,16 @@ def test_a_draining_worker_takes_a_release_and_waits_for_its_end(api):
     assert api.state.on_call_reply(part(0, is_last=True), 1.2)[-1] == Stop(0)
 
 
+def test_a_drain_that_is_out_of_time_ends_no_release(api):
+    call(api, "d")
+    call(api, "c", is_release=True)
+    api.state.start_drain(1.0, 0.5)
+    actions = api.state.on_timer(1.6)
+    assert SubmitAbort(["d"]) in actions
+    assert SubmitAbort(["c"]) not in actions
+    assert api.state.on_call_reply(part(0, is_last=True), 1.7)[-1] == Stop(0)
+
+
 def test_id_in_use_is_refused_without_touching_the_first(worker):
     worker.generate("r", "a")
     (reply,) = sent(worker.generate("r", "b"), "b")

@@ -342,7 +342,7 @@ async def test_the_wait_for_workers_after_a_pause_ends_at_the_clients_deadline(j
     assert served.router.gateway.core.is_route_expected(clock.now())  # the router has not settled
 
 
-@pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
+@pytest.mark.parametrize("path", [CHAT, COMPLETIONS, MESSAGES])
 @pytest.mark.parametrize("content", [b"", b"{", b"[]", b"\xff", b"[" * 100_000, b'{"timeout_s": "x"}'])
 async def test_a_body_that_cannot_be_read_does_not_wait_for_workers_after_a_pause(just_paused, path, content):
     served, _, waits = just_paused

@@ -85,7 +85,20 @@ def test_a_wrong_chat_body_names_the_field(body, param):
     assert refused.value.param == param
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"nonsense", b"[]", b'"x"', b'{"prompt":"\xff"}', b"[" * 100_000, b'{"n":1e999}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"nonsense",
+        b"[]",
+        b'"x"',
+        b'{"prompt":"\xff"}',
+        b"[" * 100_000,
+        b'{"n":1e999}',
+        b'{"prompt":"x","n":1.0,"seed":1e999}',
+    ],
+)
 def test_what_is_no_json_object_is_refused(body):
     with pytest.raises(InvalidRequest):
         parse_body(body, CompletionRequest)

@@ -7,10 +7,12 @@ import pytest
 
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo
+from router.dispatch.policy import choose_route
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 BODY = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 20, "use_beam_search": True}
 FULL = ErrorInfo(code="overloaded", message="full", http_status=429, retryable=True)
+LEAVING = ErrorInfo(code="no_worker", message="shuts down", http_status=503, retryable=True)
 LOST = ErrorInfo(code="engine_dead", message="gone", http_status=503, retryable=True)
 PARAMS = {"do_remote_prefill": True, "remote_engine_id": "p0", "kvferry": "x"}
 
@@ -76,12 +78,30 @@ async def test_blocks_that_no_engine_will_read_are_released_once(engines):
     assert await engines.releases(1) == [PARAMS]
 
 
-@pytest.mark.parametrize("failure", [(500, {}), LOST], ids=["answer", "no answer"])
+@pytest.mark.parametrize("failure", [(500, {}), LOST, LEAVING], ids=["answer", "no answer", "end of a drain"])
 async def test_after_an_engine_that_may_have_read_them_the_prompt_is_computed_again(engines, failure):
     engines.answers = [failure, (200, {"ok": 1})]
     assert (await engines.ask()).json() == {"ok": 1}
     assert len(engines.prompts) == 2
     assert await engines.releases(1) == [PARAMS]
+
+
+async def test_blocks_for_a_decode_engine_that_left_meanwhile_go_to_another(engines, monkeypatch):
+    routes = []
+
+    def choose(workers, demand):
+        routes.append(choose_route(workers, demand))
+        return routes[-1]
+
+    membership = engines.under_test.router.gateway.core.membership
+    present = membership.get
+    monkeypatch.setattr("router.rendered.legs.choose_route", choose)
+    monkeypatch.setattr(membership, "get", lambda key: None if key == routes[0].decode.key else present(key))
+    engines.answers = [(200, {"ok": 1})]
+    assert (await engines.ask()).json() == {"ok": 1}
+    assert len(engines.prompts) == 1
+    assert engines.brought_to_decode == [PARAMS]
+    assert await engines.releases(0) == []
 
 
 async def test_blocks_of_a_client_that_leaves_are_released(engines):

@@ -149,3 +149,38 @@ def test_early_fence_of_a_full_quarantine_breaks_no_transport(make_pull, peer):
     pull.tick(1.0)
     assert not pull.open_peers
     assert not pull.actions(TransportBroken)
+
+
+def test_late_reads_that_end_well_are_progress(make_pull, peer):
+    """As those of nixl, which cannot be cancelled."""
+    pull = make_pull(max_reads_in_flight=4)
+    pull.start("a", num_rows=8)
+    pull.accept(transport="shm")
+    pull.grant()
+    let_pass(pull, peer, 1.0)
+    pull.abort("a")
+    for _ in range(3):
+        let_pass(pull, peer, 9.0)
+        pull.end_read(min(pull.data_reads("a")))
+    let_pass(pull, peer, 2.0)
+    assert not pull.actions(TransportBroken)
+
+
+def test_aborted_load_of_a_slow_peer_does_not_have_it_fenced(make_pull, peer):
+    pull = make_pull()
+    pull.start("a", num_rows=400)
+    pull.accept(transport="shm")
+    pull.grant()
+    for second in range(29):
+        let_pass(pull, peer, 1.0)
+        if second == 20:
+            pull.start("b", num_rows=40, transfer_id="u")
+            pull.grant(60_000, "u")
+        pull.end_read(min(pull.data_reads("a")))
+        if second > 20:
+            pull.end_read(min(pull.data_reads("b")))
+    let_pass(pull, peer, 0.5)
+    pull.abort("a")
+    let_pass(pull, peer, 1.0)
+    assert pull.open_peers == {peer}
+    assert "b" not in pull.ended
