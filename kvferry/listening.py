@@ -71,6 +71,10 @@ def _bind_zeromq(address: str) -> None:
     """
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     with context, context.socket(zmq.ROUTER) as bound:
+        # Close what connects meanwhile before any greeting, since no peer has this address: a peer whose handshake fails, for
+        # want of the cluster's keys or of its type of socket, never connects again, not even to the server itself. IPv4 holds
+        # for both families; after ``ipv6`` is set, the mask would contain all IPv4 addresses within IPv6.
+        bound.setsockopt(zmq.TCP_ACCEPT_FILTER, b"255.255.255.255/32")
         bound.ipv6 = binds_ipv6(address)
         try:
             bound.bind(address)

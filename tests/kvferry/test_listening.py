@@ -10,7 +10,8 @@ import pytest
 import zmq
 
 from core.errors import ConfigError
-from core.wire.sockets import SocketOptions, bind, join_tcp, router_socket
+from core.wire.curve import derive_keys
+from core.wire.sockets import SocketOptions, bind, dealer_socket, join_tcp, router_socket
 from core.worker.ops_http import OpsServer
 from kvferry.listening import why_not_free
 from router.http.server import _listen
@@ -121,6 +122,58 @@ def test_a_name_may_have_an_ipv6_address_alone_where_asyncio_listens(resolve_as)
     assert why_not_free(OPS, "six.example", 0) is None
     with held("::1") as port:
         assert why_not_free(OPS, "six.example", port).is_in_use
+
+
+def dealer_and_router(context):
+    """A peer of the cluster, with its server."""
+    options = SocketOptions(max_message_bytes=1_000, reconnect_ms=10, reconnect_max_ms=10, keys=derive_keys("k" * 64))
+    return dealer_socket(context, options), router_socket(context, options)
+
+
+def subscriber_and_publisher(context):
+    """A reader of KV events, with its server, both without keys."""
+    reader, server = context.socket(zmq.SUB), context.socket(zmq.PUB)
+    reader.linger = server.linger = 0
+    reader.reconnect_ivl = 10
+    reader.ipv6 = True
+    reader.subscribe(b"")
+    return reader, server
+
+
+def has_met(peer, server):
+    """Return True if a message arrives within 3 s: of a subscriber's server, or to another's."""
+    sender, receiver = (server, peer) if peer.type == zmq.SUB else (peer, server)
+    for _ in range(60):
+        with contextlib.suppress(zmq.Again):  # of a dealer without a connection
+            sender.send(b"message", zmq.DONTWAIT)
+        if receiver.poll(50):
+            return True
+    return False
+
+
+@pytest.mark.parametrize(("host", "peer_host"), [("127.0.0.1", "127.0.0.1"), ("*", "127.0.0.1"), ("*", "::1"), ("::1", "::1")])
+@pytest.mark.parametrize(
+    ("setting", "pair"),
+    [("router.worker_address", dealer_and_router), ("worker.kv_events_address", subscriber_and_publisher)],
+)
+def test_a_peer_that_connects_meanwhile_comes_again(setting, pair, host, peer_host, monkeypatch):
+    with held(peer_host) as port:
+        pass
+    listen, context = zmq.Socket.bind, zmq.Context()
+    peer, server = pair(context)
+    seen = peer.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL)
+
+    def bind_until_the_peer_is_gone(bound, address):
+        listen(bound, address)
+        assert seen.poll(5_000)
+
+    with context, peer, server, seen:
+        peer.connect(join_tcp(peer_host, port))
+        with monkeypatch.context() as patched:
+            patched.setattr(zmq.Socket, "bind", bind_until_the_peer_is_gone)
+            assert why_not_free(setting, host, port) is None
+        bind(server, join_tcp(host, port))
+        assert has_met(peer, server)
 
 
 async def test_an_address_can_be_tried_within_an_event_loop():
