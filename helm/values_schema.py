@@ -76,11 +76,13 @@ ANYTHING: Schema = {"type": "object"}  # Kubernetes' own types; the API server k
 LIST: Schema = {"type": "array", "items": ANYTHING}
 
 # An entry of router.images.allowed_hosts as router.images.hosts takes it: a name, *.name, either with :port, an address or a
-# network. Templates look at the rest: ports, netmasks, bits beyond a prefix.
+# network. Templates look at the rest: ports, netmasks, groups of IPv6 addresses, bits beyond a prefix. The router takes zeros
+# before a prefix, too, but no NetworkPolicy does.
 _LABEL = "[A-Za-z0-9_]([A-Za-z0-9_-]*[A-Za-z0-9_])?"
 _NAME = rf"(\*\.)?{_LABEL}(\.{_LABEL})*(:[0-9]{{1,5}})?"
-_IPV4 = r"([0-9]{1,3}\.){3}[0-9]{1,3}(/(0*([12]?[0-9]|3[0-2])|[0-9]+\.[0-9.]+))?"
-_IPV6 = r"[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*(%[^/\s]+)?(/0*([1-9]?[0-9]|1[01][0-9]|12[0-8]))?"
+_OCTET = "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])"
+_IPV4 = rf"({_OCTET}\.){{3}}{_OCTET}(/([12]?[0-9]|3[0-2]|[0-9]+\.[0-9.]+))?"
+_IPV6 = r"[0-9A-Fa-f.]*:[0-9A-Fa-f.]*:[0-9A-Fa-f.:]*(%[^/%\s]+)?(/([1-9]?[0-9]|1[01][0-9]|12[0-8]))?"
 IMAGE_HOST: Schema = {"type": "string", "pattern": rf"^\s*({_NAME}|[\[\]]*({_IPV4}|{_IPV6})[\[\]]*)\s*$"}
 
 ROLES = ("router", "encode", "prefill", "decode", "aggregated", "kvstore")

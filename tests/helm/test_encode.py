@@ -3,6 +3,8 @@
 import pytest
 import yaml
 
+from router.images.hosts import HostRules
+
 pytestmark = pytest.mark.slow
 
 PRESET = "vision"
@@ -85,6 +87,16 @@ def test_addresses_and_networks_of_images_are_open_at_all_ports(find):
 
     assert networks() == ["203.0.113.7/32", "10.0.0.0/8", "2001:db8::1/128", "2001:db8::/32"]
     assert networks("networkPolicy.imageSources=null") == [], "closed"
+
+
+def test_every_form_of_an_ipv6_address_of_images_is_open(find):
+    entries = ("::", "1::", "::1:2:3:4:5:6:7", "1:2:3:4:5:6:7:8", "::ffff:192.0.2.1", "1:2:3:4:5:6:192.0.2.1", "2001:DB8::/32")
+    names = ("300.1.1.1", "010.0.0.1", "300.1.1.1:8443")  # to the router, which knows them for no addresses
+    HostRules((*entries, *names), "")
+    hosts = f"config.router.images.allowed_hosts={{{','.join((*entries, *names))}}}"
+    egress = find("cpu-minimal", "NetworkPolicy", "router", hosts)["spec"]["egress"]
+    networks = [peer["ipBlock"]["cidr"] for rule in egress if "ports" not in rule for peer in rule["to"]]
+    assert networks == [entry if "/" in entry else f"{entry}/128" for entry in entries]
 
 
 def test_a_store_that_is_shared_is_told_to_all(find):

@@ -109,6 +109,13 @@ CASES = {
         ["config.router.images.allowed_hosts={10.0.0.0/33}"],
         "at '/config/router/images/allowed_hosts/0': '10.0.0.0/33' does not match pattern",
     ),
+    **{
+        f"{address} as an address of images": (
+            [f"config.router.images.allowed_hosts={{{address}}}"],
+            f"router.config.router.images.allowed_hosts: {address} is no IPv6 address",
+        )
+        for address in ("1::2::3", ":::", "[12345::1]", "1:2:3:4:5:6:7/64", "1:2:3:4::5:6:7:8", "::ffff:256.1.1.1", "1.2.3.4::")
+    },
     "host of images in another script": (
         ["config.router.images.allowed_hosts={bücher.example}"],
         "at '/config/router/images/allowed_hosts/0': 'bücher.example' does not match pattern",

@@ -133,7 +133,13 @@ def test_schema_is_that_of_the_settings():
     assert written == load(ROOT / "helm" / "values_schema.py").render(), "run `make chart`"
 
 
-@pytest.mark.parametrize("entry", ["a.example", "*.A_b.example:8443", " 10.0.0.0/8 ", "[2001:db8::1]", "::/0", "fe80::1%eth0"])
+@pytest.mark.parametrize(
+    "entry",
+    [
+        *("a.example", "*.A_b.example:8443", " 10.0.0.0/8 ", "[2001:db8::1]", "::/0", "fe80::1%eth0"),
+        *("255.249.199.99", "0.0.0.0/0", "300.1.1.1"),
+    ],
+)
 def test_schema_takes_every_host_of_images_that_the_router_takes(entry):
     HostRules([entry], "")
     assert image_hosts().search(entry)
@@ -141,11 +147,20 @@ def test_schema_takes_every_host_of_images_that_the_router_takes(entry):
 
 @pytest.mark.parametrize(
     "entry",
-    ["", "*", "a b", "http://a.example", "a.example/x.png", "bücher.example", "10.0.0.0/33", "::/129", "[::1]:80"],
+    [
+        *("", "*", "a b", "http://a.example", "a.example/x.png", "bücher.example", "10.0.0.0/33", "::/129", "[::1]:80"),
+        *("999.0.0.0/8", "256.0.0.0/8", "010.0.0.0/8", "00.0.0.0/8", "10.0.0/8", "fe80::1%a%b"),
+    ],
 )
 def test_schema_refuses_what_is_no_host_of_images(entry):
     with pytest.raises(ConfigError):
         HostRules([entry], "")
+    assert not image_hosts().search(entry)
+
+
+@pytest.mark.parametrize("entry", ["10.0.0.0/08", "2001:db8::/032"])
+def test_schema_refuses_prefixes_that_no_network_policy_takes(entry):
+    HostRules([entry], "")
     assert not image_hosts().search(entry)
 
 

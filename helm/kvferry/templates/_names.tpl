@@ -212,12 +212,18 @@ probes allow. With an agent there are two in turn, vLLM's and the agent's.
 {{- uniq $ports | toJson -}}
 {{- end -}}
 
+{{/* A regular expression of IPv4 addresses; the router takes other numbers with three dots for names. */}}
+{{- define "kvferry.ipv4" -}}
+{{- $octet := "(25[0-5]|2[0-4][0-9]|1[0-9][0-9]|[1-9]?[0-9])" -}}
+{{- printf "(%s[.]){3}%s" $octet $octet -}}
+{{- end -}}
+
 {{/* The addresses and networks among hosts of images, which the router allows at all ports, as JSON of CIDRs. */}}
 {{- define "kvferry.imageNetworks" -}}
 {{- $found := list -}}
 {{- range $entry := . -}}
 {{- $host := trim $entry | trimAll "[]" -}}
-{{- if regexMatch "^(([0-9]+\\.){3}[0-9]+|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F.:]*)(/[0-9]+)?$" $host -}}
+{{- if regexMatch (printf "^(%s|[0-9a-fA-F.]*:[0-9a-fA-F.]*:[0-9a-fA-F.:]*)(/[0-9]+)?$" (include "kvferry.ipv4" .)) $host -}}
 {{- $found = append $found (contains "/" $host | ternary $host (printf "%s/%s" $host (contains ":" $host | ternary "128" "32"))) -}}
 {{- end -}}
 {{- end -}}

@@ -81,7 +81,8 @@
 {{- define "kvferry.validateImageHost" -}}
 {{- $setting := printf "%s.config.router.images.allowed_hosts" (index . 0) -}}
 {{- $host := index . 1 -}}
-{{- if regexMatch "^([0-9]{1,3}[.]){3}[0-9]{1,3}:" $host -}}
+{{- $ipv4 := include "kvferry.ipv4" . -}}
+{{- if regexMatch (printf "^%s:[0-9]+$" $ipv4) $host -}}
 {{- fail (printf "%s: %s is an address with a port; an address allows all ports: leave the port out" $setting $host) -}}
 {{- end -}}
 {{- with regexFind "^[^:]+:[0-9]+$" $host -}}
@@ -89,6 +90,17 @@
 {{- end -}}
 {{- if regexMatch "/.*[.]" $host -}}
 {{- fail (printf "%s: %s has a netmask; give the number of its bits, as in 10.0.0.0/8: a NetworkPolicy takes no other form" $setting $host) -}}
+{{- end -}}
+{{- if regexMatch "^[^:]*:[^:]*:" $host -}}
+{{- $address := regexFind "^[^%/]+" (trimAll "[]" $host) -}}
+{{- $address = regexReplaceAll (printf ":%s$" $ipv4) $address ":0:0" -}}
+{{- $groups := regexFindAll "[0-9A-Fa-f]+" $address -1 | len -}}
+{{- $group := "[0-9A-Fa-f]{1,4}" -}}
+{{- $some := printf "(%s(:%s)*)?" $group $group -}}
+{{- $isShort := and (regexMatch (printf "^%s::%s$" $some $some) $address) (lt $groups 8) -}}
+{{- if not (or $isShort (regexMatch (printf "^%s(:%s){7}$" $group $group) $address)) -}}
+{{- fail (printf "%s: %s is no IPv6 address" $setting $host) -}}
+{{- end -}}
 {{- end -}}
 {{- with regexFind "^[[]?([0-9]+[.]){3}[0-9]+/[0-9]+" $host -}}
 {{- $address := 0 -}}
