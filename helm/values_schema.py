@@ -92,9 +92,13 @@ NEEDED: tuple[tuple[Mapping[str, object], str], ...] = (
     ({}, "kvstore.disk lmcache rdma shm modelCache modelCache.hfTokenSecret security security.apiKeys security.tls"),
     ({}, "serviceAccount networkPolicy ingress httpRoute inferencePool"),
     ({}, "monitoring monitoring.podMonitor monitoring.serviceMonitor monitoring.dashboard"),
+    ({}, "image.repository network.clusterDomain shm.size modelCache.kind lmcache.mode security.insecure"),
+    ({"security.insecure": False}, "security.clusterKey.key security.clusterKey.othersKey"),
+    ({"router.enabled": True}, "router.endpointDelaySeconds tests.timeoutSeconds"),
     ({"router.enabled": True}, "router.service router.service.port ports.workers ports.control ports.data ports.ops tests"),
-    ({"prefill.enabled": True}, "ports.ucx"),
+    ({"prefill.enabled": True}, "ports.ucx ports.ucx.first ports.ucx.last"),
     ({"kvstore.enabled": True}, "ports.store"),
+    ({"kvstore.enabled": True, "kvstore.mode": "service"}, "kvstore.kind"),
     ({"kvstore.enabled": True, "kvstore.mode": "sidecar"}, "ports.storeOps"),
     ({"lmcache.mode": "sidecar"}, "lmcache.image lmcache.port lmcache.httpPort"),
     ({"lmcache.mode": "external"}, "lmcache.port lmcache.httpPort"),
@@ -103,6 +107,7 @@ NEEDED: tuple[tuple[Mapping[str, object], str], ...] = (
     ({"engine": "vllm", "vllm.agent.enabled": False}, "monitoring.prometheusRule"),
     ({"engine": "vllm", "vllm.agent.enabled": False, "decode.enabled": True}, "vllm.port"),
     ({"inferencePool.enabled": True}, "inferencePool.endpointPicker"),
+    *(({f"{name}.enabled": True}, f"{name}.kind") for name in ROLES if name != "kvstore"),
     *(({f"{name}.enabled": True, f"{name}.autoscaling.type": "keda"}, "keda") for name in ROLES),
 )
 

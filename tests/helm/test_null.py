@@ -46,12 +46,24 @@ def test_a_section_that_is_needed_is_named(helm, preset, path):
         ("cpu-minimal", ["security.clusterKey=null"], "security.clusterKey: no key is given"),
         ("cpu-minimal", ["ports.http=null"], "at '/ports': missing property 'http'"),
         ("cpu-minimal", ["ports.ucx=null"], "at '/ports': missing property 'ucx'"),
+        ("cpu-minimal", ["ports.ucx.last=null"], "at '/ports/ucx': missing property 'last'"),
+        ("cpu-minimal", ["security.clusterKey.key=null"], "at '/security/clusterKey': missing property 'key'"),
+        ("cpu-minimal", ["security.clusterKey.othersKey=null"], "at '/security/clusterKey': missing property 'othersKey'"),
         ("cpu-minimal", ["keda=null", *KEDA], "missing property 'keda'"),
         (
             "cpu-minimal",
             ["inferencePool.enabled=true", "inferencePool.endpointPicker=null"],
             "missing property 'endpointPicker'",
         ),
+        *(
+            ("cpu-minimal", [f"{section}.{value}=null"], f"at '/{section}': missing property '{value}'")
+            for section, value in (
+                *(("image", "repository"), ("network", "clusterDomain"), ("shm", "size"), ("modelCache", "kind")),
+                *(("lmcache", "mode"), ("router", "kind"), ("prefill", "kind"), ("decode", "kind")),
+                *(("router", "endpointDelaySeconds"), ("tests", "timeoutSeconds"), ("security", "insecure")),
+            )
+        ),
+        ("cpu-minimal", ["kvstore.enabled=true", "kvstore.kind=null"], "at '/kvstore': missing property 'kind'"),
         ("store-sidecar", ["ports.storeOps=null"], "at '/ports': missing property 'storeOps'"),
         ("vllm-1p1d", ["vllm.image=null"], "at '/vllm': missing property 'image'"),
     ],
@@ -69,15 +81,21 @@ def test_what_is_missing_is_said(helm, preset, sets, said):
         ("vllm-1p1d", ["vllm.arguments=null", "vllm.settings=null"]),
         ("cpu-minimal", ["vllm.image=null", "vllm.agent=null"]),
         ("cpu-minimal", ["ports.store=null", "ports.storeOps=null"]),
-        ("cpu-minimal", ["prefill.resources=null", "prefill.pdb=null"]),
+        ("cpu-minimal", ["prefill.resources=null", "prefill.pdb=null", "encode.kind=null", "kvstore.kind=null"]),
+        ("store-sidecar", ["kvstore.kind=null"]),
         ("cpu-minimal", ["networkPolicy.clients=null", "ingress.annotations=null"]),
-        ("vllm-llm-d", ["tests=null", "router.service=null"]),
+        ("vllm-llm-d", ["tests=null", "router.service=null", "router.kind=null", "router.endpointDelaySeconds=null"]),
         *(("cpu-minimal", [f"config.{section}=null"]) for section in ("model", "worker", "connector", "router")),
         ("cpu-minimal", ["config=null"]),
     ],
 )
 def test_what_is_not_needed_may_be_null(helm, preset, sets):
     assert helm.template(preset, sets=sets)
+
+
+def test_without_a_certificate_the_test_of_a_release_asks_by_http(find):
+    pod = find("cpu-minimal", "Pod", "test", "security.tls.existingSecret=null")
+    assert "http://kvferry-router:80" in pod["spec"]["containers"][0]["args"]
 
 
 def test_a_wait_of_kvferry_s_own_counts_in_the_grace_period(find):
