@@ -33,6 +33,10 @@ class Drain:
         """Return True if the requests that still run must be ended."""
         return self._deadline is not None and now >= self._deadline
 
+    def waits_for_readers(self, now: float) -> bool:
+        """Return True as long as blocks that are leased may keep the worker."""
+        return self._readers_end is None or now < self._readers_end
+
     def is_over(self, now: float, num_requests: int, num_leased_blocks: int, longest_lease_s: float) -> bool:
         """Return True if the worker may exit: no request or reader is left, or time is up."""
         if self._deadline is None or num_requests:

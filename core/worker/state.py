@@ -396,7 +396,8 @@ class WorkerState:
         actions: list[Action] = []
         if self._drain.is_out_of_time(now):
             gone = NoWorker(f"worker {self._registration.engine_id} shuts down")
-            actions = self.serving.fail_all(gone, spares_releases=True)  # the drain waits for the blocks that these free
+            # Releases free blocks that the drain waits for.
+            actions = self.serving.fail_all(gone, spares_releases=self._drain.waits_for_readers(now))
         load = self._load()
         if not self._drain.is_over(now, self.num_requests, load.num_leased_blocks, load.longest_lease_s):
             return actions

@@ -45,6 +45,7 @@ from router.http.middleware import RequestIdMiddleware, client_id, report_ignore
 from router.http.openapi import openapi_document
 from router.http.probes import ProbeAnswers
 from router.http.uploads import UploadLimit, hold_of
+from router.openai.body_parser import decode_fields
 from router.openai.requests import ChatCompletionRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from router.openai.tokenized import Detokenized, Tokenized
 from router.openai.unknown_fields import parse_lenient_body
@@ -181,6 +182,7 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
         if body is None:
             if endpoints.gateway.engine_api.is_there or not endpoints.gateway.core.membership.workers:
                 check_timed_body(content)
+                decode_fields(content)
             endpoints.check_ready()  # engines that are all away may be back soon
             raise NotFoundException(f"{path} is served by vLLM engines only")
         return body, replace(caller, client_id=client_id(request.scope, _name_of(body)))

@@ -102,8 +102,9 @@ class TwoLegs:
                 self._release()
             if self._unread is None and route.prefill is not None:
                 self._unread = await self._prefill(body, route.prefill, avoid)
-            if self.core.membership.get(route.decode.key) is None:  # while the prompt was computed
-                last = ErrorInfo.of(NoWorker(f"worker {route.decode.key.engine_id} has left"))
+            decode = self.core.membership.get(route.decode.key)
+            if decode is None or decode.is_draining:  # since it was chosen, while the prompt was computed
+                last = ErrorInfo.of(NoWorker(f"worker {route.decode.key.engine_id} leaves"))
                 avoid.add(route.decode.key)
                 continue
             fields = body.for_engine(kv_transfer_params=self._unread.params if self._unread is not None else None)

@@ -144,6 +144,12 @@ def test_a_drain_that_is_out_of_time_ends_no_release(api):
     assert api.state.on_call_reply(part(0, is_last=True), 1.7)[-1] == Stop(0)
 
 
+def test_a_drain_without_time_waits_for_no_release(api):
+    call(api, "c", is_release=True)
+    api.state.start_drain(1.0)
+    assert api.state.start_drain(1.5, 0.0)[-1] == Stop(0)
+
+
 def test_id_in_use_is_refused_without_touching_the_first(worker):
     worker.generate("r", "a")
     (reply,) = sent(worker.generate("r", "b"), "b")

@@ -387,13 +387,13 @@ async def test_errors_of_all_paths_below_messages_have_anthropics_shape(engines,
     assert (answer.status_code, answer.json()["type"]) == (status, "error")
 
 
-@pytest.mark.parametrize("content", [b"{", b"[]", b""])
+@pytest.mark.parametrize("content", [b"{", b"[]", b"", b'{"model":"\xff"}', b'{"a":1e999}'])
 async def test_a_body_in_anthropics_form_that_is_no_object_is_a_400(engines, content):
     async with engines.client() as client:
         answer = await client.post(MESSAGES, content=content)
     assert answer.status_code == 400
     assert answer.json()["error"]["type"] == "invalid_request_error"
-    assert "JSON" in answer.json()["error"]["message"]
+    assert any(word in answer.json()["error"]["message"] for word in ("JSON", "out of range"))
 
 
 @pytest.mark.parametrize("place", ["on_reply", "give_up"])

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,17 +87,19 @@ async def test_after_an_engine_that_may_have_read_them_the_prompt_is_computed_ag
     assert await engines.releases(1) == [PARAMS]
 
 
-async def test_blocks_for_a_decode_engine_that_left_meanwhile_go_to_another(engines, monkeypatch):
+@pytest.mark.parametrize("is_draining", [False, True], ids=["left", "drains"])
+async def test_blocks_for_a_decode_engine_that_left_meanwhile_go_to_another(engines, monkeypatch, is_draining):
     routes = []
 
     def choose(workers, demand):
         routes.append(choose_route(workers, demand))
         return routes[-1]
 
+    leaving = SimpleNamespace(is_draining=True) if is_draining else None
     membership = engines.under_test.router.gateway.core.membership
     present = membership.get
     monkeypatch.setattr("router.rendered.legs.choose_route", choose)
-    monkeypatch.setattr(membership, "get", lambda key: None if key == routes[0].decode.key else present(key))
+    monkeypatch.setattr(membership, "get", lambda key: leaving if key == routes[0].decode.key else present(key))
     engines.answers = [(200, {"ok": 1})]
     assert (await engines.ask()).json() == {"ok": 1}
     assert len(engines.prompts) == 1
