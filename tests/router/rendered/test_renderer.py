@@ -68,7 +68,7 @@ async def derendered(api, monkeypatch):
 
 
 async def passed_on(api, monkeypatch):
-    route = SimpleNamespace(prefill=None, decode=SimpleNamespace(key=WorkerKey("d", 1)))
+    route = SimpleNamespace(prefill=None, decode=SimpleNamespace(key=WorkerKey("d", 1), is_draining=False))
     monkeypatch.setattr("router.rendered.legs.choose_route", lambda workers, demand: route)
     core = SimpleNamespace(membership=SimpleNamespace(workers=[], get=lambda key: route.decode))
     body = engine_body(MESSAGES, b'{"model": "m"}', "m", splits_output=False)
