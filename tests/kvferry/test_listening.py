@@ -72,6 +72,7 @@ def listens(setting, host, port):
     return True
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("holders", HOLDERS, ids=" ".join)
 @pytest.mark.parametrize("setting", [ROUTER, OPS, ZEROMQ])
 def test_an_address_is_free_exactly_if_its_server_can_listen_there(setting, holders):
