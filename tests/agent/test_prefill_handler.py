@@ -34,7 +34,7 @@ def test_one_computation_serves_all_choices_and_no_token_is_passed_on(handler):
 
 
 @pytest.mark.parametrize(("found", "is_told"), [(None, False), (0, True)])
-def test_a_server_that_does_not_say_what_was_cached_is_told_from_one_that_had_nothing(handler, found, is_told):
+def test_a_server_that_does_not_say_what_was_cached_is_told_from_one_without(handler, found, is_told):
     handler.on_generate(generate(), 1.0)
     output = EngineCoreOutput("r/0", [9], finish_reason="length", prefill_stats=PrefillStats(2, 0, 0), late_cached_tokens=found)
     (reply,) = handler.on_outputs([output], 1.5).replies

@@ -154,7 +154,7 @@ def leave_one_behind(log, block, monkeypatch, number=errno.EIO):
             assert not append(log, block)
 
 
-def test_an_empty_file_that_was_left_behind_and_is_filled_later_is_not_the_first_to_go(tmp_path, monkeypatch):
+def test_an_empty_file_that_is_filled_later_is_not_the_first_to_go(tmp_path, monkeypatch):
     clock = FakeClock()
     log, blocks = open_log(tmp_path, 64 * RECORD, now=clock.now), blocks_of(60)
     assert all(append(log, block) for block in blocks[:9])

@@ -58,7 +58,8 @@ def test_a_transport_that_had_a_part_of_a_deadline_may_be_used_again():
 def test_what_was_once_bad(seed, kinds):
     """240: choices that waited for blocks which other choices' handoffs held. 1295: a sleep that was none.
 
-    389: requests that were refused because a prompt of one token had taken a while.
+    389: requests that were refused because a prompt of one token had taken a while. 6000043: an aggregated worker of another
+    layout went on with a request whose every reader was away, and the oracle knew no cause of that.
     """
     plan = replace(draw_plan(seed, kinds), keeps_order=False)  # as no transport did then
     assert not SimCluster(plan).run().violations

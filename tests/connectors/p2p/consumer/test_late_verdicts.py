@@ -94,7 +94,8 @@ def test_loads_that_end_early_break_a_dead_transport_by_late_reads(pull, peer, e
     assert "next" not in pull.failed
 
 
-def test_time_by_a_dead_transport_does_not_count_against_the_next_one(pull, peer):
+def end_by_dead_shm(pull, peer):
+    """Let ``a`` end after 30 s in which shm has brought nothing; ``b`` began 20 ms after it."""
     began = pull.now
     pull.start("a")
     pull.accept(transport="shm")
@@ -103,6 +104,10 @@ def test_time_by_a_dead_transport_does_not_count_against_the_next_one(pull, peer
     pull.start("b")
     let_pass(pull, peer, 29.5)
     pull.tick(began + 30 - pull.now)
+
+
+def test_time_by_a_dead_transport_does_not_count_against_the_next_one(pull, peer):
+    end_by_dead_shm(pull, peer)
     assert pull.failed == {"a": "deadline"}
     pull.end_reads(PeerUnreachable("closed"))
     pull.accept(transport="tcp")
@@ -116,14 +121,7 @@ def test_time_by_a_dead_transport_does_not_count_against_the_next_one(pull, peer
 
 @pytest.mark.parametrize("end", ["deadline", "abort"])
 def test_reads_left_with_a_dead_transport_do_not_count_against_the_next_one(pull, peer, end):
-    began = pull.now
-    pull.start("a")
-    pull.accept(transport="shm")
-    pull.grant()
-    pull.tick(0.02)
-    pull.start("b")
-    let_pass(pull, peer, 29.5)
-    pull.tick(began + 30 - pull.now)
+    end_by_dead_shm(pull, peer)
     pull.accept(transport="tcp")
     pull.grant()
     if end == "abort":

@@ -410,13 +410,18 @@ def test_room_is_kept_for_a_request_at_workers_that_do_not_refuse_its_grammar(tw
     assert started(two_full, "a1")[-1] == "c0.2"
 
 
-def test_a_held_request_that_was_lost_and_then_refused_is_held_again(full):
+def start_held(full):
+    """Hold a request for two places, then let ``a0`` begin it; join ``a1``."""
     submit(full, "c0", CALM, n=2)
     full.tick(PASS_S)
     finish(full, "f0")
     finish(full, "f1")
     assert started(full)[-1] == "c0"
     full.join("a1", max_num_choices=4)
+
+
+def test_a_held_request_that_was_lost_and_then_refused_is_held_again(full):
+    start_held(full)
     full.leave("a0")
     full.fails("a1", ErrorInfo.of(Overloaded("others were sooner")), "c0.2")
     full.now += 1.0
@@ -429,12 +434,7 @@ def test_a_held_request_that_was_lost_and_then_refused_is_held_again(full):
 
 
 def test_a_held_request_that_was_lost_is_held_again_while_the_others_are_full(full):
-    submit(full, "c0", CALM, n=2)
-    full.tick(PASS_S)
-    finish(full, "f0")
-    finish(full, "f1")
-    assert started(full)[-1] == "c0"
-    full.join("a1", max_num_choices=4)
+    start_held(full)
     full.heartbeat("a1", num_running=4)
     full.leave("a0")
     full.now += 1.0
