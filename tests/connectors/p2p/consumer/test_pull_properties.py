@@ -326,6 +326,9 @@ class ReusedBlocks(RuleBasedStateMachine):
         self.num_seen = len(self.pull.log)
 
 
+MOST_ROUNDS = 10  # of 150 histories: with --full they are others each time, and one round may end nowhere
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("machine", "must_reach"),
@@ -338,5 +341,8 @@ def test_random_histories(machine, must_reach, make_pull, make_seal, monkeypatch
     monkeypatch.setattr(machine, "make_pull", staticmethod(make_pull))
     monkeypatch.setattr(ReusedBlocks, "make_seal", staticmethod(make_seal))
     monkeypatch.setattr(machine, "reached", Counter())
-    run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
-    assert all(machine.reached[name] for name in must_reach), "histories that come nowhere prove nothing"
+    for _ in range(MOST_ROUNDS):
+        run_state_machine_as_test(machine, settings=settings(max_examples=150, stateful_step_count=40, deadline=None))
+        if all(machine.reached[name] for name in must_reach):
+            return
+    pytest.fail(f"histories that come nowhere prove nothing: {dict(machine.reached)}")
