@@ -226,19 +226,27 @@ class SegmentLog:
         self._index[record.key] = _Location(segment, record)
 
     def _write(self, key: bytes, seal: bytes, block: memoryview) -> bool:
-        """Write at the end of the log; False if the file system has no room. After any other error a new file is started."""
+        """Write at the end of the log; False if the file system has no room. Raises: Unavailable."""
         try:
-            segment = self._segment_for(record_bytes(block.nbytes))
-            record = Record(segment.end or PAGE_BYTES, block.nbytes, key, seal)
-            self._writer.write(record, block)
+            self._put(key, seal, block)
         except OSError as error:
-            if error.errno in _NO_ROOM:
-                return False
-            self._writer.leave()  # its descriptor, or the place of its end, may be the cause
-            raise Unavailable(f"{self._folder} cannot be written: {error}") from None
+            self._no_room(error)
+            return False
+        return True
+
+    def _put(self, key: bytes, seal: bytes, block: memoryview) -> None:
+        """Write at the end of the log. Raises: OSError."""
+        segment = self._segment_for(record_bytes(block.nbytes))
+        record = Record(segment.end or PAGE_BYTES, block.nbytes, key, seal)
+        self._writer.write(record, block)
         segment.end = record.end
         self._enter(segment, record)
-        return True
+
+    def _no_room(self, error: OSError) -> None:
+        """Return if a write failed for want of room. After any other error a new file is started. Raises: Unavailable."""
+        if error.errno not in _NO_ROOM:
+            self._writer.leave()  # its descriptor, or the place of its end, may be the cause
+            raise Unavailable(f"{self._folder} cannot be written: {error}") from None
 
     def _segment_for(self, num_bytes: int) -> Segment:
         """Return the active file; start a new one if it is full, or was deleted."""
@@ -383,8 +391,14 @@ class SegmentLog:
         if segment is self._writer.active:
             self._writer.leave()
         for block, record in self._survivors(segment):
-            has_room = self.used_bytes + record_bytes(record.num_bytes) + PAGE_BYTES <= self.limit_bytes
-            if not has_room or not self._write(record.key, record.seal, block):
+            if self.used_bytes + record_bytes(record.num_bytes) + PAGE_BYTES > self.limit_bytes:
+                break
+            try:
+                self._put(record.key, record.seal, block)
+            except OSError as error:
+                if error.errno == errno.EFBIG:  # no file may become so large: it might cost each later save, too
+                    self._index[record.key].is_used = False
+                self._no_room(error)
                 break
         if not self._delete(segment):
             return False
@@ -415,7 +429,6 @@ class SegmentLog:
                     raise Unavailable(f"{segment.path} cannot be read: {error}") from None
                 continue
             num_left -= num_bytes
-            self._index[record.key].is_used = False  # one that cannot be written again costs one save, not all that follow
             yield block, record
 
 

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import fcntl
+import itertools
 import os
 import resource
 from pathlib import Path
@@ -57,6 +58,30 @@ def test_a_used_block_that_cannot_be_copied_costs_one_save(tmp_path, monkeypatch
         except Unavailable:
             results.append(False)
     assert results.count(False) == 1
+    log.close()
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ENOMEM])
+def test_saves_that_fail_for_a_while_cost_no_used_block(tmp_path, number):
+    segment_bytes = 20 * RECORD
+    log, blocks = open_log(tmp_path, 8 * segment_bytes, segment_bytes), iter(blocks_of(400))
+    used = [next(blocks) for _ in range(8)]
+    assert all(append(log, block) and read(log, block) for block in used)
+    while log.used_bytes + RECORD + log._reserve_bytes <= log.limit_bytes:
+        assert append(log, next(blocks))
+    oldest = files_of(tmp_path)[0]
+    num_failed = 0
+    with pytest.MonkeyPatch.context() as patch:
+        fail(patch, os, "pwritev", number)
+        for block in itertools.islice(blocks, 40):
+            try:
+                append(log, block)
+            except Unavailable:
+                num_failed += 1
+    assert num_failed == 40
+    while oldest.exists():
+        append(log, next(blocks))
+    assert all(knows(log, used))
     log.close()
 
 
