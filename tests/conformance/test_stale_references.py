@@ -58,10 +58,12 @@ class TestTcp(P2PStaleReferences):
     transport = "tcp"
 
 
+@pytest.mark.slow
 class TestShm(P2PStaleReferences):
     transport = "shm"
 
 
+@pytest.mark.slow
 class TestShmWithDigests(P2PStaleReferences):
     transport = "shm"
     kv_verify = "digest"

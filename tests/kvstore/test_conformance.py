@@ -19,6 +19,7 @@ class TestEmbeddedWithDisk(StoreSuite):
             yield store
 
 
+@pytest.mark.slow
 class TestClientOnTheSameHost(StoreSuite):
     @pytest.fixture
     def store(self, shared_server, client_of):

@@ -74,14 +74,17 @@ class TestAsTcp(SimTransportSuite):
     traits = "tcp"
 
 
+@pytest.mark.slow
 class TestAsNixl(SimTransportSuite):
     traits = "nixl"
 
 
+@pytest.mark.slow
 class TestAsShm(SimTransportSuite):
     traits = "shm"
 
 
+@pytest.mark.slow
 class TestInOrder(TestAsTcp):
     fabric: ClassVar[SimFabric] = make_fabric(keeps_order=True)
 

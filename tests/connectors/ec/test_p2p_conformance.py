@@ -53,6 +53,7 @@ class TestInproc(P2PConformance):
         return InprocTransport(self.fabric)
 
 
+@pytest.mark.slow
 class TestShm(P2PConformance):
     transport = "shm"
 

@@ -24,6 +24,7 @@ def never(error):
     raise AssertionError("the store has died") from error
 
 
+@pytest.mark.slow
 class TestOnThisHost(ECConformance):
     announces: ClassVar[bool] = False
     maps_arena: ClassVar[bool] = True

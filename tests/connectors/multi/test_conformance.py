@@ -44,9 +44,11 @@ class Pairs(ConnectorPairs):
         return p2p.num_loading_blocks() + p2p.num_quarantined_blocks()
 
 
+@pytest.mark.slow
 class TestWithTiers(Pairs, ConnectorConformance):
     meets_producers = True
 
 
+@pytest.mark.slow
 class TestEarlyWithTiers(Pairs, EarlyPullConformance):
     pass

@@ -40,6 +40,7 @@ class TestOffload(TierConformance):
             memory.content(resident)[1000] ^= 1
 
 
+@pytest.mark.slow
 class TestOffloadBesideDevice(TestOffload):
     """The pool is on a device that copies when it likes to; the arena is pinned."""
 

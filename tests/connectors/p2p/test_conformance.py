@@ -58,6 +58,7 @@ class TestInproc(OverInproc, ConnectorConformance):
     meets_producers = True
 
 
+@pytest.mark.slow
 class TestInprocWithLateBytes(TestInproc):
     late_bytes = True
 
@@ -66,6 +67,7 @@ class TestTcp(OverTcp, ConnectorConformance):
     meets_producers = True
 
 
+@pytest.mark.slow
 class TestShm(OverShm, ConnectorConformance):
     meets_producers = True
 
@@ -79,6 +81,7 @@ class TestEarlyInproc(OverInproc, EarlyPullConformance):
     pass
 
 
+@pytest.mark.slow
 class TestEarlyInprocWithLateBytes(TestEarlyInproc):
     late_bytes = True
 

@@ -42,6 +42,7 @@ class TestInproc(P2PPrefixes):
         return InprocTransport(self.fabric)
 
 
+@pytest.mark.slow
 class TestInprocWithLateBytes(TestInproc):
     def create(self, name, settings):
         return InprocTransport(self.fabric, late_bytes=True)
