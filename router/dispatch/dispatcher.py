@@ -342,7 +342,7 @@ class Dispatcher:
 
     def _restart(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Start a request again from its beginning, before its first token."""
-        kept = self._waiting.kept_from(request, now) if request.is_held else frozenset[WorkerKey]()
+        kept = self._waiting.kept_from(request, now) if request.gives_way else frozenset[WorkerKey]()
         try:
             self.placement.check_room(request, now, kept)
             route = self.placement.route(request, now, kept)
@@ -415,6 +415,7 @@ class Dispatcher:
             return [*self._send_prompt(request, now)]
         self._inflight.free_all(request)
         request.attempt.prefill = request.attempt.decode = None
+        request.was_admitted = True  # as after the loss of a worker that has got the prompt
         return self._restart(request, now)
 
     # ---- retries -----------------------------------------------------------------------------------------------------

@@ -141,7 +141,7 @@ class RequestState:
     renew_at: float = 0.0  # when the lease of the handoff is renewed next
     is_held: bool = False  # it came when everything was full, and no worker has it
     was_held: bool = False  # ... and is held again if the worker that it was given to refuses it, or is lost
-    was_admitted: bool = False  # it may have been: a worker began it, or failed it otherwise than for lack of room
+    was_admitted: bool = False  # it may have been: a worker began it, failed it otherwise than for lack of room, or was lost
     waits_since: float = 0.0  # start of its wait for a worker, less the router's pauses
     has_own_deadline: bool = False  # set by the client, not by the router
     extended_s: float = 0.0  # how much pauses of the router have extended the deadline
@@ -186,6 +186,11 @@ class RequestState:
     def is_degraded(self) -> bool:
         """True if a decode worker began it alone because no prefill worker was available."""
         return self.fallback_reason == NO_PREFILL
+
+    @property
+    def gives_way(self) -> bool:
+        """True if it takes no room that is kept for others. After a loss it does, as do lost requests that were never held."""
+        return self.is_held and not self.was_admitted
 
     def extend(self, pause_s: float) -> None:
         """Extend the deadlines by a pause of the router, except one that the client set."""

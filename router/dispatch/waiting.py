@@ -82,31 +82,31 @@ class Waiting:
         """Yield the waiting requests that may look for a worker now, the next one first; each looks before the next is drawn.
 
         One before its first token that finds no room has looked for all that need as much at the same workers: these are not
-        tried. One that is held looks for held ones only, and after a while keeps others from its workers (``kept_from``). One
-        that some workers refuse, and not others like it, looks for itself.
+        tried. One that gives way to others looks for such only. One that is held keeps others from its workers after a while
+        (``kept_from``). One that some workers refuse, and not others like it, looks for itself.
         """
         self.not_tried.clear()
         self._passed.clear()
         if not self._requests:
             return
         contexts = _contexts(self._membership.workers)
-        tried: dict[tuple[_Kind, bool], tuple[int, _NoRoom]] = {}  # by ``is_held`` too: the fewest choices without room
+        tried: dict[tuple[_Kind, bool], tuple[int, _NoRoom]] = {}  # by ``gives_way`` too: the fewest choices without room
         for request in sorted(self._requests.values(), key=self._order):
             if request.has_begun or request.refusing(now):
                 yield request
                 self._keep_room(request, now)
                 continue
-            kind, n, is_held = _kind(request, contexts), request.submission.n, request.is_held
+            kind, n, gives_way = _kind(request, contexts), request.submission.n, request.gives_way
             looked = tried.get((kind, False))
             if looked is None or looked[0] > n:
-                looked = tried.get((kind, is_held))
+                looked = tried.get((kind, gives_way))
             if looked is not None and looked[0] <= n:
                 self.not_tried.append((request, looked[1]))
             else:
                 yield request
                 if request.request_id not in self._requests:
                     continue
-                tried[kind, is_held] = n, self._errors[request.request_id]
+                tried[kind, gives_way] = n, self._errors[request.request_id]
             self._keep_room(request, now)
         self._passed.clear()
 

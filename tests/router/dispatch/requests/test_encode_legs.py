@@ -424,6 +424,17 @@ def test_a_prefill_worker_lost_meanwhile_is_replaced(bench):
     bench.assert_idle()
 
 
+def test_a_request_that_lost_its_worker_meanwhile_waits_if_the_next_one_is_full(bench):
+    submit(bench, CAT)
+    bench.join("p1", ec_connector="shared", host_id="here")
+    bench.leave("p0")
+    done(bench, CAT)
+    bench.fails("p1", ErrorInfo.of(Overloaded("full")))
+    assert "r1" not in bench.ended
+    bench.tick(1.0)
+    assert bench.generated("p1").request_id == "r1.2"
+
+
 def test_with_no_prefill_worker_left_a_decode_worker_embeds_and_serves_alone(bench):
     submit(bench, CAT)
     bench.leave("p0")
