@@ -194,6 +194,27 @@ def starters(workers: Iterable[GenerationWorker], demand: Demand) -> list[Genera
     return [worker for worker in fitting if can_begin(worker)]
 
 
+def usable(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
+    """Return the workers of all routes that a request may get, now or once they have room; none that refuses only it.
+
+    The room of one is of no use to it without a partner that it can use as well.
+    """
+    members = list(workers)
+    alone = {worker.key for worker in _alone(members)}
+    fitting = (worker for worker in _fitting(members, demand) if worker.may_hold(demand.num_choices))
+    able = [worker for worker in fitting if worker.key not in demand.refusing]
+    prefills = [worker for worker in able if worker.role == "prefill"]
+    decoders = [worker for worker in able if worker.role == "decode"]
+
+    def is_usable(worker: GenerationWorker) -> bool:
+        if worker.role == "prefill":
+            return any(mismatch(worker, decode) is None for decode in decoders)
+        is_alone = worker.role == "aggregated" or worker.key in alone
+        return is_alone or any(mismatch(prefill, worker) is None for prefill in prefills)
+
+    return [worker for worker in able if is_usable(worker)]
+
+
 def choose_route(workers: Iterable[GenerationWorker], demand: Demand, absent: Sequence[GenerationWorker] = ()) -> Route:
     """Return the route that holds the request, has room for it, and is the cheapest.
 

@@ -6,7 +6,7 @@ tenants with fewer open requests, then the oldest.
 
 from __future__ import annotations
 
-import math
+import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
@@ -15,7 +15,7 @@ from core.errors import NoWorker, Overloaded
 from core.wire.messages import Role
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
-from router.dispatch.policy import computing
+from router.dispatch.policy import Demand, usable
 from router.dispatch.request_state import RequestState
 from router.dispatch.restarts import Restarts
 from router.dispatch.shares import TenantShares
@@ -28,13 +28,8 @@ _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
 class _Kind(NamedTuple):
     """Which workers a request can use: those with so much context, and these weights (empty = any)."""
 
-    max_model_len: float
+    max_model_len: int
     model_fingerprint: bytes
-
-    def has(self, worker: GenerationWorker) -> bool:
-        """Return True if the worker is one of them."""
-        facts = worker.facts
-        return facts.max_model_len >= self.max_model_len and self.model_fingerprint in (b"", facts.model_fingerprint)
 
 
 class Waiting:
@@ -56,8 +51,8 @@ class Waiting:
     def kept_from(self, request: RequestState, now: float) -> frozenset[WorkerKey]:
         """Return the workers whose room is kept from a request, for those that are held for long and come before it.
 
-        They come before all new ones. No room is kept at a worker that they cannot use, that refuses them, or that has enough,
-        nor for those that every worker which could begin them refuses.
+        They come before all new ones. No room is kept at a worker that has enough, nor at one that they cannot use now: it
+        refuses them, or is closed, or all do that could serve them with it.
         """
         is_new = request.request_id not in self._requests
         due = [held for held in self._requests.values() if _is_due(held, now)] if is_new else self._passed
@@ -65,17 +60,13 @@ class Waiting:
             return frozenset()
         workers = self._membership.workers
         contexts = _contexts(workers)
-        starters = computing(workers)
-        wanted = {
-            (kind, n, refusing)
-            for kind, n, refusing in {(_kind(held, contexts), held.submission.n, held.refusing(now)) for held in due}
-            if any(kind.has(worker) and worker.key not in refusing for worker in starters)
-        }
-        return frozenset(
-            worker.key
-            for worker in workers
+        wanted = {(_kind(held, contexts), held.submission.n, held.refusing(now)) for held in due}
+        demands = [
+            Demand(num_tokens=kind.max_model_len, model_fingerprint=kind.model_fingerprint, num_choices=n, refusing=refusing)
             for kind, n, refusing in wanted
-            if kind.has(worker) and worker.key not in refusing and worker.may_hold(n) and not worker.has_room(n)
+        ]
+        return frozenset(
+            worker.key for demand in demands for worker in usable(workers, demand) if not worker.has_room(demand.num_choices)
         )
 
     def turns(self, now: float) -> Iterator[RequestState]:
@@ -163,4 +154,4 @@ def _contexts(workers: Iterable[GenerationWorker]) -> list[int]:
 def _kind(request: RequestState, contexts: Sequence[int]) -> _Kind:
     wanted = request.submission
     index = bisect_left(contexts, wanted.num_tokens)
-    return _Kind(contexts[index] if index < len(contexts) else math.inf, wanted.model_fingerprint)
+    return _Kind(contexts[index] if index < len(contexts) else sys.maxsize, wanted.model_fingerprint)

@@ -1,9 +1,10 @@
-"""Room that is kept for a request held for long, and who takes it nevertheless."""
+"""Room that is kept for a request held for long: who takes it nevertheless, and where it would be kept in vain."""
 
 from __future__ import annotations
 
 import pytest
 
+from core.errors import Overloaded
 from core.wire.media import MMFeature
 from core.wire.messages import EncodeDone, EncodeRequest
 from router.dispatch.waiting import PASS_S
@@ -62,3 +63,74 @@ def test_a_held_request_leaves_kept_room_alone_if_a_worker_only_had_none_for_it(
     before = started(bench, "a1")
     finish(bench, before[0])
     assert started(bench, "a1") == before, "it is kept for t0"
+
+
+@pytest.mark.parametrize("other", ["drains", "has no partner", "is cut off"])
+def test_no_decode_room_is_kept_if_another_prefill_worker_cannot_begin_either(make_bench, other):
+    bench = make_bench("p0", max_requests=100)
+    bench.join("d0", max_num_choices=4)
+    for number in range(4):
+        submit(bench, f"f{number}", FLOOD)
+        bench.prefill_done(f"f{number}")
+    submit(bench, "c0", CALM, n=2)
+    bench.tick(PASS_S)
+    bench.join("p1", transports=("rdma",) if other == "has no partner" else ("shm",))
+    (p1,) = [worker for worker in bench.core.membership.workers if worker.key.engine_id == "p1"]
+    p1.is_draining = other == "drains"
+    p1.cut_peer = b"p1" if other == "is cut off" else None
+    finish(bench, "f0")
+    finish(bench, "f1")
+    bench.fails("p0", GRAMMAR, "c0")
+    submit(bench, "f8", FLOOD)
+    submit(bench, "f9", FLOOD)
+    assert started(bench, "p0")[-3:] == ["c0", "f8", "f9"]
+
+
+def test_decode_room_is_kept_while_another_prefill_worker_can_begin(make_bench):
+    bench = make_bench("p0", max_requests=100)
+    bench.join("d0", max_num_choices=4)
+    for number in range(4):
+        submit(bench, f"f{number}", FLOOD)
+        bench.prefill_done(f"f{number}")
+    submit(bench, "c0", CALM, n=2)
+    bench.tick(PASS_S)
+    finish(bench, "f0")
+    finish(bench, "f1")
+    bench.join("p1")
+    bench.heartbeat("d0", num_running=3)  # of another router, too
+    bench.fails("p0", GRAMMAR, "c0")
+    with pytest.raises(Overloaded, match="other API keys"):
+        submit(bench, "f8", FLOOD)
+
+
+def test_no_prefill_room_is_kept_while_every_decode_worker_refuses_the_grammar(make_bench):
+    bench = make_bench(max_requests=100, local_prefill_itl_ms=1000.0)
+    bench.join("p0", max_num_choices=4)
+    bench.join("d0", max_num_choices=8)
+    for number in range(5):
+        submit(bench, f"f{number}", FLOOD, prompt=70)
+    assert len(started(bench, "p0")) == 4
+    submit(bench, "c0", CALM, n=2)
+    bench.tick(PASS_S)
+    finish(bench, "f0")
+    finish(bench, "f1")
+    assert started(bench, "d0")[-1] == "c0", "it computes the prompt itself"
+    bench.fails("d0", GRAMMAR, "c0")
+    for name in ("f8", "f9"):
+        submit(bench, name, FLOOD, prompt=70)
+    assert started(bench, "p0")[-2:] == ["f8", "f9"]
+
+
+def test_no_prefill_room_is_kept_if_no_decode_worker_can_ever_hold_the_choices(make_bench):
+    bench = make_bench(max_requests=100)
+    bench.join("p0", max_num_choices=4)
+    bench.join("d0", max_num_choices=3)
+    bench.join("d1", max_num_choices=4)
+    for number in range(4):
+        submit(bench, f"f{number}", FLOOD)
+    submit(bench, "c0", CALM, n=4)
+    bench.heartbeat("d1", is_draining=True, num_running=1)
+    bench.now += PASS_S
+    finish(bench, "f0")
+    submit(bench, "f9", FLOOD)
+    assert started(bench, "p0")[-1] == "f9"
