@@ -14,7 +14,8 @@ enum {
     TILE = 64,     /* outputs that lie side by side in the weight */
     STEP = 256,    /* bytes of a tile for one number of an input in float32, or for two in bfloat16 */
     GROUP = 6,     /* rows whose sums fit the registers */
-    CHUNK = 64,    /* steps that all groups take before the next ones are read: 16 KiB, within the L1 cache */
+    LINE = 64,     /* bytes of a line of the cache, and of a vector */
+    CHUNK = 64,    /* steps that all groups take before the next ones are read: two chunks, 32 KiB, are within the L1 cache */
     MOST_ROWS = 32 /* MAX_ROWS in Python */
 };
 
@@ -56,7 +57,7 @@ static void VARIANT(multiply_tiles)(const struct product *p, int64_t first, int6
 }
 #else
 
-#define PARTS (TILE / WIDEST)
+#define PARTS (STEP / LINE)
 
 INLINE floats VARIANT(multiply_add)(floats sum, float left, floats right, int is_bfloat16)
 {
@@ -67,10 +68,11 @@ INLINE floats VARIANT(multiply_add)(floats sum, float left, floats right, int is
     return sum + right * left;
 }
 
-/* sums[rows, TILE] (+)= input[row..., first..end] tile[first..end]. ahead: bytes from what is read to what is fetched, or 0. */
+/* sums[rows, TILE] (+)= input[row..., first..end] tile[first..end]. ahead: bytes from each step to the two places that are fetched
+ * at it, or null. */
 INLINE void VARIANT(add_steps)(
     const struct product *p, const char *tile, int64_t row, int rows, int64_t first, int64_t end, float *sums, int adds,
-    int64_t ahead, int is_bfloat16)
+    const int64_t *ahead, int is_bfloat16)
 {
     floats sum[GROUP][PARTS];
     UNROLL_ALL for (int r = 0; r < rows; r++)
@@ -78,11 +80,11 @@ INLINE void VARIANT(add_steps)(
             sum[r][part] = adds ? (floats)*(any_floats *)(sums + (row + r) * TILE + part * LANES) : (floats){0};
     for (int64_t step = first; step < end; step++) {
         floats right[PARTS];
-        UNROLL_ALL for (int part = 0; part < PARTS; part++) {
-            const char *from = tile + step * STEP + part * 4 * LANES;
-            right[part] = *(const any_floats *)from;
-            if (ahead)
-                __builtin_prefetch(from + ahead, 0, 2);
+        UNROLL_ALL for (int part = 0; part < PARTS; part++)
+            right[part] = *(const any_floats *)(tile + step * STEP + part * LINE);
+        if (ahead) {
+            __builtin_prefetch(tile + step * STEP + ahead[0]);
+            __builtin_prefetch(tile + step * STEP + ahead[1]);
         }
         UNROLL_ALL for (int r = 0; r < rows; r++)
             UNROLL_ALL for (int part = 0; part < PARTS; part++)
@@ -96,7 +98,7 @@ INLINE void VARIANT(add_steps)(
 
 INLINE void VARIANT(add_group)(
     const struct product *p, const char *tile, int64_t row, int64_t rows, int64_t first, int64_t end, float *sums, int adds,
-    int64_t ahead, int is_bfloat16)
+    const int64_t *ahead, int is_bfloat16)
 {
     switch (rows) {
     case 1:
@@ -143,9 +145,11 @@ INLINE void VARIANT(multiply_tiles_of)(const struct product *p, int64_t first, i
                 int64_t to = at + size < stop ? at + size : stop;
                 for (int64_t group = 0, row = 0; group < num_groups; group++) {
                     int64_t rows = p->num_rows * (group + 1) / num_groups - row;
-                    /* While the second group computes, nothing is read from memory: it fetches the next chunk. */
-                    int64_t ahead = group == 1 ? CHUNK * STEP : 0;
-                    VARIANT(add_group)(p, tile, row, rows, at, to, sums, at > start, ahead, is_bfloat16);
+                    /* Each group fetches its share of the next chunk, so that memory is read all the time. */
+                    int64_t line = PARTS * group / num_groups, last = PARTS * (group + 1) / num_groups - 1;
+                    int64_t ahead[] = {CHUNK * STEP + line * LINE, CHUNK * STEP + last * LINE};
+                    int fetches = num_groups > 1 && line <= last;
+                    VARIANT(add_group)(p, tile, row, rows, at, to, sums, at > start, fetches ? ahead : 0, is_bfloat16);
                     row += rows;
                 }
             }
