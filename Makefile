@@ -10,7 +10,7 @@
 #   make chaos   four minutes of real processes under faults, every answer compared
 #   make check   the quick suite (no model, no clusters) and the linters
 #   make wheel-vllm   build the plug-in for vLLM, a distribution of its own, into dist/
-#   make bench   the benchmarks of docs/benchmarks.md
+#   make bench   the benchmarks of docs/benchmarks.md, but those of a GPU and those that need traces or JSONSchemaBench
 #   make chart   write the Helm chart's schema and snapshots again, after a change of the settings or of the chart
 
 PYTHON ?= python3
@@ -89,7 +89,7 @@ lint: install-test
 wheel-vllm: install-test
 	$(BIN)/python packages/kvferry_vllm/build.py dist
 
-bench: install-test
+bench: install-test install-vllm
 	$(BIN)/python benchmarks/run_all.py
 
 install: $(VENV)/.installed

@@ -1,22 +1,25 @@
 """All benchmarks, one after another: prints their tables, and keeps output and figures in a folder.
 
-    python benchmarks/run_all.py [--quick] [--only NAME ...] [--trace FILE ...] [--output bench-results] [--docs FILE]
+    python benchmarks/run_all.py [--quick] [--only NAME ...] [--trace FILE ...] [--corpus FOLDER] [--output bench-results]
+                                 [--docs FILE]
 
 ``OUTPUT/NAME.json`` holds the figures of a benchmark, ``OUTPUT/NAME.md`` what it printed. ``--docs`` puts the latter into a
 document, between its marks ``<!-- NAME -->`` and ``<!-- /NAME -->``. One benchmark that fails does not stop the others; the
-exit code is 1 then. ``--trace`` adds the replay of traces, named ``trace_`` and the file's name. Run it on a machine that does
-nothing else.
+exit code is 1 then. ``--trace`` adds the replay of traces, named ``trace_`` and the file's name. Without ``--corpus``, a
+checkout of JSONSchemaBench, ``schema_corpus`` measures a part of its table, and ``--docs`` leaves that table as it is. Run it
+on a machine that does nothing else.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import re
 import shlex
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 FOLDER = Path(__file__).resolve().parent
@@ -26,7 +29,8 @@ FOLDER = Path(__file__).resolve().parent
 class Benchmark:
     """A script, its arguments, and which of the common ones it takes. ``quick`` are further arguments of a smoke run.
 
-    ``script`` is the file's name without its ending; left out, it is ``name``. Two benchmarks may share one.
+    ``script`` is the file's name without its ending; left out, it is ``name``. Two benchmarks may share one. ``environment``
+    are variables, as ``NAME=value``. One that is partial does not measure all of its table, so it replaces none.
     """
 
     name: str
@@ -34,6 +38,8 @@ class Benchmark:
     writes_markdown: bool = True  # --markdown
     script: str = ""
     arguments: tuple[str, ...] = ()
+    environment: tuple[str, ...] = ()
+    is_partial: bool = False
 
     @property
     def file_name(self) -> str:
@@ -50,7 +56,7 @@ BENCHMARKS = (
     Benchmark("attention_avx2", script="attention", arguments=("--cpu", "avx2")),
     Benchmark("prefill_attention"),
     Benchmark("prefill_attention_avx2", script="prefill_attention", arguments=("--cpu", "avx2")),
-    Benchmark("model"),
+    Benchmark("model", environment=("THP_MEM_ALLOC_ENABLE=1",)),
     Benchmark("quantized"),
     Benchmark("same_results"),
     Benchmark("same_results_avx2", script="same_results", arguments=("--cpu", "avx2")),
@@ -81,9 +87,13 @@ BENCHMARKS = (
     Benchmark("router_scale"),
     Benchmark("routing_index"),
     Benchmark("growth"),
-    Benchmark("disaggregation", ("--quick", "--repeats", "1")),
-    Benchmark("advised_sides"),
-    Benchmark("schema_corpus"),
+    Benchmark(
+        "disaggregation",
+        ("--quick", "--repeats", "1"),
+        arguments=("--chunks", "64", "256", "2048", "--requests", "15"),
+    ),
+    Benchmark("advised_sides", arguments=("--requests", "20", "--repeats", "2")),
+    Benchmark("schema_corpus", is_partial=True),
     Benchmark("first_minutes"),
     Benchmark("cluster"),
     Benchmark("router_attack"),
@@ -106,9 +116,11 @@ def run(benchmark: Benchmark, folder: Path, is_quick: bool) -> Run:
     if benchmark.writes_markdown:
         arguments.append("--markdown")
     command = [sys.executable, str(FOLDER / benchmark.file_name), *arguments]
-    print(f"== {shlex.join(['python', f'benchmarks/{benchmark.file_name}', *arguments])}", flush=True)
+    shown = [*benchmark.environment, "python", f"benchmarks/{benchmark.file_name}", *arguments]
+    print(f"== {shlex.join(shown)}", flush=True)
     begin, lines = time.perf_counter(), []
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+    environment = os.environ | dict(variable.split("=", 1) for variable in benchmark.environment)
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         for line in process.stdout or ():
             print(line, end="", flush=True)
             lines.append(line)
@@ -124,15 +136,22 @@ def as_markdown(result: Run) -> str:
 
 
 def put_into(document: Path, results: list[Run]) -> None:
-    """Replace what stands between the marks of each benchmark that ran well; one without marks is left out."""
+    """Replace what stands between the marks of each benchmark that ran well and whole; one without marks is left out."""
     text = document.read_text()
     for result in results:
-        if result.exit_code == 0:
+        if result.exit_code == 0 and not result.benchmark.is_partial:
             name = re.escape(result.benchmark.name)
             between = re.compile(rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)", re.DOTALL)
             output = as_markdown(result)
             text = between.sub(lambda found, output=output: f"{found[1]}\n{output}\n{found[2]}", text)  # type: ignore[misc]
     document.write_text(text)
+
+
+def with_corpus(benchmark: Benchmark, folder: Path) -> Benchmark:
+    """Return a benchmark that lacked the corpus with it, as the page has it: of every fourth schema."""
+    if not benchmark.is_partial:
+        return benchmark
+    return replace(benchmark, arguments=("--corpus", str(folder), "--every", "4"), is_partial=False)
 
 
 def main() -> int:
@@ -142,12 +161,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME", help=f"some of: {', '.join(names)}")
     parser.add_argument("--output", type=Path, default=Path("bench-results"), help="folder (default: %(default)s)")
     parser.add_argument("--trace", type=Path, nargs="+", default=[], metavar="FILE", help="traces to replay (tiers.py)")
+    parser.add_argument("--corpus", type=Path, metavar="FOLDER", help="a checkout of JSONSchemaBench (schema_corpus.py)")
     parser.add_argument("--docs", type=Path, metavar="FILE", help="document to put the tables into")
     arguments = parser.parse_args()
     if arguments.quick and arguments.docs is not None:
         parser.error("--docs wants figures that mean something, without --quick")
     arguments.output.mkdir(parents=True, exist_ok=True)
     chosen = [benchmark for benchmark in BENCHMARKS if benchmark.name in arguments.only]
+    if arguments.corpus is not None:
+        chosen = [with_corpus(benchmark, arguments.corpus) for benchmark in chosen]
     for trace in arguments.trace:
         chosen.append(Benchmark(f"trace_{trace.stem}", script="tiers", arguments=("--trace", str(trace))))
     results = [run(benchmark, arguments.output, arguments.quick) for benchmark in chosen]

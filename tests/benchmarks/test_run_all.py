@@ -1,5 +1,8 @@
 """Running benchmarks one after another, and putting what they print into a document."""
 
+import dataclasses
+import re
+
 import pytest
 
 
@@ -32,6 +35,20 @@ def test_a_failed_benchmark_leaves_the_document_alone(run_all, tmp_path):
     document.write_text("<!-- cluster -->\nold\n<!-- /cluster -->\n")
     run_all.put_into(document, [make_run(run_all, "cluster", "half a table", exit_code=1)])
     assert document.read_text() == "<!-- cluster -->\nold\n<!-- /cluster -->\n"
+
+
+def test_a_table_that_was_measured_in_part_leaves_the_document_alone(run_all, tmp_path):
+    document = tmp_path / "page.md"
+    document.write_text("<!-- schema_corpus -->\nold\n<!-- /schema_corpus -->\n")
+    part = make_run(run_all, "schema_corpus", "| one row |\n")
+    run_all.put_into(document, [part])
+    assert document.read_text() == "<!-- schema_corpus -->\nold\n<!-- /schema_corpus -->\n"
+    whole = run_all.with_corpus(part.benchmark, tmp_path)
+    assert whole.arguments == ("--corpus", str(tmp_path), "--every", "4")
+    run_all.put_into(document, [dataclasses.replace(part, benchmark=whole)])
+    assert document.read_text() == "<!-- schema_corpus -->\n\n| one row |\n\n<!-- /schema_corpus -->\n"
+    other = make_run(run_all, "growth", "").benchmark
+    assert run_all.with_corpus(other, tmp_path) is other
 
 
 def test_a_benchmark_that_fails_stops_no_other_and_is_reported(run_all, tmp_path, monkeypatch, capsys):
@@ -68,6 +85,27 @@ def test_every_benchmark_has_its_marks_in_the_documentation(run_all):
         marks = [document.find(f"<!-- {benchmark.name} -->"), document.find(f"<!-- /{benchmark.name} -->")]
         assert marks == sorted(marks)
         assert -1 not in marks
+
+
+def test_each_table_is_made_by_the_command_that_the_page_names_before_it(run_all, tmp_path):
+    page = (run_all.FOLDER.parent / "docs" / "benchmarks.md").read_text()
+    for benchmark in run_all.BENCHMARKS:
+        before = page.split(f"\n<!-- {benchmark.name} -->\n")[0]
+        section = " ".join(before.rpartition("\n## ")[2].split())
+        commands = re.findall(rf"`((?:\w+=\w+ )?)python benchmarks/{re.escape(benchmark.file_name)}([^`]*)`", section)
+        assert commands, benchmark.name
+        whole = run_all.with_corpus(benchmark, tmp_path)
+        words = [*whole.environment, *whole.arguments]
+        named = re.sub(r"--\w+ (FILE|FOLDER)", "", " ".join(commands[-1])).split()
+        assert [word for word in named if word not in words] == [], benchmark.name
+        assert [word for word in words if word not in (*re.findall(r"[^\s`]+", section), str(tmp_path))] == [], benchmark.name
+
+
+def test_a_benchmark_gets_its_variables(run_all, tmp_path, monkeypatch):
+    (tmp_path / "one.py").write_text("import os; print(os.environ['PAGES'])")
+    benchmark = run_all.Benchmark("one", writes_markdown=False, environment=("PAGES=1=2",))
+    monkeypatch.setattr(run_all, "FOLDER", tmp_path)
+    assert run_all.run(benchmark, tmp_path, is_quick=False).output == "1=2\n"
 
 
 def test_one_script_may_serve_two_benchmarks_with_different_arguments(run_all, tmp_path, monkeypatch):
