@@ -67,6 +67,19 @@ def test_pages_name_all_endpoints_of_a_worker():
         assert set(re.findall(r"`(/\w+)`", row[1])) == served
 
 
+def test_the_readme_has_the_figures_of_the_tables():
+    rows = re.findall(
+        r"^\| .* \| ([\d.]+ %) \| `python benchmarks/(\w+\.py)` \|$", section("README.md", "## Three figures"), re.MULTILINE
+    )
+    tables = {name: (ROOT / "docs/benchmarks.md").read_text().split(f"<!-- {name} -->")[1] for name in ("handoff", "hybrid")}
+    (ratio,) = re.findall(r"^- shm: transfer / prefill: ([\d.]+) ratio", tables["handoff"], re.MULTILINE)
+    (identity,) = re.findall(r"^- shm: identity / transfer of 2,048 tokens: ([\d.]+) ratio", tables["handoff"], re.MULTILINE)
+    cells = re.findall(r"^\| (?:groups|all layers full) .* \| +([\d,]+) \|$", tables["hybrid"], re.MULTILINE)
+    groups, full = (int(cell.replace(",", "")) for cell in cells)
+    of_handoff = [f"{100 * float(each):.1f} %" for each in (ratio, identity)]
+    assert rows == [(of_handoff[0], "handoff.py"), (of_handoff[1], "handoff.py"), (f"{100 * groups / full:.0f} %", "hybrid.py")]
+
+
 def test_the_readme_shows_every_command():
     shown = section("README.md", "## Use it")
     commands = typer.main.get_command(app).commands
