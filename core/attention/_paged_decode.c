@@ -1,8 +1,9 @@
 /* Attention of sequences with one query each, straight from the pages of a KV pool. Loaded by core/attention/compiled_decode.py.
  *
  * Keys and values are float32 or bfloat16; products, sums and softmax are float32. Every key and value is read once, whatever the
- * number of query heads that share it. The work on one sequence does not depend on the others, so neither do its results. Knows
- * no Python: plain C with vector extensions, called by ctypes with the interpreter lock released.
+ * number of query heads that share it: the keys of all heads page by page, in the order of memory, then the values. The work on one
+ * sequence does not depend on the others, so neither do its results. Knows no Python: plain C with vector extensions, called by
+ * ctypes with the interpreter lock released.
  */
 
 #ifndef VARIANT /* the part that is read once; the kernels follow in #else */
@@ -10,7 +11,6 @@
 #include "../_vectors.h"
 
 #define MAX_GROUP 4 /* query heads that are computed together: their sums fit the registers */
-#define MAX_HEAD_DIM 256
 
 typedef float quad __attribute__((vector_size(16)));
 typedef float any_quad __attribute__((vector_size(16), aligned(1), may_alias));
@@ -31,11 +31,11 @@ struct problem {
 #define KERNELS "attention/_paged_decode.c"
 #include "../_kinds_of_cpu.h"
 
-/* Compute items [first, end), where item s * num_kv_heads + h is KV head h of sequence s.
- * scores: scratch, MAX_GROUP times the longest visible length rounded up to WIDEST, plus WIDEST. */
-void kvferry_paged_decode(const struct problem *p, int64_t first, int64_t end, float *scores)
+/* Compute items [first, end), where item s * num_kv_heads + h is KV head h of sequence s. memory: scratch, for each query head
+ * 2 * head_dim + WIDEST, and the longest visible length rounded up to WIDEST. */
+void kvferry_paged_decode(const struct problem *p, int64_t first, int64_t end, float *memory)
 {
-    CALL_VARIANT(compute_items, p, first, end, scores);
+    CALL_VARIANT(compute_items, p, first, end, memory);
 }
 
 #else
@@ -74,14 +74,16 @@ INLINE void VARIANT(prefetch)(const struct problem *p, int64_t row, int is_bfloa
         __builtin_prefetch(address + byte);
 }
 
-/* Fill scores[head * stride + slot - first], times log2(e), for the slots [first, end) of one page, and up to 3 beyond. */
+/* Fill scores[head * stride + slot], times log2(e), for the slots [first, end) of one page, and up to 3 beyond. next: the rows that
+ * are fetched meanwhile, or negative. */
 INLINE void VARIANT(score_page)(
     const struct problem *p, int64_t keys, int64_t next, int64_t first, int64_t end, const float *query, float *scores,
     int64_t stride, int group, int is_bfloat16)
 {
     for (int64_t slot = first; slot < end; slot += 4) {
-        UNROLL for (int row = 0; row < 4; row++)
-            VARIANT(prefetch)(p, next + (slot + row) * p->token_stride, is_bfloat16);
+        if (next >= 0)
+            UNROLL for (int row = 0; row < 4; row++)
+                VARIANT(prefetch)(p, next + (slot + row) * p->token_stride, is_bfloat16);
         floats sums[MAX_GROUP][4];
         int64_t rows[4];
         UNROLL for (int row = 0; row < 4; row++) /* a row beyond the last is computed twice: nothing else may be read */
@@ -93,10 +95,10 @@ INLINE void VARIANT(score_page)(
             UNROLL for (int row = 0; row < 4; row++) {
                 floats key = VARIANT(load)(p->pool, rows[row] + column, is_bfloat16);
                 UNROLL for (int head = 0; head < group; head++)
-                    sums[head][row] += key * *(const any_floats *)(query + head * MAX_HEAD_DIM + column);
+                    sums[head][row] += key * *(const any_floats *)(query + head * p->head_dim + column);
             }
         UNROLL for (int head = 0; head < group; head++)
-            *(any_quad *)(scores + head * stride + slot - first)
+            *(any_quad *)(scores + head * stride + slot)
                 = VARIANT(sums_of)(sums[head][0], sums[head][1], sums[head][2], sums[head][3]);
     }
 }
@@ -124,93 +126,117 @@ INLINE float VARIANT(exponentiate)(float *scores, int64_t count)
     return sum;
 }
 
-/* Fill ``width`` vectors of the output from ``column`` on: the weighted sums of the values. */
+/* Add the values of the slots [first, end) of one page, weighted, to ``width`` vectors of the sums of each head. */
 INLINE void VARIANT(add_values)(
-    const struct problem *p, int64_t seq, const int64_t *blocks, int64_t base, int64_t query_head, int64_t column,
-    const float *scores, int64_t stride, const float *inverse, int group, int width, int is_bfloat16)
+    const struct problem *p, int64_t values, int64_t next, int64_t first, int64_t end, const float *weights, int64_t stride,
+    float *totals, int group, int width, int is_bfloat16)
 {
-    int64_t first = p->first_slots[seq], end = p->end_slots[seq], size = p->block_size;
     floats sums[MAX_GROUP][4];
     UNROLL for (int head = 0; head < group; head++)
         UNROLL for (int part = 0; part < width; part++)
-            sums[head][part] = (floats){0};
-    for (int64_t slot = first; slot < end;) {
-        int64_t page = slot / size, page_end = (page + 1) * size < end ? (page + 1) * size : end;
-        int64_t values = blocks[page] * p->block_stride + base + p->value_offset + column - page * size * p->token_stride;
-        int64_t next = (page + 1) * size < end ? values + (blocks[page + 1] - blocks[page]) * p->block_stride : values;
-        for (; slot < page_end; slot++) {
+            sums[head][part] = *(any_floats *)(totals + head * p->head_dim + part * LANES);
+    for (int64_t slot = first; slot < end; slot++) {
+        if (next >= 0)
             VARIANT(prefetch)(p, next + slot * p->token_stride, is_bfloat16);
-            UNROLL for (int part = 0; part < width; part++) {
-                floats value = VARIANT(load)(p->pool, values + slot * p->token_stride + part * LANES, is_bfloat16);
-                UNROLL for (int head = 0; head < group; head++)
-                    sums[head][part] += value * scores[head * stride + slot - first];
-            }
+        UNROLL for (int part = 0; part < width; part++) {
+            floats value = VARIANT(load)(p->pool, values + slot * p->token_stride + part * LANES, is_bfloat16);
+            UNROLL for (int head = 0; head < group; head++)
+                sums[head][part] += value * weights[head * stride + slot];
         }
     }
     UNROLL for (int head = 0; head < group; head++)
-        UNROLL for (int part = 0; part < width; part++) {
-            int64_t row = seq * p->num_kv_heads * p->group + query_head + head;
-            VARIANT(store)(p->output, row * p->head_dim + column + part * LANES, sums[head][part] * inverse[head], is_bfloat16);
-        }
+        UNROLL for (int part = 0; part < width; part++)
+            *(any_floats *)(totals + head * p->head_dim + part * LANES) = sums[head][part];
 }
 
-/* One KV head of one sequence, for ``group`` of the query heads that share it, the first of which is ``query_head``. */
-INLINE void VARIANT(attend)(
-    const struct problem *p, int64_t seq, int64_t kv_head, int64_t query_head, float *scores, int group, int is_bfloat16)
+/* Take one page of one KV head into the scores, or with ``takes_values`` into the sums, of ``group`` of its query heads. */
+INLINE void VARIANT(take_page)(
+    const struct problem *p, int64_t page, int64_t next, int64_t first, int64_t end, float *query_or_sums, float *scores,
+    int64_t stride, int group, int takes_values, int is_bfloat16)
 {
-    float query[MAX_GROUP * MAX_HEAD_DIM], inverse[MAX_GROUP];
-    const int64_t *blocks = p->block_ids + p->block_starts[seq];
-    int64_t first = p->first_slots[seq], end = p->end_slots[seq], count = end - first, size = p->block_size;
-    int64_t stride = (count + 2 * LANES - 1) / LANES * LANES, base = kv_head * p->head_stride;
-    float scale = (float)(p->scale * 1.4426950408889634); /* log2(e) */
-    for (int head = 0; head < group; head++)
-        for (int64_t column = 0; column < p->head_dim; column += LANES)
-            *(any_floats *)(query + head * MAX_HEAD_DIM + column)
-                = scale * VARIANT(load)(p->query, seq * p->query_stride + (query_head + head) * p->head_dim + column, is_bfloat16);
-    for (int64_t slot = first; slot < end; slot = (slot / size + 1) * size) {
-        int64_t page = slot / size, high = end - page * size < size ? end - page * size : size;
-        int64_t keys = blocks[page] * p->block_stride + base;
-        /* The last page of keys is followed by the first page of values. */
-        int64_t next = (page + 1) * size < end ? blocks[page + 1] * p->block_stride + base
-                                               : blocks[first / size] * p->block_stride + base + p->value_offset;
-        VARIANT(score_page)(p, keys, next, slot - page * size, high, query, scores + slot - first, stride, group, is_bfloat16);
+    if (!takes_values) {
+        VARIANT(score_page)(p, page, next, first, end, query_or_sums, scores, stride, group, is_bfloat16);
+        return;
     }
-    for (int head = 0; head < group; head++)
-        inverse[head] = 1.0f / VARIANT(exponentiate)(scores + head * stride, count);
     int64_t column = 0;
-    for (; column + 4 * LANES <= p->head_dim; column += 4 * LANES)
-        VARIANT(add_values)(p, seq, blocks, base, query_head, column, scores, stride, inverse, group, 4, is_bfloat16);
-    for (; column < p->head_dim; column += LANES)
-        VARIANT(add_values)(p, seq, blocks, base, query_head, column, scores, stride, inverse, group, 1, is_bfloat16);
+    for (; column + 4 * LANES <= p->head_dim; column += 4 * LANES, next = -1)
+        VARIANT(add_values)(p, page + column, next, first, end, scores, stride, query_or_sums + column, group, 4, is_bfloat16);
+    for (; column < p->head_dim; column += LANES, next = -1)
+        VARIANT(add_values)(p, page + column, next, first, end, scores, stride, query_or_sums + column, group, 1, is_bfloat16);
 }
 
-INLINE void VARIANT(attend_group)(const struct problem *p, int64_t seq, int64_t kv_head, float *scores, int is_bfloat16)
+/* Take the keys or the values of the KV heads [head, end_head) of a sequence, page by page: the heads of a page lie side by side.
+ * after: what is read next. */
+INLINE void VARIANT(take_pages)(
+    const struct problem *p, int64_t seq, int64_t head, int64_t end_head, float *query_or_sums, float *scores, int64_t stride,
+    int64_t after, int takes_values, int is_bfloat16)
 {
-    for (int64_t done = 0; done < p->group; done += MAX_GROUP) {
-        int64_t query_head = kv_head * p->group + done;
-        switch (p->group - done) {
-        case 1:
-            VARIANT(attend)(p, seq, kv_head, query_head, scores, 1, is_bfloat16);
-            break;
-        case 2:
-            VARIANT(attend)(p, seq, kv_head, query_head, scores, 2, is_bfloat16);
-            break;
-        case 3:
-            VARIANT(attend)(p, seq, kv_head, query_head, scores, 3, is_bfloat16);
-            break;
-        default:
-            VARIANT(attend)(p, seq, kv_head, query_head, scores, MAX_GROUP, is_bfloat16);
+    const int64_t *blocks = p->block_ids + p->block_starts[seq];
+    int64_t first = p->first_slots[seq], end = p->end_slots[seq], size = p->block_size;
+    int64_t plane = takes_values ? p->value_offset : 0, num_pages = (end + size - 1) / size;
+    for (int64_t page = first / size; page < num_pages; page++) {
+        int64_t start = page * size, low = first > start ? first - start : 0, high = end - start < size ? end - start : size;
+        for (int64_t at = head; at < end_head; at++) {
+            int64_t rows = blocks[page] * p->block_stride + plane + at * p->head_stride, next = after;
+            if (at + 1 < end_head)
+                next = rows + p->head_stride;
+            else if (page + 1 < num_pages)
+                next = blocks[page + 1] * p->block_stride + plane + head * p->head_stride;
+            for (int64_t done = 0; done < p->group; done += MAX_GROUP, next = -1) {
+                int64_t row = (at - head) * p->group + done;
+                float *vectors = query_or_sums + row * p->head_dim, *weights = scores + row * stride + start - first;
+                switch (p->group - done) {
+                case 1:
+                    VARIANT(take_page)(p, rows, next, low, high, vectors, weights, stride, 1, takes_values, is_bfloat16);
+                    break;
+                case 2:
+                    VARIANT(take_page)(p, rows, next, low, high, vectors, weights, stride, 2, takes_values, is_bfloat16);
+                    break;
+                case 3:
+                    VARIANT(take_page)(p, rows, next, low, high, vectors, weights, stride, 3, takes_values, is_bfloat16);
+                    break;
+                default:
+                    VARIANT(take_page)(p, rows, next, low, high, vectors, weights, stride, MAX_GROUP, takes_values, is_bfloat16);
+                }
+            }
         }
     }
 }
 
-static void VARIANT(compute_items)(const struct problem *p, int64_t first, int64_t end, float *scores)
+/* The KV heads [head, end_head) of one sequence. */
+INLINE void VARIANT(attend)(const struct problem *p, int64_t seq, int64_t head, int64_t end_head, float *memory, int is_bfloat16)
 {
-    for (int64_t item = first; item < end; item++) {
+    int64_t count = p->end_slots[seq] - p->first_slots[seq], num_rows = (end_head - head) * p->group;
+    int64_t stride = (count + 2 * LANES - 1) / LANES * LANES, size = num_rows * p->head_dim;
+    float *scores = memory, *query = scores + num_rows * stride, *sums = query + size, *inverse = query;
+    int64_t block = p->block_ids[p->block_starts[seq] + p->first_slots[seq] / p->block_size];
+    int64_t first_value = block * p->block_stride + p->value_offset + head * p->head_stride;
+    float scale = (float)(p->scale * 1.4426950408889634); /* log2(e) */
+    for (int64_t element = 0; element < size; element += LANES) {
+        *(any_floats *)(query + element)
+            = scale * VARIANT(load)(p->query, seq * p->query_stride + head * p->group * p->head_dim + element, is_bfloat16);
+        *(any_floats *)(sums + element) = (floats){0};
+    }
+    VARIANT(take_pages)(p, seq, head, end_head, query, scores, stride, first_value, 0, is_bfloat16);
+    for (int64_t row = 0; row < num_rows; row++)
+        inverse[row] = 1.0f / VARIANT(exponentiate)(scores + row * stride, count);
+    VARIANT(take_pages)(p, seq, head, end_head, sums, scores, stride, -1, 1, is_bfloat16);
+    for (int64_t element = 0; element < size; element += LANES)
+        VARIANT(store)(
+            p->output, (seq * p->num_kv_heads + head) * p->group * p->head_dim + element,
+            *(any_floats *)(sums + element) * inverse[element / p->head_dim], is_bfloat16);
+}
+
+static void VARIANT(compute_items)(const struct problem *p, int64_t first, int64_t end, float *memory)
+{
+    for (int64_t item = first; item < end;) {
+        int64_t seq = item / p->num_kv_heads, head = item % p->num_kv_heads, left = end - seq * p->num_kv_heads;
+        int64_t end_head = left < p->num_kv_heads ? left : p->num_kv_heads;
         if (p->is_bfloat16)
-            VARIANT(attend_group)(p, item / p->num_kv_heads, item % p->num_kv_heads, scores, 1);
+            VARIANT(attend)(p, seq, head, end_head, memory, 1);
         else
-            VARIANT(attend_group)(p, item / p->num_kv_heads, item % p->num_kv_heads, scores, 0);
+            VARIANT(attend)(p, seq, head, end_head, memory, 0);
+        item += end_head - head;
     }
 }
 

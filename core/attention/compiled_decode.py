@@ -22,7 +22,6 @@ from core.attention.base import AttentionSpec, BatchedSequence, PagedKVCache
 from core.attention.compiled_kernel import LANES, CompiledKernel, declare, takes
 from core.compiled import load_library
 
-_MAX_GROUP = 4
 _BYTES_PER_THREAD = 1 << 20  # handing work to another thread takes as long as reading some 100 KiB
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 
@@ -42,13 +41,13 @@ class _Problem(ctypes.Structure):
 class CompiledDecodeIndex:
     """The visible pages of one step and mask: int64 arrays that the C code reads, and the work of each thread.
 
-    parts: ranges of items; an item is one KV head of one sequence. scores_size: elements of scratch memory of a thread.
+    parts: ranges of items; an item is one KV head of one sequence. scratch_size: elements of scratch memory of a thread.
     """
 
     problem: _Problem
     arrays: tuple[npt.NDArray[np.int64], ...]
     parts: list[tuple[int, int]]
-    scores_size: int
+    scratch_size: int
 
 
 class CompiledDecode(CompiledKernel):
@@ -87,7 +86,8 @@ class CompiledDecode(CompiledKernel):
         )
         lengths = end_slots - first_slots
         longest = (-(-int(lengths.max()) // LANES) + 1) * LANES
-        return CompiledDecodeIndex(problem, arrays, self._split(lengths, spec), _MAX_GROUP * longest)
+        scratch_size = spec.num_heads * (longest + 2 * cache.head_dim)
+        return CompiledDecodeIndex(problem, arrays, self._split(lengths, spec), scratch_size)
 
     def attend(self, layer: int, query: Tensor, index: CompiledDecodeIndex) -> Tensor:
         """Return ``[num_seqs, num_heads, head_dim]`` for a query of that shape, in the pool's dtype."""
@@ -97,7 +97,7 @@ class CompiledDecode(CompiledKernel):
         problem = index.problem
         problem.query, problem.query_stride = query.data_ptr(), query.stride(0)
         problem.output, problem.pool = output.data_ptr(), self.address_of(layer)
-        self.run([(problem, *part) for part in index.parts], [index.scores_size] * len(index.parts))
+        self.run([(problem, *part) for part in index.parts], [index.scratch_size] * len(index.parts))
         return output
 
     def _split(self, lengths: npt.NDArray[np.int64], spec: AttentionSpec) -> list[tuple[int, int]]:

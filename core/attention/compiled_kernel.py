@@ -16,7 +16,7 @@ from core.attention.base import KVLayout, PagedKVCache
 from core.kernel_threads import KernelThreads
 
 LANES = 16  # of the C code: head_dim is a multiple
-_MAX_HEAD_DIM = 256  # the largest that is tested; the decode kernel has room for no more
+_MAX_HEAD_DIM = 256  # the largest that is tested
 
 
 class CompiledKernel:
