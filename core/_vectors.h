@@ -63,19 +63,24 @@ INLINE void VARIANT(store)(char *address, int64_t element, floats values, int is
 #endif
 }
 
+/* The larger of two numbers; b if either is NaN, or both are 0: the CPU's instruction does the same. */
 INLINE floats VARIANT(largest)(floats a, floats b)
 {
+#if defined(HAS_VARIANTS) && LANES == 16
+    return (floats)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(HAS_VARIANTS) && LANES == 8
+    return (floats)_mm256_max_ps((__m256)a, (__m256)b);
+#else
     words is_larger = (words)(a > b);
     return (floats)(((words)a & is_larger) | ((words)b & ~is_larger));
+#endif
 }
 
 /* 2 ** x for x <= 0, within 2 ** -22; NaN for NaN. */
 INLINE floats VARIANT(exp2_of)(floats x)
 {
     const float shifter = 12582912.0f; /* 1.5 * 2 ** 23: adding it rounds to an integer */
-    floats lowest = (floats){0} - 126.0f;
-    words is_low = (words)(x < lowest);
-    x = (floats)(((words)x & ~is_low) | ((words)lowest & is_low));
+    x = VARIANT(largest)((floats){0} - 126.0f, x);
     floats shifted = x + shifter;
     floats rest = x - (shifted - shifter);
     floats power = rest * 1.5403530e-4f + 1.3333558e-3f;
