@@ -177,9 +177,10 @@ INLINE float VARIANT(largest_lane)(floats a)
     return a[0];
 }
 
-/* Replace a row's scores of a block by weights relative to its largest score so far; those outside [low, high) become 0.
- * Returns the factor by which what was summed before is to be multiplied. */
-INLINE float VARIANT(weigh)(float *scores, int64_t low, int64_t high, float scale, struct row_sums *sums, int by_pairs)
+/* Replace a row's scores of a block by weights relative to its largest score so far; those outside [low, high) become 0: none if
+ * is_whole. Returns the factor by which what was summed before is to be multiplied. */
+INLINE float VARIANT(weigh)(
+    float *scores, int64_t low, int64_t high, float scale, struct row_sums *sums, int is_whole, int by_pairs)
 {
     words lanes;
     for (int lane = 0; lane < LANES; lane++)
@@ -190,11 +191,17 @@ INLINE float VARIANT(weigh)(float *scores, int64_t low, int64_t high, float scal
         words slot = lanes + part * LANES;
         is_visible[part] = (words)(slot >= (uint32_t)low) & (words)(slot < (uint32_t)high);
         parts[part] = *(any_floats *)(scores + part * LANES) * scale;
-        highest = VARIANT(largest)((floats)(((words)parts[part] & is_visible[part]) | ((words)highest & ~is_visible[part])), highest);
+        words seen = (words)parts[part];
+        if (!is_whole)
+            seen = (seen & is_visible[part]) | ((words)highest & ~is_visible[part]);
+        highest = VARIANT(largest)((floats)seen, highest);
     }
     float top = VARIANT(largest_lane)(highest);
-    UNROLL for (int part = 0; part < KEYS / LANES; part++)
-        parts[part] = (floats)((words)VARIANT(exp2_of)(parts[part] - top) & is_visible[part]);
+    UNROLL for (int part = 0; part < KEYS / LANES; part++) {
+        parts[part] = VARIANT(exp2_of)(parts[part] - top);
+        if (!is_whole)
+            parts[part] = (floats)((words)parts[part] & is_visible[part]);
+    }
 #if HAS_PAIRS
     if (by_pairs)
         UNROLL for (int part = 0; part < KEYS / LANES; part += 2) { /* two to a word, and the sum is that of the rounded ones */
@@ -232,7 +239,9 @@ INLINE void VARIANT(take_block)(const struct prefill *p, int64_t row, int64_t st
             __builtin_memset(scores + each * KEYS, 0, KEYS * sizeof(float));
             continue;
         }
-        float kept = VARIANT(weigh)(scores + each * KEYS, low, high, scale, at->rows + row + each, by_pairs);
+        struct row_sums *sums = at->rows + row + each;
+        float kept = high - low == KEYS ? VARIANT(weigh)(scores + each * KEYS, 0, KEYS, scale, sums, 1, by_pairs)
+                                        : VARIANT(weigh)(scores + each * KEYS, low, high, scale, sums, 0, by_pairs);
         if (kept != 1.0f)
             for (int64_t column = 0; column < p->head_dim; column += LANES)
                 *(any_floats *)(output + each * p->head_dim + column) *= kept;
