@@ -23,6 +23,7 @@ from core.errors import (
 from core.wire.messages import Register, Role
 from core.wire.pairing import check_compatible, choose_transport
 from router.dispatch.members import GenerationWorker, WorkerKey
+from router.dispatch.partners import Partners
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,10 +135,10 @@ def routes(workers: Iterable[GenerationWorker]) -> Iterator[Route]:
 
 def _routes_if_open(workers: Sequence[GenerationWorker]) -> Iterator[Route]:
     """Yield every route that there would be if all these workers took requests."""
-    decoders = [worker for worker in workers if worker.role == "decode"]
+    decoders = _partners(workers, "decode")
     for worker in workers:
         if worker.role == "prefill":
-            yield from (Route(worker, decode) for decode in decoders if mismatch(worker, decode) is None)
+            yield from (Route(worker, decode) for decode in decoders.of(worker))
         elif worker.role == "aggregated":
             yield Route(None, worker)
     yield from (Route(None, worker) for worker in _alone_if_open(workers))
@@ -149,9 +150,13 @@ def _alone(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
 
 
 def _alone_if_open(workers: Sequence[GenerationWorker]) -> list[GenerationWorker]:
-    prefills = [worker for worker in workers if worker.role == "prefill"]
     candidates = [worker for worker in workers if worker.may_serve_alone]
-    return [worker for worker in candidates if not any(mismatch(prefill, worker) is None for prefill in prefills)]
+    prefills = _partners(workers if candidates else (), "prefill")
+    return [worker for worker in candidates if not prefills.fit(worker)]
+
+
+def _partners(workers: Iterable[GenerationWorker], role: Role) -> Partners:
+    return Partners((worker for worker in workers if worker.role == role), mismatch)
 
 
 def computing(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
@@ -185,10 +190,10 @@ def starters(workers: Iterable[GenerationWorker], demand: Demand) -> list[Genera
     """Return the workers that could compute the prompt of a request, now or once they have room."""
     members = list(workers)
     fitting, alone = _fitting(members, demand), {worker.key for worker in _alone(members)}
-    decoders = [worker for worker in fitting if worker.role == "decode"]
+    decoders = _partners(fitting, "decode")
 
     def can_begin(worker: GenerationWorker) -> bool:
-        has_partner = worker.role == "prefill" and any(mismatch(worker, decode) is None for decode in decoders)
+        has_partner = worker.role == "prefill" and decoders.fit(worker)
         return worker.role == "aggregated" or has_partner or worker.key in alone
 
     return [worker for worker in fitting if can_begin(worker)]
@@ -203,14 +208,12 @@ def usable(workers: Iterable[GenerationWorker], demand: Demand) -> list[Generati
     alone = {worker.key for worker in _alone(members)}
     fitting = (worker for worker in _fitting(members, demand) if worker.may_hold(demand.num_choices))
     able = [worker for worker in fitting if worker.key not in demand.refusing]
-    prefills = [worker for worker in able if worker.role == "prefill"]
-    decoders = [worker for worker in able if worker.role == "decode"]
+    prefills, decoders = _partners(able, "prefill"), _partners(able, "decode")
 
     def is_usable(worker: GenerationWorker) -> bool:
         if worker.role == "prefill":
-            return any(mismatch(worker, decode) is None for decode in decoders)
-        is_alone = worker.role == "aggregated" or worker.key in alone
-        return is_alone or any(mismatch(prefill, worker) is None for prefill in prefills)
+            return decoders.fit(worker)
+        return worker.role == "aggregated" or worker.key in alone or prefills.fit(worker)
 
     return [worker for worker in able if is_usable(worker)]
 
@@ -336,9 +339,12 @@ def unpaired(workers: Iterable[GenerationWorker]) -> dict[WorkerKey, str]:
     open_workers = [worker for worker in workers if not worker.is_closed]
     prefills = [worker for worker in open_workers if worker.role == "prefill"]
     decodes = [worker for worker in open_workers if worker.role == "decode"]
-    reasons = {prefill.key: [mismatch(prefill, decode) for decode in decodes] for prefill in prefills}
-    reasons |= {decode.key: [mismatch(prefill, decode) for prefill in prefills] for decode in decodes}
-    return {key: found[0].message for key, found in reasons.items() if found and found[0] and all(found)}
+    if not prefills or not decodes:
+        return {}
+    owners, readers = _partners(prefills, "prefill"), _partners(decodes, "decode")
+    reasons = {prefill.key: mismatch(prefill, decodes[0]) for prefill in prefills if not readers.fit(prefill)}
+    reasons |= {decode.key: mismatch(prefills[0], decode) for decode in decodes if not owners.fit(decode)}
+    return {key: reason.message for key, reason in reasons.items() if reason is not None}
 
 
 def max_model_len(workers: Iterable[GenerationWorker]) -> int:
@@ -357,13 +363,13 @@ def _max_model_len_if_open(workers: Sequence[GenerationWorker]) -> int:
     by_context = sorted(workers, key=lambda worker: worker.facts.max_model_len, reverse=True)
     prefills = [worker for worker in by_context if worker.role == "prefill"]
     decoders = [worker for worker in by_context if worker.role == "decode"]
+    readers = _partners(decoders, "decode")
     for prefill in prefills:
-        for decode in decoders:
-            length = min(prefill.facts.max_model_len, decode.facts.max_model_len)
-            if length <= longest:
-                break
-            if mismatch(prefill, decode) is None:
-                longest = length
+        if prefill.facts.max_model_len <= longest:
+            break
+        decode = next(readers.of(prefill), None)
+        if decode is not None:
+            longest = max(longest, min(prefill.facts.max_model_len, decode.facts.max_model_len))
     longer = [worker for worker in decoders if worker.facts.max_model_len > longest]
     alone = _alone_if_open([*prefills, *longer])
     return max((worker.facts.max_model_len for worker in alone), default=longest)
@@ -433,10 +439,9 @@ def _best_pair(
     def order(prefill: GenerationWorker) -> tuple[bool, tuple[float, float, int]]:
         return not prefill.has_unleased_blocks(demand.num_prompt_tokens), demand.order(prefill)
 
-    decodes = sorted((worker for worker in workers if worker.role == "decode"), key=_least_loaded)
+    decodes = _partners(sorted((worker for worker in workers if worker.role == "decode"), key=_least_loaded), "decode")
     for prefill in sorted((worker for worker in workers if worker.role == "prefill"), key=order):
-        fitting = (decode for decode in decodes if mismatch(prefill, decode) is None)
-        partner = next((decode for decode in fitting if (prefill.key, decode.key) not in bad_pairs), None)
+        partner = next((decode for decode in decodes.of(prefill) if (prefill.key, decode.key) not in bad_pairs), None)
         if partner is not None:
             return Route(prefill, partner)
     return None

@@ -1,0 +1,86 @@
+"""Which workers fit together: as found by kinds of workers, and by each pair of them."""
+
+from __future__ import annotations
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core.errors import Overloaded
+from router.dispatch import policy
+from router.dispatch.partners import Partners
+from router.dispatch.policy import (
+    Demand,
+    choose_route,
+    computing,
+    max_model_len,
+    mismatch,
+    starters,
+    unpaired,
+    usable,
+    why_not_ready,
+)
+from tests.router.dispatch.test_policy import LAYOUT, member
+
+
+@pytest.mark.parametrize("hosts", [1, 15])
+def test_workers_of_two_kinds_are_compared_by_kind(monkeypatch, hosts):
+    """However many there are: all pairs of 30 prefill and 30 decode workers would be 900."""
+    kinds = [("tcp",), ("shm", "rdma")]
+    workers = [
+        member(role, f"{role}{number}", transports=kinds[number // 15], host_id=f"host{number % hosts}")
+        for role in ("prefill", "decode")
+        for number in range(30)
+    ]
+    for worker in workers[30:]:
+        worker.may_serve_alone = True
+    compared, real = [], policy._mismatch
+    monkeypatch.setattr(policy, "_mismatch", lambda *pair: compared.append(pair) or real(*pair))
+    demand = Demand(num_tokens=10)
+    only_others = Demand(num_tokens=10, refusing=frozenset(worker.key for worker in [*workers[:15], *workers[45:]]))
+    full = Demand(num_tokens=10, refusing=frozenset(worker.key for worker in workers))
+    assert choose_route(workers, demand).prefill is workers[0]
+    assert usable(workers, demand) == workers
+    assert usable(workers, only_others) == []
+    assert computing(workers) == workers[:30]
+    assert starters(workers, demand) == workers[:30]
+    assert (max_model_len(workers), unpaired(workers)) == (100, {})
+    assert max_model_len([*workers[:15], *workers[45:]]) == 100, "of decode workers that serve alone"
+    assert why_not_ready(workers) is None
+    for refused in (full, only_others):
+        with pytest.raises(Overloaded):
+            choose_route(workers, refused)
+    assert len(compared) < 200
+
+
+@given(
+    data=st.data(),
+    kinds=st.lists(
+        st.tuples(
+            st.sampled_from([("tcp",), ("shm",), ("shm", "tcp"), ("rdma", "tcp"), ()]),
+            st.sampled_from(["", "h0", "h1"]),
+            st.sampled_from([b"v1", b"v2"]),
+            st.sampled_from(["p2p", "shared"]),
+            st.sampled_from(["auto", "digest"]),
+            st.booleans(),
+            st.sampled_from([64, 32]),
+        ),
+        max_size=10,
+    ),
+)
+def test_partners_found_by_kind_are_those_of_each_pair(data, kinds):
+    workers = []
+    for number, (transports, host_id, weights, connector, kv_verify, has_digests, block_size) in enumerate(kinds):
+        layout = msgspec.structs.replace(LAYOUT, block_size=block_size, block_bytes=32 * block_size)
+        facts = {"transports": transports, "host_id": host_id, "model_fingerprint": weights, "connector": connector}
+        facts |= {"kv_verify": kv_verify, "has_digests": has_digests, "layout": layout}
+        workers.append(member(data.draw(st.sampled_from(["prefill", "decode"])), f"w{number}", **facts))
+    of_role = {role: [worker for worker in workers if worker.role == role] for role in ("prefill", "decode")}
+    partners = {role: Partners(others, mismatch) for role, others in of_role.items()}
+    for prefill in of_role["prefill"]:
+        expected = [decode for decode in of_role["decode"] if mismatch(prefill, decode) is None]
+        assert (list(partners["decode"].of(prefill)), partners["decode"].fit(prefill)) == (expected, bool(expected))
+    for decode in of_role["decode"]:
+        expected = [prefill for prefill in of_role["prefill"] if mismatch(prefill, decode) is None]
+        assert (list(partners["prefill"].of(decode)), partners["prefill"].fit(decode)) == (expected, bool(expected))
