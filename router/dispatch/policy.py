@@ -199,6 +199,11 @@ def starters(workers: Iterable[GenerationWorker], demand: Demand) -> list[Genera
     return [worker for worker in fitting if can_begin(worker)]
 
 
+def could_hold(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
+    """Return the open workers that hold a request once they have room for it, whether or not they have a partner."""
+    return [worker for worker in _fitting(workers, demand) if worker.may_hold(demand.num_choices)]
+
+
 def usable(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
     """Return the workers of all routes that a request may get, now or once they have room; none that refuses only it.
 
@@ -206,8 +211,7 @@ def usable(workers: Iterable[GenerationWorker], demand: Demand) -> list[Generati
     """
     members = list(workers)
     alone = {worker.key for worker in _alone(members)}
-    fitting = (worker for worker in _fitting(members, demand) if worker.may_hold(demand.num_choices))
-    able = [worker for worker in fitting if worker.key not in demand.refusing]
+    able = [worker for worker in could_hold(members, demand) if worker.key not in demand.refusing]
     prefills, decoders = _partners(able, "prefill"), _partners(able, "decode")
 
     def is_usable(worker: GenerationWorker) -> bool:

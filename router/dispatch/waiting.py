@@ -9,27 +9,21 @@ from __future__ import annotations
 import sys
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
 
 from core.errors import NoWorker, Overloaded
 from core.wire.messages import Role
+from router.dispatch.kept_room import KeptRoom, Need
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
-from router.dispatch.policy import Demand, usable
 from router.dispatch.request_state import RequestState
 from router.dispatch.restarts import Restarts
 from router.dispatch.shares import TenantShares
 
 PASS_S = 2.0  # so long a held request lets others pass that need less room, or the room of other workers
 _NoRoom = NoWorker | Overloaded
+# By context, weights and ``gives_way``: the fewest choices for which no room was found.
+_Tried = dict[tuple[int, bytes, bool], tuple[int, _NoRoom]]
 _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
-
-
-class _Kind(NamedTuple):
-    """Which workers a request can use: those with so much context, and these weights (empty = any)."""
-
-    max_model_len: int
-    model_fingerprint: bytes
 
 
 class Waiting:
@@ -41,7 +35,7 @@ class Waiting:
         self._shares = shares
         self._requests: dict[str, RequestState] = {}
         self._errors: dict[str, _NoRoom] = {}  # by request: why no worker can take it
-        self._passed: list[RequestState] = []  # those that found no room in the present turns, and keep it from others
+        self._kept: KeptRoom | None = None  # in turns: for those that found no room in them
         # Those without a turn in the latest turns, and why the one before them found no room.
         self.not_tried: list[tuple[RequestState, _NoRoom]] = []
 
@@ -54,57 +48,49 @@ class Waiting:
         They come before all new ones. No room is kept at a worker that has enough, nor at one that they cannot use now: it
         refuses them, or is closed, or all do that could serve them with it.
         """
-        is_new = request.request_id not in self._requests
-        due = [held for held in self._requests.values() if _is_due(held, now)] if is_new else self._passed
+        if request.request_id in self._requests:
+            return self._kept.workers() if self._kept is not None else frozenset()
+        due = [held for held in self._requests.values() if _is_due(held, now)]
         if not due:
             return frozenset()
-        workers = self._membership.workers
-        contexts = _contexts(workers)
-        wanted = {(_kind(held, contexts), held.submission.n, held.refusing(now)) for held in due}
-        demands = [
-            Demand(num_tokens=kind.max_model_len, model_fingerprint=kind.model_fingerprint, num_choices=n, refusing=refusing)
-            for kind, n, refusing in wanted
-        ]
-        return frozenset(
-            worker.key for demand in demands for worker in usable(workers, demand) if not worker.has_room(demand.num_choices)
-        )
+        kept, contexts = KeptRoom(self._membership.workers), _contexts(self._membership.workers)
+        for held in due:
+            kept.keep(_need(held, contexts), held.refusing(now))
+        return kept.workers()
 
     def turns(self, now: float) -> Iterator[RequestState]:
         """Yield the waiting requests that may look for a worker now, the next one first; each looks before the next is drawn.
 
         One before its first token that finds no room has looked for all that need as much at the same workers: these are not
         tried. One that gives way to others looks for such only. One that is held keeps others from its workers after a while
-        (``kept_from``). One that some workers refuse, and not others like it, looks for itself.
+        (``kept_from``). One that some workers refuse, and not others like it, looks for itself, unless the
+        others are full.
         """
         self.not_tried.clear()
-        self._passed.clear()
         if not self._requests:
             return
         contexts = _contexts(self._membership.workers)
-        tried: dict[tuple[_Kind, bool], tuple[int, _NoRoom]] = {}  # by ``gives_way`` too: the fewest choices without room
+        kept = self._kept = KeptRoom(self._membership.workers)
+        tried: _Tried = {}
+        latest: dict[Need, _NoRoom] = {}  # why one that needs the same found none, whoever refuses it
         for request in sorted(self._requests.values(), key=self._order):
-            if request.has_begun or request.refusing(now):
-                yield request
-                self._keep_room(request, now)
-                continue
-            kind, n, gives_way = _kind(request, contexts), request.submission.n, request.gives_way
-            looked = tried.get((kind, False))
-            if looked is None or looked[0] > n:
-                looked = tried.get((kind, gives_way))
-            if looked is not None and looked[0] <= n:
-                self.not_tried.append((request, looked[1]))
+            need, gives_way, refusing = _need(request, contexts), request.gives_way, request.refusing(now)
+            why = None if request.has_begun else _why_in_vain(tried, need, gives_way=gives_way)
+            if why is None and refusing and not request.has_begun and need in latest:
+                why = latest[need] if not kept.may_begin(need, refusing, gives_way=gives_way) else None
+            if why is not None:
+                self.not_tried.append((request, why))
             else:
                 yield request
                 if request.request_id not in self._requests:
                     continue
-                tried[kind, gives_way] = n, self._errors[request.request_id]
-            self._keep_room(request, now)
-        self._passed.clear()
-
-    def _keep_room(self, request: RequestState, now: float) -> None:
-        """Keep room from those whose turns come later, if a request waits on after its turn and is held for long."""
-        if request.request_id in self._requests and _is_due(request, now):
-            self._passed.append(request)
+                if not request.has_begun:
+                    latest[need] = self._errors[request.request_id]
+                    if not refusing:
+                        tried[need.max_model_len, need.model_fingerprint, gives_way] = need.num_choices, latest[need]
+            if _is_due(request, now):
+                kept.keep(need, refusing)
+        self._kept = None
 
     def _order(self, request: RequestState) -> tuple[bool, int, int]:
         wanted = request.submission
@@ -151,7 +137,17 @@ def _contexts(workers: Iterable[GenerationWorker]) -> list[int]:
     return sorted({worker.facts.max_model_len for worker in workers})
 
 
-def _kind(request: RequestState, contexts: Sequence[int]) -> _Kind:
+def _need(request: RequestState, contexts: Sequence[int]) -> Need:
     wanted = request.submission
     index = bisect_left(contexts, wanted.num_tokens)
-    return _Kind(contexts[index] if index < len(contexts) else sys.maxsize, wanted.model_fingerprint)
+    max_model_len = contexts[index] if index < len(contexts) else sys.maxsize
+    return Need(max_model_len, wanted.model_fingerprint, wanted.n)
+
+
+def _why_in_vain(tried: _Tried, need: Need, *, gives_way: bool) -> _NoRoom | None:
+    """Return why one that needs no more, or as much of others' room, found none in these turns; None if none has tried."""
+    for gave_way in {False, gives_way}:
+        looked = tried.get((need.max_model_len, need.model_fingerprint, gave_way))
+        if looked is not None and looked[0] <= need.num_choices:
+            return looked[1]
+    return None

@@ -1,6 +1,8 @@
-"""Which workers fit together: as found by kinds of workers, and by each pair of them."""
+"""Which workers fit together, and whose room is kept: as found by kinds of workers, and by each pair of them."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import msgspec
 import pytest
@@ -9,6 +11,8 @@ from hypothesis import strategies as st
 
 from core.errors import Overloaded
 from router.dispatch import policy
+from router.dispatch.kept_room import KeptRoom, Need
+from router.dispatch.members import GenerationWorker
 from router.dispatch.partners import Partners
 from router.dispatch.policy import (
     Demand,
@@ -16,6 +20,7 @@ from router.dispatch.policy import (
     computing,
     max_model_len,
     mismatch,
+    routes,
     starters,
     unpaired,
     usable,
@@ -84,3 +89,49 @@ def test_partners_found_by_kind_are_those_of_each_pair(data, kinds):
     for decode in of_role["decode"]:
         expected = [prefill for prefill in of_role["prefill"] if mismatch(prefill, decode) is None]
         assert (list(partners["prefill"].of(decode)), partners["prefill"].fit(decode)) == (expected, bool(expected))
+
+
+@st.composite
+def members(draw) -> list[GenerationWorker]:
+    """Draw up to seven workers, some full, closed, or without a partner."""
+    workers = []
+    for number in range(draw(st.integers(1, 7))):
+        worker = member(
+            draw(st.sampled_from(["prefill", "decode", "aggregated"])),
+            f"w{number}",
+            load=draw(st.integers(0, 4)),
+            is_draining=draw(st.integers(0, 9)) == 0,
+            transports=draw(st.sampled_from([("tcp",), ("rdma",)])),
+            max_num_choices=draw(st.sampled_from([0, 2, 4])),
+            max_model_len=draw(st.sampled_from([50, 100])),
+        )
+        worker.may_serve_alone = worker.role == "decode" and draw(st.booleans())
+        workers.append(worker)
+    return workers
+
+
+def is_able(worker: GenerationWorker, need: Need, refusing: Sequence[object]) -> bool:
+    fits = worker.facts.max_model_len >= need.max_model_len and worker.may_hold(need.num_choices)
+    return fits and worker.key not in refusing
+
+
+@given(data=st.data(), workers=members())
+def test_room_is_kept_at_the_workers_of_each_route_that_a_request_can_get(data, workers):
+    keys = st.frozensets(st.sampled_from([worker.key for worker in workers]))
+    needs = st.builds(Need, st.sampled_from([50, 100]), st.just(b""), st.integers(1, 4))
+    kept, expected = KeptRoom(workers), set()
+    for need, refusing in data.draw(st.lists(st.tuples(needs, keys), max_size=5)):
+        kept.keep(need, refusing)
+        able = [route for route in routes(workers) if all(is_able(worker, need, refusing) for worker in route.workers)]
+        used = {worker.key: worker for route in able for worker in route.workers}
+        expected |= {key for key, worker in used.items() if not worker.has_room(need.num_choices)}
+        if data.draw(st.booleans()):
+            assert kept.workers() == expected
+    assert kept.workers() == expected
+    need, refusing, gives_way = data.draw(needs), data.draw(keys), data.draw(st.booleans())
+    closed = refusing | expected if gives_way else refusing
+    has_room = any(
+        all(is_able(worker, need, closed) and worker.has_room(need.num_choices) for worker in route.workers)
+        for route in routes(workers)
+    )
+    assert kept.may_begin(need, refusing, gives_way=gives_way) or not has_room

@@ -7,6 +7,8 @@ import pytest
 from core.errors import Overloaded
 from core.wire.media import MMFeature
 from core.wire.messages import EncodeDone, EncodeRequest
+from router.dispatch import policy
+from router.dispatch.members import WorkerKey
 from router.dispatch.waiting import PASS_S
 from tests.router.dispatch.requests.test_shares import CALM, FLOOD, GRAMMAR, THIRD, finish, started, submit
 
@@ -63,6 +65,58 @@ def test_a_held_request_leaves_kept_room_alone_if_a_worker_only_had_none_for_it(
     before = started(bench, "a1")
     finish(bench, before[0])
     assert started(bench, "a1") == before, "it is kept for t0"
+
+
+def held_with_grammars(bench, names, **fields):
+    """Let a request of each of many keys be held, the grammar of each refused by another worker."""
+    for number, name in enumerate(names):
+        submit(bench, f"c{number}", 10 + number, **fields)
+        bench.core.dispatcher.requests[f"c{number}"].refusing_until[WorkerKey(name, 1)] = 100.0
+    assert bench.core.dispatcher.num_waiting == len(names)
+    bench.now = PASS_S
+
+
+@pytest.fixture
+def lookups(monkeypatch):
+    """One item for each time that all workers are compared, to choose among them or to find those that are of use."""
+    found, real = [], policy._alone
+    monkeypatch.setattr(policy, "_alone", lambda workers: found.append(1) or real(workers))
+    return found
+
+
+def test_of_many_that_wait_for_full_workers_one_looks_whoever_refuses_them(make_bench, lookups):
+    bench = make_bench(max_requests=1000)
+    names = [f"a{number}" for number in range(30)]
+    for name in names:
+        bench.join(name, max_num_choices=4)
+    for number in range(90):
+        submit(bench, f"f{number}", FLOOD)
+    held_with_grammars(bench, names, n=2)
+    lookups.clear()
+    bench.do(bench.core.on_timer(bench.now))
+    assert len(lookups) <= 2
+    lookups.clear()
+    with pytest.raises(Overloaded, match="other API keys"):
+        submit(bench, "late", FLOOD)
+    assert len(lookups) <= 5
+
+
+def test_for_each_that_looks_it_is_not_looked_up_again_what_is_kept(make_bench, lookups):
+    """A pair seems to be free, but does not fit, so that each looks."""
+    bench = make_bench(max_requests=1000)
+    names = [f"p{number}" for number in range(20)]
+    bench.join("d0")
+    for name in names:
+        bench.join(name, max_num_choices=1)
+    for number in range(20):
+        submit(bench, f"f{number}", FLOOD)
+    bench.join("p20", transports=("rdma",))
+    held_with_grammars(bench, names)
+    lookups.clear()
+    bench.do(bench.core.on_timer(bench.now))
+    assert 20 <= len(lookups) <= 25
+    finish(bench, "f0")
+    assert [name for name in names if len(started(bench, name)) > 1] == ["p0"], "it is open to all but one"
 
 
 @pytest.mark.parametrize("other", ["drains", "has no partner", "is cut off"])
