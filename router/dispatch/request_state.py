@@ -189,8 +189,8 @@ class RequestState:
 
     @property
     def gives_way(self) -> bool:
-        """True if it takes no room that is kept for others. After a loss it does, as do lost requests that were never held."""
-        return self.is_held and not self.was_admitted
+        """True if it takes no room that is kept for others. One that a worker may have had does, if it has lost that worker."""
+        return not self.was_admitted
 
     def extend(self, pause_s: float) -> None:
         """Extend the deadlines by a pause of the router, except one that the client set."""

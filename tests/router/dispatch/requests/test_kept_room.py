@@ -6,13 +6,14 @@ import pytest
 
 from core.errors import Overloaded
 from core.wire.media import MMFeature
-from core.wire.messages import EncodeDone, EncodeRequest
+from core.wire.messages import EncodeDone, EncodeRequest, ErrorInfo
 from router.dispatch import policy
 from router.dispatch.members import WorkerKey
 from router.dispatch.waiting import PASS_S
 from tests.router.dispatch.requests.test_shares import CALM, FLOOD, GRAMMAR, THIRD, finish, started, submit
 
 FOURTH = 4
+FULL = ErrorInfo.of(Overloaded("full"))
 IMAGE = {"mm_features": (MMFeature(identifier=bytes(16), offset=0, length=2, num_embeds=2, media_index=0),)}
 
 
@@ -65,6 +66,42 @@ def test_a_held_request_leaves_kept_room_alone_if_a_worker_only_had_none_for_it(
     before = started(bench, "a1")
     finish(bench, before[0])
     assert started(bench, "a1") == before, "it is kept for t0"
+
+
+def test_a_held_request_takes_no_kept_room_directly_after_a_refusal_either(make_bench):
+    bench = two_full(make_bench)
+    submit(bench, "c0", CALM)
+    finish(bench, started(bench, "a0")[0])
+    bench.tick(PASS_S + 1.0)
+    before = started(bench, "a1")
+    finish(bench, before[0])
+    bench.fails("a0", GRAMMAR, "c0")
+    assert started(bench, "a1") == before, "it is kept for t0"
+    for request_id in before[1:4]:
+        finish(bench, request_id)
+    assert started(bench, "a1")[4:] == ["t0"]
+
+
+@pytest.mark.parametrize("why", [GRAMMAR, FULL])
+def test_a_refused_request_of_a_flood_takes_no_kept_room(make_bench, why):
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_num_choices=4, max_model_len=40)
+    bench.join("a1", max_num_choices=4)
+    for number in range(8):
+        submit(bench, f"f{number}", FLOOD)
+    submit(bench, "t0", THIRD, n=4, prompt=60)  # more than a0 holds
+    bench.tick(PASS_S + 1.0)
+    before = started(bench, "a1")
+    finish(bench, started(bench, "a0")[0])
+    for number, request_id in enumerate(before[:3]):
+        finish(bench, request_id)
+        submit(bench, f"x{number}", FLOOD)
+        assert started(bench, "a0")[-1] == f"x{number}"
+        bench.fails("a0", why, f"x{number}")
+        assert bench.error(f"x{number}").http_status == 429
+        bench.tick(bench.now + 1.0)
+    finish(bench, before[3])
+    assert started(bench, "a1")[4:] == ["t0"]
 
 
 def held_with_grammars(bench, names, **fields):
