@@ -348,8 +348,7 @@ class Dispatcher:
             route = self.placement.route(request, now, kept)
         except (NoWorker, Overloaded) as error:
             previous = request.attempt.previous_error
-            may_wait = request.was_held or request.was_admitted
-            if previous is not None and previous.code == Overloaded.code and not may_wait:
+            if previous is not None and previous.code == Overloaded.code and not request.may_wait:
                 return self._open.fail_with(request, previous, now)
             request.is_held = request.was_held
             return self._wait(request, error, now)
@@ -466,8 +465,9 @@ class Dispatcher:
             actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
         is_refusal, is_of_one = retries.is_refusal(error), is_of_one_request(error)
         is_refused_leg = is_refusal and request.has_begun and not request.attempt.shown  # after tokens it is a replay
-        waits_for_room = is_refused_leg and not is_of_one
         request.was_admitted |= error.code != Overloaded.code
+        is_full_for_one_that_waits = error.code == Overloaded.code and request.may_wait
+        waits_for_room = (is_refused_leg or is_full_for_one_that_waits) and not is_of_one  # to its deadline
         if is_refusal and not request.has_begun:
             self._encode_legs.on_prompt_refused(request)
         if not waits_for_room and not ((is_free or is_refusal) and retries.take_free_retry(request, error, failed)):

@@ -192,6 +192,11 @@ class RequestState:
         """True if it takes no room that is kept for others. One that a worker may have had does, if it has lost that worker."""
         return not self.was_admitted
 
+    @property
+    def may_wait(self) -> bool:
+        """True if it waits for room when a worker refuses it, instead of being refused itself."""
+        return self.was_held or self.was_admitted
+
     def extend(self, pause_s: float) -> None:
         """Extend the deadlines by a pause of the router, except one that the client set."""
         if self.encoding is not None:

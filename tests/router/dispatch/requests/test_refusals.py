@@ -123,11 +123,27 @@ def test_prompt_that_is_refused_again_and_again_ends(make_bench):
 def test_refusals_for_two_reasons_in_turn_are_counted_together(make_bench):
     bench = make_bench(*(f"a{number}" for number in range(40)), max_retries=0)
     bench.submit()
-    request, num_refusals = bench.core.dispatcher.requests["r1"], 0
+    request = bench.core.dispatcher.requests["r1"]
+    for error in [FULL] * 16 + [DRAINING]:
+        assert "r1" not in bench.ended
+        bench.fails(request.current.engine_id, error, request.wire_id)
+    assert bench.error() == DRAINING
+
+
+def test_a_lost_request_that_finds_all_full_again_and_again_waits_to_its_deadline(make_bench):
+    bench = make_bench("a0", "a1", request_timeout_s=60.0)
+    bench.submit()
+    bench.leave("a0")
+    num_refusals = 0
     while "r1" not in bench.ended:
-        bench.fails(request.current.engine_id, (DRAINING, FULL)[num_refusals % 2], request.wire_id)
-        num_refusals += 1
-    assert num_refusals == 17
+        request = bench.core.dispatcher.requests["r1"]
+        if request.current is not None:
+            bench.fails("a1", FULL, request.wire_id)
+            num_refusals += 1
+        bench.tick(bench.now + 1.0)
+    assert (bench.error().code, bench.now) == ("deadline_exceeded", 60.0)
+    assert num_refusals > 50
+    bench.assert_idle()
 
 
 @pytest.mark.parametrize("how", ["lost", "drains"])
