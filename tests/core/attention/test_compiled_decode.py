@@ -10,7 +10,7 @@ from core.attention import compiled_decode
 from core.attention.base import AttentionBatch, AttentionSpec, BatchedSequence, KVLayout, PagedKVCache
 from core.attention.compiled_decode import CompiledDecode, can_compile_decode
 from core.attention.paged_cpu import PagedCpuBackend
-from core.testing.older_cpu import OLDER, computing_as_on
+from core.testing.older_cpu import KINDS, OLDER, computing_as_on
 
 BLOCK = 16
 LENGTHS = (1, 3, 16, 17, 100, 259)
@@ -109,12 +109,14 @@ def test_large_and_tiny_scores_neither_overflow_nor_vanish(dtype, factor):
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [float("nan"), float("inf")])
-def test_a_visible_key_that_is_no_number_is_seen_in_the_result(dtype, bits):
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_visible_key_that_is_no_number_is_seen_in_the_result(dtype, bits, kind):
     kernel, sequences, query, spec = make(dtype)
-    before = kernel.attend(0, query, kernel.index(sequences, spec))
     page = int(sequences[4].block_ids[2])
-    kernel.cache.key(0)[page, 1, 5] = bits
-    found = kernel.attend(0, query, kernel.index(sequences, spec))
+    with computing_as_on(compiled_decode.built_library(), kind):
+        before = kernel.attend(0, query, kernel.index(sequences, spec))
+        kernel.cache.key(0)[page, 1, 5] = bits
+        found = kernel.attend(0, query, kernel.index(sequences, spec))
     assert not found[4, 3:].isfinite().any()
     assert torch.equal(found[4, :3], before[4, :3])
     assert torch.equal(found[5], before[5])

@@ -11,7 +11,7 @@ from core.attention.base import AttentionBatch, AttentionSpec, BatchedSequence, 
 from core.attention.compiled_prefill import CompiledPrefill, can_compile_prefill
 from core.attention.gathered import GatherKernel
 from core.attention.paged_cpu import PagedCpuBackend
-from core.testing.older_cpu import OLDER, computing_as_on
+from core.testing.older_cpu import KINDS, OLDER, computing_as_on
 
 BLOCK, NUM_PAGES = 16, 20
 DTYPES = [torch.float32, torch.bfloat16]
@@ -163,15 +163,17 @@ def test_a_score_beyond_the_largest_number_weighs_nothing():
 @needs_library
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [float("nan"), float("inf")])
-def test_what_no_query_sees_changes_nothing_and_a_visible_nan_shows(dtype, bits):
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_no_query_sees_changes_nothing_and_a_visible_nan_shows(dtype, bits, kind):
     prompt = Prompt(dtype, sliding_window=40)
-    before = prompt.attend(100, 203)
-    for plane in (prompt.cache.key(1), prompt.cache.value(1)):
-        plane[torch.from_numpy(prompt.table[:3])] = bits  # before the window of the first query
-        plane[prompt.table[12], :, 11:] = bits  # behind the last one
-    assert torch.equal(prompt.attend(100, 203), before)
-    prompt.cache.key(1)[prompt.table[11], 1, 5] = bits
-    assert not prompt.attend(100, 203)[90:, 3:].isfinite().any()
+    with computing_as_on(compiled_prefill.built_library(), kind):
+        before = prompt.attend(100, 203)
+        for plane in (prompt.cache.key(1), prompt.cache.value(1)):
+            plane[torch.from_numpy(prompt.table[:3])] = bits  # before the window of the first query
+            plane[prompt.table[12], :, 11:] = bits  # behind the last one
+        assert torch.equal(prompt.attend(100, 203), before)
+        prompt.cache.key(1)[prompt.table[11], 1, 5] = bits
+        assert not prompt.attend(100, 203)[90:, 3:].isfinite().any()
 
 
 @needs_library
