@@ -39,6 +39,7 @@ class KeptRoom:
         self._needed: dict[WorkerKey, tuple[GenerationWorker, int]] = {}  # for the most choices of any request
         self._left: dict[Need, set[WorkerKey]] = {}  # workers that more of these requests may add
         self._with_room: dict[Need, list[GenerationWorker]] = {}
+        self._is_possible: dict[Need, bool] = {}
         self._computing: frozenset[WorkerKey] | None = None
 
     def keep(self, need: Need, refusing: frozenset[WorkerKey]) -> None:
@@ -79,6 +80,12 @@ class KeptRoom:
         """Return the workers without room to spare: where there is enough, none is kept."""
         self._look_up()
         return frozenset(key for key, (worker, num_needed) in self._needed.items() if not worker.has_room(num_needed))
+
+    def is_possible(self, need: Need) -> bool:
+        """Return True if the workers that are open could serve such a request, were they empty."""
+        if need not in self._is_possible:
+            self._is_possible[need] = bool(usable(self._workers, need.demand()))
+        return self._is_possible[need]
 
     def may_begin(self, need: Need, refusing: frozenset[WorkerKey], *, gives_way: bool) -> bool:
         """Return False if such a request would find no room, without a look at routes: True is no promise."""

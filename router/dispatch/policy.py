@@ -259,7 +259,7 @@ def choose_route(workers: Iterable[GenerationWorker], demand: Demand, absent: Se
         if candidates:
             return Route(None, min(candidates, key=demand.order))
     if _best_pair(fitting, demand) or _best_aggregated(fitting, demand) or alone:
-        _check_num_choices(fitting, [*every, *absent], demand)
+        _check_num_choices(every, absent, demand)
         others = "requests with other API keys wait for room" if demand.kept else ""
         raise Overloaded(f"{others or 'every worker that could serve the request is full'}: try again later")
     limit, needed = max_model_len(members), demand.num_tokens
@@ -285,20 +285,25 @@ def choose_weights(workers: Iterable[GenerationWorker]) -> bytes:
     return route.decode.facts.model_fingerprint
 
 
-def _check_num_choices(fitting: Iterable[GenerationWorker], every: Iterable[GenerationWorker], demand: Demand) -> None:
-    """Refuse a request for good if no route could ever hold its choices, however long it waits; ``every`` may serve later."""
-    limits: list[int] = []
-    for route in routes(fitting):
-        limits.append(route.max_num_choices)
-        if demand.num_choices <= (limits[-1] or demand.num_choices):
+def _check_num_choices(every: Sequence[GenerationWorker], absent: Sequence[GenerationWorker], demand: Demand) -> None:
+    """Refuse a request for good if no route could ever hold its choices, however long it waits; ``absent`` may serve later."""
+
+    def limits(found: Iterable[Route]) -> Iterator[int]:
+        for route in found:  # of all workers: which of them serve alone does not depend on the request
+            if len(_with_context(_with_weights(route.workers, demand), demand)) == len(route.workers):
+                yield route.max_num_choices or demand.num_choices
+
+    most = 0
+    for limit in limits(routes(every)):
+        if demand.num_choices <= limit:
             return
-    if not limits:
+        most = max(most, limit)
+    if not most:
         return
-    later = [worker for worker in _with_weights(every, demand) if worker.facts.max_model_len >= demand.num_tokens]
-    if any(demand.num_choices <= (route.max_num_choices or demand.num_choices) for route in _routes_if_open(later)):
+    if any(demand.num_choices <= limit for limit in limits(_routes_if_open([*every, *absent]))):
         raise NoWorker("the workers that hold as many choices as the request asks for take no requests at the moment")
     raise InvalidRequest(
-        f"n = {demand.num_choices}: no worker that could serve the request holds more than {max(limits)} choices", param="n"
+        f"n = {demand.num_choices}: no worker that could serve the request holds more than {most} choices", param="n"
     )
 
 
@@ -415,8 +420,11 @@ def _with_weights(workers: Iterable[GenerationWorker], demand: Demand) -> list[G
 
 
 def _fitting(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
-    able = (worker for worker in _with_weights(workers, demand) if not worker.is_closed)
-    return [worker for worker in able if worker.facts.max_model_len >= demand.num_tokens]
+    return _with_context((worker for worker in _with_weights(workers, demand) if not worker.is_closed), demand)
+
+
+def _with_context(workers: Iterable[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
+    return [worker for worker in workers if worker.facts.max_model_len >= demand.num_tokens]
 
 
 def _in_order_of_preference(workers: list[GenerationWorker], demand: Demand) -> Iterator[list[GenerationWorker]]:

@@ -75,7 +75,7 @@ class Waiting:
         latest: dict[Need, _NoRoom] = {}  # why one that needs the same found none, whoever refuses it
         for request in sorted(self._requests.values(), key=self._order):
             need, gives_way, refusing = _need(request, contexts), request.gives_way, request.refusing(now)
-            why = None if request.has_begun else _why_in_vain(tried, need, gives_way=gives_way)
+            why = None if request.has_begun else _why_in_vain(tried, need, kept, gives_way=gives_way)
             if why is None and refusing and not request.has_begun and need in latest:
                 why = latest[need] if not kept.may_begin(need, refusing, gives_way=gives_way) else None
             if why is not None:
@@ -144,10 +144,13 @@ def _need(request: RequestState, contexts: Sequence[int]) -> Need:
     return Need(max_model_len, wanted.model_fingerprint, wanted.n)
 
 
-def _why_in_vain(tried: _Tried, need: Need, *, gives_way: bool) -> _NoRoom | None:
-    """Return why one that needs no more, or as much of others' room, found none in these turns; None if none has tried."""
+def _why_in_vain(tried: _Tried, need: Need, kept: KeptRoom, *, gives_way: bool) -> _NoRoom | None:
+    """Return why one that needs no more, or as much of others' room, found none in these turns; None if none has tried.
+
+    What needs more has the same reason only if some worker could ever hold it.
+    """
     for gave_way in {False, gives_way}:
         looked = tried.get((need.max_model_len, need.model_fingerprint, gave_way))
-        if looked is not None and looked[0] <= need.num_choices:
+        if looked is not None and (looked[0] == need.num_choices or (looked[0] < need.num_choices and kept.is_possible(need))):
             return looked[1]
     return None

@@ -301,3 +301,14 @@ def test_a_stream_waits_for_a_supervised_successor_beyond_worker_wait_s(make_ben
     bench.tick(31.0)
     bench.join("d0", incarnation=2)
     assert bench.generated("d0").request_id == "r1.2"
+
+
+def test_a_worker_that_only_short_requests_reach_sets_no_limit_of_choices(make_bench):
+    bench = make_bench()
+    bench.join("p0", host_id="h1", max_model_len=40)
+    bench.join("d0", host_id="h1", max_num_choices=4)  # reads only from p0, which takes no long prompt
+    bench.join("p1", host_id="h2")
+    bench.join("d1", host_id="h2", max_num_choices=2)
+    bench.submit("r1", n=3)
+    with pytest.raises(InvalidRequest, match="holds more than 2 choices"):
+        bench.submit("r2", prompt=60, n=3)

@@ -225,3 +225,40 @@ def test_no_prefill_room_is_kept_if_no_decode_worker_can_ever_hold_the_choices(m
     finish(bench, "f0")
     submit(bench, "f9", FLOOD)
     assert started(bench, "p0")[-1] == "f9"
+
+
+@pytest.mark.parametrize("why", [FULL, GRAMMAR])
+def test_a_key_below_its_share_waits_if_a_worker_refuses_it_and_all_other_room_is_kept(make_bench, why):
+    bench = make_bench(max_requests=100, request_timeout_s=600.0)
+    bench.join("a0", max_num_choices=4, max_model_len=40)
+    bench.join("a1", max_num_choices=4)
+    for number in range(8):
+        submit(bench, f"f{number}", FLOOD)
+    submit(bench, "t0", THIRD, n=4, prompt=60)
+    bench.tick(PASS_S + 1.0)
+    for request_id in (started(bench, "a0")[0], started(bench, "a1")[0]):
+        finish(bench, request_id)
+    submit(bench, "c0", CALM)
+    assert started(bench, "a0")[-1] == "c0"
+    bench.fails("a0", why, "c0")
+    assert "c0" not in bench.ended
+    for request_id in started(bench, "a1")[1:4]:
+        finish(bench, request_id)
+    assert started(bench, "a1")[-1] == "t0"
+    finish(bench, "t0")
+    assert any(request_id.startswith("c0") for request_id in started(bench, "a1"))
+
+
+def test_a_request_that_no_worker_can_ever_hold_gets_no_reason_of_a_smaller_one(make_bench):
+    bench = make_bench(max_requests=100, request_timeout_s=60.0)
+    bench.join("a0", max_num_choices=4)
+    bench.join("a1", max_num_choices=2)
+    for number in range(6):
+        submit(bench, f"f{number}", FLOOD)
+    submit(bench, "t0", THIRD, n=4)
+    submit(bench, "c0", CALM, n=2, priority=-1)  # looks first
+    bench.leave("a0")
+    while "t0" not in bench.ended:
+        bench.tick(bench.now + 1.0)
+    assert bench.ended["t0"].request.error.code == "invalid_request"
+    assert "c0" not in bench.ended
