@@ -9,10 +9,11 @@ its own if there are two or more; router and load are spread over all cores, on 
 CPU engine: two that chunk prompts, and pairs with our plug-in and with NixlConnector (after ``make install-vllm``).
 
 ITL: some streams decode, once alone, and once while prompts of 1,024 tokens arrive one after another; then the gaps between
-tokens from the first arrival to the end of the last long answer count. The long prompts' rate is a share of what one worker
-can compute, so all sides are offered the same work. It is 0.9 of it: an unchunked prompt stalls each stream of its worker once,
-and only where these stalls are more than one gap in a hundred does the 99th percentile see them. The table says which share of
-the gaps is longer than ``STALL`` idle ones.
+tokens from the first arrival to the end of the last long answer count. Those of the streams alone count where the others do,
+from the same token to the same token of an answer: a step takes longer the more tokens its answers have. The long prompts' rate
+is a share of what one worker can compute, so all sides are offered the same work. It is 0.9 of it: an unchunked prompt stalls
+each stream of its worker once, and only where these stalls are more than one gap in a hundred does the 99th percentile see
+them. The table says which share of the gaps is longer than ``STALL`` idle ones.
 
 Goodput: requests of drawn lengths arrive by chance (Poisson). A request is good if its first token comes within the SLO of the
 first token, and the mean time between its tokens is within the SLO of tokens; both are multiples of what one idle worker takes,
@@ -57,7 +58,6 @@ class Size:
     long_prompt: int = 1024
     long_tokens: int = 8
     num_long: int = 8
-    quiet_tokens: int = 150  # of a stream, with nothing else to do
     lead_s: float = 2.0  # from the start of the streams to the first long prompt
     utilization: float = 0.9  # of one worker, by the long prompts
     num_requests: int = 30  # of a rate of the goodput
@@ -72,7 +72,6 @@ QUICK = Size(
     stream_tokens=60,
     long_prompt=96,
     num_long=2,
-    quiet_tokens=20,
     lead_s=0.0,
     num_requests=3,
     rates=(0.5,),
@@ -108,21 +107,23 @@ class StreamLoad(Load):
 
     def intervals(self, prefill_s: float) -> Intervals:
         """Run the streams alone, and once more beside long prompts."""
-        size = self._size
-        found = Intervals(
-            quiet_ms=[1e3 * gap for result in self.send(self._streams(size.quiet_tokens)) for gap in result.itl_s]
-        )
+        size, found = self._size, Intervals()
+        alone = self.send(self._streams())
         arrivals = [size.lead_s + number * prefill_s / size.utilization for number in range(size.num_long)]
         longs = [BenchRequest(arrival, self.prompt(size.long_prompt), size.long_tokens) for arrival in arrivals]
-        results = self.send([*self._streams(size.stream_tokens), *longs])
+        results = self.send([*self._streams(), *longs])
         answered, long_results = results[: size.num_streams], results[size.num_streams :]
         found.long_ttft_ms = [1e3 * (result.ttft_s or 0.0) for result in long_results]
         end = max(result.started_s + result.e2e_s for result in long_results)
-        found.busy_ms = [1e3 * gap for result in answered for when, gap in gaps(result) if size.lead_s <= when - gap <= end]
+        for quiet, busy in zip(alone, answered, strict=True):
+            counts = [size.lead_s <= when - gap <= end for when, gap in gaps(busy)]
+            found.quiet_ms += [1e3 * gap for gap in itertools.compress(quiet.itl_s, counts)]
+            found.busy_ms += [1e3 * gap for gap in itertools.compress(busy.itl_s, counts)]
         return found
 
-    def _streams(self, num_tokens: int) -> list[BenchRequest]:
-        return [BenchRequest(0.0, self.prompt(self._size.stream_prompt), num_tokens) for _ in range(self._size.num_streams)]
+    def _streams(self) -> list[BenchRequest]:
+        size = self._size
+        return [BenchRequest(0.0, self.prompt(size.stream_prompt), size.stream_tokens) for _ in range(size.num_streams)]
 
     def good_share(self, rate: float, ttft_slo_s: float, itl_slo_s: float) -> float:
         """Return which share of requests that arrive at ``rate`` per second is good."""
