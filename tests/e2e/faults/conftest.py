@@ -220,16 +220,16 @@ class FaultCluster:
         self.cluster.kill(name, number)
         return at
 
+    def has_restarted(self, name: str, pid: int) -> bool:
+        """Return True if another process of this name serves."""
+        with contextlib.suppress(KeyError, OSError):
+            address = self.cluster.base_url if name == ROUTER else self.cluster.worker(name).ops_address
+            return self.cluster.pids[name] != pid and _status(f"{address}/ready") == http.client.OK
+        return False
+
     def wait_for_restart(self, name: str, pid: int) -> None:
         """Wait until another process of this name serves."""
-
-        def is_ready() -> bool:
-            with contextlib.suppress(KeyError, OSError):
-                address = self.cluster.base_url if name == ROUTER else self.cluster.worker(name).ops_address
-                return self.cluster.pids[name] != pid and _status(f"{address}/ready") == http.client.OK
-            return False
-
-        self.eventually(is_ready, f"restart of {name}", 120.0)
+        self.eventually(lambda: self.has_restarted(name, pid), f"restart of {name}", 120.0)
 
     def num_members(self, role: str) -> float:
         """Return how many workers of a role the router has."""

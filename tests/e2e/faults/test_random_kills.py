@@ -8,11 +8,13 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.streaming_client import Stream
+
 pytestmark = [pytest.mark.e2e, pytest.mark.slow]
 
 NUM_CLIENTS = 4
-NUM_REQUESTS, NUM_TOKENS = 20, 10
-REQUESTS_PER_KILL = 10  # at least so many kills
+NUM_REQUESTS, NUM_TOKENS = 20, 10  # at least so many requests
+NUM_KILLS = 2
 RETRYABLE = {"no_worker", "overloaded", "peer_lost", "router_silent"}
 
 
@@ -24,16 +26,18 @@ def test_answers_are_right_while_workers_are_killed_every_few_seconds(faulty):
     kills: list[str] = []
     killer = threading.Thread(target=kill_now_and_then, args=(faulty, rng, is_over, kills))
     killer.start()
+    streams: list[Stream] = []
     try:
         with ThreadPoolExecutor(NUM_CLIENTS) as clients:
-            streams = list(clients.map(lambda number: ask(faulty, number), range(NUM_REQUESTS)))
+            while len(streams) < NUM_REQUESTS or len(kills) < NUM_KILLS:  # a fast machine answers 20 within a second or two
+                numbers = range(len(streams), len(streams) + NUM_CLIENTS)
+                streams += clients.map(lambda number: ask(faulty, number), numbers)
     finally:
         is_over.set()
         killer.join()
-    assert len(kills) >= NUM_REQUESTS // REQUESTS_PER_KILL
     failed = [stream.error["code"] for stream in streams if stream.error is not None]
     assert set(failed) <= RETRYABLE
-    assert len(failed) <= NUM_REQUESTS // 10
+    assert len(failed) <= len(streams) // 10
     for stream in streams:
         if stream.error is None:
             faulty.assert_correct(stream, NUM_TOKENS)
