@@ -86,8 +86,8 @@ class Waiting:
                     continue
                 if not request.has_begun:
                     latest[need] = self._errors[request.request_id]
-                    if not refusing:
-                        tried[need.max_model_len, need.model_fingerprint, gives_way] = need.num_choices, latest[need]
+                if not request.has_begun and not refusing:
+                    tried[need.max_model_len, need.model_fingerprint, gives_way] = need.num_choices, latest[need]
             if _is_due(request, now):
                 kept.keep(need, refusing)
         self._kept = None
