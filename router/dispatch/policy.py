@@ -8,8 +8,9 @@ Knows the workers (``router.dispatch.members``) and a request's ``Demand``, and 
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from core.errors import (
     ConnectorUnavailable,
@@ -80,11 +81,6 @@ class Route:
         return min(worker.facts.max_model_len for worker in self.workers)
 
     @property
-    def max_num_choices(self) -> int:
-        """The most choices that every worker of the route can hold at once; 0 if no worker reports a limit."""
-        return min((limit for worker in self.workers if (limit := worker.facts.max_num_choices)), default=0)
-
-    @property
     def load(self) -> float:
         """The load of the fullest worker."""
         return max(worker.load for worker in self.workers)
@@ -130,11 +126,7 @@ def why_not_read(prefill: GenerationWorker | None, successor: GenerationWorker) 
 
 def routes(workers: Iterable[GenerationWorker]) -> Iterator[Route]:
     """Yield every route that takes new requests."""
-    return _routes_if_open([worker for worker in workers if not worker.is_closed])
-
-
-def _routes_if_open(workers: Sequence[GenerationWorker]) -> Iterator[Route]:
-    """Yield every route that there would be if all these workers took requests."""
+    workers = [worker for worker in workers if not worker.is_closed]
     decoders = _partners(workers, "decode")
     for worker in workers:
         if worker.role == "prefill":
@@ -209,9 +201,13 @@ def usable(workers: Iterable[GenerationWorker], demand: Demand) -> list[Generati
 
     The room of one is of no use to it without a partner that it can use as well.
     """
-    members = list(workers)
-    alone = {worker.key for worker in _alone(members)}
-    able = [worker for worker in could_hold(members, demand) if worker.key not in demand.refusing]
+    return _usable_if_open([worker for worker in workers if not worker.is_closed], demand)
+
+
+def _usable_if_open(workers: Sequence[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
+    alone = {worker.key for worker in _alone_if_open(workers)}  # of all: that does not depend on the request
+    fitting = _with_context(_with_weights(workers, demand), demand)
+    able = [worker for worker in fitting if worker.may_hold(demand.num_choices) and worker.key not in demand.refusing]
     prefills, decoders = _partners(able, "prefill"), _partners(able, "decode")
 
     def is_usable(worker: GenerationWorker) -> bool:
@@ -288,22 +284,21 @@ def choose_weights(workers: Iterable[GenerationWorker]) -> bytes:
 def _check_num_choices(every: Sequence[GenerationWorker], absent: Sequence[GenerationWorker], demand: Demand) -> None:
     """Refuse a request for good if no route could ever hold its choices, however long it waits; ``absent`` may serve later."""
 
-    def limits(found: Iterable[Route]) -> Iterator[int]:
-        for route in found:  # of all workers: which of them serve alone does not depend on the request
-            if len(_with_context(_with_weights(route.workers, demand), demand)) == len(route.workers):
-                yield route.max_num_choices or demand.num_choices
+    def with_choices(num_choices: int) -> Demand:
+        return replace(demand, num_choices=num_choices, refusing=frozenset())
 
-    most = 0
-    for limit in limits(routes(every)):
-        if demand.num_choices <= limit:
-            return
-        most = max(most, limit)
-    if not most:
+    wanted = with_choices(demand.num_choices)
+    if usable(every, wanted):
         return
-    if any(demand.num_choices <= limit for limit in limits(_routes_if_open([*every, *absent]))):
+    limits = sorted({worker.facts.max_num_choices for worker in _fitting(every, demand)} - {0})
+    num_possible = bisect_left(limits, True, key=lambda limit: not usable(every, with_choices(limit)))
+    if not num_possible:
+        return
+    if _usable_if_open([*every, *absent], wanted):
         raise NoWorker("the workers that hold as many choices as the request asks for take no requests at the moment")
     raise InvalidRequest(
-        f"n = {demand.num_choices}: no worker that could serve the request holds more than {most} choices", param="n"
+        f"n = {demand.num_choices}: no worker that could serve the request holds more than {limits[num_possible - 1]} choices",
+        param="n",
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from core.errors import Overloaded
+from core.errors import InvalidRequest, KVFerryError, NoWorker, Overloaded
 from router.dispatch import policy
 from router.dispatch.kept_room import KeptRoom, Need
 from router.dispatch.members import GenerationWorker
@@ -135,3 +135,42 @@ def test_room_is_kept_at_the_workers_of_each_route_that_a_request_can_get(data, 
         for route in routes(workers)
     )
     assert kept.may_begin(need, refusing, gives_way=gives_way) or not has_room
+
+
+@given(workers=members(), absent=members(), num_tokens=st.sampled_from([10, 60]), num_choices=st.integers(1, 6))
+def test_choices_are_refused_for_good_if_no_route_of_any_worker_holds_them(workers, absent, num_tokens, num_choices):
+    def limits(every):
+        able = [route for route in routes(every) if all(w.facts.max_model_len >= num_tokens for w in route.workers)]
+        return [min(w.facts.max_num_choices or 99 for w in route.workers) for route in able]
+
+    now = limits(workers)
+    opened = [member(w.role, w.key.engine_id + kind, **facts_of(w)) for kind, ws in (("", workers), ("b", absent)) for w in ws]
+    for copy, worker in zip(opened, [*workers, *absent], strict=True):
+        copy.may_serve_alone = worker.may_serve_alone
+    later = limits(opened)
+    error: KVFerryError | None = None
+    try:
+        choose_route(workers, Demand(num_tokens=num_tokens, num_choices=num_choices), opened[len(workers) :])
+    except KVFerryError as raised:
+        error = raised
+    if not now or max(now) >= num_choices:
+        assert type(error) is not InvalidRequest  # it may be a subclass: too long
+    elif max(later, default=0) >= num_choices:
+        assert isinstance(error, NoWorker)
+    else:
+        assert type(error) is InvalidRequest
+        assert str(error).endswith(f"more than {max(now)} choices")
+
+
+def facts_of(worker):
+    facts = worker.facts
+    return {name: getattr(facts, name) for name in ("transports", "max_num_choices", "max_model_len")}
+
+
+def test_too_many_choices_are_refused_without_a_look_at_each_route(monkeypatch):
+    workers = [member(role, f"{role}{number}", max_num_choices=8) for role in ("prefill", "decode") for number in range(30)]
+    made, real = [], policy.Route
+    monkeypatch.setattr(policy, "Route", lambda *workers: made.append(workers) or real(*workers))
+    with pytest.raises(InvalidRequest, match="more than 8 choices"):
+        choose_route(workers, Demand(num_tokens=10, num_choices=9))
+    assert len(made) < 30

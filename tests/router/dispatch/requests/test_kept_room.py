@@ -156,8 +156,9 @@ def test_for_each_that_looks_it_is_not_looked_up_again_what_is_kept(make_bench, 
     assert [name for name in names if len(started(bench, name)) > 1] == ["p0"], "it is open to all but one"
 
 
-@pytest.mark.parametrize("other", ["drains", "has no partner", "is cut off"])
-def test_no_decode_room_is_kept_if_another_prefill_worker_cannot_begin_either(make_bench, other):
+@pytest.fixture
+def held_pair(make_bench):
+    """A pair whose decode worker is full of one key's requests; another key's one for two choices is held for long."""
     bench = make_bench("p0", max_requests=100)
     bench.join("d0", max_num_choices=4)
     for number in range(4):
@@ -165,33 +166,32 @@ def test_no_decode_room_is_kept_if_another_prefill_worker_cannot_begin_either(ma
         bench.prefill_done(f"f{number}")
     submit(bench, "c0", CALM, n=2)
     bench.tick(PASS_S)
-    bench.join("p1", transports=("rdma",) if other == "has no partner" else ("shm",))
-    (p1,) = [worker for worker in bench.core.membership.workers if worker.key.engine_id == "p1"]
-    p1.is_draining = other == "drains"
-    p1.cut_peer = b"p1" if other == "is cut off" else None
-    finish(bench, "f0")
-    finish(bench, "f1")
-    bench.fails("p0", GRAMMAR, "c0")
-    submit(bench, "f8", FLOOD)
-    submit(bench, "f9", FLOOD)
-    assert started(bench, "p0")[-3:] == ["c0", "f8", "f9"]
+    return bench
 
 
-def test_decode_room_is_kept_while_another_prefill_worker_can_begin(make_bench):
-    bench = make_bench("p0", max_requests=100)
-    bench.join("d0", max_num_choices=4)
-    for number in range(4):
-        submit(bench, f"f{number}", FLOOD)
-        bench.prefill_done(f"f{number}")
-    submit(bench, "c0", CALM, n=2)
-    bench.tick(PASS_S)
-    finish(bench, "f0")
-    finish(bench, "f1")
-    bench.join("p1")
-    bench.heartbeat("d0", num_running=3)  # of another router, too
-    bench.fails("p0", GRAMMAR, "c0")
+@pytest.mark.parametrize("other", ["is not there", "drains", "has no partner", "is cut off"])
+def test_no_decode_room_is_kept_if_another_prefill_worker_cannot_begin_either(held_pair, other):
+    if other != "is not there":
+        held_pair.join("p1", transports=("rdma",) if other == "has no partner" else ("shm",))
+        (p1,) = [worker for worker in held_pair.core.membership.workers if worker.key.engine_id == "p1"]
+        p1.is_draining = other == "drains"
+        p1.cut_peer = b"p1" if other == "is cut off" else None
+    finish(held_pair, "f0")
+    finish(held_pair, "f1")
+    held_pair.fails("p0", GRAMMAR, "c0")
+    submit(held_pair, "f8", FLOOD)
+    submit(held_pair, "f9", FLOOD)
+    assert started(held_pair, "p0")[-3:] == ["c0", "f8", "f9"]
+
+
+def test_decode_room_is_kept_while_another_prefill_worker_can_begin(held_pair):
+    finish(held_pair, "f0")
+    finish(held_pair, "f1")
+    held_pair.join("p1")
+    held_pair.heartbeat("d0", num_running=3)  # of another router, too
+    held_pair.fails("p0", GRAMMAR, "c0")
     with pytest.raises(Overloaded, match="other API keys"):
-        submit(bench, "f8", FLOOD)
+        submit(held_pair, "f8", FLOOD)
 
 
 def test_no_prefill_room_is_kept_while_every_decode_worker_refuses_the_grammar(make_bench):
@@ -228,7 +228,7 @@ def test_no_prefill_room_is_kept_if_no_decode_worker_can_ever_hold_the_choices(m
 
 
 @pytest.mark.parametrize("why", [FULL, GRAMMAR])
-def test_a_key_below_its_share_waits_if_a_worker_refuses_it_and_all_other_room_is_kept(make_bench, why):
+def test_a_key_below_its_share_waits_after_a_refusal_while_all_other_room_is_kept(make_bench, why):
     bench = make_bench(max_requests=100, request_timeout_s=600.0)
     bench.join("a0", max_num_choices=4, max_model_len=40)
     bench.join("a1", max_num_choices=4)

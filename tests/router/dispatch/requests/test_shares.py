@@ -376,22 +376,6 @@ def test_no_room_is_kept_for_a_request_while_its_grammar_is_refused(full):
     assert started(full)[-3:] == ["c0", "f8", "f9"]
 
 
-def test_no_room_is_kept_for_a_request_that_no_worker_can_begin(make_bench):
-    bench = make_bench("p0", max_requests=100)
-    bench.join("d0", max_num_choices=4)
-    for number in range(4):
-        submit(bench, f"f{number}", FLOOD)
-        bench.prefill_done(f"f{number}")
-    submit(bench, "c0", CALM, n=2)
-    bench.tick(PASS_S)
-    finish(bench, "f0")
-    finish(bench, "f1")
-    bench.fails("p0", GRAMMAR, "c0")
-    submit(bench, "f8", FLOOD)
-    submit(bench, "f9", FLOOD)
-    assert started(bench, "p0")[-3:] == ["c0", "f8", "f9"]
-
-
 @pytest.mark.parametrize("other_waits", [False, True])
 def test_room_is_kept_for_a_request_at_workers_that_do_not_refuse_its_grammar(two_full, other_waits):
     submit(two_full, "c0", CALM, n=2)
