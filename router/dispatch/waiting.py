@@ -21,8 +21,8 @@ from router.dispatch.shares import TenantShares
 
 PASS_S = 2.0  # so long a held request lets others pass that need less room, or the room of other workers
 _NoRoom = NoWorker | Overloaded
-# By context, weights and ``gives_way``: the fewest choices for which no room was found.
-_Tried = dict[tuple[int, bytes, bool], tuple[int, _NoRoom]]
+# By context, weights and ``gives_way``, then by number of choices: why no room was found.
+_Tried = dict[tuple[int, bytes, bool], dict[int, _NoRoom]]
 _ROLES_THAT_GO_ON: tuple[Role, ...] = ("decode", "aggregated")
 
 
@@ -87,7 +87,8 @@ class Waiting:
                 if not request.has_begun:
                     latest[need] = self._errors[request.request_id]
                 if not request.has_begun and not refusing:
-                    tried[need.max_model_len, need.model_fingerprint, gives_way] = need.num_choices, latest[need]
+                    alike = need.max_model_len, need.model_fingerprint, gives_way
+                    tried.setdefault(alike, {})[need.num_choices] = latest[need]
             if _is_due(request, now):
                 kept.keep(need, refusing)
         self._kept = None
@@ -147,10 +148,14 @@ def _need(request: RequestState, contexts: Sequence[int]) -> Need:
 def _why_in_vain(tried: _Tried, need: Need, kept: KeptRoom, *, gives_way: bool) -> _NoRoom | None:
     """Return why one that needs no more, or as much of others' room, found none in these turns; None if none has tried.
 
-    What needs more has the same reason only if some worker could ever hold it.
+    What needs more has the same reason only if open workers could hold it. Where they could not, one looks for each number of
+    choices, since for some there may be no worker ever.
     """
     for gave_way in {False, gives_way}:
-        looked = tried.get((need.max_model_len, need.model_fingerprint, gave_way))
-        if looked is not None and (looked[0] == need.num_choices or (looked[0] < need.num_choices and kept.is_possible(need))):
-            return looked[1]
+        looked = tried.get((need.max_model_len, need.model_fingerprint, gave_way), {})
+        if need.num_choices in looked:
+            return looked[need.num_choices]
+        fewest = min(looked, default=need.num_choices)
+        if fewest < need.num_choices and kept.is_possible(need):
+            return looked[fewest]
     return None

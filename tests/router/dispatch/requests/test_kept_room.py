@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from core.errors import Overloaded
+from core.errors import NoWorker, Overloaded
 from core.wire.media import MMFeature
 from core.wire.messages import EncodeDone, EncodeRequest, ErrorInfo
 from router.dispatch import policy
@@ -262,3 +262,40 @@ def test_a_request_that_no_worker_can_ever_hold_gets_no_reason_of_a_smaller_one(
         bench.tick(bench.now + 1.0)
     assert bench.ended["t0"].request.error.code == "invalid_request"
     assert "c0" not in bench.ended
+
+
+@pytest.mark.parametrize("numbers", [(1, 2), (2, 1), (1, 2, 3)])
+def test_while_no_open_worker_can_serve_one_looks_for_each_number_of_choices(make_bench, monkeypatch, numbers):
+    bench = make_bench("p0", "d0", max_requests=100, heartbeat_timeout_s=50.0)
+    bench.submit("running")
+    bench.prefill_done("running")
+    for number in range(30):
+        bench.submit(f"r{number}", n=numbers[number % len(numbers)])
+    bench.heartbeat("d0", is_draining=True)
+    for number in range(30):
+        bench.fails("p0", ErrorInfo.of(NoWorker("draining")), f"r{number}")
+    placement, looked = bench.core.dispatcher.placement, []
+    check = placement.check_room
+    monkeypatch.setattr(placement, "check_room", lambda request, *args: looked.append(request) or check(request, *args))
+    finish(bench, "running")
+    assert bench.core.dispatcher.num_waiting == 30
+    assert sorted(request.submission.n for request in looked) == sorted(numbers)
+    looked.clear()
+    bench.do(bench.core.on_timer(bench.now))
+    assert len(looked) == len(numbers)
+
+
+def test_what_is_full_for_fewer_choices_is_full_also_beside_more_than_are_open(make_bench, monkeypatch):
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_num_choices=4)
+    bench.join("a1", max_num_choices=2)
+    for number in range(6):
+        submit(bench, f"f{number}", FLOOD)
+    for number in range(30):
+        submit(bench, f"c{number}", 10 + number, n=(4, 1, 2)[number % 3])
+    bench.heartbeat("a0", is_draining=True, num_running=4)
+    placement, looked = bench.core.dispatcher.placement, []
+    check = placement.check_room
+    monkeypatch.setattr(placement, "check_room", lambda request, *args: looked.append(request) or check(request, *args))
+    bench.do(bench.core.dispatcher.place_waiting(bench.now))
+    assert [request.submission.n for request in looked] == [4, 1], "what is full for one is full for two"
