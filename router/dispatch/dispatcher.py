@@ -349,7 +349,7 @@ class Dispatcher:
         except (NoWorker, Overloaded) as error:
             previous = request.attempt.previous_error
             if previous is not None and previous.code == Overloaded.code and not request.may_wait:
-                if isinstance(error, NoWorker) or not self._shares.is_below(request.submission.tenant):
+                if isinstance(error, NoWorker) or not self._shares.is_below(request.submission.tenant, is_open=True):
                     return self._open.fail_with(request, previous, now)
                 request.was_held = True  # as it would have been if it had come now
             request.is_held = request.was_held

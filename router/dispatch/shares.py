@@ -34,8 +34,11 @@ class TenantShares:
         if not self._num_open[tenant]:
             del self._num_open[tenant]
 
-    def is_below(self, tenant: int) -> bool:
-        """Return True if others are open, and the tenant has less than an equal share of all open requests."""
-        num_open = self.num_open(tenant)
-        num_tenants = len(self._num_open) + (0 if num_open else 1)
-        return num_open * num_tenants < self._total
+    def is_below(self, tenant: int, *, is_open: bool = False) -> bool:
+        """Return True if others are open, and the tenant has less than an equal share of all open requests.
+
+        The request for which this is asked does not count; with ``is_open`` it is one of the open ones.
+        """
+        num_open, total = self.num_open(tenant) - is_open, self._total - is_open
+        num_tenants = len(self._num_open) + (0 if self.num_open(tenant) else 1)
+        return num_open * num_tenants < total

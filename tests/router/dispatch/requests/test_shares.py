@@ -428,3 +428,31 @@ def test_a_held_request_that_was_lost_is_held_again_while_the_others_are_full(fu
     full.heartbeat("a1", num_running=2)
     full.do(full.core.on_timer(full.now))
     assert started(full, "a1")[0] == "c0.2"
+
+
+def one_is_refused(make_bench, num_of_flood, num_of_calm, why):
+    """Return a bench of two keys with so many open requests at a full worker, which has just refused the last one, ``c0``."""
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_num_choices=num_of_flood + num_of_calm)
+    for number in range(num_of_flood):
+        submit(bench, f"f{number}", FLOOD)
+    for number in reversed(range(num_of_calm)):
+        submit(bench, f"c{number}", CALM)
+    assert started(bench)[-1] == "c0"
+    bench.fails("a0", why, "c0")
+    return bench
+
+
+@pytest.mark.parametrize("why", [GRAMMAR, ErrorInfo.of(Overloaded("full"))], ids=["grammar", "full"])
+@pytest.mark.parametrize("number", [1, 2, 4])
+def test_a_refused_request_that_makes_its_key_s_share_equal_waits_as_a_new_one_does(make_bench, number, why):
+    bench = one_is_refused(make_bench, number, number, why)
+    assert "c0" not in bench.ended
+    bench.tick(2.0)
+    assert started(bench)[-1] == "c0.2"
+
+
+@pytest.mark.parametrize(("num_of_flood", "num_of_calm"), [(0, 1), (0, 4), (1, 2), (3, 4), (3, 5)])
+def test_an_equal_share_is_not_exceeded_by_a_refused_request_either(make_bench, num_of_flood, num_of_calm):
+    bench = one_is_refused(make_bench, num_of_flood, num_of_calm, GRAMMAR)
+    assert bench.error("c0").http_status == 429
