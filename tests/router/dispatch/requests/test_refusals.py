@@ -284,6 +284,19 @@ def test_other_requests_that_wait_pass_one_whose_grammar_was_refused(make_bench)
     assert bench.generated("a0").request_id == "r1.3"
 
 
+def test_a_grammar_refused_by_the_only_worker_with_enough_room_is_tried_there_again(make_bench):
+    bench = make_bench()
+    bench.join("a0", max_num_choices=8)
+    bench.join("a1", max_num_choices=2)
+    bench.submit(n=4)
+    bench.leave("a0")
+    bench.join("a0", incarnation=2, max_num_choices=8)
+    bench.fails("a0", GRAMMAR, "r1.2")
+    assert "r1" not in bench.ended, "a1 can never hold it, but a0 can"
+    bench.tick(0.5)
+    assert bench.generated("a0").request_id == "r1.3"
+
+
 # ---- how long started requests wait ----------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import re
 
 import pytest
 
-from core.errors import DeadlineUnreachable, Overloaded
+from core.errors import DeadlineUnreachable, NoWorker, Overloaded
 from core.wire.messages import ErrorInfo, Generate
 from core.wire.sampling import SamplingParams
 from router.dispatch.waiting import PASS_S
@@ -455,4 +455,27 @@ def test_a_refused_request_that_makes_its_key_s_share_equal_waits_as_a_new_one_d
 @pytest.mark.parametrize(("num_of_flood", "num_of_calm"), [(0, 1), (0, 4), (1, 2), (3, 4), (3, 5)])
 def test_an_equal_share_is_not_exceeded_by_a_refused_request_either(make_bench, num_of_flood, num_of_calm):
     bench = one_is_refused(make_bench, num_of_flood, num_of_calm, GRAMMAR)
+    assert bench.error("c0").http_status == 429
+
+
+def test_a_request_that_waits_after_a_refusal_does_so_although_its_share_shrinks(make_bench):
+    bench = one_is_refused(make_bench, 4, 2, ErrorInfo.of(Overloaded("full")))
+    for number in range(3):
+        finish(bench, f"f{number}")
+    assert "c0" not in bench.ended, "a new one would get 429 until the worker's next heartbeat"
+    with pytest.raises(Overloaded):
+        submit(bench, "c2", CALM)
+    bench.tick(2.0)
+    assert started(bench)[-1] == "c0.2"
+
+
+def test_a_request_that_was_refused_does_not_wait_where_a_new_one_would_not(make_bench):
+    bench = make_bench(max_requests=100)
+    bench.join("a0", max_num_choices=4)
+    for name, tenant in (("f0", FLOOD), ("f1", FLOOD), ("c0", CALM)):
+        submit(bench, name, tenant)
+    bench.heartbeat("a0", is_draining=True)
+    with pytest.raises(NoWorker):
+        submit(bench, "c1", CALM)
+    bench.fails("a0", ErrorInfo.of(Overloaded("full")), "c0")
     assert bench.error("c0").http_status == 429
