@@ -142,7 +142,7 @@ def _alone(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
 
 
 def _alone_if_open(workers: Sequence[GenerationWorker]) -> list[GenerationWorker]:
-    candidates = [worker for worker in workers if worker.may_serve_alone]
+    candidates = [worker for worker in workers if worker.role == "decode" and worker.may_serve_alone]
     prefills = _partners(workers if candidates else (), "prefill")
     return [worker for worker in candidates if not prefills.fit(worker)]
 

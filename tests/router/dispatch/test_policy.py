@@ -434,6 +434,14 @@ def test_a_worker_does_not_read_its_own_kv_after_a_switch():
     assert why_not_read(holder, holder).code == "connector_unavailable"
 
 
+def test_a_worker_that_has_become_a_prefill_worker_does_not_serve_alone():
+    switched = member("prefill", "w0", kv_verify="digest", has_digests=False)  # it could not even read from one like itself
+    switched.may_serve_alone = True  # as a decode worker
+    with pytest.raises(NoWorker, match="no decode worker"):
+        choose_route([switched], Demand(num_tokens=10))
+    assert next(routes([switched]), None) is None
+
+
 def test_a_reader_that_has_become_a_prefill_worker_still_reads():
     holder, reader = member("prefill", "p0"), member("prefill", "w0", can_switch_role=True, num_switches=1)
     assert why_not_read(holder, reader) is None
