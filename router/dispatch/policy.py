@@ -126,24 +126,33 @@ def why_not_read(prefill: GenerationWorker | None, successor: GenerationWorker) 
 
 def routes(workers: Iterable[GenerationWorker]) -> Iterator[Route]:
     """Yield every route that takes new requests."""
-    workers = [worker for worker in workers if not worker.is_closed]
+    workers = _open(workers)
     decoders = _partners(workers, "decode")
     for worker in workers:
         if worker.role == "prefill":
             yield from (Route(worker, decode) for decode in decoders.of(worker))
         elif worker.role == "aggregated":
             yield Route(None, worker)
-    yield from (Route(None, worker) for worker in _alone_if_open(workers))
+    yield from (Route(None, worker) for worker in _alone_beside(workers, workers))
+
+
+def _open(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
+    return [worker for worker in workers if not worker.is_closed]
 
 
 def _alone(workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
     """Return the decode workers that serve requests alone: those that may, and that can read from no open prefill worker."""
-    return _alone_if_open([worker for worker in workers if not worker.is_closed])
+    open_workers = _open(workers)
+    return _alone_beside(open_workers, open_workers)
 
 
-def _alone_if_open(workers: Sequence[GenerationWorker]) -> list[GenerationWorker]:
+def _alone_beside(open_workers: Sequence[GenerationWorker], workers: Iterable[GenerationWorker]) -> list[GenerationWorker]:
+    """Return those of ``workers`` that would serve alone if they took requests, while these workers are open.
+
+    A prefill worker that is closed or away keeps none from it: it may return later than they, or never.
+    """
     candidates = [worker for worker in workers if worker.role == "decode" and worker.may_serve_alone]
-    prefills = _partners(workers if candidates else (), "prefill")
+    prefills = _partners(open_workers if candidates else (), "prefill")
     return [worker for worker in candidates if not prefills.fit(worker)]
 
 
@@ -201,11 +210,15 @@ def usable(workers: Iterable[GenerationWorker], demand: Demand) -> list[Generati
 
     The room of one is of no use to it without a partner that it can use as well.
     """
-    return _usable_if_open([worker for worker in workers if not worker.is_closed], demand)
+    open_workers = _open(workers)
+    return _usable_beside(open_workers, open_workers, demand)
 
 
-def _usable_if_open(workers: Sequence[GenerationWorker], demand: Demand) -> list[GenerationWorker]:
-    alone = {worker.key for worker in _alone_if_open(workers)}  # of all: that does not depend on the request
+def _usable_beside(
+    open_workers: Sequence[GenerationWorker], workers: Sequence[GenerationWorker], demand: Demand
+) -> list[GenerationWorker]:
+    """Return what of ``workers`` would be ``usable`` if they took requests, while these workers are open."""
+    alone = {worker.key for worker in _alone_beside(open_workers, workers)}  # of all: that does not depend on the request
     fitting = _with_context(_with_weights(workers, demand), demand)
     able = [worker for worker in fitting if worker.may_hold(demand.num_choices) and worker.key not in demand.refusing]
     prefills, decoders = _partners(able, "prefill"), _partners(able, "decode")
@@ -294,7 +307,7 @@ def _check_num_choices(every: Sequence[GenerationWorker], absent: Sequence[Gener
     num_possible = bisect_left(limits, True, key=lambda limit: not usable(every, with_choices(limit)))
     if not num_possible:
         return
-    if _usable_if_open([*every, *absent], wanted):
+    if _usable_beside(_open(every), [*every, *absent], wanted):
         raise NoWorker("the workers that hold as many choices as the request asks for take no requests at the moment")
     raise InvalidRequest(
         f"n = {demand.num_choices}: no worker that could serve the request holds more than {limits[num_possible - 1]} choices",
@@ -340,7 +353,7 @@ def choose_successor(workers: Iterable[GenerationWorker], model_fingerprint: byt
 
 def unpaired(workers: Iterable[GenerationWorker]) -> dict[WorkerKey, str]:
     """Return the prefill and decode workers that fit no worker of the other role, although there are some, and why."""
-    open_workers = [worker for worker in workers if not worker.is_closed]
+    open_workers = _open(workers)
     prefills = [worker for worker in open_workers if worker.role == "prefill"]
     decodes = [worker for worker in open_workers if worker.role == "decode"]
     if not prefills or not decodes:
@@ -353,16 +366,20 @@ def unpaired(workers: Iterable[GenerationWorker]) -> dict[WorkerKey, str]:
 
 def max_model_len(workers: Iterable[GenerationWorker]) -> int:
     """Return the longest context of any route, 0 if there is no route."""
-    return _max_model_len_if_open([worker for worker in workers if not worker.is_closed])
+    open_workers = _open(workers)
+    return _max_model_len_beside(open_workers, open_workers)
 
 
 def longest_model_len(workers: Sequence[GenerationWorker], absent: Sequence[GenerationWorker]) -> int:
-    """Return the longest context of any route that there is, or would be if all took requests, those in ``absent`` too."""
-    return max(max_model_len(workers), _max_model_len_if_open([*workers, *absent]))
+    """Return the longest context of any route that there is, or may be once others take requests, those in ``absent`` too."""
+    return _max_model_len_beside(_open(workers), [*workers, *absent])
 
 
-def _max_model_len_if_open(workers: Sequence[GenerationWorker]) -> int:
-    """Return the longest context of ``_routes_if_open``; compares only workers that may make it longer, as it takes long."""
+def _max_model_len_beside(open_workers: Sequence[GenerationWorker], workers: Sequence[GenerationWorker]) -> int:
+    """Return the longest context of all routes of ``workers`` if they took requests, while these workers are open.
+
+    Compares only workers that may make it longer, as it takes long.
+    """
     longest = max((worker.facts.max_model_len for worker in workers if worker.role == "aggregated"), default=0)
     by_context = sorted(workers, key=lambda worker: worker.facts.max_model_len, reverse=True)
     prefills = [worker for worker in by_context if worker.role == "prefill"]
@@ -375,7 +392,7 @@ def _max_model_len_if_open(workers: Sequence[GenerationWorker]) -> int:
         if decode is not None:
             longest = max(longest, min(prefill.facts.max_model_len, decode.facts.max_model_len))
     longer = [worker for worker in decoders if worker.facts.max_model_len > longest]
-    alone = _alone_if_open([*prefills, *longer])
+    alone = _alone_beside(open_workers, longer)
     return max((worker.facts.max_model_len for worker in alone), default=longest)
 
 
@@ -386,7 +403,7 @@ def why_not_ready(workers: Iterable[GenerationWorker]) -> str | None:
         return None
     if not members:
         return "no worker has registered"
-    open_workers = [worker for worker in members if not worker.is_closed]
+    open_workers = _open(members)
     if not open_workers:
         are_draining = all(worker.is_draining for worker in members)
         return "all workers are draining" if are_draining else f"no worker takes requests: {members[0].why_closed}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from core.errors import InvalidRequest, KVFerryError, NoWorker, Overloaded
 from router.dispatch import policy
 from router.dispatch.kept_room import KeptRoom, Need
-from router.dispatch.members import GenerationWorker
+from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.partners import Partners
 from router.dispatch.policy import (
     Demand,
@@ -26,7 +27,7 @@ from router.dispatch.policy import (
     usable,
     why_not_ready,
 )
-from tests.router.dispatch.test_policy import LAYOUT, member
+from tests.router.dispatch.test_policy import LAYOUT, futures, member
 
 
 @pytest.mark.parametrize("hosts", [1, 15])
@@ -105,7 +106,7 @@ def members(draw) -> list[GenerationWorker]:
             max_num_choices=draw(st.sampled_from([0, 2, 4])),
             max_model_len=draw(st.sampled_from([50, 100])),
         )
-        worker.may_serve_alone = worker.role == "decode" and draw(st.booleans())
+        worker.may_serve_alone = worker.role != "aggregated" and draw(st.booleans())  # one that was a decode worker keeps it
         workers.append(worker)
     return workers
 
@@ -143,14 +144,12 @@ def test_choices_are_refused_for_good_if_no_route_of_any_worker_holds_them(worke
         able = [route for route in routes(every) if all(w.facts.max_model_len >= num_tokens for w in route.workers)]
         return [min(w.facts.max_num_choices or 99 for w in route.workers) for route in able]
 
+    absent = [replace(worker, key=WorkerKey(f"{worker.key.engine_id}b", 1)) for worker in absent]
     now = limits(workers)
-    opened = [member(w.role, w.key.engine_id + kind, **facts_of(w)) for kind, ws in (("", workers), ("b", absent)) for w in ws]
-    for copy, worker in zip(opened, [*workers, *absent], strict=True):
-        copy.may_serve_alone = worker.may_serve_alone
-    later = limits(opened)
+    later = [limit for some in futures(workers, absent) for limit in limits(some)]
     error: KVFerryError | None = None
     try:
-        choose_route(workers, Demand(num_tokens=num_tokens, num_choices=num_choices), opened[len(workers) :])
+        choose_route(workers, Demand(num_tokens=num_tokens, num_choices=num_choices), absent)
     except KVFerryError as raised:
         error = raised
     if not now or max(now) >= num_choices:
@@ -160,11 +159,6 @@ def test_choices_are_refused_for_good_if_no_route_of_any_worker_holds_them(worke
     else:
         assert type(error) is InvalidRequest
         assert str(error).endswith(f"more than {max(now)} choices")
-
-
-def facts_of(worker):
-    facts = worker.facts
-    return {name: getattr(facts, name) for name in ("transports", "max_num_choices", "max_model_len")}
 
 
 def test_too_many_choices_are_refused_without_a_look_at_each_route(monkeypatch):

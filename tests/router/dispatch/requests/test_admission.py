@@ -164,7 +164,10 @@ def uneven(make_bench):
     return bench
 
 
-@pytest.mark.parametrize("wanted", [{"prompt": 40}, {"prompt": 10, "max_tokens": 5, "n": 4}], ids=["tokens", "choices"])
+larger = pytest.mark.parametrize("wanted", [{"prompt": 40}, {"prompt": 10, "max_tokens": 5, "n": 4}], ids=["tokens", "choices"])
+
+
+@larger
 def test_what_only_a_worker_that_is_away_could_hold_is_worth_another_try(uneven, wanted):
     uneven.heartbeat("a0", is_draining=True)
     with pytest.raises(NoWorker, match="take no requests at the moment") as refused:
@@ -179,6 +182,43 @@ def test_what_only_a_worker_that_is_away_could_hold_is_worth_another_try(uneven,
         uneven.submit(**wanted)
     with pytest.raises(ContextTooLong):
         uneven.submit(prompt=100)
+
+
+@pytest.fixture
+def small(make_bench):
+    """A decode worker that holds much, alone since its prefill worker has left; all others hold little."""
+    bench = make_bench()
+    for name in ("p0", "a0"):
+        bench.join(name, max_model_len=20, max_num_choices=2)
+    bench.join("d0", max_model_len=100, max_num_choices=8)
+    bench.leave("p0")
+    return bench
+
+
+@larger
+@pytest.mark.parametrize("how", ["drains", "leaves"])
+def test_a_worker_that_is_away_and_would_serve_alone_is_worth_another_try(small, wanted, how):
+    if how == "drains":
+        small.heartbeat("d0", is_draining=True)
+    else:
+        small.leave("d0")
+    with pytest.raises(NoWorker, match="take no requests at the moment"):
+        small.submit(**wanted)
+    assert small.core.longest_model_len(small.now) == 100
+    small.join("p0", incarnation=2, max_model_len=20, max_num_choices=2)
+    with pytest.raises((ContextTooLong, InvalidRequest)):  # d0 would read from it
+        small.submit(**wanted)
+    assert small.core.longest_model_len(small.now) == 20
+
+
+@larger
+def test_a_request_waits_for_the_successor_of_a_worker_that_served_it_alone(small, wanted):
+    small.submit(**wanted)
+    small.leave("d0")
+    small.tick(5.0)
+    assert small.core.dispatcher.num_waiting == 1
+    small.join("d0", incarnation=2, max_model_len=100, max_num_choices=8)
+    assert small.generated("d0").request_id == "r1.2"
 
 
 def test_a_request_waits_for_the_successor_of_the_only_worker_that_could_hold_it(uneven):
