@@ -16,6 +16,7 @@ enum {
     GROUP = 6,     /* rows whose sums fit the registers */
     LINE = 64,     /* bytes of a line of the cache, and of a vector */
     CHUNK = 64,    /* steps that all groups take before the next ones are read: two chunks, 32 KiB, are within the L1 cache */
+    AHEAD = 8192,  /* bytes from what the only group reads to what it fetches meanwhile */
     MOST_ROWS = 32 /* MAX_ROWS in Python */
 };
 
@@ -69,10 +70,11 @@ INLINE floats VARIANT(multiply_add)(floats sum, float left, floats right, int is
 }
 
 /* sums[rows, TILE] (+)= input[row..., first..end] tile[first..end]. ahead: bytes from each step to the two places that are fetched
- * at it, or null. */
+ * at it, or null. is_only: there is no other group, so the tile is read once and need not stay in a cache. For one row the CPU
+ * fetches as well by itself. */
 INLINE void VARIANT(add_steps)(
     const struct product *p, const char *tile, int64_t row, int rows, int64_t first, int64_t end, float *sums, int adds,
-    const int64_t *ahead, int is_bfloat16)
+    const int64_t *ahead, int is_only, int is_bfloat16)
 {
     floats sum[GROUP][PARTS];
     UNROLL_ALL for (int r = 0; r < rows; r++)
@@ -82,7 +84,10 @@ INLINE void VARIANT(add_steps)(
         floats right[PARTS];
         UNROLL_ALL for (int part = 0; part < PARTS; part++)
             right[part] = *(const any_floats *)(tile + step * STEP + part * LINE);
-        if (ahead) {
+        if (is_only && rows > 1)
+            UNROLL_ALL for (int part = 0; part < PARTS; part++)
+                __builtin_prefetch(tile + step * STEP + AHEAD + part * LINE, 0, 0);
+        else if (ahead) {
             __builtin_prefetch(tile + step * STEP + ahead[0]);
             __builtin_prefetch(tile + step * STEP + ahead[1]);
         }
@@ -98,26 +103,26 @@ INLINE void VARIANT(add_steps)(
 
 INLINE void VARIANT(add_group)(
     const struct product *p, const char *tile, int64_t row, int64_t rows, int64_t first, int64_t end, float *sums, int adds,
-    const int64_t *ahead, int is_bfloat16)
+    const int64_t *ahead, int is_only, int is_bfloat16)
 {
     switch (rows) {
     case 1:
-        VARIANT(add_steps)(p, tile, row, 1, first, end, sums, adds, ahead, is_bfloat16);
+        VARIANT(add_steps)(p, tile, row, 1, first, end, sums, adds, ahead, is_only, is_bfloat16);
         break;
     case 2:
-        VARIANT(add_steps)(p, tile, row, 2, first, end, sums, adds, ahead, is_bfloat16);
+        VARIANT(add_steps)(p, tile, row, 2, first, end, sums, adds, ahead, is_only, is_bfloat16);
         break;
     case 3:
-        VARIANT(add_steps)(p, tile, row, 3, first, end, sums, adds, ahead, is_bfloat16);
+        VARIANT(add_steps)(p, tile, row, 3, first, end, sums, adds, ahead, is_only, is_bfloat16);
         break;
     case 4:
-        VARIANT(add_steps)(p, tile, row, 4, first, end, sums, adds, ahead, is_bfloat16);
+        VARIANT(add_steps)(p, tile, row, 4, first, end, sums, adds, ahead, is_only, is_bfloat16);
         break;
     case 5:
-        VARIANT(add_steps)(p, tile, row, 5, first, end, sums, adds, ahead, is_bfloat16);
+        VARIANT(add_steps)(p, tile, row, 5, first, end, sums, adds, ahead, is_only, is_bfloat16);
         break;
     default:
-        VARIANT(add_steps)(p, tile, row, GROUP, first, end, sums, adds, ahead, is_bfloat16);
+        VARIANT(add_steps)(p, tile, row, GROUP, first, end, sums, adds, ahead, is_only, is_bfloat16);
     }
 }
 
@@ -149,7 +154,8 @@ INLINE void VARIANT(multiply_tiles_of)(const struct product *p, int64_t first, i
                     int64_t line = PARTS * group / num_groups, last = PARTS * (group + 1) / num_groups - 1;
                     int64_t ahead[] = {CHUNK * STEP + line * LINE, CHUNK * STEP + last * LINE};
                     int fetches = num_groups > 1 && line <= last;
-                    VARIANT(add_group)(p, tile, row, rows, at, to, sums, at > start, fetches ? ahead : 0, is_bfloat16);
+                    VARIANT(add_group)(
+                        p, tile, row, rows, at, to, sums, at > start, fetches ? ahead : 0, num_groups == 1, is_bfloat16);
                     row += rows;
                 }
             }
