@@ -32,6 +32,7 @@ LIBRARIES = (  # by their places in this package
     "attention._write_rows",
     "engine._allowed_tokens",
     "model._few_rows",
+    "model._layer_chain",
     "model._layer_ops",
 )
 

@@ -164,6 +164,7 @@ def test_wheel_holds_the_compiled_parts(unpacked):
     assert len(list(unpacked.glob("core/attention/_write_rows*.so"))) == 1
     assert len(list(unpacked.glob("core/engine/_allowed_tokens*.so"))) == 1
     assert len(list(unpacked.glob("core/model/_few_rows*.so"))) == 1
+    assert len(list(unpacked.glob("core/model/_layer_chain*.so"))) == 1
     assert len(list(unpacked.glob("core/model/_layer_ops*.so"))) == 1
     program = "from core.compiled import missing_libraries; assert missing_libraries() == [], missing_libraries()"
     env = {**os.environ, "PYTHONPATH": str(unpacked)}

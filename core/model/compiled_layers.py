@@ -23,7 +23,7 @@ from core.kernel_threads import KernelThreads
 
 LANES = 16  # of the C code: sizes are multiples
 _ELEMENTS_PER_THREAD = 1 << 15  # handing work to another thread takes as long as computing some 10,000
-_GATES = {"silu": 0, "gelu": 1}  # ``enum gate`` of the C code
+GATES = {"silu": 0, "gelu": 1}  # ``enum gate`` of the C code
 _POINTER, _SIZE = ctypes.c_void_p, ctypes.c_int64
 _ARGUMENTS: dict[str, list[Any]] = {  # of each function, before the first row and the one after the last
     "kvferry_add_and_normalize": [_POINTER] * 4 + [_SIZE] * 3 + [ctypes.c_double],
@@ -68,7 +68,7 @@ class LayerKernels:
         """
         num_rows, size = gate_up.shape[0], gate_up.shape[1] // 2
         output = torch.empty((num_rows, size), dtype=gate_up.dtype)
-        problem = gate_up.data_ptr(), output.data_ptr(), size, _GATES[gate], gate_up.dtype is torch.bfloat16
+        problem = gate_up.data_ptr(), output.data_ptr(), size, GATES[gate], gate_up.dtype is torch.bfloat16
         if num_rows * size < 2 * _ELEMENTS_PER_THREAD:
             self._gate_and_multiply(*problem, 0, num_rows)
         else:

@@ -15,40 +15,11 @@ from torch import Tensor
 
 from core.attention.base import AttentionBackend, AttentionPlan, AttentionSpec
 from core.model.arch import ModelArch
-from core.model.embedding import Embedding
+from core.model.decoder_weights import DecoderWeights, LayerWeights
 from core.model.fused_layers import layer_ops
+from core.model.layer_chain import make_layer_chain
 from core.model.layers import RMSNorm, RotaryEmbedding, query_factors, residual_dtype
-from core.model.linear import Linear
 from core.model.rope import Rope
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """The weights of one layer, fused: ``qkv`` gives query, key and value heads in this order, ``gate_up`` both halves.
-
-    ``qk_norm`` ``[num_heads + num_kv_heads, head_dim]`` holds the weight of every query and key head, or is None. The norms
-    ``attended`` and ``mlp_output`` are None unless ``ModelArch.has_post_norms``.
-    """
-
-    input_norm: RMSNorm
-    qkv: Linear
-    qk_norm: Tensor | None
-    output: Linear
-    attended_norm: RMSNorm | None
-    mlp_norm: RMSNorm
-    gate_up: Linear
-    down: Linear
-    mlp_output_norm: RMSNorm | None
-
-
-@dataclass(frozen=True, slots=True)
-class DecoderWeights:
-    """All weights of a model, on one device. ``head`` maps to logits."""
-
-    embedding: Embedding
-    layers: tuple[LayerWeights, ...]
-    norm: RMSNorm
-    head: Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +59,7 @@ class Decoder:
         self._gate = self._ops.gelu_and_mul if arch.activation == "gelu_pytorch_tanh" else self._ops.silu_and_mul
         # What normalizes the hidden states after each layer: the next one's norm, or the last of all.
         self._next_norms = [*(layer.input_norm for layer in weights.layers[1:]), weights.norm]
+        self._chain = make_layer_chain(arch, weights.layers, self._ops)
 
     @property
     def device(self) -> torch.device:
@@ -123,14 +95,21 @@ class Decoder:
         temperature = self.arch.temperature
         factors = query_factors(temperature, positions, self._weights.embedding.dtype) if temperature is not None else None
         last_place, add_and_normalize = self._places[-1], self._ops.add_and_normalize
-        normed = self._weights.layers[0].input_norm(hidden)
-        for layer, place, next_norm in zip(self._weights.layers, self._places, self._next_norms, strict=True):
-            query, key_value = self._query_key_value(layer, normed, place.rope, angles)
+        chain = self._chain if self._chain is not None and self._chain.takes(hidden) else None
+        normed, chained = self._weights.layers[0].input_norm(hidden), None
+        for number, (layer, place, next_norm) in enumerate(
+            zip(self._weights.layers, self._places, self._next_norms, strict=True)
+        ):
+            query, key_value = chained or self._query_key_value(layer, normed, place.rope, angles)
             if factors is not None and place.rope is None:
                 query.mul_(factors)
             plan = plans[place.group_id]
             attention.write_kv(place.index_in_group, key_value, plan)
             attended = attention.attend(place.index_in_group, query, place.spec, plan)
+            if chain is not None and place is not last_place:
+                rope = self._places[number + 1].rope
+                chained = chain.advance(number, hidden, attended, None if rope is None else angles[rope])
+                continue
             if place is last_place and output_rows is not None:
                 hidden, attended = hidden[output_rows], attended[output_rows]
             output = _normalized(layer.output(attended.flatten(1)), layer.attended_norm)

@@ -47,16 +47,22 @@ class FewRows:
                 f"a weight of {tuple(shape)} has {memory.numel()} elements in memory: not in tiles of {_TILE} rows"
             )
         self._multiply = library.kvferry_multiply_few_rows
-        self._dtype, self._out_features, self._columns = memory.dtype, shape[0], shape[1:]
+        self.dtype, self._out_features, self._columns = memory.dtype, shape[0], shape[1:]
         self._weight, self._bias = memory.data_ptr(), None if bias is None else bias.data_ptr()
         per_step = 4 // memory.element_size()  # a step takes 4 bytes of an input
         is_bfloat16 = memory.dtype is torch.bfloat16
         num_tiles = -(-shape[0] // _TILE)
         self._problem = shape[1] // per_step, block // per_step, shape[0], is_bfloat16, 0, num_tiles
 
+    @property
+    def arguments(self) -> tuple[int, int | None, int, int, int, int]:
+        """What the C code is told of the weight: addresses of it and of its bias, steps, steps of a block, outputs, tiles."""
+        num_steps, block, out_features, _, _, num_tiles = self._problem
+        return self._weight, self._bias, num_steps, block, out_features, num_tiles
+
     def takes(self, x: Tensor) -> bool:
         """Return True if this may be called with ``x``."""
-        return x.dtype is self._dtype and x.shape[1:] == self._columns and x.shape[0] <= MAX_ROWS and x.is_cpu
+        return x.dtype is self.dtype and x.shape[1:] == self._columns and x.shape[0] <= MAX_ROWS and x.is_cpu
 
     def __call__(self, x: Tensor) -> Tensor:
         """Return ``x W^T + b`` ``[T, out_features]`` of ``x`` ``[T, in_features]``, for which ``takes`` was True."""

@@ -16,7 +16,8 @@ from torch import Tensor
 from core.errors import ConfigError
 from core.model.arch import VISION_WEIGHTS, ModelArch
 from core.model.checkpoint import Checkpoint, open_checkpoint
-from core.model.decoder import Decoder, DecoderWeights, LayerWeights
+from core.model.decoder import Decoder
+from core.model.decoder_weights import DecoderWeights, LayerWeights
 from core.model.embedding import Embedding, TableEmbedding, tied_embedding
 from core.model.int8_linear import make_int8_linear
 from core.model.layers import RMSNorm, residual_dtype
