@@ -1,8 +1,8 @@
 """Up to ``MAX_ROWS`` rows times a packed weight by compiled C, bit for bit what oneDNN computes whatever other rows there are.
 
 Owns the call of ``core/model/_few_rows.c``, which is built when kvferry is installed if there is a C compiler. On one thread
-oneDNN's kernels take longer, most of all for up to 6 rows, since they do not read the weight as fast as memory gives it
-(``python benchmarks/model.py --only linear``). With two threads this won nothing: it is used on one only.
+oneDNN's kernels take longer, since they do not read the weight as fast as memory gives it (``python benchmarks/model.py --only
+linear``). With two threads this won nothing: it is used on one only.
 
 Where a weight element lies and in which order oneDNN adds is nowhere promised. So it is tried: the order on sums that nearly
 cancel, where any other order shows in the result, in bfloat16 too; then each layer on a few rows.

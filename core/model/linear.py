@@ -1,11 +1,10 @@
 """Linear layers, packed for small batches if this build of torch can.
 
 Beside ``core.model.int8_linear`` the only file that uses torch's private oneDNN ops. On CPU a weight is packed once and
-serves every batch size: ``F.linear`` packs it again at each call from 3 rows on, which takes about twice the time at 4
-to 16 rows and an eighth more at 1024 (``python benchmarks/model.py --only linear``). fp32 is packed everywhere, bf16
-where the CPU has the instructions: that takes half of the time of fp32 at every number of rows. All other layers use
-``F.linear``. The ops are detected, then compared with ``F.linear`` at load, once for each shape and dtype, by which
-oneDNN chooses a kernel.
+serves every batch size: ``F.linear`` takes more than twice the time at most numbers of rows (``python benchmarks/model.py
+--only linear``). fp32 is packed everywhere, bf16 where the CPU has the instructions: that takes half of the time of
+fp32. All other layers use ``F.linear``. The ops are detected, then compared with ``F.linear`` at load, once for each
+shape and dtype, by which oneDNN chooses a kernel.
 
 A packed layer computes a row by the same operations in the same order whatever other rows there are, so a request's results do
 not depend on the batch that it is in (``tests/core/model/test_linear.py``). For few rows ``core.model.few_rows`` does the same
