@@ -118,7 +118,7 @@ def launch_sampling(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.in
     """
     wants_logprobs = np.flatnonzero(rows.num_logprobs[index] >= 0)
     is_greedy = not wants_logprobs.size and not rows.has_edits[index].any() and not (rows.temperature[index] > 0.0).any()
-    if is_greedy and logits.device.type != "cpu":
+    if is_greedy:
         return _launch_greedy(logits)
     logits = logits.float()
     highest = download(_highest(logits))
@@ -138,8 +138,12 @@ def launch_sampling(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.in
 
 
 def _launch_greedy(logits: Tensor) -> LaunchedSamples:
-    """Begin to choose the first of the largest logits of each row, in one pass over them as they are."""
-    highest, token_ids = logits.max(-1)
+    """Begin to choose the first of the largest logits of each row, in one pass over them; a NaN counts as the largest."""
+    if logits.device.type == "cpu":
+        token_ids = _argmax(logits.float())
+        highest = logits.gather(-1, token_ids[:, None])[:, 0]
+    else:
+        highest, token_ids = logits.max(-1)
     return LaunchedSamples(token_ids, download(token_ids), download(highest.float()), [], None)
 
 
