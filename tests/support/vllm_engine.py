@@ -6,10 +6,12 @@ is ``tests/vllm/engine_process.py``.
 
 from __future__ import annotations
 
+import getpass
 import json
 import os
 import signal
 import subprocess
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,15 @@ _ENVIRONMENT = CPU_ENVIRONMENT | {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # functions of the engine's program, to be called on its ranks
 }
+
+
+def temporary_files(folder: str) -> dict[str, str]:
+    """Return the variables by which vLLM puts into ``folder`` the sockets and files that it leaves when it is killed.
+
+    What it compiles stays where it is found again.
+    """
+    compiled = os.environ.get("TORCHINDUCTOR_CACHE_DIR") or f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
+    return {"VLLM_RPC_BASE_PATH": folder, "TMPDIR": folder, "TORCHINDUCTOR_CACHE_DIR": compiled}
 
 
 def vllm_python() -> Path:
@@ -85,10 +96,12 @@ class VllmEngine:
         } | arguments
         path = [str(_ROOT), *([str(_ROOT / "tests/vllm/cpu_layout")] if with_layout else [])]
         self._environment = os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(path)} | (environment or {})
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._process: subprocess.Popen[str] | None = None
 
     def start(self) -> VllmEngine:
         """Start the process; ``wait`` returns when the engine is ready, so that several can start together."""
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
         with self.log_path.open("w") as log:
             self._process = subprocess.Popen(
                 [str(vllm_python()), str(_ROOT / "tests/vllm/engine_process.py"), json.dumps(self._arguments)],
@@ -96,7 +109,7 @@ class VllmEngine:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env=self._environment,
+                env=self._environment | temporary_files(self._folder.name),
             )
         return self
 
@@ -140,9 +153,10 @@ class VllmEngine:
     def kill(self) -> None:
         """End the process at once. Idempotent."""
         process, self._process = self._process, None
-        if process is not None:
+        if process is not None and self._folder is not None:
             process.kill()
             process.communicate()
+            self._folder.cleanup()
 
     def _receive(self) -> Any:
         assert self._running.stdout is not None

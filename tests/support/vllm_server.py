@@ -24,7 +24,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from core.errors import StartFailed
 from tests.support import shared_memory
-from tests.support.vllm_engine import CPU_ENVIRONMENT, vllm_python
+from tests.support.vllm_engine import CPU_ENVIRONMENT, temporary_files, vllm_python
 
 MODEL = "tiny"  # its name in requests
 START_TIMEOUT_S = 600.0  # mostly imports; a minute on a machine that does nothing else
@@ -50,7 +50,7 @@ class VllmServer:
             *("--host", "127.0.0.1", "--port", str(port), *arguments),
         ]
         self._environment = os.environ | CPU_ENVIRONMENT | (environment or {})
-        self._sockets: tempfile.TemporaryDirectory[str] | None = None  # a killed server leaves them
+        self._folder: tempfile.TemporaryDirectory[str] | None = None  # of files that a killed server leaves
         self._process: subprocess.Popen[bytes] | None = None
         self._shared_memory: set[str] = set()  # names in /dev/shm
 
@@ -61,14 +61,14 @@ class VllmServer:
 
     def start(self) -> Self:
         """Start the processes; ``wait`` returns when they serve, so that several servers can start together."""
-        self._sockets = tempfile.TemporaryDirectory(prefix="vllm-")
+        self._folder = tempfile.TemporaryDirectory(prefix="vllm-", ignore_cleanup_errors=True)
         with self._log_path.open("ab") as log:
             self._process = subprocess.Popen(
                 self._command,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env={**self._environment, "VLLM_RPC_BASE_PATH": self._sockets.name},
+                env=self._environment | temporary_files(self._folder.name),
                 start_new_session=True,
             )
         return self
@@ -96,8 +96,8 @@ class VllmServer:
         os.killpg(self._running.pid, signal.SIGCONT)
 
     def kill(self) -> None:
-        """End all processes at once, and remove the shared memory and the sockets that they leave. Idempotent."""
-        if self._process is None or self._sockets is None:
+        """End all processes at once, and remove the shared memory and the files that they leave. Idempotent."""
+        if self._process is None or self._folder is None:
             return
         self._note_shared_memory()
         process, self._process = self._process, None
@@ -108,7 +108,7 @@ class VllmServer:
         process.wait()
         shared_memory.remove(self._shared_memory)
         self._shared_memory = set()
-        self._sockets.cleanup()
+        self._folder.cleanup()
 
     def _note_shared_memory(self) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
