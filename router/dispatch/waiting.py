@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import sys
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from core.errors import NoWorker, Overloaded
 from core.wire.messages import Role
 from router.dispatch.kept_room import KeptRoom, Need
-from router.dispatch.members import GenerationWorker, WorkerKey
+from router.dispatch.members import WorkerKey
 from router.dispatch.membership import Membership
 from router.dispatch.request_state import RequestState
 from router.dispatch.restarts import Restarts
@@ -53,7 +53,7 @@ class Waiting:
         due = [held for held in self._requests.values() if _is_due(held, now)]
         if not due:
             return frozenset()
-        kept, contexts = KeptRoom(self._membership.workers), _contexts(self._membership.workers)
+        kept, contexts = KeptRoom(self._membership.workers), self._contexts(now)
         for held in due:
             kept.keep(_need(held, contexts), held.refusing(now))
         return kept.workers()
@@ -69,7 +69,7 @@ class Waiting:
         self.not_tried.clear()
         if not self._requests:
             return
-        contexts = _contexts(self._membership.workers)
+        contexts = self._contexts(now)
         kept = self._kept = KeptRoom(self._membership.workers)
         tried: _Tried = {}
         latest: dict[Need, _NoRoom] = {}  # why one that needs the same found none, whoever refuses it
@@ -92,6 +92,11 @@ class Waiting:
             if _is_due(request, now):
                 kept.keep(need, refusing)
         self._kept = None
+
+    def _contexts(self, now: float) -> list[int]:
+        """Return the contexts of all workers, those too whose successors are waited for: not all requests fit each of them."""
+        workers = [*self._membership.workers, *self._restarts.absent(now)]
+        return sorted({worker.facts.max_model_len for worker in workers})
 
     def _order(self, request: RequestState) -> tuple[bool, int, int]:
         wanted = request.submission
@@ -132,10 +137,6 @@ class Waiting:
 def _is_due(request: RequestState, now: float) -> bool:
     """Return True if a request is held for so long that the room it needs is kept for it."""
     return request.is_held and now >= request.arrival + PASS_S
-
-
-def _contexts(workers: Iterable[GenerationWorker]) -> list[int]:
-    return sorted({worker.facts.max_model_len for worker in workers})
 
 
 def _need(request: RequestState, contexts: Sequence[int]) -> Need:

@@ -299,3 +299,21 @@ def test_what_is_full_for_fewer_choices_is_full_also_beside_more_than_are_open(m
     monkeypatch.setattr(placement, "check_room", lambda request, *args: looked.append(request) or check(request, *args))
     bench.do(bench.core.dispatcher.place_waiting(bench.now))
     assert [request.submission.n for request in looked] == [4, 1], "what is full for one is full for two"
+
+
+@pytest.mark.parametrize("other", ["is alone", "waits for a worker that is away"])
+def test_a_held_request_that_nothing_can_hold_any_more_ends_at_once(make_bench, other):
+    bench = make_bench(max_requests=100, worker_wait_s=10.0)
+    for name, context in (("a0", 40), ("a1", 70), ("a2", 100)):
+        bench.join(name, max_model_len=context, max_num_choices=4)
+    for tokens in (70, 40):  # on a1 and a2
+        submit(bench, f"f{tokens}", FLOOD, prompt=tokens, n=4)
+    if other != "is alone":
+        submit(bench, "shorter", CALM, prompt=40)
+    submit(bench, "longer", THIRD, prompt=70)
+    bench.leave("a1")
+    bench.leave("a2")
+    bench.join("a2", incarnation=2, max_model_len=40)
+    bench.tick(bench.now + 1.0)
+    assert bench.ended["longer"].request.error.code == "context_length_exceeded"
+    assert "shorter" not in bench.ended
