@@ -115,7 +115,7 @@ class LayerChain:
 
 def make_layer_chain(arch: ModelArch, layers: Sequence[LayerWeights], ops: LayerOps) -> LayerChain | None:
     """Return the links between ``layers``; None where parts of them are not computed by compiled C, or there are others."""
-    if built_library() is None or not isinstance(ops, CompiledLayerOps) or arch.activation not in compiled_layers.GATES:
+    if built_library() is None or not isinstance(ops, CompiledLayerOps) or arch.activation != "silu":
         return None
     if any(layer.qk_norm is not None or layer.attended_norm or layer.mlp_output_norm for layer in layers):
         return None

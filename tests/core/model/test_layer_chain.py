@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -11,7 +13,9 @@ from core.model import layer_chain
 from core.model.few_rows import MAX_ROWS
 from core.model.fused_layers import LayerOps
 from core.model.layer_chain import make_layer_chain
+from core.model.layers import RMSNorm
 from core.model.loader import load_decoder
+from core.model.rope import Rope
 
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "num_attention_heads": 4}
 NO_ROPE_IN_THE_SECOND = {
@@ -23,15 +27,17 @@ MODELS = {
     "llama, biases": ("llama", {"attention_bias": True, "mlp_bias": True}),
     "qwen2, biases of query, key and value": ("qwen2", {}),
     "llama4, a layer without rope": ("llama4_text", NO_ROPE_IN_THE_SECOND),
+    # sums of several blocks: more than 512 columns, and more than 1,024
+    "llama, wide": ("llama", {"hidden_size": 576, "intermediate_size": 1056}),
 }
 DTYPES = (torch.float32, torch.bfloat16)
 
 
-def load(tiny_model, name="llama", dtype=torch.float32):
+def load(tiny_model, name="llama", dtype=torch.float32, **changes):
     model_type, overrides = MODELS[name]
-    model = tiny_model(model_type, **SIZES, **overrides)
-    groups = model.load().layer_groups
-    decoder = load_decoder(model.arch, model.weight_files, dtype=dtype, layer_groups=groups)
+    model = tiny_model(model_type, **{**SIZES, **overrides})
+    groups, arch = model.load().layer_groups, replace(model.arch, **changes)
+    decoder = load_decoder(arch, model.weight_files, dtype=dtype, layer_groups=groups)
     if decoder._chain is None:
         pytest.skip("needs AVX-512 for this type, and a C compiler when kvferry was installed")
     return decoder
@@ -57,6 +63,13 @@ def test_one_call_gives_the_bits_of_one_after_another(name, dtype, tiny_model, p
         with monkeypatch.context() as patch:
             patch.setattr(decoder, "_chain", None)
             assert all(map(torch.equal, chained, answers(decoder, paged, sizes)))
+
+
+def test_each_layer_has_its_own_rope(tiny_model, paged, monkeypatch):
+    decoder = load(tiny_model, ropes=(Rope(1e4), Rope(50.0), None))
+    chained = answers(decoder, paged, [[7], [2]])
+    monkeypatch.setattr(decoder, "_chain", None)
+    assert all(map(torch.equal, chained, answers(decoder, paged, [[7], [2]])))
 
 
 def test_a_row_has_the_same_bits_in_a_step_too_large_for_one_call(tiny_model, paged):
@@ -104,9 +117,31 @@ def test_without_a_library_nothing_is_chained(tiny_model, monkeypatch):
     assert make_layer_chain(decoder.arch, layers, ops) is None
 
 
-def test_a_layer_whose_products_are_not_computed_by_c_breaks_the_chain(tiny_model, monkeypatch):
+@pytest.mark.parametrize("name", ["qkv", "output", "gate_up", "down"])
+def test_a_layer_whose_products_are_not_computed_by_c_breaks_the_chain(name, tiny_model, monkeypatch):
     decoder = load(tiny_model)
     layers, ops = decoder._weights.layers, decoder._ops
     assert make_layer_chain(decoder.arch, layers, ops) is not None
-    monkeypatch.setattr(layers[1].down, "few_rows", None)
+    monkeypatch.setattr(getattr(layers[1], name), "few_rows", None)
     assert make_layer_chain(decoder.arch, layers, ops) is None
+
+
+@pytest.mark.parametrize("name", ["attended_norm", "mlp_output_norm"])
+def test_a_layer_with_another_norm_breaks_the_chain(name, tiny_model):
+    decoder = load(tiny_model)
+    first, *others = decoder._weights.layers
+    assert make_layer_chain(decoder.arch, [replace(first, **{name: first.mlp_norm}), *others], decoder._ops) is None
+
+
+@pytest.mark.parametrize("name", ["input_norm", "mlp_norm"])
+def test_a_norm_that_gives_another_type_breaks_the_chain(name, tiny_model):
+    decoder = load(tiny_model, dtype=torch.bfloat16)
+    first, *others = decoder._weights.layers
+    exact = RMSNorm(first.mlp_norm.weight, 1e-5)
+    assert make_layer_chain(decoder.arch, [replace(first, **{name: exact}), *others], decoder._ops) is None
+
+
+def test_another_gate_breaks_the_chain(tiny_model):
+    decoder = load(tiny_model)
+    arch = replace(decoder.arch, activation="gelu_pytorch_tanh")
+    assert make_layer_chain(arch, decoder._weights.layers, decoder._ops) is None
