@@ -1,12 +1,13 @@
 """The engine against transformers and vLLM on the same weights, on the CPU, in turns.
 
-    python benchmarks/engine.py [--repeats 5] [--threads 1] [--dtype float32] [--peers] [--step-tokens 256] [--json result.json]
+    python benchmarks/engine.py [--repeats 3] [--threads 1] [--dtype float32] [--peers] [--step-tokens 256] [--json result.json]
 
 All sides compute greedily in the same dtype with the same number of threads; no stop token ends a text early. Baseline:
 transformers' ``generate`` with its default (SDPA) attention and dynamic cache, in this process. With ``--peers`` vLLM's eager
 CPU engine takes its turn, too, in a process of its own (``engine_peer.py``, after ``make install-vllm``), which sleeps
 meanwhile. Every repeat uses new prompts, so no prefix is cached, and the order of the sides alternates. Figures are medians
-over the repeats; a speedup is the median of the ratios within a repeat. Four cases:
+over the repeats; a speedup is the median of the ratios within a repeat. One stream takes only a second, so it has five turns in
+each repeat. Four cases:
 
 * prefill     one prompt of 256, then one of 1,024 tokens to its first token; ours is computed in steps of ``--step-tokens``
 * decode      one stream: prompt 128, then 64 tokens; time per token after the first
@@ -51,7 +52,7 @@ from core.model.arch import ModelArch
 from core.model.linear import DenseLinear, make_linear
 
 PREFILL_TOKENS = (256, 1024)
-DECODE_PROMPT, DECODE_TOKENS = 128, 64
+DECODE_PROMPT, DECODE_TOKENS, DECODE_TURNS = 128, 64, 5
 STREAMS, STREAM_PROMPT, STREAM_TOKENS = 16, 256, 64
 SEQUENTIAL_SAMPLE = 4
 GOALS = {"prefill": 1.25, "decode": 1.3, "streams": 1.7}  # transformers' time / ours, at least
@@ -111,9 +112,10 @@ class Suite:
             prompts = self.prompts(1, length)
             for name, side in sides:
                 case.add(name, total(side.run(prompts, 1)[0]))
-        prompts = self.prompts(1, DECODE_PROMPT)
-        for name, side in sides:
-            self.decode.add(name, seconds_per_token(side.run(prompts, DECODE_TOKENS)[0], DECODE_TOKENS))
+        for _ in range(DECODE_TURNS):
+            prompts = self.prompts(1, DECODE_PROMPT)
+            for name, side in sides:
+                self.decode.add(name, seconds_per_token(side.run(prompts, DECODE_TOKENS)[0], DECODE_TOKENS))
         self._streams(sides)
 
     def _streams(self, sides: list[tuple[str, Side]]) -> None:
