@@ -32,6 +32,7 @@ from common import Machine, Outcome, Spread, Table, at_least, goal_notes, make_p
 
 from connectors.offload.arena import offload_connector
 from connectors.pool_access import HostPoolAccess
+from connectors.reports import LoadEnded
 from connectors.store.shared import store_connector
 from connectors.testing.contexts import connector_context
 from connectors.tier.connector import TierConnector
@@ -196,11 +197,14 @@ def measure_copies(num_blocks: int, repeats: int) -> Copies:
 
 
 def drive(mover: TierTransfer, metadata: TierConnectorMetadata) -> None:
-    """Do what the mover's thread does until the job is over."""
+    """Do what the mover's thread does until the job is over. Its first report may only say that saves are slow."""
     mover.submit(metadata)
-    while not mover.take_reports():
+    while mover.is_waiting:
         if not mover.step():
             time.sleep(0.0001)
+    for report in mover.take_reports():
+        if isinstance(report, LoadEnded) and report.error is not None:
+            raise RuntimeError(f"blocks could not be loaded: {report.error.message}")
 
 
 def timed_ms(call) -> float:  # noqa: ANN001
