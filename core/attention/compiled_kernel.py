@@ -46,15 +46,23 @@ class CompiledKernel:
 
     def run(self, work: Sequence[tuple[Any, int, int]], scratch_sizes: Sequence[int]) -> None:
         """Compute (problem, first, end) each on a thread of its own, the first on this one, with so many floats of scratch."""
+        if len(work) == 1:  # each step of few sequences, and there the rest takes longer than the kernel
+            ((problem, first, end),) = work
+            self._function(ctypes.byref(problem), first, end, self._scratch_of(scratch_sizes[0]))
+            return
         offsets = list(accumulate(scratch_sizes, initial=0))
-        if self._scratch.numel() < offsets[-1]:
-            self._scratch = torch.empty(offsets[-1], dtype=torch.float32, device="cpu")
-        scratch = self._scratch.data_ptr()
+        scratch = self._scratch_of(offsets[-1])
         calls = [
             (ctypes.byref(problem), first, end, scratch + 4 * offset)
             for (problem, first, end), offset in zip(work, offsets, strict=False)
         ]
         self._threads.run(self._function, calls)
+
+    def _scratch_of(self, size: int) -> int:
+        """Return the address of so many floats, which the next call uses again."""
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.float32, device="cpu")
+        return self._scratch.data_ptr()
 
 
 def takes(cache: PagedKVCache) -> bool:

@@ -105,10 +105,11 @@ class PagedCpuBackend(AttentionBackend):
         return output
 
     def _attend_decode(self, layer: int, query: Tensor, scale: float, index: CompiledDecodeIndex | DecodeIndex) -> Tensor:
-        exact = query.to(self.cache.dtype)
+        exact = query if query.dtype is self.cache.dtype else query.to(self.cache.dtype)
         if isinstance(self._decode, CompiledDecode):
             assert isinstance(index, CompiledDecodeIndex)
-            return self._decode.attend(layer, exact, index).to(query.dtype)
+            output = self._decode.attend(layer, exact, index)
+            return output if exact is query else output.to(query.dtype)
         assert self._decode is not None
         assert isinstance(index, DecodeIndex)
         return self._decode.attend(layer, exact, scale, index).to(query.dtype)
