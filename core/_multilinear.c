@@ -1,4 +1,5 @@
-/* The two sums of a block's digest, in one pass over its bytes. The definition is that of core/digest.py, which loads this.
+/* The two sums of a block's digest, in one pass over its bytes, which may also copy them. The definition is that of core/digest.py,
+ * which loads this.
  *
  * Knows no Python: plain C, called by ctypes with the interpreter lock released. Where there is no compiler the digest is computed
  * with numpy, several times slower. Little-endian machines only; compiled for several kinds of CPU where the linker can choose
@@ -24,9 +25,11 @@ enum {
 typedef uint64_t lanes_t __attribute__((vector_size(8 * LANES)));
 typedef uint64_t any_lanes_t __attribute__((vector_size(8 * LANES), aligned(1), may_alias));
 
-/* row_keys: row_words keys of whole words, then as many of their upper halves; outer_keys: as many as rows, likewise. */
+/* row_keys: row_words keys of whole words, then as many of their upper halves; outer_keys: as many as rows, likewise. target: null, or
+ * where the words are copied to. Each word is read once, so the sums are those of the copy, whatever another process writes. */
 FOR_EACH_CPU uint64_t kvferry_multilinear(
-    const word_t *words, size_t num_words, const uint64_t *row_keys, size_t row_words, const uint64_t *outer_keys, size_t num_rows)
+    const word_t *words, size_t num_words, const uint64_t *row_keys, size_t row_words, const uint64_t *outer_keys, size_t num_rows,
+    word_t *target)
 {
     uint64_t digest = 0;
     for (size_t row = 0; row < num_rows; row++) {
@@ -39,6 +42,7 @@ FOR_EACH_CPU uint64_t kvferry_multilinear(
         for (; column + LANES <= length; column += LANES) {
             lanes_t word = *(const any_lanes_t *)(first + column);
             __builtin_prefetch(first + column + AHEAD);
+            if (target) *(any_lanes_t *)(target + row * row_words + column) = word;
             sums += *(const any_lanes_t *)(row_keys + column) * word;
             sums += *(const any_lanes_t *)(row_keys + row_words + column) * (word >> 32);
         }
@@ -46,6 +50,7 @@ FOR_EACH_CPU uint64_t kvferry_multilinear(
             sum += sums[lane];
         for (; column < length; column++) {
             uint64_t word = first[column];
+            if (target) target[row * row_words + column] = word;
             sum += row_keys[column] * word + row_keys[row_words + column] * (word >> 32);
         }
         digest += outer_keys[row] * sum + outer_keys[num_rows + row] * (sum >> 32);

@@ -60,10 +60,24 @@ class BlockDigester:
 
         Raises: ValueError for another size.
         """
+        return (self._sums.of(self._words_of(block)) + self._length_term) & _MASK
+
+    def copy(self, block: memoryview | npt.NDArray[np.uint8], target: memoryview | npt.NDArray[np.uint8]) -> int:
+        """Copy a block and return the digest of the copy, whatever another process does to the block meanwhile.
+
+        Both are ``block_bytes`` contiguous bytes and do not overlap.
+        Raises: ValueError for another size, or a target that is read-only.
+        """
+        words = self._words_of(target)
+        if not words.flags.writeable:
+            raise ValueError("the target is read-only")
+        return (self._sums.copy(self._words_of(block), words) + self._length_term) & _MASK
+
+    def _words_of(self, block: memoryview | npt.NDArray[np.uint8]) -> Words:
         words = np.frombuffer(block, dtype="<u8")
         if words.nbytes != self.block_bytes:
             raise ValueError(f"a block of {words.nbytes} bytes, not {self.block_bytes}")
-        return (self._sums.of(words) + self._length_term) & _MASK
+        return words
 
 
 class TensorDigester:

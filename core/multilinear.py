@@ -29,6 +29,9 @@ class Sums(Protocol):
     def of(self, words: Words) -> int:
         """Return the sum over the rows of a block [num_words]; the last row may be shorter."""
 
+    def copy(self, words: Words, target: Words) -> int:
+        """Copy a block and return the sum of the copy: also if the words change meanwhile, as in memory of another process."""
+
 
 class CompiledSums:
     """One pass in C, without the interpreter's lock. Any thread."""
@@ -47,7 +50,12 @@ class CompiledSums:
 
     def of(self, words: Words) -> int:
         """Return the sum over the rows of a block."""
-        digest: int = self._function(words.ctypes.data, len(words), *self._arguments)
+        digest: int = self._function(words.ctypes.data, len(words), *self._arguments, None)
+        return digest
+
+    def copy(self, words: Words, target: Words) -> int:
+        """Copy a block and return the sum of the copy, in the same pass."""
+        digest: int = self._function(words.ctypes.data, len(words), *self._arguments, target.ctypes.data)
         return digest
 
 
@@ -75,6 +83,11 @@ class NumpySums:
         np.right_shift(low, np.uint64(32), out=high)
         return int(np.einsum("lr,lr->", self._outer, self._rows))
 
+    def copy(self, words: Words, target: Words) -> int:
+        """Copy a block and return the sum of the copy."""
+        np.copyto(target, words)
+        return self.of(target)
+
     def _reduce(self, rows: Words, start: int) -> None:
         """Compute both sums of these rows, the first of which is row ``start`` of the block."""
         num_rows, num_words = rows.shape
@@ -97,7 +110,8 @@ def compiled_library() -> ctypes.CDLL | None:
     if library is None:
         return None
     library.kvferry_multilinear.restype = ctypes.c_uint64
-    library.kvferry_multilinear.argtypes = [ctypes.c_void_p, ctypes.c_size_t] * 3
+    array = ctypes.c_void_p, ctypes.c_size_t
+    library.kvferry_multilinear.argtypes = [*array, *array, *array, ctypes.c_void_p]
     if not _is_right(library):
         warn_unused("_multilinear", "its results are wrong")
         return None
@@ -107,7 +121,8 @@ def compiled_library() -> ctypes.CDLL | None:
 def _is_right(library: ctypes.CDLL) -> bool:
     """Compare with numpy: a library that was not rebuilt after a change of this file computes other sums."""
     row_keys, outer_keys, words = (_some_words(shape) for shape in ((2, 16), (2, 3), (41,)))
-    return CompiledSums(row_keys, outer_keys, library).of(words) == NumpySums(row_keys, outer_keys).of(words)
+    compiled, expected, copy = CompiledSums(row_keys, outer_keys, library), NumpySums(row_keys, outer_keys).of(words), words * 0
+    return compiled.of(words) == compiled.copy(words, copy) == expected and np.array_equal(words, copy)
 
 
 def _some_words(shape: tuple[int, ...]) -> Words:

@@ -44,13 +44,7 @@ class BlockVerifier:
         Raises:
             CorruptBlock: blocks cannot have this size.
         """
-        num_bytes = content.nbytes
-        digester = self._digesters.get(num_bytes)
-        if digester is None:
-            if num_bytes <= 0 or num_bytes % WORD_BYTES:
-                raise CorruptBlock(f"{num_bytes} bytes are no block")
-            digester = self._digesters[num_bytes] = BlockDigester(num_bytes)
-        return digester.digest(content)
+        return self._digester(content.nbytes).digest(content)
 
     def check(self, key: StoreKey, row: bytes, content: memoryview) -> None:
         """Check the seal against the key and the bytes against the seal.
@@ -60,6 +54,25 @@ class BlockVerifier:
             CorruptBlock: the bytes are not the sealed ones.
         """
         expected = check_seal(key, row).digest
-        found = self.digest(content)
-        if found != expected:
-            raise CorruptBlock(f"digest {found:016x} instead of {expected:016x}")
+        _compare(self.digest(content), expected)
+
+    def copy(self, key: StoreKey, row: bytes, content: memoryview, target: memoryview) -> None:
+        """Check the seal against the key, copy the bytes into ``target`` of as many, and check the copy against the seal.
+
+        Raises: as ``check``; after CorruptBlock the content of ``target`` is garbage.
+        """
+        expected = check_seal(key, row).digest
+        _compare(self._digester(content.nbytes).copy(content, target), expected)
+
+    def _digester(self, num_bytes: int) -> BlockDigester:
+        digester = self._digesters.get(num_bytes)
+        if digester is None:
+            if num_bytes <= 0 or num_bytes % WORD_BYTES:
+                raise CorruptBlock(f"{num_bytes} bytes are no block")
+            digester = self._digesters[num_bytes] = BlockDigester(num_bytes)
+        return digester
+
+
+def _compare(found: int, expected: int | None) -> None:
+    if found != expected:
+        raise CorruptBlock(f"digest {found:016x} instead of {expected:016x}")

@@ -1,6 +1,7 @@
 """The digest of a block: one definition, computed three ways, that no damage leaves as it was."""
 
 import shutil
+import threading
 
 import numpy as np
 import pytest
@@ -88,6 +89,43 @@ def test_a_block_may_begin_at_any_byte(offset, sums):
     memory = content(2 * ROW_BYTES + 3 * WORD_BYTES)
     block = memory[offset : offset - WORD_BYTES]
     assert BlockDigester(len(block), sums).digest(block) == digest(block.copy())
+
+
+@pytest.mark.parametrize("num_bytes", SIZES)
+@pytest.mark.parametrize("offset", [0, 3])
+def test_a_copy_has_all_bytes_and_the_same_digest(num_bytes, offset, sums):
+    block, memory = content(num_bytes), np.full(num_bytes + 16, 7, np.uint8)
+    target = memory[offset : offset + num_bytes]
+    digester = BlockDigester(num_bytes, sums)
+    assert digester.copy(block, target.data) == digester.digest(block)
+    assert np.array_equal(target, block)
+    assert (memory[:offset] == 7).all()
+    assert (memory[offset + num_bytes :] == 7).all()
+
+
+def test_a_digest_is_that_of_the_copy_while_another_thread_writes_the_block(sums):
+    block, target = content(1 << 20), np.zeros(1 << 20, np.uint8)
+    digester, stop = BlockDigester(len(block), sums), threading.Event()
+
+    def write():
+        while not stop.is_set():
+            block[:] += np.uint8(1)
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    try:
+        for _ in range(50):
+            assert digester.copy(block, target) == digester.digest(target)
+    finally:
+        stop.set()
+        writer.join()
+
+
+def test_what_is_read_only_is_no_target(sums):
+    target = np.zeros(64, np.uint8)
+    target.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        BlockDigester(64, sums).copy(content(64), target)
 
 
 def test_digests_are_the_same_in_every_process_and_release():
