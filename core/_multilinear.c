@@ -26,8 +26,9 @@ typedef uint64_t lanes_t __attribute__((vector_size(8 * LANES)));
 typedef uint64_t any_lanes_t __attribute__((vector_size(8 * LANES), aligned(1), may_alias));
 
 /* row_keys: row_words keys of whole words, then as many of their upper halves; outer_keys: as many as rows, likewise. target: null, or
- * where the words are copied to. Each word is read once, so the sums are those of the copy, whatever another process writes. */
-FOR_EACH_CPU uint64_t kvferry_multilinear(
+ * where the words are copied to. Then each word is read once, by volatile, so the sums are those of the copy, whatever another
+ * process writes meanwhile. */
+FOR_EACH_CPU uint64_t kvferry_digest_sums(
     const word_t *words, size_t num_words, const uint64_t *row_keys, size_t row_words, const uint64_t *outer_keys, size_t num_rows,
     word_t *target)
 {
@@ -40,7 +41,8 @@ FOR_EACH_CPU uint64_t kvferry_multilinear(
         size_t column = 0;
         lanes_t sums = {0};
         for (; column + LANES <= length; column += LANES) {
-            lanes_t word = *(const any_lanes_t *)(first + column);
+            const any_lanes_t *source = (const any_lanes_t *)(first + column);
+            lanes_t word = target ? *(const volatile any_lanes_t *)source : *source;
             __builtin_prefetch(first + column + AHEAD);
             if (target) *(any_lanes_t *)(target + row * row_words + column) = word;
             sums += *(const any_lanes_t *)(row_keys + column) * word;
@@ -49,7 +51,7 @@ FOR_EACH_CPU uint64_t kvferry_multilinear(
         for (int lane = 0; lane < LANES; lane++)
             sum += sums[lane];
         for (; column < length; column++) {
-            uint64_t word = first[column];
+            uint64_t word = *(const volatile word_t *)(first + column);
             if (target) target[row * row_words + column] = word;
             sum += row_keys[column] * word + row_keys[row_words + column] * (word >> 32);
         }

@@ -65,7 +65,16 @@ def _load(
     wanted = sources_digest(Path(found.origin).with_name(f"{name.rpartition('.')[2]}.c"))
     if wanted is not None and wanted != _digest_of(library):
         return None, "its sources have changed since it was built"
+    own = sources_digest(_folder_of(package).joinpath(*name.split(".")).with_suffix(".c"))
+    if None not in (wanted, own) and wanted != own:  # an editable installation gives it to every checkout
+        return None, f"it is that of another checkout, {found.origin}"
     return library, None
+
+
+def _folder_of(package: str | None) -> Path:
+    file = sys.modules[package or ""].__file__
+    assert file is not None, "a package with an __init__.py, in which the caller is"
+    return Path(file).parent
 
 
 def sources_digest(source: Path) -> str | None:

@@ -39,7 +39,7 @@ class CompiledSums:
     def __init__(self, row_keys: Words, outer_keys: Words, library: ctypes.CDLL | None = None) -> None:
         library = library or compiled_library()
         assert library is not None, "the caller has looked"
-        self._function = library.kvferry_multilinear
+        self._function = library.kvferry_digest_sums
         self._row_keys, self._outer_keys = np.ascontiguousarray(row_keys), np.ascontiguousarray(outer_keys)
         self._arguments = (
             self._row_keys.ctypes.data,
@@ -106,12 +106,12 @@ def fastest_sums() -> type[Sums]:
 @cache
 def compiled_library() -> ctypes.CDLL | None:
     """Return the library built from ``core/_multilinear.c``; None if there is none, or none with the right sums here."""
-    library = load_library(ctypes.CDLL, "_multilinear", __package__, "kvferry_multilinear")
+    library = load_library(ctypes.CDLL, "_multilinear", __package__, "kvferry_digest_sums")
     if library is None:
         return None
-    library.kvferry_multilinear.restype = ctypes.c_uint64
+    library.kvferry_digest_sums.restype = ctypes.c_uint64
     array = ctypes.c_void_p, ctypes.c_size_t
-    library.kvferry_multilinear.argtypes = [*array, *array, *array, ctypes.c_void_p]
+    library.kvferry_digest_sums.argtypes = [*array, *array, *array, ctypes.c_void_p]
     if not _is_right(library):
         warn_unused("_multilinear", "its results are wrong")
         return None

@@ -14,7 +14,7 @@ from core.engine import allowed_tokens
 ROOT = Path(__file__).parents[2]
 
 LOADERS = {
-    multilinear: "kvferry_multilinear",
+    multilinear: "kvferry_digest_sums",
     hash_chain: "kvferry_hash_chain",
     stream_copy: "kvferry_stream_copy",
     allowed_tokens: "kvferry_keep_allowed",
@@ -58,6 +58,28 @@ def test_a_library_of_other_sources_than_those_beside_it_is_none(load_from, tmp_
     assert ("event=compiled_library_off library=_thing" in caplog.text) == bool(change)
     header.unlink()  # as where a library was installed with only some of its sources
     assert load_from(lambda: compiled.load_library(ctypes.CDLL, "_thing", "core", "thing"), library) is not None
+
+
+def test_a_library_of_another_checkout_with_other_sources_is_none(module, load_from, tmp_path, caplog):
+    if module.compiled_library() is None:
+        pytest.skip("it was not built")
+    name = f"_{module.__name__.rpartition('.')[2]}"
+    folder = Path(module.__file__).parent
+    for source in [*ROOT.glob("core/*.h"), *folder.glob("*.[ch]")]:
+        (tmp_path / source.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(source, tmp_path / source.relative_to(ROOT))
+    (built,) = folder.glob(f"{name}.*.so")
+    there = tmp_path / folder.relative_to(ROOT)
+    assert load_from(module.compiled_library, shutil.copy(built, there / "same.so")) is not None
+    source = there / f"{name}.c"
+    source.write_text(f"{source.read_text()}/* of another time */\n")
+    digest = compiled.sources_digest(source).encode()
+    own = compiled.sources_digest(folder / f"{name}.c").encode()
+    assert built.read_bytes().count(own) == 1
+    library = there / "other.so"
+    library.write_bytes(built.read_bytes().replace(own, digest))
+    assert load_from(module.compiled_library, library) is None
+    assert f"it is that of another checkout, {library}" in caplog.text
 
 
 def test_a_library_that_computes_something_else_is_named_in_the_log(module, monkeypatch, caplog):
