@@ -9,9 +9,8 @@ a process of its own on this host (``store``). Every repeat does both with a new
 
 *Copies*: the connector's mover saves 32 blocks of 2,949,120 bytes (SmolLM2 in float32, 64 tokens) to an arena of this process
 and loads them into other blocks, beside a plain copy of the same bytes with numpy. Each save is of blocks that are new there
-and have a digest. A load checks the digest of every copy; the time of the digests alone is measured in the same repeat, and
-*copy alone* is the load without it. Figures are medians (smallest..largest); ratios are medians of the ratios of single
-repeats.
+and have a digest. A load checks the digest of every copy, in the pass that copies. Figures are medians (smallest..largest);
+ratios are medians of the ratios of single repeats.
 """
 
 from __future__ import annotations
@@ -163,7 +162,6 @@ class Copies:
     plain: list[float] = field(default_factory=list)
     save: list[float] = field(default_factory=list)
     load: list[float] = field(default_factory=list)
-    digest: list[float] = field(default_factory=list)
 
 
 def measure_copies(num_blocks: int, repeats: int) -> Copies:
@@ -188,12 +186,11 @@ def measure_copies(num_blocks: int, repeats: int) -> Copies:
         copies.save.append(timed_ms(lambda saves=saves: drive(mover, TierConnectorMetadata(saves=saves))))
         rows[num_blocks:] = 0
         copies.load.append(timed_ms(lambda load=load: drive(mover, TierConnectorMetadata(loads=[load]))))
-        copies.digest.append(timed_ms(lambda: [digester.digest(rows[block_id]) for block_id in ids]))
         if not (rows[num_blocks:] == rows[:num_blocks]).all():
             raise RuntimeError("the blocks that were loaded are not those that were saved")
     mover.close()
     store.close()
-    return Copies(*(times[WARM_UPS:] for times in (copies.plain, copies.save, copies.load, copies.digest)))
+    return Copies(*(times[WARM_UPS:] for times in (copies.plain, copies.save, copies.load)))
 
 
 def drive(mover: TierTransfer, metadata: TierConnectorMetadata) -> None:
@@ -219,9 +216,8 @@ def outcome_of(first: dict[str, tuple[list[float], list[float]]], copies: Copies
         for tier, (computed, loaded) in first.items()
     ]
     tokens = Table([f"{num_tokens:,} tokens", "computed, ms", "loaded, ms", "times as fast"], rows)
-    alone = [load - digest for load, digest in zip(copies.load, copies.digest, strict=True)]
     mebibytes = num_blocks * COPY_BYTES / 2**20
-    ways = {"plain copy": copies.plain, "save": copies.save, "load, checked": copies.load, "load, copy alone": alone}
+    ways = {"plain copy": copies.plain, "save": copies.save, "load, checked": copies.load}
     table = Table(
         [f"{mebibytes:.0f} MiB", "ms", "rate of a plain copy"],
         [[name, Spread.of(times).show(), Spread.of_ratios(copies.plain, times).show(2)] for name, times in ways.items()],
@@ -237,7 +233,6 @@ def outcome_of(first: dict[str, tuple[list[float], list[float]]], copies: Copies
         "plain_ms": copies.plain,
         "save_ms": copies.save,
         "load_ms": copies.load,
-        "digest_ms": copies.digest,
     }
     for tier, (computed, loaded) in first.items():
         figures |= {f"{tier}_computed_ms": computed, f"{tier}_loaded_ms": loaded}
