@@ -15,7 +15,7 @@ from connectors.ec.worker import FetchingWorker, OfferEnded
 from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.image_plan import draw_images
 from kvferry.sim.runs import Summary, run_seed, run_seeds
-from kvstore.client_base import StoreClientBase
+from tests.support.unverified_store import use_what_a_store_gives_unverified
 
 pytestmark = pytest.mark.slow
 
@@ -75,10 +75,6 @@ def test_same_seed_gives_the_same_events(seed):
 Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
 
 
-def use_what_the_store_gives_unverified(patch: Patch) -> None:
-    patch(StoreClientBase, "_check", lambda *_: None)
-
-
 def name_chunks_by_their_place_alone(patch: Patch) -> None:
     real = ChunkLayout._chunk_hash
     patch(ChunkLayout, "_chunk_hash", lambda layout, identifier, num_embeds, index: real(layout, bytes(16), 0, index))
@@ -124,7 +120,7 @@ def sleep_beyond_the_time_for_embeddings(patch: Patch) -> None:
         (save_for_ever, 17),
         (sleep_beyond_the_time_for_embeddings, 64),
         (tell_nobody_what_was_stored, 127),
-        (use_what_the_store_gives_unverified, 450),
+        (use_what_a_store_gives_unverified, 450),
     ],
 )
 def test_a_defect_is_noticed(defect, first, monkeypatch):

@@ -15,8 +15,8 @@ from core.engine.core import EngineCore
 from kvferry.sim.cluster import SimCluster
 from kvferry.sim.draw_plan import draw_plan
 from kvferry.sim.faults import Fault
-from kvstore.client_base import StoreClientBase
 from kvstore.memory import MemoryTier
+from tests.support.unverified_store import use_what_a_store_gives_unverified
 
 pytestmark = pytest.mark.slow
 
@@ -38,10 +38,6 @@ class Mutant:
 
 def returns(value: object) -> Callable[..., object]:
     return lambda *_args, **_kwargs: value
-
-
-def use_what_a_store_gives_unverified(patch: Patch) -> None:
-    patch(StoreClientBase, "_check", returns(None))
 
 
 def believe_failed_loads(patch: Patch) -> None:
