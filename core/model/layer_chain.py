@@ -55,15 +55,13 @@ class _Chain(ctypes.Structure):
 
 
 class LayerChain:
-    """The links between the layers of one decoder. Not thread-safe: it owns the memory of what is computed in a link.
-
-    Raises: ImportError where the C code was not built.
-    """
+    """The links between the layers of one decoder. Not thread-safe: it owns the memory of what is computed in a link."""
 
     def __init__(self, arch: ModelArch, layers: Sequence[LayerWeights], dtype: torch.dtype) -> None:
         library, products, operations = built_library(), few_rows.built_library(), compiled_layers.built_library()
-        if library is None or products is None or operations is None:
-            raise ImportError("core/model/_layer_chain.c was not built")
+        assert library is not None, "the caller has looked"
+        assert products is not None, "each linear has its few rows"
+        assert operations is not None, "the layers' operations are compiled"
         num_heads, num_kv_heads, head_dim = arch.num_heads, arch.num_kv_heads, arch.head_dim
         sizes = {
             **dict.fromkeys(("update", "normed"), arch.hidden_size),
