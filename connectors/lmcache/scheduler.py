@@ -244,7 +244,7 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
 
     def _save(self, request: Request, tracker: LMCacheMPRequestTracker, server: ServerSession) -> None:
         """Save the unsaved chunks for which there are pages; the next steps save the rest, until the request ends."""
-        block_ids = self._bound_manager.get_block_ids(request.request_id)
+        block_ids = self._bound_manager.get_complete_block_ids(request.request_id)
         num_stored = tracker.num_stored_tokens
         max_tokens = None if self._saves_output else request.num_prompt_tokens
         span = self._span(request, tracker, request.num_tokens)
@@ -280,8 +280,8 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
     def _is_sealed(self, save: SavePages) -> bool:
         """Return whether the seals of all blocks of a save match their identities.
 
-        A block that has left its group's window since, and may hold another request's KV now, was complete: a block leaves the
-        window only after later tokens were processed.
+        A block that has left its group's window since, and may hold another request's KV now, was complete: none is copied
+        whose first tokens are missing, and a block leaves the window only after later tokens were processed.
         """
         chunks, manager = save.transfer.chunks, self._bound_manager
         tables = manager.get_block_ids(chunks.request_id)

@@ -153,6 +153,7 @@ class LMCacheMPRequestMetadata:
         """Return the first ``max_chunks`` of the unsaved chunks, and count them as saved; None if there are none.
 
         Limited by the computed tokens, the request's tokens, the group with the fewest allocated blocks, and ``max_tokens``.
+        ``allocated_block_ids`` are null for blocks that lack tokens (``KVCacheManager.get_complete_block_ids``).
         """
         covered = min(len(ids) for ids in allocated_block_ids) * geometry.block_size
         available = min(tracker.num_computed_tokens, tracker.request.num_tokens, covered)
@@ -196,7 +197,7 @@ def _blocks_of(block_ids: Sequence[int], start: int, end: int, geometry: ChunkGe
 
 
 def _whole_chunks(block_ids: Sequence[int], geometry: ChunkGeometry, window: int) -> tuple[int, ...]:
-    """Replace every chunk that lacks a needed block, because it left the window, with null blocks.
+    """Replace every chunk that lacks a needed block, because it left the window or is not complete, with null blocks.
 
     The server stores the whole chunk, or the part of it that a shorter window covers, and would store the content of the null
     page in place of the missing block.

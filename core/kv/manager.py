@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
 
+from core.kv.block import NULL_BLOCK_ID
 from core.kv.coordinator import BlocksPerGroup, get_kv_cache_coordinator
 from core.kv.events import KVCacheEvent
 from core.kv.hashing import ExtraKey
@@ -292,6 +293,14 @@ class KVCacheManager:
     def get_block_ids(self, request_id: str) -> tuple[list[int], ...]:
         """Return the ids of all blocks of the request, per group."""
         return self.get_blocks(request_id).get_block_ids()
+
+    def get_complete_block_ids(self, request_id: str) -> tuple[list[int], ...]:
+        """Return ``get_block_ids`` with the null block in place of each block whose first tokens are missing."""
+        tables = self.get_block_ids(request_id)
+        for ids, manager in zip(tables, self.coordinator.managers, strict=True):
+            num_lacking = min(manager.num_lacking_blocks(request_id), len(ids))
+            ids[:num_lacking] = [NULL_BLOCK_ID] * num_lacking
+        return tables
 
     def get_block_ids_for_computed_tokens(self, request_id: str, num_computed_tokens: int) -> tuple[list[int], ...]:
         """Return the ids of the blocks that hold the first ``num_computed_tokens`` tokens, without those of later ones."""
