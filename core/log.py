@@ -12,8 +12,11 @@ import json
 import logging
 import math
 import re
+import sys
 import time
 from typing import TextIO
+
+from core.log_stream import LogSink, LogStream, open_log_stream
 
 MAX_VALUE_CHARS = 2_000
 MAX_TRACEBACK_CHARS = 20_000
@@ -140,19 +143,35 @@ def _timestamp(record: logging.LogRecord) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
 
 
-class _KVFerryHandler(logging.StreamHandler[TextIO]):
-    """The one handler; its type is how a second ``configure_logging`` finds the first one's."""
+class _KVFerryHandler(logging.StreamHandler[LogSink]):
+    """The one handler; its type is how a second ``configure_logging`` finds the first one's.
+
+    Where lines were lost, since nothing read them, the first one that is read is followed by their number.
+    """
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Write a record. The handler's lock is held."""
+        super().emit(record)
+        stream = self.stream
+        if isinstance(stream, LogStream) and stream.num_lost and not stream.is_stuck:
+            num_lost, stream.num_lost = stream.num_lost, 0
+            report = logging.makeLogRecord({"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"})
+            report.msg = event("log_lines_lost", count=num_lost)
+            super().emit(report)
+            if stream.num_lost:  # the report itself
+                stream.num_lost = num_lost
 
 
 def configure_logging(level: str, process: str, stream: TextIO | None = None, *, is_json: bool = False) -> None:
     """Send every logger's lines to ``stream`` (default stderr), as text or JSON; a second call replaces the first.
 
+    A reader of it that stops reading costs lines, and stops nothing (``core.log_stream``).
     ``process`` names the process in each line, as several of them often share one stream. Libraries log from WARNING up.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _KVFerryHandler)]:
         root.removeHandler(handler)
-    handler = _KVFerryHandler(stream)
+    handler = _KVFerryHandler(open_log_stream(stream or sys.stderr))
     handler.setFormatter(JsonFormatter(process) if is_json else KeyValueFormatter(process))
     root.addHandler(handler)
     root.setLevel(level)
