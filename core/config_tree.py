@@ -6,6 +6,7 @@ Owns the spelling of settings. Knows no setting: ``core.config`` owns these, and
 from __future__ import annotations
 
 import difflib
+import json
 import re
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -30,12 +31,39 @@ _WORDS: Mapping[Any, str] = {bool: "true or false", str: "text", dict: "a mappin
 _FOUND: Mapping[type, str] = {str: "text", list: "a list", int: "a number", float: "a number"}
 
 
+class _KeyTwice(yaml.MarkedYAMLError):
+    """A mapping has a key twice."""
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice: PyYAML takes the last one, and what stands below the first is lost."""
+
+    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+        """Look at the keys as they are written, before those of ``<<`` come to them, which may be overridden."""
+        node = super().compose_mapping_node(anchor)
+        lines: dict[tuple[str, str], int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            written, line = (key.tag, key.value), key.start_mark.line + 1
+            if written in lines:
+                where = f"at lines {lines[written]} and {line}"
+                raise _KeyTwice(problem=f"{_shown_key(key.value)} is written twice, {where}: write it once")
+            lines[written] = line
+        return node
+
+
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the content of a YAML, TOML or JSON file. Raises ConfigError if it cannot be read, or is not a mapping."""
+    """Return the content of a YAML, TOML or JSON file.
+
+    Raises:
+        ConfigError: it cannot be read, is not a mapping, or has a key twice.
+    """
     try:
         text = path.read_text()
         if path.suffix == ".json" or path == STDIN:
             tree = msgspec.json.decode(text)
+            json.loads(text, object_pairs_hook=_refuse_twice)  # msgspec takes the last one
         else:
             tree = tomllib.loads(text) if path.suffix == ".toml" else _read_yaml(text)
     except (OSError, ValueError, yaml.YAMLError, msgspec.DecodeError) as error:
@@ -50,11 +78,25 @@ def read_file(path: Path) -> dict[str, Any]:
 
 def _read_yaml(text: str) -> Any:  # noqa: ANN401 - any YAML
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         raise
     except (ValueError, LookupError, AttributeError):  # PyYAML's own, with the value in it
         raise ValueError("a value with a tag (!!) is none of its type") from None
+
+
+def _refuse_twice(pairs: Sequence[tuple[str, Any]]) -> None:
+    """Refuse an object of a JSON file that has a key twice."""
+    keys = [key for key, _ in pairs]
+    twice = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
+    if twice is not None:
+        raise ValueError(f"{_shown_key(twice)} is written twice: write it once")
+
+
+def _shown_key(key: str) -> str:
+    """Return a key for messages, up to its first blank or colon: what follows may be a secret."""
+    word = _WORD.match(key)
+    return f"key {word[0]}" if word is not None else "a key"
 
 
 def _without_text(error: yaml.MarkedYAMLError) -> str:
@@ -78,7 +120,9 @@ def parse_value(text: str, kind: Any) -> Any:  # noqa: ANN401 - any configuratio
     if get_origin(kind) is tuple and not text.lstrip().startswith("["):
         return [part.strip() for part in text.split(",") if part.strip()]
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, Loader=_Loader)
+    except _KeyTwice as error:
+        raise ConfigError(f"a value of --set: {error.problem}") from None
     except yaml.YAMLError:
         return text
 

@@ -13,12 +13,15 @@ from typing import Annotated, Literal
 import typer
 
 from core.config import KVFerryConfig, load_config
+from core.errors import ConfigError
 
 _DEFAULTS = KVFerryConfig()
 _COMMON = "Settings"
 _PROCESS = "Started by a supervisor"
 
-ConfigFile = Annotated[Path | None, typer.Option("--config", help="YAML, TOML or JSON file.", rich_help_panel=_COMMON)]
+ConfigFile = Annotated[  # a list, to see whether there is a second one, of which the command line would take the last
+    list[Path] | None, typer.Option("--config", metavar="FILE", help="YAML, TOML or JSON file.", rich_help_panel=_COMMON)
+]
 Assignments = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="A.B=C", help="Any setting by its path; repeatable.", rich_help_panel=_COMMON),
@@ -154,10 +157,15 @@ ParentPid = Annotated[
 ]
 
 
-def read_config(path: Path | None, assignments: Sequence[str] | None, flags: Mapping[str, object]) -> KVFerryConfig:
+def read_config(
+    paths: Sequence[Path] | None, assignments: Sequence[str] | None, flags: Mapping[str, object]
+) -> KVFerryConfig:
     """Return the configuration of file, ``--set`` and flags by their paths; a flag that is None was not given.
 
     Raises:
-        ConfigError: see ``core.config.load_config``.
+        ConfigError: there are two files, or see ``core.config.load_config``.
     """
-    return load_config(path, assignments or (), {key: value for key, value in flags.items() if value is not None})
+    if paths and len(paths) > 1:
+        named = " and ".join(map(str, paths))
+        raise ConfigError(f"--config is given {len(paths)} times, {named}: give one file, and the rest by --set")
+    return load_config(paths[0] if paths else None, assignments or (), {key: value for key, value in flags.items() if value is not None})

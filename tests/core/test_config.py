@@ -246,6 +246,39 @@ def test_broken_file_is_refused_with_its_path(tmp_path, name, text):
         load_config(path)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("c.yaml", "log: {}\nrouter: {port: 1}\nrouter: {port: 2}\n", "key router is written twice, at lines 2 and 3"),
+        ("c.yaml", "router:\n  images:\n    max_count: 1\n    'max_count': 2\n", "key max_count is written twice, at lines 3"),
+        ("c.yaml", "router: {port: 1, port: 1}\n", "key port is written twice, at lines 1 and 1"),
+        ("c.yaml", "router:\n  api_key:SECRET:\n  api_key:SECRET:\n", "key api_key is written twice, at lines 2 and 3"),
+        ("c.json", '{"router": {"port": 1}, "router": {"port": 2}}', "key router is written twice"),
+        ("c.json", '{"router": {"images": {"max_count": 1, "max_count": 2}}}', "key max_count is written twice"),
+        ("c.toml", "[router]\nport = 1\n[router]\nport = 2\n", "Cannot declare ('router',) twice (at line 3"),
+        ("c.toml", "[router]\nport = 1\nport = 2\n", "Cannot overwrite a value (at line 3"),
+    ],
+)
+def test_a_key_that_is_written_twice_is_refused_though_parsers_take_the_last_one(tmp_path, name, text, said):
+    path = tmp_path / name
+    path.write_text(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path)
+    assert f"{path}: {said}" in caught.value.message
+    assert "SECRET" not in caught.value.message
+
+
+def test_a_key_that_is_written_twice_in_an_assignment_is_refused():
+    with pytest.raises(ConfigError, match="key port is written twice"):
+        load_config(assignments=["router={port: 1, port: 2}"])
+
+
+def test_a_merged_mapping_may_be_overridden(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("router: &r {images: &i {max_count: 1, max_bytes: 2}}\nconnector: {extra: {<<: *i, max_count: 3}}\n")
+    assert load_config(path).connector.extra == {"max_count": 3, "max_bytes": 2}
+
+
 def test_missing_file_is_refused_with_its_path(tmp_path):
     with pytest.raises(ConfigError, match=r"nowhere\.yaml"):
         load_config(tmp_path / "nowhere.yaml")

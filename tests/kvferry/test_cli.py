@@ -64,6 +64,7 @@ def test_help_of_serve_tells_the_defaults():
         (["router", "--port", "99999"], "router.port = '99999': expected a whole number, at least 0 and at most 65535"),
         (["prefill", "--log-level", "loud"], "expected one of: DEBUG, INFO, WARNING, ERROR"),
         (["decode", "--config", "/nowhere.yaml"], "/nowhere.yaml"),
+        (["router", "--config", "a.yaml", "--config", "b.yaml"], "--config is given 2 times, a.yaml and b.yaml: give one file"),
         (["serve", "--dtype", "int3"], "model.dtype = 'int3': "),
         (["serve", "--prefill", "0"], "at least one of each is needed"),
         (["prefill", "--model", "no-such-model", "--set", "connector.name=x"], "connector.name = 'x': no such connector"),
