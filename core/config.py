@@ -19,6 +19,7 @@ from core.config_checks import (
     check_http_address,
     check_local_addresses,
     check_order,
+    check_origin,
     check_peer_address,
     check_process_ports,
 )
@@ -136,6 +137,8 @@ def _check_router(router: RouterSection) -> None:
     check_address("router.worker_address", router.worker_address)
     check_process_ports("router.worker_address", int(router.worker_address.rpartition(":")[2]), router.processes)
     check_process_ports("router.ops_port", router.ops_port or 0, router.processes)
+    for origin in router.cors_origins:
+        check_origin("router.cors_origins", origin)
 
 
 def _check_connectors(connector: ConnectorSection) -> None:

@@ -13,6 +13,9 @@ from core.errors import ConfigError
 
 # Host: name, IPv4, [IPv6] or *
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[^\s\]/]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
+# As browsers send it, or a pattern of such ones: *.example
+ORIGIN = r"^(\*|null|(\*|[a-z*][a-z0-9+.*-]*://)(\[[0-9a-f:.]+\]|[a-z0-9_.*-]+)(:[0-9*]{1,5})?)$"
+_DEFAULT_PORTS = ("http", "80"), ("https", "443")  # browsers leave them out
 _IPC_ADDRESS = re.compile(r"ipc://[^\s*]{1,100}")  # a path, or with @ a name in the network namespace
 
 
@@ -86,6 +89,17 @@ def check_http_address(path: str, url: str) -> None:
     problem = http_problem(url)
     if problem:
         raise ConfigError(f"{path} = {url!r}: {problem}; give http://HOST:PORT", param=path)
+
+
+def check_origin(path: str, origin: str) -> None:
+    """Refuse what no browser sends as the origin of a web page: it would be compared with every request, and never be equal."""
+    has_default_port = any(origin.startswith(f"{scheme}://") and origin.endswith(f":{port}") for scheme, port in _DEFAULT_PORTS)
+    if has_default_port or re.fullmatch(ORIGIN, origin) is None:
+        raise ConfigError(
+            f"{path}: {origin!r} is no origin that a browser sends: expected * or scheme://host[:port] in lower case, "
+            "without a path, and without a port that is the scheme's own",
+            param=path,
+        )
 
 
 def check_local_addresses(path: str, section: object, *names: str) -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from core.config import KVFerryConfig
+from core.config_checks import ORIGIN
 from core.constants import HASH_BLOCK_SIZE
 
 SCHEMA_PATH = Path(__file__).parent / "kvferry" / "values.schema.json"
@@ -389,6 +390,7 @@ def settings() -> dict[str, Schema]:
             setting.pop("default", None)  # some are this machine's; kvferry knows them
     found["CacheSection"]["properties"]["block_size"]["multipleOf"] = HASH_BLOCK_SIZE
     found["ImagesSection"]["properties"]["allowed_hosts"]["items"] = IMAGE_HOST
+    found["RouterSection"]["properties"]["cors_origins"]["items"] = {"type": "string", "pattern": ORIGIN}
     used = reachable("KVFerryConfig", found)
     return {name: definition for name, definition in found.items() if name in used}
 

@@ -10,6 +10,7 @@ CASES = {
     "wrong type": (["ports.http=abc"], "at '/ports/http': got string, want integer"),
     "unknown setting": (["config.worker.drain_timeout=3"], "at '/config/worker': additional properties 'drain_timeout'"),
     "setting out of range": (["config.cache.watermark=2"], "at '/config/cache/watermark'"),
+    "origin that no browser sends": (["config.router.cors_origins={abc}"], "at '/config/router/cors_origins/0'"),
     "unknown setting of one role": (["decode.config.cache.blocksize=16"], "at '/decode/config/cache'"),
     "address that the chart sets": (["config.worker.ops_port=1"], "additional properties 'ops_port' not allowed"),
     "secret in a config map": (["config.router.api_key=secret"], "additional properties 'api_key' not allowed"),
