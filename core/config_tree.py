@@ -38,7 +38,7 @@ class _KeyTwice(yaml.MarkedYAMLError):
 class _Loader(yaml.SafeLoader):
     """Refuses a key that a mapping has twice: PyYAML takes the last one, and what stands below the first is lost."""
 
-    def compose_mapping_node(self, anchor: str | None) -> yaml.MappingNode:
+    def compose_mapping_node(self, anchor: Any) -> yaml.MappingNode:  # noqa: ANN401 - as the stubs have it
         """Look at the keys as they are written, before those of ``<<`` come to them, which may be overridden."""
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
@@ -238,6 +238,8 @@ def _allowed_kind(name: str, kind: Any) -> str:  # noqa: ANN401 - any type annot
     if kind in (int, float):
         return _allowed_numbers(name, kind, metas)
     pattern = next((f" of the form {meta.pattern}" for meta in metas if meta.pattern), "")
+    if any(meta.min_length for meta in metas):
+        pattern += " that is not empty"
     return _WORDS.get(get_origin(kind) or kind, "another kind of value") + pattern
 
 
