@@ -32,7 +32,7 @@ CUDA_STEP_TOKENS = 8192
 class ModelSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which model, and how it is computed."""
 
-    name: str = "smollm2-135m"  # alias, folder, GGUF file, or Hugging Face id
+    name: Annotated[str, msgspec.Meta(min_length=1)] = "smollm2-135m"  # alias, folder, GGUF file, or Hugging Face id
     served_name: str = ""  # the name clients use; empty = ``name``
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"  # auto: bfloat16 on CUDA, and on CPU for such weights
     quantization: Literal["none", "int8"] = "none"  # int8: 8-bit weights and inputs in attention and MLP; on a CPU only

@@ -78,7 +78,7 @@ def check_model(config: KVFerryConfig) -> Iterator[Finding]:
         yield Finding("model", "failure", error.message, "correct model.name; kvferry models lists the short names")
         return
     if known is None and folder.exists():
-        yield Finding("model", "failure", f"{name} holds no config.json", "name a folder of the Hugging Face layout")
+        yield Finding("model", "failure", f"model.name = {name} holds no config.json", "name a folder of the Hugging Face layout")
         return
     try:
         if known is not None and not _is_for_vllm(config):

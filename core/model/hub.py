@@ -34,6 +34,7 @@ from core.model.progress import LoggedProgress, Progress, bytes_below
 logger = logging.getLogger(__name__)
 
 _HUB_FOLDER = "huggingface"  # of the cache; huggingface-hub owns its layout
+_FIX = "name a folder of the Hugging Face layout"
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,10 +206,10 @@ def read_model_folder(name: str, folder: Path, cache_dir: Path, *, needs_weights
     """
     config = read_json(folder / "config.json")
     if config is None:
-        raise ConfigError(f"{folder} holds no config.json", param="model.name")
+        raise ConfigError(f"model.name = {name!r}: {folder} holds no config.json; {_FIX}", param="model.name")
     tokenizer_file = folder / "tokenizer.json"
     if not tokenizer_file.is_file():
-        raise ConfigError(f"{folder} holds no tokenizer.json", param="model.name")
+        raise ConfigError(f"model.name = {name!r}: {folder} holds no tokenizer.json; {_FIX}", param="model.name")
     tokenizer_settings = tokenizer_config(folder)
     templates = chat_templates(folder, tokenizer_settings)
     processor_config = read_json(folder / "processor_config.json") or {}

@@ -139,6 +139,7 @@ def test_connector_extra_takes_any_keys():
             "ec_connector.transports",
             "is empty: name at least one of shm, nixl, tcp",
         ),
+        ("model.name=", "model.name", "expected text that is not empty"),
         ("worker.router_addresses=", "worker.router_addresses", "is empty: name the routers"),
         ("worker.router_addresses=[]", "worker.router_addresses", "is empty: name the routers"),
         ("connector.transports={a: 1}", "connector.transports", "is not a transport"),

@@ -291,6 +291,14 @@ def test_an_incomplete_folder_names_what_it_lacks(name, tmp_path):
         read_model_folder("m", folder, tmp_path / "cache")
 
 
+@pytest.mark.parametrize("name", ["config.json", "tokenizer.json"])
+def test_an_incomplete_folder_names_the_setting(name, tmp_path):
+    folder = write_model(tmp_path / "model")
+    (folder / name).unlink()
+    with pytest.raises(ConfigError, match=rf"^model\.name = 'm': .* holds no {name}; name a folder of the Hugging Face layout"):
+        read_model_folder("m", folder, tmp_path / "cache")
+
+
 def test_an_index_names_its_missing_shard(tmp_path):
     folder = write_model(tmp_path / "model")
     (folder / "model.safetensors").rename(folder / "one.safetensors")
