@@ -22,6 +22,7 @@ from core.config_checks import (
     check_origin,
     check_peer_address,
     check_process_ports,
+    check_redis_url,
 )
 from core.config_router import LocalSection, LogSection, RouterSection, SecuritySection, TracingSection
 from core.config_tree import check_keys, explain, kind_of, parse_value, put, read_file, read_values
@@ -99,6 +100,7 @@ class KVFerryConfig(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             check_peer_address("kvstore.address", self.kvstore.address)
         check_order("kvstore", self.kvstore, "heartbeat_interval_s < client_timeout_s")
         if self.kvstore.redis_url:
+            check_redis_url("kvstore.redis_url", self.kvstore.redis_url)
             check_order("kvstore", self.kvstore, "redis_timeout_s < request_timeout_s")
         if not worker.router_addresses:
             raise ConfigError(

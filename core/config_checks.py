@@ -7,7 +7,7 @@ names the setting.
 from __future__ import annotations
 
 import re
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from core.errors import ConfigError
 
@@ -16,6 +16,7 @@ _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[^\s\]/]+)?\]|[^\s:/\[\]]+)
 # As browsers send it, or a pattern of such ones: *.example
 ORIGIN = r"^(\*|null|(\*|[a-z*][a-z0-9+.*-]*://)(\[[0-9a-f:.]+\]|[a-z0-9_.*-]+)(:[0-9*]{1,5})?)$"
 _DEFAULT_PORTS = ("http", "80"), ("https", "443")  # browsers leave them out
+_REDIS_SCHEMES = ("redis", "rediss", "unix")
 _IPC_ADDRESS = re.compile(r"ipc://[^\s*]{1,100}")  # a path, or with @ a name in the network namespace
 
 
@@ -89,6 +90,22 @@ def check_http_address(path: str, url: str) -> None:
     problem = http_problem(url)
     if problem:
         raise ConfigError(f"{path} = {url!r}: {problem}; give http://HOST:PORT", param=path)
+
+
+def check_redis_url(path: str, url: str) -> None:
+    """Refuse what is no address of a Redis, and one with a password, which would be visible in every copy of the settings.
+
+    The address is not quoted: any part of it may belong to a password.
+    """
+    try:
+        parts = urlsplit(url)
+        is_right = parts.scheme in _REDIS_SCHEMES and parts.port != 0
+    except ValueError:  # of the port, or brackets
+        is_right = False
+    if not is_right or parts.password is not None or "password" in parse_qs(parts.query):
+        raise ConfigError(
+            f"{path}: expected redis://[user@]host:port/db, and the password in $KVFERRY_REDIS_PASSWORD, as it is", param=path
+        )
 
 
 def check_origin(path: str, origin: str) -> None:

@@ -85,7 +85,7 @@ class WorkerSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     advertise_host: str = ""  # host that peers use for control and data; empty = the bound one
     ops_host: str = "127.0.0.1"
     ops_port: Port = 0  # /started /health /ready /metrics /version /drain /role; 0 = any
-    cpu_threads: NonNegative = 0  # torch threads; 0 = cores // workers_on_host, at least 1
+    cpu_threads: Annotated[int, msgspec.Meta(ge=0, le=1024)] = 0  # torch threads; 0 = cores // workers_on_host, at least 1
     workers_on_host: Positive = 1
     host_slot: NonNegative = 0  # which of the workers on this host this one is; picks its cores
     pin_cpus: bool = True

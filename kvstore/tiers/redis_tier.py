@@ -12,9 +12,9 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from typing import TypeVar
-from urllib.parse import parse_qs, urlsplit
 
 from core.clock import Clock, SystemClock
+from core.config_checks import check_redis_url
 from core.errors import ConfigError, ConnectorUnavailable, CorruptBlock, Unavailable
 from core.kv.seals import SEAL_BYTES
 from core.rate_limit import LimitedLog
@@ -22,6 +22,7 @@ from kvstore.tiers.base import Tier, TierBlock
 
 PREFIX = b"kvferry:1:"
 PAUSE_S = 2.0  # after a failure
+_SETTING = "kvstore.redis_url"
 
 _log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ class RedisTier(Tier):
             import redis
         except ImportError:
             raise ConnectorUnavailable("kvstore.redis_url needs the redis library: pip install 'kvferry[redis]'") from None
-        _refuse_password(url)
+        check_redis_url(_SETTING, url)
         try:
             self._redis = redis.Redis.from_url(
                 url,
@@ -51,8 +52,8 @@ class RedisTier(Tier):
                 decode_responses=False,
                 protocol=2,
             )
-        except ValueError:
-            raise _bad_url() from None
+        except ValueError:  # of an option behind "?"; it is not quoted, as it may be a password
+            raise ConfigError(f"{_SETTING}: an option in it has a wrong value", param=_SETTING) from None
         self._failures = (redis.RedisError, OSError)
         self._refusal = redis.ResponseError
         self._is_down = redis.exceptions.ClusterDownError  # a refusal of every command; also of a replica without its master
@@ -143,21 +144,3 @@ class RedisTier(Tier):
         if isinstance(error, self._is_elsewhere):
             return "kvstore.redis_url is a node of a Redis Cluster, which is not supported: name a single server, or a proxy"
         return str(error)
-
-
-def _refuse_password(url: str) -> None:
-    """Refuse an address that holds a password: it would be visible in every copy of the settings."""
-    try:
-        parts = urlsplit(url)
-    except ValueError:
-        raise _bad_url() from None
-    if parts.password is not None or "password" in parse_qs(parts.query):
-        raise _bad_url()
-
-
-def _bad_url() -> ConfigError:
-    """Return the error of an invalid address without quoting it: any part of it may belong to a password."""
-    return ConfigError(
-        "kvstore.redis_url: expected redis://[user@]host:port/db, and the password in $KVFERRY_REDIS_PASSWORD, as it is",
-        param="kvstore.redis_url",
-    )

@@ -378,6 +378,13 @@ def test_the_ports_of_several_router_processes_are_ports(setting, value):
         "kvstore.redis_ttl_s=.inf",
         "kvstore.redis_ttl_s=1.0e+15",
         "worker.drain_timeout_s=1.0e+9",
+        "worker.cpu_threads=1025",
+        "worker.cpu_threads=99999999999999999999",
+        "kvstore.redis_url=abc",
+        "kvstore.redis_url=http://redis:6379",
+        "kvstore.redis_url=redis://redis:port",
+        "kvstore.redis_url=redis://redis:0/0",
+        "kvstore.redis_url=redis://:secret@redis/0",
     ],
 )
 def test_values_that_nothing_could_work_with_are_refused(assignment):
