@@ -78,7 +78,8 @@ def check_model(config: KVFerryConfig) -> Iterator[Finding]:
         yield Finding("model", "failure", error.message, "correct model.name; kvferry models lists the short names")
         return
     if known is None and folder.exists():
-        yield Finding("model", "failure", f"model.name = {name} holds no config.json", "name a folder of the Hugging Face layout")
+        text = f"model.name = {name} holds no config.json"
+        yield Finding("model", "failure", text, "name a folder of the Hugging Face layout")
         return
     try:
         if known is not None and not _is_for_vllm(config):
@@ -112,11 +113,20 @@ def check_engine(config: KVFerryConfig) -> Iterator[Finding]:
             vllm_preflight.vllm_arguments(config.local.vllm_arguments)
         else:
             preflight.check_device(config)
+            preflight.check_attention(config)
     except ConfigError as error:
         yield _refused("engine", error, config, "worker")
         return
+    yield from _check_threads(config)
     text = f"vLLM, as {config.local.vllm_command}" if _is_for_vllm(config) else f"model.device = {config.model.device}"
     yield Finding("engine", "ok", text)
+
+
+def _check_threads(config: KVFerryConfig) -> Iterator[Finding]:
+    threads, cores = config.worker.cpu_threads, len(os.sched_getaffinity(0))
+    if threads > cores:
+        text = f"worker.cpu_threads = {threads}, and this machine or container has {cores} processors"
+        yield Finding("threads", "warning", text, "leave it out: threads of one processor wait for each other")
 
 
 def check_connector(config: KVFerryConfig) -> Iterator[Finding]:
@@ -141,6 +151,14 @@ def check_disk(config: KVFerryConfig) -> Iterator[Finding]:
         preflight.check_folders(config, workers_here(config), why_not_creatable)
     except ConfigError as error:
         yield _refused("disk", error, config, "store")
+
+
+def check_router(config: KVFerryConfig) -> Iterator[Finding]:
+    """Check names and addresses in the router's settings."""
+    try:
+        preflight.check_router_lists(config.router)
+    except ConfigError as error:
+        yield _refused("router", error, config, "router")
 
 
 def check_certificate(config: KVFerryConfig) -> Iterator[Finding]:
@@ -398,6 +416,7 @@ CHECKS = (
     check_disk,
     check_transports,
     check_ports,
+    check_router,
     check_certificate,
     check_peers,
     check_tracing,

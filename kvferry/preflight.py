@@ -34,7 +34,10 @@ from kvferry.progress import shown_progress
 from kvferry.reserved_memory import Workers, computes_on_gpu, num_kvstores, reserved_bytes, uses_kvstore
 from kvferry.roles import check_exposure
 from kvferry.router_plan import RouterPlan
+from router.http.client_table import networks_of
 from router.http.tls import server_context
+from router.images.hosts import HostRules
+from router.tools import formats
 
 Address = tuple[str, tuple[str, int]]  # setting, host and port
 WhyUnusable = Callable[[Path], str | None]
@@ -65,6 +68,7 @@ def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[
     check_ports(config, workers)
     check_folders(config, workers)
     check_device(config)
+    check_attention(config)
     check_memory(config, workers)
     name, cache_dir = config.model.name, Path(config.model.cache_dir)
     known = peek_config(name, cache_dir)
@@ -98,6 +102,8 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
     check_connectors(config)
     check_p2p({role: (role, config)})
     check_device(config)
+    if role != "encode":
+        check_attention(config)
     addresses = [_ops_address(config), *(_kv_event_addresses(config) if role != "encode" else ())]
     if _serves_readers(role, config):
         addresses += [*_data_address(config), _control_address(config)]
@@ -116,7 +122,19 @@ def check_router(config: KVFerryConfig) -> None:
     keys_of(config.security)
     check_exposure("router", config)
     check_api_key(config)
+    check_router_lists(config.router)
     server_context(config.router.tls_cert, config.router.tls_key)
+
+
+def check_router_lists(router: RouterSection) -> None:
+    """Check names and addresses whose spelling only the router knows: of proxies, hosts of images, and tool calls.
+
+    Raises:
+        ConfigError: one is none.
+    """
+    networks_of(router.proxy_addresses)
+    HostRules(router.images.allowed_hosts, "router.images.allowed_hosts")
+    formats.check_name(router.tool_format)
 
 
 def check_api_key(config: KVFerryConfig) -> None:
@@ -309,6 +327,21 @@ def check_device(config: KVFerryConfig) -> None:
         raise ConfigError(f"model.device = 'cuda': {reason}; use cpu or auto", param="model.device")
 
 
+def check_attention(config: KVFerryConfig) -> None:
+    """Check for what the named attention backend needs; the others are for any machine.
+
+    Raises:
+        ConfigError: its kernels could not be compiled here.
+    """
+    if config.model.attention != "triton":
+        return
+    reason = "" if computes_on_gpu(config) else "its kernels are for a GPU, and workers compute on the CPU here"
+    if not reason and importlib.util.find_spec("triton") is None:
+        reason = "this installation has no triton"
+    if reason:
+        raise ConfigError(f"model.attention = triton: {reason}; use auto", param="model.attention")
+
+
 def check_memory(config: KVFerryConfig, workers: Workers) -> None:
     """Compare the memory that all processes reserve with this machine's."""
     limit, parts = memory_limit_bytes(), reserved_bytes(config, workers)
@@ -322,7 +355,11 @@ def check_memory(config: KVFerryConfig, workers: Workers) -> None:
 
 
 def check_model(arch: ModelArch, workers: Workers) -> None:
-    """Compare the settings of every worker with the model: context length, blocks, quantization, and the size of the pool."""
+    """Compare the settings of every worker with the model: context length, blocks, quantization, and the size of the pool.
+
+    Pools of ``cache.num_blocks`` have a size that only the model tells, so that ``check_memory`` counts none of them.
+    """
+    pool_bytes = 0
     for role, config in workers.values():
         if role == "encode":
             continue
@@ -332,7 +369,20 @@ def check_model(arch: ModelArch, workers: Workers) -> None:
             _check_length(config, arch)  # the pool gets the rest of the GPU's memory
             continue
         dtype = resolve_dtype_name(config.model.dtype, arch.dtype, "cuda" if is_gpu else "cpu")
-        size_kv_cache(config, arch, _FLOAT32_BYTES if dtype == "float32" else _HALF_BYTES)
+        pool = size_kv_cache(config, arch, _FLOAT32_BYTES if dtype == "float32" else _HALF_BYTES).config
+        if config.cache.num_blocks and not is_gpu:
+            pool_bytes += pool.num_blocks * pool.block_bytes
+            _check_pools(config, pool_bytes, pool.block_bytes)
+
+
+def _check_pools(config: KVFerryConfig, pool_bytes: int, block_bytes: int) -> None:
+    limit = memory_limit_bytes()
+    if pool_bytes >= limit:
+        raise ConfigError(
+            f"cache.num_blocks = {config.cache.num_blocks}: blocks of {format_bytes(block_bytes)}, in all processes together "
+            f"{format_bytes(pool_bytes)}, and there are {format_bytes(limit)} of memory; lower it, or set cache.memory_bytes",
+            param="cache.num_blocks",
+        )
 
 
 def check_encode_workers(config: KVFerryConfig, model_config: Mapping[str, Any]) -> None:

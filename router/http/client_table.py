@@ -28,7 +28,7 @@ class ClientTable(Generic[Connection]):
     def __init__(self, max_connections: int, max_per_address: int = 0, proxies: Sequence[str] = ()) -> None:
         self._max_connections = max_connections
         self._max_per_address = max_per_address
-        self._proxies = [_network(text) for text in proxies]
+        self._proxies = networks_of(proxies)
         self._group_of: dict[Connection, str] = {}
         self._num_of_group: Counter[str] = Counter()
         self._idle: OrderedDict[Connection, None] = OrderedDict()  # longest idle first
@@ -97,6 +97,15 @@ def _unmapped(address: IPv4Address | IPv6Address) -> IPv4Address | IPv6Address:
     """Return the IPv4 address that a dual-stack socket reports as IPv6."""
     mapped = address.ipv4_mapped if isinstance(address, IPv6Address) else None
     return mapped or address
+
+
+def networks_of(proxies: Sequence[str]) -> list[IPv4Network | IPv6Network]:
+    """Return the networks of ``router.proxy_addresses``.
+
+    Raises:
+        ConfigError: one is neither an address nor a network.
+    """
+    return [_network(text) for text in proxies]
 
 
 def _network(text: str) -> IPv4Network | IPv6Network:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib.metadata import entry_points
+from importlib.metadata import EntryPoint, entry_points
 
 from core.errors import ConfigError
 from core.grammar.tool_calls import CallSyntax
@@ -99,11 +99,25 @@ def tool_format(name: str, template: str = "") -> ToolFormat:
     """
     if name == AUTO:  # without the metadata of the installation, which may be older than the code
         return next((found for mark, found in _MARKS.items() if mark in template), HERMES)
+    chosen = _entry_point(name).load()
+    if not isinstance(chosen, ToolFormat):
+        raise ConfigError(f"router.tool_format = {name!r}: it is no ToolFormat", param="router.tool_format")
+    return chosen
+
+
+def check_name(name: str) -> None:
+    """Look for a format by its name; nothing is imported.
+
+    Raises:
+        ConfigError: there is none of this name; lists the known ones.
+    """
+    if name != AUTO:
+        _entry_point(name)
+
+
+def _entry_point(name: str) -> EntryPoint:
     found = {entry.name: entry for entry in entry_points(group=GROUP)}
     if name not in found:
         known = ", ".join((AUTO, *sorted(found)))
         raise ConfigError(f"router.tool_format = {name!r}: no such format; known: {known}", param="router.tool_format")
-    chosen = found[name].load()
-    if not isinstance(chosen, ToolFormat):
-        raise ConfigError(f"router.tool_format = {name!r}: it is no ToolFormat", param="router.tool_format")
-    return chosen
+    return found[name]
