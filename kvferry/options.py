@@ -157,9 +157,7 @@ ParentPid = Annotated[
 ]
 
 
-def read_config(
-    paths: Sequence[Path] | None, assignments: Sequence[str] | None, flags: Mapping[str, object]
-) -> KVFerryConfig:
+def read_config(paths: Sequence[Path] | None, assignments: Sequence[str] | None, flags: Mapping[str, object]) -> KVFerryConfig:
     """Return the configuration of file, ``--set`` and flags by their paths; a flag that is None was not given.
 
     Raises:
@@ -168,4 +166,5 @@ def read_config(
     if paths and len(paths) > 1:
         named = " and ".join(map(str, paths))
         raise ConfigError(f"--config is given {len(paths)} times, {named}: give one file, and the rest by --set")
-    return load_config(paths[0] if paths else None, assignments or (), {key: value for key, value in flags.items() if value is not None})
+    given = {key: value for key, value in flags.items() if value is not None}
+    return load_config(paths[0] if paths else None, assignments or (), given)
