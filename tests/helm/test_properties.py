@@ -269,8 +269,7 @@ def test_store_is_told_its_tiers_and_workers_where_it_is(find):
     store = config_of(find, "external-redis", "kvstore")["kvstore"]
     assert (store["bind_address"], store["disk_path"]) == ("tcp://0.0.0.0:5580", "/var/lib/kvferry")
     assert store["disk_bytes"] == (100 << 30) * 9 // 10  # of the volume
-    container = main(find, "external-redis", "kvstore", kind="StatefulSet")["containers"][0]
-    assert container["args"][-1] == "kvstore.redis_url=redis://redis.data.svc:6379/0"
+    assert store["redis_url"] == "redis://redis.data.svc:6379/0"  # in the file: `kvferry doctor` reads it in the pod
     address = config_of(find, "external-redis", "decode")["kvstore"]["address"]
     assert address == "tcp://kvferry-kvstore.llm.svc.cluster.local:5580"
 

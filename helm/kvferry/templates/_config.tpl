@@ -41,6 +41,9 @@
 {{- if and $role.disk.size (not (dig "kvstore" "disk_bytes" 0 $config)) -}}
 {{- $_ := set $store "disk_bytes" (mulf 0.9 (include "kvferry.bytes" $role.disk.size | float64) | floor | int64) -}}
 {{- end -}}
+{{- with $root.Values.kvstore.redis -}}
+{{- if .enabled -}}{{- $_ := set $store "redis_url" (printf "redis://%s:%v/0" .host .port) -}}{{- end -}}
+{{- end -}}
 {{- $config = mergeOverwrite $config (dict "kvstore" $store) -}}
 {{- else if and $root.Values.kvstore.enabled (has .role (include "kvferry.workers" $root | fromJsonArray)) -}}
 {{- $service := printf "%s-kvstore.%s.svc.%s" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain -}}

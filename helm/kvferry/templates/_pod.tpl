@@ -164,9 +164,6 @@ volumeMounts:
 {{- if and (include "kvferry.servesReaders" .) (not (include "kvferry.isVllm" .)) -}}
 {{- $command = concat $command (list "--advertise-host" "$(POD_IP)") -}}
 {{- end -}}
-{{- if eq .role "kvstore" -}}
-{{- $command = concat $command (include "kvferry.redisArgs" .root | fromJsonArray) -}}
-{{- end -}}
 {{- toYaml $command -}}
 {{- end -}}
 

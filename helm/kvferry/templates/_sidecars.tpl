@@ -32,8 +32,7 @@
   restartPolicy: Always
   image: {{ include "kvferry.image" (dict "image" $values.image "default" $root.Chart.AppVersion) }}
   imagePullPolicy: {{ $values.image.pullPolicy }}
-  args:
-    {{- concat (list "kvstore" "--config" "/etc/kvferry/kvstore.yaml") (include "kvferry.redisArgs" $root | fromJsonArray) | toYaml | nindent 4 }}
+  args: [kvstore, --config, /etc/kvferry/kvstore.yaml]
   {{- with printf "%s%s" (include "kvferry.clusterKeyEnv" $root) (include "kvferry.redisEnv" $root) | trim }}
   env:
     {{- . | nindent 4 }}
@@ -64,16 +63,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Where an existing Redis is, as arguments (JSON), and its password. */}}
-{{- define "kvferry.redisArgs" -}}
-{{- $redis := .Values.kvstore.redis -}}
-{{- if $redis.enabled -}}
-{{- list "--set" (printf "kvstore.redis_url=redis://%s:%v/0" $redis.host $redis.port) | toJson -}}
-{{- else -}}
-[]
-{{- end -}}
-{{- end -}}
-
+{{/* The password of an existing Redis. */}}
 {{- define "kvferry.redisEnv" -}}
 {{- $redis := .Values.kvstore.redis -}}
 {{- if and $redis.enabled $redis.existingSecret }}
