@@ -27,7 +27,7 @@ doctor = typer.Typer(invoke_without_command=True, add_completion=False, pretty_e
 @doctor.callback()
 def examine(
     context: typer.Context,
-    url: Annotated[str, typer.Option("--url", help="A router, http://host:port, to compare clocks with.")] = "",
+    url: Annotated[str, typer.Option("--url", help="A router, http://host:port, whose clock and model to compare.")] = "",
     engines: Annotated[
         list[str] | None, typer.Option("--engine", help="A vLLM server, http://host:port, to look at; repeatable.")
     ] = None,
@@ -54,7 +54,11 @@ def findings_of(config: KVFerryConfig, url: str = "", engines: Sequence[str] = (
     Raises:
         ConfigError: ``url`` or one of ``engines`` is no address of a server.
     """
-    from kvferry import doctor_checks, doctor_vllm  # when asked: every process of a cluster imports the command line
+    from kvferry import (
+        doctor_checks,
+        doctor_peers,
+        doctor_vllm,
+    )  # when asked: every process of a cluster imports the command line
 
     for each in engines:
         check_address(each, "--engine")
@@ -68,4 +72,5 @@ def findings_of(config: KVFerryConfig, url: str = "", engines: Sequence[str] = (
     for check in doctor_checks.CHECKS:
         yield from check(config)
     if url:
-        yield from doctor_checks.check_clock(url)
+        yield from doctor_peers.check_clock(url)
+        yield from doctor_peers.check_served_model(config, url)

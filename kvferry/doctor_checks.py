@@ -9,15 +9,10 @@ from __future__ import annotations
 import os
 import platform
 import shutil
-import socket
-import time
 from collections.abc import Iterator, Mapping
-from email.utils import parsedate_to_datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from urllib.parse import urlsplit
 
-import httpx
 import zmq
 
 from connectors.p2p.transport.nixl import installed_module
@@ -31,7 +26,8 @@ from core.wire.key_rotation import keys_of
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry import preflight, vllm_preflight
 from kvferry.cluster_plan import is_for_serve, workers_here
-from kvferry.connector_preflight import check_factories, check_names, check_p2p, check_redis, has_otlp_exporter
+from kvferry.connector_preflight import check_factories, check_names, check_p2p, check_redis
+from kvferry.doctor_peers import check_lmcache_server, check_peers, check_redis_server, check_tracing, is_router_at_port
 from kvferry.doctor_transports import check_transports
 from kvferry.finding import Finding, Verdict
 from kvferry.listening import why_not_free
@@ -40,8 +36,6 @@ from kvferry.models import is_cached
 from kvferry.reserved_memory import computes_on_gpu, reservations
 from router.http.tls import server_context
 
-CONNECT_TIMEOUT_S = 3.0
-MAX_CLOCK_DIFFERENCE_S = 5.0
 MIN_FREE_DISK_BYTES = 2 << 30
 KERNEL_BYTES = 1 << 20  # the most that one of the kernels takes that ``worker.kernel_cache_entries`` counts
 
@@ -210,19 +204,24 @@ def check_memory(config: KVFerryConfig) -> Iterator[Finding]:
         yield Finding("memory", "warning", text, f"if a process that reserves some of this is to run here: {fix}")
     else:
         yield Finding("memory", "warning" if used > limit // 2 else "ok", text, "leave room for the model beside them")
-    yield _check_shared_memory()
+    yield _check_shared_memory(config)
 
 
-def _check_shared_memory() -> Finding:
+def _check_shared_memory(config: KVFerryConfig) -> Finding:
+    """Compare shared memory with what workers have LMCache copy through; those that run here have theirs already."""
+    num_staged = sum(role != "encode" for role, _ in workers_here(config).values())
+    staging = config.connector.lmcache.staging_bytes * num_staged if "lmcache" in config.connector.names else 0
     try:
         state = os.statvfs("/dev/shm")
     except OSError as error:
         fix = "mount a tmpfs there: UCX and other libraries need it"
         return Finding("memory", "failure", f"/dev/shm: {error.strerror}", fix)
     free = state.f_bavail * state.f_frsize
-    is_small = free < 32 << 20
+    is_small = free < max(32 << 20, staging)
     fix = "raise shm.size of the chart, or --shm-size of the container"
     text = f"/dev/shm has {free >> 20} MiB free; the KV pool is not in it"
+    if staging:
+        text += f", connector.lmcache.staging_bytes of {num_staged} workers are: {format_bytes(staging)}"
     return Finding("memory", "warning" if is_small else "ok", text, fix)
 
 
@@ -281,43 +280,11 @@ def check_ports(config: KVFerryConfig) -> Iterator[Finding]:
         if refusal is not None:
             fix = "stop what listens there, unless it is the kvferry that you mean, or choose another port"
             fix = preflight.fix_of(setting, refusal)[1] if refusal.is_of_host else fix
-            yield Finding("ports", "warning", f"{setting} {host}:{port} cannot be bound: {refusal.reason}", fix)
+            is_ours = setting == "router.port" and refusal.is_in_use and is_for_serve(config)
+            verdict: Verdict = "failure" if is_ours and not is_router_at_port(config.router) else "warning"
+            yield Finding("ports", verdict, f"{setting} {host}:{port} cannot be bound: {refusal.reason}", fix)
         elif port:
             yield Finding("ports", "ok", f"{setting} {host}:{port} is free")
-
-
-def check_peers(config: KVFerryConfig) -> Iterator[Finding]:
-    """Try to connect to the routers, which ``kvferry serve`` starts itself, and to the store if one is configured."""
-    routers = () if is_for_serve(config) else config.worker.router_addresses
-    wanted = [("worker.router_addresses", address) for address in routers]
-    if config.kvstore.address:
-        wanted.append(("kvstore.address", config.kvstore.address))
-    for setting, address in wanted:
-        yield _try_to_connect("peers", f"{setting} {address}", *split_tcp(address))
-
-
-def check_tracing(config: KVFerryConfig) -> Iterator[Finding]:
-    """Check for the collector of traces, and for the library that sends them."""
-    endpoint = config.tracing.endpoint
-    if not endpoint:
-        return
-    is_installed = has_otlp_exporter()
-    text = f"OpenTelemetry is {'installed' if is_installed else 'not installed'}"
-    yield Finding("traces", "ok" if is_installed else "failure", text, "pip install 'kvferry[otel]', or unset tracing.endpoint")
-    url = urlsplit(endpoint)
-    port = url.port or (443 if url.scheme == "https" else 80)
-    yield _try_to_connect("traces", f"tracing.endpoint {endpoint}", url.hostname or "", port)
-
-
-def _try_to_connect(subject: str, name: str, host: str, port: int) -> Finding:
-    try:
-        socket.create_connection((host, port), timeout=CONNECT_TIMEOUT_S).close()
-    except OSError as error:
-        fix = "start it; if it runs: look at its address, DNS and network policies"
-        return Finding(subject, "warning", f"{name}: {error.strerror or error}", fix)
-    except ValueError as error:  # of the codec for names
-        return Finding(subject, "warning", f"{name}: no possible name: {error}", "correct the host")
-    return Finding(subject, "ok", f"{name} can be connected to")
 
 
 def check_security(config: KVFerryConfig) -> Iterator[Finding]:
@@ -392,19 +359,6 @@ def _check_ucx(config: KVFerryConfig) -> Iterator[Finding]:
         yield Finding("security of nixl", "ok", "UCX (transport nixl) listens on loopback only")
 
 
-def check_clock(url: str) -> Iterator[Finding]:
-    """Compare this machine's clock with a router's: leases are durations and unaffected, logs and traces are not."""
-    try:
-        response = httpx.get(f"{url}/health", timeout=CONNECT_TIMEOUT_S)
-        theirs = parsedate_to_datetime(response.headers["date"]).timestamp()
-    except (httpx.HTTPError, KeyError, ValueError) as error:
-        yield Finding("clock", "warning", f"{url} told no time: {error!r}", "look whether the router runs")
-        return
-    difference = abs(time.time() - theirs)
-    is_off = difference > MAX_CLOCK_DIFFERENCE_S
-    yield Finding("clock", "warning" if is_off else "ok", f"{difference:.0f} s from the router's", "run NTP on both machines")
-
-
 CHECKS = (
     check_versions,
     check_compiled_code,
@@ -419,6 +373,8 @@ CHECKS = (
     check_router,
     check_certificate,
     check_peers,
+    check_redis_server,
+    check_lmcache_server,
     check_tracing,
     check_security,
 )
