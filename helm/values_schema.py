@@ -18,6 +18,7 @@ import msgspec
 
 from core.config import KVFerryConfig
 from core.config_checks import ORIGIN
+from core.config_tree import is_size
 from core.constants import HASH_BLOCK_SIZE
 
 SCHEMA_PATH = Path(__file__).parent / "kvferry" / "values.schema.json"
@@ -71,6 +72,7 @@ PODS: Schema = {"type": ["integer", "string"], "minimum": 0, "pattern": "^[0-9]+
 PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 QUANTITY: Schema = {"type": ["string", "number"], "pattern": "^[0-9]+([.][0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?$"}
 SIZE: Schema = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)$"}
+SETTING_SIZE = "^[0-9]+([.][0-9]+)? ?([kMGT]|[KMGT]i)?B?$"  # as core.config_tree.parse_size reads it
 DURATION: Schema = {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}
 TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
 ANYTHING: Schema = {"type": "object"}  # Kubernetes' own types; the API server knows them
@@ -388,6 +390,9 @@ def settings() -> dict[str, Schema]:
     for definition in found.values():
         for setting in definition["properties"].values():
             setting.pop("default", None)  # some are this machine's; kvferry knows them
+        for name, setting in definition["properties"].items():
+            if is_size(name):  # templates read it, and write a number into the configuration file
+                setting.update(type=["integer", "string"], pattern=SETTING_SIZE)
     found["CacheSection"]["properties"]["block_size"]["multipleOf"] = HASH_BLOCK_SIZE
     found["ImagesSection"]["properties"]["allowed_hosts"]["items"] = IMAGE_HOST
     found["RouterSection"]["properties"]["cors_origins"]["items"] = {"type": "string", "pattern": ORIGIN}

@@ -274,6 +274,15 @@ def test_store_is_told_its_tiers_and_workers_where_it_is(find):
     assert address == "tcp://kvferry-kvstore.llm.svc.cluster.local:5580"
 
 
+def test_sizes_are_written_as_the_settings_have_them(find):
+    sets = ["config.cache.memory_bytes=1.5GiB", "config.model.max_model_len=8k", "decode.config.kvstore.memory_bytes=512 MB"]
+    extra = "config.connector.extra.largest_bytes=none"  # of a connector from outside: its keys have no meaning here
+    config = config_of(find, "cpu-minimal", "decode", *sets, extra)
+    found = (config["cache"]["memory_bytes"], config["model"]["max_model_len"], config["kvstore"]["memory_bytes"])
+    assert found == (3 << 29, 8000, 512_000_000)
+    assert config["connector"]["extra"] == {"largest_bytes": "none"}
+
+
 def test_pool_in_huge_pages_is_apart_from_the_memory_limit(find):
     limits = [f"{role}.resources.limits.hugepages-2Mi=6Gi" for role in ("prefill", "decode")]
     sets = ["config.cache.huge_pages=always", f"config.cache.memory_bytes={6 << 30}", *limits]

@@ -41,6 +41,8 @@ CASES = {
     "RDMA without nixl": (["rdma.enabled=true"], "rdma.enabled: only transport nixl uses RDMA"),
     "GPU that idles": (["decode.gpu.count=1"], "config.model.device is cpu: set it to cuda"),
     "pool beyond the memory limit": (["config.cache.memory_bytes=5000000000"], "does not even hold the KV pool"),
+    "pool beyond the memory limit, as a size": (["config.cache.memory_bytes=5GiB"], "does not even hold the KV pool"),
+    "setting that is no size": (["config.cache.memory_bytes=5 Gigs"], "at '/config/cache/memory_bytes'"),
     "memory that is no quantity": (["prefill.resources.limits.memory=4 GB"], "at '/prefill/resources/limits/memory'"),
     "scaling from more to fewer": (
         [*(f"decode.autoscaling.{part}" for part in ("type=hpa", "min=3", "max=2", "metrics.kvferry_num_requests_running=9"))],

@@ -6,6 +6,7 @@
 {{- $any := ternary "[::]" "0.0.0.0" (eq $root.Values.network.ipFamily "IPv6") -}}
 {{- $routers := printf "tcp://%s-router-workers.%s.svc.%s:%v" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain $ports.workers -}}
 {{- $config := mergeOverwrite (deepCopy (default dict $root.Values.config)) (deepCopy (default dict $role.config)) -}}
+{{- include "kvferry.readSizes" $config -}}
 {{- $chart := dict
       "model" (dict "cache_dir" "/var/cache/kvferry" "name" (dig "model" "name" "smollm2-135m" $config))
       "connector" dict
@@ -68,4 +69,16 @@
 {{- $_ := set $config.worker "cpu_threads" (max 1 (floor $cores | int)) -}}
 {{- end -}}
 {{- toYaml $config -}}
+{{- end -}}
+
+{{/* Put numbers in the place of sizes such as 1GiB, which templates compare; without the fraction of a byte. */}}
+{{- define "kvferry.readSizes" -}}
+{{- $section := . -}}
+{{- range $name, $value := $section -}}
+{{- if and (kindIs "map" $value) (ne $name "extra") -}}
+{{- include "kvferry.readSizes" $value -}}
+{{- else if and (kindIs "string" $value) (regexMatch "(_bytes|_tokens|max_model_len)$" $name) -}}
+{{- $_ := set $section $name (include "kvferry.bytes" ($value | replace " " "" | trimSuffix "B") | int64) -}}
+{{- end -}}
+{{- end -}}
 {{- end -}}
