@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import TYPE_CHECKING
 
-from core.kv.hashing import BlockHasher, ExtraKey
+from core.kv.hashing import BlockHasher, ExtraKey, RequestKeys
 from core.token_ids import pack_token_ids
 from core.tracing import TraceContext
 from core.wire.kv import KVHandoff, KVSource
@@ -255,10 +255,12 @@ class Request:
         return f"Request({self.request_id} {self.status.name} {self.num_computed_tokens}/{self.num_tokens})"
 
 
-def extra_keys_of(mm_features: Sequence[MMFeature], cache_salt: str) -> tuple[ExtraKey, ...]:
+def extra_keys_of(mm_features: Sequence[MMFeature], cache_salt: str) -> RequestKeys:
     """Return the keys that enter a request's block hashes in addition to tokens; see ``core.kv.hashing.block_extra_keys``."""
     keys: list[ExtraKey] = [("mm", feature.identifier, feature.offset, feature.length) for feature in mm_features]
-    return (*keys, ("cache_salt", cache_salt)) if cache_salt else tuple(keys)
+    if cache_salt:
+        keys.append(("cache_salt", cache_salt))
+    return RequestKeys(keys)
 
 
 def reads_prefix_cache(sampling: SamplingParams) -> bool:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from core.constants import HASH_BLOCK_SIZE
-from core.kv.hashing import BlockHasher, ExtraKey
+from core.kv.hashing import BlockHasher, ExtraKey, RequestKeys
 
 
 class VllmRequest(Protocol):
@@ -61,7 +61,7 @@ class PromptHashes:
         return tuple(self.at(min(end, num_tokens)) for end in ends)
 
 
-def _extra_keys(request: VllmRequest) -> tuple[ExtraKey, ...]:
+def _extra_keys(request: VllmRequest) -> RequestKeys:
     keys: list[ExtraKey] = []
     if request.lora_request is not None:
         keys.append(("lora", request.lora_request.lora_name))
@@ -70,4 +70,4 @@ def _extra_keys(request: VllmRequest) -> tuple[ExtraKey, ...]:
         keys.append(("mm", feature.identifier.encode(), position.offset, position.length))
     if request.cache_salt:
         keys.append(("cache_salt", request.cache_salt))
-    return tuple(keys)
+    return RequestKeys(keys)

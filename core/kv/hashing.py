@@ -22,7 +22,10 @@ import hashlib
 import struct
 import sys
 from array import array
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
 from typing import TypeAlias
 
 from core.constants import HASH_BLOCK_SIZE
@@ -44,6 +47,42 @@ _NO_EXTRA = _U32.pack(0)
 _MIN_COMPILED_BLOCKS = 3  # for fewer, calling the compiled chain takes longer than hashlib
 
 
+class RequestKeys(tuple[ExtraKey, ...]):
+    """The extra keys of a request, in which those of a block are found without a look at all media of the prompt."""
+
+    @classmethod
+    def of(cls, keys: Sequence[ExtraKey]) -> RequestKeys:
+        """Return the keys as such ones."""
+        return keys if isinstance(keys, cls) else cls(keys)
+
+    def near(self, start: int, end: int) -> Sequence[ExtraKey]:
+        """Return the keys, in their order, without media that lie wholly before or after the tokens [start, end)."""
+        others, media, offsets, ends = self._index
+        if not media:
+            return self
+        first, last = bisect_right(ends, start), bisect_left(offsets, end)
+        return [self[position] for position in sorted(others + media[first:last])]
+
+    @cached_property
+    def _index(self) -> tuple[list[int], list[int], list[int], list[int]]:
+        """The positions of other keys, and those of media by offset, with the offset of each and the last end up to it.
+
+        Media may overlap and come in any order: a hash must not leave one out, whoever wrote the request.
+        """
+        media = sorted((*place, position) for position, key in enumerate(self) if (place := _place(key)) is not None)
+        positions = [position for _, _, position in media]
+        others = sorted(set(range(len(self))).difference(positions))
+        return others, positions, [offset for offset, _, _ in media], list(accumulate((end for _, end, _ in media), max))
+
+
+def _place(key: ExtraKey) -> tuple[int, int] | None:
+    """Return where a media item begins and ends; None for another key."""
+    match key:
+        case ("mm", bytes(), int(offset), int(length)):
+            return offset, offset + length
+    return None
+
+
 def block_extra_keys(request_keys: Sequence[ExtraKey], start: int, end: int) -> tuple[ExtraKey, ...]:
     """Return the keys that enter the hash of the tokens [start, end), out of those of the whole request.
 
@@ -52,7 +91,7 @@ def block_extra_keys(request_keys: Sequence[ExtraKey], start: int, end: int) -> 
     Raises: ValueError for another tag.
     """
     keys: list[ExtraKey] = []
-    for key in request_keys:
+    for key in request_keys.near(start, end) if isinstance(request_keys, RequestKeys) else request_keys:
         match key:
             case ("lora", str()):
                 keys.append(key)
@@ -165,12 +204,12 @@ class BlockHasher:
         if self._compiled is not None and not extra_keys and end - first >= _MIN_COMPILED_BLOCKS:
             block_hashes += self._compiled.hashes(parent, tokens, size * _TOKEN_BYTES)
             return
-        extra = _NO_EXTRA
+        extra, keys = _NO_EXTRA, RequestKeys.of(extra_keys)
         copy, append, step = self._full.copy, block_hashes.append, size * _TOKEN_BYTES
         for index in range(end - first):
-            if extra_keys:
+            if keys:
                 start = (first + index) * size
-                extra = _with_length(encode_extra_keys(block_extra_keys(extra_keys, start, start + size)))
+                extra = _with_length(encode_extra_keys(block_extra_keys(keys, start, start + size)))
             state = copy()
             state.update(parent + extra + tokens[index * step : index * step + step])
             parent = state.digest()

@@ -11,8 +11,10 @@ from core.request import (
     Request,
     RequestStatus,
 )
+from core.wire.media import MMFeature
 from core.wire.messages import ErrorInfo, TransferUsage
 from core.wire.sampling import SamplingParams
+from tests.support.counted_offset import CountedOffset
 
 
 @pytest.fixture
@@ -50,6 +52,19 @@ def test_output_is_a_copy(make_request):
     request = make_request(20, output=(7,))
     request.output_token_ids.append(1)
     assert request.output_token_ids == [7]
+
+
+def test_output_after_many_images_is_hashed_with_few_looks_at_them(make_request, monkeypatch):
+    images = [
+        MMFeature(identifier=bytes(16), offset=CountedOffset(64 * number), length=40, num_embeds=40, media_index=0)
+        for number in range(64)
+    ]
+    request = make_request(64 * 64, mm_features=images)
+    monkeypatch.setattr(CountedOffset, "num_looks", 0)
+    for token_id in range(32 * 16):
+        request.append_output_token(token_id)
+    assert len(request.block_hashes) == 256 + 32
+    assert 0 < CountedOffset.num_looks <= 12 * 32, "not 64 for each of 32 blocks"
 
 
 def test_every_full_run_is_hashed_when_its_last_token_comes(make_request, hasher):

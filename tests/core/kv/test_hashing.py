@@ -13,7 +13,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from core.constants import HASH_BLOCK_SIZE
-from core.kv.hashing import BlockHasher, block_extra_keys, encode_extra_keys, hash_media
+from core.kv.hashing import BlockHasher, RequestKeys, block_extra_keys, encode_extra_keys, hash_media
+from tests.support.counted_offset import CountedOffset
 
 ROOT = Path(__file__).resolve().parents[3]
 FINGERPRINT = b"golden model fingerprint"
@@ -25,6 +26,8 @@ GOLDEN_MEDIA = "506b931723129cfdaac20d5c4cdab57b"
 GOLDEN_TAIL = "105ec7eb69229153603e41323f4895ad"
 GOLDEN_SALTED_TAIL = "27fde4e470209fc39fd88d6caec62536"
 
+media = st.tuples(st.just("mm"), st.binary(max_size=2), st.integers(0, 90), st.integers(0, 60))
+request_keys = st.lists(st.one_of(media, st.sampled_from([("lora", "x"), ("cache_salt", "s")])), max_size=8)
 token_lists = st.lists(st.integers(0, 2**31 - 1), max_size=80)
 parts = st.one_of(st.text(max_size=4), st.binary(max_size=4), st.integers(-(2**63), 2**63 - 1))
 key_lists = st.lists(st.lists(parts, max_size=3).map(tuple), max_size=3)
@@ -138,6 +141,30 @@ def test_multimodal_item_enters_the_blocks_it_overlaps_relative_to_their_start()
     item = (("mm", b"image", 20, 30),)  # tokens 20..49
     keys = [block_extra_keys(item, start, start + 16) for start in (0, 16, 32, 48, 64)]
     assert keys == [(), (("mm", b"image", 4),), (("mm", b"image", -12),), (("mm", b"image", -28),), ()]
+
+
+@given(token_lists, request_keys, st.integers(0, 5))
+def test_media_in_any_order_enter_as_if_all_were_looked_at(token_ids, keys, num_known):
+    """They may overlap each other and the ends of blocks, or be empty."""
+    parent, chain = bytes(16), []
+    for start in range(0, len(token_ids) - 15, 16):
+        extra = encode_extra_keys(block_extra_keys(tuple(keys), start, start + 16))
+        text = parent + struct.pack("<I", len(extra)) + extra + struct.pack("<16i", *token_ids[start : start + 16])
+        parent = hashlib.blake2b(text, digest_size=16, key=FINGERPRINT, person=b"kvferry full v1").digest()
+        chain.append(parent)
+    hasher, tokens, own_keys = BlockHasher(FINGERPRINT), array("i", token_ids), RequestKeys(keys)
+    grown = chain[:num_known]
+    hasher.extend(grown, tokens, own_keys)
+    assert grown == hasher.hash_request_blocks(tokens, keys) == chain
+    tail = len(token_ids) // 16 * 16, len(token_ids)
+    assert block_extra_keys(own_keys, *tail) == block_extra_keys(tuple(keys), *tail)
+
+
+def test_a_prompt_of_many_images_is_hashed_with_few_looks_at_them(golden_hasher, monkeypatch):
+    monkeypatch.setattr(CountedOffset, "num_looks", 0)
+    keys = [("mm", b"image", CountedOffset(64 * number), 40) for number in range(64)]
+    golden_hasher.hash_request_blocks(array("i", range(64 * 64)), keys)
+    assert 0 < CountedOffset.num_looks <= 12 * 256, "not 64 for each of 256 blocks"
 
 
 def test_multimodal_item_changes_values_from_its_first_block_on(golden_hasher):
