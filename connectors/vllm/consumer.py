@@ -65,6 +65,7 @@ class Consumer:
         self._loading: dict[str, RemoteHandoff] = {}
         self._users: dict[str, Counter[RemoteHandoff]] = {}  # by transfer id: requests with an offer or a load of a handoff
         self._unused: list[RemoteHandoff] = []  # handoffs whose release waits for others
+        self._last_hashes: PromptHashes | None = None  # choices of one answer have one prompt, and come one after another
         self._is_suspended = False
         self._limited_log = LimitedLog(_log, time.monotonic)
 
@@ -199,7 +200,7 @@ class Consumer:
             raise StaleBlock(f"the handoff has {len(handoff.groups)} groups, not {len(self._windows)}")
         if handoff.num_tokens > request.num_prompt_tokens:
             raise StaleBlock(f"the handoff covers {handoff.num_tokens} of {request.num_prompt_tokens} prompt tokens")
-        hashes = PromptHashes(self._hasher, request).block_ends(handoff.num_tokens, handoff.layout.block_size)
+        hashes = self._hashes_of(request).block_ends(handoff.num_tokens, handoff.layout.block_size)
         if hashes[-1] != handoff.prompt_hash:
             raise StaleBlock("the handoff is of another prompt")
         for group_id, group in enumerate(handoff.groups):
@@ -208,6 +209,11 @@ class Consumer:
             if group.first_block + len(group.block_ids) != len(hashes) or num_lacking > num_skipped:
                 raise StaleBlock(f"the handoff lacks blocks of group {group_id}")
         return hashes
+
+    def _hashes_of(self, request: VllmRequest) -> PromptHashes:
+        if self._last_hashes is None or not self._last_hashes.is_of(self._hasher, request):
+            self._last_hashes = PromptHashes(self._hasher, request)
+        return self._last_hashes
 
     def _num_skipped(self, request: VllmRequest, handoff: EngineHandoff, group_id: int) -> int:
         """Return how many first tokens no later token attends to in this group. The prompt's last token is computed here."""

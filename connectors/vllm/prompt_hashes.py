@@ -47,6 +47,11 @@ class PromptHashes:
         self._extra_keys = _extra_keys(request)
         self._chain = hasher.hash_request_blocks(self._token_ids, self._extra_keys)
 
+    def is_of(self, hasher: BlockHasher, request: VllmRequest) -> bool:
+        """Return True if the request's prompt has this chain. To compare prompts takes a fraction of hashing one."""
+        token_ids = array("i", request.prompt_token_ids or ())
+        return self._hasher is hasher and self._token_ids == token_ids and self._extra_keys == _extra_keys(request)
+
     def at(self, num_tokens: int) -> bytes:
         """Return the hash of the first ``num_tokens`` tokens."""
         return self._hasher.prefix_hash(self._chain, self._token_ids, num_tokens, self._extra_keys)

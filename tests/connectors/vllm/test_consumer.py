@@ -114,6 +114,27 @@ def test_a_handoff_of_several_requests_is_released_after_the_last(consumer):
     assert len(take(consumer).releases) == 1
 
 
+def test_the_prompt_of_several_choices_is_hashed_once(consumer, monkeypatch):
+    hashed = []
+    hash_blocks = BlockHasher.hash_request_blocks
+
+    def count(hasher, token_ids, keys):
+        hashed.append(keys)
+        return hash_blocks(hasher, token_ids, keys)
+
+    params, cat, dog = handoff_of(mm_features=[image("cat", 20, 30)]), [image("cat", 20, 30)], [image("dog", 20, 30)]
+    monkeypatch.setattr(BlockHasher, "hash_request_blocks", count)
+    for name in "abc":
+        consumer.on_new_request(FakeRequest(name, list(PROMPT), params, mm_features=cat))
+    assert (len(hashed), len(take(consumer).holds), consumer.refused) == (1, 3, {})
+    arrive(consumer, params, mm_features=dog)
+    arrive(consumer, params, prompt=[9, *PROMPT[1:]], mm_features=cat)
+    assert (len(hashed), consumer.refused) == (3, {"stale": 2}), "other prompts"
+    consumer.reset(engine("d"), BlockHasher(b"other weights"))
+    arrive(consumer, params, mm_features=cat)
+    assert (len(hashed), consumer.refused) == (4, {"stale": 3}), "another hasher"
+
+
 def test_a_handoff_that_comes_again_in_the_step_of_its_release_is_kept(consumer):
     """A router repeats a request: its abort and the next try can meet in one batch of vLLM's queue."""
     params = handoff_of()
