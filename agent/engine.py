@@ -27,7 +27,7 @@ from core.errors import EngineDead, KVFerryError
 from core.ids import IdSource, new_hex_id
 from core.log import event
 from core.request import EngineCoreOutput, NewRequest, PrefillStats
-from core.wire.engine_calls import EngineCall
+from core.wire.engine_calls import PLUGIN_VALUE, EngineCall
 from core.wire.kv import KVHandoff, KVLayoutInfo
 from core.wire.messages import ErrorInfo, FinishReason
 from core.worker.parts import EngineEvents
@@ -84,12 +84,20 @@ class VllmEngine:
         self._is_dead = False
         self._calls = ServerCalls(server, events.on_call_reply)
         self._releases = HandoffReleases(server)
+        self._last_handoff: float | None = None  # of our plug-in
         self.load = ServerLoad()
 
     @property
     def num_requests(self) -> int:
         """How many choices the server has of this agent."""
         return len(self._requests)
+
+    @property
+    def may_hold_blocks(self) -> bool:
+        """Whether it may hold blocks for readers though its metrics say nothing of them: without its stats, for one lease."""
+        if self._last_handoff is None or self.load.handoffs is not None:
+            return False
+        return self._clock.now() - self._last_handoff < self._identity.lease_s
 
     @property
     def _num_working(self) -> int:
@@ -224,6 +232,8 @@ class VllmEngine:
             return None
         identity, transfer_id = self._identity, new_hex_id(self._ids, "vllm-")
         self._releases.keep(transfer_id, answer.kv_transfer_params)
+        if PLUGIN_VALUE in answer.kv_transfer_params:
+            self._last_handoff = self._clock.now()
         return KVHandoff(
             transfer_id=transfer_id,
             engine_id=identity.engine_id,
@@ -282,7 +292,7 @@ class VllmEngine:
             if self._is_another():
                 self._die("was started again, and may serve something else")
             if not self._progress.note_look(self.load.num_steps, self.load.total_usage, self._clock.now()):
-                self._probe_if_it_may_have_none_to_make()
+                self._probe_if_it_may_be_well()
         return health
 
     def _is_another(self) -> bool:
@@ -290,13 +300,17 @@ class VllmEngine:
         known = (self._terms.started_at, self.load.started_at)
         return all(known) and known[0] != known[1]
 
-    def _probe_if_it_may_have_none_to_make(self) -> None:
+    def _probe_if_it_may_be_well(self) -> None:
         """Let the server make a step of its own, which shows whether its engine works.
 
         It makes none while all of our requests wait for blocks of handoffs, nor while its front end reads the images of calls.
+        Without its stats its steps are not seen: then answers are the only signs.
         """
-        may_rest = bool(self._num_working) and len(self._requests) <= self.load.num_loading
-        if may_rest and (self._probe is None or self._probe.done()):
+        if self.load.has_stats:
+            may_be_well = bool(self._num_working) and len(self._requests) <= self.load.num_loading
+        else:
+            may_be_well = self.reading().stalled_s >= self._terms.interval_s
+        if may_be_well and (self._probe is None or self._probe.done()):
             self._probe = self._loop.create_task(self._make_a_step())
 
     async def _make_a_step(self) -> None:

@@ -12,6 +12,7 @@ PLUGIN = "vllm:kvferry_"
 _SAMPLE = re.compile(r"^(vllm:[a-z_]+)(?:\{(.*)\})? ([0-9.eE+-]+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _STARTED = re.compile(r"^process_start_time_seconds ([0-9.eE+-]+)$", re.MULTILINE)
+_STEPS = "vllm:iteration_tokens_total_count"
 _LOADS, _IN_PROGRESS = "vllm:num_requests_kv_fetch_by_stage", 'stage="in_progress"'
 _FAILURES = (f"{PLUGIN}failures_total", f"{PLUGIN}refusals_total")
 
@@ -35,7 +36,8 @@ class ServerLoad:
 
     The blocks of ``num_loading`` of the waiting requests are on their way. ``kv_cache_usage`` is that of the fullest engine,
     0 to 1, and ``total_usage`` the sum over all. ``started_at`` is when its process began, seconds since the epoch; 0 if it
-    does not say, as with several API processes. ``handoffs`` is None without the plug-in.
+    does not say, as with several API processes. ``handoffs`` is None without the plug-in. Without ``has_stats``, as with
+    ``--disable-log-stats``, the server tells nothing of this but its start, nor whether it has the plug-in.
     """
 
     num_running: int = 0
@@ -46,6 +48,7 @@ class ServerLoad:
     num_held_blocks: int = 0
     num_steps: int = 0
     started_at: float = 0.0
+    has_stats: bool = False
     handoffs: HandoffCounts | None = None
 
 
@@ -75,8 +78,9 @@ def read_load(text: str) -> ServerLoad:
         kv_cache_usage=min(1.0, most.get("vllm:kv_cache_usage_perc", 0.0)),
         total_usage=sums["vllm:kv_cache_usage_perc"],
         num_held_blocks=int(sums[f"{PLUGIN}held_blocks"]),
-        num_steps=int(sums["vllm:iteration_tokens_total_count"]),
+        num_steps=int(sums[_STEPS]),
         started_at=read_start(text),
+        has_stats=has_stats(text),
         handoffs=handoffs if has_plugin(text) else None,
     )
 
@@ -85,6 +89,11 @@ def read_start(text: str) -> float:
     """Return ``ServerLoad.started_at``. Counters may go back while a process lives: vLLM's route to scale resets them."""
     found = _STARTED.search(text)
     return float(found[1]) if found is not None else 0.0
+
+
+def has_stats(text: str) -> bool:
+    """Return whether the server tells its load and its steps."""
+    return f"\n{_STEPS}" in text
 
 
 def has_plugin(text: str) -> bool:

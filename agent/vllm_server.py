@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 import httpx
 import msgspec
 
-from agent.server_metrics import ServerLoad, has_plugin, labels_of, read_load, read_start
+from agent.server_metrics import ServerLoad, has_plugin, has_stats, labels_of, read_load, read_start
 from agent.vllm_protocol import ABORT, GENERATE, RENDER, Answer, decode_answer
 from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, Overloaded
 from core.tracing import TraceContext
@@ -48,6 +48,7 @@ class ServerFacts:
     splits_output: bool  # it separates reasoning from the text of every chat
     has_prefix_cache: bool
     has_plugin: bool  # it hands its KV over by our connector
+    has_stats: bool  # see ``ServerLoad``
     root: str  # the repository or directory of the model
     started_at: float  # see ``ServerLoad``
 
@@ -154,6 +155,7 @@ class VllmServer:
             splits_output=await self._splits_output(),
             has_prefix_cache=cache.get("enable_prefix_caching", "True") == "True",
             has_plugin=has_plugin(metrics),
+            has_stats=has_stats(metrics),
             root=models.data[0].root or "",
             started_at=read_start(metrics),
         )

@@ -102,6 +102,9 @@ class VllmWorker(WorkerSource):
         if not self._facts.num_blocks:
             reason = "its /metrics do not tell; start vllm serve without --disable-log-stats"
             logger.warning(event("vllm_cache_size_unknown", url=section.engine, reason=reason))
+        if not self._facts.has_stats:
+            reason = "a long prompt may seem a stall, blocks held for readers are not seen: leave out --disable-log-stats"
+            logger.warning(event("vllm_stats_off", url=section.engine, reason=reason))
         await self._warm_up(server, self._facts, end - clock.now())
         self._warn_of_other_name(self._facts)
         logger.info(event("vllm_ready", url=section.engine, version=self._facts.version, model=self._facts.model))
@@ -261,11 +264,12 @@ def _registration(
 
 def _load(engine: VllmEngine, lease_s: float) -> EngineLoad:
     load = engine.load
+    num_leased = load.num_held_blocks or int(engine.may_hold_blocks)
     return EngineLoad(
         num_running=max(load.num_running, engine.num_requests - load.num_waiting),
         num_waiting=load.num_waiting,
         kv_cache_usage=load.kv_cache_usage,
-        num_leased_blocks=load.num_held_blocks,
-        longest_lease_s=lease_s if load.num_held_blocks else 0.0,
+        num_leased_blocks=num_leased,
+        longest_lease_s=lease_s if num_leased else 0.0,
         progress=engine.reading(),
     )

@@ -16,14 +16,14 @@ LAYOUT = KVLayoutInfo(dtype="x", order="y", block_size=16, num_layers=1, num_kv_
 class Running:
     """An engine over a scripted server, and what it has told."""
 
-    def __init__(self, server, patience_s, started_at=0.0):
+    def __init__(self, server, patience_s, started_at=0.0, clock=None):
         self.server = server
         self.outputs, self.replies, self.deaths = [], [], []
         self.http = VllmServer(server.url)
         identity = AgentIdentity(engine_id="p0", incarnation=5, model_fingerprint=b"m", layout=LAYOUT, lease_s=20.0)
         events = EngineEvents(self.outputs.extend, self.replies.append, self.deaths.append, lambda: None)
         terms = WatchTerms(interval_s=0.02, patience_s=patience_s, started_at=started_at)
-        self.engine = VllmEngine(self.http, identity, events, terms, SystemClock(), RandomIds())
+        self.engine = VllmEngine(self.http, identity, events, terms, clock or SystemClock(), RandomIds())
 
     async def run(self, request, answer):
         """Serve one request; return its outputs."""

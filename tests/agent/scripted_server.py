@@ -22,6 +22,7 @@ class ScriptedServer:
         self.version = "0.32.0"
         self.model = {"id": "m", "root": "org/m"}
         self.has_plugin = True
+        self.has_stats = True  # False: as with --disable-log-stats
         self.cache_info = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
         self.is_healthy = True
         self.num_looks = 0  # at its health
@@ -93,6 +94,8 @@ class ScriptedServer:
                     'vllm:kvferry_refusals_total{engine="0",reason="layout"} 5.0\n'
                     f'vllm:iteration_tokens_total_count{{engine="0"}} {self.num_steps}\n'
                 )
+                if not self.has_stats:
+                    text = "process_resident_memory_bytes 1.0\n"
                 if self.started_at:
                     text += f"process_start_time_seconds {self.started_at}\n"
                 if not self.has_plugin:

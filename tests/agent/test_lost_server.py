@@ -10,6 +10,7 @@ import pytest
 
 from agent.vllm_server import Health, VllmServer
 from core.errors import EngineDead
+from core.testing.clock import FakeClock
 from tests.agent.running_engine import Running, new_request, tokens
 from tests.support.polling import WAIT_S
 
@@ -178,6 +179,34 @@ async def test_a_server_that_also_computes_is_not_asked_for_steps(server, runnin
     running.engine.start()
     await running.until(lambda: server.num_looks > 3)
     assert len(server.bodies) == 2
+
+
+async def test_a_server_that_does_not_tell_its_steps_is_asked_for_one_when_it_is_silent(server):
+    clock, server.has_stats = FakeClock(), False
+    running = Running(server, patience_s=30.0, clock=clock)
+
+    async def look_often():
+        looks = server.num_looks
+        await running.until(lambda: server.num_looks > looks + 3)
+
+    running.engine.start()
+    clock.advance(5.0)
+    await look_often()
+    assert not server.bodies, "it rests"
+    server.answers += [[None], (200, tokens(1, finish_reason="length")), [None]]  # the second step does not come
+    running.engine.submit_add([new_request()])
+    await running.until(lambda: server.bodies)
+    await look_often()
+    assert len(server.bodies) == 1, "it may have answered since the last look"
+    clock.advance(5.0)
+    await running.until(lambda: running.engine.reading().stalled_s == 0.0)
+    clock.advance(5.0)
+    await running.until(lambda: len(server.bodies) == 3)
+    await look_often()
+    assert [len(body["token_ids"]) for body in server.bodies] == [2, 1, 1], "one such step at a time"
+    assert running.engine.reading().stalled_s == 5.0
+    await asyncio.to_thread(running.engine.stop, WAIT_S)
+    await running.http.close()
 
 
 async def test_a_server_that_fills_more_blocks_is_not_asked_for_steps(server, running):

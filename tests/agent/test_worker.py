@@ -18,6 +18,7 @@ from core.testing.clock import FakeClock
 from core.worker.parts import EngineEvents
 from router.contents.reports import ReportedContents
 from router.dispatch.members import WorkerKey
+from tests.agent.running_engine import new_request, tokens
 from tests.support.polling import WAIT_S, until
 
 
@@ -145,3 +146,25 @@ async def test_a_drain_waits_for_readers_as_long_as_the_server_may_hold_blocks(s
     await until(lambda: parts.load().num_leased_blocks)
     assert parts.load().longest_lease_s == 120.0
     await asyncio.to_thread(parts.engine.stop, WAIT_S)
+
+
+@pytest.mark.parametrize(("value", "num_leased"), [({"kvferry": "abc"}, 1), ({}, 0)], ids=["our plug-in", "another connector"])
+async def test_a_drain_waits_for_a_lease_after_the_last_handoff_of_a_server_without_stats(
+    server, start, caplog, value, num_leased
+):
+    server.has_stats = False
+    start.looks = [Health.HEALTHY]
+    server.answers.append([])
+    await start.worker.load()
+    assert caplog.text.count("event=vllm_stats_off") == 1
+    outputs = []
+    parts = await start.worker.open(EngineEvents(outputs.extend, print, print, lambda: None))
+    assert parts.load().num_leased_blocks == 0
+    params = {"do_remote_prefill": True} | value
+    server.answers.append((200, tokens(9, finish_reason="length") | {"kv_transfer_params": params}))
+    parts.engine.submit_add([new_request(needs_handoff=True)])
+    await until(lambda: outputs)
+    start.clock.advance(119.0)
+    assert (parts.load().num_leased_blocks, parts.load().longest_lease_s) == (num_leased, 120.0 * num_leased)
+    start.clock.advance(1.0)
+    assert parts.load().num_leased_blocks == 0
