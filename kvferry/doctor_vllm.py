@@ -44,6 +44,10 @@ def _check_engine(url: str, api_key: str, found: dict[str, ServerFacts]) -> Iter
     cache = f"{facts.num_blocks} blocks of {facts.block_size} tokens" if facts.num_blocks else "KV cache of unknown size"
     size = f"{cache}, at most {facts.max_model_len} tokens a request"
     yield Finding(subject, "ok", f"vLLM {facts.version} serves {facts.model} and takes token ids; {size}")
+    if not facts.has_stats:
+        text = "its /metrics tell neither its load nor whether it has the plug-in"
+        yield Finding(subject, "warning", text, "start it without --disable-log-stats")
+        return
     yield Finding(
         subject,
         "ok" if facts.has_plugin else "warning",
@@ -80,11 +84,12 @@ async def _look(url: str, api_key: str) -> tuple[Health, ServerFacts | None, Ser
 def _compare(first: str, one: ServerFacts, second: str, other: ServerFacts) -> Iterator[Finding]:
     """Yield what two engines of one cluster disagree about; the plug-in compares the rest at their first handoff."""
     subject = f"engines {first} and {second}"
-    differences = {
+    differences: dict[str, tuple[object, object, str]] = {
         "version": (_minor(one.version), _minor(other.version), "our router does not pair them: use one minor version"),
         "model": (one.model, other.model, "they are not of one cluster: give both the same --served-model-name"),
-        "plug-in": (one.has_plugin, other.has_plugin, "no handoff between them: start both with it"),
     }
+    if one.has_stats and other.has_stats:
+        differences["plug-in"] = one.has_plugin, other.has_plugin, "no handoff between them: start both with it"
     for name, (left, right, fix) in differences.items():
         if left != right:
             yield Finding(subject, "failure", f"{name}: {left} and {right}", fix)

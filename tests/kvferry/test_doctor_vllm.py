@@ -69,6 +69,15 @@ def test_engines_that_differ_are_named_with_both_values(servers):
     assert failures == ["version: 0.32 and 0.33", "plug-in: True and False"]
 
 
+def test_an_engine_without_stats_may_have_the_plugin(servers):
+    servers[1].has_stats = False
+    found = examined(servers[0].url, servers[1].url)
+    assert [text for verdict, text, _ in found if verdict == "failure"] == []
+    warnings = [(text, fix) for verdict, text, fix in found if verdict == "warning"]
+    text = "its /metrics tell neither its load nor whether it has the plug-in"
+    assert warnings == [(text, "start it without --disable-log-stats")]
+
+
 def test_engines_that_agree_are_in_order(servers):
     (*_, last) = examined(servers[0].url, servers[1].url)
     assert last[:2] == ("ok", "one model; layout, dtype and hash seed are compared at their first handoff")
