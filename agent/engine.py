@@ -178,7 +178,8 @@ class VllmEngine:
             is_first, is_again = True, is_regenerated(request)
             last: EngineCoreOutput | None = None
             known = KnownTokens(request.output_token_ids if is_again else ())
-            async with self._server.generate(generate_body(request, is_regenerated=is_again), request.trace) as answers:
+            body = generate_body(request, is_regenerated=is_again, max_logprobs=self._server.max_logprobs)
+            async with self._server.generate(body, request.trace) as answers:
                 async for answer in answers:
                     self._progress.note(self._clock.now())
                     output = self._output(request, answer, known, is_first=is_first)

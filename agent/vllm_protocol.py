@@ -6,6 +6,7 @@ Facts of vLLM 0.32: ``/inference/v1/generate`` takes and gives token ids. Its an
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -25,7 +26,9 @@ REMOTE_DECODE = {  # of a prompt whose KV another engine will load: what llm-d's
     "remote_host": None,
     "remote_port": None,
 }
-MAX_LOGPROBS = 20  # of a server's own limit, by default
+MAX_LOGPROBS = 20  # a server's limit without --max-logprobs
+TOO_MANY_LOGPROBS = 2**31 - 1  # for any server
+_LOGPROBS_LIMIT = re.compile(rb"greater than max allowed: (\d+)")
 _MAX_SEED = 2**63 - 1
 _LATER_PART = 7919  # a prime: the random numbers of a part that another engine continues are not those of the first
 
@@ -111,10 +114,17 @@ def decode_answer(body: bytes) -> Answer:
     return _decoder.decode(body)
 
 
-def generate_body(request: NewRequest, *, is_regenerated: bool = False) -> dict[str, Any]:
+def logprobs_limit(refusal: bytes) -> int:
+    """Return how many log-probabilities a server allows, by its answer to ``TOO_MANY_LOGPROBS``; it says so nowhere else."""
+    found = _LOGPROBS_LIMIT.search(refusal)
+    return int(found[1]) if found is not None else MAX_LOGPROBS
+
+
+def generate_body(request: NewRequest, *, is_regenerated: bool = False, max_logprobs: int = MAX_LOGPROBS) -> dict[str, Any]:
     """Return the request of one choice. Output that other engines have generated becomes part of the prompt, or comes again.
 
     So penalties, ``min_tokens`` and random numbers of a request that continues are as if its output had been in the prompt.
+    ``max_logprobs`` is the server's limit.
     """
     before = () if is_regenerated else request.output_token_ids
     params: dict[str, Any] | None = None
@@ -126,7 +136,7 @@ def generate_body(request: NewRequest, *, is_regenerated: bool = False) -> dict[
     body: dict[str, Any] = {
         "request_id": request.request_id,
         "token_ids": [*request.prompt_token_ids, *before],
-        "sampling_params": _sampling(request, len(before)),
+        "sampling_params": _sampling(request, len(before), max_logprobs),
         "stream": is_stream,
     }
     if request.priority:  # refused by a server that has no priorities
@@ -186,7 +196,7 @@ def _with_rendered(body: dict[str, Any], request: NewRequest) -> dict[str, Any]:
     return found
 
 
-def _sampling(request: NewRequest, num_before: int) -> dict[str, Any]:
+def _sampling(request: NewRequest, num_before: int, max_logprobs: int) -> dict[str, Any]:
     wanted = request.sampling
     seed = (wanted.seed + request.choice_index + _LATER_PART * num_before) & _MAX_SEED
     found: dict[str, Any] = {
@@ -202,7 +212,7 @@ def _sampling(request: NewRequest, num_before: int) -> dict[str, Any]:
         "frequency_penalty": wanted.frequency_penalty,
         "stop_token_ids": sorted(wanted.stop_token_ids),
         "ignore_eos": wanted.ignore_eos,
-        "logprobs": None if request.needs_handoff else _num_logprobs(wanted.logprobs),
+        "logprobs": None if request.needs_handoff else _num_logprobs(wanted.logprobs, max_logprobs),
         "prompt_logprobs": wanted.prompt_logprobs,
         "detokenize": False,
     }
@@ -258,6 +268,6 @@ def _ranked(token_id: int, own: Logprob, candidates: Iterable[Candidate], num_to
     )
 
 
-def _num_logprobs(num_top: int | None) -> int | None:
+def _num_logprobs(num_top: int | None, limit: int) -> int | None:
     """Return how many to ask for: the server puts the sampled token first and drops the last candidate for it."""
-    return num_top if not num_top or num_top >= MAX_LOGPROBS else num_top + 1
+    return num_top if not num_top or num_top >= limit else num_top + 1

@@ -17,7 +17,16 @@ import httpx
 import msgspec
 
 from agent.server_metrics import ServerLoad, has_plugin, has_stats, labels_of, read_load, read_start
-from agent.vllm_protocol import ABORT, GENERATE, RENDER, Answer, decode_answer
+from agent.vllm_protocol import (
+    ABORT,
+    GENERATE,
+    MAX_LOGPROBS,
+    RENDER,
+    TOO_MANY_LOGPROBS,
+    Answer,
+    decode_answer,
+    logprobs_limit,
+)
 from core.errors import ConfigError, EngineDead, InvalidRequest, KVFerryError, Overloaded
 from core.tracing import TraceContext
 from core.wire.engine_calls import release_body
@@ -79,10 +88,11 @@ _PLAIN = {"Accept-Encoding": "identity"}  # parts of answers are passed on as th
 
 
 class VllmServer:
-    """The server at ``url``. One event loop."""
+    """The server at ``url``. One event loop. ``max_logprobs`` is its limit, once it has told its facts."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
         self.url = url.rstrip("/")
+        self.max_logprobs = MAX_LOGPROBS
         self._client = httpx.AsyncClient(
             base_url=self.url,
             headers=_PLAIN | ({"Authorization": f"Bearer {api_key}"} if api_key else {}),
@@ -140,6 +150,7 @@ class VllmServer:
             EngineDead: it does not answer.
         """
         await self._check_token_routes()
+        self.max_logprobs = await self._ask_max_logprobs()
         models = await self._ask("/v1/models", _Models)
         version = await self._ask("/version", _Version)
         if not models.data or not models.data[0].max_model_len:
@@ -180,6 +191,12 @@ class VllmServer:
                 f"agent.engine = {self.url}: it wants an API key: set agent.api_key or agent.api_key_file",
                 param="agent.api_key_file",
             )
+
+    async def _ask_max_logprobs(self) -> int:
+        """Return the server's limit. A request above it could not be sent again: its refusal releases the handoff it brings."""
+        sampling = {"max_tokens": 1, "logprobs": TOO_MANY_LOGPROBS}
+        answer = await self._post(GENERATE, {"token_ids": [1], "sampling_params": sampling, "stream": False})
+        return logprobs_limit(answer.content)
 
     async def _splits_output(self) -> bool:
         """Return whether the server has a parser of reasoning: then it renders a chat with that parser's settings.

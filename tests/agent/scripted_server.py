@@ -21,6 +21,7 @@ class ScriptedServer:
         self.token_routes = 200
         self.version = "0.32.0"
         self.model = {"id": "m", "root": "org/m"}
+        self.max_logprobs = 20
         self.has_plugin = True
         self.has_stats = True  # False: as with --disable-log-stats
         self.cache_info = 'vllm:cache_config_info{block_size="32",num_gpu_blocks="100"} 1.0\n'
@@ -104,6 +105,9 @@ class ScriptedServer:
                 writer.write(text.encode())
             case "/inference/v1/abort_requests":
                 self._whole(writer, self.token_routes, {})
+            case "/inference/v1/generate" if (body["sampling_params"].get("logprobs") or 0) > self.max_logprobs:
+                message = f"Requested sample logprobs of N, which is greater than max allowed: {self.max_logprobs}"
+                self._whole(writer, 400, {"error": {"message": message, "code": 400}})
             case "/inference/v1/generate":
                 self.bodies.append(body)
                 await self._generate(self.answers.pop(0), reader, writer)

@@ -200,6 +200,22 @@ async def test_logprobs_are_the_sampled_token_and_then_the_likeliest(running):
     assert (output.logprobs[0].token_ids, output.logprobs[0].rank) == ((9, 1, 2), 5)
 
 
+@pytest.mark.parametrize(("limit", "wanted", "asked"), [(5, 5, 5), (5, 4, 5), (50, 20, 21), (20, 20, 20), (20, 0, 0)])
+async def test_a_server_is_asked_for_no_more_logprobs_than_it_allows(running, limit, wanted, asked):
+    running.server.max_logprobs = limit
+    await running.http.facts()
+    request = new_request(sampling=SamplingParams(logprobs=wanted))
+    (output,) = await running.run(request, [tokens(9, finish_reason="length"), END])
+    assert (output.error, [body["sampling_params"]["logprobs"] for body in running.server.bodies]) == (None, [asked])
+
+
+async def test_more_logprobs_than_a_server_allows_are_refused_with_its_limit(running):
+    running.server.max_logprobs = 5
+    await running.http.facts()
+    (output,) = await running.run(new_request(sampling=SamplingParams(logprobs=6)), None)
+    assert (output.error.code, "max allowed: 5" in output.error.message) == ("invalid_request", True)
+
+
 async def test_logprobs_of_the_prompt_come_with_a_whole_answer(running):
     rows = [None, {"6": {"logprob": -1.5, "rank": 3}, "1": {"logprob": -0.1, "rank": 1}}]
     answer = tokens(7, 8, finish_reason="length") | {"prompt_logprobs": rows}
