@@ -43,7 +43,7 @@ from core.rate_limit import LimitedLog
 from core.wire.kv import KVLayoutInfo
 
 ENDED_WELL = frozenset({"FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED"})
-PREEMPTED = "PREEMPTED"
+LOST_BLOCKS = frozenset({"PREEMPTED", "WAITING_FOR_REMOTE_KVS"})  # those of a request whose prompt was complete
 
 Table = tuple[list[int], ...]  # block ids of a request, by KV cache group
 _Content = tuple[int, bytes, int]  # of a block: its group, its hash, and how many tokens it holds
@@ -130,11 +130,12 @@ class Producer:
     def build_orders(self, num_scheduled_tokens: dict[str, int], table_of: Callable[[str], Table | None]) -> None:
         """Order the seals of the prompts that this step completes.
 
-        Requests whose seals were ordered and that go on are cancelled: a preempted one has lost its blocks, and one that is
-        scheduled again is no prompt for another engine, unless it was preempted and resumed since the last step.
+        Requests whose seals were ordered and that go on are cancelled: a preempted one has lost its blocks, also if another
+        connector loads into new ones since, and one that is scheduled again is no prompt for another engine, unless it was
+        preempted and resumed since the last step.
         """
         for request_id, (ordered_request, _) in list(self._ordered.items()):
-            if ordered_request.status.name == PREEMPTED or request_id in num_scheduled_tokens:
+            if ordered_request.status.name in LOST_BLOCKS or request_id in num_scheduled_tokens:
                 self._cancel(request_id)
                 self._want_again(ordered_request)
         if self._is_suspended:
@@ -262,8 +263,12 @@ class Producer:
             self.orders.cancelled.append(ordered.transfer_id)
 
     def _want_again(self, request: VllmRequest) -> None:
-        """Remember a cancelled request whose prompt is computed anew: its output was in flight when it was preempted."""
-        if request.num_computed_tokens < request.num_prompt_tokens and not request.num_output_tokens:
+        """Remember a cancelled request whose prompt is computed anew: its output was in flight when it was preempted.
+
+        While it is loaded, all of it may be counted as computed; its last token is computed all the same.
+        """
+        is_anew = request.status.name in LOST_BLOCKS or request.num_computed_tokens < request.num_prompt_tokens
+        if is_anew and not request.num_output_tokens:
             self._wanted[request.request_id] = request
 
     def _forget(self, ordered: _Ordered) -> None:

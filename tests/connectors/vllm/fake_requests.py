@@ -13,7 +13,11 @@ from connectors.vllm.producer import EngineIdentity
 from core.wire.kv import KVLayoutInfo
 
 Status = enum.Enum(
-    "Status", ["WAITING", "RUNNING", "PREEMPTED", "FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED"]
+    "Status",
+    [
+        *("WAITING", "WAITING_FOR_REMOTE_KVS", "RUNNING", "PREEMPTED"),
+        *("FINISHED_STOPPED", "FINISHED_LENGTH_CAPPED", "FINISHED_ABORTED"),
+    ],
 )
 
 MODEL = ModelIdentity(

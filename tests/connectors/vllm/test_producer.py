@@ -134,6 +134,23 @@ def test_a_request_that_is_resumed_before_the_next_step_is_sealed_again(producer
     assert finish(producer, request, [3, 8, 9]) is not None
 
 
+@pytest.mark.parametrize("num_loaded", [32, 70])
+def test_a_request_that_another_connector_loads_anew_before_the_next_step_is_sealed_again(producer, caplog, num_loaded):
+    """After a reset of the running requests, and beside a connector that loads: others may have its blocks meanwhile."""
+    request, other = prompt_of("a"), prompt_of("b", first=500)
+    (first,) = complete(producer, request, [3, 4, 5]).seals
+    preempt(request)
+    request.status, request.num_computed_tokens = Status.WAITING_FOR_REMOTE_KVS, num_loaded
+    step = complete(producer, other, [3, 4, 5])
+    assert (step.cancelled, len(step.seals), caplog.text) == ([first.transfer_id], 1, "")
+    assert finish(producer, other, [3, 4, 5]) is not None
+    request.status, request.num_computed_tokens = Status.RUNNING, min(num_loaded, 69)
+    producer.build_orders({"a": 70 - request.num_computed_tokens}, lambda name: ([7, 8, 9],))
+    assert len(orders(producer).seals) == 1
+    request.num_computed_tokens, request.num_output_tokens = 70, 1
+    assert finish(producer, request, [7, 8, 9]) is not None
+
+
 def test_a_request_that_goes_on_is_cancelled(producer):
     request = prompt_of("a")
     (order,) = complete(producer, request, [3, 4, 5]).seals
