@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from core.errors import Cancelled, KVFerryError, RequestError
+from core.errors import Cancelled, KVFerryError, RequestError, error_codes
 from core.wire.messages import ErrorInfo
 from core.wire.sampling import SamplingParams
 from kvferry.sim.plan import RequestPlan
@@ -17,13 +17,7 @@ from router.dispatch.types import ChoiceUpdate, Submission, Update
 
 _ROUNDING_MS = 1e-6
 ROUTER_LOST = "router_lost"  # the connection to the router broke: what an HTTP client sees when the router dies
-
-
-def _codes(kind: type[KVFerryError]) -> set[str]:
-    return {kind.code}.union(*(_codes(child) for child in kind.__subclasses__()))
-
-
-DECLARED_CODES: frozenset[str] = frozenset(_codes(KVFerryError)) - {KVFerryError.code, RequestError.code} | {ROUTER_LOST}
+DECLARED_CODES: frozenset[str] = frozenset(error_codes()) - {KVFerryError.code, RequestError.code} | {ROUTER_LOST}
 
 
 class Client:

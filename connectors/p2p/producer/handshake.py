@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from core.errors import KVFerryError
+from core.errors import KVFerryError, error_codes
 from core.wire.kv import Handshake, HandshakeRefused, HandshakeReply, KVLayoutInfo
 from core.wire.messages import ErrorInfo
 from core.wire.pairing import choose_transport
 
 UNKNOWN_CODE = "other"
+_KNOWN_CODES = frozenset(error_codes())
 MAX_PEER_MESSAGE_CHARS = 500
 
 
@@ -90,10 +91,3 @@ def peer_error(code: str, message: str) -> ErrorInfo:
     """Return a peer's error within bounds: its code becomes a label of our metrics, its message goes into our logs."""
     known = code if code in _KNOWN_CODES else UNKNOWN_CODE
     return ErrorInfo(code=known, message=message[:MAX_PEER_MESSAGE_CHARS], http_status=502)
-
-
-def _codes(kind: type[KVFerryError]) -> set[str]:
-    return {kind.code}.union(*(_codes(child) for child in kind.__subclasses__()))
-
-
-_KNOWN_CODES = frozenset(_codes(KVFerryError))
