@@ -12,13 +12,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Literal
 
 from connectors.lmcache.wire import TokenSpan
 from core.kv.block import NULL_BLOCK_ID
 from core.request import Request
-
-Direction = Literal["STORE", "RETRIEVE"]
 
 
 class LMCacheMPRequestState(Enum):
@@ -134,7 +131,6 @@ class LMCacheMPRequestMetadata:
     """
 
     request_id: str
-    direction: Direction
     span: TokenSpan
     start: int
     end: int
@@ -169,7 +165,7 @@ class LMCacheMPRequestMetadata:
             _whole_chunks(_blocks_of(ids, start, end, geometry), geometry, window)
             for ids, window in zip(allocated_block_ids, geometry.windows, strict=True)
         )
-        return LMCacheMPRequestMetadata(tracker.request.request_id, "STORE", span, start, end, block_ids)
+        return LMCacheMPRequestMetadata(tracker.request.request_id, span, start, end, block_ids)
 
     @staticmethod
     def GetRetrieveMetadata(
@@ -189,7 +185,7 @@ class LMCacheMPRequestMetadata:
         start, end = geometry.floor(tracker.num_local_hit_tokens), tracker.num_lmcache_hit_tokens
         block_ids = tuple(tuple(_blocks_of(ids, start, end, geometry)) for ids in allocated_block_ids)
         num_skipped = tracker.num_local_hit_tokens - start
-        return LMCacheMPRequestMetadata(tracker.request.request_id, "RETRIEVE", span, start, end, block_ids, num_skipped)
+        return LMCacheMPRequestMetadata(tracker.request.request_id, span, start, end, block_ids, num_skipped)
 
 
 def _blocks_of(block_ids: Sequence[int], start: int, end: int, geometry: ChunkGeometry) -> Sequence[int]:

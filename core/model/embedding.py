@@ -62,7 +62,7 @@ class PackedEmbedding:
     """Rows of a packed layer's weight; ``memory`` ``[num_blocks, columns / v, block_rows, v]`` belongs to ``layer``."""
 
     def __init__(self, layer: PackedLinear, memory: Tensor) -> None:
-        self._layer = layer
+        self._layer = layer  # keeps ``memory`` alive: it has no owner of its own
         self._memory = memory
         self._block_rows = memory.shape[2]
         self.dtype = memory.dtype

@@ -34,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 MAX_TRIES = 3
 RELEASE_TIMEOUT_S = 10.0
-_BYTES_PER_TOKEN = 4
 _REMOTE_DECODE = {
     "do_remote_decode": True,
     "do_remote_prefill": False,

@@ -34,7 +34,6 @@ class MarkerParser:
         separator: str = "",
         is_forced: bool = False,
     ) -> None:
-        self._opens = tuple(opens)
         self._close = close
         self._markers = tuple(marker for marker in (*opens, close) if marker)
         self._marker_letters = frozenset(marker[0] for marker in self._markers)

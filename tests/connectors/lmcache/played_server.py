@@ -153,19 +153,19 @@ class Played:
         assert self.answers.pop() == (name, 64 * num_chunks)
 
     def load(self, start: int = 0, end: int = 256, request_id: str = "r", name: str = "s", num_skipped: int = 0) -> None:
-        chunks = self.chunks("RETRIEVE", start, end, request_id, name, num_skipped)
+        chunks = self.chunks(start, end, request_id, name, num_skipped)
         self.tell(loads=[LoadPages(self.transfer(chunks), end - start - num_skipped)], unclaimed=[name])
 
     def save(self, name: str = "s") -> SavePages:
         """Copy two chunks."""
-        transfer = self.transfer(self.chunks("STORE", 0, 128, "r", name))
+        transfer = self.transfer(self.chunks(0, 128, "r", name))
         save = SavePages(next(self._numbers), transfer, tuple(self.server.staging.take_to_save(4)))
         self.tell(saves=[save])
         return save
 
-    def chunks(self, direction, start, end, request_id, name, num_skipped=0):
+    def chunks(self, start, end, request_id, name, num_skipped=0):
         block_ids = (tuple(range(1 + start // 32, 1 + end // 32)),)
-        return LMCacheMPRequestMetadata(request_id, direction, TokenSpan(name, TOKENS), start, end, block_ids, num_skipped)
+        return LMCacheMPRequestMetadata(request_id, TokenSpan(name, TOKENS), start, end, block_ids, num_skipped)
 
     def transfer(self, chunks: LMCacheMPRequestMetadata) -> PageTransfer:
         return PageTransfer(chunks, self.server, tuple(moves_of(chunks, 32, HASHES, 2)))

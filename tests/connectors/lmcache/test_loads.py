@@ -88,7 +88,7 @@ def test_loads_and_lookups_end_if_the_server_is_lost_as_they_begin(played):
     played.worker.start_load_kv(
         LMCacheMPConnectorMetadata(
             lookups=[LookupPages(TokenSpan("t", TOKENS), 256, played.server)],
-            loads=[LoadPages(played.transfer(played.chunks("RETRIEVE", 0, 256, "r", "s")), 256)],
+            loads=[LoadPages(played.transfer(played.chunks(0, 256, "r", "s")), 256)],
         )
     )
     played.loop.call_soon(played.calls.lose)  # before a coroutine of them has begun
@@ -99,7 +99,7 @@ def test_loads_and_lookups_end_if_the_server_is_lost_as_they_begin(played):
 
 def test_a_load_that_is_aborted_as_it_begins_gives_its_locks_back(played):
     played.find(4)
-    order = LoadPages(played.transfer(played.chunks("RETRIEVE", 64, 256, "r", "s")), 192)
+    order = LoadPages(played.transfer(played.chunks(64, 256, "r", "s")), 192)
     played.tell(loads=[order], unclaimed=["s"], aborts=["r"], ended=["s"])
     assert (played.ended["r"].error, played.ended["r"].usage) == (None, None)
     freed = [(arguments[0]["start"], arguments[0]["end"]) for *_, kind, arguments in played.asked]
@@ -113,7 +113,7 @@ def test_a_load_that_is_aborted_as_it_begins_gives_its_locks_back(played):
 
 def test_a_load_for_a_server_that_was_left_has_failed(played):
     played.find(4)
-    chunks = played.chunks("RETRIEVE", 0, 256, "r", "s")
+    chunks = played.chunks(0, 256, "r", "s")
     order = LoadPages(played.transfer(chunks), 256)
     played.lose()
     played.tell(loads=[order])
@@ -133,7 +133,7 @@ def test_a_load_that_takes_too_long_ends_and_so_does_the_trust(played):
 
 def test_a_load_whose_request_has_no_time_left_ends_before_the_server_does(played):
     played.find(4)
-    chunks = played.chunks("RETRIEVE", 0, 256, "r", "s")
+    chunks = played.chunks(0, 256, "r", "s")
     played.tell(loads=[LoadPages(played.transfer(chunks), 256, deadline=played.clock.now() + 1.5)], unclaimed=["s"])
     played.tick(1.4)
     assert not played.ended
