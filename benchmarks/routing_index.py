@@ -23,10 +23,10 @@ from core.wire.contents import ContentReport
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Generate, Register
 from core.wire.sampling import SamplingParams
-from router.contents.keys import prompt_keys
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import Demand, choose_route
 from router.dispatch.route_costs import RouteCosts
+from tests.support.prompt_keys import prompt_keys
 
 MODEL = b"model"
 BLOCK_SIZE = 16

@@ -53,11 +53,6 @@ class ChunkCache:
         """Number of chunks in quarantine."""
         return len(self._quarantined)
 
-    @property
-    def num_free_chunks(self) -> int:
-        """Number of free chunks."""
-        return self._taken.count(_FREE)
-
     def get(self, identifier: bytes) -> CachedChunk | None:
         """Return an item, complete or being filled."""
         return self._items.get(identifier)

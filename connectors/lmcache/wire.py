@@ -47,7 +47,6 @@ class Operation(IntEnum):
     QUERY_PREFETCH_STATUS = 9
     FREE_LOOKUP_LOCKS = 12
     END_SESSION = 13
-    CLEAR = 20
     PING = 22
 
 

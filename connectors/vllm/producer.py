@@ -112,16 +112,6 @@ class Producer:
         """How many blocks handoffs name, published or not."""
         return len(self._sealed)
 
-    def published_generations(self) -> dict[int, int]:
-        """Return the blocks that published handoffs name, with their generations."""
-        named = {block_id for ordered in self._published.values() for block_id in ordered.block_ids()}
-        return {block_id: self._sealed[block_id].seal.generation for block_id in named}
-
-    @property
-    def num_published(self) -> int:
-        """How many handoffs hold blocks for readers."""
-        return len(self._published)
-
     def on_new_request(self, request: VllmRequest) -> None:
         """Remember a request whose KV another engine will load."""
         if wants_handoff(request.kv_transfer_params) and can_be_hashed(request):

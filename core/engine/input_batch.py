@@ -108,10 +108,6 @@ class InputBatch:
     def __contains__(self, request_id: str) -> bool:
         return request_id in self._row_of
 
-    def row_of(self, request_id: str) -> int:
-        """Return the request's row. Valid until the next ``remove``."""
-        return self._row_of[request_id]
-
     def add(self, new: NewRequestData) -> None:
         """Take a request, or replace the state of one that resumes."""
         row = self._row_of.get(new.request_id)

@@ -102,14 +102,6 @@ class LaunchedSamples:
         return SampledTokens(token_ids, logprobs, failures, refusals)
 
 
-def sample(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> SampledTokens:
-    """Choose the next token of each row, and wait for it; see ``launch_sampling``."""
-    launched = launch_sampling(logits, rows, index)
-    if logits.is_cuda:
-        torch.cuda.current_stream(logits.device).synchronize()
-    return launched.finish()
-
-
 def launch_sampling(logits: Tensor, rows: SamplingRows, index: npt.NDArray[np.int64]) -> LaunchedSamples:
     """Begin to choose the next token of each row; ``rows`` is read, not advanced. Does not wait for a CUDA device.
 

@@ -1,7 +1,7 @@
 """Plans for situations that are rare in ordinary ones, and the choice of the plan that ``kvferry sim`` plays for a seed.
 
 In a race plan most reads race with the reuse of their blocks, in some by the same prompt; in a lease plan the reader's clock
-jumps to the ends of its leases; in a tight plan requests take each other's blocks in mid-flight.
+jumps to the ends of its leases.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from random import Random
 
 from msgspec.structs import replace as replace_struct
 
-from kvferry.sim.draw_plan import FIRST_REQUEST_S, draw_plan, draw_shape
+from kvferry.sim.draw_plan import FIRST_REQUEST_S, draw_plan
 from kvferry.sim.faults import Fault, FaultEvent
 from kvferry.sim.plan import ClusterPlan
 
@@ -91,16 +91,3 @@ def draw_lease_plan(seed: int) -> ClusterPlan:
     requests = [replace(request, at=FIRST_REQUEST_S + 0.4 * index) for index, request in enumerate(plan.requests)]
     config = replace_struct(plan.config, connector=connector)
     return replace(plan, config=config, requests=tuple(requests), max_rows_per_read=1)
-
-
-def draw_tight_plan(seed: int) -> ClusterPlan:
-    """Return a run in which prompts are computed in many chunks and take each other's blocks, always with a step in flight."""
-    plan = draw_plan(seed, (Fault.PRESSURE,), async_scheduling=True)
-    scheduler = replace_struct(
-        plan.config.scheduler, max_num_batched_tokens=128, long_prefill_token_threshold=16, max_num_seqs=8
-    )
-    config = replace_struct(plan.config, scheduler=scheduler)
-    shape = draw_shape(Random(f"{seed}/shape"), config)
-    workers = [replace(worker, num_blocks=shape.num_needed(worker.block_size, scheduler) + 1) for worker in plan.workers]
-    requests = [replace(request, at=FIRST_REQUEST_S + 0.02 * index) for index, request in enumerate(plan.requests)]
-    return replace(plan, config=config, workers=tuple(workers), requests=tuple(requests))

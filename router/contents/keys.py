@@ -11,16 +11,6 @@ from core.token_ids import pack_token_ids
 from core.wire.contents import KEY_BYTES
 
 
-def prompt_keys(
-    hasher: BlockHasher, token_ids: Sequence[int], extra_keys: Sequence[ExtraKey] = (), block_size: int = HASH_BLOCK_SIZE
-) -> array[int]:
-    """Return one key for each full block of a prompt, its last token excepted, since it is always computed.
-
-    ``block_size`` is a multiple of ``HASH_BLOCK_SIZE``.
-    """
-    return chain_keys(prompt_chain(hasher, token_ids, extra_keys), block_size)
-
-
 def prompt_chain(hasher: BlockHasher, token_ids: Sequence[int], extra_keys: Sequence[ExtraKey] = ()) -> list[bytes]:
     """Return the hash chain of a prompt without its last token: one value for each 16 tokens."""
     return hasher.hash_request_blocks(pack_token_ids(token_ids[:-1]), extra_keys)

@@ -167,10 +167,6 @@ class RouteCosts:
         others = [fit for (model, _), fit in self._fits.items() if model == pool[0] and fit.num_seen]
         return own.time if own.num_seen or not others else max(others, key=lambda fit: fit.num_seen).time
 
-    def accuracies(self) -> Mapping[WorkerKey, HitAccuracy]:
-        """Return the predicted and real hits of every worker."""
-        return {key: worker.accuracy for key, worker in self._workers.items()}
-
     def mean_error(self) -> float:
         """Return the recent mean of |real - predicted| / predicted prefill time of the worst pool that has members.
 

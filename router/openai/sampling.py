@@ -151,17 +151,6 @@ def output_options(request: CompletionRequest | ChatCompletionRequest) -> Output
     )
 
 
-def sampling_params(
-    request: CompletionRequest | ChatCompletionRequest, num_prompt_tokens: int, seed: int, limits: ModelLimits
-) -> SamplingParams:
-    """Return the sampling parameters for the only prompt of a request. ``check_ranges`` must have passed.
-
-    Raises:
-        InvalidRequest, ContextTooLong: as for ``shared_params`` and ``params_of_prompt``.
-    """
-    return params_of_prompt(request, shared_params(request, limits), num_prompt_tokens, seed, limits)
-
-
 def shared_params(
     request: CompletionRequest | ChatCompletionRequest, limits: ModelLimits, num_prompts: int = 1
 ) -> SamplingParams:

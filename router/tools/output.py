@@ -90,20 +90,6 @@ class PieceCollector:
             self._pieces.append(text if self._is_text else CallArguments(self.num_calls - 1, text))
 
 
-def join(pieces: list[Piece]) -> list[Piece]:
-    """Return pieces with neighbours of one kind joined, which removes the traces of cuts."""
-    collector = PieceCollector()
-    for piece in pieces:
-        match piece:
-            case str():
-                collector.text(piece)
-            case CallStart():
-                collector.start(piece.name)
-            case CallArguments():
-                collector.arguments(piece.text)
-    return collector.take()
-
-
 def whole_characters(text: str) -> str:
     """Return a text as UTF-8 can have it: halves of a character (surrogates) are joined, and one alone becomes U+FFFD."""
     return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from random import Random
 
 import pytest
+from msgspec.structs import replace as replace_struct
 
 import core.sched.inflight_steps
 import core.sched.outputs
@@ -13,10 +16,9 @@ import core.sched.scheduler
 from core.engine.kv_sizing import max_in_flight_tokens
 from core.testing.hash_model import hash_model_kv_config
 from kvferry.sim.cluster import SimCluster
-from kvferry.sim.draw_plan import draw_plan
+from kvferry.sim.draw_plan import FIRST_REQUEST_S, draw_plan, draw_shape
 from kvferry.sim.faults import Fault
-from kvferry.sim.plan import MAX_MODEL_LEN
-from kvferry.sim.race_plan import draw_tight_plan
+from kvferry.sim.plan import MAX_MODEL_LEN, ClusterPlan
 from kvferry.sim.runs import Summary
 
 pytestmark = pytest.mark.slow
@@ -24,6 +26,19 @@ pytestmark = pytest.mark.slow
 Patch = Callable[[object, str, object], None]  # monkeypatch.setattr
 
 _SLOW = (Fault.PRESSURE, Fault.SLOW)
+
+
+def draw_tight_plan(seed: int) -> ClusterPlan:
+    """Return a run in which prompts are computed in many chunks and take each other's blocks, always with a step in flight."""
+    plan = draw_plan(seed, (Fault.PRESSURE,), async_scheduling=True)
+    scheduler = replace_struct(
+        plan.config.scheduler, max_num_batched_tokens=128, long_prefill_token_threshold=16, max_num_seqs=8
+    )
+    config = replace_struct(plan.config, scheduler=scheduler)
+    shape = draw_shape(Random(f"{seed}/shape"), config)
+    workers = [replace(worker, num_blocks=shape.num_needed(worker.block_size, scheduler) + 1) for worker in plan.workers]
+    requests = [replace(request, at=FIRST_REQUEST_S + 0.02 * index) for index, request in enumerate(plan.requests)]
+    return replace(plan, config=config, workers=tuple(workers), requests=tuple(requests))
 
 
 @pytest.fixture(scope="module")

@@ -55,7 +55,7 @@ class EngineProcess:
 
         def get_new_blocks(num_blocks: int):
             blocks = real(num_blocks)
-            named, seals = self.connector.scheduler_side.producer.published_generations(), _rank_and_side()[1].pool.seals
+            named, seals = _published_generations(self.connector.scheduler_side.producer), _rank_and_side()[1].pool.seals
             for block in blocks:
                 if named.get(block.block_id) == seals.sealed_generation(block.block_id):
                     self._violations.append(f"block {block.block_id} was handed out under a valid seal")
@@ -239,7 +239,7 @@ class EngineProcess:
             {}
             if side is None
             else {
-                "published": side.producer.num_published,
+                "published": len(side.producer._published),
                 "sealed": side.producer.num_held_blocks,
                 "held_by_ranks": sum(self._llm.collective_rpc(_held_by_rank)),
                 "loading": side.consumer.num_loading,
@@ -273,6 +273,12 @@ def _rank_and_side() -> tuple:
     from vllm.distributed.parallel_state import get_tensor_model_parallel_rank
 
     return get_tensor_model_parallel_rank(), get_kv_transfer_group().worker_side
+
+
+def _published_generations(producer) -> dict[int, int]:
+    """Return the blocks that published handoffs name, with their generations."""
+    named = {block_id for ordered in producer._published.values() for block_id in ordered.block_ids()}
+    return {block_id: producer._sealed[block_id].seal.generation for block_id in named}
 
 
 def _counts_of_rank(worker) -> tuple[int, int, dict[str, int]]:

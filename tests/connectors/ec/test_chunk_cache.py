@@ -4,7 +4,7 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from connectors.ec.chunk_cache import ChunkCache
+from connectors.ec.chunk_cache import _FREE, ChunkCache
 
 NUM_CHUNKS = 8
 names = st.sampled_from([bytes([number]) for number in range(6)])
@@ -125,7 +125,7 @@ class Shelves(RuleBasedStateMachine):
         assert len(chunks) == len(set(chunks))
         assert not self.quarantined.intersection(chunks)
         assert all(0 <= chunk < NUM_CHUNKS for chunk in chunks)
-        assert self.chunk_cache.num_free_chunks == NUM_CHUNKS - len(chunks) - len(self.quarantined)
+        assert self.chunk_cache._taken.count(_FREE) == NUM_CHUNKS - len(chunks) - len(self.quarantined)
         assert self.chunk_cache.num_quarantined_chunks == len(self.quarantined)
         wanted = [item for item in items if item.wanted_by or not item.is_here]
         assert self.chunk_cache.num_wanted_chunks == sum(item.num_chunks for item in wanted)

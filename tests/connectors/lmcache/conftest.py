@@ -61,6 +61,7 @@ BLOCK_SIZE = 32
 NUM_BLOCKS = 128
 MAX_MODEL_LEN = 2048
 NUM_OUTPUT_TOKENS = 4
+_CLEAR = 20  # the number of an operation that our connector never asks for
 
 
 class HashEngine:
@@ -265,7 +266,7 @@ class RawClient:
         groups = [GroupInfo(engine_group_id=0, layer_indices=(0,), tokens_per_block=BLOCK_SIZE)]
         self.call(Operation.REGISTER_KV_CACHE, *registration(self.instance_id, self.namespace, self.staging.pages, groups))
 
-    def call(self, operation: Operation, *arguments: object) -> object:
+    def call(self, operation: Operation | int, *arguments: object) -> object:
         """Send a request and return its result; zmq.Again if there is no reply."""
         self._uid += 1
         self._socket.send_multipart(encode_call(self._uid, operation, *arguments))
@@ -313,6 +314,10 @@ class RawClient:
             times_dropped = 0 if found == num_chunks else times_dropped + 1
         return keys
 
+    def clear(self) -> None:
+        """Have the server drop everything that is not locked."""
+        self.call(_CLEAR, True)
+
     def let_go(self, keys: Sequence[CacheKey]) -> None:
         for key in keys:
             self.call(Operation.FREE_LOOKUP_LOCKS, key, 1)
@@ -342,13 +347,13 @@ def full_server(lmcache_server, server_status):
         continue  # what others have locked would be released, at some time, and make room
     sizes = {4 << 20: 4, 1 << 20: 1, 32 << 10: 1, 256: 1}  # bytes of a block, and chunks at a time
     clients = [RawClient(lmcache_server, b"hoard", block_bytes) for block_bytes in sizes]
-    clients[0].call(Operation.CLEAR, True)  # what others have left would be evicted, at some time, and make room
+    clients[0].clear()  # what others have left would be evicted, at some time, and make room
     keys = [client.hoard(count, server_status) for client, count in zip(clients, sizes.values(), strict=True)]
 
     def let_go() -> None:
         for client in clients:
             client.let_go(keys.pop(0))
-        clients[0].call(Operation.CLEAR, True)
+        clients[0].clear()
 
     yield let_go
     if keys:

@@ -163,7 +163,7 @@ async def test_s4_what_windows_have_left_behind_is_not_saved_as_something(start_
     async with start_engine(attentions=attentions) as writer:
         await writer.run("a", LONG)
         await writer.settled()
-        raw_client.call(Operation.CLEAR, True)
+        raw_client.clear()
         await writer.run("b", [*LONG, 1, 2, 3])
         await writer.settled()
         for num_common in (300, 130, 700):
@@ -234,7 +234,7 @@ async def test_s1_blocks_filed_under_another_prompts_key_are_refused(start_engin
     pages = raw_client.staging.take_to_save(8)
     raw_client.fill(pages, PROMPT[:256])
     assert raw_client.store("s", PROMPT[:256], pages)  # the server has hashed this prompt in this session now
-    raw_client.call(Operation.CLEAR, True)
+    raw_client.clear()
     raw_client.fill(pages, OTHER[:256])
     assert raw_client.store("s", OTHER[:256], pages)
     async with start_engine() as engine:
@@ -314,7 +314,7 @@ async def test_blocks_of_another_place_in_the_prompt_are_refused(start_engine, r
 async def test_what_is_gone_between_lookup_and_load_is_computed(start_engine, raw_client):
     async with start_engine() as writer, start_engine() as reader:
         await find_what_is_saved(writer, reader)
-        raw_client.call(Operation.CLEAR, True)
+        raw_client.clear()
         await reader.until(lambda: "b" in reader.ended)
         reader.check("b", PROMPT)
         assert reader.usage["b"].fallback_reason == "store_miss"

@@ -146,7 +146,7 @@ class InputBatchMachine(RuleBasedStateMachine):
     def rows_are_dense_and_hold_each_request_once(self):
         assert sorted(self.batch.request_ids) == sorted(self.oracle)
         for name, request in self.oracle.items():
-            row = self.batch.row_of(name)
+            row = self.batch._row_of[name]
             assert self.batch.request_ids[row] == name
             assert self.batch.num_tokens[row] == len(request.tokens)
             assert self.batch.token_ids[row, : len(request.tokens)].tolist() == request.tokens[:MAX_LEN]

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from core.engine import sampler
-from core.engine.sampler import gather_logprobs, sample
+from core.engine.sampler import gather_logprobs, launch_sampling
 from core.engine.sampling_state import SamplingRows, build_edits, uniform
 from core.wire.sampling import SamplingParams
 
@@ -20,6 +20,10 @@ def logits_of(seed, num_rows=1, vocab=VOCAB, scale=3.0):
 
 def every(rows: int):
     return np.arange(rows)
+
+
+def sample(logits, rows, index):
+    return launch_sampling(logits, rows, index).finish()
 
 
 def edited(logits, params, prompt, output, stop):

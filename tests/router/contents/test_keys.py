@@ -8,7 +8,8 @@ from core.kv.spec import FullAttentionSpec, KVCacheConfig, KVCacheGroup
 from core.request import NewRequest, Request, extra_keys_of
 from core.wire.media import MMFeature
 from core.wire.sampling import SamplingParams
-from router.contents.keys import hash_keys, prompt_keys
+from router.contents.keys import hash_keys
+from tests.support.prompt_keys import prompt_keys
 
 HASHER = BlockHasher(b"model")
 IMAGE = MMFeature(identifier=b"i" * 16, offset=70, length=20, num_embeds=20, media_index=0)

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from core.kv.hashing import BlockHasher
-from router.contents.keys import prompt_keys
 from router.contents.placed import PendingPrefixes, PlacedPrefixes
+from tests.support.prompt_keys import prompt_keys
 
 HASHER = BlockHasher(b"model")
 ROOMY = 10**6

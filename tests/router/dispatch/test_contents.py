@@ -194,7 +194,7 @@ def test_siblings_that_were_computed_together_are_no_lie_of_the_worker(core, wor
         send(core, worker, str(number))
     for number in range(6):
         finish(core, str(number))
-    assert not core.route_costs.accuracies()[worker.key].is_wrong
+    assert not core.route_costs._workers[worker.key].accuracy.is_wrong
 
 
 def test_a_report_in_the_name_of_another_worker_is_ignored(core, worker):

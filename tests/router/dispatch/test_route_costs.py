@@ -11,11 +11,11 @@ from core.request import extra_keys_of
 from core.wire.contents import ContentReport
 from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, Tokens, Usage
 from core.wire.sampling import SamplingParams
-from router.contents.keys import prompt_keys
 from router.dispatch.offers import Offer, report
 from router.dispatch.policy import Demand, choose_route
 from router.dispatch.route_costs import RouteCosts
 from tests.router.dispatch.test_policy import member
+from tests.support.prompt_keys import prompt_keys
 
 PROMPT = tuple(range(2000))
 
@@ -124,7 +124,7 @@ def test_hits_that_do_not_come_true_lose_their_credit(workers):
         send(costs, workers[0], str(number), now=float(number))
         done(costs, str(number), number + 0.5, num_cached_tokens=0)
     assert offers(costs, workers, now=9.0)["p0"].hit_tokens == 0
-    assert costs.accuracies()[workers[0].key].is_wrong
+    assert costs._workers[workers[0].key].accuracy.is_wrong
 
 
 def truthful(costs, worker):
@@ -142,7 +142,7 @@ def test_a_prompt_that_reads_no_cache_does_not_judge_its_worker(workers):
     for number in range(5):
         send(costs, workers[0], str(number), now=10.0 + number, prompt_logprobs=0)
         done(costs, str(number), 10.1 + number, num_cached_tokens=0)
-    assert costs.accuracies()[workers[0].key].share == 1
+    assert costs._workers[workers[0].key].accuracy.share == 1
     assert offers(costs, workers, now=20.0)["p0"].hit_tokens == 1984
     assert (costs.num_predicted_hit_tokens, costs.num_real_hit_tokens) == counted
 
@@ -327,7 +327,7 @@ def test_real_hits_of_an_aggregated_worker_count(aggregated):
     for number in range(6):
         send(costs, aggregated, f"r{number}", now=float(number))
         first_token(costs, f"r{number}", now=number + 0.5)
-    assert costs.accuracies()[aggregated.key].is_wrong
+    assert costs._workers[aggregated.key].accuracy.is_wrong
     assert costs.num_real_hit_tokens == 0 < costs.num_predicted_hit_tokens
 
 
@@ -388,7 +388,7 @@ def test_a_worker_that_does_not_tell_its_hits_is_believed(aggregated):
         usage = Usage(num_cached_tokens=0)
         costs.on_tokens(Tokens(str(number), 0, 0, (7,), usage=usage), number + 0.5, tells_hits=False)
     assert costs.offers([aggregated], PROMPT, (), 20.0)[aggregated.key].hit_tokens > 1900
-    assert not costs.accuracies()[aggregated.key].is_wrong
+    assert not costs._workers[aggregated.key].accuracy.is_wrong
     assert costs.num_real_hit_tokens == costs.num_predicted_hit_tokens == 0  # nobody can compare them
 
 
@@ -400,7 +400,7 @@ def test_a_prefill_worker_that_does_not_tell_its_hits_is_believed(workers):
     found = offers(costs, workers, now=20.0)
     assert found["p0"].hit_tokens > 1900
     assert (found["p0"].own_ms < 20, found["p1"].own_ms > 80) == (True, True)
-    assert not costs.accuracies()[workers[0].key].is_wrong
+    assert not costs._workers[workers[0].key].accuracy.is_wrong
     assert costs.num_real_hit_tokens == costs.num_predicted_hit_tokens == 0
 
 
@@ -418,7 +418,7 @@ def test_a_worker_that_tells_its_hits_with_the_last_token_is_judged_by_them(aggr
     costs = RouteCosts()
     for number in range(12):
         streamed(costs, aggregated, str(number), found=0, is_late=is_late, now=float(number))
-    assert costs.accuracies()[aggregated.key].is_wrong == is_wrong
+    assert costs._workers[aggregated.key].accuracy.is_wrong == is_wrong
     assert costs._unjudged == {}
 
 
@@ -447,7 +447,7 @@ def test_late_hits_that_come_true_count(aggregated):
     costs = RouteCosts()
     for number in range(6):
         streamed(costs, aggregated, str(number), found=1984 if number else 0)
-    assert not costs.accuracies()[aggregated.key].is_wrong
+    assert not costs._workers[aggregated.key].accuracy.is_wrong
     assert costs.num_predicted_hit_tokens == costs.num_real_hit_tokens == 5 * 1984
 
 

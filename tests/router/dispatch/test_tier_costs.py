@@ -8,10 +8,10 @@ from core.kv.hashing import BlockHasher
 from core.wire.contents import HOST, STORE, ContentPart, ContentReport
 from core.wire.messages import Generate, PrefillDone, TransferUsage
 from core.wire.sampling import SamplingParams
-from router.contents.keys import prompt_keys
 from router.dispatch.route_costs import RouteCosts
 from tests.router.dispatch.test_policy import member
 from tests.router.dispatch.test_route_costs import replace_facts
+from tests.support.prompt_keys import prompt_keys
 
 PROMPT = tuple(range(2000))
 KEYS = prompt_keys(BlockHasher(b"w"), PROMPT, (), 64)

@@ -19,8 +19,9 @@ from router.openai.requests import (
     RefusalPart,
     TextPart,
 )
-from router.openai.sampling import ModelLimits, sampling_params
+from router.openai.sampling import ModelLimits
 from router.openai.text_pool import INLINE_CHARACTERS, TextPool
+from tests.support.sampling_params import sampling_params
 
 LIMITS = ModelLimits(max_model_len=20_000, vocab_size=257)
 CALL = {"id": "a", "type": "function", "function": {"name": "f", "arguments": "{}"}}

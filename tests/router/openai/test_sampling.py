@@ -18,9 +18,9 @@ from router.openai.sampling import (
     check_supported,
     load_failure_policy,
     output_options,
-    sampling_params,
 )
 from router.openai.unknown_fields import parse_lenient_body
+from tests.support.sampling_params import sampling_params
 
 LIMITS = ModelLimits(max_model_len=100, vocab_size=257)
 

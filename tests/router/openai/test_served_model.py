@@ -9,8 +9,9 @@ from core.errors import ConfigError
 from core.wire.messages import Generate
 from core.wire.sampling import SamplingParams
 from router.openai.requests import CompletionRequest
-from router.openai.sampling import ModelLimits, sampling_params
+from router.openai.sampling import ModelLimits
 from router.openai.served_model import SamplingDefaults, sampling_defaults, served_model
+from tests.support.sampling_params import sampling_params
 
 FILE = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "repetition_penalty": 1.05, "do_sample": True, "eos_token_id": [1]}
 DEFAULTS = SamplingDefaults(temperature=0.6, top_k=20, top_p=0.95, repetition_penalty=1.05)

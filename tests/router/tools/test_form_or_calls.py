@@ -15,8 +15,9 @@ from router.openai.requests import ChatCompletionRequest, ChatMessage
 from router.openai.tool_choice import form_or_free_calls, tool_use
 from router.tools.form_or_calls import FormOrCallsParser
 from router.tools.formats import FUNCTIONARY, HERMES, LLAMA3_JSON, MISTRAL, PYTHONIC, ToolFormat
-from router.tools.output import CallArguments, CallStart, join
+from router.tools.output import CallArguments, CallStart
 from tests.support.json_model import EOS_TOKEN_IDS, write_json_tokenizer
+from tests.support.tool_pieces import join
 
 WEATHER = {
     "type": "object",

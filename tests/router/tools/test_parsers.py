@@ -21,8 +21,9 @@ from router.tools.formats import (
     has_known_calls,
     tool_format,
 )
-from router.tools.output import CallArguments, CallStart, Piece, join
+from router.tools.output import CallArguments, CallStart, Piece
 from router.tools.reasoning import ReasoningParser
+from tests.support.tool_pieces import join
 
 OSLO = '{"city": "Oslo", "days": [1, {"two": "}]\\""}]}'
 HERMES_CALL = f'<tool_call>\n{{"name": "weather", "arguments": {OSLO}}}\n</tool_call>'
