@@ -62,8 +62,8 @@ Decoded = TypeVar("Decoded", bound=msgspec.Struct)
 Generated = TypeVar("Generated", ChatCompletionRequest, CompletionRequest)
 
 
-class StrictBody(MsgspecDTO[msgspec.Struct]):
-    """Decodes bodies with ``parse_lenient_body``, whose errors name the field."""
+class TypedBody(MsgspecDTO[msgspec.Struct]):
+    """Decodes a body as the type of the handler's ``data`` with ``parse_lenient_body``, whose errors name the field."""
 
     @classmethod
     def create_for_field_definition(
@@ -170,7 +170,7 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
             return await endpoints.serve_by_engine(body, caller)
         return await endpoints.chat(body, caller)
 
-    @post("/v1/responses", dto=StrictBody, status_code=200)
+    @post("/v1/responses", dto=TypedBody, status_code=200)
     async def responses(data: Annotated[ResponsesRequest, Body()], request: Request[Any, Any, Any]) -> ASGIApp:
         """Answer items of a conversation, by items."""
         return await endpoints.respond(data, _caller(endpoints, request, data.request_id))
@@ -201,12 +201,12 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
 
 
 def _text_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
-    @post("/tokenize", dto=StrictBody, return_dto=None, status_code=200)
+    @post("/tokenize", dto=TypedBody, return_dto=None, status_code=200)
     async def tokenize(data: Annotated[TokenizeRequest, Body()], request: Request[Any, Any, Any]) -> Tokenized:
         """Return the tokens of a text or a conversation."""
         return await endpoints.tokenize(data, _caller(endpoints, request, None))
 
-    @post("/detokenize", dto=StrictBody, return_dto=None, status_code=200)
+    @post("/detokenize", dto=TypedBody, return_dto=None, status_code=200)
     async def detokenize(data: Annotated[DetokenizeRequest, Body()], request: Request[Any, Any, Any]) -> Detokenized:
         """Return the text of tokens."""
         return await endpoints.detokenize(data, _caller(endpoints, request, None))
