@@ -154,7 +154,7 @@ def test_probe_refuses_a_result_that_is_not_a_number():
     assert "NaN" in probe(Leaking, problem())
 
 
-def test_a_kernel_that_leaves_a_lost_device_is_named_and_no_other_is_asked(monkeypatch, caplog):
+def test_a_kernel_that_loses_the_device_is_named_and_no_other_is_asked(monkeypatch, caplog):
     asked = []
 
     def is_lost(device):

@@ -122,7 +122,7 @@ def test_a_request_whose_step_failed_loses_all_its_seals(world):
     assert not any(is_sealed(world, block_id) for block_id in block_ids)
 
 
-def test_nothing_that_was_built_on_a_failed_request_and_left_stays_a_hit(world):
+def test_nothing_built_on_a_failed_request_by_one_that_has_left_stays_a_hit(world):
     world.add("builder", 48, max_tokens=1)
     while world.scheduler.has_unfinished_requests():
         world.step()

@@ -146,7 +146,7 @@ def test_without_a_time_of_its_own_a_request_has_the_router_s(make_router):
     assert "may take 60 s" in refusal(bench, timeout_s=600.0).message
 
 
-def test_images_decoded_or_dropped_meanwhile_are_not_waited_for(make_router):
+def test_prompts_computed_or_aborted_meanwhile_are_not_waited_for(make_router):
     bench = make_router("p0", "d0")
     bench.submit("r1", prompt=50)
     bench.submit("r2", prompt=50)
