@@ -16,7 +16,7 @@ from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, Source
 from connectors.ec.memory import ChunkMemory
 from connectors.ec.metrics import publish_fetches
-from connectors.ec.produced_embeddings import OfferTerms, ProducedEmbeddings
+from connectors.ec.produced_embeddings import OfferTerms, ProducedEmbeddings, pass_report
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.tensors import to_bytes, to_tensor
 from connectors.ec.wakeup_timer import WakeupTimer
@@ -28,7 +28,6 @@ from connectors.p2p.host_id import host_id
 from connectors.p2p.metrics import P2PMetrics
 from connectors.p2p.settings import DriverSettings
 from connectors.p2p.transport.factory import TransportFactory, create_transport
-from connectors.reports import SendingEnded
 from core.config_workers import ConnectorSection
 from core.ec_connector import ECConnector, ECContext, EmbeddingsLayout
 from core.wire.media import ECSource, MMFeature
@@ -156,11 +155,7 @@ class P2PECConnector(ECConnector):
             self._alarm.set_soon(metadata.wake_at)
 
     def _on_report(self, report: Report) -> None:
-        if not isinstance(report, SendingEnded):
-            self.worker.report(handoff.as_report(report))
-        elif self._offers is not None:
-            self._offers.lease_ended(report.request_id)
-            self.worker.wake()
+        pass_report(report, self.worker, self._offers)
 
 
 def _driver_settings(context: ECContext) -> DriverSettings:

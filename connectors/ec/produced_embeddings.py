@@ -2,7 +2,7 @@
 
 Owns the place of each item and its leases. An item stays after its last lease until others need the room, so that a repeated
 image costs no second encode. The agent counts the time of leases (``connectors.p2p.producer.leases``) and reports their ends.
-Knows no sockets. For the engine thread, except ``lease_ended``.
+Knows no sockets. For the engine thread, except ``lease_ended`` and ``pass_report``.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from connectors.ec.chunk_cache import CachedChunk, ChunkCache
 from connectors.ec.chunks import RowsDigester, num_chunks
 from connectors.ec.memory import ChunkMemory
-from connectors.ec.p2p_adapter import NAME, HeldEmbeddings, encode_held
-from connectors.ec.worker import OfferEnded
-from connectors.p2p.actions import LeaseGrant
+from connectors.ec.p2p_adapter import NAME, HeldEmbeddings, as_report, encode_held
+from connectors.ec.worker import FetchingWorker, OfferEnded
+from connectors.p2p.actions import LeaseGrant, Report
+from connectors.reports import SendingEnded
 from core.errors import Full
 from core.ids import IdSource, new_hex_id
 from core.wire.media import ECSeal, ECSource
@@ -126,3 +127,12 @@ class ProducedEmbeddings:
                 )
             ),
         )
+
+
+def pass_report(report: Report, worker: FetchingWorker, offers: ProducedEmbeddings | None) -> None:
+    """Pass an agent's report to the worker side, or to the offers if a lease has ended. Any thread."""
+    if not isinstance(report, SendingEnded):
+        worker.report(as_report(report))
+    elif offers is not None:
+        offers.lease_ended(report.request_id)
+        worker.wake()

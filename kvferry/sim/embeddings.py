@@ -13,12 +13,11 @@ from connectors.ec import p2p_adapter as handoff
 from connectors.ec.chunks import ChunkLayout
 from connectors.ec.jobs import FetchingMetadata, PeerSource
 from connectors.ec.memory import ChunkMemory
-from connectors.ec.produced_embeddings import OfferTerms, ProducedEmbeddings
+from connectors.ec.produced_embeddings import OfferTerms, ProducedEmbeddings, pass_report
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.ec.worker import FetchingWorker
 from connectors.p2p.actions import LeaseGrant, Report
 from connectors.p2p.producer.handshake import WorkerIdentity
-from connectors.reports import SendingEnded
 from core.config_workers import ConnectorSection
 from core.ids import IdSource
 from core.testing.hash_encoder import HASH_EMBEDDINGS
@@ -117,11 +116,7 @@ class SimEmbeddings(SimDriver):
             self._alarm.set(metadata.wake_at)
 
     def _report(self, report: Report) -> None:
-        if not isinstance(report, SendingEnded):
-            self.worker.report(handoff.as_report(report))
-        elif self._offers is not None:
-            self._offers.lease_ended(report.request_id)
-            self.worker.wake()
+        pass_report(report, self.worker, self._offers)
 
 
 class _ChunkWatch:
