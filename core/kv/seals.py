@@ -179,8 +179,7 @@ class SealTable:
 
     def break_seals(self, block_ids: Iterable[int]) -> None:
         """Take the seals off, before anything may write these blocks."""
-        for block_id in block_ids:
-            self._words[block_id * _WORDS_PER_ROW + _GENERATION_INDEX] = BROKEN
+        self._break(block_ids)
 
     def sealed_generation(self, block_id: int) -> int:
         """Return the generation that is sealed, ``BROKEN`` if none."""
@@ -206,6 +205,9 @@ class SealTable:
 
     def clear_landing(self, rows: Iterable[int]) -> None:
         """Clear the rows of earlier reads, so that a read that brings nothing cannot be mistaken for a successful one."""
+        self._break(rows)
+
+    def _break(self, rows: Iterable[int]) -> None:
         for row in rows:
             self._words[row * _WORDS_PER_ROW + _GENERATION_INDEX] = BROKEN
 
