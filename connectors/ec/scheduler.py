@@ -339,7 +339,8 @@ class FetchingScheduler(ECConnectorScheduler):
         if _has_image(request, identifier):
             return True
         failure = wishes.failures.get(identifier)
-        reason = error.message if error is not None else failure.message if failure is not None else "nobody has them"
+        known = error or failure
+        reason = known.message if known is not None else "no worker and no store holds them"
         missing = EncoderInputMissing(f"the embeddings of an image cannot be had, and the image is not here: {reason}")
         wishes.is_lost = True
         self._unavailable[request.request_id] = ErrorInfo.of(missing)

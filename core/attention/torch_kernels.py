@@ -90,6 +90,10 @@ def flash_attention_operator(
 ) -> tuple[Tensor, Tensor]:
     """Call the operator of torch 2.11's ``varlen_attn``, with its parameters and ``seqused_k``; return output and log-sum-exps.
 
+    ``query``: ``[num_queries, num_heads, head_dim]``. ``key``, ``value``: ``[num_keys, num_kv_heads, head_dim]``, of its dtype.
+    ``lengths``: where the queries, and the keys, of each sequence begin, int32 ``[num_seqs + 1]``, and the largest numbers of
+    both. ``seqused_k``: int32 ``[num_seqs]`` or None. The output is as ``query``, the sums are float32.
+
     The operator is private to torch. It always shares KV heads among query heads, so ``enable_gqa`` is ignored.
     """
     left, right = options["window_size"]
@@ -151,14 +155,17 @@ def upload(array: Any, device: torch.device) -> Tensor:  # noqa: ANN401 - an arr
 
 
 def download(tensor: Tensor) -> Tensor:
-    """Return a host tensor that holds ``tensor`` once the device has finished the work launched so far; does not wait."""
+    """Return a host tensor that holds ``tensor`` once the device has finished the work launched so far; does not wait.
+
+    ``tensor`` is of any shape and dtype; on the host it is returned itself.
+    """
     if tensor.device.type != "cuda":
         return tensor
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def refill(target: Tensor, array: Any) -> None:  # noqa: ANN401
-    """Copy a host array into a tensor that a recorded graph reads; otherwise like ``upload``."""
+    """Copy a host array into a tensor of its shape that a recorded graph reads, to its dtype; otherwise like ``upload``."""
     host = torch.from_numpy(array)
     if target.device.type != "cuda":
         target.copy_(host)

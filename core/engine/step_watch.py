@@ -91,13 +91,13 @@ class StepTimes:
 
     def is_first(self, size: StepSize) -> bool:
         """True if nothing that has ended says how long such a step takes."""
-        return size.size_class not in self._means and (self._compiles_shapes or not self._known_below(size))
+        return size.size_class not in self._means and (self._compiles_shapes or not self._comparable_means(size))
 
     def predict_s(self, size: StepSize) -> float:
         """Return what such a step may take, by those of lately; 0 if nothing is known."""
         mean = self._means.get(size.size_class)
         if mean is None:
-            known = self._known_below(size) if not self._compiles_shapes else {}
+            known = self._comparable_means(size) if not self._compiles_shapes else {}
             mean = max((seconds * _growth(key, size.size_class) for key, seconds in known.items()), default=0.0)
         return STEP_SPREAD * mean
 
@@ -127,8 +127,8 @@ class StepTimes:
         before, slowest = self._slots[number % _NUM_SLOTS]
         self._slots[number % _NUM_SLOTS] = (number, max(seconds, slowest if before == number else 0.0))
 
-    def _known_below(self, size: StepSize) -> dict[tuple[int, int, int], float]:
-        """Return the known classes that have images if such a step has."""
+    def _comparable_means(self, size: StepSize) -> dict[tuple[int, int, int], float]:
+        """Return the mean times of the classes that tell how long such a step takes: with images only those that have some."""
         return {key: seconds for key, seconds in list(self._means.items()) if (key[2] > 0) >= (size.num_images > 0)}
 
     def _remember(self, key: tuple[int, int, int], seconds: float) -> None:

@@ -74,7 +74,10 @@ class FewRows:
 
 
 def is_tiled(memory: Tensor, shape: torch.Size) -> bool:
-    """Return True if ``memory`` has the size of a weight of this shape in tiles of 64 rows, the last one filled up."""
+    """Return True if flat ``memory`` has the size of a weight of this shape in tiles of 64 rows, the last one filled up.
+
+    ``shape``: ``[out_features, in_features]``.
+    """
     return memory.numel() == -(-shape[0] // _TILE) * _TILE * shape[1]
 
 

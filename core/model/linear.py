@@ -158,7 +158,10 @@ def _pack(weight: Tensor) -> tuple[Linear, Tensor | None]:
 
 
 def can_pack(weight: Tensor) -> bool:
-    """Return True if ``weight`` can be packed: on a CPU that computes its dtype fast, with the private ops present."""
+    """Return True if ``weight`` can be packed: on a CPU that computes its dtype fast, with the private ops present.
+
+    ``weight``: ``[out_features, in_features]``, of any dtype; only fp32 and bf16 are packed.
+    """
     has_ops = hasattr(torch.ops.mkldnn, "_linear_pointwise") and hasattr(torch.ops.mkldnn, "_reorder_linear_weight")
     is_fast = weight.dtype == torch.float32 or (weight.dtype == torch.bfloat16 and has_bfloat16_instructions())
     return has_ops and is_fast and weight.device.type == "cpu"

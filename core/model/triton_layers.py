@@ -60,7 +60,10 @@ def _rotate(
 
 
 def add_and_normalize(hidden: Tensor, update: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add ``update`` to ``hidden`` in place, and return the sum's RMS norm times ``weight``; contiguous, of one dtype."""
+    """Add ``update`` to ``hidden``, both ``[T, hidden_size]``, in place; return the sum's RMS norm times ``weight``.
+
+    ``weight``: ``[hidden_size]``. All are contiguous and of one dtype.
+    """
     output = hidden.new_empty(hidden.shape)
     num_rows, width = hidden.shape
     if num_rows:

@@ -58,10 +58,10 @@ class RoleHandler(ABC):
 
     @abstractmethod
     def on_generate(self, message: Generate, now: float) -> list[NewRequest]:
-        """Accept a request and return the engine requests to start with, one per choice, named by ``choice_id``.
+        """Accept a request and return the engine requests to start now, each for one choice, named by ``choice_id``.
 
-        Choices of a prompt that is computed here follow once the first one's prompt is in the prefix cache, so that it is
-        computed once.
+        Those of other choices may follow in ``RoleOutput.new_requests``: a prompt that is computed here is computed once, and
+        they begin when the first one's prompt is in the prefix cache.
 
         Raises:
             RequestError: this role cannot serve it; nothing is kept.

@@ -1,4 +1,7 @@
-"""Whether a request may be retried on another worker after a failure, and whether the retry costs budget. Pure functions."""
+"""Whether a request may be retried on another worker after a failure, and whether the retry costs budget.
+
+``take_free_retry`` and ``forgive`` count in the request; the others change nothing.
+"""
 
 from __future__ import annotations
 

@@ -28,11 +28,10 @@ from router.dispatch.engine_api import CallFailed, EngineAnswer, EngineApi, dead
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import Demand, choose_route, why_not_read
 from router.rendered.bodies import COMPLETIONS, EngineBody
-from router.rendered.renderer import REFUSES_AGENT, EngineRefusal, ends_tries, refusal
+from router.rendered.renderer import MAX_TRIES, REFUSES_AGENT, EngineRefusal, ends_tries, refusal
 
 logger = logging.getLogger(__name__)
 
-MAX_TRIES = 3
 RELEASE_TIMEOUT_S = 10.0
 _REMOTE_DECODE = {
     "do_remote_decode": True,

@@ -20,7 +20,7 @@ from router.dispatch.engine_api import CallFailed, EngineApi, deadline_ms
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.rendered.bodies import EngineBody
 
-MAX_TRIES = 3
+MAX_TRIES = 3  # of one request: so many engines are asked, one after another, before the last refusal is its answer
 _NOT_RETRIED = frozenset({"invalid_request", "cancelled"})
 _ROUNDING_S = 0.01  # of deadlines on the wire
 REFUSES_AGENT = frozenset({HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN})  # not the client, whose key the router has checked

@@ -248,6 +248,11 @@ def test_failed_fetch_without_the_image_ends_that_request_alone(desk):
     assert desk.scheduler.take_unavailable_requests() == {}
 
 
+def test_the_error_says_that_nothing_holds_the_embeddings(desk):
+    desk.ask(request_of("r", [A], [], has_images=False))
+    assert "no worker and no store holds them" in desk.scheduler.take_unavailable_requests()["r"].message
+
+
 def test_another_source_is_tried_unless_its_owner_is_gone(desk):
     requests = [request_of(name, [A], [source(A, f"{name}/1")]) for name in ("e", "f")]
     same_owner = request_of("same", [A], [source(A, "e/2")])
