@@ -1,4 +1,4 @@
-"""Common parts of the benchmarks of processes: arguments, facts about the machine, medians, aims, and output of results.
+"""Common parts of the benchmarks of processes: arguments, facts about the machine, statistics, aims, and output of results.
 
 Knows nothing of what is measured. A script prints its tables as text, or as Markdown for ``docs/benchmarks.md``; ``--json``
 writes every single measurement, and under ``goals`` each aim that the script states, as ``at_most`` and ``at_least`` make it.
@@ -11,7 +11,8 @@ import json
 import os
 import platform
 import statistics
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -117,6 +118,19 @@ def _cpu_model() -> str:
         if line.startswith("model name"):
             return line.partition(":")[2].strip()
     return platform.machine()
+
+
+def quantile(values: Sequence[float], share: float) -> float:
+    """Return the smallest value that more than this share of all values do not exceed, at most the largest."""
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+
+
+def timed_ms(call: Callable[[], object]) -> float:
+    """Return how long a call takes, in milliseconds."""
+    begin = time.perf_counter()
+    call()
+    return (time.perf_counter() - begin) * 1e3
 
 
 def at_most(name: str, value: float | None, goal: float, unit: str) -> dict[str, object]:

@@ -33,7 +33,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from cluster_sides import PAIR, UNCHUNKED, Load, RequestsFailed, Side, aggregated
-from common import Machine, Outcome, Table, at_least, at_most, goal_notes, make_parser, publish
+from common import Machine, Outcome, Table, at_least, at_most, goal_notes, make_parser, publish, quantile
 from curves import Curve, draw
 from vllm_sides import PAIRS, VllmSide, vllm_chunked
 
@@ -145,11 +145,6 @@ def gaps(result: RequestResult) -> list[tuple[float, float]]:
     """Return when each gap between tokens ended, from the start of the run, and its length, in seconds."""
     ends = itertools.accumulate(result.itl_s, initial=result.started_s + (result.ttft_s or 0.0))
     return list(zip(itertools.islice(ends, 1, None), result.itl_s, strict=True))
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass(slots=True)

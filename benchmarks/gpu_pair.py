@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from common import quantile
 from gpu_ceilings import best_s
 from gpu_engine import EngineSize, Prompts, Tokens, release_memory, settings
 from gpu_models import Shape
@@ -250,9 +251,9 @@ class _Pair:
             ttft_alone_ms=statistics.median(alone),
             added_ms=statistics.median(second for _, second, _ in first) - step_ms,
             itl_alone_p50_ms=step_ms,
-            itl_alone_p99_ms=_quantile(quiet, 0.99),
+            itl_alone_p99_ms=quantile(quiet, 0.99),
             itl_busy_p50_ms=statistics.median(busy),
-            itl_busy_p99_ms=_quantile(busy, 0.99),
+            itl_busy_p99_ms=quantile(busy, 0.99),
             num_fallbacks=sum(bool(usage.fallback_reason) for usage in usages),
             num_texts=len(self._same_texts),
             num_same_texts=sum(self._same_texts),
@@ -317,8 +318,3 @@ def _expect(pipe: Connection, wanted: str) -> Any:  # noqa: ANN401
     name, answer = receive(pipe)
     assert name == wanted
     return answer
-
-
-def _quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

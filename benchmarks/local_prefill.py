@@ -26,9 +26,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from common import Table, at_most, goal_notes
+from common import Table, at_most, goal_notes, quantile
 from cost_models import CONTEXT_TOKENS, MODELS, CostModel
-from routing_simulation import PrefillMs, PrefillWorker, quantile
+from routing_simulation import PrefillMs, PrefillWorker
 
 from kvferry.advise.trace import TraceRequest, read_trace, spread_arrivals
 from router.routing.backlog import Backlog, QueuedPrompt

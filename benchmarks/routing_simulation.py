@@ -13,6 +13,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from common import quantile
+
 from kvferry.advise.trace import BLOCK_TOKENS, TraceRequest
 
 PrefillMs = Callable[[int, int], float]  # (new, hit) tokens -> ms
@@ -186,11 +188,6 @@ class Results:
         chosen = [index for index, arrival in enumerate(self.arrival_ms) if begin_ms <= arrival < end_ms]
         total = sum(self.num_tokens[index] for index in chosen)
         return sum(self.hit_tokens[index] for index in chosen) / total if total else 0.0
-
-
-def quantile(values: Sequence[float], share: float) -> float:
-    ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,14 +22,13 @@ import json
 import os
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from common import Machine, Outcome, Spread, Table, at_least, at_most, goal_notes, make_parser, publish
+from common import Machine, Outcome, Spread, Table, at_least, at_most, goal_notes, make_parser, publish, timed_ms
 from trace_replay import clairvoyant, read_trace, replay
 
 from core.clock import SystemClock
@@ -85,12 +84,6 @@ class Round:
 def wait(store: StoreClientBase, ticket: Ticket) -> None:
     if not store.wait(ticket, TIMEOUT_S) or ticket.failure:
         raise RuntimeError(f"the store does not answer: {ticket.failure or 'no end'}")
-
-
-def timed_ms(call: Callable[[], None]) -> float:
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e3
 
 
 def measure(store: StoreClientBase, work: Round, measured: Measured) -> None:

@@ -27,7 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 import numpy as np
-from common import Machine, Outcome, Spread, Table, at_least, goal_notes, make_parser, publish
+from common import Machine, Outcome, Spread, Table, at_least, goal_notes, make_parser, publish, timed_ms
 
 from connectors.offload.arena import offload_connector
 from connectors.pool_access import HostPoolAccess
@@ -202,12 +202,6 @@ def drive(mover: TierTransfer, metadata: TierConnectorMetadata) -> None:
     for report in mover.take_reports():
         if isinstance(report, LoadEnded) and report.error is not None:
             raise RuntimeError(f"blocks could not be loaded: {report.error.message}")
-
-
-def timed_ms(call) -> float:  # noqa: ANN001
-    begin = time.perf_counter()
-    call()
-    return (time.perf_counter() - begin) * 1e3
 
 
 def outcome_of(first: dict[str, tuple[list[float], list[float]]], copies: Copies, num_tokens: int, num_blocks: int) -> Outcome:
