@@ -56,6 +56,9 @@ class KVConnectorScheduler(ABC):
         May be called many times for one request and must be idempotent. None = ask again in a later step; because an engine
         without other work sleeps, the worker side's wakeup must follow when the answer changes. The flag must be False when
         the count is 0.
+
+        Not called for a request that loads nothing: ``request.skip_reading_prefix_cache``, or, from its failed load on,
+        ``request.has_failed_load``. ``update_state_after_alloc`` follows all the same, with 0.
         """
 
     @abstractmethod

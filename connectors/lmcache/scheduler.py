@@ -120,8 +120,6 @@ class LMCacheMPConnectorScheduler(KVConnectorScheduler):
     def _tracker_of(self, request: Request) -> LMCacheMPRequestTracker:
         """Return the request's tracker; a new one, with a lookup, if it has none or was preempted."""
         tracker = self._trackers.get(request.request_id)
-        if request.has_failed_load or request.skip_reading_prefix_cache:
-            return tracker if tracker is not None else self._bypass(request)
         if tracker is None:
             return self._look_up(request)
         if request.status is RequestStatus.PREEMPTED and tracker.state is LMCacheMPRequestState.READY:

@@ -184,7 +184,7 @@ class ConnectorEngine:
     def admit(self, request: Request) -> int:
         """Allocate the request's blocks and start its load; return how many tokens the connector loads."""
         hits, num_hits = self.manager.get_computed_blocks(request)
-        num_external, is_async = self.scheduler.get_num_new_matched_tokens(request, num_hits)
+        num_external, is_async = self._ask(request, num_hits)
         assert num_external is not None, "a handoff is known at once; a tier or a source has been asked before"
         assert is_async == (num_external > 0)
         num_new = 0 if is_async else request.num_tokens - num_hits
@@ -210,7 +210,13 @@ class ConnectorEngine:
     def offered_tokens(self, request: Request) -> int | None:
         """Return how many tokens the connector would load for a waiting request; None if it does not know yet."""
         _, num_hits = self.manager.get_computed_blocks(request)
-        return self.scheduler.get_num_new_matched_tokens(request, num_hits)[0]
+        return self._ask(request, num_hits)[0]
+
+    def _ask(self, request: Request, num_hits: int) -> tuple[int | None, bool]:
+        """Ask the connector, as the scheduler does: not for a request that loads nothing."""
+        if request.skip_reading_prefix_cache or request.has_failed_load:
+            return 0, False
+        return self.scheduler.get_num_new_matched_tokens(request, num_hits)
 
     def compute_rest(self, request: Request) -> None:
         """Compute the rest of an admitted request's prompt, as the steps of a prefill do."""

@@ -149,7 +149,7 @@ class TierConnectorScheduler(KVConnectorScheduler):
         coordinator = self._bound
         end = coordinator.floor(request.num_tokens - 1)  # the last token is computed here in any case
         end = min(end, num_computed_tokens + coordinator.max_tokens_of(MAX_KEYS))
-        if end <= num_computed_tokens or request.skip_reading_prefix_cache or request.has_failed_load:
+        if end <= num_computed_tokens:
             self._questions.pop(request.request_id, None)
             return 0, False
         question = self._questions.get(request.request_id)

@@ -137,11 +137,9 @@ def _look_up_prefix(state: SchedulerState, request: Request) -> _Prefix | None:
         return None
     blocks, num_local_tokens = state.kv_cache_manager.get_computed_blocks(request)
     prefix = _Prefix(blocks, num_local_tokens)
-    if state.connector is None:
-        return prefix
-    num_external_tokens, load_kv_async = state.connector.get_num_new_matched_tokens(request, num_local_tokens)
-    if request.skip_reading_prefix_cache or request.has_failed_load:
+    if state.connector is None or request.skip_reading_prefix_cache or request.has_failed_load:
         return prefix  # a failed load is not repeated, so a request cannot fall back without end
+    num_external_tokens, load_kv_async = state.connector.get_num_new_matched_tokens(request, num_local_tokens)
     if num_external_tokens is None:
         return None
     if num_external_tokens == 0:

@@ -62,7 +62,7 @@ class PrefixPulls:
     def ask_if_worthwhile(self, request: Request, num_computed_tokens: int) -> bool:
         """Ask the next source of a request, each once between two preemptions; return True if one has been asked."""
         named = request.kv_source
-        if named is None or request.has_failed_load or request.skip_reading_prefix_cache:
+        if named is None:
             return False
         current = self._rounds.get(request.request_id)
         if current is None or current.num_preemptions != request.num_preemptions:

@@ -240,10 +240,6 @@ async def test_a_refused_request_computes_and_asks_again_only_after_a_preemption
     assert ask(reader, request) is None
     request.num_preemptions += 1
     assert ask(reader, request) is not None
-    request.has_failed_load = True
-    tell(reader, "r", None, "missing")
-    request.num_preemptions += 1
-    assert ask(reader, request) is None
 
 
 def other(source, name, num_tokens=96):
