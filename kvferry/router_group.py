@@ -19,7 +19,7 @@ from core.config import KVFerryConfig, dump_config
 from core.config_tree import STDIN
 from core.errors import StartFailed
 from core.log import event
-from core.process_signals import SIGNALS
+from core.process_signals import SIGNALS, own_signals
 from kvferry.processes import Backoff, Child, ChildSpec, ProcessKeeper
 from kvferry.router_plan import RouterPlan
 
@@ -114,7 +114,7 @@ def _failed(child: Child) -> StartFailed:
 
 
 def run_group(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None]) -> int:
-    """Serve until SIGTERM or SIGINT; a second one stops at once. Returns the exit code.
+    """Serve until SIGTERM, SIGINT or SIGHUP; a second one of the first two stops at once. Returns the exit code.
 
     Raises:
         StartFailed: a process could not start, or the thread that keeps them has died.
@@ -122,11 +122,12 @@ def run_group(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], Non
     group = RouterGroup(config)
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes often sends two
         raise _Stop
 
     try:
         try:
-            for number in SIGNALS:
+            for number in own_signals():
                 signal.signal(number, on_signal)
             addresses = group.start()
             announce(addresses)

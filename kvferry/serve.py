@@ -1,7 +1,7 @@
 """``kvferry serve``: a supervised local cluster in the foreground.
 
-Owns the messages at start and end, and the signals: the first SIGINT or SIGTERM lets requests finish, the second ends
-everything at once.
+Owns the messages at start and end, and the signals: the first SIGINT, SIGTERM or SIGHUP lets requests finish, the second
+SIGINT or SIGTERM ends everything at once.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import TextIO
 from core.config import KVFerryConfig
 from core.errors import ConfigError, StartFailed
 from core.log import configure_logging
-from core.process_signals import SIGNALS
+from core.process_signals import SIGNALS, own_signals
 from kvferry.local import LocalCluster
 from kvferry.machine import format_bytes, memory_limit_bytes
 
@@ -47,8 +47,9 @@ def serve_forever(config: KVFerryConfig) -> int:
             _ignore_signals()
             raise _Hurry
         is_leaving.set()
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # a terminal that closes often sends two
 
-    for number in SIGNALS:
+    for number in own_signals():
         signal.signal(number, on_signal)
     grace_s, router_grace_s = config.worker.drain_timeout_s + _MARGIN_S, config.router.drain_timeout_s + _MARGIN_S
     try:

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 def run_store(
     config: KVStoreSection, announce: Callable[[Mapping[str, str]], None] | None = None, keys: ClusterKeys | None = None
 ) -> int:
-    """Serve until SIGTERM or SIGINT; returns the exit code. ``announce`` gets ``store_address`` and ``ops_address``.
+    """Serve until SIGTERM, SIGINT or SIGHUP; returns the exit code. ``announce`` gets ``store_address`` and ``ops_address``.
 
     Raises:
         ConfigError: an address cannot be bound, or the folder of the disk tier cannot be used.

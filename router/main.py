@@ -22,7 +22,7 @@ from router.openai.served_model import served_model
 
 
 def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | None = None) -> int:
-    """Serve until SIGTERM or SIGINT; a second one stops at once. Returns the exit code, 1 after a bug.
+    """Serve until SIGTERM, SIGINT or SIGHUP; a second one of the first two stops at once. Returns the exit code, 1 after a bug.
 
     ``announce`` receives the bound ``http_address`` and ``worker_address``, and ``ops_address`` if there is one.
 

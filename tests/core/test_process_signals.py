@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from core.process_signals import SIGNALS, handled_signals
+from core.process_signals import SIGNALS, exit_on_signals, handled_signals
 
 
 @pytest.fixture
@@ -21,6 +21,7 @@ def dispositions(monkeypatch):
         found.append((number, handler))
         return set_handler(number, handler)
 
+    set_handler(signal.SIGHUP, signal.SIG_DFL)  # whoever runs the tests may ignore it
     monkeypatch.setattr(signal, "signal", record)
     yield found
     for number, handler in before.items():
@@ -33,6 +34,31 @@ async def test_each_signal_calls_the_handler_in_the_loop(number, dispositions):
     with handled_signals(asyncio.get_running_loop(), called.set):
         os.kill(os.getpid(), number)
         await asyncio.wait_for(called.wait(), 10)
+
+
+async def test_hangup_after_another_signal_is_left_out(dispositions):
+    """A terminal that closes often sends two: a second signal to leave would cut what drains."""
+    calls, all_read = [], asyncio.Event()
+
+    def handler():
+        calls.append(1)
+        if len(calls) == 2:
+            all_read.set()
+
+    with handled_signals(asyncio.get_running_loop(), handler):
+        for number in (signal.SIGHUP, signal.SIGHUP, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        await asyncio.wait_for(all_read.wait(), 10)
+    assert len(calls) == 2
+
+
+async def test_ignored_hangup_stays_ignored(dispositions):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    exit_on_signals()
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    with handled_signals(asyncio.get_running_loop(), lambda: None):
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
 
 
 async def test_at_no_moment_a_signal_has_its_default_effect(dispositions):

@@ -15,6 +15,7 @@ import pytest
 from core.config import load_config
 from core.errors import ConfigError
 from core.log import configure_logging
+from core.process_signals import SIGNALS
 from kvferry import cli
 from kvferry.connector_preflight import check_connectors
 from kvferry.preflight import check_process
@@ -49,7 +50,7 @@ def process(monkeypatch):
     monkeypatch.setattr(ProcessKeeper, "start", lambda _keeper, spec: started.append(spec.name))
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **_: started.append(arguments))
     monkeypatch.delenv("KVFERRY_CLUSTER_KEY", raising=False)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.getsignal(number) for number in SIGNALS}
     level = logging.getLogger().level
     yield started
     for number, handler in handlers.items():

@@ -9,13 +9,14 @@ import pytest
 
 from core.config import load_config
 from core.errors import StartFailed
+from core.process_signals import SIGNALS
 from kvferry import serve
 
 
 @pytest.fixture
 def signals():
     """Put back the process's handlers, which ``serve_forever`` replaces."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
     yield
     for number, handler in before.items():
         signal.signal(number, handler)
@@ -65,6 +66,27 @@ class ServingCluster(Cluster):
     def base_url(self):
         signal.raise_signal(signal.SIGTERM)
         return "http://127.0.0.1:8000"
+
+
+class HangingUpCluster(Cluster):
+    """A cluster whose terminal closes: its shell sends the signal, then the kernel."""
+
+    @property
+    def base_url(self):
+        signal.raise_signal(signal.SIGHUP)
+        signal.raise_signal(signal.SIGHUP)
+        return "http://127.0.0.1:8000"
+
+    def start(self, is_cancelled):
+        pass
+
+
+@pytest.mark.usefixtures("signals")
+def test_cluster_drains_when_its_terminal_closes(monkeypatch):
+    monkeypatch.setattr(serve, "LocalCluster", HangingUpCluster)
+    signal.signal(signal.SIGHUP, signal.default_int_handler)  # instead of the end of this process
+    assert serve.serve_forever(load_config()) == 0
+    assert Cluster.graces["grace_s"] > 0
 
 
 @pytest.mark.usefixtures("signals")
