@@ -105,6 +105,7 @@ class WorkerProcess:
         assert self._exit_code is not None
         section = self._context.config.worker
         self._ops_address = await self._ops.start(section.ops_host, section.ops_port)
+        logger.info(event("ops_port_open", address=self._ops_address))
         announce({"ops_address": self._ops_address})
         try:
             if not await self._start(loop):

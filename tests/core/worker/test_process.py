@@ -133,6 +133,18 @@ async def test_registers_serves_and_leaves_in_order_on_sigterm(running, router, 
     assert journal == ["wakeup set", "connector started", "images started", "engine stopped", "connector stopped"]
 
 
+async def test_log_says_where_operations_are(make_worker, router, caplog):
+    """The port is any free one by default, and ``kvferry drain`` needs it."""
+    caplog.set_level("INFO")
+    addresses = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(make_worker().run(addresses.set_result))
+    url = (await addresses)["ops_address"]
+    assert f"event=ops_port_open address={url}" in caplog.text
+    await router.expect(Heartbeat)
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+
+
 async def test_ready_only_while_registered_and_not_draining(running, router):
     assert (await get(f"{running.ops_address}/health")).status_code == 200
     assert (await get(f"{running.ops_address}/ready")).status_code == 503
