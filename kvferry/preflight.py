@@ -31,7 +31,15 @@ from kvferry.connector_preflight import check_connectors, check_factories, check
 from kvferry.listening import Refusal, why_not_free
 from kvferry.machine import format_bytes, memory_limit_bytes, share_an_address, why_no_cuda, why_not_writable
 from kvferry.progress import shown_progress
-from kvferry.reserved_memory import Workers, computes_on_gpu, num_kvstores, reserved_bytes, uses_kvstore
+from kvferry.reserved_memory import (
+    Reservation,
+    Workers,
+    computes_on_gpu,
+    num_kvstores,
+    reservations,
+    reservations_of,
+    uses_kvstore,
+)
 from kvferry.roles import check_exposure
 from kvferry.router_plan import RouterPlan
 from router.http.client_table import networks_of
@@ -95,6 +103,7 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
         return  # it needs the tokenizer alone: its workers may be engines that know other models
     if role == "kvstore":
         _check_all_bindable(list(_store_addresses(config)))
+        check_own_memory(role, config)
         return
     if role == "agent":
         _check_all_bindable([_ops_address(config)])
@@ -108,6 +117,7 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
     if _serves_readers(role, config):
         addresses += [*_data_address(config), _control_address(config)]
     _check_all_bindable(addresses)
+    check_own_memory(role, config)
     known = peek_config(config.model.name, Path(config.model.cache_dir))
     if known is not None:
         check_model(parse_arch(known), {role: (role, config)})
@@ -344,13 +354,28 @@ def check_attention(config: KVFerryConfig) -> None:
 
 def check_memory(config: KVFerryConfig, workers: Workers) -> None:
     """Compare the memory that all processes reserve with this machine's."""
-    limit, parts = memory_limit_bytes(), reserved_bytes(config, workers)
-    if sum(parts.values()) >= limit:
-        named = ", ".join(f"{path}: {format_bytes(num_bytes)}" for path, num_bytes in parts.items())
+    _check_fits(reservations(config, workers), "all processes together reserve")
+
+
+def check_own_memory(role: Role | Literal["kvstore"], config: KVFerryConfig) -> None:
+    """Compare the memory that a single process reserves with this machine's, or container's: the kernel would kill it.
+
+    Raises:
+        ConfigError: it reserves more; names the setting of the largest part.
+    """
+    _check_fits(reservations_of(role, config), "this process reserves")
+
+
+def _check_fits(reserved: Iterable[Reservation], who_reserves: str) -> None:
+    limit, parts = memory_limit_bytes(), [each for each in reserved if not each.is_huge]
+    total = sum(each.num_bytes for each in parts)
+    if parts and total >= limit:
+        setting = f"{max(parts, key=lambda each: each.num_bytes).section}.memory_bytes"
+        named = ", ".join(f"{each.name}: {format_bytes(each.num_bytes)}" for each in parts)
         raise ConfigError(
-            f"cache.memory_bytes: all processes together reserve {format_bytes(sum(parts.values()))} ({named}), and there are "
-            f"{format_bytes(limit)} of memory; lower them",
-            param="cache.memory_bytes",
+            f"{setting}: {who_reserves} {format_bytes(total)} ({named}), and there are {format_bytes(limit)} of memory; "
+            "lower them",
+            param=setting,
         )
 
 

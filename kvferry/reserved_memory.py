@@ -6,8 +6,11 @@ come first, then offloaded blocks, then stores, as long as there are enough page
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
+
+import msgspec
 
 from core.config import KVFerryConfig
 from core.config_types import HugePages
@@ -44,8 +47,20 @@ def reserved_bytes(config: KVFerryConfig, workers: Workers) -> dict[str, int]:
 
 def reservations(config: KVFerryConfig, workers: Workers) -> list[Reservation]:
     """Return all that the processes reserve, with this machine's free huge pages given to those that want them."""
+    return _with_huge_pages(_wishes(config, workers))
+
+
+def reservations_of(role: Role | Literal["kvstore"], config: KVFerryConfig) -> list[Reservation]:
+    """Return what a single process reserves; a worker has a store inside if it has no other, as the local store is not its."""
+    if role == "kvstore":
+        return _with_huge_pages([_store_wish(config, 1)])
+    local = msgspec.structs.replace(config.local, kvstore=False)
+    return reservations(msgspec.structs.replace(config, local=local), {role: (role, config)})
+
+
+def _with_huge_pages(wishes: Iterable[Reservation]) -> list[Reservation]:
     found, stock = [], huge_page_stock()
-    for each in _wishes(config, workers):
+    for each in wishes:
         lacks = stock.lacks(each.num_bytes) if each.huge_pages != "never" else ""
         found.append(replace(each, lacks=lacks))
         if found[-1].is_huge:
@@ -69,8 +84,12 @@ def _wishes(config: KVFerryConfig, workers: Workers) -> Iterator[Reservation]:
         yield Reservation("connector.offload", "connector.offload.memory_bytes", num_bytes, offload.huge_pages)
     num_stores = num_kvstores(config, workers)
     if num_stores:
-        num_bytes = config.kvstore.memory_bytes * num_stores
-        yield Reservation("kvstore", "kvstore.memory_bytes", num_bytes, config.kvstore.huge_pages)
+        yield _store_wish(config, num_stores)
+
+
+def _store_wish(config: KVFerryConfig, num_stores: int) -> Reservation:
+    store = config.kvstore
+    return Reservation("kvstore", "kvstore.memory_bytes", store.memory_bytes * num_stores, store.huge_pages)
 
 
 def computes_on_gpu(config: KVFerryConfig) -> bool:
