@@ -17,14 +17,14 @@ from collections.abc import Callable, Sequence
 import zmq
 
 from core.clock import Clock
-from core.errors import ProtocolError, VersionMismatch
+from core.errors import ProtocolError, Unavailable, VersionMismatch
 from core.log import event
 from core.rate_limit import LimitedLog
 from core.wire.curve import ClusterKeys
 from core.wire.sockets import CLOSE_LINGER_MS, SocketOptions, bind, router_socket, warn_if_exposed
 from core.wire.version import VersionRefuser
 from kvstore.client import process_start_ticks
-from kvstore.messages import MAX_BLOCK_BYTES, AttachRefused, decode_to_store, encode_to_client
+from kvstore.messages import MAX_BLOCK_BYTES, AttachRefused, ToClient, decode_to_store, encode_to_client
 from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.tiers.base import Tier, TierJob
 from kvstore.tiers.worker import TierWorker, stop_all
@@ -165,11 +165,17 @@ class StoreServer:
         for action in actions:
             match action:
                 case SendParcel():
+                    self._log_refusal(action.parcel.message)
                     self._send(action.client, [encode_to_client(action.parcel.message), *action.parcel.blocks])
                 case StartJob():
                     self.workers[action.job.tier].submit(action.job)
                 case WatchProcess():
                     self._watch(action)
+
+    def _log_refusal(self, message: ToClient) -> None:
+        """Log why a client gets nothing: an arena too small for a block shows only once the first client tells its size."""
+        if isinstance(message, AttachRefused) and message.code != Unavailable.code:  # which is logged where it arises
+            self._limited_log.warning("kvstore_client_refused", key=message.code, code=message.code, reason=message.message)
 
     def _send(self, client: bytes, frames: Sequence[bytes | memoryview]) -> None:
         try:

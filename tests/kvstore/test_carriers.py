@@ -104,9 +104,27 @@ def test_blocks_that_do_not_fit_are_refused_and_the_reason_is_reported_once(capl
     with serving() as (_, address), client_at(address) as fitting:
         assert fitting.wait_until_connected(DEADLINE_S)
         with caplog.at_level(logging.WARNING), client_at(address, block_bytes=2 * BLOCK_BYTES) as large:
-            eventually(lambda: "kvstore.block_bytes" in caplog.text, "nobody is told")
+            eventually(lambda: "event=kvstore_refused" in caplog.text, "nobody is told")
             assert not large.wait_until_connected(0.3)
         assert caplog.text.count("kvstore_refused") == 1
+        assert caplog.text.count("event=kvstore_client_refused code=layout") == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "setting"),
+    [
+        ({"memory_bytes": BLOCK_BYTES}, "kvstore.memory_bytes"),
+        ({"disk_bytes": BLOCK_BYTES // 2, "disk_segment_bytes": BLOCK_BYTES // 4}, "kvstore.disk_bytes"),
+    ],
+)
+def test_store_without_room_for_one_block_says_so_in_its_own_log(settings, setting, caplog, tmp_path):
+    """It learns the size of a block from its first client, and looks healthy until then."""
+    settings |= {"disk_path": str(tmp_path)} if "disk_bytes" in settings else {}
+    with serving(**settings) as (_, address), client_at(address):
+        eventually(lambda: "event=kvstore_client_refused" in caplog.text, "nobody is told")
+        (line,) = [record.getMessage() for record in caplog.records if "kvstore_client_refused" in record.getMessage()]
+        assert setting in line
+        assert "does not hold one block" in line
 
 
 def test_frames_of_another_version_are_refused_once_and_logged_once(caplog):
