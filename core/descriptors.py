@@ -1,4 +1,4 @@
-"""How many connections the process's limit of open files allows.
+"""How many connections the process's limit of open files allows, and what is said when it is reached.
 
 Raises the soft limit and computes the rest. Without this a router could run out of descriptors before it reaches
 ``router.max_connections``, and then accept no connection on any port, probes included; and an agent, which has a connection
@@ -7,13 +7,18 @@ for each choice at its server, could no longer look whether the server is well.
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import logging
 import resource
+from typing import Any
 
 from core.log import event
+from core.rate_limit import LimitedLog
 
 logger = logging.getLogger(__name__)
 RESERVED = 256  # sockets of the cluster, files, the operations port; half of a limit below twice that
+WORKER_CONNECTIONS = 4096  # of routers, peers and operators, at most as many as a large cluster needs
 
 
 def raise_descriptor_limit(num_connections: int) -> None:
@@ -34,3 +39,22 @@ def connections_within(num_connections: int, setting: str) -> int:
         return num_connections
     logger.warning(event("few_descriptors", limit=soft, connections=room, wanted=num_connections, setting=setting))
     return room
+
+
+def report_full_table(loop: asyncio.AbstractEventLoop) -> None:
+    """Let the loop say in one line a minute that it can accept no connection for want of descriptors; it goes on trying.
+
+    asyncio would write an error with a traceback at every try. Whatever else the loop reports is written as before.
+    """
+    limited_log = LimitedLog(logger, loop.time)
+
+    def handle(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if "socket" not in context or not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
+            loop.default_exception_handler(context)
+            return
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        fix = "raise the limit of open files (`ulimit -n`): new connections wait until others end"
+        limited_log.warning("no_descriptors", reason=error.strerror, soft_limit=soft, hard_limit=hard, fix=fix)
+
+    loop.set_exception_handler(handle)

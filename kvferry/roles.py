@@ -13,6 +13,7 @@ from typing import Literal
 import msgspec
 
 from core.config import KVFerryConfig
+from core.descriptors import WORKER_CONNECTIONS, raise_descriptor_limit
 from core.environment import set_default_environment
 from core.errors import ConfigError, KVFerryError
 from core.gc_freeze import without_collections
@@ -95,6 +96,7 @@ def _run(role: ProcessRole, config: KVFerryConfig, pipe: SupervisorPipe) -> int:
 
         configure_logging(config.log.level, "router", is_json=is_json)
         return run_router(config, pipe.announce)
+    raise_descriptor_limit(WORKER_CONNECTIONS)
     if role == "kvstore":
         from kvferry.store_role import run_store
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from core.clock import SystemClock
 from core.config import KVFerryConfig
-from core.descriptors import raise_descriptor_limit
+from core.descriptors import raise_descriptor_limit, report_full_table
 from core.gc_freeze import freeze_loaded_objects
 from core.model.hub import resolve_model
 from core.process_signals import handled_signals
@@ -46,6 +46,7 @@ def run(config: KVFerryConfig, announce: Callable[[Mapping[str, str]], None] | N
 
 async def _serve(router: Router, announce: Callable[[Mapping[str, str]], None] | None) -> int:
     must_stop, must_hurry = asyncio.Event(), asyncio.Event()
+    report_full_table(asyncio.get_running_loop())
 
     def on_signal() -> None:
         (must_hurry if must_stop.is_set() else must_stop).set()

@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 MAX_HEAD_BYTES = 16 << 10
 MAX_CONNECTIONS = 256  # at a time; more are closed at once
 REQUEST_TIMEOUT_S = 5.0
+_BACKLOG = 100  # connections that the kernel queues until they are accepted
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +76,18 @@ class OpsServer:
             ConfigError: the address is in use or not of this machine.
         """
         try:
-            self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
+            # One connection is accepted at a time: where there is no descriptor left, asyncio tries as often as this says, logs
+            # each failure, and plans as many further tries.
+            self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES, backlog=1)
         except OSError as error:
             raise ConfigError(
                 f"{self._setting} = {port}: cannot listen on {host}:{port}: {error.strerror or error}; stop what listens "
                 "there, or choose another port; 0 is any free one",
                 param=self._setting,
             ) from None
+        for listening in self._server.sockets:
+            with listening.dup() as same:
+                same.listen(_BACKLOG)  # asyncio has set the queue to what it accepts at a time
         bound = self._server.sockets[0].getsockname()[1]
         return f"http://[{host}]:{bound}" if ":" in host else f"http://{host}:{bound}"
 

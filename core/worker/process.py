@@ -17,6 +17,7 @@ from prometheus_client import generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
 
 from core.connector import WorkerContext
+from core.descriptors import report_full_table
 from core.errors import EngineDead, ProtocolError
 from core.log import event
 from core.machine_driver import ActionHandler, ByType, EventHandler, LoopTimers, MachineDriver, TimerDue
@@ -98,6 +99,7 @@ class WorkerProcess:
         """
         loop = asyncio.get_running_loop()
         self._exit_code = loop.create_future()
+        report_full_table(loop)
         with handled_signals(loop, self._on_signal):
             return await self._live(loop, announce)
 

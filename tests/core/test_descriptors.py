@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import asyncio
+import errno
+import os
 import resource
 
 import pytest
 
-from core.descriptors import connections_within, raise_descriptor_limit
+from core.descriptors import connections_within, raise_descriptor_limit, report_full_table
 
 
 @pytest.fixture
@@ -49,3 +52,24 @@ def test_enough_descriptors_are_nothing_to_talk_about(limits, caplog):
     limits["soft"] = resource.RLIM_INFINITY
     assert connections_within(8192, "router.max_connections") == 8192
     assert not caplog.text
+
+
+async def test_full_table_is_one_line_that_names_the_limit(limits, caplog):
+    loop = asyncio.get_running_loop()
+    report_full_table(loop)
+    error = OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    for _ in range(3):
+        loop.call_exception_handler({"message": "no resource", "exception": error, "socket": object()})
+    (record,) = caplog.records
+    assert "event=no_descriptors" in record.getMessage()
+    assert "soft_limit=1024" in record.getMessage()
+    assert "ulimit -n" in record.getMessage()
+    assert not record.exc_info
+
+
+async def test_other_errors_of_the_loop_are_written_as_before(caplog):
+    loop = asyncio.get_running_loop()
+    report_full_table(loop)
+    loop.call_exception_handler({"message": "a bug", "exception": ValueError("bad")})
+    loop.call_exception_handler({"message": "a task", "exception": OSError(errno.EMFILE, "of a file")})
+    assert [bool(record.exc_info) for record in caplog.records] == [True, True]
