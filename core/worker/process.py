@@ -47,6 +47,7 @@ from core.worker.parts import Announce, EngineEvents, WorkerParts, WorkerSource
 from core.worker.reply_frames import encode_reply
 from core.worker.role_ops import show_role, switch_role
 from core.worker.router_sockets import RouterSockets
+from core.worker.router_watch import RouterWatch
 from core.worker.state import WorkerState
 from core.worker.traces import WorkerTraces
 
@@ -54,6 +55,7 @@ logger = logging.getLogger(__name__)
 
 ENGINE_STOP_TIMEOUT_S = 10.0
 LINGER_S = 1.0  # for the last replies and the goodbye
+_NOT_REGISTERED = "not registered"
 
 
 class _LeaveSignal:
@@ -82,6 +84,7 @@ class WorkerProcess:
         )
         self._ops_address = ""
         self._sockets = RouterSockets(context.config.worker.router_addresses, self, keys=context.keys)
+        self._router_watch = RouterWatch()
         self._parts: WorkerParts | None = None
         self._is_opening = False
         self._state: WorkerState | None = None
@@ -229,7 +232,7 @@ class WorkerProcess:
                 list: state.on_outputs,
                 EngineReply: state.on_call_reply,
                 RequestFailed: state.on_call_reply,
-                TimerDue: lambda event, now: state.on_timer(now),
+                TimerDue: lambda event, now: self._on_timer(state, now),
                 _LeaveSignal: lambda event, now: state.start_drain(now, 0.0) if state.is_draining else state.start_drain(now),
             }
         )
@@ -255,6 +258,26 @@ class WorkerProcess:
             actions[ReleaseEmbeddings] = lambda action: ec_connector.release(action.sources)
         timers = LoopTimers(self._clock)
         return MachineDriver(events, actions, lambda: state.next_timer(timers.now()), timers, self._on_bug)
+
+    def _on_timer(self, state: WorkerState, now: float) -> Sequence[Action]:
+        self._sockets.note_events()
+        is_well = state.is_draining or state.num_registered_routers > 0
+        self._router_watch.look(now, is_well=is_well, reasons=self._why_unreachable)
+        return state.on_timer(now)
+
+    def _why_unreachable(self) -> dict[str, str]:
+        """Return the reasons why routers do not take the worker in, without refusals, which are logged as they come."""
+        reasons = self._why_not_registered()
+        return {address: reason for address, (reason, is_refusal) in reasons.items() if not is_refusal}
+
+    def _why_not_registered(self) -> dict[str, tuple[str, bool]]:
+        """Return the reasons by address, each with whether a router has given it."""
+        assert self._state is not None
+        reasons = {}
+        for address, reason in self._sockets.why_unusable().items():
+            refusal = "" if reason else self._state.refusal_of(address)
+            reasons[address] = (reason or refusal or "it does not answer", bool(refusal))
+        return reasons
 
     def _on_bug(self, bug: Exception) -> None:
         """End the process, as the engine's death does: the state is unknown, and the event loop would only log the bug."""
@@ -307,8 +330,12 @@ class WorkerProcess:
 
     def _ready(self) -> OpsResponse:
         reason = self._why_not_ready()
-        status = HTTPStatus.OK if reason is None else HTTPStatus.SERVICE_UNAVAILABLE
-        return OpsResponse.of_json(status, {"status": reason or "ready"})
+        if reason is None:
+            return OpsResponse.of_json(HTTPStatus.OK, {"status": "ready"})
+        answer: dict[str, object] = {"status": reason}
+        if reason == _NOT_REGISTERED:
+            answer["routers"] = {address: why for address, (why, _) in self._why_not_registered().items()}
+        return OpsResponse.of_json(HTTPStatus.SERVICE_UNAVAILABLE, answer)
 
     def _why_not_alive(self) -> str | None:
         if self._parts is None:
@@ -328,7 +355,7 @@ class WorkerProcess:
             return reason
         if self._state.is_draining:
             return "draining"
-        return None if self._state.num_registered_routers else "not registered"
+        return None if self._state.num_registered_routers else _NOT_REGISTERED
 
     def _metrics(self) -> OpsResponse:
         return OpsResponse(HTTPStatus.OK, generate_latest(self._context.metrics), CONTENT_TYPE_LATEST)

@@ -107,6 +107,11 @@ class RouterMembership:
         self._due_at = now + REGISTER_INTERVAL_S
         return is_news
 
+    @property
+    def refusal(self) -> str:
+        """Why the router that answers here does not take this worker in; empty if it does, or has not answered."""
+        return "it has another wire version" if self._other_version.is_active else self._refusal
+
     def on_other_version(self, now: float) -> bool:
         """The router speaks another wire version, so it does not know this worker; returns True the first time."""
         self.router_id = self._last_router_id = self.spare_of = ""

@@ -22,6 +22,7 @@ from core.wire.codec import MAX_ROUTER_FRAME_BYTES
 from core.wire.curve import ClusterKeys
 from core.wire.key_rotation import connect_with_each_key
 from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket, resolve
+from core.worker.link_monitor import LinkMonitor
 
 logger = logging.getLogger(__name__)
 
@@ -65,6 +66,7 @@ class RouterSockets:
         self._options = SocketOptions(max_message_bytes=MAX_ROUTER_FRAME_BYTES, keys=keys)
         self._context = AsyncContext()
         self._sockets: dict[str, AsyncSocket] = {}
+        self._monitors: dict[str, LinkMonitor] = {}
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._resolver: asyncio.Task[None] | None = None
         self._unresolved: set[str] = set()
@@ -81,6 +83,16 @@ class RouterSockets:
         result = socket.send(frame, flags=zmq.DONTWAIT)
         return not (isinstance(result, asyncio.Future) and result.done() and result.exception() is not None)
 
+    def note_events(self) -> None:
+        """Read what ZeroMQ tells of the links; call it now and then."""
+        for monitor in self._monitors.values():
+            monitor.note_events()
+
+    def why_unusable(self) -> dict[str, str]:
+        """Return why names and links lead to no router, as far as is known; of a link that is connected the reason is empty."""
+        reasons = dict.fromkeys(sorted(self._unresolved), "its name does not resolve")
+        return reasons | {link: monitor.why_unusable() for link, monitor in sorted(self._monitors.items())}
+
     async def close(self, linger_s: float) -> None:
         """Close all sockets; frames that are queued may take ``linger_s`` to leave. Idempotent."""
         tasks = [*self._readers.values(), *([self._resolver] if self._resolver is not None else [])]
@@ -88,7 +100,8 @@ class RouterSockets:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        for socket in self._sockets.values():
+        for link, socket in self._sockets.items():
+            self._monitors.pop(link).close()
             socket.close(linger=int(linger_s * 1e3))
         self._sockets = {}
         await asyncio.to_thread(self._context.term)
@@ -131,6 +144,7 @@ class RouterSockets:
 
     def _connect(self, link: str) -> None:
         socket = dealer_socket(self._context, self._options)
+        self._monitors[link] = LinkMonitor(socket, has_key=self._options.keys is not None)
         connect_with_each_key(socket, link, self._options.keys)
         self._sockets[link] = socket
         self._readers[link] = self._keep(self._read(link, socket))
@@ -140,6 +154,7 @@ class RouterSockets:
         reader = self._readers.pop(link)
         reader.cancel()
         await asyncio.wait([reader])  # a cancellation of our own comes through
+        self._monitors.pop(link).close()
         self._sockets.pop(link).close(linger=0)
         self._events.on_disconnect(link)
 

@@ -117,6 +117,10 @@ class WorkerState:
         """Return how many routers have this worker in their membership."""
         return sum(link.is_registered for link in self._links.values())
 
+    def refusal_of(self, link: str) -> str:
+        """Return why the router of a link does not take this worker in; empty if it does, or has not answered."""
+        return self._links[link].refusal if link in self._links else ""
+
     @property
     def num_requests(self) -> int:
         """Return how many requests have not had their last reply."""

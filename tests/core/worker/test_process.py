@@ -41,6 +41,7 @@ from core.wire.messages import (
     Tokens,
 )
 from core.wire.sampling import SamplingParams
+from core.worker import router_watch
 from core.worker.builder import Assembled
 from core.worker.engine_worker import EngineWorker
 from core.worker.process import WorkerProcess
@@ -143,6 +144,46 @@ async def test_log_says_where_operations_are(make_worker, router, caplog):
     await router.expect(Heartbeat)
     os.kill(os.getpid(), signal.SIGTERM)
     assert await task == 0
+
+
+async def until_text(caplog, text):
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            if text in caplog.text:
+                return
+            await asyncio.sleep(0.01)
+
+
+async def test_worker_without_a_router_says_why_and_when_it_has_one(make_worker, router, caplog, monkeypatch):
+    monkeypatch.setattr(router_watch, "PATIENCE_S", 0.0)
+    caplog.set_level("INFO")
+    router.socket.close()
+    addresses = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(make_worker().run(addresses.set_result))
+    url = (await addresses)["ops_address"]
+    await until_text(caplog, "event=router_unreachable")
+    assert f'event=router_unreachable router={router.address} reason="no connection: ' in caplog.text
+    found = (await get(f"{url}/ready")).json()
+    assert found["status"] == "not registered"
+    assert found["routers"][router.address].startswith("no connection: ")
+    assert "event=registered" not in caplog.text
+    router.open()
+    await router.expect(Heartbeat)
+    assert f"event=registered router={router.address}" in caplog.text
+    assert (await get(f"{url}/ready")).json() == {"status": "ready"}
+    assert caplog.text.count("event=router_unreachable") == 1
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert await task == 0
+
+
+async def test_ready_names_the_reason_of_a_router_that_refuses_or_does_not_answer(running, router, caplog):
+    frame = (await router.socket.recv_multipart())[0]
+    assert (await get(f"{running.ops_address}/ready")).json()["routers"] == {router.address: "it does not answer"}
+    router.peer = frame
+    await router.send(Refused(error=ErrorInfo(code="x", message="it serves another model", http_status=400)))
+    await until_text(caplog, "event=refused_by_router")
+    found = (await get(f"{running.ops_address}/ready")).json()
+    assert found == {"status": "not registered", "routers": {router.address: "it serves another model"}}
 
 
 async def test_ready_only_while_registered_and_not_draining(running, router):
