@@ -62,7 +62,7 @@ from router.openai.sampling import (
     shared_params,
 )
 from router.openai.served_model import ServedModel
-from router.openai.structured import GrammarGate, field_of_form
+from router.openai.structured import GrammarGate, field_of_form, given_form
 from router.openai.text_pool import TextPool
 from router.openai.tokenized import Detokenized, Tokenized
 from router.openai.tool_choice import tool_use
@@ -191,15 +191,15 @@ class Endpoints:
     async def _read_chat(self, request: ChatCompletionRequest, caller: Caller, answers: ResponsesRequest | None) -> Prepared:
         options, limits = await self._check(request)
         tools = tool_use(request)
-        has_form = field_of_form(request) is not None
+        form = given_form(request)
         prompt = await self._reader.read_chat(request, limits, caller.hold)
         splitting = ChatOutput(
             tools=tools,
             format=self._tool_format,
-            has_reasoning=self._has_reasoning and not has_form and (tools is None or tools.form is None),
+            has_reasoning=self._has_reasoning and form is None and (tools is None or tools.form is None),
             is_reasoning_open=opens_reasoning(prompt.text, continued_text(request)),
             shows_reasoning=request.include_reasoning is not False,
-            may_be_form=has_form,
+            form=form,
         )
         if splitting.needs_special_tokens:
             options = replace(options, skip_special_tokens=False)

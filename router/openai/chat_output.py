@@ -9,6 +9,7 @@ from typing import Literal
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from core.wire.sampling import StructuredOutput
 from router.openai.postprocess import Delta
 from router.openai.tool_choice import ToolUse
 from router.tools.form_or_calls import FormOrCallsParser
@@ -70,7 +71,7 @@ class ChatOutput:
     has_reasoning: bool  # thinking tags are split off
     is_reasoning_open: bool  # by the prompt
     shows_reasoning: bool
-    may_be_form: bool = False  # the answer is of a form, or calls tools
+    form: StructuredOutput | None = None  # the answer is of it, or calls tools
     answer_id: str = ""
     _choices: dict[int, _Choice] = field(default_factory=dict)
 
@@ -98,10 +99,12 @@ class ChatOutput:
                 part.reasoning, part.text = part.reasoning + reasoning, part.text + text
             part.reasoning = part.reasoning if self.shows_reasoning else ""
         if choice.tools is not None:
-            pieces = choice.tools.push(part.text) + (choice.tools.finish() if is_end else [])
-            part.text = ""
+            pieces, part.text = choice.tools.push(part.text), ""
             for piece in pieces:
                 self._add(piece, part, choice, delta.index)
+            for piece in choice.tools.finish() if is_end else ():
+                if not (isinstance(piece, str) and _is_cut(delta) and self._is_call(choice)):
+                    self._add(piece, part, choice, delta.index)
             if delta.finish_reason == "stop" and not self._is_named and choice.has_whole_calls:
                 part.finish_reason = "tool_calls"
         return part
@@ -115,6 +118,12 @@ class ChatOutput:
     def _is_named(self) -> bool:
         return self.tools is not None and self.tools.choice == "named"
 
+    def _is_call(self, choice: _Choice) -> bool:
+        """Return True if what is held back at a cut end of the text can only be a call, or is one that would be dropped."""
+        if isinstance(choice.tools, FormOrCallsParser):
+            return choice.tools.has_calls
+        return choice.num_calls > 0 and self.tools is not None and not self.tools.is_parallel
+
     def _new_choice(self) -> _Choice:
         reasoning = ReasoningParser(is_open=self.is_reasoning_open) if self.has_reasoning else None
         return _Choice(reasoning, self._new_parser(self.tools) if self.tools is not None else None)
@@ -125,11 +134,10 @@ class ChatOutput:
         if tools.choice == "required":
             return REQUIRED.parser()
         parser = self.format.parser()
-        if not self.may_be_form:
+        if self.form is None:
             return parser
-        return FormOrCallsParser(
-            [opening for syntax in self.format.syntaxes for opening in syntax.openings(list(tools.schemas))], parser
-        )
+        openings = [opening for syntax in self.format.syntaxes for opening in syntax.openings(list(tools.schemas))]
+        return FormOrCallsParser(openings, parser, is_form_json=self.form.kind in ("json_object", "json_schema"))
 
     def _add(self, piece: Piece, part: ChatPart, choice: _Choice, index: int) -> None:
         if isinstance(piece, str):
@@ -153,6 +161,11 @@ class ChatOutput:
         digest = hashlib.blake2b(f"{self.answer_id}/{choice}/{call}".encode(), digest_size=12).hexdigest()
         length = self.format.num_id_letters
         return digest[:length] if length else f"call_{digest}"
+
+
+def _is_cut(delta: Delta) -> bool:
+    """Return True if ``max_tokens`` or a stop string has ended the text, and not the model."""
+    return delta.finish_reason == "length" or isinstance(delta.stop_reason, str)
 
 
 def has_thinking_tags(template: str) -> bool:

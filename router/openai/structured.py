@@ -77,6 +77,11 @@ def field_of_form(request: CommonRequest) -> str | None:
     return next((field for field, form in _forms(request) if form is not None), None)
 
 
+def given_form(request: CommonRequest) -> StructuredOutput | None:
+    """Return the form of the output, not checked."""
+    return next((form for _, form in _forms(request) if form is not None), None)
+
+
 def _forms(request: CommonRequest) -> list[tuple[str, StructuredOutput | None]]:
     guided = [(f"guided_{name}", _form(name, getattr(request, f"guided_{name}"), f"guided_{name}")) for name in GUIDED]
     return [

@@ -8,15 +8,20 @@ from router.tools.output import Piece, PieceCollector, ToolParser
 
 Opening = tuple[str, ...]  # parts of a text, with space between them if the model likes
 _SPACE = " \t\r\n"
+_JSON_STARTS = '[{"-0123456789tfn'  # the first letters of JSON values
 _MOST_SPACE = 32  # in a row, as the grammar of calls has it (``core.grammar.translation.WHITESPACE``); more is no call
 
 
 class FormOrCallsParser:
-    """Passes a text that begins as one of ``openings`` to the parser of calls, and any other on as it is."""
+    """Passes a text that begins as one of ``openings`` to the parser of calls, and any other on as it is.
 
-    def __init__(self, openings: Sequence[Opening], calls: ToolParser) -> None:
+    ``is_form_json``: the form is JSON, so that the beginning of a call that is none of JSON is no text.
+    """
+
+    def __init__(self, openings: Sequence[Opening], calls: ToolParser, *, is_form_json: bool = False) -> None:
         self._openings = openings
         self._calls = calls
+        self._is_form_json = is_form_json
         self._has_calls: bool | None = None  # None while it may still be either
         self._held = ""
 
@@ -33,7 +38,15 @@ class FormOrCallsParser:
 
     def finish(self) -> list[Piece]:
         """Return what was held back."""
-        return self._calls.finish() if self._has_calls else _as_text(self._held)
+        if self._has_calls:
+            return self._calls.finish()
+        is_text = not self._is_form_json or _may_begin_json(self._held)
+        return _as_text(self._held) if is_text else []
+
+    @property
+    def has_calls(self) -> bool:
+        """True if the text began as calls."""
+        return bool(self._has_calls)
 
     @property
     def is_in_call(self) -> bool:
@@ -59,6 +72,15 @@ def _begins(text: str, opening: Opening) -> bool | None:
             return None if part.startswith(text[place:]) else False
         place += len(part)
     return True
+
+
+def _may_begin_json(text: str) -> bool:
+    """Return False if no JSON value begins so, as far as its first letters tell."""
+    rest = text.lstrip(_SPACE)
+    if rest.startswith("["):
+        rest = rest[1:].lstrip(_SPACE)
+        return not rest or rest[0] in f"]{_JSON_STARTS}"
+    return not rest or rest[0] in _JSON_STARTS
 
 
 def _as_text(text: str) -> list[Piece]:

@@ -60,7 +60,8 @@ class MarkerParser:
         """Return what was held back."""
         if self._reader is not None and not self._is_forced:
             self._give_up(self._reader, is_cut=True)
-        self._flush_candidate()
+        if not (self._is_after_call and self._close.startswith(self._candidate)):  # the end of a call may be cut
+            self._flush_candidate()
         if not self._output.num_calls:
             self._flush_space()
         return self._output.take()

@@ -176,6 +176,34 @@ async def test_only_whole_calls_end_with_tool_calls(with_tools, sse_events, text
     assert (found, calls[0]["name"]) == (reason, "weather")
 
 
+CUT_BEFORE_ITS_NAME = CALL + '\n<tool_call>\n{"name": "wea'
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["response_format", "guided_regex"])
+@pytest.mark.parametrize(
+    ("text", "num_calls"), [(CUT_BEFORE_ITS_NAME, 1), (CUT_BEFORE_ITS_NAME.removeprefix(CALL).strip(), 0), (f"{CALL}<tool", 1)]
+)
+async def test_beside_a_form_a_call_cut_before_its_name_is_no_text(with_tools, sse_events, text, num_calls, form):
+    fields = {form: {"type": "json_object"} if form == "response_format" else "a+", "max_tokens": len(text)}
+    content, _, calls, reason = await both(with_tools, sse_events, f"{text}.", tools=TOOLS, **fields)
+    assert (content, len(calls), reason) == ("", num_calls, "length")
+
+
+async def test_where_one_call_is_allowed_a_second_one_that_is_cut_is_dropped(with_tools, sse_events):
+    fields = {"tools": TOOLS, "max_tokens": len(CUT_BEFORE_ITS_NAME)}
+    text = CUT_BEFORE_ITS_NAME + "ther"
+    content, _, calls, reason = await both(with_tools, sse_events, text, parallel_tool_calls=False, **fields)
+    assert (content, len(calls), reason) == ("", 1, "length")
+    assert (await both(with_tools, sse_events, text, **fields))[0] == CUT_BEFORE_ITS_NAME.removeprefix(CALL)
+
+
+@pytest.mark.parametrize(("text", "content"), [(CALL[:-5], ""), (f"{CALL} a <", " a <")])
+async def test_the_end_of_a_call_may_be_cut(with_tools, sse_events, text, content):
+    found, _, calls, reason = await both(with_tools, sse_events, f"{text}.", tools=TOOLS, max_tokens=len(text))
+    assert (found, len(calls), reason) == (content, 1, "length")
+
+
 @pytest.mark.parametrize("name", ["messages", "tools", "add_generation_prompt", "continue_final_message", "self"])
 async def test_template_arguments_cannot_replace_the_conversation(with_tools, name):
     response = await with_tools("x", chat_template_kwargs={name: []})

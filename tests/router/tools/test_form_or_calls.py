@@ -174,6 +174,23 @@ def test_text_is_passed_on_as_soon_as_it_can_be_no_call():
     assert reader.push(": 1}") == [": 1}"]
 
 
+@pytest.mark.parametrize(
+    ("tool_format", "text", "is_text"),
+    [
+        (HERMES, "<tool_", False),
+        (MISTRAL, "[TOOL", False),
+        (MISTRAL, "[", True),
+        (LLAMA3_JSON, '{"name": "wea', True),
+        (HERMES, " ", True),
+    ],
+)
+def test_the_beginning_of_a_call_that_is_none_of_json_is_no_text_of_a_form_in_json(tool_format, text, is_text):
+    openings = [opening for syntax in tool_format.syntaxes for opening in syntax.openings(list(SCHEMAS))]
+    reader = FormOrCallsParser(openings, tool_format.parser(), is_form_json=True)
+    assert reader.push(text) + reader.finish() == ([text] if is_text else [])
+    assert pieces(tool_format, text) == [text]
+
+
 def use_of(schemas):
     tools = [{"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in schemas.items()]
     return tool_use(ChatCompletionRequest(messages=[ChatMessage(role="user", content="x")], tools=tools))
