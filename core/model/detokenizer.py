@@ -43,15 +43,18 @@ class IncrementalDetokenizer:
             return self._stream.step(token_ids[0])
         return "".join([self._stream.step(token_id) for token_id in token_ids])
 
-    def flush(self) -> str:
-        """Return the held-back text, broken bytes as U+FFFD; call it once, at the end."""
-        return self._stream.flush()
+    def flush(self, *, is_cut: bool = False) -> str:
+        """Return the held-back text, broken bytes as U+FFFD; call it once, at the end.
+
+        ``is_cut``: the text would have gone on, so that a character that is not complete is left out.
+        """
+        return self._stream.flush(is_cut)
 
 
 class _Stream(Protocol):
     def step(self, token_id: int) -> str: ...
 
-    def flush(self) -> str: ...
+    def flush(self, is_cut: bool) -> str: ...
 
 
 class _ByteLevelStream:
@@ -78,8 +81,8 @@ class _ByteLevelStream:
         self._is_inside = bool(self._decoder.getstate()[0])
         return text
 
-    def flush(self) -> str:
-        return self._decoder.decode(b"", final=True)
+    def flush(self, is_cut: bool) -> str:
+        return "" if is_cut else self._decoder.decode(b"", final=True)
 
     def _learn(self, token_id: int) -> str | bytes:
         """Return a token as text, or as bytes if these are not whole characters, and keep it; empty outside the vocabulary."""
@@ -120,7 +123,10 @@ class _WindowStream:
         self._read = len(self._window)
         return text
 
-    def flush(self) -> str:
+    def flush(self, is_cut: bool) -> str:
+        if is_cut:
+            del self._window[len(self._window) - _num_open_bytes(self._tokenizer, self._window) :]
+            self._read = min(self._read, len(self._window))  # a character that the prompt has begun
         text = self._new_text()
         self._window.clear()
         self._read = 0

@@ -91,7 +91,7 @@ class ChoiceText:
                 return self._finish(delta, "stop", stop)
         if update.finish_reason is None:
             return delta
-        stop = self._add(self._detokenizer.flush(), delta)
+        stop = self._add(self._detokenizer.flush(is_cut=update.finish_reason == "length"), delta)
         if stop is not None:
             return self._finish(delta, "stop", stop)
         delta.text += self._stops.flush()

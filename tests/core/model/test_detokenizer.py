@@ -89,6 +89,24 @@ def test_a_character_is_held_until_its_last_byte(tokenizers):
     assert stream(tokenizer, ids[:-1])[-1] == "\ufffd"
 
 
+@pytest.mark.parametrize("kind", ["byte level", "byte fallback"])
+@pytest.mark.parametrize("num_in_prompt", range(3))
+def test_a_character_is_left_out_where_the_text_is_cut_within_it(tokenizers, kind, num_in_prompt):
+    tokenizer = tokenizers[kind]
+    ids, start = tokenizer.encode("a🦊🦊"), len(tokenizer.encode("a"))
+    for end in range(start + num_in_prompt, len(ids)):
+        detokenizer = IncrementalDetokenizer(tokenizer, ids[: start + num_in_prompt])
+        text = detokenizer.push(ids[start + num_in_prompt : end]) + detokenizer.flush(is_cut=True)
+        assert text == "🦊" * ((end - start) * 2 // (len(ids) - start))
+
+
+def test_bytes_that_are_no_character_are_shown_where_the_text_is_cut(tokenizers):
+    tokenizer = tokenizers["byte fallback"]
+    first, *_, last = tokenizer.encode("🦊")[-4:]
+    detokenizer = IncrementalDetokenizer(tokenizer)
+    assert detokenizer.push([last, last, first]) + detokenizer.flush(is_cut=True) == "\ufffd\ufffd"
+
+
 def test_the_space_before_a_first_word_depends_on_the_prompt(tokenizers):
     tokenizer = tokenizers["byte fallback"]
     prompt, word = tokenizer.encode("the quick"), tokenizer.encode(" brown")

@@ -84,9 +84,27 @@ def test_prompt_alone_has_no_output(choice, spell):
     assert text.num_tokens == 0
 
 
-def test_a_broken_character_is_shown_at_the_end(choice, spell):
+def test_a_character_that_the_model_leaves_broken_is_shown_at_the_end(choice, spell):
     text = choice()
-    assert text.push(tokens(spell("€")[0], reason="length"), 0).text == "\ufffd"
+    assert text.push(tokens(spell("€")[0], EOS, reason="stop", stop=EOS), 0).text == "\ufffd"
+
+
+@pytest.mark.parametrize("num_bytes", [1, 2])
+@pytest.mark.parametrize("options", [{}, {"stop": ("END",)}, {"stop": ("aEN",)}])
+def test_a_character_that_the_limit_of_tokens_cuts_is_left_out(choice, spell, num_bytes, options):
+    cut = spell("€")[:num_bytes]
+    entries = tuple(TokenLogprobs((token,), (-1.0,), 1) for token in cut)
+    text = choice(logprobs=0, **options)
+    shown = text.push(tokens(*spell("aE")), 0).text
+    delta = text.push(tokens(*cut, reason="length", logprobs=entries), 0)
+    assert (shown + delta.text, delta.finish_reason) == ("aE", "length")
+    assert (delta.token_ids, delta.logprobs, delta.offsets) == (list(cut), list(entries), [2] * num_bytes)
+
+
+def test_bytes_that_become_no_character_are_shown_where_the_limit_of_tokens_cuts(choice, spell):
+    first, second, _ = spell("€")
+    assert choice().push(tokens(first, *spell("a"), first, second, reason="length"), 0).text == "\ufffda"
+    assert choice().push(tokens(second, reason="length"), 0).text == "\ufffd"
 
 
 def test_a_stop_string_ends_the_choice_and_cuts_what_follows(choice, spell):
@@ -189,6 +207,14 @@ def test_choices_stopped_by_text_are_reported_once(output, spell):
     assert stopped == [1]
     deltas, stopped, _ = output.apply([(0, Update(choices=[ChoiceUpdate(1, spell("c"))]))])
     assert (deltas, stopped) == ([], [])
+
+
+def test_a_choice_that_is_cut_within_a_character_leaves_the_others_whole(output, spell):
+    first, *others = spell("€")
+    output.apply([(0, Update(choices=[ChoiceUpdate(0, (first,)), ChoiceUpdate(1, (first,))]))])
+    cut, whole = ChoiceUpdate(0, (others[0],), None, "length"), ChoiceUpdate(1, tuple(others), None, "length")
+    deltas, _, _ = output.apply([(0, Update(choices=[cut, whole]))])
+    assert [delta.text for delta in deltas] == ["", "€"]
 
 
 def test_a_stop_string_in_the_last_tokens_needs_no_report(output, spell):
