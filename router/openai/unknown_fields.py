@@ -2,7 +2,8 @@
 
 Clients send back what other servers put into their answers: the next turn of a conversation then has fields that mean
 nothing here. Inside messages and their parts such fields are removed; those that are neither null nor known to be harmless
-are named, so that the answer can name them too. All other unknown fields are errors.
+are named, so that the answer can name them too. At the top of a body null is no value, whatever the field: typed clients send
+fields that are newer than this so. All other unknown fields are errors.
 """
 
 from __future__ import annotations
@@ -41,19 +42,21 @@ def parse_lenient_body(body: bytes, kind: type[Body]) -> tuple[Body, Sequence[st
     A body without unknown fields is decoded once.
 
     Raises:
-        InvalidRequest: as ``parse_body``, except for unknown fields inside messages; or there are very many messages or parts.
+        InvalidRequest: as ``parse_body``, except for unknown fields that are inside messages or null; or there are very many
+            messages or parts.
     """
     try:
         return parse_body(body, kind), ()
     except InvalidRequest as error:
-        if not _is_lenient(kind) or "unknown field" not in str(error):
+        if "unknown field" not in str(error):
             raise
     fields = decode_fields(body)  # decoding stopped at the first unknown field: what follows may be malformed
+    types = {known.encode_name: known.type for known in _struct(kind).fields}
+    fields = {name: value for name, value in fields.items() if value is not None or name in types}
     cleaner = _Cleaner()
-    for known in _struct(kind).fields:
-        name = known.encode_name
-        if name in LENIENT_FIELDS and name in fields:
-            fields[name] = cleaner.without_unknown(fields[name], known.type, name)
+    for name in LENIENT_FIELDS:
+        if name in types and name in fields:
+            fields[name] = cleaner.without_unknown(fields[name], types[name], name)
     return convert(fields, kind), cleaner.ignored
 
 
@@ -68,10 +71,6 @@ def _struct(kind: type[msgspec.Struct]) -> StructType:
     found = type_info(kind)
     assert isinstance(found, StructType)
     return found
-
-
-def _is_lenient(kind: type[msgspec.Struct]) -> bool:
-    return any(field.encode_name in LENIENT_FIELDS for field in _struct(kind).fields)
 
 
 @dataclass(slots=True)

@@ -87,7 +87,7 @@ class EngineBody:
             InvalidRequest: names the field that is wrong.
         """
         hidden = {"model", "messages", "prompt", *_RENDERED, *_REFUSED}  # of the last, only values without effect are left
-        own: dict[str, Any] = {name: value for name, value in self.fields.items() if name not in hidden}
+        own: dict[str, Any] = {name: value for name, value in self.fields.items() if name not in hidden and value is not None}
         if self.path == CHAT:
             return parse_body(msgspec.json.encode(own | {"messages": []}), ChatCompletionRequest)
         return parse_body(msgspec.json.encode(own | {"prompt": ""}), CompletionRequest)

@@ -8,9 +8,17 @@ import pytest
 
 from core.errors import InvalidRequest
 from router.openai.preprocess import MAX_MESSAGES
-from router.openai.requests import ChatCompletionRequest, ChatMessage, CompletionRequest, TextPart, TokenizeRequest
+from router.openai.requests import (
+    ChatCompletionRequest,
+    ChatMessage,
+    CompletionRequest,
+    DetokenizeRequest,
+    TextPart,
+    TokenizeRequest,
+)
 from router.openai.sampling import check_supported
 from router.openai.unknown_fields import HARMLESS, MAX_ITEMS, ignored_header, parse_lenient_body
+from router.responses_api.requests import ResponsesRequest
 
 
 def read(message: dict, kind: type = ChatCompletionRequest, **fields):
@@ -74,6 +82,20 @@ def test_errors_beside_ignored_fields_are_named_as_ever(message, param):
     with pytest.raises(InvalidRequest) as refused:
         read(message)
     assert (refused.value.param or "").startswith(param)
+
+
+@pytest.mark.parametrize(
+    "kind", [ChatCompletionRequest, CompletionRequest, ResponsesRequest, TokenizeRequest, DetokenizeRequest]
+)
+def test_unknown_fields_outside_messages_that_are_null_are_no_fields(kind):
+    known = {"prompt": "x"} if kind is CompletionRequest else {"tokens": [1]} if kind is DetokenizeRequest else {}
+    known |= {"messages": [{"role": "user", "content": "x"}]} if kind is ChatCompletionRequest else {}
+    known |= {"input": "x"} if kind is ResponsesRequest else {}
+    request, ignored = parse_lenient_body(json.dumps({"moderation": None, **known, "newer": None}).encode(), kind)
+    assert (request, list(ignored)) == (parse_lenient_body(json.dumps(known).encode(), kind)[0], [])
+    with pytest.raises(InvalidRequest, match="unknown field") as refused:
+        parse_lenient_body(json.dumps({"moderation": None, **known, "newer": 0}).encode(), kind)
+    assert refused.value.param == "newer"
 
 
 def test_bodies_without_messages_are_as_strict_as_ever():

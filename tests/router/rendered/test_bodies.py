@@ -139,6 +139,7 @@ def test_anthropics_form_goes_whole():
 def test_the_router_reads_its_own_fields_strictly():
     request = read(tools=TOOLS, n=2, seed=4, stream=True, model="adapter").of_router()
     assert (request.n, request.seed, request.stream, request.tools, request.model) == (2, 4, True, None, None)
+    assert read(tools=TOOLS, n=2, newer=None).of_router() == read(tools=TOOLS, n=2).of_router()
     with pytest.raises(InvalidRequest, match="max_tokns"):
         read(tools=TOOLS, max_tokns=5).of_router()
     with pytest.raises(InvalidRequest, match="temperature"):
