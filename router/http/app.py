@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
+from codecs import BOM_UTF8  # which some clients put before JSON
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
@@ -75,7 +76,7 @@ class TypedBody(MsgspecDTO[msgspec.Struct]):
         """Return the decoded body."""
         connection = self.asgi_connection
         kind: type[msgspec.Struct] = connection.route_handler.parsed_data_field.annotation
-        return _decoded(value, kind, connection.scope)
+        return _decoded(value.removeprefix(BOM_UTF8), kind, connection.scope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,7 +148,7 @@ def _cors(origins: Sequence[str]) -> CORSConfig | None:
 
 def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     async def read(path: str, request: Request[Any, Any, Any], kind: type[Generated]) -> tuple[Generated | EngineBody, Caller]:
-        content = await request.body()
+        content = (await request.body()).removeprefix(BOM_UTF8)
         caller = _caller(endpoints, request, None)
         body: Generated | EngineBody | None = await endpoints.engine_body(path, content, caller)
         body = body or _decoded(content, kind, request.scope)
@@ -176,7 +177,7 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
         return await endpoints.respond(data, _caller(endpoints, request, data.request_id))
 
     async def anthropics_body(path: str, request: Request[Any, Any, Any]) -> tuple[EngineBody, Caller]:
-        content = await request.body()
+        content = (await request.body()).removeprefix(BOM_UTF8)
         caller = _caller(endpoints, request, None)
         body = await endpoints.engine_body(path, content, caller)
         if body is None:
