@@ -446,7 +446,8 @@ class Endpoints:
             if images:  # their number of tokens depends on their sizes, for which they would have to be fetched
                 raise InvalidRequest(f"{images[0].place}: /tokenize takes no images: leave it out", param=images[0].place)
             text, add_special = await self._reader.render_in_time(request.as_chat()), bool(request.add_special_tokens)
-        found = await self._reader.tokenize(text, add_special_tokens=add_special, max_model_len=max_model_len)
+        field = "messages" if request.prompt is None else "prompt"
+        found = await self._reader.tokenize(text, add_special_tokens=add_special, max_model_len=max_model_len, param=field)
         tokens = list(found)
         strings = await self._pool.run(lambda: self._spelled(tokens)) if request.return_token_strs else None
         return Tokenized(count=len(tokens), max_model_len=max_model_len, tokens=tokens, token_strs=strings)

@@ -208,20 +208,26 @@ class PromptReader:
     async def _encode(
         self, text: str, request: CommonRequest, limits: ModelLimits, add_special_tokens: bool, is_inline: bool = True
     ) -> Sequence[int]:
-        is_cut = request.truncate_prompt_tokens is not None
-        # Twice, because pieces have more tokens than the whole; the exact number is checked later, with the prompt's limits.
-        most = max_text_tokens(limits.longest_model_len) if is_cut else 2 * limits.longest_model_len
-        return await self._pool.encode(text, add_special_tokens=add_special_tokens, max_tokens=most, is_inline=is_inline)
+        param = "messages" if isinstance(request, ChatCompletionRequest) else "prompt"
+        encode = partial(self._pool.encode, text, add_special_tokens=add_special_tokens, param=param, is_inline=is_inline)
+        if request.truncate_prompt_tokens is not None:
+            return await encode(max_tokens=max_text_tokens(limits.longest_model_len))
+        longest = limits.longest_model_len
+        try:  # twice, because pieces have more tokens than the whole; the exact number is checked later
+            return await encode(max_tokens=2 * longest)
+        except ContextTooLong as error:
+            limit = f"This model's maximum context length is {longest} tokens"
+            raise ContextTooLong(f"{limit}. However, {error.message}", param=param) from None
 
-    async def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int) -> Sequence[int]:
-        """Return the token ids of a text that is not a prompt.
+    async def tokenize(self, text: str, *, add_special_tokens: bool, max_model_len: int, param: str) -> Sequence[int]:
+        """Return the token ids of a text that is not a prompt, and came in the field ``param``.
 
         Raises:
             ContextTooLong: it has more than ``max_text_tokens``.
         """
-        self.check_text(len(text), max_model_len, "prompt")
+        self.check_text(len(text), max_model_len, param)
         most = max_text_tokens(max_model_len)
-        return await self._pool.encode(text, add_special_tokens=add_special_tokens, max_tokens=most)
+        return await self._pool.encode(text, add_special_tokens=add_special_tokens, max_tokens=most, param=param)
 
 
 def check_rendered(prompts: Sequence[Prompt], n: int, hold: Hold) -> None:

@@ -208,7 +208,8 @@ def params_of_prompt(
     _check_prompt_length(request, num_prompt_tokens, limits.max_prompt_tokens)
     max_tokens = _max_tokens(request, num_prompt_tokens, limits)
     if (request.min_tokens or 0) > max_tokens:
-        raise InvalidRequest(f"min_tokens = {request.min_tokens} exceeds max_tokens = {max_tokens}", param="min_tokens")
+        limit = f"{_field_of_max_tokens(request)} = {max_tokens}"
+        raise InvalidRequest(f"min_tokens = {request.min_tokens} exceeds {limit}", param="min_tokens")
     return msgspec.structs.replace(
         shared,
         max_tokens=max(
@@ -354,19 +355,26 @@ def _max_tokens(request: CompletionRequest | ChatCompletionRequest, num_prompt_t
         wanted = room if is_chat else min(COMPLETION_MAX_TOKENS, room)
     needed = max(1, wanted)
     if needed > most:
+        field = _field_of_max_tokens(request)
+        fix = f": {field} may be at most {most} with this prompt" if most > 0 else ""
         raise ContextTooLong(
             f"This model's maximum context length is {limits.longest_model_len} tokens. However, you requested "
-            f"{num_prompt_tokens + needed} tokens ({num_prompt_tokens} in the prompt, {needed} in the completion).",
-            param="messages" if is_chat else "prompt",
+            f"{num_prompt_tokens + needed} tokens ({num_prompt_tokens} in the prompt, {needed} in the completion){fix}.",
+            param=field if most > 0 else "messages" if is_chat else "prompt",
         )
     return wanted
 
 
+def _field_of_max_tokens(request: CommonRequest) -> str:
+    """Return the field that limits the output."""
+    is_newer = isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None
+    return "max_completion_tokens" if is_newer else "max_tokens"
+
+
 def _wanted_tokens(request: CommonRequest) -> int | None:
     """Return the client's limit of output tokens."""
-    if isinstance(request, ChatCompletionRequest) and request.max_completion_tokens is not None:
-        return request.max_completion_tokens
-    return request.max_tokens
+    wanted: int | None = getattr(request, _field_of_max_tokens(request))
+    return wanted
 
 
 def truncated(token_ids: Sequence[int], request: CommonRequest, limits: ModelLimits) -> tuple[int, ...]:

@@ -31,15 +31,17 @@ class TextPool:
         """Run ``work`` on the next free thread and return its result. Raises Overloaded if no thread can be started."""
         return await submit(self._threads, work)
 
-    async def encode(self, text: str, *, add_special_tokens: bool, max_tokens: int, is_inline: bool = True) -> Sequence[int]:
+    async def encode(
+        self, text: str, *, add_special_tokens: bool, max_tokens: int, param: str = "prompt", is_inline: bool = True
+    ) -> Sequence[int]:
         """Return the token ids of a text; without ``is_inline`` even a short text is tokenized on a thread.
 
         Raises:
-            ContextTooLong: a long text has more than ``max_tokens``; tokenization stops early.
+            ContextTooLong: a long text has more than ``max_tokens``; tokenization stops early. Names ``param``.
         """
         if is_inline and len(text) <= INLINE_CHARACTERS:
             return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
-        return await self.run(lambda: self._encode(text, add_special_tokens, max_tokens))
+        return await self.run(lambda: self._encode(text, add_special_tokens, max_tokens, param))
 
     async def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         """Return the text of token ids."""
@@ -51,18 +53,19 @@ class TextPool:
         """Cancel work that waits for a thread."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int) -> Sequence[int]:
+    def _encode(self, text: str, add_special_tokens: bool, max_tokens: int, param: str) -> Sequence[int]:
         if len(text) > _PIECE_CHARACTERS:
-            self._check_pieces(text, max_tokens)
+            self._check_pieces(text, max_tokens, param)
         return self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
-    def _check_pieces(self, text: str, max_tokens: int) -> None:
+    def _check_pieces(self, text: str, max_tokens: int, param: str) -> None:
         """Refuse a text whose pieces have too many tokens. Cuts add a few tokens, so ``max_tokens`` must leave room."""
         num_tokens = 0
         for start in range(0, len(text), _PIECE_CHARACTERS):
             num_tokens += len(self._tokenizer.encode(text[start : start + _PIECE_CHARACTERS], add_special_tokens=False))
             if num_tokens > max_tokens:
                 raise ContextTooLong(
-                    f"The text has {len(text)} characters, and its first {start + _PIECE_CHARACTERS} are more than "
-                    f"{max_tokens} tokens, which is too long here."
+                    f"{param} is too long: its text has {len(text)} characters, and the first {start + _PIECE_CHARACTERS} of "
+                    f"them are more than {max_tokens} tokens: send less",
+                    param=param,
                 )

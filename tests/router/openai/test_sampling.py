@@ -386,16 +386,26 @@ def test_max_completion_tokens_wins():
 @pytest.mark.parametrize(
     ("request_", "num_prompt_tokens", "param"),
     [
-        (completion(max_tokens=91), 10, "prompt"),
+        (completion(max_tokens=91), 10, "max_tokens"),
         (completion(), 100, "prompt"),
+        (completion(max_tokens=1), 100, "prompt"),
         (chat(), 100, "messages"),
-        (chat(max_tokens=50), 51, "messages"),
+        (chat(max_tokens=50), 51, "max_tokens"),
+        (chat(max_tokens=5, max_completion_tokens=50), 51, "max_completion_tokens"),
+        (chat(max_completion_tokens=50), 100, "messages"),
     ],
 )
 def test_what_exceeds_the_context_is_refused_with_the_numbers(request_, num_prompt_tokens, param):
     with pytest.raises(ContextTooLong, match="maximum context length is 100 tokens") as refused:
         sampling(request_, num_prompt_tokens)
     assert refused.value.param == param
+    says_how_many = f"{param} may be at most {100 - num_prompt_tokens} with this prompt" in refused.value.message
+    assert says_how_many == (num_prompt_tokens < 100)
+
+
+def test_too_many_least_tokens_are_compared_with_the_field_that_the_client_gave():
+    with pytest.raises(InvalidRequest, match="min_tokens = 5 exceeds max_completion_tokens = 4"):
+        sampling(chat(min_tokens=5, max_completion_tokens=4))
 
 
 def test_what_just_fits_is_accepted():

@@ -201,7 +201,7 @@ async def test_the_next_turn_is_rendered_with_the_calls_of_the_last(ask, under_t
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 1}]}, "tools[0]"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
-        ({"max_output_tokens": 5000}, "input"),
+        ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"text": {"verbosity": "huge"}}, "text.verbosity"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
