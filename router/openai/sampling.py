@@ -300,13 +300,15 @@ def _has_echo(request: CommonRequest) -> bool:
     return isinstance(request, CompletionRequest) and bool(request.echo)
 
 
-def _check_range(field: str, value: float | None, low: float, high: float | None, *, is_low_open: bool = False) -> None:
+def _check_range(
+    field: str, value: float | None, low: float, high: float | None, *, is_low_open: bool = False, param: str = ""
+) -> None:
     if value is None or ((low < value if is_low_open else low <= value) and (high is None or value <= high)):
         return
-    allowed = f"more than {low:g}" if is_low_open else f"at least {low:g}"
+    allowed = f"more than {low}" if is_low_open else f"at least {low}"
     if high is not None:
-        allowed += f" and at most {high:g}"
-    raise InvalidRequest(f"{field} must be {allowed}, got {value}", param=field)
+        allowed += f" and at most {high}"
+    raise InvalidRequest(f"{field} must be {allowed}, got {value}", param=param or field)
 
 
 def _default(value: float | None, default: float) -> float:
@@ -401,13 +403,16 @@ def truncated(token_ids: Sequence[int], request: CommonRequest, limits: ModelLim
 
 
 def _logit_bias(bias: dict[str, float] | None, vocab_size: int) -> dict[int, float]:
-    result = {}
+    result: dict[int, float] = {}
     if bias and len(bias) > MAX_LOGIT_BIAS:
         raise InvalidRequest(f"logit_bias has {len(bias)} entries, at most {MAX_LOGIT_BIAS} are allowed", param="logit_bias")
     for key, value in (bias or {}).items():
         if not _TOKEN_ID.fullmatch(key):
             raise InvalidRequest(f"logit_bias has the key {key[:20]!r}, expected a token id", param="logit_bias")
         check_token_ids("logit_bias", (int(key),), vocab_size)
-        _check_range("logit_bias", value, -100, 100)
+        _check_range(f"logit_bias[{key}]", value, -100, 100, param="logit_bias")
+        if int(key) in result:
+            other = next(known for known in bias or () if int(known) == int(key))
+            raise InvalidRequest(f"logit_bias has two keys of one token, {other} and {key}: leave one out", param="logit_bias")
         result[int(key)] = value
     return result
