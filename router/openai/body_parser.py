@@ -6,6 +6,7 @@ import re
 from typing import Any, TypeVar
 
 import msgspec
+from msgspec.inspect import CollectionType, StructType, Type, UnionType, type_info
 
 from core.errors import InvalidRequest
 from router.http.body_checks import check_num_values
@@ -15,6 +16,7 @@ _MISSING_FIELD = re.compile(r"missing required field `(.+?)`")
 _PATH = re.compile(r" - at `(?:key in )?\$\.?(.*?)`$")
 _WRONG_TYPE = re.compile(r"Expected `(.+?)`, got `(.+?)`")
 _UNLISTED_VALUE = re.compile(r"Invalid enum value (.+)")
+_UNKNOWN_TAG = re.compile(r"Invalid value (.+)")
 _TYPES = {
     "int": "an integer",
     "float": "a number",
@@ -25,6 +27,7 @@ _TYPES = {
 }
 
 _FLOAT_FOR_INT = re.compile(r"Expected `int[^`]*`, got `float`")
+_STEP = re.compile(r"\[|\w+(?![\w\]])")  # of a place: into a list, or to a field
 _EXACT = 2**53  # from here on a float may stand for another integer
 # A pair of surrogates, a surrogate alone (the group), or another escape.
 _ESCAPE = re.compile(rb"\\u[dD][89abAB]..\\u[dD][c-fC-F]..|(\\u[dD][89a-fA-F]..)|\\.", re.DOTALL)
@@ -46,7 +49,7 @@ def parse_body(body: bytes, kind: type[Body]) -> Body:
         return decode_json(body, kind)
     except msgspec.ValidationError as error:
         if not _FLOAT_FOR_INT.match(str(error)):
-            raise explain(str(error)) from None
+            raise explain(str(error), kind) from None
     return convert(decode_fields(body), kind)
 
 
@@ -59,7 +62,7 @@ def convert(fields: dict[str, Any], kind: type[Body]) -> Body:
     try:
         return msgspec.convert({name: _as_int(value) for name, value in fields.items()}, kind)
     except msgspec.ValidationError as error:
-        raise explain(str(error)) from None
+        raise explain(str(error), kind) from None
 
 
 def _as_int(value: Any) -> Any:  # noqa: ANN401 - decoded JSON
@@ -98,8 +101,8 @@ def _half_character(body: bytes) -> str:
     return next(found, b"").decode()
 
 
-def explain(message: str) -> InvalidRequest:
-    """Return the message of a ``msgspec.ValidationError`` as an error that names the field."""
+def explain(message: str, kind: type[msgspec.Struct] | None = None) -> InvalidRequest:
+    """Return the message of a ``msgspec.ValidationError`` as an error that names the field. ``kind``: of the whole body."""
     path = _PATH.search(message)
     place = path.group(1) if path else ""
     what = message[: path.start()] if path else message
@@ -111,11 +114,32 @@ def explain(message: str) -> InvalidRequest:
     unlisted = _UNLISTED_VALUE.fullmatch(what)
     if unlisted is not None:
         what = f"{unlisted.group(1)} is none of its values, which /openapi.json lists"
+    unknown_tag = _UNKNOWN_TAG.fullmatch(what)
+    allowed = _tags_at(type_info(kind), place) if unknown_tag is not None and kind is not None else []
+    if unknown_tag is not None and allowed:
+        what = f"{unknown_tag.group(1)} is none of {', '.join(allowed)}"
     wrong_type = _WRONG_TYPE.fullmatch(what)
     if wrong_type is not None:
         what = _name_the_fix(wrong_type.group(1).split(" | "), wrong_type.group(2))
     text = f"{place}: {what[0].lower()}{what[1:]}" if place else f"the body is not a valid request: {what}"
     return InvalidRequest(text, param=place or None)
+
+
+def _tags_at(kind: Type, place: str) -> list[str]:
+    """Return the tags that an object may have; ``place`` is that of its tag, in a value of ``kind``.
+
+    An object without fields is known only so that an error can name it.
+    """
+    kinds = [kind]
+    for step in _STEP.findall(place)[:-1]:
+        kinds = [one for outer in kinds for one in (outer.types if isinstance(outer, UnionType) else (outer,))]
+        if step == "[":
+            kinds = [outer.item_type for outer in kinds if isinstance(outer, CollectionType)]
+        else:
+            fields = [field for outer in kinds if isinstance(outer, StructType) for field in outer.fields]
+            kinds = [field.type for field in fields if field.encode_name == step]
+    kinds = [one for outer in kinds for one in (outer.types if isinstance(outer, UnionType) else (outer,))]
+    return [str(one.tag) for one in kinds if isinstance(one, StructType) and one.tag is not None and one.fields]
 
 
 def _name_the_fix(expected: list[str], got: str) -> str:

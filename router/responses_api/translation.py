@@ -39,6 +39,7 @@ _RENAMED = {
 }
 RequestErrorT = TypeVar("RequestErrorT", bound=RequestError)
 
+_IMAGE_IN_CHATS = "is of type image_url"
 _IN_TOOL = re.compile(r"(\btools\[\d+\])\.function\.")
 
 
@@ -83,7 +84,7 @@ def _renamed(text: str, param: str | None) -> tuple[str, str | None]:
     for theirs, ours in _RENAMED.items():
         place = re.compile(rf"\b{re.escape(theirs)}\b(\[\d+\][\w.\[\]]*)?")
         if param is not None and place.match(param):
-            return place.sub(ours, text), ours
+            return place.sub(ours, text).replace(_IMAGE_IN_CHATS, "has a part of type input_image"), ours
     return text, param
 
 

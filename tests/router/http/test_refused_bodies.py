@@ -60,3 +60,29 @@ async def test_a_text_whose_beginning_has_too_many_tokens_is_refused_by_its_fiel
 async def test_an_answer_that_cannot_fit_is_refused_by_the_field_that_asks_for_it(served):
     error = (await post(served, "/v1/responses", {"input": "hi", "max_output_tokens": 10**9})).json()["error"]
     assert (error["param"], "max_output_tokens may be at most" in error["message"]) == ("max_output_tokens", True)
+
+
+IN_CHATS = "is none of text, refusal, image_url"
+IN_RESPONSES = "is none of input_text, output_text, reasoning_text, input_image, text, refusal"
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "place", "said"),
+    [
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": [{"type": "input_text"}]}]}, "messages", IN_CHATS),
+        ("/tokenize", {"prompt": None, "messages": [{"role": "user", "content": [{"type": "x"}]}]}, "messages", IN_CHATS),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "image_url"}]}]}, "input", IN_RESPONSES),
+        ("/v1/responses", {"input": [{"mood": 1, "role": "user", "content": [{"type": "x"}]}]}, "input", IN_RESPONSES),
+    ],
+)
+async def test_a_part_of_an_unknown_type_is_told_the_types_that_there_are(served, path, fields, place, said):
+    error = (await post(served, path, BODIES[path] | fields)).json()["error"]
+    kind = (fields.get("messages") or fields["input"])[0]["content"][0]["type"]
+    assert error["message"] == f"{place}[0].content[0].type: '{kind}' {said}"
+    assert error["param"] == f"{place}[0].content[0].type"
+
+
+async def test_an_image_for_a_model_of_texts_is_refused_in_the_words_of_the_endpoint(served):
+    image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    error = (await post(served, "/v1/responses", {"input": [{"role": "user", "content": [image]}]})).json()["error"]
+    assert error["message"] == "input has a part of type input_image, this model reads text only"
