@@ -29,6 +29,7 @@ CLIENT_ERRORS = frozenset(
         "not_found",
         "method_not_allowed",
         "body_too_large",
+        "unsupported_encoding",
         "cancelled",
     }
 )

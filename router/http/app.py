@@ -55,7 +55,13 @@ from router.responses_api.requests import ResponsesRequest
 
 logger = logging.getLogger(__name__)
 
-_HTTP_CODES = {401: "invalid_api_key", 404: "not_found", 405: "method_not_allowed", 413: "body_too_large"}
+_HTTP_CODES = {
+    401: "invalid_api_key",
+    404: "not_found",
+    405: "method_not_allowed",
+    413: "body_too_large",
+    415: "unsupported_encoding",
+}
 _GONE = "client disconnected prematurely"  # the text is the only difference to Litestar's other exceptions
 _OPEN = "is_open"  # handler option: served without the API key
 
@@ -113,7 +119,7 @@ def create_app(
     app = Litestar(
         route_handlers=[*routes, _document_route(openapi_document(version, _described(routes), has_key=bool(api_key)))],
         request_max_body_size=limits.max_body_bytes,
-        guards=[_guard(api_key)] if api_key else [],
+        guards=[*([_guard(api_key)] if api_key else []), _check_encoding],
         exception_handlers={
             KVFerryError: _on_error(endpoints),
             RequestFailure: _on_error(endpoints),
@@ -354,6 +360,14 @@ def _guard(api_key: str) -> Guard:
             raise NotAuthorizedException("Incorrect API key provided: send it as `Authorization: Bearer <key>`")
 
     return check
+
+
+def _check_encoding(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    """Refuse a compressed body, which would be read as malformed JSON."""
+    encoding = connection.headers.get("content-encoding", "").strip().lower()
+    if encoding not in ("", "identity") and connection.scope["method"] == "POST":
+        text = f"a body with Content-Encoding {encoding[:40]!r} is not read: send it uncompressed, without this header"
+        raise HTTPException(detail=text, status_code=415)
 
 
 def _on_error(endpoints: Endpoints) -> ExceptionHandler[Exception]:

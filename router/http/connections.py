@@ -114,6 +114,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._served: RequestResponseCycle | None = None
         self._is_refused = False
         self._reason: CutReason | None = None  # why a parser callback refused the request
+        self._wrong: ErrorInfo | None = None  # what a parser callback found wrong with it
 
     # ---- what the event loop tells -----------------------------------------------------------------------------------
 
@@ -197,6 +198,12 @@ class GuardedConnection(HttpToolsProtocol):
         if self._num_headers > MAX_HEADERS:
             self._reason = "head"
             raise _Refused
+        if name.lower() == b"transfer-encoding" and value.strip().lower() != b"chunked":
+            message = (
+                f"the Transfer-Encoding {value[:40].decode(errors='replace')!r} is not supported: send it as chunked, or not"
+            )
+            self._wrong = ErrorInfo(code="invalid_request", message=message, http_status=400)
+            raise _Refused
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
@@ -267,8 +274,11 @@ class GuardedConnection(HttpToolsProtocol):
             self._refuse_head(f"it has more than {MAX_HEADERS} fields")
         elif self._reason is not None:
             self._cut(self._reason)
+        elif self._wrong is not None:
+            self._refuse(self._wrong)
         else:
-            self._refuse(ErrorInfo(code="invalid_request", message="this is no valid HTTP request", http_status=400))
+            what = "the body is no valid HTTP: a chunk is malformed" if self._is_in_request else "this is no valid HTTP request"
+            self._refuse(ErrorInfo(code="invalid_request", message=what, http_status=400))
 
     def _refuse_head(self, why: str) -> None:
         self._count_cut("head")
@@ -280,8 +290,11 @@ class GuardedConnection(HttpToolsProtocol):
         self._is_refused = True
         self._stop_receiving()
         if self.cycle is not None and not self.cycle.response_complete:
-            self.transport.abort()  # an error would appear inside an earlier answer
-            return
+            if not self._is_in_request or self._served is not self.cycle or self.cycle.response_started:
+                self.transport.abort()  # an error would appear inside an earlier answer
+                return
+            self.cycle.disconnected = True  # the request whose body is wrong ends without an answer of its own
+            self.cycle.message_event.set()
         self.transport.write(_response(info))
         if self.transport.can_write_eof():
             self.transport.write_eof()

@@ -38,6 +38,7 @@ _REFUSALS = {
     404: "Another model is served, or there is no such path",
     408: "The body did not arrive in time",
     413: "The body is too large",
+    415: "The body is compressed",
     429: "Too many requests",
     431: "The head of the request is too large",
     500: "The router failed",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jsonschema
 import pytest
 
-REFUSALS = {"400", "401", "404", "408", "413", "429", "431", "500", "502", "503", "504"}
+REFUSALS = {"400", "401", "404", "408", "413", "415", "429", "431", "500", "502", "503", "504"}
 GENERATION = ("/v1/completions", "/v1/chat/completions", "/v1/responses")
 
 

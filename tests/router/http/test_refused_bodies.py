@@ -1,5 +1,7 @@
 """What clients are told about bodies that are refused, and what of a body is read although it is unusual."""
 
+import asyncio
+import gzip
 import json
 
 import pytest
@@ -86,3 +88,47 @@ async def test_an_image_for_a_model_of_texts_is_refused_in_the_words_of_the_endp
     image = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
     error = (await post(served, "/v1/responses", {"input": [{"role": "user", "content": [image]}]})).json()["error"]
     assert error["message"] == "input has a part of type input_image, this model reads text only"
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_compressed_body_is_refused_by_its_header(served, path):
+    content = json.dumps(BODIES[path]).encode()
+    response = await post(served, path, gzip.compress(content), **{"content-encoding": "gzip"})
+    error = response.json()["error"]
+    assert (response.status_code, error["code"]) == (415, "unsupported_encoding")
+    assert "Content-Encoding 'gzip'" in error["message"]
+    assert (await post(served, path, content, **{"content-encoding": "identity"})).status_code == 200
+
+
+HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: %s\r\n\r\n"
+WHOLE = b'18\r\n{"prompt":"x","echo":0,"n\r\nZZ\r\n'
+
+
+async def answer_to(under_test, *pieces):
+    """Send pieces, each after the router has read the one before, and return the status and the message of the answer."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", under_test.router.port)
+    async with asyncio.timeout(20):
+        for piece in pieces:
+            writer.write(piece)
+            await writer.drain()
+            await asyncio.sleep(0)
+        answer = await reader.read()
+        writer.close()
+    head, _, body = answer.partition(b"\r\n\r\n")
+    return int(head.split()[1]), json.loads(body)["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    "pieces", [(HEAD % b"chunked" + b"ZZ\r\n",), (HEAD % b"chunked", b"ZZ\r\n"), (HEAD % b"chunked", WHOLE)]
+)
+async def test_a_malformed_chunk_is_answered(start_router, pieces):
+    under_test = await start_router()
+    status, message = await answer_to(under_test, *pieces)
+    assert (status, message) == (400, "the body is no valid HTTP: a chunk is malformed")
+    assert under_test.router.gateway.num_requests == 0
+
+
+@pytest.mark.parametrize("coding", [b"gzip, chunked", b"gzip"])
+async def test_a_transfer_coding_that_is_not_read_is_refused(start_router, coding):
+    status, message = await answer_to(await start_router(), HEAD % coding + b"0\r\n\r\n")
+    assert (status, coding.decode() in message) == (400, True)
