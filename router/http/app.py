@@ -31,6 +31,7 @@ from litestar.params import Body, Parameter
 from litestar.response.base import ASGIResponse
 from litestar.types import ASGIApp, ExceptionHandler, Guard, Scope
 from litestar.typing import FieldDefinition
+from litestar.utils import normalize_path
 
 from core.errors import Cancelled, DeadlineUnreachable, InvalidRequest, KVFerryError
 from core.log import event
@@ -62,6 +63,7 @@ _HTTP_CODES = {
     413: "body_too_large",
     415: "unsupported_encoding",
 }
+_SHOWN_CHARACTERS = 100  # of a path that the client asked for
 _GONE = "client disconnected prematurely"  # the text is the only difference to Litestar's other exceptions
 _OPEN = "is_open"  # handler option: served without the API key
 
@@ -116,15 +118,16 @@ def create_app(
     probes = ProbeAnswers(endpoints, version)
     routes = [*_generation_routes(endpoints), *_text_routes(endpoints), *_status_routes(endpoints, probes)]
     routes += _operator_routes(probes) if has_metrics else []
+    on_error = _on_error(endpoints, _Places(frozenset(path for route in routes for path in route.paths), limits.max_body_bytes))
     app = Litestar(
         route_handlers=[*routes, _document_route(openapi_document(version, _described(routes), has_key=bool(api_key)))],
         request_max_body_size=limits.max_body_bytes,
         guards=[*([_guard(api_key)] if api_key else []), _check_encoding],
         exception_handlers={
-            KVFerryError: _on_error(endpoints),
-            RequestFailure: _on_error(endpoints),
-            HTTPException: _on_error(endpoints),
-            Exception: _on_error(endpoints),
+            KVFerryError: on_error,
+            RequestFailure: on_error,
+            HTTPException: on_error,
+            Exception: on_error,
         },
         openapi_config=None,
         logging_config=None,
@@ -370,9 +373,32 @@ def _check_encoding(connection: ASGIConnection[Any, Any, Any, Any], handler: Bas
         raise HTTPException(detail=text, status_code=415)
 
 
-def _on_error(endpoints: Endpoints) -> ExceptionHandler[Exception]:
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """What a client is told that has sent a request to a wrong place, or too large a one."""
+
+    paths: frozenset[str]
+    max_body_bytes: int
+
+    def reason(self, error: HTTPException, path: str) -> str:
+        """Return the reason of a refusal, with the fix where the application's own reason has none."""
+        path = normalize_path(path)
+        shown = path[:_SHOWN_CHARACTERS]
+        if error.status_code == 413:
+            return f"the body has more bytes than router.max_body_bytes = {self.max_body_bytes}: send less"
+        if isinstance(error, MethodNotAllowedException):
+            return f"{shown} is answered to {_allowed(error)} only"
+        if isinstance(error, NotFoundException) and error.detail == "Not Found":
+            meant = next((known for known in (f"/v1{path}", path.removeprefix("/v1")) if known in self.paths), None)
+            return f"{shown} is no path of this API: {f'did you mean {meant}?' if meant else '/openapi.json has its paths'}"
+        return error.detail
+
+
+def _on_error(endpoints: Endpoints, places: _Places) -> ExceptionHandler[Exception]:
     def handle(request: Request[Any, Any, Any], error: Exception) -> Response[ErrorBody | AnthropicErrorBody]:
         info = _describe(error)
+        if isinstance(error, HTTPException) and error.status_code in (404, 405, 413):
+            info = msgspec.structs.replace(info, message=places.reason(error, request.scope["path"]))
         endpoints.metrics.count_failed(info.code)
         if info.http_status == 500:
             logger.error(event("internal_error", path=request.url.path), exc_info=error)

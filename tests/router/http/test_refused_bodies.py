@@ -132,3 +132,27 @@ async def test_a_malformed_chunk_is_answered(start_router, pieces):
 async def test_a_transfer_coding_that_is_not_read_is_refused(start_router, coding):
     status, message = await answer_to(await start_router(), HEAD % coding + b"0\r\n\r\n")
     assert (status, coding.decode() in message) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status", "said"),
+    [
+        ("POST", "/chat/completions", 404, "/chat/completions is no path of this API: did you mean /v1/chat/completions?"),
+        ("POST", "/v1/v1/completions", 404, "/v1/v1/completions is no path of this API: did you mean /v1/completions?"),
+        ("GET", "/models", 404, "/models is no path of this API: did you mean /v1/models?"),
+        ("POST", "/v1/tokenize/", 404, "/v1/tokenize is no path of this API: did you mean /tokenize?"),
+        ("POST", "/v1/embeddings", 404, "/v1/embeddings is no path of this API: /openapi.json has its paths"),
+        ("GET", f"/{'p' * 5000}", 404, f"/{'p' * 99} is no path of this API: /openapi.json has its paths"),
+        ("GET", "/v1/completions", 405, "/v1/completions is answered to OPTIONS, POST only"),
+    ],
+)
+async def test_a_request_to_a_wrong_place_is_told_the_right_one(served, method, path, status, said):
+    async with served.client() as client:
+        response = await client.request(method, path, content=b"{}" if method == "POST" else None)
+    assert (response.status_code, response.json()["error"]["message"]) == (status, said)
+
+
+async def test_a_body_that_is_too_large_is_told_the_limit_and_its_setting(start_router):
+    under_test = await start_router(has_http=False, max_body_bytes=1000)
+    response = await post(under_test, "/v1/completions", {"prompt": "x" * 1000})
+    assert response.json()["error"]["message"] == "the body has more bytes than router.max_body_bytes = 1000: send less"
