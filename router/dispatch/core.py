@@ -13,7 +13,6 @@ import msgspec
 
 from core.config_router import PlannerSection, RouterSection
 from core.errors import (
-    DeadlineExceeded,
     DeadlineUnreachable,
     KVFerryError,
     NoWorker,
@@ -49,7 +48,7 @@ from router.dispatch.members import EncodeWorker, GenerationWorker, WorkerKey
 from router.dispatch.membership import Joined, Left, Membership, MembershipAction, ReplyToPeer, Resumed, Stalled, Switched
 from router.dispatch.policy import Demand, longest_model_len, max_model_len, why_not_ready
 from router.dispatch.request_state import Deliver, DeliverTokens, DispatchAction, EncodeEnded, Ended, Retried, SendToWorker
-from router.dispatch.types import Submission
+from router.dispatch.types import Submission, time_is_over
 from router.dispatch.wait_estimate import WaitEstimates
 from router.planner.loads import RoleLoads
 from router.planner.planner import Planner
@@ -226,7 +225,8 @@ class RouterCore:
         demand = Demand(num_tokens=submission.num_tokens, model_fingerprint=submission.model_fingerprint)
         budget_s = submission.budget_s(self._request_timeout_s)
         if budget_s <= 0:
-            raise DeadlineExceeded(f"the request took longer than {budget_s + submission.spent_s:g} s")
+            is_own = submission.timeout_s is not None and submission.timeout_s <= self._request_timeout_s
+            raise time_is_over(budget_s + submission.spent_s, is_own=is_own)
         try:
             late = self.wait_estimates.too_late(self.membership.workers, demand, budget_s, now, submission.tenant)
         except DeadlineUnreachable:

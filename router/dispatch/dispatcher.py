@@ -22,7 +22,6 @@ from collections.abc import Iterable, Sequence
 
 from core.errors import (
     Cancelled,
-    DeadlineExceeded,
     InvalidRequest,
     KVFerryError,
     NoWorker,
@@ -63,7 +62,7 @@ from router.dispatch.request_state import (
 from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.shares import EXTRA_SHARE, TenantShares
-from router.dispatch.types import Submission, Update
+from router.dispatch.types import Submission, Update, time_is_over
 from router.dispatch.waiting import Waiting
 from router.dispatch.worker_messages import (
     TokensLost,
@@ -296,7 +295,7 @@ class Dispatcher:
         for request in list(self.requests.values()):
             if now >= request.deadline:
                 limit_s = request.deadline - request.arrival + request.submission.spent_s
-                actions += self._open.fail(request, DeadlineExceeded(f"the request took longer than {limit_s:g} s"), now)
+                actions += self._open.fail(request, time_is_over(limit_s, is_own=request.has_own_deadline), now)
             elif request.encoding is not None and request.encoding.waiting and now >= request.encoding.deadline:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import msgspec
 
+from core.errors import DeadlineExceeded
 from core.wire.media import MMFeature
 from core.wire.messages import ErrorInfo, FinishReason, LoadFailurePolicy, TokenLogprobs
 from core.wire.sampling import SamplingParams
@@ -49,6 +50,13 @@ class Submission:
     def budget_s(self, limit_s: float) -> float:
         """Return the time it may still take, in seconds, if every request may take at most ``limit_s``."""
         return (limit_s if self.timeout_s is None else min(limit_s, self.timeout_s)) - self.spent_s
+
+
+def time_is_over(limit_s: float, *, is_own: bool) -> DeadlineExceeded:
+    """Return the error of a request that took longer than ``limit_s``; ``is_own``: the client has set this limit."""
+    setting = "timeout_s" if is_own else "router.request_timeout_s"
+    param = setting if is_own else None
+    return DeadlineExceeded(f"the request took longer than {round(limit_s, 6):g} s, its limit by {setting}", param=param)
 
 
 class ChoiceUpdate(msgspec.Struct, frozen=True):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
-from core.errors import DeadlineExceeded
+from router.dispatch.types import time_is_over
 from router.dispatch.worker_gateway import WorkerGateway
 from router.http.caller import Caller, unless_gone
 
@@ -33,7 +33,7 @@ class TimeLimits:
             return await unless_gone(caller.receive, work, lambda: self.deadline(timeout_s, caller) - self._gateway.now)
         except TimeoutError:
             limit_s = self.deadline(timeout_s, caller) - caller.arrival
-            raise DeadlineExceeded(f"the request took longer than {limit_s:g} s") from None
+            raise time_is_over(limit_s, is_own=self._is_set_by_client(timeout_s)) from None
 
     def deadline(self, timeout_s: float | None, caller: Caller) -> float:
         """Return when the request ends, as far as is known now."""
@@ -45,5 +45,7 @@ class TimeLimits:
         return self._gateway.now - caller.arrival - self._extended_s(timeout_s, caller)
 
     def _extended_s(self, timeout_s: float | None, caller: Caller) -> float:
-        is_set_by_client = timeout_s is not None and 0 < timeout_s <= self._most_s
-        return 0.0 if is_set_by_client else self._gateway.paused_s - caller.paused_s
+        return 0.0 if self._is_set_by_client(timeout_s) else self._gateway.paused_s - caller.paused_s
+
+    def _is_set_by_client(self, timeout_s: float | None) -> bool:
+        return timeout_s is not None and 0 < timeout_s <= self._most_s

@@ -194,7 +194,7 @@ async def test_the_wait_for_a_grammar_is_a_part_of_the_time_of_the_request(held)
     async with served.client() as client:
         answer = await client.post(CHAT, json=chat(guided_regex="first", timeout_s=0.2))
     assert (answer.status_code, answer.json()["error"]["code"]) == (504, "deadline_exceeded")
-    assert answer.json()["error"]["message"] == "the request took longer than 0.2 s"
+    assert answer.json()["error"]["message"] == "the request took longer than 0.2 s, its limit by timeout_s"
     assert checker.asked == ["first"]
     assert not [worker for worker in served.workers if worker.messages(Abort)], "no worker had it"
 

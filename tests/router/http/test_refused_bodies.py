@@ -156,3 +156,11 @@ async def test_a_body_that_is_too_large_is_told_the_limit_and_its_setting(start_
     under_test = await start_router(has_http=False, max_body_bytes=1000)
     response = await post(under_test, "/v1/completions", {"prompt": "x" * 1000})
     assert response.json()["error"]["message"] == "the body has more bytes than router.max_body_bytes = 1000: send less"
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses"])
+async def test_a_request_whose_own_time_is_over_is_told_the_field(served, path):
+    response = await post(served, path, BODIES[path] | {"timeout_s": 1e-9})
+    error = response.json()["error"]
+    assert (response.status_code, error["param"]) == (504, "timeout_s")
+    assert error["message"].endswith(", its limit by timeout_s")

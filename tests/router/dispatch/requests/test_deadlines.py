@@ -231,7 +231,8 @@ def test_a_request_ends_when_its_own_time_is_over(make_router):
     bench.do(bench.core.submit(bench.submission("r1", timeout_s=3.0), bench.now))
     assert bench.generated("p0").deadline_ms == 3000
     bench.tick(3.0)
-    assert bench.error("r1").message == "the request took longer than 3 s"
+    assert bench.error("r1").message == "the request took longer than 3 s, its limit by timeout_s"
+    assert bench.error("r1").param == "timeout_s"
 
 
 def test_the_shortest_wait_is_reported(make_router):
@@ -301,11 +302,12 @@ def test_what_was_spent_before_a_request_was_submitted_is_a_part_of_its_time(mak
     bench.do(bench.core.submit(bench.submission(timeout_s=timeout_s, spent_s=4.0), bench.now))
     assert bench.generated("a0").deadline_ms == (limit_s - 4.0) * 1000
     bench.tick(limit_s - 4.0)
-    assert bench.error().message == f"the request took longer than {limit_s:g} s"
+    setting = "timeout_s" if timeout_s == 10.0 else "router.request_timeout_s"
+    assert bench.error().message == f"the request took longer than {limit_s:g} s, its limit by {setting}"
 
 
 def test_a_request_whose_time_is_over_before_it_is_submitted_waits_for_nothing(make_bench):
     bench = make_bench("a0")
-    with pytest.raises(DeadlineExceeded, match="longer than 1 s"):
+    with pytest.raises(DeadlineExceeded, match="longer than 1 s, its limit by timeout_s"):
         bench.core.submit(bench.submission(timeout_s=1.0, spent_s=1.1), bench.now)
     bench.assert_idle()
