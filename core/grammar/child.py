@@ -94,7 +94,9 @@ def _check(output: StructuredOutput, vocabulary: Vocabulary | None) -> str:
     except InvalidRequest as error:
         return error.message
     matcher.allowed()
-    return f"{output.kind} is not supported: {matcher.error.message}" if matcher.error is not None else ""
+    if matcher.error is None:
+        return ""
+    return f"{output.kind} is not supported: {matcher.error.message.removeprefix('structured output: ')}"
 
 
 def _set_alarms(timeout_s: float) -> None:

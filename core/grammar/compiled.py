@@ -24,6 +24,8 @@ _BYTES_PER_BYTE = 32  # of the translated grammar, measured: 23
 _BYTES_PER_MASK = 1 << 10  # lexer states that a mask adds, measured: 0.25 kB
 _MAX_REASON_CHARACTERS = 500
 _TOO_COMPLEX = "the grammar is too complex to go on"
+_NO_TOKEN = "NoExtensionBias"  # the library's word for a place where no token is allowed
+_NOTHING_FOLLOWS = "nothing can follow: a part of it allows no text, for example one that refers only to itself"
 
 
 class Vocabulary:
@@ -140,7 +142,8 @@ class GrammarMatcher:
     def _fail(self, what: str) -> None:
         if self._grammar.find_whether_broken():
             what = _TOO_COMPLEX
-        self.error = KVFerryError(f"structured output: {what}: {_reason(self._matcher.get_error())}")
+        reason = _reason(self._matcher.get_error())
+        self.error = KVFerryError(f"structured output: {_NOTHING_FOLLOWS if _NO_TOKEN in reason else f'{what}: {reason}'}")
 
 
 def unpacked(bits: npt.NDArray[np.uint8], vocab_size: int) -> npt.NDArray[np.bool_]:
@@ -150,4 +153,5 @@ def unpacked(bits: npt.NDArray[np.uint8], vocab_size: int) -> npt.NDArray[np.boo
 
 def _reason(error: object) -> str:
     """Return the library's reason as one line, without its advice to approximate ``oneOf``, which would not enforce it."""
-    return " ".join(str(error).partition(" Enable 'coerce_one_of'")[0].split())[:_MAX_REASON_CHARACTERS]
+    text = str(error).partition(" Enable 'coerce_one_of'")[0].replace("<non-verbose/>", "")
+    return " ".join(text.split())[:_MAX_REASON_CHARACTERS]

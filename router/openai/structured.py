@@ -24,7 +24,7 @@ from core.grammar.tool_calls import CallSyntax
 from core.model.tokenizer import Tokenizer
 from core.wire.sampling import IGNORES_END, GrammarKind, StructuredOutput
 from router.openai.requests import CommonRequest, is_one_of
-from router.openai.tool_choice import ToolUse, calls_form, form_or_free_calls
+from router.openai.tool_choice import ToolUse, calls_form, form_or_free_calls, in_words_of_tools
 from router.threads import submit
 
 MAX_TRIALS = 256
@@ -259,13 +259,22 @@ class GrammarGate:
             InvalidRequest: no worker could compile it, or no grammar has this model's format of calls; names the field.
             Overloaded: as ``check``.
         """
+        if tools is not None and tools.form is not None:
+            await self._check_calls(tools.form, tools, tenant)
+            return tools.form
         await self.check(form, field, tenant)
-        if form is None or field is None or tools is None or tools.form is not None:
+        if form is None or field is None or tools is None:
             return form
         found = form_or_free_calls(form, field, tools, syntaxes, self._tokenizer.special_tokens)
-        await self.check(calls_form(tools), "tools", tenant)
+        await self._check_calls(calls_form(tools), tools, tenant)
         await self.check(found, field, tenant)
         return found
+
+    async def _check_calls(self, calls: StructuredOutput, tools: ToolUse, tenant: int) -> None:
+        try:
+            await self.check(calls, "tools", tenant)
+        except InvalidRequest as error:
+            raise in_words_of_tools(error, tools) from None
 
     async def _try(self, output: StructuredOutput, tenant: int) -> None:
         trial = self._trials.get(output)

@@ -20,6 +20,7 @@ from router.openai.requests import ChatCompletionRequest
 
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
+_MOVED_POINTER = re.compile(rf"'/\$defs/({_NAME.pattern})(/[^']*)'")  # of a reference, where a list of calls has its function
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -80,6 +81,19 @@ def form_or_free_calls(
 def calls_form(tools: ToolUse) -> StructuredOutput:
     """Return the form of calls alone, as a list. Raises InvalidRequest if it exceeds a limit."""
     return _within_limits(_calls_schema(tools.schemas, tools.is_parallel))
+
+
+def in_words_of_tools(error: InvalidRequest, tools: ToolUse) -> InvalidRequest:
+    """Return why calls could not be compiled, with the place of a reference as the function at fault has it."""
+    text, names = error.message, list(tools.schemas)
+    found = _MOVED_POINTER.search(text) if tools.choice != "named" else None
+    named = tools.named if tools.choice == "named" else found[1] if found is not None else ""
+    if named not in names or "Pointer '" not in text:
+        return InvalidRequest(text, param="tools")
+    place = f"tools[{names.index(named)}]"
+    if found is not None:
+        text = f"{text[: found.start()]}'{found[2]}'{text[found.end() :]}"
+    return InvalidRequest(f"{place}.function.parameters: {text}", param=place)
 
 
 def earlier_calls(value: object, place: str) -> list[dict[str, Any]]:

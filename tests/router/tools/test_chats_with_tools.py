@@ -239,6 +239,33 @@ async def test_a_function_that_cannot_be_enforced_is_named_also_beside_a_form(wi
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tool_choice": "required"},
+        {"tool_choice": {"type": "function", "function": {"name": "time"}}},
+        {"response_format": {"type": "json_object"}},
+    ],
+)
+async def test_a_reference_of_a_tool_to_nothing_is_told_as_the_client_wrote_it(with_tools, fields):
+    parameters = {"type": "object", "properties": {"at": {"$ref": "#/$defs/B"}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "time", "parameters": parameters}}]
+    error = (await with_tools("x", tools=tools, **fields)).json()["error"]
+    assert error["param"] == "tools[1]"
+    assert error["message"].startswith("tools[1].function.parameters: ")
+    assert error["message"].endswith("Pointer '/$defs/B' does not exist")
+
+
+@pytest.mark.slow
+async def test_a_form_that_allows_no_text_is_refused_without_words_of_the_library(with_tools):
+    schema = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}
+    error = (await with_tools("x", response_format=schema)).json()["error"]
+    assert error["param"] == "response_format"
+    assert error["message"].startswith("json_schema is not supported: nothing can follow: ")
+    assert "NoExtensionBias" not in error["message"]
+
+
+@pytest.mark.slow
 async def test_required_calls_are_a_list(with_tools, sse_events):
     text = '[{"name": "weather", "arguments": {"city": "Oslo"}}]'
     found = await both(with_tools, sse_events, text, tools=TOOLS, tool_choice="required")
