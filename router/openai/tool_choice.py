@@ -21,6 +21,7 @@ from router.openai.requests import ChatCompletionRequest
 MAX_TOOLS = 128
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOVED_POINTER = re.compile(rf"'/\$defs/({_NAME.pattern})(/[^']*)'")  # of a reference, where a list of calls has its function
+_FIELDS = (("description", str, "a string"), ("strict", bool, "true or false"))  # of a function, that a client may leave out
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -147,6 +148,9 @@ def _schemas(tools: object) -> dict[str, dict[str, Any]]:
         name, parameters = function.get("name"), function.get("parameters")
         if not isinstance(name, str) or not _NAME.fullmatch(name):
             raise InvalidRequest(f"{place}.function.name must be 1 to 64 letters, digits, _, . or -", param=place)
+        for field, kind, what in _FIELDS:
+            if not isinstance(function.get(field), kind | None):
+                raise InvalidRequest(f"{place}.function.{field} must be {what}, or left out", param=f"{place}.function.{field}")
         if name in schemas:
             raise InvalidRequest(f"{place}: there are two functions named {name}", param=place)
         if not isinstance(parameters, dict | None) or (parameters or {}).get("type", "object") != "object":

@@ -81,6 +81,7 @@ def failure_in_words_of_responses(info: ErrorInfo) -> ErrorInfo:
 
 def _renamed(text: str, param: str | None) -> tuple[str, str | None]:
     text = _IN_TOOL.sub(r"\1.", text).replace("response_format.json_schema.", "response_format.")
+    param = _IN_TOOL.sub(r"\1.", param) if param is not None else None
     for theirs, ours in _RENAMED.items():
         place = re.compile(rf"\b{re.escape(theirs)}\b(\[\d+\][\w.\[\]]*)?")
         if param is not None and place.match(param):

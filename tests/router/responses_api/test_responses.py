@@ -200,6 +200,7 @@ async def test_the_next_turn_is_rendered_with_the_calls_of_the_last(ask, under_t
         ({"text": {"format": {"type": "json_schema", "schema": PARAMETERS, "colour": 1}}}, "text.format"),
         ({"tools": [{"type": "function", "name": "a b"}]}, "tools[0]"),
         ({"tools": [{"type": "function", "name": "f", "parameters": 1}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "name": "f", "strict": "yes"}]}, "tools[0].strict"),
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_output_tokens": 5000}, "max_output_tokens"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),

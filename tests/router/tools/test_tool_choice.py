@@ -78,6 +78,8 @@ def test_forced_call_replaces_a_form_of_the_output():
         ({"tools": [TOOLS[0], TOOLS[0]]}, "tools[1]"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": []}}]}, "tools[0]"),
         ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {"type": "string"}}}]}, "tools[0]"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "description": 5}}]}, "tools[0].function.description"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "strict": "x"}}]}, "tools[0].function.strict"),
         ({"tools": TOOLS * 65}, "tools"),
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
@@ -89,6 +91,12 @@ def test_what_is_malformed_is_refused_by_name(fields, param):
     with pytest.raises(InvalidRequest) as refused:
         use(**fields)
     assert refused.value.param == param
+
+
+def test_fields_of_a_tool_that_nobody_knows_stay_for_the_template():
+    function = {"name": "f", "description": None, "strict": True, "foo": 1}
+    tools = [{"type": "function", "function": function, "bar": 2}]
+    assert use(tools=tools).definitions == tools
 
 
 def test_earlier_calls_have_their_arguments_as_objects():
