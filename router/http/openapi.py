@@ -22,8 +22,17 @@ from router.openai.requests import (
     TokenizeRequest,
 )
 from router.openai.responses import ChatChunk, ChatCompletion, Completion
-from router.openai.sampling import ID_FIELDS, MAX_ID_CHARACTERS, MAX_LOGPROBS, RANGES
+from router.openai.sampling import (
+    ID_FIELDS,
+    MAX_ID_CHARACTERS,
+    MAX_LOGIT_BIAS,
+    MAX_LOGPROBS,
+    MAX_STOP_CHARACTERS,
+    MAX_STOP_STRINGS,
+    RANGES,
+)
 from router.openai.tokenized import Detokenized, Tokenized
+from router.openai.tool_choice import MAX_TOOLS
 from router.responses_api.bodies import RESPONSE_EVENTS, ResponseBody
 from router.responses_api.requests import RESPONSES_NEUTRAL, ResponsesRequest
 
@@ -275,9 +284,27 @@ def _add_limits(fields: dict[str, Schema], neutral: Mapping[str, tuple[Any, ...]
     for name, values in neutral.items():
         if name in fields:
             fields[name] = {"enum": [None, *values], "description": "known, and not supported: other values are refused"}
+    _add_shapes(fields)
     if "messages" in fields:
         fields["messages"]["minItems"] = 1
         fields["echo"] = {"enum": [None, False]}
+
+
+def _add_shapes(fields: dict[str, Schema]) -> None:
+    """Add the outlines and bounds of what is a list or an object, or is read by its value."""
+    text, null = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_CHARACTERS}, {"type": "null"}
+    tokens = {"type": "object", "maxProperties": MAX_LOGIT_BIAS, "propertyNames": {"pattern": "^[0-9]{1,10}$"}}
+    shapes: dict[str, list[Schema]] = {
+        "stop": [text, {"type": "array", "items": text, "maxItems": MAX_STOP_STRINGS}],
+        "logit_bias": [{**tokens, "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}}],
+        "truncate_prompt_tokens": [{"type": "integer", "minimum": 1}, {"const": -1}],
+        "tools": [{"type": "array", "items": {"type": "object", "required": ["type"]}, "maxItems": MAX_TOOLS}],
+        "tool_choice": [{"enum": ["none", "auto", "required"]}, {"type": "object", "required": ["type"]}],
+        "response_format": [{"type": "object", "required": ["type"]}],
+    }
+    for name, allowed in shapes.items():
+        if name in fields:
+            fields[name] = {"anyOf": [*allowed, null], "default": None}
 
 
 def _not_null(schema: Schema) -> Schema:

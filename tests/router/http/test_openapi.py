@@ -51,6 +51,14 @@ def test_top_levels_are_closed_and_messages_are_open(document):
         ({"service_tier": "auto"}, {"service_tier": "golden"}),
         ({"echo": False}, {"echo": True}),
         ({"n": None}, {"n": "1"}),
+        ({"stop": ["x"] * 16}, {"stop": ["x"] * 17}),
+        ({"stop": "x"}, {"stop": ""}),
+        ({"logit_bias": {"1": 100}}, {"logit_bias": {"1": 101}}),
+        ({"logit_bias": None}, {"logit_bias": {"one": 1}}),
+        ({"truncate_prompt_tokens": -1}, {"truncate_prompt_tokens": 0}),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, {"tools": {}}),
+        ({"tool_choice": "required"}, {"tool_choice": "always"}),
+        ({"response_format": {"type": "text"}}, {"response_format": "text"}),
     ],
 )
 def test_ranges_are_those_of_the_router(document, good, wrong):
