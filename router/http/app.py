@@ -368,7 +368,8 @@ def _guard(api_key: str) -> Guard:
 def _check_encoding(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
     """Refuse a compressed body, which would be read as malformed JSON."""
     encoding = connection.headers.get("content-encoding", "").strip().lower()
-    if encoding not in ("", "identity") and connection.scope["method"] == "POST":
+    has_body = isinstance(handler, HTTPRouteHandler) and "POST" in handler.http_methods
+    if has_body and encoding not in ("", "identity"):
         text = f"a body with Content-Encoding {encoding[:40]!r} is not read: send it uncompressed, without this header"
         raise HTTPException(detail=text, status_code=415)
 
