@@ -68,9 +68,7 @@ class Serving:
     def _expire(self, now: float) -> list[Action]:
         actions: list[Action] = []
         while (request_id := self.requests.pop_due(now)) is not None:
-            actions += self._fail(
-                request_id, DeadlineExceeded("the request's time, timeout_s or router.request_timeout_s, is over")
-            )
+            actions += self._fail(request_id, DeadlineExceeded("the request's time budget is used up"))
         return actions
 
     # ---- what routers ask --------------------------------------------------------------------------------------------

@@ -62,7 +62,7 @@ from router.dispatch.request_state import (
 from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.shares import EXTRA_SHARE, TenantShares
-from router.dispatch.types import Submission, Update, time_is_over
+from router.dispatch.types import Submission, Update
 from router.dispatch.waiting import Waiting
 from router.dispatch.worker_messages import (
     TokensLost,
@@ -252,7 +252,8 @@ class Dispatcher:
             return self._retry(request, error, now, is_gone=True, is_free=is_pause)
         if request.attempt.has_handoff and request.attempt.prefill is not None:  # under the policy "fail"
             self._pairs.note((request.attempt.prefill, sender.key), fallback_reason(error.code), now)
-        return self._open.fail_with(request, name_image(request.submission, error), now, gone=sender.key)
+        told = name_image(request.submission, request.in_words_of_limit(error))
+        return self._open.fail_with(request, told, now, gone=sender.key)
 
     def on_rejected(self, sender: Member, error: ErrorInfo, now: float) -> list[DispatchAction]:
         """Retry the requests that the rejected message, which names none, may have been about: those without a token here."""
@@ -294,8 +295,7 @@ class Dispatcher:
         actions: list[DispatchAction] = []
         for request in list(self.requests.values()):
             if now >= request.deadline:
-                limit_s = request.deadline - request.arrival + request.submission.spent_s
-                actions += self._open.fail(request, time_is_over(limit_s, is_own=request.has_own_deadline), now)
+                actions += self._open.fail(request, request.time_is_over(), now)
             elif request.encoding is not None and request.encoding.waiting and now >= request.encoding.deadline:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
                 actions += self._end_encode_leg(request, now)

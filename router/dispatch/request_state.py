@@ -20,12 +20,13 @@ from typing import Literal
 
 import msgspec
 
+from core.errors import DeadlineExceeded
 from core.wire.kv import KVHandoff, KVSource
 from core.wire.media import ECSource
 from core.wire.messages import ErrorInfo, FinishReason, RouterMessage, TransferUsage
 from router.dispatch.members import Member, WorkerKey
 from router.dispatch.timing import FirstTokenTiming, RoutingReport, SecondTokenTiming, total_cost
-from router.dispatch.types import Submission, Update, token_update
+from router.dispatch.types import Submission, Update, time_is_over, token_update
 
 RetryKind = Literal["prefill", "handoff", "replay"]
 LOCAL_PREFILL = "local"  # the outcome of a handoff that was not needed: the decode worker computed the prompt sooner
@@ -204,6 +205,14 @@ class RequestState:
         if not self.has_own_deadline:
             self.deadline += pause_s
             self.extended_s += pause_s
+
+    def time_is_over(self) -> DeadlineExceeded:
+        """Return the error of its deadline."""
+        return time_is_over(self.deadline - self.arrival + self.submission.spent_s, is_own=self.has_own_deadline)
+
+    def in_words_of_limit(self, error: ErrorInfo) -> ErrorInfo:
+        """Return a worker's error; one about the deadline as the router has it, which knows who has set the limit."""
+        return ErrorInfo.of(self.time_is_over()) if error.code == DeadlineExceeded.code else error
 
     def next_attempt(self, previous_error: ErrorInfo) -> Attempt:
         """Return the attempt after this one. It keeps the prefill worker if that has computed the prompt."""

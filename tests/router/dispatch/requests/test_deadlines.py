@@ -3,7 +3,7 @@
 import pytest
 
 from core.errors import ContextTooLong, DeadlineExceeded, DeadlineUnreachable
-from core.wire.messages import Abort, ChoiceStart, Generate, PrefillDone
+from core.wire.messages import Abort, ChoiceStart, ErrorInfo, Generate, PrefillDone
 from core.wire.sampling import SamplingParams
 from router.dispatch.members import WorkerKey
 from router.dispatch.wait_estimate import WaitEstimates
@@ -233,6 +233,16 @@ def test_a_request_ends_when_its_own_time_is_over(make_router):
     bench.tick(3.0)
     assert bench.error("r1").message == "the request took longer than 3 s, its limit by timeout_s"
     assert bench.error("r1").param == "timeout_s"
+
+
+@pytest.mark.parametrize(("timeout_s", "setting"), [(3.0, "timeout_s"), (None, "router.request_timeout_s")])
+def test_a_worker_that_ends_a_request_at_its_deadline_is_told_as_the_router_would_say_it(make_router, timeout_s, setting):
+    bench = make_router("p0", "d0")
+    bench.do(bench.core.submit(bench.submission("r1", timeout_s=timeout_s), bench.now))
+    bench.fails("p0", ErrorInfo(code="deadline_exceeded", message="over", http_status=504), "r1")
+    limit_s = timeout_s or 60.0
+    assert bench.error("r1").message == f"the request took longer than {limit_s:g} s, its limit by {setting}"
+    assert (bench.error("r1").param, bench.error("r1").http_status) == ("timeout_s" if timeout_s else None, 504)
 
 
 def test_the_shortest_wait_is_reported(make_router):
