@@ -114,6 +114,11 @@ class ChatOutput:
         choice = self._choices.get(index)
         return choice.reasoning.num_characters if choice is not None and choice.reasoning is not None else 0
 
+    def ends_in_whole_call(self, index: int) -> bool:
+        """Return True if the arguments of a choice's last call are known to be whole, although its text may be cut behind."""
+        choice = self._choices.get(index)
+        return choice is not None and choice.has_whole_calls and not self._is_named
+
     @property
     def _is_named(self) -> bool:
         return self.tools is not None and self.tools.choice == "named"

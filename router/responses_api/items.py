@@ -72,12 +72,13 @@ class ItemWriter:
             self._add_call(call, events)
         return events
 
-    def finish(self, status: ItemStatus) -> list[ResponseEvent]:
-        """End the last item with ``status``; an output without any becomes an empty message."""
+    def finish(self, status: ItemStatus, *, of_call: ItemStatus) -> list[ResponseEvent]:
+        """End the last item with ``status``, or with ``of_call`` if it is one; an output without any is an empty message."""
         events: list[ResponseEvent] = []
         if self._open is None and not self._done:
             self._begin(_Writing(self._new_id("msg")), events)
-        self._end(status, events)
+        is_call = self._open is not None and bool(self._open.name)
+        self._end(of_call if is_call else status, events)
         return events
 
     def _new_id(self, kind: str) -> str:

@@ -114,7 +114,11 @@ class ResponsesShaper(Shaper):
         self._offsets += delta.offsets
         if part.finish_reason is not None:
             self._status = "incomplete" if part.finish_reason == "length" else "completed"
-            events += self._items.finish("incomplete" if part.finish_reason == "length" else "completed")
+            is_whole = part.finish_reason != "length"
+            has_whole_call = is_whole or self._wanted.splitting.ends_in_whole_call(0)
+            events += self._items.finish(
+                "completed" if is_whole else "incomplete", of_call="completed" if has_whole_call else "incomplete"
+            )
         return events
 
     def _body(self) -> ResponseBody:

@@ -156,6 +156,21 @@ async def test_cut_output_is_incomplete(ask):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("output", "fields", "num_characters", "status"),
+    [
+        (CALL + CALL, {"parallel_tool_calls": False}, len(CALL) + 20, "completed"),
+        (CALL, {}, len(CALL) - 3, "completed"),
+        (CALL, {}, CALL.index("slo"), "incomplete"),
+        ('{"city": "Oslo"}', {"tool_choice": {"type": "function", "name": "weather"}}, 5, "incomplete"),
+    ],
+)
+async def test_a_whole_call_is_complete_also_if_the_output_is_cut_behind_it(ask, output, fields, num_characters, status):
+    found = await both(ask, output, tools=TOOLS, max_output_tokens=num_characters, **fields)
+    assert (found.status, [(item.type, item.status) for item in found.output]) == ("incomplete", [("function_call", status)])
+
+
+@pytest.mark.slow
 async def test_empty_output_is_an_empty_message(ask):
     found = await both(ask, "")
     assert (found.output_text, [item.type for item in found.output]) == ("", ["message"])
