@@ -365,8 +365,8 @@ def _guard(api_key: str) -> Guard:
     return check
 
 
-def _check_encoding(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
-    """Refuse a compressed body, which would be read as malformed JSON."""
+async def _check_encoding(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    """Refuse a compressed body, which would be read as malformed JSON. A guard that is not async would be given a thread."""
     encoding = connection.headers.get("content-encoding", "").strip().lower()
     has_body = isinstance(handler, HTTPRouteHandler) and "POST" in handler.http_methods
     if has_body and encoding not in ("", "identity"):
