@@ -75,17 +75,22 @@ def _shake_hands(address: str, keys: ClusterKeys | None) -> bool | None:
         secure_client(dealer, keys)
         monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED_EVENTS)
         connect_with_each_key(dealer, address, keys)
-        refusals_left = 1 + len(keys.others if keys else ())
-        deadline = time.monotonic() + CONNECT_TIMEOUT_S
         try:
-            while refusals_left and monitor.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
-                if not is_refusal(recv_monitor_message(monitor)):
-                    return True
-                refusals_left -= 1
-            return None if refusals_left else False
+            return _outcome(monitor, num_keys=1 + len(keys.others if keys else ()))
         finally:
             dealer.disable_monitor()
             monitor.close(linger=0)
+
+
+def _outcome(monitor: zmq.Socket[bytes], num_keys: int) -> bool | None:
+    """Wait for what becomes of the handshakes, one for each key."""
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    for _ in range(num_keys):
+        if not monitor.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
+            return None
+        if not is_refusal(recv_monitor_message(monitor)):
+            return True
+    return False
 
 
 def is_router_at_port(router: RouterSection) -> bool:

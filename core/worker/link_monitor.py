@@ -54,12 +54,14 @@ class LinkMonitor:
         self._was_refused = is_refusal(found)
         if self._was_refused:
             self._refusal = self._reason(int(found["value"]))
-        elif kind == zmq.EVENT_HANDSHAKE_SUCCEEDED:
-            self._is_connected, self._refusal = True, ""
-        elif kind == zmq.EVENT_CLOSED:
-            self._refusal = ""
-        elif not was_refused:  # else it is the end of a connection that never was
-            self._is_connected = False
+            return
+        match kind:
+            case zmq.EVENT_HANDSHAKE_SUCCEEDED:
+                self._is_connected, self._refusal = True, ""
+            case zmq.EVENT_CLOSED:
+                self._refusal = ""
+            case _ if not was_refused:  # else it is the end of a connection that never was
+                self._is_connected = False
 
     def _reason(self, error: int) -> str:
         is_of_mechanism = error == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH

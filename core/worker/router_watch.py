@@ -26,9 +26,11 @@ class RouterWatch:
         """Log the reason of each address, if no router has taken the worker in for some time."""
         if is_well:
             self._due_at = None
-        elif self._due_at is None:
+            return
+        if self._due_at is None:
             self._due_at = now + PATIENCE_S
-        elif now >= self._due_at:
-            self._due_at = now + LOG_INTERVAL_S
-            for address, reason in reasons().items():
-                logger.warning(event("router_unreachable", router=address, reason=reason))
+        if now < self._due_at:
+            return
+        self._due_at = now + LOG_INTERVAL_S
+        for address, reason in reasons().items():
+            logger.warning(event("router_unreachable", router=address, reason=reason))

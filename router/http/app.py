@@ -354,7 +354,7 @@ def _guard(api_key: str) -> Guard:
     """Return a guard that requires one of the comma-separated keys, and compares them in constant time."""
     expected = [key.strip().encode() for key in api_key.split(",") if key.strip()]
 
-    def check(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
+    async def check(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
         given = _key_of(connection)
         num_matches = sum(
             hmac.compare_digest(given, known) for known in expected
