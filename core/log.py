@@ -14,6 +14,7 @@ import math
 import re
 import sys
 import time
+from functools import partial
 from typing import TextIO
 
 from core.log_stream import LogSink, LogStream, open_log_stream
@@ -144,22 +145,13 @@ def _timestamp(record: logging.LogRecord) -> str:
 
 
 class _KVFerryHandler(logging.StreamHandler[LogSink]):
-    """The one handler; its type is how a second ``configure_logging`` finds the first one's.
+    """The one handler; its type is how a second ``configure_logging`` finds the first one's."""
 
-    Where lines were lost, since nothing read them, the first one that is read is followed by their number.
-    """
 
-    def emit(self, record: logging.LogRecord) -> None:
-        """Write a record. The handler's lock is held."""
-        super().emit(record)
-        stream = self.stream
-        if isinstance(stream, LogStream) and stream.num_lost and not stream.is_stuck:
-            num_lost, stream.num_lost = stream.num_lost, 0
-            report = logging.makeLogRecord({"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"})
-            report.msg = event("log_lines_lost", count=num_lost)
-            super().emit(report)
-            if stream.num_lost:  # the report itself
-                stream.num_lost = num_lost
+def _report_of_lost_lines(formatter: logging.Formatter, num_lost: int) -> str:
+    record = logging.makeLogRecord({"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"})
+    record.msg = event("log_lines_lost", count=num_lost)
+    return formatter.format(record) + "\n"
 
 
 def configure_logging(level: str, process: str, stream: TextIO | None = None, *, is_json: bool = False) -> None:
@@ -171,9 +163,18 @@ def configure_logging(level: str, process: str, stream: TextIO | None = None, *,
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _KVFerryHandler)]:
         root.removeHandler(handler)
-    handler = _KVFerryHandler(open_log_stream(stream or sys.stderr))
-    handler.setFormatter(JsonFormatter(process) if is_json else KeyValueFormatter(process))
+    formatter = JsonFormatter(process) if is_json else KeyValueFormatter(process)
+    report, target = partial(_report_of_lost_lines, formatter), stream or sys.stderr
+    handler = _KVFerryHandler(open_log_stream(target, report) if target is not None else None)  # None: it was closed at start
+    handler.setFormatter(formatter)
     root.addHandler(handler)
     root.setLevel(level)
     for name in _QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)
+
+
+def finish_logging(patience_s: float) -> None:
+    """Wait a moment for a late reader: the last lines say why the process ends."""
+    for handler in logging.getLogger().handlers:
+        if isinstance(handler, _KVFerryHandler) and isinstance(handler.stream, LogStream):
+            handler.stream.finish(patience_s)

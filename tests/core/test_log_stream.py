@@ -8,6 +8,9 @@ import logging
 import os
 import pty
 import socket
+import subprocess
+import sys
+import time
 import tty
 from collections.abc import Iterator
 from contextlib import closing
@@ -16,109 +19,159 @@ from typing import TextIO
 
 import pytest
 
-from core.log import configure_logging, event
-from core.log_stream import LogStream, open_log_stream
+from core.log import configure_logging, event, finish_logging
+from core.log_stream import MAX_KEPT_BYTES, LogStream, open_log_stream
 
 LINE = "x" * 99 + "\n"
+LOST = "lost {}\n"
+DEADLINE_S = 60.0
 
 
-@pytest.fixture(params=["pipe", "terminal", "socket"])
-def ends(request: pytest.FixtureRequest) -> Iterator[tuple[int, TextIO]]:
+@pytest.fixture(params=["pipe", "terminal", "socket", "another user's pipe"])
+def ends(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[int, TextIO]]:
     """Return the end that reads, which does not wait, and the stream that writes."""
-    if request.param == "pipe":
-        reader, writer = os.pipe()
-        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
-    elif request.param == "terminal":
+    if request.param == "terminal":
         reader, writer = pty.openpty()
         tty.setraw(writer)
-    else:
+    elif request.param == "socket":
         reader, writer = (end.detach() for end in socket.socketpair())
+    else:
+        reader, writer = os.pipe()
+        fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    if request.param == "another user's pipe":
+        monkeypatch.setattr("core.log_stream.os.open", refuse_to_open)
     os.set_blocking(reader, False)
     with os.fdopen(writer, "w") as stream:
         yield reader, stream
     os.close(reader)
 
 
-def read_all(fd: int) -> str:
-    """Return what there is now."""
-    parts = []
-    try:
-        while part := os.read(fd, 65536):
-            parts.append(part)
-    except BlockingIOError:
-        pass
-    return b"".join(parts).decode()
+def refuse_to_open(*_arguments: object) -> int:
+    raise PermissionError
 
 
-def fill(stream: LogStream) -> int:
-    """Write lines until one is lost; return how many were written, the last one perhaps in part."""
-    num_lines = 0
-    while not stream.num_lost:
-        stream.write(LINE)
-        num_lines += 1
-    return num_lines - 1
-
-
-def test_lines_without_room_are_lost_whole_and_counted(ends):
-    reader, file = ends
-    stream = open_log_stream(file)
+def opened(file: TextIO) -> LogStream:
+    stream = open_log_stream(file, LOST.format)
     assert isinstance(stream, LogStream)
-    num_written = fill(stream)
-    stream.write(LINE)
-    assert stream.num_lost == 2
-    assert stream.is_stuck
-    text = read_all(reader)
-    stream.write("after\n")
-    assert not stream.is_stuck
-    assert text + read_all(reader) == LINE * num_written + "after\n", "the rest of a line comes before the next one"
+    return stream
+
+
+def read_until(fd: int, end: str) -> str:
+    """Read until a line comes."""
+    deadline, text = time.monotonic() + DEADLINE_S, ""
+    while not text.endswith(end):
+        assert time.monotonic() < deadline, text[-200:]
+        try:
+            text += os.read(fd, 65536).decode()
+        except BlockingIOError:
+            time.sleep(0.001)
+    return text
+
+
+def test_what_is_not_read_at_once_is_written_when_it_is(ends):
+    reader, file = ends
+    stream = opened(file)
+    for _ in range(2500):
+        stream.write(LINE)
+    stream.write("last\n")
+    assert read_until(reader, "last\n") == LINE * 2500 + "last\n"
     assert os.get_blocking(file.fileno()), "what other processes share stays as it was"
 
 
-def test_a_line_longer_than_a_pipe_is_written_in_parts_as_it_is_read(ends):
+def test_beyond_a_limit_lines_are_lost_whole_and_counted_where_they_were(ends):
     reader, file = ends
-    stream = open_log_stream(file)
-    assert isinstance(stream, LogStream)
-    long = "y" * 300_000 + "\n"
-    stream.write(long)
-    text, num_lines = "", 0
-    while not text.endswith(LINE):
-        text += read_all(reader)
+    stream = opened(file)
+    num_written = 2 * MAX_KEPT_BYTES // len(LINE) + 3000  # more than pipes, sockets and terminals hold beside
+    for _ in range(num_written):
         stream.write(LINE)
-        num_lines += 1
-    text += read_all(reader)
-    assert text == long + LINE * (num_lines - stream.num_lost)
+    num_lost = stream._num_lost
+    assert num_lost
+    text = read_until(reader, LOST.format(num_lost))
+    assert text == LINE * (num_written - num_lost) + LOST.format(num_lost)
+    stream.write("after\n")
+    assert read_until(reader, "after\n") == "after\n"
 
 
-def test_the_first_line_that_is_read_again_is_followed_by_the_number_of_the_lost_ones(ends):
+def test_a_line_longer_than_all_that_is_kept_is_written(ends):
+    reader, file = ends
+    long = "y" * (2 * MAX_KEPT_BYTES) + "z\n"
+    opened(file).write(long)
+    assert read_until(reader, "z\n") == long
+
+
+def test_the_number_of_lost_lines_has_a_line_of_the_log(ends):
     reader, file = ends
     log = logging.getLogger("tests.log_stream")
     try:
         configure_logging("INFO", "p", file)
-        handler = logging.getLogger().handlers[-1]
-        assert isinstance(handler, logging.StreamHandler)
-        fill(handler.stream)
-        log.info(event("not_seen", text=LINE))
-        read_all(reader)
-        log.info(event("seen"))
+        for number in range(6000):
+            log.info(event("line", number=number, text=LINE))
+        text = read_until(reader, "\n")
+        while "event=log_lines_lost count=" not in text:
+            text += read_until(reader, "\n")
         log.info(event("next"))
+        text += read_until(reader, "event=next\n")
     finally:
         configure_logging("WARNING", "tests")
-    lines = read_all(reader).splitlines()
-    events = [line.partition("event=")[2] for line in lines if "event=" in line]
-    assert events == ["seen", "log_lines_lost count=2", "next"]
+    events = [line.partition("event=")[2].split() for line in text.splitlines()]
+    *lines, report, after = events
+    assert [fields[1] for fields in lines] == [f"number={number}" for number in range(len(lines))]
+    assert report == ["log_lines_lost", f"count={6000 - len(lines)}"]
+    assert after == ["next"]
+
+
+def test_a_process_waits_at_its_end_for_a_reader_that_is_late():
+    reader, writer = os.pipe()
+    fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
+    script = (
+        "import logging; from core.log import configure_logging; from core.process_signals import exit_process\n"
+        "configure_logging('INFO', 'p')\n"
+        "for _ in range(500): logging.info('x' * 100)\n"
+        "print('logged', flush=True); logging.info('last'); exit_process(3)"
+    )
+    process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=writer)
+    os.close(writer)
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"logged\n"
+    with os.fdopen(reader) as log:
+        lines = log.read().splitlines()
+    assert process.wait(DEADLINE_S) == 3
+    assert len(lines) == 501
+    assert lines[-1].endswith("message=last")
+
+
+def test_a_process_ends_though_nobody_reads():
+    reader, writer = os.pipe()
+    with closing(os.fdopen(writer, "w")) as file:
+        stream = opened(file)
+        for _ in range(2000):
+            stream.write(LINE)
+        stream.finish(0.0)
+        assert stream._kept
+        os.close(reader)
+        stream.finish(DEADLINE_S)
 
 
 def test_files_and_streams_without_a_number_are_written_as_they_are(tmp_path: Path):
     text = io.StringIO()
-    assert open_log_stream(text) is text
+    assert open_log_stream(text, LOST.format) is text
     with closing((tmp_path / "log").open("w")) as file:
-        assert open_log_stream(file) is file
+        assert open_log_stream(file, LOST.format) is file
+
+
+def test_a_closed_stderr_is_no_hindrance(monkeypatch):
+    monkeypatch.setattr("sys.stderr", None)
+    configure_logging("INFO", "p")
+    logging.getLogger("tests.log_stream").info(event("nowhere"))
+    finish_logging(0.0)
+    monkeypatch.undo()
+    configure_logging("WARNING", "tests")
 
 
 def test_without_a_reader_a_write_fails_as_it_did():
     reader, writer = os.pipe()
     with os.fdopen(writer, "w") as file:
-        stream = open_log_stream(file)
+        stream = opened(file)
         os.close(reader)
         with pytest.raises(BrokenPipeError):
             stream.write(LINE)
