@@ -306,7 +306,8 @@ class WorkerProcess:
         for request_id, error in errors.items():
             self._perform(self._state.on_unsendable(action.link, request_id, error))
         if not all(sent) and isinstance(message, list | PrefillDone | RequestFailed | EncodeDone | EncodeFailed | EngineReply):
-            self._limited_log.warning("undeliverable", key=action.link, router=action.link, message=type(message).__name__)
+            name = "tokens of a step" if isinstance(message, list) else type(message).__name__
+            self._limited_log.warning("undeliverable", key=action.link, router=action.link, message=name)
 
     def _stop(self, exit_code: int) -> None:
         if self._exit_code is not None and not self._exit_code.done():

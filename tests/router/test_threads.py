@@ -36,3 +36,11 @@ async def test_a_text_without_a_thread_is_told_to_come_back(served, monkeypatch)
         assert (refused.status_code, refused.json()["error"]["code"]) == (429, "overloaded")
         assert "retry-after" in refused.headers
         assert (await client.post("/tokenize", json=body)).status_code == 200
+
+
+async def test_an_api_key_is_compared_without_a_thread(start_router, monkeypatch):
+    under_test = await start_router(has_http=False, api_key="secret")
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    async with under_test.client() as client:
+        for key, status in (("secret", 200), ("wrong", 401)):
+            assert (await client.get("/v1/models", headers={"authorization": f"Bearer {key}"})).status_code == status
