@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from connectors.ec.chunk_cache import CachedChunk, ChunkCache
@@ -60,7 +60,7 @@ class _Wishes:
     """
 
     deadline: float
-    wanted: set[bytes] = field(default_factory=set)
+    wanted: dict[bytes, None] = field(default_factory=dict)  # in the order in which they were asked for
     sources: dict[bytes, Source] = field(default_factory=dict)
     failures: dict[bytes, ErrorInfo] = field(default_factory=dict)
     given_up: set[bytes] = field(default_factory=set)
@@ -139,7 +139,7 @@ class FetchingScheduler(ECConnectorScheduler):
         if request.status is not RequestStatus.RUNNING:
             wishes.loaded.clear()
         ahead = {feature.identifier: feature for feature in request.mm_features if feature.end > num_computed_tokens}
-        self._let_go(request, wishes, wishes.wanted - ahead.keys())
+        self._let_go(request, wishes, [identifier for identifier in wishes.wanted if identifier not in ahead])
         lacking = [feature for identifier, feature in ahead.items() if identifier not in wishes.loaded]
         is_there = [self._admit(request, wishes, feature) for feature in lacking]
         wishes.is_waiting = not all(is_there)
@@ -188,7 +188,7 @@ class FetchingScheduler(ECConnectorScheduler):
             wishes = _Wishes(deadline=0.0)
             self._find_sources(request, wishes)
         if wishes is not None:
-            self._let_go(request, wishes, set(wishes.wanted))
+            self._let_go(request, wishes, list(wishes.wanted))
             self._release(wishes.sources.values())
         self._unavailable.pop(request.request_id, None)
 
@@ -298,14 +298,14 @@ class FetchingScheduler(ECConnectorScheduler):
         if ended.error is None and not ended.was_aborted:
             self._chunk_cache.settle(item)
             return
-        for request_id in item.wanted_by:
+        for request_id in sorted(item.wanted_by):
             self._note_failure(self._wishes[request_id], ended, source)
         self._chunk_cache.drop(item, ended.quarantined)
 
     def _note_failure(self, wishes: _Wishes, ended: FetchEnded, failed: Source) -> None:
         """Record a failed fetch; the request tries its next source, unless that would fail for the same reason."""
         identifier = ended.identifier
-        wishes.wanted.discard(identifier)
+        wishes.wanted.pop(identifier, None)
         if ended.error is None:
             return
         wishes.failures[identifier] = ended.error
@@ -316,13 +316,13 @@ class FetchingScheduler(ECConnectorScheduler):
     # ---- wants and leases --------------------------------------------------------------------------------------------
 
     def _want(self, request: Request, wishes: _Wishes, item: CachedChunk) -> None:
-        wishes.wanted.add(item.identifier)
+        wishes.wanted[item.identifier] = None
         self._chunk_cache.want(item, request.request_id)
 
-    def _let_go(self, request: Request, wishes: _Wishes, identifiers: Iterable[bytes]) -> None:
+    def _let_go(self, request: Request, wishes: _Wishes, identifiers: Sequence[bytes]) -> None:
         """Remove the request from the owners of these items; a fetch without owners is aborted."""
-        for identifier in list(identifiers):
-            wishes.wanted.discard(identifier)
+        for identifier in identifiers:
+            wishes.wanted.pop(identifier, None)
             item = self._chunk_cache.get(identifier)
             if item is None:
                 continue
@@ -334,7 +334,7 @@ class FetchingScheduler(ECConnectorScheduler):
     def _give_up(self, request: Request, wishes: _Wishes, identifier: bytes, error: KVFerryError | None = None) -> bool:
         """Stop waiting for an item; True if the request can continue without it, because the image is at hand."""
         wishes.given_up.add(identifier)
-        self._let_go(request, wishes, wishes.wanted & {identifier})
+        self._let_go(request, wishes, [identifier] if identifier in wishes.wanted else [])
         self._release_of(wishes, identifier)
         if _has_image(request, identifier):
             return True
