@@ -37,6 +37,12 @@ class LinkMonitor:
         self._is_connected = False
         self._was_refused = False  # by the last event
         self._refusal = ""
+        self._has_given_up = False
+
+    def has_given_up(self) -> bool:
+        """Return True if ZeroMQ tries no more, as after a router without a key has met a worker with one, or the reverse."""
+        self.note_events()
+        return self._has_given_up and not self._is_connected
 
     def why_unusable(self) -> str:
         """Return why there is no connection, empty if there is one."""
@@ -54,6 +60,7 @@ class LinkMonitor:
         self._was_refused = is_refusal(found)
         if self._was_refused:
             self._refusal = self._reason(int(found["value"]))
+            self._has_given_up |= int(found["value"]) == zmq.PROTOCOL_ERROR_ZMTP_MECHANISM_MISMATCH
             return
         match kind:
             case zmq.EVENT_HANDSHAKE_SUCCEEDED:

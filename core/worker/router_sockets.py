@@ -123,6 +123,8 @@ class RouterSockets:
     async def _follow_names(self) -> None:
         while True:
             found = await self._resolve_all()
+            for link in [link for link, monitor in self._monitors.items() if monitor.has_given_up()]:
+                await self._disconnect(link)  # and connect again, since the router may have another key by now
             for link in sorted(found - self._sockets.keys()):
                 self._connect(link)
             if not self._unresolved:  # a name service that is down proves nothing about the routers

@@ -9,7 +9,9 @@ import pytest
 import zmq
 
 from core.errors import PeerUnreachable
-from core.wire.sockets import AsyncContext
+from core.ids import RandomIds
+from core.wire.curve import derive_keys, new_cluster_key
+from core.wire.sockets import AsyncContext, SocketOptions, bind, router_socket
 from core.worker.router_sockets import RouterSockets
 
 WAIT_S = 10.0
@@ -166,3 +168,30 @@ async def test_leaving_and_closing_in_good_order_is_no_death(sockets, names, lin
     await asyncio.sleep(0)  # done-callbacks run in the next turn
     assert links.events[2:] == ["-tcp://127.0.0.1:1"]
     assert links.deaths.empty()
+
+
+@pytest.mark.parametrize("has_key", [True, False])
+async def test_a_router_that_had_no_key_or_one_too_many_is_met_once_it_is_started_again(has_key):
+    """ZeroMQ itself never tries again after such a refusal."""
+    keys = derive_keys(new_cluster_key(RandomIds()))
+    context, links = AsyncContext(), Links()
+    router = router_socket(context, SocketOptions(max_message_bytes=1000, keys=None if has_key else keys))
+    address = bind(router, "tcp://127.0.0.1:0")
+    sockets = RouterSockets([address], links, Names(address).resolve, interval_s=0.05, keys=keys if has_key else None)
+    sockets.start()
+    try:
+        await until(lambda: f"-{address}" in links.events)
+        router.close(linger=0)
+        router = router_socket(context, SocketOptions(max_message_bytes=1000, keys=keys if has_key else None))
+        bind(router, address)
+        await until(lambda: sockets.send(address, b"hello"))
+        assert (await asyncio.wait_for(router.recv_multipart(), WAIT_S))[1:] == [b"hello"]
+    finally:
+        await sockets.close(0.0)
+        context.destroy(linger=0)
+
+
+async def until(condition):
+    async with asyncio.timeout(WAIT_S):
+        while not condition():
+            await asyncio.sleep(0.01)
