@@ -26,6 +26,7 @@ _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "Ki": 1 << 10, "Mi": 
 _SECRETS = frozenset({"api_key", "cluster_key", "other_cluster_keys", "redis_password"})
 _MAY_HOLD_SECRETS = frozenset({"redis_url", "endpoint", "vllm_arguments", "extra"})  # among other words
 _WORD = re.compile(r"[\w.-]+")
+_MERGE = "tag:yaml.org,2002:merge"
 _QUOTED = re.compile(r"\b(alias|anchor|tag|tag handle) (['\"]).*\2")  # what PyYAML quotes of a file's text
 _WORDS: Mapping[Any, str] = {bool: "true or false", str: "text", dict: "a mapping"}
 _FOUND: Mapping[type, str] = {str: "text", list: "a list", int: "a number", float: "a number"}
@@ -43,7 +44,7 @@ class _Loader(yaml.SafeLoader):
         node = super().compose_mapping_node(anchor)
         lines: dict[tuple[str, str], int] = {}
         for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode):
+            if not isinstance(key, yaml.ScalarNode) or key.tag == _MERGE:  # of several <<, all are taken
                 continue
             written, line = (key.tag, key.value), key.start_mark.line + 1
             if written in lines:

@@ -269,6 +269,13 @@ def test_a_key_that_is_written_twice_is_refused_though_parsers_take_the_last_one
     assert "SECRET" not in caught.value.message
 
 
+def test_keys_of_several_merges_are_all_taken(tmp_path):
+    path = tmp_path / "c.yaml"
+    path.write_text("router:\n  images: {<<: {max_count: 1}, <<: {max_bytes: 2}}\n")
+    images = load_config(path).router.images
+    assert (images.max_count, images.max_bytes) == (1, 2)
+
+
 def test_a_key_that_is_written_twice_in_an_assignment_is_refused():
     with pytest.raises(ConfigError, match="key port is written twice"):
         load_config(assignments=["router={port: 1, port: 2}"])
