@@ -5,7 +5,7 @@ from __future__ import annotations
 import http.server
 import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 import pytest
 
@@ -178,6 +178,28 @@ def test_no_answer_ends_the_watch(body):
             child.is_replaced.clear()
             assert child.is_replaced.wait(60)
     assert child.reasons[0]
+
+
+@pytest.mark.parametrize("head", [b"", b"HTTP/1.1 200 OK\r\n\r\n"])
+def test_answer_that_comes_byte_by_byte_counts_as_none_at_its_deadline(head):
+    is_over = threading.Event()
+
+    def drip(listener):
+        sock, _ = listener.accept()
+        with sock, suppress(OSError):
+            sock.sendall(head)
+            for byte in b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 60 + b"\r\n":
+                if is_over.wait(0.005):
+                    return
+                sock.sendall(bytes([byte]))
+
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=drip, args=(listener,))
+        thread.start()
+        with pytest.raises(NoAnswer):
+            get(f"http://127.0.0.1:{listener.getsockname()[1]}/health", 0.2)
+        is_over.set()
+        thread.join()
 
 
 def test_listener_that_never_answers_is_silent_and_one_that_closes_is_not():
