@@ -5,10 +5,11 @@ Owns the time limits. Nothing is asked of a server that would change it; a route
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from email.utils import parsedate_to_datetime
 from urllib.parse import urlsplit
 
@@ -30,6 +31,8 @@ from kvferry.http_get import get
 from kvferry.server_address import bearer, first_key
 
 CONNECT_TIMEOUT_S = 3.0
+ANSWER_TIMEOUT_S = 10.0  # for the whole of an answer
+_MAX_ANSWER_BYTES = 1 << 20
 MAX_CLOCK_DIFFERENCE_S = 5.0
 _HAS_KEY = "give both the same key: security.cluster_key, $KVFERRY_CLUSTER_KEY"
 _REACH = "start it; if it runs: look at its address, DNS and network policies"
@@ -166,9 +169,9 @@ def _try_to_connect(subject: str, name: str, host: str, port: int) -> Finding:
 def check_clock(url: str) -> Iterator[Finding]:
     """Compare this machine's clock with a router's: leases are durations and unaffected, logs and traces are not."""
     try:
-        response = httpx.get(f"{url}/health", timeout=CONNECT_TIMEOUT_S)
+        response, _ = asyncio.run(_ask(f"{url}/health"))
         theirs = parsedate_to_datetime(response.headers["date"]).timestamp()
-    except (httpx.HTTPError, KeyError, ValueError) as error:
+    except (httpx.HTTPError, TimeoutError, KeyError, ValueError) as error:
         yield Finding("clock", "warning", f"{url} told no time: {error!r}", "look whether the router runs")
         return
     difference = abs(time.time() - theirs)
@@ -180,9 +183,25 @@ def check_served_model(config: KVFerryConfig, url: str) -> Iterator[Finding]:
     """Compare the model's name with those that a router serves: it refuses workers of others."""
     ours = config.model.served_name or config.model.name
     try:
-        answer = httpx.get(f"{url}/v1/models", headers=bearer(first_key(config.router.api_key)), timeout=CONNECT_TIMEOUT_S)
-        theirs = [str(each["id"]) for each in answer.raise_for_status().json()["data"]]
-    except (httpx.HTTPError, ValueError, LookupError, TypeError) as error:
+        response, body = asyncio.run(_ask(f"{url}/v1/models", bearer(first_key(config.router.api_key))))
+        response.raise_for_status()
+        theirs = [str(each["id"]) for each in json.loads(body)["data"]]
+    except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
+async def _ask(url: str, headers: Mapping[bytes, bytes] | None = None) -> tuple[httpx.Response, bytes]:
+    """Return a server's answer and its body, of a bounded time and size: the time limit of httpx is for each piece."""
+    body = bytearray()
+    async with (
+        asyncio.timeout(ANSWER_TIMEOUT_S),
+        httpx.AsyncClient(headers=headers, timeout=CONNECT_TIMEOUT_S) as client,
+        client.stream("GET", url) as response,
+    ):
+        async for piece in response.aiter_bytes():
+            body += piece
+            if len(body) > _MAX_ANSWER_BYTES:
+                raise ValueError("the answer is too long")
+    return response, bytes(body)
+
+
         fix = "look whether it is a router; where it asks for an API key, give router.api_key, $KVFERRY_API_KEY"
         yield Finding("model of the router", "warning", f"{url} named no model: {error!r}", fix)
         return

@@ -6,6 +6,7 @@ import json
 import os
 import socket
 import threading
+from contextlib import suppress
 from functools import partial
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -49,6 +50,41 @@ def http_server():
     server.shutdown()
     thread.join()
     server.server_close()
+
+
+@pytest.fixture
+def drip_port():
+    """The port of a server whose answers come byte by byte, each within any time limit, and are JSON at their end."""
+    is_over = threading.Event()
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.end_headers()
+            answer = b'{"wire_version": 2, "data": [{"id": "served"}]}'
+            for byte in b" " * 400 + answer:
+                if is_over.wait(0.01):
+                    return
+                self.wfile.write(bytes([byte]))
+
+        def log_message(self, *_) -> None:
+            pass
+
+        def finish(self) -> None:
+            with suppress(OSError):
+                super().finish()
+
+        def handle(self) -> None:
+            with suppress(OSError):
+                super().handle()
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        yield server.server_port
+        is_over.set()
+        server.shutdown()
+        thread.join()
 
 
 @pytest.fixture
@@ -99,6 +135,23 @@ def test_a_model_that_the_router_does_not_serve_is_found(http_server):
         assert verdicts(check, *settings)["model of the router"].verdict == verdict
     found = {one.subject: one for one in findings_of(load_config(), f"http://127.0.0.1:{port}")}
     assert found["model of the router"].text.endswith(" serves served")
+
+
+@pytest.mark.slow
+def test_server_that_answers_byte_by_byte_is_left_after_a_time(drip_port, monkeypatch):
+    monkeypatch.setattr(doctor_peers, "CONNECT_TIMEOUT_S", 1.0)
+    monkeypatch.setattr(doctor_peers, "ANSWER_TIMEOUT_S", 1.0, raising=False)
+    found = verdicts(partial(doctor_peers.check_served_model, url=f"http://127.0.0.1:{drip_port}"), "model.name=served")
+    assert "named no model: TimeoutError()" in found["model of the router"].text
+    assert not doctor_peers.is_router_at_port(load_config(assignments=[f"router.port={drip_port}"]).router)
+
+
+def test_answer_without_end_is_not_kept(http_server, monkeypatch):
+    port, answers = http_server
+    monkeypatch.setattr(doctor_peers, "_MAX_ANSWER_BYTES", 1 << 10, raising=False)
+    answers["/v1/models"] = {"data": [{"id": "served"}], "more": "x" * (1 << 10)}
+    found = verdicts(partial(doctor_peers.check_served_model, url=f"http://127.0.0.1:{port}"), "model.name=served")
+    assert "the answer is too long" in found["model of the router"].text
 
 
 def test_port_of_serve_that_no_router_of_ours_holds_is_a_failure(http_server):
