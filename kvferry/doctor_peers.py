@@ -20,7 +20,7 @@ from zmq.utils.monitor import recv_monitor_message
 from connectors.lmcache.client import fetch_facts
 from core.config import KVFerryConfig
 from core.config_router import RouterSection
-from core.errors import KVFerryError
+from core.errors import ConfigError, KVFerryError
 from core.wire.curve import ClusterKeys, secure_client
 from core.wire.key_rotation import HANDSHAKE_FAILED_EVENTS, connect_with_each_key, is_refusal, keys_of
 from core.wire.sockets import split_tcp
@@ -121,9 +121,16 @@ def check_redis_server(config: KVFerryConfig) -> Iterator[Finding]:
             tier.locate([b"doctor"])
         finally:
             tier.close()
+    except ConfigError as error:
+        yield Finding("Redis", "warning", error.message, f"correct {name}")
+        return
     except KVFerryError as error:
         text = error.message if name in error.message else f"{name}: {error.message}"
         yield Finding("Redis", "warning", text, f"{_REACH}; its password is kvstore.redis_password, $KVFERRY_REDIS_PASSWORD")
+        return
+    except Exception as error:  # of an option in the address that only connecting shows; not quoted, as it may be a password
+        text = f"{name}: an option in it has a wrong value ({type(error).__name__})"
+        yield Finding("Redis", "warning", text, f"correct {name}")
         return
     yield Finding("Redis", "ok", f"{name}: it answers")
 
@@ -179,14 +186,6 @@ def check_clock(url: str) -> Iterator[Finding]:
     yield Finding("clock", "warning" if is_off else "ok", f"{difference:.0f} s from the router's", "run NTP on both machines")
 
 
-def check_served_model(config: KVFerryConfig, url: str) -> Iterator[Finding]:
-    """Compare the model's name with those that a router serves: it refuses workers of others."""
-    ours = config.model.served_name or config.model.name
-    try:
-        response, body = asyncio.run(_ask(f"{url}/v1/models", bearer(first_key(config.router.api_key))))
-        response.raise_for_status()
-        theirs = [str(each["id"]) for each in json.loads(body)["data"]]
-    except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
 async def _ask(url: str, headers: Mapping[bytes, bytes] | None = None) -> tuple[httpx.Response, bytes]:
     """Return a server's answer and its body, of a bounded time and size: the time limit of httpx is for each piece."""
     body = bytearray()
@@ -202,6 +201,14 @@ async def _ask(url: str, headers: Mapping[bytes, bytes] | None = None) -> tuple[
     return response, bytes(body)
 
 
+def check_served_model(config: KVFerryConfig, url: str) -> Iterator[Finding]:
+    """Compare the model's name with those that a router serves: it refuses workers of others."""
+    ours = config.model.served_name or config.model.name
+    try:
+        response, body = asyncio.run(_ask(f"{url}/v1/models", bearer(first_key(config.router.api_key))))
+        response.raise_for_status()
+        theirs = [str(each["id"]) for each in json.loads(body)["data"]]
+    except (httpx.HTTPError, TimeoutError, ValueError, LookupError, TypeError) as error:
         fix = "look whether it is a router; where it asks for an API key, give router.api_key, $KVFERRY_API_KEY"
         yield Finding("model of the router", "warning", f"{url} named no model: {error!r}", fix)
         return

@@ -52,8 +52,10 @@ class RedisTier(Tier):
                 decode_responses=False,
                 protocol=2,
             )
-        except ValueError:  # of an option behind "?"; it is not quoted, as it may be a password
-            raise ConfigError(f"{_SETTING}: an option in it has a wrong value", param=_SETTING) from None
+            pool = self._redis.connection_pool
+            pool.connection_class(**pool.connection_kwargs)  # connects to nothing, and takes known options only
+        except Exception:  # any, by the option behind "?"; it is not quoted, as it may be a password
+            raise ConfigError(f"{_SETTING}: an option in it is unknown or has a wrong value", param=_SETTING) from None
         self._failures = (redis.RedisError, OSError)
         self._refusal = redis.ResponseError
         self._is_down = redis.exceptions.ClusterDownError  # a refusal of every command; also of a replica without its master

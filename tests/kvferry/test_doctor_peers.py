@@ -8,7 +8,7 @@ import socket
 import threading
 from contextlib import suppress
 from functools import partial
-from http.server import BaseHTTPRequestHandler, HTTPServer
+from http.server import BaseHTTPRequestHandler, HTTPServer, ThreadingHTTPServer
 
 import pytest
 import zmq
@@ -173,6 +173,14 @@ def test_redis_that_does_not_answer_is_found(closed_port):
     found = verdicts(doctor_peers.check_redis_server, f"kvstore.redis_url=redis://127.0.0.1:{closed_port}/0")["Redis"]
     assert (found.verdict, found.text.partition(":")[0]) == ("warning", "kvstore.redis_url")
     assert "Connection refused" in found.text
+
+
+@pytest.mark.parametrize("option", ["foo=1", "ssl_cert_reqs=none", "db=abc", "retry=x", "socket_connect_timeout=-3"])
+def test_redis_option_that_the_library_does_not_take_is_found(option, closed_port):
+    pytest.importorskip("redis")
+    found = verdicts(doctor_peers.check_redis_server, f"kvstore.redis_url=redis://127.0.0.1:{closed_port}/0?{option}")["Redis"]
+    assert (found.verdict, found.fix) == ("warning", "correct kvstore.redis_url")
+    assert found.text.startswith("kvstore.redis_url: an option in it ")
 
 
 @pytest.mark.slow

@@ -234,6 +234,24 @@ def test_an_address_that_is_none_or_holds_a_password_is_refused_without_showing_
     assert "KVFERRY_REDIS_PASSWORD" in str(refusal.value)
 
 
+@pytest.mark.parametrize(
+    "url",
+    [
+        "redis://somewhere/0?hunter=2",
+        "redis://somewhere/0?ssl_cert_reqs=none",
+        "redis://somewhere/0?db=hunter",
+        "redis://somewhere/0?protocol=9",
+        "redis://somewhere/0?maint_notifications_config=hunter",
+        "rediss://somewhere/0?ssl_cert_reqs=hunter",
+        "unix:///run/redis.sock?port=1",
+    ],
+)
+def test_an_option_that_the_library_does_not_take_is_refused_without_showing_it(url):
+    with pytest.raises(ConfigError, match=r"kvstore\.redis_url: an option in it is unknown or has a wrong value") as refusal:
+        RedisTier(url, timeout_s=1.0)
+    assert "hunter" not in str(refusal.value)
+
+
 @pytest.mark.parametrize("kind", ["long", "list"])
 def test_value_that_can_never_be_loaded_is_replaced(redis_process, embedded_store, kind):
     block = make_block(1)
