@@ -7,7 +7,7 @@ names the setting.
 from __future__ import annotations
 
 import re
-from urllib.parse import parse_qs, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from core.errors import ConfigError
 
@@ -16,7 +16,7 @@ _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[^\s\]/]+)?\]|[^\s:/\[\]]+)
 # As browsers send it, or a pattern of such ones: *.example
 ORIGIN = r"^(\*|null|(\*|[a-z*][a-z0-9+.*-]*://)(\[[0-9a-f:.]+\]|[a-z0-9_.*-]+)(:[0-9*]{1,5})?)$"
 _DEFAULT_PORTS = ("http", "80"), ("https", "443")  # browsers leave them out
-_REDIS_SCHEMES = ("redis", "rediss", "unix")
+_REDIS_SCHEMES = ("redis://", "rediss://", "unix://")  # as redis-py compares them
 _IPC_ADDRESS = re.compile(r"ipc://[^\s*]{1,100}")  # a path, or with @ a name in the network namespace
 
 
@@ -99,8 +99,10 @@ def check_redis_url(path: str, url: str) -> None:
     """
     try:
         parts = urlsplit(url)
-        is_right = parts.scheme in _REDIS_SCHEMES and parts.port != 0
-    except ValueError:  # of the port, or brackets
+        if parts.scheme != "unix":
+            unquote(parts.hostname or "").encode("idna")
+        is_right = url.startswith(_REDIS_SCHEMES) and parts.port != 0
+    except ValueError:  # of the port, brackets, or a name that none can be
         is_right = False
     if not is_right or parts.password is not None or "password" in parse_qs(parts.query):
         raise ConfigError(

@@ -392,6 +392,10 @@ def test_the_ports_of_several_router_processes_are_ports(setting, value):
         "kvstore.redis_url=redis://redis:port",
         "kvstore.redis_url=redis://redis:0/0",
         "kvstore.redis_url=redis://:secret@redis/0",
+        "kvstore.redis_url=REDIS://redis:6379/0",
+        "kvstore.redis_url=redis:redis",
+        "kvstore.redis_url=unix:/run/redis.sock",
+        "kvstore.redis_url=redis://a..b/0",
     ],
 )
 def test_values_that_nothing_could_work_with_are_refused(assignment):
