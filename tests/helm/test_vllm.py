@@ -86,6 +86,12 @@ def test_the_server_of_an_agent_has_the_timings_of_the_role_s_probes(find):
     }
 
 
+@pytest.mark.parametrize(("length", "said"), [("1000000", "1000000"), ("1Mi", "1048576"), ("10M", "10000000")])
+def test_longest_request_is_told_in_plain_digits(find, length, said):
+    vllm = by_name(pod(find, OURS, "prefill", f"config.model.max_model_len={length}")["initContainers"])["vllm"]
+    assert option(vllm["command"], "--max-model-len") == said
+
+
 def test_vllm_has_the_gpus_the_model_and_the_plugin_and_the_agent_has_none(find):
     spec = pod(find, OURS, "prefill")
     containers = by_name(spec["initContainers"])

@@ -87,7 +87,7 @@ ranks with an endpoint each, or the values have endpoints of their own.
 {{- if .root.Values.vllm.agent.enabled -}}
 {{- $command = concat $command (list "--enable-scale-out" "--enable-prompt-tokens-details" "--disable-uvicorn-access-log") -}}
 {{- end -}}
-{{- with $config.model.max_model_len -}}{{- $command = concat $command (list "--max-model-len" (toString .)) -}}{{- end -}}
+{{- with $config.model.max_model_len -}}{{- $command = concat $command (list "--max-model-len" (int64 . | toString)) -}}{{- end -}}
 {{- if ne (default "auto" $config.model.dtype) "auto" -}}{{- $command = concat $command (list "--dtype" $config.model.dtype) -}}{{- end -}}
 {{- if include "kvferry.hasPlugin" . -}}
 {{- $command = concat $command (list "--kv-transfer-config" (include "kvferry.vllmTransfer" .)) -}}
