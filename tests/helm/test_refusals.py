@@ -1,6 +1,11 @@
 """Values that are wrong, or do not go together, are refused by Helm with a message that says what to change."""
 
+import json
+
 import pytest
+
+from core.config_tree import is_size
+from tests.helm.conftest import CHART
 
 pytestmark = pytest.mark.slow
 
@@ -43,6 +48,16 @@ CASES = {
     "pool beyond the memory limit": (["config.cache.memory_bytes=5000000000"], "does not even hold the KV pool"),
     "pool beyond the memory limit, as a size": (["config.cache.memory_bytes=5GiB"], "does not even hold the KV pool"),
     "setting that is no size": (["config.cache.memory_bytes=5 Gigs"], "at '/config/cache/memory_bytes'"),
+    "size without a byte": (
+        ["config.cache.memory_bytes=0GiB"],
+        "config.cache.memory_bytes = 0GiB: expected a whole number, at least 1 and",
+    ),
+    "size with a part of a byte": (["config.cache.memory_bytes=1.0001Ki"], "config.cache.memory_bytes = 1.0001Ki: expected"),
+    "endless size": (["config.cache.memory_bytes=99999999T"], "at least 1 and at most 999999999999999999"),
+    "part of a size of a role": (
+        ["prefill.config.cache.memory_bytes=1.5B"],
+        "prefill.config.cache.memory_bytes = 1.5B: expected",
+    ),
     "memory that is no quantity": (["prefill.resources.limits.memory=4 GB"], "at '/prefill/resources/limits/memory'"),
     "scaling from more to fewer": (
         [*(f"decode.autoscaling.{part}" for part in ("type=hpa", "min=3", "max=2", "metrics.kvferry_num_requests_running=9"))],
@@ -174,3 +189,23 @@ CASES = {
 @pytest.mark.parametrize(("sets", "message"), CASES.values(), ids=CASES)
 def test_is_refused_with_what_to_change(helm, sets, message):
     assert message in helm.refusal(*sets)
+
+
+def bounds_of_sizes():
+    """Return the settings that may be sizes, each with one beyond each of the bounds that numbers have."""
+    definitions = json.loads((CHART / "values.schema.json").read_text())["$defs"]
+
+    def within(section, path):
+        for name, setting in definitions[section]["properties"].items():
+            if "$ref" in setting:
+                yield from within(setting["$ref"].rpartition("/")[2], f"{path}.{name}")
+            elif is_size(name):
+                beyond = [setting["minimum"] - 1, setting.get("maximum", 10**18 - 1) + 1]
+                yield from ((f"{path}.{name}", f"{number}B") for number in beyond if number >= 0)
+
+    return list(within("KVFerryConfig", "config"))
+
+
+@pytest.mark.parametrize(("setting", "size"), bounds_of_sizes())
+def test_size_beyond_the_bounds_of_its_number_is_refused_by_name(helm, setting, size):
+    assert f"{setting} = {size}: expected a whole number" in helm.refusal(f"{setting}={size}")

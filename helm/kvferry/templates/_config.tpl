@@ -6,7 +6,7 @@
 {{- $any := ternary "[::]" "0.0.0.0" (eq $root.Values.network.ipFamily "IPv6") -}}
 {{- $routers := printf "tcp://%s-router-workers.%s.svc.%s:%v" (include "kvferry.fullname" $root) $root.Release.Namespace $root.Values.network.clusterDomain $ports.workers -}}
 {{- $config := mergeOverwrite (deepCopy (default dict $root.Values.config)) (deepCopy (default dict $role.config)) -}}
-{{- include "kvferry.readSizes" $config -}}
+{{- include "kvferry.readSizes" (dict "section" $config "path" "" "role" .role) -}}
 {{- $chart := dict
       "model" (dict "cache_dir" "/var/cache/kvferry" "name" (dig "model" "name" "smollm2-135m" $config))
       "connector" dict
@@ -71,14 +71,25 @@
 {{- toYaml $config -}}
 {{- end -}}
 
-{{/* Put numbers in the place of sizes such as 1GiB, which templates compare; without the fraction of a byte. */}}
+{{/*
+Put numbers in the place of sizes such as 1GiB, which templates compare. The bounds of the schema are for numbers only, so those
+of sizes are here: at least 1 byte, or 0 tokens, and less than 10^18, where nothing else is said.
+*/}}
 {{- define "kvferry.readSizes" -}}
-{{- $section := . -}}
-{{- range $name, $value := $section -}}
+{{- $lowest := dict "kvstore.block_bytes" 0 "router.max_head_bytes" 1024 -}}
+{{- $highest := dict "router.max_head_bytes" 1048576 "router.images.max_bytes" 20971520 "router.images.max_total_bytes" 41943040 -}}
+{{- range $name, $value := .section -}}
+{{- $path := trimPrefix "." (printf "%s.%s" $.path $name) -}}
 {{- if and (kindIs "map" $value) (ne $name "extra") -}}
-{{- include "kvferry.readSizes" $value -}}
+{{- include "kvferry.readSizes" (dict "section" $value "path" $path "role" $.role) -}}
 {{- else if and (kindIs "string" $value) (regexMatch "(_bytes|_tokens|max_model_len)$" $name) -}}
-{{- $_ := set $section $name (include "kvferry.bytes" ($value | replace " " "" | trimSuffix "B") | int64) -}}
+{{- $size := include "kvferry.exactBytes" ($value | replace " " "" | trimSuffix "B") -}}
+{{- $low := dig $path (ternary 1 0 (hasSuffix "_bytes" $name)) $lowest | int64 -}}
+{{- $high := dig $path 999999999999999999 $highest | int64 -}}
+{{- if or (not (regexMatch "^[0-9]{1,18}$" $size)) (lt (int64 $size) $low) (gt (int64 $size) $high) -}}
+{{- fail (printf "%s.config.%s = %s: expected a whole number, at least %d and at most %d" $.role $path $value $low $high) -}}
+{{- end -}}
+{{- $_ := set $.section $name (int64 $size) -}}
 {{- end -}}
 {{- end -}}
 {{- end -}}

@@ -80,8 +80,13 @@ matchExpressions:
 {{- end -}}
 {{- end -}}
 
-{{/* Bytes of a Kubernetes quantity such as 4Gi, 500M or 1024. */}}
+{{/* Bytes of a Kubernetes quantity such as 4Gi, 500M or 1024, without the fraction of one. */}}
 {{- define "kvferry.bytes" -}}
+{{- include "kvferry.exactBytes" . | float64 | floor | int64 -}}
+{{- end -}}
+
+{{/* The same with the fraction. */}}
+{{- define "kvferry.exactBytes" -}}
 {{- $text := toString . -}}
 {{- $units := dict "Ki" 1024 "Mi" 1048576 "Gi" 1073741824 "Ti" 1099511627776 "k" 1000 "M" 1000000 "G" 1000000000 "T" 1000000000000 -}}
 {{- $number := regexFind "^[0-9]+([.][0-9]+)?" $text -}}
@@ -89,7 +94,7 @@ matchExpressions:
 {{- if and $unit (not (hasKey $units $unit)) -}}
 {{- fail (printf "%q is not a memory quantity: use Ki, Mi, Gi or Ti" $text) -}}
 {{- end -}}
-{{- mulf (float64 $number) (float64 (default 1 (get $units $unit))) | floor | int64 -}}
+{{- mulf (float64 $number) (float64 (default 1 (get $units $unit))) | toJson -}}
 {{- end -}}
 
 {{- define "kvferry.clusterKeySecret" -}}
