@@ -13,9 +13,12 @@ from core.errors import ConfigError
 
 # Host: name, IPv4, [IPv6] or *
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9A-Fa-f:.]+(?:%[^\s\]/]+)?\]|[^\s:/\[\]]+):(?P<port>[0-9]{1,5})")
-# As browsers send it, or a pattern of such ones: *.example
-ORIGIN = r"^(\*|null|(\*|[a-z*][a-z0-9+.*-]*://)(\[[0-9a-f:.]+\]|[a-z0-9_.*-]+)(:[0-9*]{1,5})?)$"
-_DEFAULT_PORTS = ("http", "80"), ("https", "443")  # browsers leave them out
+# As browsers send it, or a pattern of such ones: *.example. Schemes of their own may have no host, or one in upper case
+_PLAIN_ORIGIN = r"(\*|[a-z*][a-z0-9+.*-]*://)(\[[0-9a-f:.]+\]|[a-z0-9_.*-]+)(:[0-9*]{1,5})?"
+_OTHER_ORIGIN = r"[a-z][a-z0-9+.-]*://([A-Za-z0-9_.~%!$&'()*+,;=-]+(:[0-9*]{1,5})?)?"
+ORIGIN = rf"^(\*|null|{_PLAIN_ORIGIN}|{_OTHER_ORIGIN})$"
+# Of http and https browsers send a host in lower case, and leave out the scheme's own port
+NO_ORIGIN = r"^(https?://(.*[^a-z0-9_.*:\[\]-].*)?|http://.*:80|https://.*:443)$"
 _REDIS_SCHEMES = ("redis://", "rediss://", "unix://")  # as redis-py compares them
 _IPC_ADDRESS = re.compile(r"ipc://[^\s*]{1,100}")  # a path, or with @ a name in the network namespace
 
@@ -112,8 +115,7 @@ def check_redis_url(path: str, url: str) -> None:
 
 def check_origin(path: str, origin: str) -> None:
     """Refuse what no browser sends as the origin of a web page: it would be compared with every request, and never be equal."""
-    has_default_port = any(origin.startswith(f"{scheme}://") and origin.endswith(f":{port}") for scheme, port in _DEFAULT_PORTS)
-    if has_default_port or re.fullmatch(ORIGIN, origin) is None:
+    if re.fullmatch(ORIGIN, origin) is None or re.fullmatch(NO_ORIGIN, origin) is not None:
         raise ConfigError(
             f"{path}: {origin!r} is no origin that a browser sends: expected * or scheme://host[:port] in lower case, "
             "without a path, and without a port that is the scheme's own",

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from core.config import KVFerryConfig
-from core.config_checks import ORIGIN
+from core.config_checks import NO_ORIGIN, ORIGIN
 from core.config_tree import is_size
 from core.constants import HASH_BLOCK_SIZE
 
@@ -73,6 +73,7 @@ PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
 QUANTITY: Schema = {"type": ["string", "number"], "pattern": "^[0-9]+([.][0-9]+)?(m|Ki|Mi|Gi|Ti|k|M|G|T)?$"}
 SIZE: Schema = {"type": "string", "pattern": "^[0-9]+([.][0-9]+)?(Ki|Mi|Gi|Ti|k|M|G|T)$"}
 SETTING_SIZE = "^[0-9]+([.][0-9]+)? ?([kMGT]|[KMGT]i)?B?$"  # as core.config_tree.parse_size reads it
+ORIGIN_OF_PAGES: Schema = {"type": "string", "pattern": ORIGIN, "not": {"pattern": NO_ORIGIN}}
 DURATION: Schema = {"type": "string", "pattern": "^[0-9]+(ms|s|m)$"}
 TEXTS: Schema = {"type": "object", "additionalProperties": TEXT}
 ANYTHING: Schema = {"type": "object"}  # Kubernetes' own types; the API server knows them
@@ -395,7 +396,7 @@ def settings() -> dict[str, Schema]:
                 setting.update(type=["integer", "string"], pattern=SETTING_SIZE)
     found["CacheSection"]["properties"]["block_size"]["multipleOf"] = HASH_BLOCK_SIZE
     found["ImagesSection"]["properties"]["allowed_hosts"]["items"] = IMAGE_HOST
-    found["RouterSection"]["properties"]["cors_origins"]["items"] = {"type": "string", "pattern": ORIGIN}
+    found["RouterSection"]["properties"]["cors_origins"]["items"] = ORIGIN_OF_PAGES
     used = reachable("KVFerryConfig", found)
     return {name: definition for name, definition in found.items() if name in used}
 

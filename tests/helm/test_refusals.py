@@ -58,6 +58,8 @@ CASES = {
         ["prefill.config.cache.memory_bytes=1.5B"],
         "prefill.config.cache.memory_bytes = 1.5B: expected",
     ),
+    "default port in an origin": (["config.router.cors_origins={https://a:443}"], "at '/config/router/cors_origins/0'"),
+    "host of an origin in upper case": (["config.router.cors_origins={https://A}"], "at '/config/router/cors_origins/0'"),
     "memory that is no quantity": (["prefill.resources.limits.memory=4 GB"], "at '/prefill/resources/limits/memory'"),
     "scaling from more to fewer": (
         [*(f"decode.autoscaling.{part}" for part in ("type=hpa", "min=3", "max=2", "metrics.kvferry_num_requests_running=9"))],
