@@ -193,5 +193,7 @@ async def test_a_router_that_had_no_key_or_one_too_many_is_met_once_it_is_starte
 
 async def until(condition):
     async with asyncio.timeout(WAIT_S):
-        while not condition():
+        while True:
+            if condition():
+                return
             await asyncio.sleep(0.01)
