@@ -15,12 +15,14 @@ from zmq.utils.monitor import parse_monitor_message
 from core.wire.key_rotation import is_refusal
 from core.wire.sockets import AsyncSocket
 
+SILENT = "it does not answer"
 AWAY = "no connection: no router is there, or a firewall or NetworkPolicy is in between"
 _EVENTS = (
     zmq.EVENT_HANDSHAKE_SUCCEEDED
     | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
     | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
+    | zmq.EVENT_CONNECTED
     | zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED  # a try to connect has failed
 )
@@ -34,7 +36,8 @@ class LinkMonitor:
         self._has_key = has_key
         self._monitor = socket.get_monitor_socket(_EVENTS)
         self._events: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor)
-        self._is_connected = False
+        self._is_connected = False  # with a handshake
+        self._is_open = False
         self._was_refused = False  # by the last event
         self._refusal = ""
         self._has_given_up = False
@@ -47,7 +50,7 @@ class LinkMonitor:
     def why_unusable(self) -> str:
         """Return why there is no connection, empty if there is one."""
         self.note_events()
-        return "" if self._is_connected else self._refusal or AWAY
+        return "" if self._is_connected else self._refusal or (SILENT if self._is_open else AWAY)
 
     def note_events(self) -> None:
         """Read what ZeroMQ has told since the last call."""
@@ -57,6 +60,9 @@ class LinkMonitor:
     def _note(self, found: Mapping[str, Any]) -> None:
         """Note one event. With several keys a DEALER has a connection for each, of which all but one are refused for good."""
         kind, was_refused = int(found["event"]), self._was_refused
+        self._is_open = kind in (zmq.EVENT_CONNECTED, zmq.EVENT_HANDSHAKE_SUCCEEDED)
+        if kind == zmq.EVENT_CONNECTED:
+            return
         self._was_refused = is_refusal(found)
         if self._was_refused:
             self._refusal = self._reason(int(found["value"]))

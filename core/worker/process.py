@@ -42,6 +42,7 @@ from core.worker.actions import (
     SubmitAdd,
     SubmitCall,
 )
+from core.worker.link_monitor import SILENT
 from core.worker.ops_http import OpsResponse, OpsServer, Query
 from core.worker.parts import Announce, EngineEvents, WorkerParts, WorkerSource
 from core.worker.reply_frames import encode_reply
@@ -276,7 +277,7 @@ class WorkerProcess:
         reasons = {}
         for address, reason in self._sockets.why_unusable().items():
             refusal = "" if reason else self._state.refusal_of(address)
-            reasons[address] = (reason or refusal or "it does not answer", bool(refusal))
+            reasons[address] = (reason or refusal or SILENT, bool(refusal))
         return reasons
 
     def _on_bug(self, bug: Exception) -> None:

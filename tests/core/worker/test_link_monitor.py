@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 
 import pytest
 import zmq
@@ -11,7 +12,7 @@ from core.ids import RandomIds
 from core.wire.curve import derive_keys, new_cluster_key
 from core.wire.key_rotation import connect_with_each_key
 from core.wire.sockets import AsyncContext, SocketOptions, bind, dealer_socket, router_socket
-from core.worker.link_monitor import AWAY, LinkMonitor
+from core.worker.link_monitor import AWAY, SILENT, LinkMonitor
 
 WAIT_S = 20.0
 KEYS = {name: derive_keys(new_cluster_key(RandomIds())) for name in ("ours", "theirs")} | {"none": None}
@@ -39,15 +40,15 @@ def connect(context):
     made = []
 
     def connect(key, address):
-        socket = dealer_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS[key]))
-        made.append((LinkMonitor(socket, has_key=KEYS[key] is not None), socket))
-        connect_with_each_key(socket, address, KEYS[key])
+        dealer = dealer_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS[key]))
+        made.append((LinkMonitor(dealer, has_key=KEYS[key] is not None), dealer))
+        connect_with_each_key(dealer, address, KEYS[key])
         return made[-1][0]
 
     yield connect
-    for monitor, socket in made:
+    for monitor, dealer in made:
         monitor.close()
-        socket.close(linger=0)
+        dealer.close(linger=0)
         monitor.close()  # also after its socket
 
 
@@ -105,3 +106,9 @@ async def test_router_that_goes_away_is_no_longer_one_with_another_key(serve, co
     await until(lambda: "another cluster key" in monitor.why_unusable())
     router.close(linger=0)
     await until(lambda: monitor.why_unusable() == AWAY)
+
+
+async def test_router_that_listens_and_says_nothing_is_not_away(connect):
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        monitor = connect("none", f"tcp://127.0.0.1:{listening.getsockname()[1]}")
+        await until(lambda: monitor.why_unusable() == SILENT)
