@@ -29,7 +29,7 @@ def measure_attention(shape: Shape, cases: Sequence[tuple[int, int]]) -> Iterato
         places = (batch * pages + 1, LAYERS, 2, BLOCK_SIZE, shape.kv_heads, shape.head_dim)
         cache = PagedKVCache(torch.randn(places, dtype=torch.bfloat16, device="cuda"), KVLayout.NHD)
         tables = 1 + torch.randperm(batch * pages, device="cuda").view(batch, pages)
-        rows = triton_kernels.DecodeRows(torch.full((batch,), context + 1, dtype=torch.int64, device="cuda"), tables)
+        rows = triton_kernels.DecodeSequences(torch.full((batch,), context + 1, dtype=torch.int64, device="cuda"), tables)
         query = torch.randn(batch, shape.heads, shape.head_dim, dtype=torch.bfloat16, device="cuda")
         chosen = triton_kernels.num_splits(batch * shape.kv_heads, pages * BLOCK_SIZE, shape.head_dim)
         attend = partial(triton_kernels.attend_decode, query=query, spec=spec, cache=cache, rows=rows)

@@ -34,7 +34,7 @@ class ByType(dict[type, T]):
         raise KeyError(kind)
 
 
-class Timer(Protocol):
+class TimerHandle(Protocol):
     """A planned call."""
 
     def cancel(self) -> None:
@@ -47,7 +47,7 @@ class Timers(Protocol):
     def now(self) -> float:
         """Return monotonic seconds."""
 
-    def call_at(self, when: float, callback: Callable[[], None]) -> Timer:
+    def call_at(self, when: float, callback: Callable[[], None]) -> TimerHandle:
         """Call ``callback`` when the clock shows ``when``, or soon after."""
 
 
@@ -82,7 +82,7 @@ class MachineDriver(Generic[ReplyT]):
         self._next_timer = next_timer
         self._timers = timers
         self._on_error = on_error
-        self._timer: Timer | None = None
+        self._timer: TimerHandle | None = None
         self._timer_at = 0.0
         self._is_stopped = False
 

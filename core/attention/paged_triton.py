@@ -58,7 +58,7 @@ class TritonBackend(PagesBackend):
             super().write_kv(layer, key_value, plan)
 
     def _attend_decode(self, layer: int, query: Tensor, spec: AttentionSpec, plan: PagesPlan) -> Tensor:
-        rows = self._kernels.DecodeRows(plan.seq_lens, plan.block_tables)
+        rows = self._kernels.DecodeSequences(plan.seq_lens, plan.block_tables)
         try:
             output: Tensor = self._kernels.attend_decode(layer, query, spec, self.cache, rows)
         except self._kernels.TritonError as error:

@@ -23,7 +23,7 @@ from triton.errors import TritonError
 
 from core.attention.base import AttentionSpec, PagedKVCache
 
-__all__ = ["DecodeRows", "TritonError", "attend_decode", "num_splits", "write_rows"]
+__all__ = ["DecodeSequences", "TritonError", "attend_decode", "num_splits", "write_rows"]
 
 _PROGRAMS = 512  # that keep a large device busy: splits are made until there are as many
 _MAX_SPLITS = 64
@@ -123,7 +123,7 @@ def _write_rows(source, rows, target, token_stride, WIDTH: tl.constexpr, PADDED:
 
 
 @dataclass(frozen=True, slots=True)
-class DecodeRows:
+class DecodeSequences:
     """The sequences of a step with one query each, on the device.
 
     seq_lens: int64 ``[N]``. block_tables: int64 ``[N, pages]``; entries after a sequence's end are not read.
@@ -134,7 +134,7 @@ class DecodeRows:
 
 
 def attend_decode(
-    layer: int, query: Tensor, spec: AttentionSpec, cache: PagedKVCache, rows: DecodeRows, splits: int | None = None
+    layer: int, query: Tensor, spec: AttentionSpec, cache: PagedKVCache, rows: DecodeSequences, splits: int | None = None
 ) -> Tensor:
     """Return the attention output ``[N, num_heads, head_dim]`` of ``query``, of the same shape. ``cache`` has layout NHD.
 

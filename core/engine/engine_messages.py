@@ -20,14 +20,14 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class AddRequests:
     """New requests."""
 
     requests: Sequence[NewRequest]
 
 
 @dataclass(frozen=True, slots=True)
-class Abort:
+class AbortRequests:
     """Nobody needs these requests any more."""
 
     request_ids: Sequence[str]
@@ -38,15 +38,15 @@ class Wake:
     """A connector has something to report."""
 
 
-EngineMessage = Add | Abort | Wake
+EngineMessage = AddRequests | AbortRequests | Wake
 
 
 def take_in(engine: Engine, message: EngineMessage) -> list[EngineCoreOutput]:
     """Apply a message; return the only outputs of the requests that are refused."""
     match message:
-        case Add(requests):
+        case AddRequests(requests):
             return [refusal for new in requests if (refusal := _add(engine, new)) is not None]
-        case Abort(request_ids):
+        case AbortRequests(request_ids):
             engine.abort_requests(request_ids)
         case Wake():
             engine.wake()

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 from core.clock import Clock, SystemClock
 from core.engine.core import Engine
-from core.engine.engine_messages import Abort, Add, EngineMessage, Wake, take_in
+from core.engine.engine_messages import AbortRequests, AddRequests, EngineMessage, Wake, take_in
 from core.engine.step_watch import FirstSteps, StepReading, StepWatch
 from core.errors import EngineDead
 from core.log import event
@@ -72,7 +72,7 @@ class EngineThread:
         Raises:
             EngineDead: the loop has ended, or was asked to.
         """
-        self._submit(Add(requests))
+        self._submit(AddRequests(requests))
 
     def submit_abort(self, request_ids: Sequence[str]) -> None:
         """Abort requests; they end before the next step.
@@ -80,7 +80,7 @@ class EngineThread:
         Raises:
             EngineDead: the loop has ended, or was asked to.
         """
-        self._submit(Abort(request_ids))
+        self._submit(AbortRequests(request_ids))
 
     def wake(self) -> None:
         """Request one more step, because a connector has something to report. Never raises; any thread."""

@@ -28,7 +28,7 @@ class Remote:
 
 
 @dataclass
-class Load:
+class ScriptedLoad:
     """A load that the worker side has to start."""
 
     request_id: str
@@ -49,7 +49,7 @@ class Load:
 class LoadMetadata(KVConnectorMetadata):
     """The loads that one step starts, and the requests that have left."""
 
-    loads: list[Load]
+    loads: list[ScriptedLoad]
     finished_req_ids: set[str]
 
 
@@ -62,7 +62,7 @@ class Script:
     handoffs: dict[str, KVHandoff] = field(default_factory=dict)
     has_pending_block_frees: bool = False
     calls: list[tuple[Any, ...]] = field(default_factory=list)
-    loading: dict[str, Load] = field(default_factory=dict)
+    loading: dict[str, ScriptedLoad] = field(default_factory=dict)
     report: KVConnectorOutput = field(default_factory=KVConnectorOutput)
     attentions: Sequence[HashAttention] = FULL
 
@@ -76,7 +76,7 @@ class ScriptedScheduler(KVConnectorScheduler):
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self.loads: list[Load] = []
+        self.loads: list[ScriptedLoad] = []
         self.wanted: dict[str, Remote] = {}
 
     def bind_kv_cache_manager(self, manager: KVCacheManager) -> None:
@@ -109,7 +109,7 @@ class ScriptedScheduler(KVConnectorScheduler):
             if start is None:  # a synchronous load may have been cut to leave the last token
                 start = min(remote.num_tokens, request.num_tokens - 1) - num_external_tokens
             self.loads.append(
-                Load(
+                ScriptedLoad(
                     request.request_id,
                     request.all_token_ids.tolist(),
                     blocks.get_block_ids(),
@@ -161,7 +161,7 @@ class ScriptedWorker(KVConnectorWorker):
             else:
                 self.write(load, load.is_corrupt)
 
-    def write(self, load: Load, is_corrupt: bool) -> None:
+    def write(self, load: ScriptedLoad, is_corrupt: bool) -> None:
         """Put the KV of tokens [start, end) into the blocks, or garbage."""
         buffer, block_size = self.pool.buffer, self.pool.layout.block_size
         assert buffer is not None

@@ -6,7 +6,7 @@ Owns the phases and their deadline. Knows nothing of requests or sockets: ``core
 from __future__ import annotations
 
 
-class Drain:
+class DrainPhases:
     """The phases serving → requests end → readers end → over.
 
     ``timeout_s`` is for the requests. The worker waits longer for readers of their blocks: as long as the longest lease lasts

@@ -45,7 +45,7 @@ class EnginePort(Protocol):
         """End requests and calls; raises EngineDead."""
 
 
-class EngineApi(Protocol):
+class EngineApiPort(Protocol):
     """The API of an engine that has one of its own."""
 
     def submit_call(self, call: EngineCall) -> None:
@@ -75,7 +75,7 @@ class WorkerParts:
     limits: AdmissionLimits
     load: Callable[[], EngineLoad]
     metrics: WorkerMetrics
-    api: EngineApi | None = None
+    api: EngineApiPort | None = None
     connector: Connector | None = None
     ec_connector: ECConnector | None = None
     contents: ContentFeed | None = None  # what routers learn of the engine's prefix cache

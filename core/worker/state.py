@@ -49,7 +49,7 @@ from core.worker.actions import (
     for_connector,
 )
 from core.worker.content_reports import ContentReports
-from core.worker.drain import Drain
+from core.worker.drain import DrainPhases
 from core.worker.heartbeats import Heartbeats
 from core.worker.role import RoleHandler
 from core.worker.role_switch import RoleSwitch
@@ -80,7 +80,7 @@ class WorkerState:
         self._metrics = metrics
         self._heartbeats = Heartbeats(registration)
         self._reports = ContentReports(contents)
-        self._drain = Drain()
+        self._drain = DrainPhases()
         self._links: dict[str, RouterMembership] = {}
         self._num_takeovers = 0  # by spare links, at all routers
         self._exit_code: int | None = None

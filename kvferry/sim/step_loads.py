@@ -11,7 +11,7 @@ from random import Random
 
 from core.request import Request
 from core.testing.hash_model import HashAttention
-from core.testing.scripted_loads import Load, Remote, Script, ScriptedScheduler, ScriptedWorker
+from core.testing.scripted_loads import Remote, Script, ScriptedLoad, ScriptedScheduler, ScriptedWorker
 from kvferry.sim.host import Host
 from kvferry.sim.troubles import Kind
 
@@ -82,7 +82,7 @@ class _Loads(ScriptedWorker):
         self._random = random
         self.num_loads = self.num_bad_loads = 0
 
-    def write(self, load: Load, is_corrupt: bool) -> None:
+    def write(self, load: ScriptedLoad, is_corrupt: bool) -> None:
         """Write the entries of the load's tokens, garbage into one block if it is bad."""
         block_size = self.pool.layout.block_size
         blocks = range(load.start // block_size, -(-load.end // block_size))

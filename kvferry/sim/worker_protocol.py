@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from core.engine.engine_messages import Abort, Add, EngineMessage
+from core.engine.engine_messages import AbortRequests, AddRequests, EngineMessage
 from core.errors import RoleSwitchRefused
 from core.machine_driver import ActionHandler, ByType, EventHandler, MachineDriver, TimerDue
 from core.request import EngineCoreOutput
@@ -155,8 +155,8 @@ class SimWorkerProtocol:
         actions: ByType[ActionHandler[None]] = ByType(
             {
                 Send: self._send,
-                SubmitAdd: lambda action: self.engine.submit(Add(action.requests)),
-                SubmitAbort: lambda action: self.engine.submit(Abort(action.engine_request_ids)),
+                SubmitAdd: lambda action: self.engine.submit(AddRequests(action.requests)),
+                SubmitAbort: lambda action: self.engine.submit(AbortRequests(action.engine_request_ids)),
                 EndUnanswered: lambda action: None,
                 ExpectTransfer: lambda action: self._expect(action.handoff),
                 MeetWorker: lambda action: self._meet(action.producer),

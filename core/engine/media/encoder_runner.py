@@ -38,7 +38,7 @@ from core.wire.media import MMFeature
 from core.wire.messages import ErrorInfo
 
 
-class Encoder(ImageReader, Protocol):
+class ImageEmbedder(ImageReader, Protocol):
     """What computes embeddings (``core.model.image_encoder.ImageEncoder``)."""
 
     def embed(self, tiles: Pixels) -> Tensor:
@@ -60,7 +60,7 @@ class EncoderRunner:
 
     def __init__(
         self,
-        encoder: Encoder,
+        encoder: ImageEmbedder,
         image_token_id: int,
         layout: EmbeddingsLayout,
         connector_worker: ECConnectorWorker | None = None,
