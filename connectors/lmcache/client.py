@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from connectors.lmcache.messages import ServerFacts
-from connectors.lmcache.wire import MAX_MESSAGE_BYTES, Operation, decode_reply, encode_call
+from connectors.lmcache.wire import MAX_MESSAGE_BYTES, RequestType, decode_reply, encode_call
 from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError, TransferTimeout
 from core.log import event
 from core.rate_limit import LimitedLog
@@ -45,13 +45,13 @@ class Calls:
         self._open: dict[int, asyncio.Future[object]] = {}
         self._last_uid = 0
 
-    def post(self, operation: Operation, *arguments: object) -> int:
+    def post(self, operation: RequestType, *arguments: object) -> int:
         """Send a request and return its number."""
         self._last_uid += 1
         self.send(encode_call(self._last_uid, operation, *arguments))
         return self._last_uid
 
-    async def call(self, timeout_s: float, operation: Operation, *arguments: object) -> object:
+    async def call(self, timeout_s: float, operation: RequestType, *arguments: object) -> object:
         """Send a request and return its result.
 
         Raises:

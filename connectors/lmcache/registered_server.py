@@ -28,7 +28,7 @@ from connectors.lmcache.wire import (
     CacheKey,
     GroupInfo,
     Namespace,
-    Operation,
+    RequestType,
     TokenSpan,
     registration,
 )
@@ -161,10 +161,10 @@ class RegisteredServer:
             self._has_said_goodbye = True
             for session_id, session in self.sessions.items():
                 if session.locked is not None:
-                    self._calls.post(Operation.FREE_LOOKUP_LOCKS, self._key(session, *session.locked), _TP_SIZE)
-                self._calls.post(Operation.END_SESSION, session_id)
+                    self._calls.post(RequestType.FREE_LOOKUP_LOCKS, self._key(session, *session.locked), _TP_SIZE)
+                self._calls.post(RequestType.END_SESSION, session_id)
             with contextlib.suppress(KVFerryError):
-                await self._calls.call(_GOODBYE_S, Operation.UNREGISTER_KV_CACHE, self._instance_id)
+                await self._calls.call(_GOODBYE_S, RequestType.UNREGISTER_KV_CACHE, self._instance_id)
         self._left.set()
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
@@ -198,7 +198,7 @@ class RegisteredServer:
     async def _heartbeats(self) -> None:
         while True:
             await asyncio.sleep(self.settings.heartbeat_interval_s)
-            await self._call_vital("a heartbeat", self.settings.request_timeout_s, Operation.PING, self._instance_id)
+            await self._call_vital("a heartbeat", self.settings.request_timeout_s, RequestType.PING, self._instance_id)
 
     # ---- prompt sessions -------------------------------------------------------------------------------------------
 
@@ -221,7 +221,7 @@ class RegisteredServer:
     async def free_locks(self, session: PromptSession, locked: tuple[int, int]) -> None:
         """Free the locks of tokens [start, end)."""
         with contextlib.suppress(TransferTimeout):
-            await self._call(Operation.FREE_LOOKUP_LOCKS, self._key(session, *locked), _TP_SIZE)
+            await self._call(RequestType.FREE_LOOKUP_LOCKS, self._key(session, *locked), _TP_SIZE)
 
     async def _follow(self, session: PromptSession, lookup: LookupPages | None) -> None:
         """Go with a session from its lookup, if it has one, to its end."""
@@ -235,7 +235,7 @@ class RegisteredServer:
         await session.over.wait()
         del self.sessions[session_id]
         with contextlib.suppress(TransferTimeout):
-            await self._call(Operation.END_SESSION, session_id)
+            await self._call(RequestType.END_SESSION, session_id)
 
     async def _find(self, session: PromptSession, num_tokens: int) -> None:
         """Look a prompt up. Without an answer in time it is a miss; what is found later is locked, and freed again.
@@ -245,7 +245,7 @@ class RegisteredServer:
         num_chunks = 0
         timer = asyncio.get_running_loop().call_later(self.settings.lookup_timeout_s, self._miss, session)
         try:
-            await self._call(Operation.LOOKUP, self._key(session, 0, num_tokens), _TP_SIZE)
+            await self._call(RequestType.LOOKUP, self._key(session, 0, num_tokens), _TP_SIZE)
             num_chunks = await self._poll(session)
         except TransferTimeout:
             pass  # the locks that it may have taken end by the server's clock
@@ -263,7 +263,7 @@ class RegisteredServer:
         """
         loop = asyncio.get_running_loop()
         pause_s, end = POLL_INTERVAL_S, loop.time() + self.settings.transfer_deadline_s
-        while not isinstance(found := await self._call(Operation.QUERY_PREFETCH_STATUS, session.span.session_id), int):
+        while not isinstance(found := await self._call(RequestType.QUERY_PREFETCH_STATUS, session.span.session_id), int):
             if not session.is_waited_for and loop.time() >= end:
                 raise TransferTimeout("the LMCache server does not finish a lookup")
             await asyncio.sleep(pause_s)
@@ -300,19 +300,19 @@ class RegisteredServer:
     async def retrieve(self, key: CacheKey, pages: Sequence[Sequence[int]], num_skipped_tokens: int) -> object:
         """Have the server fill pages, one list per group; without a reply it is left, because it may still write them."""
         arguments = (key, self._instance_id, pages, EVENT, num_skipped_tokens)
-        return await self._call_vital("a load", self.settings.transfer_deadline_s, Operation.RETRIEVE, *arguments)
+        return await self._call_vital("a load", self.settings.transfer_deadline_s, RequestType.RETRIEVE, *arguments)
 
     async def store(self, key: CacheKey, pages: Sequence[Sequence[int]]) -> object:
         """Have the server keep pages, one list per group; without a reply it is left, because it may still read them."""
         arguments = (key, self._instance_id, pages, EVENT)
-        return await self._call_vital("a save", self.settings.transfer_deadline_s, Operation.STORE, *arguments)
+        return await self._call_vital("a save", self.settings.transfer_deadline_s, RequestType.STORE, *arguments)
 
     # ---- calls -----------------------------------------------------------------------------------------------------
 
-    async def _call(self, operation: Operation, *arguments: object) -> object:
+    async def _call(self, operation: RequestType, *arguments: object) -> object:
         return await self._calls.call(self.settings.request_timeout_s, operation, *arguments)
 
-    async def _call_vital(self, what: str, timeout_s: float, operation: Operation, *arguments: object) -> object:
+    async def _call_vital(self, what: str, timeout_s: float, operation: RequestType, *arguments: object) -> object:
         """Make a request whose reply is needed to go on with this server."""
         try:
             return await self._calls.call(timeout_s, operation, *arguments)
@@ -377,7 +377,7 @@ async def register(
     ]
     try:
         arguments = registration(instance_id, settings.namespace, staging.pages, groups)
-        await calls.call(settings.request_timeout_s, Operation.REGISTER_KV_CACHE, *arguments)
+        await calls.call(settings.request_timeout_s, RequestType.REGISTER_KV_CACHE, *arguments)
     except TransferTimeout:
         raise TransferTimeout("the LMCache server has not answered: a registration") from None
     calls.counts["connections"] += 1

@@ -36,8 +36,8 @@ _MEDIA_DOMAIN = b"kvferry lmcache media v1"
 _encode = msgspec.msgpack.Encoder().encode
 
 
-class Operation(IntEnum):
-    """Operation numbers, declared frozen in the server's source."""
+class RequestType(IntEnum):
+    """The numbers of the server's request types, declared frozen in its source."""
 
     REGISTER_KV_CACHE = 1
     UNREGISTER_KV_CACHE = 2
@@ -155,7 +155,7 @@ def wire_salt(cache_salt: str, media_keys: Sequence[ExtraKey] = ()) -> str:
     return hashlib.blake2b(content, digest_size=16).hexdigest()
 
 
-def encode_call(uid: int, operation: Operation, *arguments: object) -> list[bytes]:
+def encode_call(uid: int, operation: RequestType, *arguments: object) -> list[bytes]:
     """Return the frames of a request."""
     return [_encode(uid), _encode(int(operation)), *map(_encode, arguments)]
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from connectors.handoff_scheduler import HandoffScheduler, Offer
 from connectors.p2p.actions import HandoffRef, LeaseGrant, PullRequest, ReadUnit, Refusal
-from connectors.p2p.consumer.block_mapping import Extent, map_group
+from connectors.p2p.consumer.block_mapping import TokenExtent, map_group
 from connectors.p2p.metadata import P2PConnectorMetadata, P2PConnectorWorkerMetadata
 from connectors.p2p.prefixes.messages import PinEnded, PrefixAnswered, PrefixAsked, PrefixExpired
 from connectors.p2p.prefixes.pins import PinTerms, PrefixPins
@@ -208,7 +208,7 @@ class P2PConnectorScheduler(HandoffScheduler[P2PConnectorMetadata]):
         num_processed = min(handoff.num_tokens, request.num_tokens - 1)  # the last token is computed here in any case
         units: list[ReadUnit] = []
         for group_id, (group, local_ids) in enumerate(zip(handoff.groups, blocks.get_block_ids(), strict=True)):
-            extent = Extent(
+            extent = TokenExtent(
                 group_id=group_id,
                 start=handoff.num_tokens - num_tokens,
                 end=handoff.num_tokens,

@@ -39,7 +39,7 @@ def embed(identifier: bytes, num_embeds: int, layout: EmbeddingsLayout = LAYOUT)
 
 
 @dataclass(frozen=True, slots=True)
-class Image:
+class NamedImage:
     """An image in a prompt: its name stands for its content."""
 
     name: str
@@ -82,7 +82,7 @@ class ECEngine:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     def add(
-        self, request_id: str, images: Sequence[Image], sources: Sequence[ECSource] = (), *, has_images: bool = True
+        self, request_id: str, images: Sequence[NamedImage], sources: Sequence[ECSource] = (), *, has_images: bool = True
     ) -> Request:
         """Queue a request; without ``has_images`` its embeddings can only come by the connector."""
         features, offset = [], 1
@@ -169,7 +169,7 @@ class ECEngine:
         """Step until a request has its embeddings, or has failed; see ``until``."""
         await self.until(lambda: request.request_id in self.ran or request.request_id in self.errors, timeout_s)
 
-    async def save(self, image: Image, timeout_s: float = TIMEOUT_S) -> ECSource:
+    async def save(self, image: NamedImage, timeout_s: float = TIMEOUT_S) -> ECSource:
         """Compute an image as an encode worker does, and return where other workers find it.
 
         Raises:

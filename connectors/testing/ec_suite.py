@@ -20,7 +20,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from connectors.testing.ec_engine import LAYOUT, ECEngine, Image, identifier_of
+from connectors.testing.ec_engine import LAYOUT, ECEngine, NamedImage, identifier_of
 from core.clock import SystemClock
 from core.config_workers import ECConnectorSection
 from core.ec_connector import ECConnector, EmbeddingsLayout
@@ -71,7 +71,7 @@ class ECConformance:
     def make_connector(self, name: str, is_encoder: bool, settings: ECConnectorSection) -> ECConnector:
         """Return a new connector that is not started, for the worker ``name``."""
 
-    def damage(self, encoder: ECSide, image: Image) -> None:
+    def damage(self, encoder: ECSide, image: NamedImage) -> None:
         """Change a byte of a stored image without the connector's knowledge."""
         raise NotImplementedError
 
@@ -106,7 +106,7 @@ class ECConformance:
         """Return the worker that needs embeddings."""
         return await self.new_side("reader", False)
 
-    async def sources(self, encoder: ECSide, images: Sequence[Image]) -> list[ECSource]:
+    async def sources(self, encoder: ECSide, images: Sequence[NamedImage]) -> list[ECSource]:
         """Let the encoder compute images."""
         return [await encoder.engine.save(image) for image in images]
 
@@ -122,7 +122,7 @@ class ECConformance:
 
         await poll_until(is_empty)
 
-    async def run_one(self, reader: ECSide, images: Sequence[Image], sources: Sequence[ECSource]) -> Request:
+    async def run_one(self, reader: ECSide, images: Sequence[NamedImage], sources: Sequence[ECSource]) -> Request:
         """Run a request to its embeddings."""
         request = reader.engine.add("r", images, sources)
         await reader.engine.run(request)
@@ -133,7 +133,7 @@ class ECConformance:
 
     @pytest.mark.parametrize("num_embeds", [1, 63, 64, 65, 200])
     async def test_rows_arrive_exactly(self, encoder: ECSide, reader: ECSide, num_embeds: int) -> None:
-        image = Image("a", num_embeds)
+        image = NamedImage("a", num_embeds)
         await self.run_one(reader, [image], await self.sources(encoder, [image]))
         assert reader.engine.loaded == [image.identifier]
         assert reader.engine.computed == []
@@ -141,7 +141,7 @@ class ECConformance:
 
     @pytest.mark.parametrize(("dtype", "hidden_size"), [("bfloat16", 3), ("float16", 8)])
     async def test_rows_of_other_types_arrive_exactly(self, dtype: str, hidden_size: int) -> None:
-        layout, image = EmbeddingsLayout(hidden_size, dtype, itemsize=2), Image("a", 65)
+        layout, image = EmbeddingsLayout(hidden_size, dtype, itemsize=2), NamedImage("a", 65)
         sides = []
         for name in ("encoder", "reader"):
             side = ECSide(self.make_connector(name, name == "encoder", SETTINGS), layout)
@@ -151,7 +151,7 @@ class ECConformance:
         assert sides[1].engine.loaded == [image.identifier]
 
     async def test_a_request_waits_and_then_has_all_its_images(self, encoder: ECSide, reader: ECSide) -> None:
-        images = [Image("a", 100), Image("b", 64), Image("c", 1)]
+        images = [NamedImage("a", 100), NamedImage("b", 64), NamedImage("c", 1)]
         sources = await self.sources(encoder, images)
         request = reader.engine.add("r", images, sources)
         assert not reader.engine.scheduler.ensure_cache_available(request, 0), "nothing is here when it first asks"
@@ -160,7 +160,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_asking_again_changes_nothing(self, encoder: ECSide, reader: ECSide) -> None:
-        image = Image("a")
+        image = NamedImage("a")
         request = reader.engine.add("r", [image], await self.sources(encoder, [image]))
         for _ in range(5):
             reader.engine.scheduler.ensure_cache_available(request, 0)
@@ -169,7 +169,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_images_after_the_computed_tokens_are_not_fetched(self, encoder: ECSide, reader: ECSide) -> None:
-        images = [Image("a"), Image("b")]
+        images = [NamedImage("a"), NamedImage("b")]
         request = reader.engine.add("r", images, await self.sources(encoder, images))
         end = request.mm_features[0].end
 
@@ -189,7 +189,7 @@ class ECConformance:
     # ---- the same image again ----------------------------------------------------------------------------------------
 
     async def test_one_fetch_serves_all_requests_that_wait_for_an_image(self, encoder: ECSide, reader: ECSide) -> None:
-        image = Image("a")
+        image = NamedImage("a")
         requests = [reader.engine.add(f"r{number}", [image, image], [await encoder.engine.save(image)]) for number in range(3)]
         for request in requests:
             await reader.engine.run(request)
@@ -198,7 +198,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_an_image_that_was_fetched_before_needs_no_fetch(self, encoder: ECSide, reader: ECSide) -> None:
-        image = Image("a")
+        image = NamedImage("a")
         first = await self.run_one(reader, [image], await self.sources(encoder, [image]))
         reader.engine.finish(first)
         reader.engine.forget()
@@ -218,7 +218,7 @@ class ECConformance:
     async def test_seal_of_something_else_is_refused_at_once(
         self, encoder: ECSide, reader: ECSide, change: dict[str, object]
     ) -> None:
-        image = Image("a")
+        image = NamedImage("a")
         (source,) = await self.sources(encoder, [image])
         wrong = msgspec.structs.replace(source, seal=msgspec.structs.replace(source.seal, **change))
         request = reader.engine.add("r", [image], [wrong])
@@ -229,7 +229,7 @@ class ECConformance:
 
     async def test_embeddings_of_another_image_are_not_used(self, encoder: ECSide, reader: ECSide) -> None:
         """The announcing worker mistakes one image for another, and names the other's embeddings by this one's identifier."""
-        image, other = Image("a"), Image("b")
+        image, other = NamedImage("a"), NamedImage("b")
         (source,) = await self.sources(encoder, [other])
         seal = msgspec.structs.replace(source.seal, identifier=image.identifier)
         await self.run_one(reader, [image], [msgspec.structs.replace(source, seal=seal)])
@@ -237,7 +237,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_embeddings_of_another_shape_are_not_used(self, encoder: ECSide, reader: ECSide) -> None:
-        image = Image("a", 130)
+        image = NamedImage("a", 130)
         (source,) = await self.sources(encoder, [replace(image, num_embeds=150)])
         seal = msgspec.structs.replace(source.seal, num_embeds=130)
         await self.run_one(reader, [image], [msgspec.structs.replace(source, seal=seal)])
@@ -246,7 +246,7 @@ class ECConformance:
 
     async def test_digest_of_something_else_is_noticed(self, encoder: ECSide, reader: ECSide) -> None:
         """Where any worker may have written the memory, only the seals of the chunks say what it holds."""
-        image = Image("a", 100)
+        image = NamedImage("a", 100)
         (source,) = await self.sources(encoder, [image])
         seal = msgspec.structs.replace(source.seal, digest=source.seal.digest ^ 1)
         await self.run_one(reader, [image], [msgspec.structs.replace(source, seal=seal)])
@@ -255,26 +255,26 @@ class ECConformance:
 
     @pytest.mark.parametrize("payload", [b"", b"\x00", b"\xc1", b"\x81\xa1a" * 9])
     async def test_payload_that_says_nothing_does_no_harm(self, encoder: ECSide, reader: ECSide, payload: bytes) -> None:
-        image = Image("a")
+        image = NamedImage("a")
         (source,) = await self.sources(encoder, [image])
         request = reader.engine.add("r", [image], [msgspec.structs.replace(source, payload=payload)])
         await reader.engine.run(request)
         assert "r" in reader.engine.ran
 
     async def test_what_is_meant_for_another_connector_is_not_read(self, encoder: ECSide, reader: ECSide) -> None:
-        image = Image("a")
+        image = NamedImage("a")
         (source,) = await self.sources(encoder, [image])
         await self.run_one(reader, [image], [msgspec.structs.replace(source, connector="another", payload=b"x")])
         assert (reader.engine.computed == [image.identifier]) == self.announces
 
     async def test_an_image_that_no_worker_has_is_computed(self, encoder: ECSide, reader: ECSide) -> None:
-        await self.run_one(reader, [Image("a")], [])
+        await self.run_one(reader, [NamedImage("a")], [])
         assert reader.engine.computed == [identifier_of("a")]
         await self.assert_is_empty(encoder, reader)
 
     async def test_without_image_and_embeddings_that_request_alone_fails(self, encoder: ECSide, reader: ECSide) -> None:
-        image = Image("b")
-        lost = reader.engine.add("lost", [Image("a")], has_images=False)
+        image = NamedImage("b")
+        lost = reader.engine.add("lost", [NamedImage("a")], has_images=False)
         other = reader.engine.add("other", [image], await self.sources(encoder, [image]))
         await reader.engine.run(other)
         await reader.engine.run(lost)
@@ -286,7 +286,7 @@ class ECConformance:
 
     @pytest.mark.parametrize("has_images", [True, False])
     async def test_corrupt_byte_is_noticed(self, encoder: ECSide, reader: ECSide, has_images: bool) -> None:
-        image = Image("a", 130)
+        image = NamedImage("a", 130)
         sources = await self.sources(encoder, [image])
         self.damage(encoder, image)
         request = reader.engine.add("r", [image], sources, has_images=has_images)
@@ -299,7 +299,7 @@ class ECConformance:
 
     @pytest.mark.parametrize("has_images", [True, False])
     async def test_holder_that_died_costs_time_only(self, encoder: ECSide, reader: ECSide, has_images: bool) -> None:
-        images = [Image("a"), Image("b", 200)]
+        images = [NamedImage("a"), NamedImage("b", 200)]
         sources = await self.sources(encoder, images)
         await self.lose(encoder)
         request = reader.engine.add("r", images, sources, has_images=has_images)
@@ -310,10 +310,10 @@ class ECConformance:
         await self.assert_is_empty(None, reader)
 
     async def test_holder_that_dies_between_two_requests(self, encoder: ECSide, reader: ECSide) -> None:
-        sources = await self.sources(encoder, [Image("a"), Image("b")])
-        await self.run_one(reader, [Image("a")], sources[:1])
+        sources = await self.sources(encoder, [NamedImage("a"), NamedImage("b")])
+        await self.run_one(reader, [NamedImage("a")], sources[:1])
         await self.lose(encoder)
-        request = reader.engine.add("second", [Image("b")], sources[1:])
+        request = reader.engine.add("second", [NamedImage("b")], sources[1:])
         await reader.engine.run(request)
         assert reader.engine.computed == [identifier_of("b")]
 
@@ -322,7 +322,7 @@ class ECConformance:
     @pytest.mark.parametrize("turns", [None, 0, 1, 3, 10, 100])
     async def test_abort_while_fetching_leaves_nothing(self, encoder: ECSide, reader: ECSide, turns: int | None) -> None:
         """``turns`` of the event loop pass between the step that starts the fetch and the abort; None: no step either."""
-        image = Image("a", 500)
+        image = NamedImage("a", 500)
         request = reader.engine.add("r", [image], await self.sources(encoder, [image]))
         if turns is not None:
             reader.engine.step()
@@ -336,7 +336,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_abort_of_one_leaves_the_other_its_fetch(self, encoder: ECSide, reader: ECSide) -> None:
-        image = Image("a", 500)
+        image = NamedImage("a", 500)
         first = reader.engine.add("first", [image], await self.sources(encoder, [image]))
         second = reader.engine.add("second", [image], await self.sources(encoder, [image]), has_images=False)
         reader.engine.step()
@@ -351,11 +351,11 @@ class ECConformance:
         self, encoder: ECSide, reader: ECSide
     ) -> None:
         """The reader has 16 chunks: two of these at a time, of which one is kept."""
-        kept_image = Image("kept", 5 * 64)
+        kept_image = NamedImage("kept", 5 * 64)
         kept = reader.engine.add("kept", [kept_image], await self.sources(encoder, [kept_image]), has_images=False)
         await reader.engine.run(kept)
         for number in range(4):
-            image = Image(f"other-{number}", 10 * 64)
+            image = NamedImage(f"other-{number}", 10 * 64)
             request = reader.engine.add("r", [image], await self.sources(encoder, [image]))
             await reader.engine.run(request)
             reader.engine.finish(request)
@@ -368,7 +368,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_preempted_request_finds_its_embeddings_again_or_computes_them(self, encoder: ECSide, reader: ECSide) -> None:
-        image, other = Image("a", 10 * 64), Image("b", 10 * 64)
+        image, other = NamedImage("a", 10 * 64), NamedImage("b", 10 * 64)
         request = await self.run_one(reader, [image], await self.sources(encoder, [image]))
         reader.engine.forget()
         reader.engine.preempt(request)
@@ -382,7 +382,7 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_item_without_room_waits_until_others_have_ended(self, encoder: ECSide, reader: ECSide) -> None:
-        images = [Image("a", 10 * 64), Image("b", 9 * 64)]
+        images = [NamedImage("a", 10 * 64), NamedImage("b", 9 * 64)]
         holder = reader.engine.add("holder", images[:1], await self.sources(encoder, images[:1]), has_images=False)
         await reader.engine.run(holder)
         waiter = reader.engine.add("waiter", images[1:], await self.sources(encoder, images[1:]))
@@ -395,14 +395,14 @@ class ECConformance:
         await self.assert_is_empty(encoder, reader)
 
     async def test_item_larger_than_the_memory_is_computed(self, encoder: ECSide, reader: ECSide) -> None:
-        image = Image("a", 17 * 64)
+        image = NamedImage("a", 17 * 64)
         await self.run_one(reader, [image], await self.sources(encoder, [image]))
         assert reader.engine.computed == [image.identifier]
         await self.assert_is_empty(encoder, reader)
 
     async def test_time_that_is_over_ends_the_wait(self, encoder: ECSide, reader: ECSide) -> None:
         """There is no room while the first request lives."""
-        images = [Image("a", 10 * 64), Image("b", 9 * 64)]
+        images = [NamedImage("a", 10 * 64), NamedImage("b", 9 * 64)]
         holder = reader.engine.add("holder", images[:1], await self.sources(encoder, images[:1]), has_images=False)
         await reader.engine.run(holder)
         waiter = reader.engine.add("waiter", images[1:], await self.sources(encoder, images[1:]))
@@ -414,5 +414,5 @@ class ECConformance:
     async def test_encoder_that_has_no_room_reports_it(self) -> None:
         small = await self.new_side("small", True, msgspec.structs.replace(SETTINGS, memory_bytes=CHUNK_BYTES))
         with pytest.raises(KeyError):
-            await small.engine.save(Image("a", 65))
+            await small.engine.save(NamedImage("a", 65))
         assert small.engine.not_saved[identifier_of("a")].code == Full.code

@@ -37,7 +37,7 @@ NOWHERE = "tcp://127.0.0.1:9"  # the port "discard", where nothing listens
 
 
 @dataclass(frozen=True, slots=True)
-class Peers:
+class PrefixPair:
     """A worker that holds beginnings of prompts, and one that reads them."""
 
     source: Side
@@ -116,7 +116,7 @@ class PrefixConformance:
         """Return a new connector that is not started, of the worker with this name: ``SOURCE`` or ``READER``."""
 
     @pytest_asyncio.fixture
-    async def peers(self) -> AsyncIterator[Peers]:
+    async def peers(self) -> AsyncIterator[PrefixPair]:
         """Start both workers; stop them in the end, in any state."""
         sides = [Side(ROLES[name], self.make_connector(name)) for name in (SOURCE, READER)]
         try:
@@ -124,14 +124,14 @@ class PrefixConformance:
                 await side.connector.start()
                 side.engine.recomputes = True
             assert all(side.connector.prefix_address for side in sides)
-            yield Peers(*sides)
+            yield PrefixPair(*sides)
         finally:
             for side in reversed(sides):
                 await side.close()
 
     # ---- bytes -----------------------------------------------------------------------------------------------------------
 
-    async def test_what_a_source_holds_arrives_exactly_and_the_rest_is_computed(self, peers: Peers) -> None:
+    async def test_what_a_source_holds_arrives_exactly_and_the_rest_is_computed(self, peers: PrefixPair) -> None:
         peers.hold(PROMPT)
         before = peers.reader.untouched_rows()
         request = peers.begin(PROMPT)
@@ -144,7 +144,7 @@ class PrefixConformance:
         peers.reader.engine.finish(request)
         await peers.drained()
 
-    async def test_only_what_the_reader_lacks_is_loaded(self, peers: Peers) -> None:
+    async def test_only_what_the_reader_lacks_is_loaded(self, peers: PrefixPair) -> None:
         peers.hold(PROMPT)
         peers.hold(PROMPT[:BLOCK_SIZE], peers.reader)
         request, num_loaded = await peers.load(PROMPT)
@@ -152,14 +152,14 @@ class PrefixConformance:
         peers.reader.engine.finish(request)
         await peers.drained()
 
-    async def test_a_prompt_that_differs_later_gets_the_common_blocks(self, peers: Peers) -> None:
+    async def test_a_prompt_that_differs_later_gets_the_common_blocks(self, peers: PrefixPair) -> None:
         peers.hold(PROMPT)
         request, num_loaded = await peers.load([*PROMPT[: 2 * BLOCK_SIZE + 5], *range(7000, 7060)])
         assert num_loaded == 2 * BLOCK_SIZE
         peers.reader.engine.finish(request)
         await peers.drained()
 
-    async def test_several_readers_load_the_same_blocks_at_once(self, peers: Peers) -> None:
+    async def test_several_readers_load_the_same_blocks_at_once(self, peers: PrefixPair) -> None:
         peers.hold(PROMPT)
         requests = [peers.begin([*PROMPT[:HELD_TOKENS], 9000 + number], name=f"{number}") for number in range(2)]
         for request in requests:
@@ -171,7 +171,7 @@ class PrefixConformance:
             peers.reader.engine.finish(request)
         await peers.drained()
 
-    async def test_what_was_loaded_is_a_source_for_others(self, peers: Peers) -> None:
+    async def test_what_was_loaded_is_a_source_for_others(self, peers: PrefixPair) -> None:
         peers.hold(PROMPT)
         request, _ = await peers.load(PROMPT)
         peers.reader.engine.finish(request)
@@ -182,7 +182,7 @@ class PrefixConformance:
     # ---- nothing to load -------------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("why", ["another prompt", "another salt", "restarted", "nobody there", "evicted"])
-    async def test_what_cannot_be_loaded_is_computed(self, peers: Peers, why: str) -> None:
+    async def test_what_cannot_be_loaded_is_computed(self, peers: PrefixPair, why: str) -> None:
         peers.hold(PROMPT, cache_salt="theirs" if why == "another salt" else "")
         source, prompt = peers.named(), PROMPT
         match why:
@@ -199,7 +199,7 @@ class PrefixConformance:
         peers.reader.engine.finish(request)
         await peers.drained()
 
-    async def test_a_source_that_does_not_answer_is_given_up(self, peers: Peers) -> None:
+    async def test_a_source_that_does_not_answer_is_given_up(self, peers: PrefixPair) -> None:
         peers.hold(PROMPT)
         request = peers.begin(PROMPT, source=peers.named(patience_ms=IMPATIENCE_MS))
         engine = peers.reader.engine
@@ -209,11 +209,11 @@ class PrefixConformance:
         engine.finish(request)
         await peers.drained()
 
-    async def test_a_request_without_a_source_waits_for_nobody(self, peers: Peers) -> None:
+    async def test_a_request_without_a_source_waits_for_nobody(self, peers: PrefixPair) -> None:
         request = peers.reader.engine.add("r", PROMPT)
         assert peers.reader.engine.offered_tokens(request) == 0
 
-    async def test_a_preempted_request_loads_its_prompt_again(self, peers: Peers) -> None:
+    async def test_a_preempted_request_loads_its_prompt_again(self, peers: PrefixPair) -> None:
         peers.hold(PROMPT)
         request, _ = await peers.load(PROMPT)
         engine = peers.reader.engine
@@ -230,7 +230,7 @@ class PrefixConformance:
     # ---- ends in the middle ----------------------------------------------------------------------------------------------
 
     @pytest.mark.parametrize("num_steps", [0, 1, 3, 10])
-    async def test_a_request_that_ends_meanwhile_leaves_nothing(self, peers: Peers, num_steps: int) -> None:
+    async def test_a_request_that_ends_meanwhile_leaves_nothing(self, peers: PrefixPair, num_steps: int) -> None:
         peers.hold(PROMPT)
         request = peers.begin(PROMPT)
         for _ in range(num_steps):
@@ -240,7 +240,7 @@ class PrefixConformance:
         peers.reader.engine.abort(request)
         await peers.drained()
 
-    async def test_a_load_that_is_aborted_leaves_nothing(self, peers: Peers) -> None:
+    async def test_a_load_that_is_aborted_leaves_nothing(self, peers: PrefixPair) -> None:
         peers.hold(PROMPT)
         request = peers.begin(PROMPT)
         await peers.admitted(request)
@@ -250,14 +250,14 @@ class PrefixConformance:
 
     # ---- a favour --------------------------------------------------------------------------------------------------------
 
-    async def test_a_source_under_pressure_gets_its_blocks_back_at_once(self, peers: Peers) -> None:
+    async def test_a_source_under_pressure_gets_its_blocks_back_at_once(self, peers: PrefixPair) -> None:
         peers.hold(PROMPT)
         request = peers.begin(PROMPT)
         await peers.until(lambda: peers.reader.engine.offered_tokens(request) is not None)
         peers.source.connector.scheduler.free_spare_blocks()
         assert peers.source.engine.num_used_blocks == 0
 
-    async def test_blocks_that_are_overwritten_under_a_reader_are_never_used(self, peers: Peers) -> None:
+    async def test_blocks_that_are_overwritten_under_a_reader_are_never_used(self, peers: PrefixPair) -> None:
         """The engine checks the content of every block that is not reported as bad."""
         peers.hold(PROMPT)
         request = peers.begin(PROMPT)
@@ -271,7 +271,7 @@ class PrefixConformance:
         peers.reader.engine.abort(request)
         await peers.drained()
 
-    async def test_what_is_kept_for_readers_is_bounded(self, peers: Peers) -> None:
+    async def test_what_is_kept_for_readers_is_bounded(self, peers: PrefixPair) -> None:
         """Readers that never read: the source leaves blocks free, and its own requests get all of them."""
         pool = peers.source.engine.manager.block_pool
         prompts = [[number, *range(3 * BLOCK_SIZE)] for number in range(pool.num_usable_blocks // 3)]
@@ -286,7 +286,7 @@ class PrefixConformance:
         peers.source.connector.scheduler.free_spare_blocks()
         assert peers.source.engine.num_used_blocks == 0
 
-    async def test_a_source_is_asked_once_unless_the_request_is_preempted(self, peers: Peers) -> None:
+    async def test_a_source_is_asked_once_unless_the_request_is_preempted(self, peers: PrefixPair) -> None:
         request = peers.begin(PROMPT)
         await peers.until(lambda: peers.reader.engine.offered_tokens(request) is not None)
         assert [peers.reader.engine.offered_tokens(request) for _ in range(3)] == [0, 0, 0]

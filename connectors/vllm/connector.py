@@ -36,7 +36,7 @@ from connectors.vllm.engine import (
 )
 from connectors.vllm.handoff_params import Rank
 from connectors.vllm.metrics import HandoffMetrics, HandoffStats, stats_of_rank, stats_of_scheduler
-from connectors.vllm.orders import RankAddress, RankReports, StepOrders
+from connectors.vllm.orders import RankAddress, RankOrders, RankReports
 from connectors.vllm.pool import block_layout, kv_written, pool_of
 from connectors.vllm.producer import EngineIdentity
 from connectors.vllm.scheduler_side import SchedulerSide
@@ -322,9 +322,9 @@ class KvferryConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         return self.worker_side.take_news()
 
     @property
-    def _orders(self) -> StepOrders:
+    def _orders(self) -> RankOrders:
         orders = self._get_connector_metadata()
-        assert isinstance(orders, StepOrders)
+        assert isinstance(orders, RankOrders)
         return orders
 
 

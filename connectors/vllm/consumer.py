@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from connectors.p2p.actions import ReadUnit
-from connectors.p2p.consumer.block_mapping import Extent, map_group
+from connectors.p2p.consumer.block_mapping import TokenExtent, map_group
 from connectors.vllm.handoff_params import VALUE_KEY, EngineHandoff, brings_handoff, decode_handoff, engine_of
 from connectors.vllm.head_ranges import can_split, heads_of
 from connectors.vllm.identity import check_same_model
-from connectors.vllm.orders import LoadOrder, RemoteHandoff, StepOrders
+from connectors.vllm.orders import LoadOrder, RankOrders, RemoteHandoff
 from connectors.vllm.peer_rules import PeerRules
 from connectors.vllm.producer import EngineIdentity, Table
 from connectors.vllm.prompt_hashes import PromptHashes, VllmRequest, can_be_hashed
@@ -55,7 +55,7 @@ class Consumer:
     """
 
     def __init__(self, engine: EngineIdentity, hasher: BlockHasher, rules: PeerRules, windows: Sequence[int | None]) -> None:
-        self.orders = StepOrders()
+        self.orders = RankOrders()
         self.refused: Counter[str] = Counter()  # handoffs that were not read, by reason
         self._engine = engine
         self._hasher = hasher
@@ -226,7 +226,7 @@ class Consumer:
         handoff = offer.handoff
         units: list[ReadUnit] = []
         for group_id, (group, local_ids) in enumerate(zip(handoff.groups, table, strict=True)):
-            extent = Extent(
+            extent = TokenExtent(
                 group_id=group_id,
                 start=handoff.num_tokens - num_tokens,
                 end=handoff.num_tokens,

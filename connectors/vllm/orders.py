@@ -1,4 +1,4 @@
-"""The messages between the two sides of the connector, which vLLM pickles: one ``StepOrders`` per engine step and rank.
+"""The messages between the two sides of the connector, which vLLM pickles: one ``RankOrders`` per engine step and rank.
 
 Plain values without behaviour.
 """
@@ -44,7 +44,7 @@ class LoadOrder:
 
 
 @dataclass(slots=True)
-class StepOrders:
+class RankOrders:
     """Orders of one engine step, carried out in the order of the fields."""
 
     cancelled: list[str] = field(default_factory=list)  # P: transfers that were never published
@@ -58,7 +58,7 @@ class StepOrders:
 
     def is_empty(self) -> bool:
         """True if there is nothing to do."""
-        return self == StepOrders()
+        return self == RankOrders()
 
 
 @dataclass(frozen=True, slots=True)

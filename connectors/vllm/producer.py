@@ -31,7 +31,7 @@ from connectors.vllm.handoff_params import (
     wants_handoff,
 )
 from connectors.vllm.identity import ModelIdentity
-from connectors.vllm.orders import SealOrder, StepOrders
+from connectors.vllm.orders import RankOrders, SealOrder
 from connectors.vllm.prompt_hashes import PromptHashes, VllmRequest, can_be_hashed
 from core.errors import InvalidRequest
 from core.ids import IdSource, new_hex_id
@@ -94,7 +94,7 @@ class Producer:
     """
 
     def __init__(self, engine: EngineIdentity, hasher: BlockHasher, ids: IdSource, windows: Sequence[int | None]) -> None:
-        self.orders = StepOrders()
+        self.orders = RankOrders()
         self._engine = engine
         self._hasher = hasher
         self._ids = ids

@@ -15,7 +15,7 @@ import msgspec
 
 from connectors.vllm.consumer import Consumer
 from connectors.vllm.counts import SchedulerCounts
-from connectors.vllm.orders import RankReports, StepOrders
+from connectors.vllm.orders import RankOrders, RankReports
 from connectors.vllm.peer_rules import PeerRules
 from connectors.vllm.producer import EngineIdentity, Producer, Table
 from connectors.vllm.prompt_hashes import VllmRequest
@@ -26,7 +26,7 @@ from core.log import event
 _log = logging.getLogger(__name__)
 
 
-class BlockPool(Protocol):
+class VllmBlockPool(Protocol):
     """What is used of ``vllm.v1.core.block_pool.BlockPool``."""
 
     blocks: Sequence[Any]
@@ -69,12 +69,12 @@ class SchedulerSide:
         self._is_producer = is_producer
         self._is_consumer = is_consumer
         self._group_ids = groups.ids
-        self._block_pool: BlockPool | None = None
+        self._block_pool: VllmBlockPool | None = None
         self.num_quarantined_blocks = 0
         self._told_refusals: Counter[str] = Counter()
         self._told_held_blocks = 0
 
-    def bind_block_pool(self, block_pool: BlockPool) -> None:
+    def bind_block_pool(self, block_pool: VllmBlockPool) -> None:
         """Keep the pool: blocks that a late read may still write get a reference of their own."""
         self._block_pool = block_pool
 
@@ -104,7 +104,7 @@ class SchedulerSide:
 
     # ---- steps -------------------------------------------------------------------------------------------------------
 
-    def build_orders(self, num_scheduled_tokens: dict[str, int], table_of: Callable[[str], Table | None]) -> StepOrders:
+    def build_orders(self, num_scheduled_tokens: dict[str, int], table_of: Callable[[str], Table | None]) -> RankOrders:
         """Return the orders for the ranks since the last step."""
 
         def transferred_table_of(request_id: str) -> Table | None:
@@ -113,8 +113,8 @@ class SchedulerSide:
 
         self.producer.build_orders(num_scheduled_tokens, transferred_table_of)
         sent, received = self.producer.orders, self.consumer.orders
-        self.producer.orders, self.consumer.orders = StepOrders(), StepOrders()
-        return StepOrders(
+        self.producer.orders, self.consumer.orders = RankOrders(), RankOrders()
+        return RankOrders(
             cancelled=sent.cancelled,
             published=sent.published,
             ended=sent.ended,

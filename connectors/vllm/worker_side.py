@@ -30,7 +30,7 @@ from connectors.vllm.counts import RankCounts
 from connectors.vllm.head_ranges import head_sources, leased_peers
 from connectors.vllm.identity import ModelIdentity
 from connectors.vllm.load_parts import LoadParts
-from connectors.vllm.orders import LoadOrder, QuarantineNews, RankAddress, RankReports, RemoteHandoff, StepOrders
+from connectors.vllm.orders import LoadOrder, QuarantineNews, RankAddress, RankOrders, RankReports, RemoteHandoff
 from connectors.vllm.sealing import KVWritten, Sealer, SealingThread
 from core.kv.pool_region import KVPoolRegion
 
@@ -131,7 +131,7 @@ class WorkerSide:
 
     # ---- a step, in this order ---------------------------------------------------------------------------------------
 
-    def begin_step(self, orders: StepOrders) -> None:
+    def begin_step(self, orders: RankOrders) -> None:
         """Break the seals of cancelled handoffs, before the step writes any block.
 
         Raises: the error that ended the agent: nothing can be verified any more, so the engine must not go on.
@@ -149,7 +149,7 @@ class WorkerSide:
             ended = [*orders.cancelled, *orders.ended]
             self._agent.driver.post(ReleaseHandoffs([_lease_name(transfer_id, self._role.rank) for transfer_id in ended]))
 
-    def start_loads(self, orders: StepOrders) -> None:
+    def start_loads(self, orders: RankOrders) -> None:
         """Pass the orders for loads and leases of other engines to the agent."""
         step = ConsumerStep(
             holds=[ref for remote in orders.holds for ref in self._leased(remote)],
@@ -161,7 +161,7 @@ class WorkerSide:
         if not step.is_empty():
             self._agent.driver.post(step)
 
-    def seal(self, orders: StepOrders, written: KVWritten | None = None) -> None:
+    def seal(self, orders: RankOrders, written: KVWritten | None = None) -> None:
         """Seal the prompts that the step has completed: now, or on a device as soon as their KV is ``written``."""
         for order in orders.seals:
             self._sealer.begin(order)

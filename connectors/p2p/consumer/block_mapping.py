@@ -26,7 +26,7 @@ from core.wire.kv import GroupBlocks
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Extent:
+class TokenExtent:
     """The tokens [``start``, ``end``) that are loaded for a group, and the sizes of blocks. ``start`` begins one of ours.
 
     No later token attends to the first ``num_skipped_tokens`` tokens in this group. ``is_converted``: the producer's blocks
@@ -50,7 +50,7 @@ class GroupMapping:
     is_partial: bool = False
 
 
-def map_group(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], block_hashes: Sequence[bytes]) -> GroupMapping:
+def map_group(extent: TokenExtent, group: GroupBlocks, local_ids: Sequence[int], block_hashes: Sequence[bytes]) -> GroupMapping:
     """Return the units that fill our blocks of one group, with the expected seals of the producer's blocks.
 
     ``local_ids`` is our table, ``block_hashes`` our own chain at the ends of the producer's blocks; of the handoff's seals only
@@ -79,7 +79,7 @@ def map_group(extent: Extent, group: GroupBlocks, local_ids: Sequence[int], bloc
     return found
 
 
-def _unit_positions(extent: Extent, local_ids: Sequence[int]) -> Iterator[list[int]]:
+def _unit_positions(extent: TokenExtent, local_ids: Sequence[int]) -> Iterator[list[int]]:
     """Yield runs of positions of our blocks that are loaded together: each run ends where a block of the producer ends."""
     size = extent.local_block_size
     per_unit = math.lcm(size, extent.remote_block_size) // size
@@ -94,7 +94,7 @@ def _unit_positions(extent: Extent, local_ids: Sequence[int]) -> Iterator[list[i
 class _RemoteBlocks:
     """The producer's blocks of one group by the positions of their tokens."""
 
-    extent: Extent
+    extent: TokenExtent
     group: GroupBlocks
     block_hashes: Sequence[bytes]
 

@@ -10,7 +10,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from connectors.p2p.transport.base import RowShape
-from connectors.p2p.transport.shm_metadata import DeviceMemory
+from connectors.p2p.transport.shm_metadata import DeviceMemoryRef
 from core.errors import KVFerryError, ProtocolError
 from core.kv.peer_rows import PeerMemory, PeerRows
 
@@ -31,16 +31,16 @@ class DeviceMappings:
         self._addresses: dict[bytes, int] = {}
         self._num_users: Counter[bytes] = Counter()
 
-    def describe(self, address: int, shape: RowShape) -> DeviceMemory:
+    def describe(self, address: int, shape: RowShape) -> DeviceMemoryRef:
         """Return what others need to map our own pool, which begins at this address.
 
         Raises:
             ConnectorUnavailable: its memory cannot be shared.
         """
         handle, offset = self._memory.export()
-        return DeviceMemory(handle=handle, offset=offset, address=address, shape=shape)
+        return DeviceMemoryRef(handle=handle, offset=offset, address=address, shape=shape)
 
-    def open(self, pool: DeviceMemory, *, is_ours: bool) -> MappedPool:
+    def open(self, pool: DeviceMemoryRef, *, is_ours: bool) -> MappedPool:
         """Map a pool. ``is_ours``: its owner is proven to be this process, so that its address is an address here.
 
         Raises:

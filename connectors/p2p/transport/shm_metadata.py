@@ -17,7 +17,7 @@ TOKEN_BYTES = 32
 HANDLE_BYTES = 64  # of CUDA IPC
 
 
-class MemoryFile(msgspec.Struct, frozen=True, kw_only=True):
+class MemoryFileRef(msgspec.Struct, frozen=True, kw_only=True):
     """One region of the producer: its descriptor number in the producer's process, and the proof that it is that file."""
 
     fd: SystemNumber
@@ -25,7 +25,7 @@ class MemoryFile(msgspec.Struct, frozen=True, kw_only=True):
     shape: RowShape
 
 
-class DeviceMemory(msgspec.Struct, frozen=True, kw_only=True):
+class DeviceMemoryRef(msgspec.Struct, frozen=True, kw_only=True):
     """A pool on a device: the CUDA IPC handle of its allocation, and where in that it begins.
 
     ``address`` is where it begins in the producer's process, for consumers in the same process: CUDA opens no handle there.
@@ -44,8 +44,8 @@ class ShmMetadata(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     pid: Annotated[int, msgspec.Meta(ge=1, lt=2**31)]
     token_fd: SystemNumber
     token: bytes
-    files: tuple[MemoryFile, ...]
-    device: DeviceMemory | None = None
+    files: tuple[MemoryFileRef, ...]
+    device: DeviceMemoryRef | None = None
 
     @property
     def shapes(self) -> list[RowShape]:

@@ -20,7 +20,7 @@ import numpy.typing as npt
 from connectors.p2p.transport.base import RowShape
 from connectors.p2p.transport.device_mapping import DeviceMappings, MappedPool
 from connectors.p2p.transport.page_mapping import PageMapping
-from connectors.p2p.transport.shm_metadata import TOKEN_BYTES, MemoryFile, ShmMetadata
+from connectors.p2p.transport.shm_metadata import TOKEN_BYTES, MemoryFileRef, ShmMetadata
 from core.errors import PeerUnreachable, ProtocolError
 from core.kv.peer_rows import PeerRows
 from core.sealed_size import cannot_shrink
@@ -105,9 +105,9 @@ def as_rows(memory: memoryview | mmap.mmap, shape: RowShape) -> Rows:
     return flat.reshape(shape.num_rows, shape.row_bytes)
 
 
-def memory_file(fd: int, shape: RowShape) -> MemoryFile:
+def memory_file(fd: int, shape: RowShape) -> MemoryFileRef:
     """Return the description of a memory file of ours."""
-    return MemoryFile(fd=fd, inode=os.fstat(fd).st_ino, shape=shape)
+    return MemoryFileRef(fd=fd, inode=os.fstat(fd).st_ino, shape=shape)
 
 
 def _check_token(producer: ShmMetadata) -> None:
@@ -120,7 +120,7 @@ def _check_token(producer: ShmMetadata) -> None:
         raise PeerUnreachable(f"process {producer.pid} is not the one that described its memory")
 
 
-def _map_file(pid: int, file: MemoryFile) -> mmap.mmap:
+def _map_file(pid: int, file: MemoryFileRef) -> mmap.mmap:
     num_bytes = file.shape.num_rows * file.shape.row_bytes
     fd = os.open(f"/proc/{pid}/fd/{file.fd}", os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:

@@ -13,11 +13,11 @@ import msgspec
 
 from connectors.ec.p2p import P2PECConnector
 from connectors.testing.contexts import ec_context
-from connectors.testing.ec_engine import LAYOUT, Image, embed
+from connectors.testing.ec_engine import LAYOUT, NamedImage, embed
 from core.config_workers import ECConnectorSection, WorkerSection
 
 
-async def hold(transport: str, incarnation: int, control_address: str, image: Image) -> None:
+async def hold(transport: str, incarnation: int, control_address: str, image: NamedImage) -> None:
     context = ec_context(
         "encode",
         engine_id="encoder",
@@ -38,4 +38,4 @@ async def hold(transport: str, incarnation: int, control_address: str, image: Im
 
 if __name__ == "__main__":
     transport, incarnation, control_address, num_embeds = sys.argv[1:]
-    asyncio.run(hold(transport, int(incarnation), control_address, Image("a", int(num_embeds))))
+    asyncio.run(hold(transport, int(incarnation), control_address, NamedImage("a", int(num_embeds))))

@@ -14,12 +14,12 @@ import pytest
 from connectors.ec.p2p import P2PECConnector
 from connectors.ec.p2p_adapter import decode_held
 from connectors.testing.contexts import ec_context
-from connectors.testing.ec_engine import Image
+from connectors.testing.ec_engine import NamedImage
 from connectors.testing.ec_suite import SETTINGS, ECSide, poll_until
 from core.wire.media import ECSource
 
 OWNER = Path(__file__).with_name("held_by_process.py")
-IMAGE = Image("a", 500)
+IMAGE = NamedImage("a", 500)
 DEADLINE_S = 3.0
 
 pytestmark = [pytest.mark.slow, pytest.mark.full]

@@ -8,7 +8,7 @@ from connectors.ec.chunks import ChunkLayout, num_chunks
 from connectors.ec.jobs import ChunksFreed, FetchEnded, FetchingReports, PeerSource, StoreSource
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.p2p.transport.interface import PeerId
-from connectors.testing.ec_engine import Image
+from connectors.testing.ec_engine import NamedImage
 from core.ec_connector import EmbeddingsLayout
 from core.errors import EncoderInputMissing, ProtocolError
 from core.request import ECConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
@@ -20,7 +20,7 @@ from core.wire.sampling import SamplingParams
 LAYOUT = ChunkLayout(EmbeddingsLayout(8, "float32"), b"model")
 LOST = ErrorInfo(code="peer_lost", message="it is gone", http_status=502)
 CORRUPT = ErrorInfo(code="digest", message="a wrong byte", http_status=502)
-A, B = Image("a"), Image("b", 128)
+A, B = NamedImage("a"), NamedImage("b", 128)
 
 
 class Desk:
@@ -326,7 +326,7 @@ def test_what_is_announced_and_unusable_is_computed_at_once():
 
 def test_shape_that_is_not_the_one_here_is_computed(desk):
     desk.ask(request_of("r", [A], [source(A, "e/1")]))
-    other = Image("a", 63)
+    other = NamedImage("a", 63)
     assert desk.ask(request_of("s", [other], [source(other, "e/2")]))
 
 

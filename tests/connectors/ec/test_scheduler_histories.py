@@ -11,7 +11,7 @@ from connectors.ec.chunks import ChunkLayout, num_chunks
 from connectors.ec.jobs import ChunksFreed, FetchEnded, FetchingReports, PeerSource, StoreSource
 from connectors.ec.scheduler import FetchingScheduler
 from connectors.p2p.transport.interface import PeerId
-from connectors.testing.ec_engine import Image
+from connectors.testing.ec_engine import NamedImage
 from core.ec_connector import EmbeddingsLayout
 from core.request import ECConnectorOutput, NewRequest, Request, RequestStatus, SchedulerOutput
 from core.testing.clock import FakeClock
@@ -22,7 +22,7 @@ from core.wire.sampling import SamplingParams
 LAYOUT = ChunkLayout(EmbeddingsLayout(8, "float32"), b"model")
 NUM_CHUNKS = 6
 DEADLINE_S = 10.0
-IMAGES = [Image(str(number), 64 * (1 + number % 3)) for number in range(5)] + [Image("huge", 64 * 7)]
+IMAGES = [NamedImage(str(number), 64 * (1 + number % 3)) for number in range(5)] + [NamedImage("huge", 64 * 7)]
 ERRORS = [ErrorInfo(code=code, message=code, http_status=502) for code in ("peer_lost", "digest", "stale", "store_miss")]
 
 

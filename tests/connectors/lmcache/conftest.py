@@ -23,7 +23,7 @@ from connectors.lmcache.wire import (
     CacheKey,
     GroupInfo,
     Namespace,
-    Operation,
+    RequestType,
     TokenSpan,
     decode_reply,
     encode_call,
@@ -264,9 +264,9 @@ class RawClient:
         self._socket.connect(server.server_address)
         self._uid = 0
         groups = [GroupInfo(engine_group_id=0, layer_indices=(0,), tokens_per_block=BLOCK_SIZE)]
-        self.call(Operation.REGISTER_KV_CACHE, *registration(self.instance_id, self.namespace, self.staging.pages, groups))
+        self.call(RequestType.REGISTER_KV_CACHE, *registration(self.instance_id, self.namespace, self.staging.pages, groups))
 
-    def call(self, operation: Operation | int, *arguments: object) -> object:
+    def call(self, operation: RequestType | int, *arguments: object) -> object:
         """Send a request and return its result; zmq.Again if there is no reply."""
         self._uid += 1
         self._socket.send_multipart(encode_call(self._uid, operation, *arguments))
@@ -290,7 +290,7 @@ class RawClient:
 
     def store(self, session_id: str, token_ids: Sequence[int], pages: Sequence[int]) -> bool:
         key = self.key(session_id, token_ids)
-        return is_done(self.call(Operation.STORE, key, self.instance_id, [list(pages)], EVENT))
+        return is_done(self.call(RequestType.STORE, key, self.instance_id, [list(pages)], EVENT))
 
     def hoard(self, num_chunks: int, server_status: Callable[[], dict]) -> list[CacheKey]:
         """Have chunks kept and locked, so many at a time, until the server has no room; return the keys of the locks.
@@ -307,8 +307,8 @@ class RawClient:
             assert self.store(key.request_id, tokens, pages), "it always says that it has kept them"
             while server_status()["storage_manager"]["l1_manager"]["write_locked_count"]:
                 continue  # it answers before they can be found
-            self.call(Operation.LOOKUP, key, 1)
-            while (found := self.call(Operation.QUERY_PREFETCH_STATUS, key.request_id)) is None:
+            self.call(RequestType.LOOKUP, key, 1)
+            while (found := self.call(RequestType.QUERY_PREFETCH_STATUS, key.request_id)) is None:
                 continue
             keys.append(key)
             times_dropped = 0 if found == num_chunks else times_dropped + 1
@@ -320,13 +320,13 @@ class RawClient:
 
     def let_go(self, keys: Sequence[CacheKey]) -> None:
         for key in keys:
-            self.call(Operation.FREE_LOOKUP_LOCKS, key, 1)
-            self.call(Operation.END_SESSION, key.request_id)
+            self.call(RequestType.FREE_LOOKUP_LOCKS, key, 1)
+            self.call(RequestType.END_SESSION, key.request_id)
 
     def close(self) -> None:
         try:
-            self.call(Operation.END_SESSION, "s")
-            self.call(Operation.UNREGISTER_KV_CACHE, self.instance_id)
+            self.call(RequestType.END_SESSION, "s")
+            self.call(RequestType.UNREGISTER_KV_CACHE, self.instance_id)
         finally:
             self._context.destroy(linger=0)  # left to the garbage collector it would wait for what was never sent
             self.staging.unlink()

@@ -23,7 +23,7 @@ from connectors.lmcache.messages import (
     moves_of,
 )
 from connectors.lmcache.tracker import LMCacheMPRequestMetadata
-from connectors.lmcache.wire import Operation, TokenSpan
+from connectors.lmcache.wire import RequestType, TokenSpan
 from connectors.testing.contexts import connector_context
 from core.config_workers import ConnectorSection, LMCacheSection
 from core.errors import KVFerryError
@@ -51,7 +51,7 @@ class Played:
         self.clock = FakeClock()
         self.loop = VirtualLoop(self.clock)
         self.facts: ServerFacts = FACTS
-        self.asked: list[tuple[Calls, int, Operation, list[object]]] = []
+        self.asked: list[tuple[Calls, int, RequestType, list[object]]] = []
         self.answers: list[tuple[str, int]] = []
         self.ended: dict[str, SimpleNamespace] = {}
         self.is_closed = False  # the latest connection
@@ -86,7 +86,7 @@ class Played:
         """Go through an attempt with a server that answers."""
         if self.loop.jobs or not self.asked:
             self.tick(SETTINGS.retry_interval_s)
-        self.answer(Operation.REGISTER_KV_CACHE)
+        self.answer(RequestType.REGISTER_KV_CACHE)
         assert self.connector.is_connected
 
     def lose(self) -> None:
@@ -104,7 +104,7 @@ class Played:
     def _new_client(self, _zmq, _address, counts, _on_death) -> SimpleNamespace:
         def record(frames: list[bytes]) -> None:
             uid, operation, *arguments = map(msgspec.msgpack.decode, frames)
-            self.asked.append((calls, uid, Operation(operation), arguments))
+            self.asked.append((calls, uid, RequestType(operation), arguments))
 
         async def close() -> None:
             self.is_closed = True
@@ -112,11 +112,11 @@ class Played:
         self.calls = calls = Calls(record, counts)
         return SimpleNamespace(calls=calls, close=close)
 
-    def asks(self, operation: Operation) -> list[object] | None:
+    def asks(self, operation: RequestType) -> list[object] | None:
         """Return the arguments of the oldest open request of a kind, None if there is none."""
         return next((arguments for *_, kind, arguments in self.asked if kind is operation), None)
 
-    def answer(self, operation: Operation, result: object = None) -> None:
+    def answer(self, operation: RequestType, result: object = None) -> None:
         """Answer the oldest open request of a kind."""
         found = next(request for request in self.asked if request[2] is operation)
         self.asked.remove(found)
@@ -148,8 +148,8 @@ class Played:
     def find(self, num_chunks: int, name: str = "s") -> None:
         """Look up and be answered."""
         self.look_up(name)
-        self.answer(Operation.LOOKUP)
-        self.answer(Operation.QUERY_PREFETCH_STATUS, num_chunks)
+        self.answer(RequestType.LOOKUP)
+        self.answer(RequestType.QUERY_PREFETCH_STATUS, num_chunks)
         assert self.answers.pop() == (name, 64 * num_chunks)
 
     def load(self, start: int = 0, end: int = 256, request_id: str = "r", name: str = "s", num_skipped: int = 0) -> None:

@@ -15,7 +15,7 @@ import zmq
 
 from connectors.lmcache.client import LMCacheClient, fetch_facts
 from connectors.lmcache.messages import ServerFacts
-from connectors.lmcache.wire import Operation, wire_salt
+from connectors.lmcache.wire import RequestType, wire_salt
 from core.config_workers import LMCacheSection
 from core.errors import ConnectorUnavailable, PeerUnreachable, TransferTimeout
 from core.wire.sockets import AsyncContext
@@ -107,7 +107,7 @@ async def peer():
 @pytest.mark.asyncio
 async def test_a_request_gets_its_reply(peer):
     client, socket = peer
-    first, second = (asyncio.create_task(client.calls.call(5.0, Operation.PING, number)) for number in (3, 4))
+    first, second = (asyncio.create_task(client.calls.call(5.0, RequestType.PING, number)) for number in (3, 4))
     asked = [await asyncio.to_thread(socket.recv_multipart) for _ in range(2)]
     assert [frames[1:] for frames in asked] == [[b"\x01", b"\x16", b"\x03"], [b"\x02", b"\x16", b"\x04"]]
     for (identity, uid, operation, _), result in zip(reversed(asked), ([b"\xc3"], []), strict=True):
@@ -119,9 +119,9 @@ async def test_a_request_gets_its_reply(peer):
 async def test_a_reply_that_comes_too_late_is_counted_and_dropped(peer):
     client, socket = peer
     with pytest.raises(TransferTimeout):
-        await client.calls.call(0.0, Operation.PING, 3)
+        await client.calls.call(0.0, RequestType.PING, 3)
     identity, uid, operation, _ = await asyncio.to_thread(socket.recv_multipart)
-    answered = asyncio.create_task(client.calls.call(5.0, Operation.PING, 4))
+    answered = asyncio.create_task(client.calls.call(5.0, RequestType.PING, 4))
     await asyncio.to_thread(socket.recv_multipart)
     for number in (uid, b"\x02"):
         socket.send_multipart([identity, number, operation])
@@ -135,7 +135,7 @@ async def test_a_lost_connection_fails_what_is_open_and_says_so(peer, how):
     client, socket = peer
     is_lost = asyncio.Event()
     client.calls.on_lost = is_lost.set
-    asked = asyncio.create_task(client.calls.call(5.0, Operation.PING, 3))
+    asked = asyncio.create_task(client.calls.call(5.0, RequestType.PING, 3))
     identity, *_ = await asyncio.to_thread(socket.recv_multipart)
     if how == "closed":
         socket.close(linger=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from connectors.lmcache.messages import LMCacheMPConnectorMetadata, LoadPages, LookupPages
-from connectors.lmcache.wire import Operation, TokenSpan
+from connectors.lmcache.wire import RequestType, TokenSpan
 from core.errors import CorruptBlock, PeerUnreachable
 from tests.connectors.lmcache.played_server import STORED, TOKENS
 
@@ -13,7 +13,7 @@ from tests.connectors.lmcache.played_server import STORED, TOKENS
 def test_a_load_is_over_when_its_pages_have_been_taken(played):
     played.find(4)
     played.load()
-    played.answer(Operation.RETRIEVE, STORED)
+    played.answer(RequestType.RETRIEVE, STORED)
     assert not played.ended
     played.finish(LoadPages, {})
     assert played.ended["r"].error is None
@@ -24,7 +24,7 @@ def test_a_load_is_over_when_its_pages_have_been_taken(played):
 def test_bad_pages_are_invalid_blocks_and_the_rest_is_used(played):
     played.find(4)
     played.load()
-    played.answer(Operation.RETRIEVE, STORED)
+    played.answer(RequestType.RETRIEVE, STORED)
     played.finish(LoadPages, {5: CorruptBlock("bad"), 6: CorruptBlock("bad")})
     ended = played.ended["r"]
     assert (ended.is_lost, ended.invalid_block_ids) == (False, {6, 7})
@@ -35,7 +35,7 @@ def test_bad_pages_are_invalid_blocks_and_the_rest_is_used(played):
 def test_a_load_without_a_good_block_has_failed(played):
     played.find(4)
     played.load()
-    played.answer(Operation.RETRIEVE, STORED)
+    played.answer(RequestType.RETRIEVE, STORED)
     played.finish(LoadPages, dict.fromkeys(range(8), CorruptBlock("bad")))
     ended = played.ended["r"]
     assert ended.is_lost
@@ -46,7 +46,7 @@ def test_a_load_without_a_good_block_has_failed(played):
 def test_anything_but_a_clear_yes_is_a_failure(played, result):
     played.find(4)
     played.load()
-    played.answer(Operation.RETRIEVE, result)
+    played.answer(RequestType.RETRIEVE, result)
     assert played.ended["r"].error.code == "store_miss"
     assert played.server.staging.num_used_pages == 0
 
@@ -58,7 +58,7 @@ def test_the_pages_of_an_aborted_load_stay_taken_until_the_server_is_done(played
     assert played.ended["r"].error is None
     assert played.ended["r"].usage is None
     assert played.server.staging.num_used_pages == 8, "the server may still write them"
-    played.answer(Operation.RETRIEVE, STORED)
+    played.answer(RequestType.RETRIEVE, STORED)
     assert played.job(LoadPages) is None, "and nobody looks at them"
     assert played.server.staging.num_used_pages == 0
 
@@ -66,7 +66,7 @@ def test_the_pages_of_an_aborted_load_stay_taken_until_the_server_is_done(played
 def test_a_load_that_is_being_taken_ends_when_that_ends(played):
     played.find(4)
     played.load()
-    played.answer(Operation.RETRIEVE, STORED)
+    played.answer(RequestType.RETRIEVE, STORED)
     played.tell(aborts=["r"])
     played.lose()
     assert not played.ended, "its blocks are being written"
@@ -79,7 +79,7 @@ def test_a_lost_server_ends_its_loads_at_once(played):
     played.load()
     played.lose()
     assert played.ended["r"].error.code == PeerUnreachable.code
-    played.answer(Operation.RETRIEVE, STORED)
+    played.answer(RequestType.RETRIEVE, STORED)
     assert played.job(LoadPages) is None
 
 
@@ -105,9 +105,9 @@ def test_a_load_that_is_aborted_as_it_begins_gives_its_locks_back(played):
     freed = [(arguments[0]["start"], arguments[0]["end"]) for *_, kind, arguments in played.asked]
     assert sorted(freed) == [(0, 64), (64, 256)]
     for _ in freed:
-        assert played.asks(Operation.END_SESSION) is None
-        played.answer(Operation.FREE_LOOKUP_LOCKS)
-    assert played.asks(Operation.END_SESSION) == ["s"]
+        assert played.asks(RequestType.END_SESSION) is None
+        played.answer(RequestType.FREE_LOOKUP_LOCKS)
+    assert played.asks(RequestType.END_SESSION) == ["s"]
     assert played.server.staging.num_used_pages == 0
 
 
@@ -125,8 +125,8 @@ def test_a_load_that_takes_too_long_ends_and_so_does_the_trust(played):
     played.load()
     for _ in range(15):
         played.tick(2.0)
-        if played.asks(Operation.PING) is not None:
-            played.answer(Operation.PING, True)
+        if played.asks(RequestType.PING) is not None:
+            played.answer(RequestType.PING, True)
     assert played.ended["r"].error is not None
     assert not played.connector.is_connected, "the server may write into pages that nobody can take back otherwise"
 
@@ -140,7 +140,7 @@ def test_a_load_whose_request_has_no_time_left_ends_before_the_server_does(playe
     played.tick(0.1)
     assert played.ended["r"].error.code == "deadline"
     assert played.server.staging.num_used_pages == 8, "the server may still write them"
-    played.answer(Operation.RETRIEVE, STORED)
+    played.answer(RequestType.RETRIEVE, STORED)
     assert played.server.staging.num_used_pages == 0
 
 
@@ -152,9 +152,9 @@ def test_loads_wait_for_pages_in_their_order(played):
     for name in "abc":
         played.load(request_id=name, name=name)
     for name in "abc":
-        assert played.asks(Operation.RETRIEVE)[0]["request_id"] == name
-        played.answer(Operation.RETRIEVE, STORED)
-        assert played.asks(Operation.RETRIEVE) is None
+        assert played.asks(RequestType.RETRIEVE)[0]["request_id"] == name
+        played.answer(RequestType.RETRIEVE, STORED)
+        assert played.asks(RequestType.RETRIEVE) is None
         played.finish(LoadPages, {})
     played.server.staging.give_back(taken)
     assert played.server.staging.num_used_pages == 0

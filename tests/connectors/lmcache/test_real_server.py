@@ -10,7 +10,7 @@ import asyncio
 import pytest
 
 from connectors.lmcache.staging import SHM_FOLDER
-from connectors.lmcache.wire import Operation
+from connectors.lmcache.wire import RequestType
 from core.errors import PeerUnreachable
 from core.request import NewRequest, Request
 from core.testing.hash_model import HashAttention, expected_kv, expected_tokens
@@ -229,8 +229,8 @@ async def test_no_session_name_is_ever_used_twice(start_engine):
 
 async def test_s1_blocks_filed_under_another_prompts_key_are_refused(start_engine, raw_client):
     """A session name used twice: the server believes that the new tokens are the old ones."""
-    raw_client.call(Operation.LOOKUP, raw_client.key("s", PROMPT[:256], None), 1)
-    raw_client.call(Operation.QUERY_PREFETCH_STATUS, "s")
+    raw_client.call(RequestType.LOOKUP, raw_client.key("s", PROMPT[:256], None), 1)
+    raw_client.call(RequestType.QUERY_PREFETCH_STATUS, "s")
     pages = raw_client.staging.take_to_save(8)
     raw_client.fill(pages, PROMPT[:256])
     assert raw_client.store("s", PROMPT[:256], pages)  # the server has hashed this prompt in this session now

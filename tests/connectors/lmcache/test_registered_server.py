@@ -8,7 +8,7 @@ import pytest
 import zmq
 
 from connectors.lmcache.messages import ServerFacts
-from connectors.lmcache.wire import Operation
+from connectors.lmcache.wire import RequestType
 from core.errors import EngineDead
 from core.testing.hash_model import FULL, HashAttention
 from tests.connectors.lmcache.played_server import FACTS
@@ -33,7 +33,7 @@ def test_a_server_that_could_give_wrong_blocks_is_left_alone(start_played, caplo
     played.tick(0.9)
     assert not played.asked
     played.tick(0.1)
-    assert played.asks(Operation.REGISTER_KV_CACHE) is not None
+    assert played.asks(RequestType.REGISTER_KV_CACHE) is not None
 
 
 def test_staging_memory_without_room_for_a_chunk_names_its_setting(start_played, caplog):
@@ -52,7 +52,7 @@ def test_a_server_without_windows_may_keep_all_groups_together(start_played):
 
 def test_every_group_is_registered_with_its_window(start_played):
     played = start_played(attentions=tuple(HashAttention(window=window) for window in (512, 40, 0, 500)))
-    groups = played.asks(Operation.REGISTER_KV_CACHE)[6]
+    groups = played.asks(RequestType.REGISTER_KV_CACHE)[6]
     assert [group["sw_size_tokens"] for group in groups] == [-1, 64, 512, 500], "those of one object side by side"
     assert [group["layer_indices"] for group in groups] == [[0], [1], [2], [3]]
 
@@ -60,7 +60,7 @@ def test_every_group_is_registered_with_its_window(start_played):
 def test_a_registration_without_an_answer_is_given_up(start_played):
     played = start_played()
     played.tick(5.0)
-    played.answer(Operation.REGISTER_KV_CACHE)
+    played.answer(RequestType.REGISTER_KV_CACHE)
     assert not played.connector.is_connected, "an answer that comes too late opens nothing"
     played.connect()
 
@@ -118,9 +118,9 @@ def test_a_start_ends_although_our_own_code_fails(start_played, monkeypatch, cap
 
 def test_silence_is_a_reason_to_leave(played):
     played.tick(2.0)
-    played.answer(Operation.PING, True)
+    played.answer(RequestType.PING, True)
     played.tick(2.0)
-    assert played.asks(Operation.PING) is not None
+    assert played.asks(RequestType.PING) is not None
     assert played.connector.is_connected
     rows = played.server.staging.rows
     rows[:] = 7
@@ -135,13 +135,13 @@ def test_silence_is_a_reason_to_leave(played):
 
 def test_each_attempt_has_a_connection_memory_and_an_identity_of_its_own(start_played):
     played = start_played()
-    first_id = played.asks(Operation.REGISTER_KV_CACHE)[0]
+    first_id = played.asks(RequestType.REGISTER_KV_CACHE)[0]
     played.connect()
     first, calls = played.server, played.calls
     played.lose()
     played.tick(1.0)
-    assert played.asks(Operation.REGISTER_KV_CACHE)[0] != first_id
-    played.answer(Operation.REGISTER_KV_CACHE)
+    assert played.asks(RequestType.REGISTER_KV_CACHE)[0] != first_id
+    played.answer(RequestType.REGISTER_KV_CACHE)
     assert played.server.staging is not first.staging
     calls.lose()
     played.tick()
@@ -153,11 +153,11 @@ def test_each_attempt_has_a_connection_memory_and_an_identity_of_its_own(start_p
 
 def test_a_lookup_is_asked_for_until_it_is_done(played):
     played.look_up()
-    played.answer(Operation.LOOKUP)
-    played.answer(Operation.QUERY_PREFETCH_STATUS, None)
-    assert played.asks(Operation.QUERY_PREFETCH_STATUS) is None
+    played.answer(RequestType.LOOKUP)
+    played.answer(RequestType.QUERY_PREFETCH_STATUS, None)
+    assert played.asks(RequestType.QUERY_PREFETCH_STATUS) is None
     played.tick(0.005)
-    played.answer(Operation.QUERY_PREFETCH_STATUS, 3)
+    played.answer(RequestType.QUERY_PREFETCH_STATUS, 3)
     assert played.answers == [("s", 192)]
 
 
@@ -175,37 +175,37 @@ def test_a_reply_that_comes_in_the_moment_of_its_deadline_counts(played):
     calls, uid, *_ = played.asked.pop()
     played.loop.call_soon(calls.on_reply, uid, None)
     played.tick(5.0)  # both are due in the same turn of the loop, the reply first
-    assert played.asks(Operation.QUERY_PREFETCH_STATUS) is not None
+    assert played.asks(RequestType.QUERY_PREFETCH_STATUS) is not None
     assert not played.connector.counts["unanswered_requests"]
 
 
 def test_what_a_late_lookup_finds_is_let_go(played):
     played.look_up()
     played.tick(1.0)
-    played.answer(Operation.LOOKUP)
-    played.answer(Operation.QUERY_PREFETCH_STATUS, 4)
+    played.answer(RequestType.LOOKUP)
+    played.answer(RequestType.QUERY_PREFETCH_STATUS, 4)
     assert played.answers == [("s", 0)], "nobody is told twice"
-    key = played.asks(Operation.FREE_LOOKUP_LOCKS)[0]
+    key = played.asks(RequestType.FREE_LOOKUP_LOCKS)[0]
     assert (key["start"], key["end"], key["request_id"]) == (0, 256, "s")
 
 
 def test_a_lookup_that_never_ends_is_asked_for_ever_more_rarely_and_given_up(played):
     played.look_up()
-    played.answer(Operation.LOOKUP)
+    played.answer(RequestType.LOOKUP)
     begin, asked_at = played.clock.now(), []
     while (elapsed := played.clock.now() - begin) < 40.0:
-        if played.asks(Operation.QUERY_PREFETCH_STATUS) is not None:
+        if played.asks(RequestType.QUERY_PREFETCH_STATUS) is not None:
             asked_at.append(elapsed)
-            played.answer(Operation.QUERY_PREFETCH_STATUS, None)
-        if played.asks(Operation.PING) is not None:
-            played.answer(Operation.PING, True)
+            played.answer(RequestType.QUERY_PREFETCH_STATUS, None)
+        if played.asks(RequestType.PING) is not None:
+            played.answer(RequestType.PING, True)
         played.tick(0.05)
     assert len([elapsed for elapsed in asked_at if elapsed < 0.99]) == 20, "as often as the test looks"
     assert 20 < len([elapsed for elapsed in asked_at if elapsed >= 5.0]) < 30, "once a second"
     assert max(asked_at) < 32.0
     assert played.answers == [("s", 0)]
     played.tell(ended=["s"])
-    assert played.asks(Operation.END_SESSION) == ["s"]
+    assert played.asks(RequestType.END_SESSION) == ["s"]
 
 
 def test_a_lookup_that_fails_on_the_server_leaves_nothing_open(played):
@@ -213,7 +213,7 @@ def test_a_lookup_that_fails_on_the_server_leaves_nothing_open(played):
     played.tick(1.0)
     played.tell(ended=["s"])
     played.tick(4.0)
-    assert played.asks(Operation.END_SESSION) == ["s"]
+    assert played.asks(RequestType.END_SESSION) == ["s"]
 
 
 def test_without_a_server_every_lookup_is_a_miss_at_once(played):
@@ -240,32 +240,32 @@ def test_locks_are_let_go_and_the_session_ends_whenever_the_request_does(played,
     if moment == "asked":
         played.look_up()
         played.tell(ended=["s"])
-        played.answer(Operation.LOOKUP)
-        played.answer(Operation.QUERY_PREFETCH_STATUS, 4)
+        played.answer(RequestType.LOOKUP)
+        played.answer(RequestType.QUERY_PREFETCH_STATUS, 4)
     elif moment == "looked up":
         played.look_up()
-        played.answer(Operation.LOOKUP)
+        played.answer(RequestType.LOOKUP)
         played.tell(ended=["s"])
-        played.answer(Operation.QUERY_PREFETCH_STATUS, 4)
+        played.answer(RequestType.QUERY_PREFETCH_STATUS, 4)
     else:
         played.find(4)
         if moment == "not wanted":
             played.tell(unclaimed=["s"])
-            assert played.asks(Operation.FREE_LOOKUP_LOCKS) is not None
+            assert played.asks(RequestType.FREE_LOOKUP_LOCKS) is not None
         played.tell(ended=["s"])
-    assert played.asks(Operation.END_SESSION) is None, "not while something is open in it"
-    assert (played.asks(Operation.FREE_LOOKUP_LOCKS)[0]["end"]) == 256
-    played.answer(Operation.FREE_LOOKUP_LOCKS)
-    assert played.asks(Operation.END_SESSION) == ["s"]
-    assert not [request for request in played.asked if request[2] is Operation.FREE_LOOKUP_LOCKS]
+    assert played.asks(RequestType.END_SESSION) is None, "not while something is open in it"
+    assert (played.asks(RequestType.FREE_LOOKUP_LOCKS)[0]["end"]) == 256
+    played.answer(RequestType.FREE_LOOKUP_LOCKS)
+    assert played.asks(RequestType.END_SESSION) == ["s"]
+    assert not [request for request in played.asked if request[2] is RequestType.FREE_LOOKUP_LOCKS]
 
 
 def test_a_load_takes_over_the_locks_that_it_needs(played):
     played.find(4)
     played.load(start=128, num_skipped=32)
-    key = played.asks(Operation.FREE_LOOKUP_LOCKS)[0]
+    key = played.asks(RequestType.FREE_LOOKUP_LOCKS)[0]
     assert (key["start"], key["end"]) == (0, 128)
-    retrieved = played.asks(Operation.RETRIEVE)
+    retrieved = played.asks(RequestType.RETRIEVE)
     assert (retrieved[0]["start"], retrieved[0]["end"], retrieved[4]) == (128, 256, 32)
     assert retrieved[2][0][0] == 0, "a block that is here already has no page"
     assert len(set(retrieved[2][0])) == 4
@@ -277,9 +277,9 @@ def test_a_load_that_never_began_gives_its_locks_back(played):
     capacity = played.server.staging.load_capacity
     taken = played.server.staging.take_to_load(capacity - 3)
     played.load(request_id="waiting", name="t")
-    assert played.asks(Operation.RETRIEVE) is None
+    assert played.asks(RequestType.RETRIEVE) is None
     played.tell(aborts=["waiting"], ended=["t"])
-    keys = [arguments[0] for *_, kind, arguments in played.asked if kind is Operation.FREE_LOOKUP_LOCKS]
+    keys = [arguments[0] for *_, kind, arguments in played.asked if kind is RequestType.FREE_LOOKUP_LOCKS]
     assert [(key["request_id"], key["start"], key["end"]) for key in keys] == [("t", 0, 256)]
     played.server.staging.give_back(taken)
 
@@ -290,10 +290,10 @@ def test_leaving_ends_every_session(played):
     stopping = played.loop.create_task(played.connector.stop())
     played.tick()
     kinds = [kind for _, _, kind, _ in played.asked]
-    assert kinds.count(Operation.END_SESSION) == 2
-    assert kinds.count(Operation.FREE_LOOKUP_LOCKS) == 1
-    assert kinds[-1] is Operation.UNREGISTER_KV_CACHE
+    assert kinds.count(RequestType.END_SESSION) == 2
+    assert kinds.count(RequestType.FREE_LOOKUP_LOCKS) == 1
+    assert kinds[-1] is RequestType.UNREGISTER_KV_CACHE
     assert not stopping.done()
     assert not played.is_closed, "the reply has to be received"
-    played.answer(Operation.UNREGISTER_KV_CACHE)
+    played.answer(RequestType.UNREGISTER_KV_CACHE)
     assert stopping.done()

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from connectors.lmcache.messages import SavePages
 from connectors.lmcache.staging import Staging
-from connectors.lmcache.wire import Operation
+from connectors.lmcache.wire import RequestType
 from tests.connectors.lmcache.played_server import STORED
 
 
 def test_a_save_is_sent_when_its_blocks_have_proved_good(played):
     save = played.save()
-    assert played.asks(Operation.STORE) is None
+    assert played.asks(RequestType.STORE) is None
     played.tell(verdicts={save.number: True})
-    assert played.asks(Operation.STORE) is None
+    assert played.asks(RequestType.STORE) is None
     played.finish(SavePages)
-    key, _, pages, _ = played.asks(Operation.STORE)
+    key, _, pages, _ = played.asks(RequestType.STORE)
     assert (key["start"], key["end"]) == (0, 128)
     assert pages == [list(save.pages)]
     assert played.server.staging.num_used_pages == 4
     played.tell(ended=["s"])
-    assert played.asks(Operation.END_SESSION) is None
-    played.answer(Operation.STORE, STORED)
+    assert played.asks(RequestType.END_SESSION) is None
+    played.answer(RequestType.STORE, STORED)
     assert played.server.staging.num_used_pages == 0
-    assert played.asks(Operation.END_SESSION) == ["s"]
+    assert played.asks(RequestType.END_SESSION) == ["s"]
 
 
 def test_bad_blocks_are_never_sent(played):
@@ -37,9 +37,9 @@ def test_a_refused_save_is_a_reason_to_register_again(played):
     save = played.save()
     played.tell(verdicts={save.number: True})
     played.finish(SavePages)
-    played.answer(Operation.STORE, [b"", False])
+    played.answer(RequestType.STORE, [b"", False])
     assert not played.connector.is_connected
-    assert played.asks(Operation.UNREGISTER_KV_CACHE)
+    assert played.asks(RequestType.UNREGISTER_KV_CACHE)
     played.tick(0.2)  # the reply may not come
     played.connect()
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.testing.ec_engine import ECEngine, Image
+from connectors.testing.ec_engine import ECEngine, NamedImage
 from core.request import ECConnectorOutput
 
 
@@ -29,8 +29,8 @@ def engine():
 
 
 async def test_requests_that_still_wait_are_named(engine):
-    request = engine.add("r1", [Image("a"), Image("b")])
-    engine.add("r2", [Image("c")])
+    request = engine.add("r1", [NamedImage("a"), NamedImage("b")])
+    engine.add("r2", [NamedImage("c")])
     engine.ran["r2"] = engine.waiting.pop("r2")
     with pytest.raises(TimeoutError, match=r"after 0.01 s the embeddings of 'r1' are neither loaded nor unavailable: .*log"):
         await engine.run(request, timeout_s=0.01)
@@ -38,7 +38,7 @@ async def test_requests_that_still_wait_are_named(engine):
 
 async def test_an_image_whose_save_is_not_reported_is_named(engine):
     with pytest.raises(TimeoutError, match=r"after 0.01 s the save of image 'a' has not ended: .*log"):
-        await engine.save(Image("a"), timeout_s=0.01)
+        await engine.save(NamedImage("a"), timeout_s=0.01)
 
 
 async def test_another_condition_is_called_one(engine):

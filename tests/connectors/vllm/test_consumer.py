@@ -8,7 +8,7 @@ import pytest
 from connectors.p2p.actions import TokenCopy
 from connectors.vllm.consumer import Consumer
 from connectors.vllm.handoff_params import MAX_VALUE_CHARS, HeldBlocks, Rank, decode_handoff, encode_handoff
-from connectors.vllm.orders import StepOrders
+from connectors.vllm.orders import RankOrders
 from connectors.vllm.peer_rules import PeerRules
 from connectors.vllm.producer import Producer
 from core.errors import InvalidRequest
@@ -57,7 +57,7 @@ def arrive(consumer, params, prompt=PROMPT, **request):
 
 
 def take(consumer):
-    found, consumer.orders = consumer.orders, StepOrders()
+    found, consumer.orders = consumer.orders, RankOrders()
     return found
 
 

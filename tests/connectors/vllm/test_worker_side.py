@@ -13,7 +13,7 @@ from connectors.p2p.producer.handshake import WorkerIdentity
 from connectors.p2p.settings import DriverSettings
 from connectors.p2p.transport.interface import PeerId
 from connectors.reports import LoadEnded
-from connectors.vllm.orders import LoadOrder, RemoteHandoff, SealOrder, StepOrders
+from connectors.vllm.orders import LoadOrder, RankOrders, RemoteHandoff, SealOrder
 from connectors.vllm.sealing import Sealer
 from connectors.vllm.settings import PluginSettings
 from connectors.vllm.worker_side import RankRole, WorkerSide
@@ -87,7 +87,7 @@ class Rank:
 
     def step(self, **orders):
         """Make a step with these orders, and return what the rank reports."""
-        found = StepOrders(**orders)
+        found = RankOrders(**orders)
         self.side.begin_step(found)
         self.side.start_loads(found)
         self.side.seal(found)
@@ -175,7 +175,7 @@ def test_a_prompt_is_sealed_once_the_device_has_written_it(ranks, eventually):
     owner = ranks("p", 10, is_on_device=True)
     steps, orders = [Step(), Step()], [seal_order("a", [3, 4]), seal_order("b", [3, 4, 5])]
     for step, order in zip(steps, orders, strict=True):
-        owner.side.seal(StepOrders(seals=[order]), step)
+        owner.side.seal(RankOrders(seals=[order]), step)
     assert owner.generation(3) == BROKEN
     owner.step(cancelled=["kv-a"])
     steps[0].end()
@@ -188,8 +188,8 @@ def test_a_prompt_is_sealed_once_the_device_has_written_it(ranks, eventually):
 def test_what_has_ended_before_the_device_is_done_is_never_sealed(ranks, eventually):
     owner = ranks("p", 10, is_on_device=True)
     cancelled, last = Step(), Step()
-    owner.side.seal(StepOrders(seals=[seal_order("a", [3])]), cancelled)
-    owner.side.seal(StepOrders(seals=[seal_order("b", [4], 9)]), last)
+    owner.side.seal(RankOrders(seals=[seal_order("a", [3])]), cancelled)
+    owner.side.seal(RankOrders(seals=[seal_order("b", [4], 9)]), last)
     owner.step(cancelled=["kv-a"])
     cancelled.end()
     last.end()
@@ -200,7 +200,7 @@ def test_what_has_ended_before_the_device_is_done_is_never_sealed(ranks, eventua
 def test_a_reader_that_is_faster_than_the_device_waits_for_the_seals(ranks, eventually):
     owner, reader, step = ranks("p", 10, is_on_device=True), ranks("d", 100, unsealed_patience_s=20.0), Step()
     order = seal_order("a", [3, 4])
-    owner.side.seal(StepOrders(seals=[order]), step)
+    owner.side.seal(RankOrders(seals=[order]), step)
     load = load_order(order, owner, [7, 8])
     reader.step(holds=[load.handoff], loads=[load])
     eventually(lambda: reader.content(7) == 13)
@@ -213,7 +213,7 @@ def test_a_reader_that_is_faster_than_the_device_waits_for_the_seals(ranks, even
 
 def test_a_device_that_fails_ends_the_engine(ranks):
     owner, step = ranks("p", 10, is_on_device=True), Step()
-    owner.side.seal(StepOrders(seals=[seal_order("a", [3])]), step)
+    owner.side.seal(RankOrders(seals=[seal_order("a", [3])]), step)
     step.end(RuntimeError("CUDA error: an illegal memory access was encountered"))
     owner.side.stop()
     with pytest.raises(RuntimeError, match="has died"):
@@ -237,7 +237,7 @@ def test_a_cancelled_handoff_breaks_its_seals_at_once_and_is_never_reported(rank
     order = seal_order("a", [3, 4])
     owner.step(seals=[order])
     assert owner.generation(3) == 1
-    owner.side.begin_step(StepOrders(cancelled=[order.transfer_id]))
+    owner.side.begin_step(RankOrders(cancelled=[order.transfer_id]))
     assert owner.generation(3) == owner.generation(4) == BROKEN
     end = time.monotonic() + 10
     while owner.side.num_held_blocks() and time.monotonic() < end:

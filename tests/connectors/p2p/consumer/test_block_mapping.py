@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import force_setattr
 
 from connectors.p2p.actions import TokenCopy
-from connectors.p2p.consumer.block_mapping import Extent, GroupMapping, map_group
+from connectors.p2p.consumer.block_mapping import GroupMapping, TokenExtent, map_group
 from core.errors import StaleBlock
 from core.kv.block import NULL_BLOCK_ID
 from core.kv.seals import ExpectedSeal, num_landing_rows
@@ -39,7 +39,7 @@ def own_table(num_tokens: int, block_size: int, num_skipped: int = 0) -> list[in
 
 
 def plan(start: int, end: int, local: int, remote: int, num_skipped: int = 0) -> GroupMapping:
-    extent = Extent(
+    extent = TokenExtent(
         group_id=2, start=start, end=end, local_block_size=local, remote_block_size=remote, num_skipped_tokens=num_skipped
     )
     group = owner_group(end, remote, num_skipped)
@@ -98,7 +98,7 @@ def test_window_that_begins_within_a_block_fills_only_its_end():
 
 
 def test_block_that_the_owner_lacks_is_stale_only_if_it_is_needed():
-    extent = Extent(group_id=2, start=0, end=96, local_block_size=16, remote_block_size=16)
+    extent = TokenExtent(group_id=2, start=0, end=96, local_block_size=16, remote_block_size=16)
     for num_skipped in (0, 30):
         with pytest.raises(StaleBlock, match="group 2 needs"):
             map_group(extent, owner_group(96, 16, num_skipped=40), own_table(96, 16, num_skipped), hashes(6))
@@ -111,7 +111,7 @@ def test_block_that_the_owner_lacks_is_stale_only_if_it_is_needed():
 
 
 def test_handoff_that_ends_too_early_is_stale():
-    extent = Extent(group_id=0, start=0, end=96, local_block_size=16, remote_block_size=16)
+    extent = TokenExtent(group_id=0, start=0, end=96, local_block_size=16, remote_block_size=16)
     with pytest.raises(StaleBlock):
         map_group(extent, owner_group(80, 16), own_table(96, 16), hashes(6))
 
@@ -155,7 +155,7 @@ def test_every_needed_token_comes_from_where_the_owner_has_it(data):
 def test_what_a_seal_must_be_follows_from_the_position_that_its_block_fills(local):
     group = owner_group(48, 16)
     force_setattr(group, "block_ids", (500, 500, 502))  # cannot come over the wire
-    extent = Extent(group_id=2, start=0, end=48, local_block_size=local, remote_block_size=16)
+    extent = TokenExtent(group_id=2, start=0, end=48, local_block_size=local, remote_block_size=16)
     found = map_group(extent, group, own_table(48, local), hashes(3))
     expected = [seal for unit in found.units for seal in unit.expected]
     assert [seal.block_hash for seal in expected] == list(hashes(3))
@@ -178,6 +178,6 @@ def test_planning_a_long_prompt_looks_at_every_block_once():
     chain = Counting(bytes(16) for _ in range(2000))
     group = GroupBlocks(group_id=9, block_ids=tuple(range(1, 2001)), generations=(1,) * 2000, block_hashes=(bytes(16),) * 2000)
     force_setattr(group, "block_ids", Counting(group.block_ids))
-    extent = Extent(group_id=2, start=0, end=32_000, local_block_size=16, remote_block_size=16)
+    extent = TokenExtent(group_id=2, start=0, end=32_000, local_block_size=16, remote_block_size=16)
     assert len(map_group(extent, group, list(range(1, 2001)), chain).units) == 2000
     assert Counting.looks < 10 * 2000

@@ -32,7 +32,7 @@ from connectors.p2p.actions import (
     TransportRestored,
 )
 from connectors.p2p.agent import P2PAgent
-from connectors.p2p.consumer.block_mapping import Extent, map_group
+from connectors.p2p.consumer.block_mapping import TokenExtent, map_group
 from connectors.p2p.consumer.transport_health import BreakerTerms
 from connectors.p2p.metadata import P2PConnectorMetadata
 from connectors.p2p.producer.leases import LeaseTerms
@@ -193,7 +193,7 @@ class History:
         end = len(group.block_ids) * owner.block_size
         local_ids = rng.sample(sorted(self.free), -(-end // self.size))
         start = rng.randrange(len(local_ids)) * self.size
-        extent = Extent(group_id=0, start=start, end=end, local_block_size=self.size, remote_block_size=owner.block_size)
+        extent = TokenExtent(group_id=0, start=start, end=end, local_block_size=self.size, remote_block_size=owner.block_size)
         units = tuple(map_group(extent, group, local_ids, group.block_hashes).units)
         handoff = HandoffRef(f"t-{name}", PeerId(owner.address, owner.incarnation))
         deadline = None if rng.random() < 0.7 else self.clock.now() + rng.uniform(0, 6)

@@ -12,7 +12,7 @@ from connectors.p2p.transport import page_mapping
 from connectors.p2p.transport.base import RowShape
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION, RowRegion
 from connectors.p2p.transport.shm import ShmTransport
-from connectors.p2p.transport.shm_metadata import MemoryFile, ShmMetadata
+from connectors.p2p.transport.shm_metadata import MemoryFileRef, ShmMetadata
 from connectors.testing.torn_read_suite import RewrittenRowsSuite
 from connectors.testing.transport_owner import HostRegions, ProcessOwner
 from connectors.testing.transport_suite import NUM_ROWS, PEER, ROW_BYTES, Reader, TransportSuite
@@ -168,7 +168,7 @@ def test_descriptor_of_something_that_is_no_memory_is_refused(reader, owner):
     transport = ShmTransport(RandomIds())
     transport.register([])
     token = msgspec.msgpack.decode(transport.describe(), type=ShmMetadata)
-    file = MemoryFile(fd=pipe[0], inode=os.fstat(pipe[0]).st_ino, shape=RowShape(NUM_ROWS, ROW_BYTES))
+    file = MemoryFileRef(fd=pipe[0], inode=os.fstat(pipe[0]).st_ino, shape=RowShape(NUM_ROWS, ROW_BYTES))
     seals = msgspec.structs.replace(file, shape=RowShape(2 * NUM_ROWS, SEAL_BYTES))
     metadata = msgspec.msgpack.encode(msgspec.structs.replace(token, files=(file, seals)))
     with pytest.raises(KVFerryError):
