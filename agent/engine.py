@@ -19,7 +19,7 @@ from agent.progress import ServerProgress
 from agent.regeneration import KnownTokens, is_regenerated
 from agent.releases import HandoffReleases
 from agent.server_metrics import ServerLoad
-from agent.vllm_protocol import Answer, generate_body, prompt_token_logprobs, token_logprobs
+from agent.vllm_protocol import CompletionResponse, generate_body, prompt_token_logprobs, token_logprobs
 from agent.vllm_server import Health, VllmServer
 from core.clock import Clock
 from core.engine.step_watch import StepReading
@@ -203,7 +203,9 @@ class VllmEngine:
             logger.exception(event("agent_bug", request_id=request.request_id))
             self._fail(request.request_id, ErrorInfo(code="internal_error", message=f"the agent failed: {bug!r}"))
 
-    def _output(self, request: NewRequest, answer: Answer, known: KnownTokens, *, is_first: bool) -> EngineCoreOutput | None:
+    def _output(
+        self, request: NewRequest, answer: CompletionResponse, known: KnownTokens, *, is_first: bool
+    ) -> EngineCoreOutput | None:
         """Return an answer as the output of a step; None if it says nothing new."""
         if not answer.choices:
             return None
@@ -228,7 +230,7 @@ class VllmEngine:
             )
         return output
 
-    def _handoff(self, request: NewRequest, answer: Answer) -> KVHandoff | None:
+    def _handoff(self, request: NewRequest, answer: CompletionResponse) -> KVHandoff | None:
         if not answer.kv_transfer_params:
             return None
         identity, transfer_id = self._identity, new_hex_id(self._ids, "vllm-")
@@ -347,7 +349,7 @@ class VllmEngine:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _late_count(last: Answer, answers: AsyncIterator[Answer]) -> int | None:
+async def _late_count(last: CompletionResponse, answers: AsyncIterator[CompletionResponse]) -> int | None:
     """Return how many tokens of the prompt the server did not compute; None if it does not say so.
 
     A stream says it in an answer of its own after the last tokens, which must not be lost or wait for it.

@@ -86,7 +86,7 @@ class ServerError(msgspec.Struct):
     code: int | str | None = None
 
 
-class Answer(msgspec.Struct):
+class CompletionResponse(msgspec.Struct):
     """An answer, or a part of a streamed one."""
 
     choices: list[Choice] = []
@@ -102,10 +102,10 @@ class Answer(msgspec.Struct):
         return details.cached_tokens if details is not None else None
 
 
-_decoder = msgspec.json.Decoder(Answer, strict=False)  # keys of prompt_logprobs are token ids as strings
+_decoder = msgspec.json.Decoder(CompletionResponse, strict=False)  # keys of prompt_logprobs are token ids as strings
 
 
-def decode_answer(body: bytes) -> Answer:
+def decode_answer(body: bytes) -> CompletionResponse:
     """Return an answer.
 
     Raises:
@@ -245,7 +245,7 @@ def token_logprobs(choice: Choice, num_top: int) -> list[TokenLogprobs] | None:
     return [_ranked(content.token_id, content, content.top_logprobs, num_top) for content in choice.logprobs.content]
 
 
-def prompt_token_logprobs(answer: Answer, request: NewRequest) -> tuple[TokenLogprobs | None, ...] | None:
+def prompt_token_logprobs(answer: CompletionResponse, request: NewRequest) -> tuple[TokenLogprobs | None, ...] | None:
     """Return the log-probabilities of the prompt's tokens: each itself, then the most likely ones; None for the first."""
     if answer.prompt_logprobs is None or request.sampling.prompt_logprobs is None:
         return None

@@ -23,7 +23,7 @@ from agent.vllm_protocol import (
     MAX_LOGPROBS,
     RENDER,
     TOO_MANY_LOGPROBS,
-    Answer,
+    CompletionResponse,
     decode_answer,
     logprobs_limit,
 )
@@ -43,7 +43,7 @@ _EVENT, _EVENT_END, _LAST_EVENT = b"data: ", b"\n\n", b"data: [DONE]"
 
 
 @dataclass(frozen=True, slots=True)
-class ServerFacts:
+class VllmFacts:
     """What a server says of itself. ``num_blocks`` and ``block_size`` are those of its KV cache; 0 blocks if it does not say.
 
     With decode-context parallelism a block is one over all ranks.
@@ -142,7 +142,7 @@ class VllmServer:
         """
         await self._post(COMPLETIONS, release_body(kv_transfer_params))
 
-    async def facts(self) -> ServerFacts:
+    async def facts(self) -> VllmFacts:
         """Ask a healthy server what it serves, and whether it takes token ids.
 
         Raises:
@@ -157,7 +157,7 @@ class VllmServer:
             raise ConfigError(f"agent.engine = {self.url}: it names no model with a max_model_len")
         metrics = await self._metrics()
         cache = labels_of(metrics, "vllm:cache_config_info")
-        return ServerFacts(
+        return VllmFacts(
             version=version.version,
             model=models.data[0].id,
             max_model_len=models.data[0].max_model_len,
@@ -233,7 +233,9 @@ class VllmServer:
     # ---- requests ----------------------------------------------------------------------------------------------------
 
     @asynccontextmanager
-    async def generate(self, body: dict[str, Any], trace: TraceContext | None = None) -> AsyncIterator[AsyncIterator[Answer]]:
+    async def generate(
+        self, body: dict[str, Any], trace: TraceContext | None = None
+    ) -> AsyncIterator[AsyncIterator[CompletionResponse]]:
         """Send a request; yield its answers: one, or the parts of a stream. Leaving the context aborts it.
 
         A server with ``--otlp-traces-endpoint`` records its spans as children of ``trace``.
@@ -265,7 +267,7 @@ class VllmServer:
         except httpx.HTTPError as error:
             raise EngineDead(f"the server {self.url} was lost: {error!r}") from None
 
-    async def _answers(self, response: httpx.Response) -> AsyncIterator[Answer]:
+    async def _answers(self, response: httpx.Response) -> AsyncIterator[CompletionResponse]:
         if not response.headers.get("content-type", "").startswith("text/event-stream"):
             yield _checked(await response.aread())
             return
@@ -306,7 +308,7 @@ def _headers(trace: TraceContext | None) -> dict[str, str]:
     return {"Content-Type": "application/json"} | (trace.headers if trace is not None else {})
 
 
-def _checked(body: bytes) -> Answer:
+def _checked(body: bytes) -> CompletionResponse:
     """Return an answer that is no error."""
     try:
         answer = decode_answer(body)

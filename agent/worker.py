@@ -15,7 +15,7 @@ from agent.engine import AgentIdentity, VllmEngine, WatchTerms
 from agent.kv_events import KVEventReader, RenamedBlocks
 from agent.prefill_handler import VllmPrefillHandler
 from agent.readings import count_handoffs, readings
-from agent.vllm_server import Health, ServerFacts, VllmServer
+from agent.vllm_server import Health, VllmFacts, VllmServer
 from core.clock import SystemClock
 from core.config import KVFerryConfig
 from core.config_workers import AgentSection
@@ -84,7 +84,7 @@ class VllmWorker(WorkerSource):
     def __init__(self, context: WorkerContext) -> None:
         self._context = context
         self._server: VllmServer | None = None
-        self._facts: ServerFacts | None = None
+        self._facts: VllmFacts | None = None
         self._kv_events: KVEventReader | None = None
 
     async def load(self) -> None:
@@ -163,14 +163,14 @@ class VllmWorker(WorkerSource):
         self._kv_events.start()
         return contents
 
-    def _warn_of_other_name(self, facts: ServerFacts) -> None:
+    def _warn_of_other_name(self, facts: VllmFacts) -> None:
         """Say so if the server's model has other names than the agent's: it may be another than the router tokenizes for."""
         model = self._context.config.model
         names = {model.name, model.served_name or model.name}
         if not names & {facts.model, facts.root}:
             logger.warning(event("other_model_name", server=facts.model, root=facts.root, agent=", ".join(sorted(names))))
 
-    async def _warm_up(self, server: VllmServer, facts: ServerFacts, timeout_s: float) -> None:
+    async def _warm_up(self, server: VllmServer, facts: VllmFacts, timeout_s: float) -> None:
         """Let the server make its first steps before it has requests: routers would take their time for a stall."""
         try:
             async with asyncio.timeout(max(1.0, timeout_s)):
@@ -203,12 +203,12 @@ def read_api_key(section: AgentSection) -> str:
         raise ConfigError(f"agent.api_key_file = {section.api_key_file}: {error}", param="agent.api_key_file") from None
 
 
-def _handler(role: str, facts: ServerFacts) -> RoleHandler:
+def _handler(role: str, facts: VllmFacts) -> RoleHandler:
     engine = EngineFacts(max_model_len=facts.max_model_len, eos_token_ids=frozenset())  # the server knows the ends of texts
     return VllmPrefillHandler(engine) if role == "prefill" else DecodeHandler(engine, loads_once=facts.has_prefix_cache)
 
 
-def _identity(context: WorkerContext, facts: ServerFacts) -> AgentIdentity:
+def _identity(context: WorkerContext, facts: VllmFacts) -> AgentIdentity:
     """Return the identity of the server's KV, as far as it can be known: the engines compare the rest at each handoff.
 
     The layout holds the version, so that a router pairs no two versions, and says so with both.
@@ -234,7 +234,7 @@ def _num_choices(config: KVFerryConfig) -> int:
 
 
 def _registration(
-    context: WorkerContext, identity: AgentIdentity, facts: ServerFacts, limits: AdmissionLimits, ops_address: str
+    context: WorkerContext, identity: AgentIdentity, facts: VllmFacts, limits: AdmissionLimits, ops_address: str
 ) -> Register:
     config = context.config
     # A server of which no more is known has room for one request of the greatest length, or it would not have started.

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import pairwise
 
 from agent.server_metrics import ServerLoad
-from agent.vllm_server import Health, ServerFacts, VllmServer
+from agent.vllm_server import Health, VllmFacts, VllmServer
 from agent.worker import read_api_key
 from core.config import KVFerryConfig
 from core.errors import ConfigError, KVFerryError
@@ -19,14 +19,14 @@ TIMEOUT_S = 5.0
 def check_engines(urls: Sequence[str], config: KVFerryConfig) -> Iterator[Finding]:
     """Look at each server, then compare them in pairs."""
     api_key = read_api_key(config.agent)
-    found: dict[str, ServerFacts] = {}
+    found: dict[str, VllmFacts] = {}
     for url in urls:
         yield from _check_engine(url, api_key, found)
     for first, second in pairwise(found):
         yield from _compare(first, found[first], second, found[second])
 
 
-def _check_engine(url: str, api_key: str, found: dict[str, ServerFacts]) -> Iterator[Finding]:
+def _check_engine(url: str, api_key: str, found: dict[str, VllmFacts]) -> Iterator[Finding]:
     subject = f"engine {url}"
     try:
         health, facts, load = asyncio.run(_look(url, api_key))
@@ -70,7 +70,7 @@ def _check_engine(url: str, api_key: str, found: dict[str, ServerFacts]) -> Iter
     )
 
 
-async def _look(url: str, api_key: str) -> tuple[Health, ServerFacts | None, ServerLoad | None]:
+async def _look(url: str, api_key: str) -> tuple[Health, VllmFacts | None, ServerLoad | None]:
     server = VllmServer(url, api_key)
     try:
         health = await server.health(TIMEOUT_S)
@@ -81,7 +81,7 @@ async def _look(url: str, api_key: str) -> tuple[Health, ServerFacts | None, Ser
         await server.close()
 
 
-def _compare(first: str, one: ServerFacts, second: str, other: ServerFacts) -> Iterator[Finding]:
+def _compare(first: str, one: VllmFacts, second: str, other: VllmFacts) -> Iterator[Finding]:
     """Yield what two engines of one cluster disagree about; the plug-in compares the rest at their first handoff."""
     subject = f"engines {first} and {second}"
     differences: dict[str, tuple[object, object, str]] = {
