@@ -40,7 +40,7 @@ _SETTLE_POLL_S = 0.1
 
 
 @dataclass(slots=True)
-class Answer:
+class StreamResult:
     """The result of one streamed request. Times are seconds of this process's clock."""
 
     sent_at: float
@@ -95,7 +95,7 @@ def _names(cluster: LocalCluster) -> str:
     return ", ".join(["router", *(worker.engine_id for worker in cluster.workers)])
 
 
-def _ask(base_url: str, config: KVFerryConfig, prompt: str, max_tokens: int, console: Console) -> Answer:
+def _ask(base_url: str, config: KVFerryConfig, prompt: str, max_tokens: int, console: Console) -> StreamResult:
     """Stream one chat completion to the console."""
     body = {
         "model": config.model.served_name or config.model.name,
@@ -105,7 +105,7 @@ def _ask(base_url: str, config: KVFerryConfig, prompt: str, max_tokens: int, con
         "stream": True,
         "stream_options": {"include_usage": True},
     }
-    answer = Answer(sent_at=time.monotonic())
+    answer = StreamResult(sent_at=time.monotonic())
     for event in _events(f"{base_url}/v1/chat/completions", body, bearer(first_key(config.router.api_key))):
         if event.get("usage"):
             answer.usage = event["usage"]
@@ -155,7 +155,7 @@ def _block_gauges(text: str) -> dict[str, float]:
     return {sample.name: sample.value for sample in samples if sample.name in BLOCK_GAUGES}
 
 
-def _report(console: Console, answer: Answer, blocks: dict[str, dict[str, float]], block_size: int) -> int:
+def _report(console: Console, answer: StreamResult, blocks: dict[str, dict[str, float]], block_size: int) -> int:
     """Show the account and return the exit code."""
     transfer = answer.usage.get("kv_transfer")
     if not transfer:
@@ -174,7 +174,7 @@ def _report(console: Console, answer: Answer, blocks: dict[str, dict[str, float]
     return 0
 
 
-def _sections(answer: Answer, transfer: dict[str, Any], block_size: int) -> Iterator[tuple[str, list[tuple[str, str]]]]:
+def _sections(answer: StreamResult, transfer: dict[str, Any], block_size: int) -> Iterator[tuple[str, list[tuple[str, str]]]]:
     num_tokens = transfer["transferred_tokens"]
     yield (
         "handoff of the KV cache",
@@ -215,7 +215,7 @@ def _settled_servers(cluster: LocalCluster) -> dict[str, EngineReading]:
         time.sleep(_SETTLE_POLL_S)
 
 
-def _report_vllm(console: Console, answer: Answer, readings: dict[str, EngineReading]) -> int:
+def _report_vllm(console: Console, answer: StreamResult, readings: dict[str, EngineReading]) -> int:
     """Show the account of a handoff between vLLM servers and return the exit code."""
     decode = readings["decode-0"]
     failure = why_not_verified(decode)

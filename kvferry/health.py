@@ -36,7 +36,7 @@ class HealthLimits:
 
 
 @dataclass(frozen=True, slots=True)
-class Answer:
+class ProbeResult:
     """The result of one check. ``is_silent``: no answer at all; else ``reason`` is "" from a healthy process."""
 
     reason: str = ""
@@ -59,7 +59,7 @@ class HealthJudge:
         """True once the process has reported that it is up; until then it may be silent or refuse."""
         return self._has_started
 
-    def judge(self, answer: Answer, asked_at: float, now: float) -> str | None:
+    def judge(self, answer: ProbeResult, asked_at: float, now: float) -> str | None:
         """Process an answer that arrived at ``now``; return why the process must be replaced, or None."""
         paused_s = self._own_pause_s(asked_at, now)
         self._last_seen_at = now
@@ -78,7 +78,7 @@ class HealthJudge:
         self._num_failures = self._num_failures + 1 if answer.reason else 0
         return answer.reason if self._num_failures >= self._limits.max_failures else None
 
-    def _judge_start(self, answer: Answer, now: float) -> str | None:
+    def _judge_start(self, answer: ProbeResult, now: float) -> str | None:
         self._has_started = not answer.reason and not answer.is_silent
         if self._has_started or now < self._start_deadline:
             return None
@@ -167,19 +167,19 @@ class HealthWatch(Generic[WatchedT]):
                 process.replace(child, reason)
                 judge = None
 
-    def _ask(self, url: str) -> Answer:
+    def _ask(self, url: str) -> ProbeResult:
         if not url:
-            return Answer(is_silent=True)
+            return ProbeResult(is_silent=True)
         try:
             status, body = get(url, self._limits.timeout_s)
-            return Answer() if status == HTTPStatus.OK else Answer(reason=_reason_of(status, body))
+            return ProbeResult() if status == HTTPStatus.OK else ProbeResult(reason=_reason_of(status, body))
         except NoAnswer:
-            return Answer(is_silent=True)
+            return ProbeResult(is_silent=True)
         except OSError:  # it closed the connection, so it is alive, if only to limit its connections
-            return Answer()
+            return ProbeResult()
         except Exception as bug:  # a process whose watch has ended would never be judged again
             logger.exception(event("health_check_failed", url=url))
-            return Answer(reason=f"its health check failed: {bug!r}")
+            return ProbeResult(reason=f"its health check failed: {bug!r}")
 
 
 def _reason_of(status: int, body: str) -> str:

@@ -22,7 +22,7 @@ _OF_HOST = {errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT, errno.EINVAL, errno.ENODEV}
 
 
 @dataclass(frozen=True, slots=True)
-class Refusal:
+class BindFailure:
     """Why a server cannot listen at an address. ``is_of_host``: it could at no other port of this host either."""
 
     reason: str
@@ -30,19 +30,19 @@ class Refusal:
     is_of_host: bool = False
 
 
-def why_not_free(setting: str, host: str, port: int) -> Refusal | None:
+def why_not_free(setting: str, host: str, port: int) -> BindFailure | None:
     """Try to listen at the address of a setting; return why that fails. Hosts of ZeroMQ's settings are without brackets."""
     try:
         _listen(setting, host, port)
     except OSError as error:
         number = error.errno or 0  # 0 is asyncio's own, and the resolver's are negative
-        return Refusal(
+        return BindFailure(
             os.strerror(number) if number > 0 else str(error.strerror or error),
             is_in_use=number == errno.EADDRINUSE,
             is_of_host=number <= 0 or number in _OF_HOST,
         )
     except (TypeError, ValueError):  # of the codec for names: an empty label, one that is too long, a zero byte
-        return Refusal("no possible name", is_of_host=True)
+        return BindFailure("no possible name", is_of_host=True)
     return None
 
 

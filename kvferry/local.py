@@ -36,7 +36,7 @@ from kvferry.cluster_plan import check_worker_settings, free_ports, with_cluster
 from kvferry.health import HealthLimits, HealthWatch, WatchedProcess
 from kvferry.http_get import get
 from kvferry.preflight import check_cluster
-from kvferry.processes import Backoff, Child, ChildSpec, ProcessKeeper
+from kvferry.processes import Child, ChildSpec, ProcessKeeper, RestartBackoff
 from kvferry.reserved_memory import reserved_bytes
 from kvferry.router_plan import ROUTER, RouterPlan
 from kvferry.vllm_plan import VllmServers
@@ -333,8 +333,8 @@ class LocalCluster:
     def _live(self, name: str) -> Child | None:
         return self._keeper.current(name) if self._keeper is not None else None
 
-    def _new_backoff(self) -> Backoff:
-        return Backoff(self._config.local.restart_backoff_s, self._config.local.restart_backoff_max_s)
+    def _new_backoff(self) -> RestartBackoff:
+        return RestartBackoff(self._config.local.restart_backoff_s, self._config.local.restart_backoff_max_s)
 
     def _start_routers(self, deadline: float, is_cancelled: Callable[[], bool]) -> None:
         """Start the routers on free ports, and pin them, so that a restarted router keeps its addresses."""

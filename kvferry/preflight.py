@@ -28,7 +28,7 @@ from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
 from core.wire.sockets import split_tcp
 from kvferry.connector_preflight import check_connectors, check_factories, check_p2p
-from kvferry.listening import Refusal, why_not_free
+from kvferry.listening import BindFailure, why_not_free
 from kvferry.machine import format_bytes, memory_limit_bytes, share_an_address, why_no_cuda, why_not_writable
 from kvferry.progress import shown_progress
 from kvferry.reserved_memory import (
@@ -203,7 +203,7 @@ def _check_all_bindable(addresses: Sequence[Address]) -> None:
             raise ConfigError(f"{setting} = {port}: cannot listen on {host}:{port}: {refusal.reason}; {fix}", param=param)
 
 
-def fix_of(setting: str, refusal: Refusal) -> tuple[str, str]:
+def fix_of(setting: str, refusal: BindFailure) -> tuple[str, str]:
     """Return the setting to change where an address cannot be listened at, and what to do."""
     if refusal.is_of_host:
         host_setting = _HOST_SETTINGS.get(setting, setting)

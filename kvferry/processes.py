@@ -98,7 +98,7 @@ class Child:
         return f"{how}: {self.failure}" if self.failure else how
 
 
-class Backoff:
+class RestartBackoff:
     """The delay before the next restart: it doubles while children die young, and is reset after one that lived long."""
 
     def __init__(self, first_s: float, max_s: float) -> None:

@@ -20,7 +20,7 @@ from core.config_tree import STDIN
 from core.errors import StartFailed
 from core.log import event
 from core.process_signals import SIGNALS, own_signals
-from kvferry.processes import Backoff, Child, ChildSpec, ProcessKeeper
+from kvferry.processes import Child, ChildSpec, ProcessKeeper, RestartBackoff
 from kvferry.router_plan import RouterPlan
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,9 @@ class RouterGroup:
         self._config = config
         self._plan = RouterPlan(config.router)
         local = config.local
-        self._backoffs = {name: Backoff(local.restart_backoff_s, local.restart_backoff_max_s) for name in self._plan.names}
+        self._backoffs = {
+            name: RestartBackoff(local.restart_backoff_s, local.restart_backoff_max_s) for name in self._plan.names
+        }
         self._is_started = False
         self._keeper = ProcessKeeper(SystemClock(), self._on_exit)
 

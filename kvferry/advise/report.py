@@ -1,4 +1,4 @@
-"""Turns a study into a verdict and a page of text that explains it. Pure functions."""
+"""Turns a study into advice and a page of text that explains it. Pure functions."""
 
 from __future__ import annotations
 
@@ -8,48 +8,48 @@ from dataclasses import dataclass
 
 from kvferry.advise.cluster import Slo
 from kvferry.advise.costs import Costs
-from kvferry.advise.study import Interval, Side, Study
+from kvferry.advise.study import ConfidenceInterval, Study, StudySide
 from kvferry.advise.trace import BLOCK_TOKENS, Trace
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Advice:
     """The advice, and in one sentence why."""
 
     disaggregate: bool
     reason: str
 
 
-def decide(study: Study, model_error: float, min_workers: int) -> Verdict:
+def decide(study: Study, model_error: float, min_workers: int) -> Advice:
     """Return the advice. Prefill and decode workers have to win by more than the model's error, with 95 % confidence."""
     ratio = study.ratio
     if study.num_workers < min_workers:
-        return Verdict(False, f"{study.num_workers} workers are fewer than --min-workers {min_workers}.")
+        return Advice(False, f"{study.num_workers} workers are fewer than --min-workers {min_workers}.")
     if not study.aggregated.goodput.mean and not study.disaggregated.goodput.mean:
-        return Verdict(False, "no cluster of this size meets the SLO at any rate: the SLO is too strict for these costs.")
+        return Advice(False, "no cluster of this size meets the SLO at any rate: the SLO is too strict for these costs.")
     if not study.disaggregated.goodput.mean:
-        return Verdict(False, "prefill and decode workers do not meet the SLO at any rate.")
+        return Advice(False, "prefill and decode workers do not meet the SLO at any rate.")
     if math.isinf(ratio.half_width):
-        return Verdict(False, "the trace is too short to tell the two apart; 80 requests are the fewest.")
+        return Advice(False, "the trace is too short to tell the two apart; 80 requests are the fewest.")
     if ratio.low > 1 + model_error:
-        return Verdict(True, f"they carry {_times(ratio)}, which is beyond the model's error of {model_error:.0%}.")
+        return Advice(True, f"they carry {_times(ratio)}, which is beyond the model's error of {model_error:.0%}.")
     if ratio.high < 1:
-        return Verdict(False, f"prefill and decode workers carry {_times(ratio)}.")
-    return Verdict(
+        return Advice(False, f"prefill and decode workers carry {_times(ratio)}.")
+    return Advice(
         False,
         f"prefill and decode workers carry {_times(ratio)}: not surely more than the model's error of {model_error:.0%}.",
     )
 
 
-def page(trace: Trace, costs: Costs, slo: Slo, share: float, study: Study, verdict: Verdict) -> str:
+def page(trace: Trace, costs: Costs, slo: Slo, share: float, study: Study, advice: Advice) -> str:
     """Return the whole answer: advice, both sides, what bounds them, and what the model leaves out."""
-    return "\n".join(_lines(trace, costs, slo, share, study, verdict))
+    return "\n".join(_lines(trace, costs, slo, share, study, advice))
 
 
-def _lines(trace: Trace, costs: Costs, slo: Slo, share: float, study: Study, verdict: Verdict) -> Iterator[str]:
+def _lines(trace: Trace, costs: Costs, slo: Slo, share: float, study: Study, advice: Advice) -> Iterator[str]:
     split = study.disaggregated.layout
-    advice = f"disaggregate: {split.num_prefill} prefill and {split.num_decode} decode workers"
-    yield f"Advice: {advice if verdict.disaggregate else 'stay aggregated'}; {verdict.reason}"
+    proposal = f"disaggregate: {split.num_prefill} prefill and {split.num_decode} decode workers"
+    yield f"Advice: {proposal if advice.disaggregate else 'stay aggregated'}; {advice.reason}"
     yield ""
     yield from _about_trace(trace)
     itl = f", 99 % of its tokens within {slo.itl_ms:g} ms" if slo.itl_ms < math.inf else ""
@@ -102,7 +102,7 @@ def _reusable_share(trace: Trace) -> float:
     return num_hit / sum(request.num_tokens for request in trace.requests)
 
 
-def _row(side: Side) -> str:
+def _row(side: StudySide) -> str:
     outcome = side.at_rate
     ttft = f"{outcome.mean_ttft_ms:,.0f} / {outcome.ttft_ms(0.99):,.0f} ms"
     itl = f"{outcome.itl_ms(0.5):.0f} / {outcome.itl_ms(0.99):.0f} ms"
@@ -133,11 +133,11 @@ def _bounds(trace: Trace, costs: Costs, slo: Slo, study: Study) -> Iterator[str]
     yield f"  aggregated  {chunk_ms:.0f} ms between two tokens while another prompt is computed in chunks of {chunk}"
 
 
-def _times(ratio: Interval) -> str:
+def _times(ratio: ConfidenceInterval) -> str:
     return f"{_show(ratio)} times the rate of aggregated ones"
 
 
-def _show(interval: Interval, digits: int = 2) -> str:
+def _show(interval: ConfidenceInterval, digits: int = 2) -> str:
     if math.isinf(interval.half_width):
         return f"{interval.mean:.{digits}f}"
     return f"{interval.mean:.{digits}f} ± {interval.half_width:.{digits}f}"

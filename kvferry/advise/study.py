@@ -27,14 +27,14 @@ _T_QUANTILE = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}  # 95 %, two-sided, by t
 
 
 @dataclass(frozen=True, slots=True)
-class Interval:
+class ConfidenceInterval:
     """A mean, and half the width of its 95 % confidence interval; infinite with a single value."""
 
     mean: float
     half_width: float
 
     @classmethod
-    def of(cls, values: Sequence[float]) -> Interval:
+    def of(cls, values: Sequence[float]) -> ConfidenceInterval:
         """Return the interval of independent values."""
         if len(values) < 2:
             return cls(values[0], math.inf)
@@ -52,7 +52,7 @@ class Interval:
 
 
 @dataclass(frozen=True, slots=True)
-class Side:
+class StudySide:
     """One way to run the workers: its best layout, its goodput in requests/s of each part, and its life at the trace's rate.
 
     ``num_needed`` workers serve the trace within the SLO; None = more than 64 of them would be needed.
@@ -65,9 +65,9 @@ class Side:
     needed_layout: Layout | None
 
     @property
-    def goodput(self) -> Interval:
+    def goodput(self) -> ConfidenceInterval:
         """The goodput in requests per second."""
-        return Interval.of(self.goodputs)
+        return ConfidenceInterval.of(self.goodputs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,14 +75,14 @@ class Study:
     """Both sides with the same number of workers."""
 
     num_workers: int
-    aggregated: Side
-    disaggregated: Side
+    aggregated: StudySide
+    disaggregated: StudySide
 
     @property
-    def ratio(self) -> Interval:
+    def ratio(self) -> ConfidenceInterval:
         """The goodput of prefill and decode workers as a multiple of that of aggregated ones."""
         pairs = zip(self.disaggregated.goodputs, self.aggregated.goodputs, strict=True)
-        return Interval.of([one / other if other else float(bool(one)) * _SPEEDS[1] for one, other in pairs])
+        return ConfidenceInterval.of([one / other if other else float(bool(one)) * _SPEEDS[1] for one, other in pairs])
 
 
 def parts_of(trace: Trace) -> list[list[TraceRequest]]:
@@ -133,10 +133,10 @@ class Comparison:
             for speed in speeds
         ]
 
-    def _side(self, layout: Layout, needed: Layout | None) -> Side:
+    def _side(self, layout: Layout, needed: Layout | None) -> StudySide:
         goodputs = tuple(self.goodput(layout, part) for part in range(len(self._parts)))
         at_rate = run(self._parts[0], self._costs, layout, self._slo)
-        return Side(layout, goodputs, at_rate, needed.num_workers if needed else None, needed)
+        return StudySide(layout, goodputs, at_rate, needed.num_workers if needed else None, needed)
 
     def _holds(self, layout: Layout, part: int, speed: float) -> bool:
         return run(self._parts[part], self._costs, layout, self._slo, speed, self._share).good_share >= self._share

@@ -55,7 +55,7 @@ def run(monkeypatch, capsys):
             def metrics(self, name):
                 return metrics(**servers[name])
 
-        answer = demo.Answer(sent_at=1.0, text_at=[1.5, 2.0], usage={"prompt_tokens": 41})
+        answer = demo.StreamResult(sent_at=1.0, text_at=[1.5, 2.0], usage={"prompt_tokens": 41})
         monkeypatch.setattr(demo, "LocalCluster", Cluster)
         monkeypatch.setattr(demo, "_ask", lambda *_: answer)
         monkeypatch.setattr(demo, "_SETTLE_TIMEOUT_S", 0.0)

@@ -8,7 +8,7 @@ from core.errors import ConfigError
 from kvferry import cli, doctor_checks, doctor_transports, preflight
 from kvferry.doctor import findings_of
 from kvferry.doctor_transports import check_transports
-from kvferry.listening import Refusal
+from kvferry.listening import BindFailure
 from tests.kvferry.findings import OF_ANY_PROCESS, verdicts
 from tests.support.certificates import self_signed
 
@@ -29,7 +29,7 @@ def test_router_that_serve_would_start_itself_is_not_missed():
 
 
 def test_every_address_that_serve_would_try_is_tried(monkeypatch):
-    refusal = Refusal("no such host", is_of_host=True)
+    refusal = BindFailure("no such host", is_of_host=True)
     monkeypatch.setattr(doctor_checks, "why_not_free", lambda _setting, _host, port: None if port else refusal)
     settings = ["router.processes=3", "router.ops_port=9100", "kvstore.ops_port=9200", "kvstore.bind_address=tcp://*:9201"]
     events = ["cache.kv_events=true", "worker.kv_events_address=tcp://*:9301", "worker.kv_events_replay_address=tcp://*:9302"]

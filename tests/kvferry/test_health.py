@@ -10,11 +10,11 @@ from contextlib import contextmanager, suppress
 import pytest
 
 from core.clock import SystemClock
-from kvferry.health import Answer, HealthJudge, HealthLimits, HealthWatch, WatchedProcess
+from kvferry.health import HealthJudge, HealthLimits, HealthWatch, ProbeResult, WatchedProcess
 from kvferry.http_get import NoAnswer, get
 
 LIMITS = HealthLimits(interval_s=2.0, timeout_s=5.0, max_failures=3, max_silence_s=20.0, max_start_s=100.0)
-WELL, STUCK, SILENT = Answer(), Answer(reason="engine stuck"), Answer(is_silent=True)
+WELL, STUCK, SILENT = ProbeResult(), ProbeResult(reason="engine stuck"), ProbeResult(is_silent=True)
 
 
 class Checks:

@@ -15,7 +15,7 @@ import pytest
 from core.clock import SystemClock
 from core.errors import StartFailed
 from kvferry.child import FAILURE, SupervisorPipe
-from kvferry.processes import Backoff, ChildSpec, ProcessKeeper, describe_exit
+from kvferry.processes import ChildSpec, ProcessKeeper, RestartBackoff, describe_exit
 
 # Children are scripts; each is called with --ready-fd FD --parent-pid PID at the end of its arguments.
 TELL = 'import os, sys; os.write(int(sys.argv[-3]), b\'{"ops_address": "here"}\\n\'); os.close(int(sys.argv[-3]));'
@@ -229,7 +229,7 @@ def test_child_that_was_told_to_leave_is_not_replaced(keeper, exits):
 
 
 def test_backoff_doubles_up_to_its_limit_and_starts_over_after_a_long_life():
-    backoff = Backoff(0.5, 3.0)
+    backoff = RestartBackoff(0.5, 3.0)
     assert [backoff.next_delay_s(lived_s=0.1) for _ in range(4)] == [0.5, 1.0, 2.0, 3.0]
     assert backoff.next_delay_s(lived_s=10.0) == 0.5
 

@@ -10,7 +10,7 @@ from core.config import load_config
 from core.config_router import RouterSection
 from core.errors import ConfigError
 from kvferry import LocalCluster
-from kvferry.listening import Refusal
+from kvferry.listening import BindFailure
 from kvferry.preflight import check_distinct, check_ports, check_process, check_shared_ports
 from kvferry.router_plan import RouterPlan
 
@@ -72,7 +72,7 @@ def test_workers_of_a_local_cluster_connect_to_every_router():
 
 
 def test_every_port_of_the_processes_is_tried_before_the_start(monkeypatch):
-    refusal = Refusal("in use", is_in_use=True)
+    refusal = BindFailure("in use", is_in_use=True)
     monkeypatch.setattr("kvferry.preflight.why_not_free", lambda _setting, _host, port: refusal if port == 5571 else None)
     config = load_config(assignments=["router.processes=2"])
     with pytest.raises(ConfigError, match="5571"):

@@ -14,7 +14,7 @@ from kvferry.advise.cluster import Layout, Outcome, Slo
 from kvferry.advise.costs import KNOWN, Costs, PrefillCost, StepCost, read_costs
 from kvferry.advise.plot import draw
 from kvferry.advise.report import decide
-from kvferry.advise.study import Comparison, Interval, Side, Study
+from kvferry.advise.study import Comparison, ConfidenceInterval, Study, StudySide
 from kvferry.advise.trace import Trace, TraceRequest
 
 COSTS = Costs(prefill=PrefillCost(base_ms=10, token_ms=0.1), step=StepCost(base_ms=20, request_ms=0.1), kv_tokens=100_000)
@@ -26,7 +26,7 @@ def trace_of(number=400, every_ms=500.0, num_tokens=2000, num_output_tokens=50):
 
 def study_of(disaggregated, aggregated, num_workers=4):
     outcome = Outcome([], 0)
-    sides = (Side(Layout(1, 3), tuple(values), outcome, None, None) for values in (aggregated, disaggregated))
+    sides = (StudySide(Layout(1, 3), tuple(values), outcome, None, None) for values in (aggregated, disaggregated))
     return Study(num_workers, *sides)
 
 
@@ -56,7 +56,7 @@ def test_a_floor_of_workers_comes_before_the_ratio():
 
 
 def test_an_interval_is_that_of_student_s_t():
-    interval = Interval.of([1.0, 2.0, 3.0])
+    interval = ConfidenceInterval.of([1.0, 2.0, 3.0])
     assert (interval.mean, interval.half_width) == (2.0, pytest.approx(4.303 / math.sqrt(3)))
 
 
