@@ -28,7 +28,7 @@ from kvstore.key import StoreKey
 from kvstore.messages import Parcel, ToStore
 from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.tiers.base import Tier, TierJob
-from kvstore.tiers.worker import TierWorker, stop_all
+from kvstore.tiers.worker import TierExecutor, stop_all
 
 FLUSH_TIMEOUT_S = 25.0
 STOP_TIMEOUT_S = 5.0  # of each tier's present job when the store is closed
@@ -81,7 +81,7 @@ class EmbeddedStore(StoreClientBase):
         self.machine.prepare(block_bytes)
         self._copies: queue.SimpleQueue[CopyIn | None] = queue.SimpleQueue()
         self._copier = threading.Thread(target=self._copy_all, name="kvstore-copier", daemon=True)
-        self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]
+        self.workers = [TierExecutor(tier, self._on_job_done) for tier in tiers]
         self._progress_of = [_TierProgress() for _ in tiers]
         self._is_closed = False
         with self._lock:

@@ -14,7 +14,7 @@ from core.metrics import PREFIX, read_counter, read_gauge, read_labelled_counter
 from kvstore.memory import MemoryTier
 from kvstore.server_state import ServerState
 from kvstore.tiers.base import TierStatistics
-from kvstore.tiers.worker import TierWorker
+from kvstore.tiers.worker import TierExecutor
 
 _COUNTS = {
     "lookup_keys": "Blocks that were looked up.",
@@ -32,7 +32,7 @@ _COUNTS = {
 _TIER_COUNTS = ("loaded_blocks", "missing_blocks", "saved_blocks", "failed_saves", "corrupt_blocks", "lost_blocks", "errors")
 
 
-def register_store_metrics(registry: CollectorRegistry, machine: ServerState, workers: Sequence[TierWorker]) -> None:
+def register_store_metrics(registry: CollectorRegistry, machine: ServerState, workers: Sequence[TierExecutor]) -> None:
     """Register all metrics of a store."""
     for name, documentation in _COUNTS.items():
         read_counter(registry, f"kvstore_{name}", documentation, _reader(machine, name))
@@ -84,7 +84,7 @@ def _register_memory(registry: CollectorRegistry, machine: ServerState) -> None:
     )
 
 
-def _register_tiers(registry: CollectorRegistry, workers: Sequence[TierWorker]) -> None:
+def _register_tiers(registry: CollectorRegistry, workers: Sequence[TierExecutor]) -> None:
     for name in _TIER_COUNTS:
         read_labelled_counter(
             registry,
@@ -107,7 +107,7 @@ def _reader(machine: ServerState, name: str) -> Callable[[], float]:
     return lambda: machine.counts[name]
 
 
-def _tier_reader(workers: Sequence[TierWorker], name: str) -> Callable[[], Iterable[tuple[Sequence[str], float]]]:
+def _tier_reader(workers: Sequence[TierExecutor], name: str) -> Callable[[], Iterable[tuple[Sequence[str], float]]]:
     def read() -> Iterable[tuple[Sequence[str], float]]:
         for worker in workers:
             statistics: TierStatistics = worker.statistics()
@@ -116,9 +116,9 @@ def _tier_reader(workers: Sequence[TierWorker], name: str) -> Callable[[], Itera
     return read
 
 
-def _limit(worker: TierWorker) -> Callable[[], float]:
+def _limit(worker: TierExecutor) -> Callable[[], float]:
     return lambda: float(worker.tier.limit_bytes() or 0)
 
 
-def _occupancy(worker: TierWorker, index: int) -> Callable[[], float]:
+def _occupancy(worker: TierExecutor, index: int) -> Callable[[], float]:
     return lambda: float(worker.tier.occupancy()[index] or 0)

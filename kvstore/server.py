@@ -27,7 +27,7 @@ from kvstore.client import process_start_ticks
 from kvstore.messages import MAX_BLOCK_BYTES, AttachRefused, ToClient, decode_to_store, encode_to_client
 from kvstore.server_state import Action, SendParcel, ServerOptions, ServerState, StartJob, WatchProcess
 from kvstore.tiers.base import Tier, TierJob
-from kvstore.tiers.worker import TierWorker, stop_all
+from kvstore.tiers.worker import TierExecutor, stop_all
 from kvstore.wakeup import Wakeup
 
 FLUSH_TIMEOUT_S = 25.0  # with the next below the 35 s that ``kvferry serve`` leaves a process by default
@@ -51,7 +51,7 @@ class StoreServer:
     ) -> None:
         self._keys = keys
         self.machine = ServerState(options, tiers)
-        self.workers = [TierWorker(tier, self._on_job_done) for tier in tiers]
+        self.workers = [TierExecutor(tier, self._on_job_done) for tier in tiers]
         self._clock = clock
         self._on_death = on_death
         self._refuser = VersionRefuser()

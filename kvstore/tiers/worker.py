@@ -28,7 +28,7 @@ MAX_PASSED: Mapping[type[TierJob], int] = MappingProxyType({LoadJob: 1, SaveJob:
 _log = logging.getLogger(__name__)
 
 
-class TierWorker:
+class TierExecutor:
     """Runs the jobs of one tier on a thread of its own."""
 
     def __init__(self, tier: Tier, on_done: Callable[[TierJob], None]) -> None:
@@ -96,7 +96,7 @@ class TierWorker:
         return kind in MAX_PASSED and self._num_passed[kind] >= MAX_PASSED[kind]
 
 
-def stop_all(workers: Iterable[TierWorker], timeout_s: float) -> None:
+def stop_all(workers: Iterable[TierExecutor], timeout_s: float) -> None:
     """Stop workers, all within this time, and name the tiers whose job does not end in it."""
     workers, ends_at = list(workers), time.monotonic() + timeout_s
     for worker in workers:

@@ -6,7 +6,7 @@ from core.errors import Unavailable
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.in_memory import DictTier
 from kvstore.tiers.base import LoadJob, LocateJob, SaveJob
-from kvstore.tiers.worker import MAX_PASSED, TierRunner, TierWorker
+from kvstore.tiers.worker import MAX_PASSED, TierExecutor, TierRunner
 
 DEADLINE_S = 30.0
 
@@ -20,7 +20,7 @@ def order_of(jobs):
         if len(done) == len(jobs):
             is_over.set()
 
-    worker = TierWorker(DictTier(), on_done)
+    worker = TierExecutor(DictTier(), on_done)
     for job in jobs:
         worker.submit(job)
     worker.start()
