@@ -27,7 +27,7 @@ class _Pull:
     until: float
 
 
-class EarlyPulls:
+class AnnouncedEarlyPulls:
     """Early pulls by the request's id on the wire, until the request comes, is aborted, or is overdue."""
 
     def __init__(self) -> None:

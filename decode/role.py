@@ -24,7 +24,7 @@ from core.worker.role import (
     request_of_choice,
     split_choice_id,
 )
-from decode.early_pulls import EarlyPulls
+from decode.early_pulls import AnnouncedEarlyPulls
 
 
 @dataclass(slots=True)
@@ -50,7 +50,7 @@ class DecodeHandler(RoleHandler):
 
     def __init__(self, facts: EngineFacts, *, loads_once: bool = False) -> None:
         self._facts = facts
-        self._early = EarlyPulls()
+        self._early = AnnouncedEarlyPulls()
         self._loads_once = loads_once
         self._live: dict[str, dict[int, _Choice]] = {}
         self._followers: dict[str, list[NewRequest]] = {}  # choices that wait for the first one's prompt

@@ -36,7 +36,7 @@ from core.wire.early import PrefillProgress
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, RequestFailed, Tokens
 from router.dispatch import retries
 from router.dispatch.attempts import Attempts
-from router.dispatch.early_pulls import EarlyPulls
+from router.dispatch.early_pulls import EarlyPullRelay
 from router.dispatch.encode_legs import EncodeLegs
 from router.dispatch.handoffs import Handoffs, release
 from router.dispatch.inflight import InflightCounts
@@ -101,7 +101,7 @@ class Dispatcher:
         self._waiting = Waiting(membership, self.restarts, self._shares)
         self._pairs = PairHealth()
         self._handoffs = Handoffs(membership)
-        self._early_pulls = EarlyPulls(membership)
+        self._early_pulls = EarlyPullRelay(membership)
         self._open = OpenRequests(
             self._attempts, self._waiting, self._shares, self._inflight, self._encode_legs, self._early_pulls
         )

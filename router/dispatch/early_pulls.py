@@ -14,7 +14,7 @@ from router.dispatch.policy import why_not_read
 from router.dispatch.request_state import RequestPhase, RequestState, SendToWorker
 
 
-class EarlyPulls:
+class EarlyPullRelay:
     """The early pulls of all requests; ``Attempt.early_decode`` is the reader."""
 
     def __init__(self, membership: Membership) -> None:

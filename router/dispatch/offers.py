@@ -11,7 +11,7 @@ from router.dispatch.timing import RoutingReport
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class WorkerOffer:
     """What one worker would cost: predicted hit in tokens, wait and own time in ms, and the score that decides.
 
     With a ``source`` the worker loads the beginning of the prompt from there, and ``own_ms`` includes the transfer; without, it
@@ -34,12 +34,14 @@ class Offer:
         return self.wait_ms + self.own_ms
 
 
-def source_of(offer: Offer) -> KVSource | None:
+def source_of(offer: WorkerOffer) -> KVSource | None:
     """Describe the source to the worker of an offer, whose patience is the longest load that still saves time."""
     return None if offer.source is None else offer.source.as_message(offer.alone_ms - (offer.own_ms - offer.source.transfer_ms))
 
 
-def report(chosen: Offer, offers: Iterable[Offer], *, is_local: bool = False, slack_ms: float = 0.0) -> RoutingReport:
+def report(
+    chosen: WorkerOffer, offers: Iterable[WorkerOffer], *, is_local: bool = False, slack_ms: float = 0.0
+) -> RoutingReport:
     """Return why one offer was chosen of all. Within ``slack_ms`` of the lowest score the request's session has chosen."""
     every = list(offers)
     longest, lowest = max(offer.hit_tokens for offer in every), min(offer.score for offer in every)

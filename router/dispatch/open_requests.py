@@ -9,7 +9,7 @@ from __future__ import annotations
 from core.errors import KVFerryError
 from core.wire.messages import Abort, ErrorInfo
 from router.dispatch.attempts import Attempts
-from router.dispatch.early_pulls import EarlyPulls
+from router.dispatch.early_pulls import EarlyPullRelay
 from router.dispatch.encode_legs import EncodeLegs
 from router.dispatch.handoffs import release
 from router.dispatch.inflight import InflightCounts
@@ -31,7 +31,7 @@ class OpenRequests:
         shares: TenantShares,
         inflight: InflightCounts,
         encode_legs: EncodeLegs,
-        early_pulls: EarlyPulls,
+        early_pulls: EarlyPullRelay,
     ) -> None:
         self.by_id: dict[str, RequestState] = {}
         self._attempts = attempts

@@ -17,18 +17,18 @@ from core.wire.kv import KVSource
 from router.dispatch.inflight import InflightCounts
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.membership import Membership
-from router.dispatch.offers import Offer, report, source_of
+from router.dispatch.offers import WorkerOffer, report, source_of
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
 from router.dispatch.request_state import RequestPhase, RequestState, open_request
 from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
-from router.dispatch.sources import Holder, message_of, others_than
+from router.dispatch.sources import PrefixHolder, message_of, others_than
 from router.dispatch.types import Submission
 from router.routing import affinity
 from router.routing.cost import dislike_ms
 
-_Offers = dict[WorkerKey, Offer]
+_Offers = dict[WorkerKey, WorkerOffer]
 _Prompt = tuple[Sequence[int], Sequence[ExtraKey] | None]  # without keys it reads no cache
 
 
@@ -101,7 +101,7 @@ class Placement:
         disliked = self._costs.preferences.disliked & offers.keys()
         if not disliked:
             return offers
-        worse: dict[int, Offer] = {}  # by identity: most workers of a large cluster share one offer
+        worse: dict[int, WorkerOffer] = {}  # by identity: most workers of a large cluster share one offer
         for key in disliked:
             offer = offers[key]
             if id(offer) not in worse:
@@ -170,7 +170,7 @@ class Placement:
         if request.handoff is None or not isinstance(prefill, GenerationWorker) or not prefill.facts.prefix_address:
             return most
         num_tokens = len(wanted.prompt_token_ids)
-        first = message_of(Holder(prefill, num_tokens), self._costs.prefill_time(decode).ms(num_tokens, 0))
+        first = message_of(PrefixHolder(prefill, num_tokens), self._costs.prefill_time(decode).ms(num_tokens, 0))
         return msgspec.structs.replace(first, others=others_than(first, most))
 
     def why_move(self, request: RequestState, now: float) -> WorkerStalled | None:

@@ -17,9 +17,9 @@ from core.wire.kv import KVSource
 from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, RouterMessage, Tokens, TransferUsage
 from router.contents.known import Hit, KnownContents
 from router.dispatch.members import GenerationWorker, WorkerKey
-from router.dispatch.offers import Offer
+from router.dispatch.offers import WorkerOffer
 from router.dispatch.preferences import RouterPreferences
-from router.dispatch.sources import Holder, Sources, holders_of
+from router.dispatch.sources import PrefixHolder, Sources, holders_of
 from router.routing import transfer
 from router.routing.accuracy import HitAccuracy
 from router.routing.backlog import Backlog, QueuedPrompt
@@ -98,7 +98,7 @@ class RouteCosts:
         now: float,
         members: Sequence[GenerationWorker] = (),
         tenant: int = 0,
-    ) -> dict[WorkerKey, Offer]:
+    ) -> dict[WorkerKey, WorkerOffer]:
         """Return what each of these workers would cost if it computed the prompt; empty if routes are chosen by load.
 
         Of ``members`` any may be the source of what the worker lacks. Without ``extra_keys`` the prompt reads no cache: each
@@ -111,8 +111,8 @@ class RouteCosts:
         every = {member.key: member for member in (*able, *serving)}.values()
         hits = self.contents.hits(every, prompt, extra_keys) if extra_keys is not None else {}
         holders = holders_of(serving, hits)
-        offers: dict[WorkerKey, Offer] = {}
-        alike: dict[tuple[bytes, str, bool, Hit], Offer] = {}  # of a large cluster most workers are equal for a prompt
+        offers: dict[WorkerKey, WorkerOffer] = {}
+        alike: dict[tuple[bytes, str, bool, Hit], WorkerOffer] = {}  # of a large cluster most workers are equal for a prompt
         for worker in able:
             key, facts = worker.key, worker.facts
             known, found = self._workers.get(key), hits.get(key, _NO_HIT)
@@ -126,7 +126,7 @@ class RouteCosts:
             offers[key] = offer
         return offers
 
-    def on_chosen(self, offer: Offer) -> None:
+    def on_chosen(self, offer: WorkerOffer) -> None:
         """Learn that a prompt goes to the worker of this offer."""
         if offer.declined is not None:
             self.sources.on_declined(offer.declined)
@@ -146,7 +146,7 @@ class RouteCosts:
         return source.as_message(self.prefill_time(reader).ms(source.holder.num_tokens, 0)) if source is not None else None
 
     def choose_local(
-        self, workers: Sequence[GenerationWorker], offers: Mapping[WorkerKey, Offer], remote: Offer, now: float
+        self, workers: Sequence[GenerationWorker], offers: Mapping[WorkerKey, WorkerOffer], remote: WorkerOffer, now: float
     ) -> GenerationWorker | None:
         """Return the decode worker that should compute the prompt, before ``remote`` would begin; None if none should."""
         prompts: dict[WorkerKey, LocalPrompt] = {}
@@ -203,9 +203,9 @@ class RouteCosts:
         num_tokens: int,
         found: Hit,
         now: float,
-        holders: Sequence[Holder] = (),
+        holders: Sequence[PrefixHolder] = (),
         tenant: int = 0,
-    ) -> Offer:
+    ) -> WorkerOffer:
         known = self._worker(worker)
         time = self.prefill_time(worker)
         hit = known.accuracy.credit(min(found.tokens, max(0, num_tokens - 1)))
@@ -227,7 +227,7 @@ class RouteCosts:
         wait_ms, num_delayed = known.backlog.place_of(now * 1e3 + patience, now * 1e3, fair_to)
         wait_ms += known.wait_of_others_ms(now * 1e3)
         cost = score(wait_ms + transfer_ms, own_ms, num_delayed)
-        return Offer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms, declined)
+        return WorkerOffer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms, declined)
 
     def _own_ms(self, pool: _Pool, time: PrefillTime, num_tokens: int, hit: int, found: Hit) -> tuple[float, int]:
         """Return the time to compute a prompt, and how many tokens of it are loaded from the tier that makes it shortest.

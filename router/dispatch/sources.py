@@ -23,7 +23,7 @@ _MAX_TRIES = 4  # holders that are compared with a reader
 
 
 @dataclass(frozen=True, slots=True)
-class Holder:
+class PrefixHolder:
     """A worker that serves beginnings of prompts, and how many tokens of this prompt it vouches for."""
 
     worker: GenerationWorker
@@ -35,9 +35,9 @@ class Source:
     """A holder that a reader can read, and the predicted time to load what the reader lacks. ``later`` hold no more."""
 
     reader: GenerationWorker
-    holder: Holder
+    holder: PrefixHolder
     transfer_ms: float
-    later: Sequence[Holder] = ()
+    later: Sequence[PrefixHolder] = ()
 
     def as_message(self, patience_ms: float) -> KVSource:
         """Describe the source to the reader, with the longest time that it may wait."""
@@ -83,7 +83,7 @@ class Sources:
         """Forget a worker that has left."""
         self.transports = {pair: transport for pair, transport in self.transports.items() if worker not in pair}
 
-    def best(self, reader: GenerationWorker, num_own_tokens: int, holders: Sequence[Holder]) -> Source | None:
+    def best(self, reader: GenerationWorker, num_own_tokens: int, holders: Sequence[PrefixHolder]) -> Source | None:
         """Return the holder of most tokens that ``reader`` can read, if it holds a block more than the reader.
 
         ``holders`` come from ``holders_of``.
@@ -119,7 +119,7 @@ def transport_between(reader: GenerationWorker, source: GenerationWorker) -> str
         return None
 
 
-def message_of(holder: Holder, patience_ms: float) -> KVSource:
+def message_of(holder: PrefixHolder, patience_ms: float) -> KVSource:
     """Describe a holder to a reader. A patience of 0 means that of the source before it."""
     facts = holder.worker.facts
     return KVSource(
@@ -138,10 +138,10 @@ def others_than(first: KVSource, most: KVSource | None) -> tuple[KVSource, ...]:
     return tuple(itertools.islice(every, MAX_OTHER_SOURCES))
 
 
-def holders_of(workers: Iterable[GenerationWorker], hits: Mapping[WorkerKey, Hit]) -> list[Holder]:
+def holders_of(workers: Iterable[GenerationWorker], hits: Mapping[WorkerKey, Hit]) -> list[PrefixHolder]:
     """Return those of these workers that vouch for some of a prompt, the most tokens first; all serve beginnings of prompts."""
     found = [
-        Holder(worker, hit.claimed_tokens)
+        PrefixHolder(worker, hit.claimed_tokens)
         for worker in workers
         if (hit := hits.get(worker.key)) is not None and hit.claimed_tokens and not worker.is_closed
     ]

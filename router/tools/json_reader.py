@@ -20,7 +20,7 @@ _CLOSER = {"{": "}", "[": "]"}
 _ARGUMENT_KEYS = ("arguments", "parameters")
 
 
-class Status(Enum):
+class ReaderStatus(Enum):
     """Whether a reader goes on, has read its last letter, or cannot read this letter, which is not consumed."""
 
     MORE = auto()
@@ -36,7 +36,7 @@ class CallReader(Protocol):
         """What becomes text if the construct ends early."""
         ...
 
-    def feed(self, letter: str) -> Status:
+    def feed(self, letter: str) -> ReaderStatus:
         """Read a letter."""
         ...
 
@@ -50,7 +50,7 @@ class ValueExtent:
         self._in_string = False
         self._is_escaped = False
 
-    def feed(self, letter: str) -> Status:
+    def feed(self, letter: str) -> ReaderStatus:
         """Follow a letter of a string, object or list."""
         if self._in_string:
             return self._follow_string(letter)
@@ -59,20 +59,20 @@ class ValueExtent:
                 self._in_string = True
             case "{" | "[":
                 if len(self._closers) >= self._max_depth:
-                    return Status.WRONG
+                    return ReaderStatus.WRONG
                 self._closers.append(_CLOSER[letter])
             case "}" | "]":
                 if self._closers.pop() != letter:
-                    return Status.WRONG
-                return Status.MORE if self._closers else Status.DONE
-        return Status.MORE
+                    return ReaderStatus.WRONG
+                return ReaderStatus.MORE if self._closers else ReaderStatus.DONE
+        return ReaderStatus.MORE
 
-    def _follow_string(self, letter: str) -> Status:
+    def _follow_string(self, letter: str) -> ReaderStatus:
         if self._is_escaped or letter != '"':
             self._is_escaped = letter == "\\" and not self._is_escaped
-            return Status.MORE
+            return ReaderStatus.MORE
         self._in_string = False
-        return Status.MORE if self._closers else Status.DONE
+        return ReaderStatus.MORE if self._closers else ReaderStatus.DONE
 
 
 class ArgumentsReader:
@@ -82,18 +82,18 @@ class ArgumentsReader:
         self._output = output
         self._extent: ValueExtent | None = None
 
-    def feed(self, letter: str) -> Status:
+    def feed(self, letter: str) -> ReaderStatus:
         """Read a letter; space before the object is dropped."""
         if self._extent is None:
             if letter in _SPACE:
-                return Status.MORE
+                return ReaderStatus.MORE
             if letter != "{":
-                return Status.WRONG
+                return ReaderStatus.WRONG
             self._extent = ValueExtent(math.inf)
         status = self._extent.feed(letter)
-        if status is not Status.WRONG:
+        if status is not ReaderStatus.WRONG:
             self._output.arguments(letter)
-        if status is Status.DONE:
+        if status is ReaderStatus.DONE:
             self._output.end()
         return status
 
@@ -135,14 +135,14 @@ class CallObjectReader:
         """What has been read if no call has begun."""
         return "" if self._is_started else "".join(self._raw)
 
-    def feed(self, letter: str) -> Status:
+    def feed(self, letter: str) -> ReaderStatus:
         """Read a letter."""
         status = self._feed(letter)
-        if status is not Status.WRONG and not self._is_started:
+        if status is not ReaderStatus.WRONG and not self._is_started:
             self._raw.append(letter)
         return status
 
-    def _feed(self, letter: str) -> Status:
+    def _feed(self, letter: str) -> ReaderStatus:
         match self._place:
             case _Place.VALUE:
                 return self._in_value(letter)
@@ -151,60 +151,60 @@ class CallObjectReader:
             case _Place.SCALAR:
                 if letter not in ",}]" and letter not in _SPACE:
                     self._token.append(letter)
-                    return Status.MORE
-                return Status.WRONG if not self._end_value() else self._after_value(letter)
+                    return ReaderStatus.MORE
+                return ReaderStatus.WRONG if not self._end_value() else self._after_value(letter)
             case _ if letter in _SPACE:
-                return Status.MORE
+                return ReaderStatus.MORE
             case _Place.BEFORE:
                 self._place = _Place.KEY_OR_END
-                return Status.MORE if letter == "{" else Status.WRONG
+                return ReaderStatus.MORE if letter == "{" else ReaderStatus.WRONG
             case _Place.KEY_OR_END:
                 if letter == "}":
                     return self._end()
                 self._place, self._extent, self._token = _Place.KEY, ValueExtent(), []
-                return self._in_key(letter) if letter == '"' else Status.WRONG
+                return self._in_key(letter) if letter == '"' else ReaderStatus.WRONG
             case _Place.COLON:
                 self._place = _Place.VALUE_START
-                return Status.MORE if letter == ":" else Status.WRONG
+                return ReaderStatus.MORE if letter == ":" else ReaderStatus.WRONG
             case _Place.VALUE_START:
                 return self._begin_value(letter)
             case _:
                 return self._after_value(letter)
 
-    def _in_key(self, letter: str) -> Status:
+    def _in_key(self, letter: str) -> ReaderStatus:
         self._token.append(letter)
         if len(self._token) > _MAX_NAME:
-            return Status.WRONG
-        if self._extent.feed(letter) is Status.DONE:
+            return ReaderStatus.WRONG
+        if self._extent.feed(letter) is ReaderStatus.DONE:
             self._key, self._place = _string("".join(self._token)) or "", _Place.COLON
-        return Status.MORE
+        return ReaderStatus.MORE
 
-    def _begin_value(self, letter: str) -> Status:
+    def _begin_value(self, letter: str) -> ReaderStatus:
         self._token, self._extent = [], ValueExtent()
         self._is_passed_on = False
         if letter in ",}]:":
-            return Status.WRONG
+            return ReaderStatus.WRONG
         if letter not in '"{[':
             self._place = _Place.SCALAR
             self._token.append(letter)
-            return Status.MORE
+            return ReaderStatus.MORE
         self._place = _Place.VALUE
         if self._key in _ARGUMENT_KEYS and letter == "{" and self._name is not None and not self._has_arguments:
             self._start()
             self._is_passed_on, self._extent = True, ValueExtent(math.inf)
         return self._in_value(letter)
 
-    def _in_value(self, letter: str) -> Status:
+    def _in_value(self, letter: str) -> ReaderStatus:
         status = self._extent.feed(letter)
-        if status is Status.WRONG:
+        if status is ReaderStatus.WRONG:
             return status
         if self._is_passed_on:
             self._output.arguments(letter)
         else:
             self._token.append(letter)
-        if status is Status.MORE:
+        if status is ReaderStatus.MORE:
             return status
-        return Status.MORE if self._end_value() else Status.WRONG
+        return ReaderStatus.MORE if self._end_value() else ReaderStatus.WRONG
 
     def _end_value(self) -> bool:
         """Take a whole value; return False if the object can be no call."""
@@ -222,20 +222,20 @@ class CallObjectReader:
             self._send_arguments(self._arguments)
         return True
 
-    def _after_value(self, letter: str) -> Status:
+    def _after_value(self, letter: str) -> ReaderStatus:
         if letter in _SPACE:
-            return Status.MORE
+            return ReaderStatus.MORE
         if letter == ",":
             self._place = _Place.KEY_OR_END
-            return Status.MORE
-        return self._end() if letter == "}" else Status.WRONG
+            return ReaderStatus.MORE
+        return self._end() if letter == "}" else ReaderStatus.WRONG
 
-    def _end(self) -> Status:
+    def _end(self) -> ReaderStatus:
         if self._name is None or (self._needs_arguments and not self._has_arguments and self._arguments is None):
-            return Status.WRONG
+            return ReaderStatus.WRONG
         if not self._has_arguments:
             self._send_arguments(self._arguments or "{}")
-        return Status.DONE
+        return ReaderStatus.DONE
 
     def _send_arguments(self, text: str) -> None:
         self._start()
@@ -265,25 +265,25 @@ class CallListReader:
             return "".join(self._before)
         return "".join(self._before) + self._call.unread if self._call.unread else ""
 
-    def feed(self, letter: str) -> Status:
+    def feed(self, letter: str) -> ReaderStatus:
         """Read a letter."""
         if self._call is not None:
             status = self._call.feed(letter)
-            if status is Status.DONE:
+            if status is ReaderStatus.DONE:
                 self._call = None
                 self._before.clear()
-            return Status.MORE if status is Status.DONE else status
+            return ReaderStatus.MORE if status is ReaderStatus.DONE else status
         if letter == "{" and self._is_open:
             self._call = CallObjectReader(self._output)
             return self._call.feed(letter)
         if letter == "[" and not self._is_open:
             self._is_open = True
         elif letter == "]" and self._is_open:
-            return Status.DONE
+            return ReaderStatus.DONE
         elif letter not in _SPACE and not (letter == "," and self._is_open):
-            return Status.WRONG
+            return ReaderStatus.WRONG
         self._before.append(letter)
-        return Status.MORE
+        return ReaderStatus.MORE
 
 
 def _string(text: str) -> str | None:

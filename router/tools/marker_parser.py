@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from string import whitespace
 
-from router.tools.json_reader import CallReader, Status
+from router.tools.json_reader import CallReader, ReaderStatus
 from router.tools.output import Piece, PieceCollector
 
 _SEPARATORS = f",{whitespace}"  # of calls in a list
@@ -77,9 +77,9 @@ class MarkerParser:
             self._outside(letter)
             return
         status = reader.feed(letter)
-        if status is Status.MORE:
+        if status is ReaderStatus.MORE:
             return
-        if status is Status.WRONG:
+        if status is ReaderStatus.WRONG:
             self._give_up(reader)
             self._outside(letter)
             return

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from router.tools.json_reader import ArgumentsReader, CallListReader, CallReader, Status
+from router.tools.json_reader import ArgumentsReader, CallListReader, CallReader, ReaderStatus
 from router.tools.output import PieceCollector
 
 _MAX_NAME = 128
@@ -25,7 +25,7 @@ class NamedCallReader:
         """What has been read if no call has begun."""
         return "" if self._has_begun else "".join(self._name)
 
-    def feed(self, letter: str) -> Status:
+    def feed(self, letter: str) -> ReaderStatus:
         """Read a letter."""
         if self._arguments is not None:
             return self._feed_arguments(self._arguments, letter)
@@ -34,20 +34,20 @@ class NamedCallReader:
             if not self._end:
                 return self._feed_arguments(self._arguments, letter)
             self._name.append(letter)
-            return Status.MORE
+            return ReaderStatus.MORE
         if letter in '"{}\n' or len(self._name) >= _MAX_NAME:
-            return Status.WRONG
+            return ReaderStatus.WRONG
         self._name.append(letter)
-        return Status.MORE
+        return ReaderStatus.MORE
 
-    def _feed_arguments(self, arguments: ArgumentsReader, letter: str) -> Status:
+    def _feed_arguments(self, arguments: ArgumentsReader, letter: str) -> ReaderStatus:
         if not self._has_begun:
             if letter.isspace():
                 self._name.append(letter)
-                return Status.MORE
+                return ReaderStatus.MORE
             name = self._called()
             if letter != "{" or not name:
-                return Status.WRONG
+                return ReaderStatus.WRONG
             self._has_begun = True
             self._output.start(name)
         return arguments.feed(letter)
@@ -74,12 +74,12 @@ class MistralReader:
         """What has been read if no call has begun."""
         return "".join(self._space) + (self._reader.unread if self._reader else "")
 
-    def feed(self, letter: str) -> Status:
+    def feed(self, letter: str) -> ReaderStatus:
         """Read a letter."""
         if self._reader is None:
             if letter.isspace():
                 self._space.append(letter)
-                return Status.MORE
+                return ReaderStatus.MORE
             self._reader = CallListReader(self._output) if letter == "[" else NamedCallReader(self._output)
         status = self._reader.feed(letter)
         if self._output.num_calls > self._num_before:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ast
 import json
 
-from router.tools.json_reader import MAX_DEPTH, Status
+from router.tools.json_reader import MAX_DEPTH, ReaderStatus
 from router.tools.output import PieceCollector, whole_characters
 
 _MAX_CALL = 64 << 10  # characters
@@ -34,35 +34,35 @@ class PythonicReader:
         """What has been read since the last call."""
         return "".join(self._before + self._call)
 
-    def feed(self, letter: str) -> Status:
+    def feed(self, letter: str) -> ReaderStatus:
         """Read a letter."""
         if not self._is_open:
             if letter != "[":
-                return Status.WRONG
+                return ReaderStatus.WRONG
             self._is_open = True
             self._before.append(letter)
-            return Status.MORE
+            return ReaderStatus.MORE
         if not self._call:
             return self._between_calls(letter)
         if len(self._call) >= _MAX_CALL:
-            return Status.WRONG
+            return ReaderStatus.WRONG
         if not self._closers and not (letter == "(" or letter.isalnum() or letter in "_.-"):
-            return Status.WRONG
+            return ReaderStatus.WRONG
         if not self._follow(letter):
-            return Status.WRONG
+            return ReaderStatus.WRONG
         self._call.append(letter)
-        return self._end_call() if not self._closers and letter == ")" else Status.MORE
+        return self._end_call() if not self._closers and letter == ")" else ReaderStatus.MORE
 
-    def _between_calls(self, letter: str) -> Status:
+    def _between_calls(self, letter: str) -> ReaderStatus:
         if letter == "]":
-            return Status.DONE if self._has_calls else Status.WRONG
+            return ReaderStatus.DONE if self._has_calls else ReaderStatus.WRONG
         if letter.isalpha() or letter == "_":
             self._call.append(letter)
-            return Status.MORE
+            return ReaderStatus.MORE
         if letter.isspace() or (letter == "," and self._has_calls):
             self._before.append(letter)
-            return Status.MORE
-        return Status.WRONG
+            return ReaderStatus.MORE
+        return ReaderStatus.WRONG
 
     def _follow(self, letter: str) -> bool:
         """Follow strings and brackets; return False if they do not match or are too deep."""
@@ -79,11 +79,11 @@ class PythonicReader:
             self._closers.append(_CLOSER[letter])
         return len(self._closers) <= MAX_DEPTH
 
-    def _end_call(self) -> Status:
+    def _end_call(self) -> ReaderStatus:
         found = _read_call("".join(self._call))
         if found is None:
             self._call.pop()  # the letter is not consumed
-            return Status.WRONG
+            return ReaderStatus.WRONG
         name, arguments = found
         self._output.start(name)
         self._output.arguments(arguments)
@@ -91,7 +91,7 @@ class PythonicReader:
         self._has_calls = True
         self._call.clear()
         self._before.clear()
-        return Status.MORE
+        return ReaderStatus.MORE
 
 
 def _read_call(text: str) -> tuple[str, str] | None:

@@ -11,9 +11,9 @@ import core.sched.running
 from connectors.p2p.consumer.verification import SealCheck, Verdict
 from core.request import RequestStatus
 from core.sched import early_loading
-from core.sched.early_pulls import EarlyPulls as EnginePulls
+from core.sched.early_pulls import EarlyPulls
 from core.sched.scheduler import Scheduler
-from decode.early_pulls import EarlyPulls
+from decode.early_pulls import AnnouncedEarlyPulls
 from kvferry.sim.runs import run_seed
 from tests.sim.protocol_mutants import Mutant, Patch, main, returns
 
@@ -36,7 +36,7 @@ def switch_the_seal_check_off(patch: Patch) -> None:
 
 
 def keep_early_pulls_beyond_their_deadline(patch: Patch) -> None:
-    patch(EarlyPulls, "pop_due", returns([]))
+    patch(AnnouncedEarlyPulls, "pop_due", returns([]))
 
 
 def preempt_running_requests_before_early_pulls_give_way(patch: Patch) -> None:
@@ -99,7 +99,7 @@ def wait_for_an_early_pull_that_has_nothing_on_the_way(patch: Patch) -> None:
 
 def forget_the_blocks_of_a_round_that_was_aborted(patch: Patch) -> None:
     """A running request is preempted although blocks are free in a moment, and those of a pull are lost."""
-    patch(EnginePulls, "remove", returns(None))
+    patch(EarlyPulls, "remove", returns(None))
 
 
 MUTANTS = (

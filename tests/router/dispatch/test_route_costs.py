@@ -11,7 +11,7 @@ from core.request import extra_keys_of
 from core.wire.contents import ContentReport
 from core.wire.messages import Abort, Generate, Heartbeat, PrefillDone, Tokens, Usage
 from core.wire.sampling import SamplingParams
-from router.dispatch.offers import Offer, report
+from router.dispatch.offers import WorkerOffer, report
 from router.dispatch.policy import Demand, choose_route
 from router.dispatch.route_costs import RouteCosts
 from tests.router.dispatch.test_policy import member
@@ -203,7 +203,7 @@ def test_workers_in_order_of_arrival_get_no_patience(workers):
 
 
 def offer(score, hit_tokens=0):
-    return Offer(hit_tokens=hit_tokens, patience_ms=0.0, wait_ms=10.0, own_ms=20.0, score=score)
+    return WorkerOffer(hit_tokens=hit_tokens, patience_ms=0.0, wait_ms=10.0, own_ms=20.0, score=score)
 
 
 @pytest.mark.parametrize(
@@ -376,8 +376,8 @@ def test_a_fair_worker_makes_no_key_wait_for_a_flood_of_another(workers):
 
 @pytest.mark.parametrize(("score", "reason"), [(100.0, "load"), (101.0, "session"), (120.0, "availability")])
 def test_a_choice_by_session_says_so(score, reason):
-    best = Offer(0, 0.0, 0.0, 50.0, 100.0)
-    chosen = Offer(0, 0.0, 0.0, 50.0, score)
+    best = WorkerOffer(0, 0.0, 0.0, 50.0, 100.0)
+    chosen = WorkerOffer(0, 0.0, 0.0, 50.0, score)
     assert report(chosen, [best, chosen], slack_ms=2.5).reason == reason
 
 
