@@ -144,7 +144,7 @@ def _timestamp(record: logging.LogRecord) -> str:
     return f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(record.created))}.{int(record.msecs):03d}Z"
 
 
-class _KVFerryHandler(logging.StreamHandler[LogSink]):
+class ProcessLogHandler(logging.StreamHandler[LogSink]):
     """The one handler; its type is how a second ``configure_logging`` finds the first one's."""
 
 
@@ -161,11 +161,11 @@ def configure_logging(level: str, process: str, stream: TextIO | None = None, *,
     ``process`` names the process in each line, as several of them often share one stream. Libraries log from WARNING up.
     """
     root = logging.getLogger()
-    for handler in [handler for handler in root.handlers if isinstance(handler, _KVFerryHandler)]:
+    for handler in [handler for handler in root.handlers if isinstance(handler, ProcessLogHandler)]:
         root.removeHandler(handler)
     formatter = JsonFormatter(process) if is_json else KeyValueFormatter(process)
     report, target = partial(_report_of_lost_lines, formatter), stream or sys.stderr
-    handler = _KVFerryHandler(open_log_stream(target, report) if target is not None else None)  # None: it was closed at start
+    handler = ProcessLogHandler(open_log_stream(target, report) if target is not None else None)  # None: it was closed at start
     handler.setFormatter(formatter)
     root.addHandler(handler)
     root.setLevel(level)
@@ -176,5 +176,5 @@ def configure_logging(level: str, process: str, stream: TextIO | None = None, *,
 def finish_logging(patience_s: float) -> None:
     """Wait a moment for a late reader: the last lines say why the process ends."""
     for handler in logging.getLogger().handlers:
-        if isinstance(handler, _KVFerryHandler) and isinstance(handler.stream, LogStream):
+        if isinstance(handler, ProcessLogHandler) and isinstance(handler.stream, LogStream):
             handler.stream.finish(patience_s)

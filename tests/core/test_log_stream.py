@@ -102,17 +102,14 @@ def test_a_line_longer_than_all_that_is_kept_is_written(ends):
 def test_the_number_of_lost_lines_has_a_line_of_the_log(ends):
     reader, file = ends
     log = logging.getLogger("tests.log_stream")
-    try:
-        configure_logging("INFO", "p", file)
-        for number in range(6000):
-            log.info(event("line", number=number, text=LINE))
-        text = read_until(reader, "\n")
-        while "event=log_lines_lost count=" not in text:
-            text += read_until(reader, "\n")
-        log.info(event("next"))
-        text += read_until(reader, "event=next\n")
-    finally:
-        configure_logging("WARNING", "tests")
+    configure_logging("INFO", "p", file)
+    for number in range(6000):
+        log.info(event("line", number=number, text=LINE))
+    text = read_until(reader, "\n")
+    while "event=log_lines_lost count=" not in text:
+        text += read_until(reader, "\n")
+    log.info(event("next"))
+    text += read_until(reader, "event=next\n")
     events = [line.partition("event=")[2].split() for line in text.splitlines()]
     *lines, report, after = events
     assert [fields[1] for fields in lines] == [f"number={number}" for number in range(len(lines))]
@@ -164,8 +161,6 @@ def test_a_closed_stderr_is_no_hindrance(monkeypatch):
     configure_logging("INFO", "p")
     logging.getLogger("tests.log_stream").info(event("nowhere"))
     finish_logging(0.0)
-    monkeypatch.undo()
-    configure_logging("WARNING", "tests")
 
 
 def test_without_a_reader_a_write_fails_as_it_did():

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 import re
 import signal
 import subprocess
@@ -14,7 +13,6 @@ import pytest
 
 from core.config import load_config
 from core.errors import ConfigError
-from core.log import configure_logging
 from core.process_signals import SIGNALS
 from kvferry import cli
 from kvferry.connector_preflight import check_connectors
@@ -45,18 +43,15 @@ def found(tmp_path_factory):
 
 @pytest.fixture
 def process(monkeypatch):
-    """Put the process back as it was: handlers of signals and of the log; collect what would have been started."""
+    """Put the handlers of signals back as they were; collect what would have been started."""
     started = []
     monkeypatch.setattr(ProcessKeeper, "start", lambda _keeper, spec: started.append(spec.name))
     monkeypatch.setattr(subprocess, "Popen", lambda *arguments, **_: started.append(arguments))
     monkeypatch.delenv("KVFERRY_CLUSTER_KEY", raising=False)
     handlers = {number: signal.getsignal(number) for number in SIGNALS}
-    level = logging.getLogger().level
     yield started
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    configure_logging("INFO", "tests")
-    logging.getLogger().setLevel(level)
 
 
 def assert_told(mistake, found, exit_code, errors):
