@@ -367,9 +367,10 @@ def _guard(api_key: str) -> Guard:
 
 async def _check_encoding(connection: ASGIConnection[Any, Any, Any, Any], handler: BaseRouteHandler) -> None:
     """Refuse a compressed body, which would be read as malformed JSON. A guard that is not async would be given a thread."""
-    encoding = connection.headers.get("content-encoding", "").strip().lower()
+    encodings = [line.strip().lower() for line in connection.headers.getall("content-encoding", [])]
+    encoding = next((line for line in encodings if line not in ("", "identity")), None)
     has_body = isinstance(handler, HTTPRouteHandler) and "POST" in handler.http_methods
-    if has_body and encoding not in ("", "identity"):
+    if has_body and encoding is not None:
         text = f"a body with Content-Encoding {encoding[:40]!r} is not read: send it uncompressed, without this header"
         raise HTTPException(detail=text, status_code=415)
 

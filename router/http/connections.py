@@ -21,7 +21,7 @@ from typing import Any, Literal
 import httptools
 import msgspec
 import uvicorn
-from litestar.types import ASGIApp
+from litestar.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 from uvicorn.server import ServerState
 
@@ -113,6 +113,7 @@ class GuardedConnection(HttpToolsProtocol):
         self._num_headers = 0
         self._served: RequestResponseCycle | None = None
         self._is_refused = False
+        self._is_body_unread = False  # the client has been told that the connection ends without its body
         self._reason: CutReason | None = None  # why a parser callback refused the request
         self._wrong: ErrorInfo | None = None  # what a parser callback found wrong with it
 
@@ -209,10 +210,10 @@ class GuardedConnection(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         """Start the timer of the body."""
         self._num_head_bytes = 0
-        self._is_in_request = True
         self._clients.mark_busy(self)
         self._expect_request()
         super().on_headers_complete()
+        self._is_in_request = True
 
     def on_body(self, body: bytes) -> None:
         """Accept a piece of the body."""
@@ -227,7 +228,12 @@ class GuardedConnection(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Wait for the next request, or continue with a pipelined one."""
+        """Wait for the next request, or continue with a pipelined one, or end the connection if the body was left unread."""
+        if self._is_body_unread and not self.transport.is_closing():
+            self._clients.mark_idle(self)
+            self.flow.resume_reading()
+            self._linger()
+            return
         if not self.pipeline:
             self._clients.mark_idle(self)
         super().on_response_complete()
@@ -235,7 +241,28 @@ class GuardedConnection(HttpToolsProtocol):
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:  # noqa: ANN401 - as uvicorn has it
         self._served = cycle
         offer_writer(cycle)
+        if cycle.waiting_for_100_continue:
+            app = self._with_expectation(cycle, app)
         super()._start_asgi_task(cycle, app)
+
+    def _with_expectation(self, cycle: RequestResponseCycle, app: ASGIApp) -> ASGIApp:
+        """Return the application for a client that may wait for 100 before it sends its body.
+
+        Answered without having been asked for it, the client may leave it out: what comes next could be body or request.
+        """
+
+        async def serve(scope: Scope, receive: Receive, send: Send) -> None:
+            async def send_knowingly(message: Message) -> None:
+                if message["type"] == "http.response.start" and cycle.waiting_for_100_continue and cycle.more_body:
+                    message["headers"] = [*message["headers"], (b"connection", b"close")]
+                    await send(message)
+                    self._is_body_unread = cycle.keep_alive = True  # closed later: a body on its way would cost the answer
+                else:
+                    await send(message)
+
+            await app(scope, receive, send_knowingly)
+
+        return serve
 
     # ---- deadlines ---------------------------------------------------------------------------------------------------
 
@@ -286,9 +313,12 @@ class GuardedConnection(HttpToolsProtocol):
         self._refuse(ErrorInfo(code="head_too_large", message=message, http_status=431))
 
     def _refuse(self, info: ErrorInfo) -> None:
-        """Send an error and accept nothing more. Further bytes are read for a while, or the client would lose the answer."""
+        """Send an error and accept nothing more. A request that already has its answer gets no other one."""
         self._is_refused = True
         self._stop_receiving()
+        if self._is_in_request and self.cycle.response_complete:
+            self._linger()
+            return
         if self.cycle is not None and not self.cycle.response_complete:
             if not self._is_in_request or self._served is not self.cycle or self.cycle.response_started:
                 self.transport.abort()  # an error would appear inside an earlier answer
@@ -296,6 +326,12 @@ class GuardedConnection(HttpToolsProtocol):
             self.cycle.disconnected = True  # the request whose body is wrong ends without an answer of its own
             self.cycle.message_event.set()
         self.transport.write(_response(info))
+        self._linger()
+
+    def _linger(self) -> None:
+        """Accept nothing more. Further bytes are read for a while, or the client would lose the answer."""
+        self._is_refused = True
+        self._stop_receiving()
         if self.transport.can_write_eof():
             self.transport.write_eof()
         self._receiving = self.loop.call_later(_LINGER_S, self._on_receive_timeout)

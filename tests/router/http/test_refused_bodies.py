@@ -100,6 +100,16 @@ async def test_a_compressed_body_is_refused_by_its_header(served, path):
     assert (await post(served, path, content, **{"content-encoding": "identity"})).status_code == 200
 
 
+async def test_each_line_of_content_encoding_is_looked_at(served):
+    content = json.dumps(BODIES["/tokenize"]).encode()
+    async with served.client() as client:
+        encodings = [("content-encoding", "identity"), ("content-encoding", "gzip")]
+        response = await client.post("/tokenize", content=content, headers=encodings)
+        assert (response.status_code, response.json()["error"]["code"]) == (415, "unsupported_encoding")
+        response = await client.post("/tokenize", content=content, headers=[("content-encoding", "identity")] * 2)
+        assert response.status_code == 200
+
+
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: %s\r\n\r\n"
 WHOLE = b'18\r\n{"prompt":"x","echo":0,"n\r\nZZ\r\n'
 
@@ -164,3 +174,99 @@ async def test_a_request_whose_own_time_is_over_is_told_the_field(served, path):
     error = response.json()["error"]
     assert (response.status_code, error["param"]) == (504, "timeout_s")
     assert error["message"].endswith(", its limit by timeout_s")
+
+
+VERSION = b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n"
+EXPECTING = b"POST %s HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 2\r\n%s\r\n"
+REFUSED = {
+    415: (b"/v1/completions", b"Content-Encoding: gzip\r\n"),
+    404: (b"/v2", b""),
+    401: (b"/v1/completions", b""),
+    413: (b"/v1/completions", b""),
+}
+
+
+async def read_answer(reader):
+    """Return the head, in lower case, and the body of an answer."""
+    head = (await reader.readuntil(b"\r\n\r\n")).lower()
+    return head, await reader.readexactly(int(head.partition(b"content-length: ")[2].split(b"\r\n")[0]))
+
+
+@pytest.fixture(params=REFUSED)
+async def refused(request, start_router):
+    """Return a connection to a router, and the head of a request with a body of two bytes that it refuses unread."""
+    settings = {401: {"api_key": "k"}, 413: {"max_body_bytes": 1}}.get(request.param, {})
+    under_test = await start_router(**settings)
+    reader, writer = await asyncio.open_connection("127.0.0.1", under_test.router.port)
+    async with asyncio.timeout(20):
+        yield reader, writer, request.param, EXPECTING % REFUSED[request.param]
+    writer.close()
+
+
+async def test_a_refusal_without_the_body_that_a_client_waits_to_send_ends_the_connection(refused):
+    reader, writer, status, head = refused
+    writer.write(head)
+    answer, _ = await read_answer(reader)
+    assert answer.startswith(b"http/1.1 %d " % status)
+    assert b"\r\nconnection: close\r\n" in answer
+    writer.write(b"{}" + VERSION)  # a body on its way costs no answer, and is followed by none
+    assert await reader.read() == b""
+
+
+async def test_a_refusal_of_a_request_whose_body_has_come_keeps_the_connection(refused):
+    reader, writer, status, head = refused
+    writer.write(head + b"{}")
+    answer, _ = await read_answer(reader)
+    assert answer.startswith(b"http/1.1 %d " % status)
+    assert b"connection" not in answer
+    writer.write(VERSION)
+    assert (await read_answer(reader))[0].startswith(b"http/1.1 200 ")
+
+
+async def test_a_refusal_keeps_the_connection_of_a_client_that_sends_its_body_anyway(refused):
+    reader, writer, status, head = refused
+    writer.write(head.replace(b"Expect: 100-continue\r\n", b""))
+    answer, _ = await read_answer(reader)
+    assert answer.startswith(b"http/1.1 %d " % status)
+    assert b"connection" not in answer
+    writer.write(b"{}" + VERSION)
+    assert (await read_answer(reader))[0].startswith(b"http/1.1 200 ")
+
+
+async def test_a_client_that_waits_to_send_its_body_is_asked_for_it(start_router):
+    under_test = await start_router()
+    reader, writer = await asyncio.open_connection("127.0.0.1", under_test.router.port)
+    async with asyncio.timeout(20):
+        writer.write(EXPECTING % (b"/tokenize", b""))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"{}" + VERSION)
+        assert b"connection" not in (await read_answer(reader))[0]
+        assert (await read_answer(reader))[0].startswith(b"http/1.1 200 ")
+    writer.close()
+
+
+@pytest.mark.parametrize("path", [b"/v2", b"/v1/completions"])
+async def test_a_malformed_chunk_of_a_request_that_was_answered_only_ends_the_connection(start_router, path):
+    under_test = await start_router()
+    reader, writer = await asyncio.open_connection("127.0.0.1", under_test.router.port)
+    async with asyncio.timeout(20):
+        head = HEAD.replace(b"/v1/completions", path) % b"chunked"
+        writer.write(head.replace(b"Host: x", b"Content-Encoding: gzip"))
+        answer, _ = await read_answer(reader)
+        assert answer.split()[1] == (b"404" if path == b"/v2" else b"415")
+        writer.write(b"zz\r\n")
+        assert await reader.read() == b""
+    writer.close()
+
+
+async def test_a_malformed_target_behind_an_answered_request_is_refused_as_such(start_router):
+    under_test = await start_router()
+    reader, writer = await asyncio.open_connection("127.0.0.1", under_test.router.port)
+    async with asyncio.timeout(20):
+        writer.write(VERSION)
+        await read_answer(reader)
+        writer.write(b"GET http:///x HTTP/1.1\r\nHost: x\r\n\r\n")
+        answer, body = await read_answer(reader)
+    writer.close()
+    assert answer.startswith(b"http/1.1 400 ")
+    assert json.loads(body)["error"]["message"] == "this is no valid HTTP request"
