@@ -15,6 +15,7 @@ import numpy.typing as npt
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from core.errors import InvalidRequest, KVFerryError
+from core.grammar.limits import ENDLESS
 from core.grammar.translation import to_grammar
 from core.wire.sampling import StructuredOutput
 
@@ -25,6 +26,7 @@ _BYTES_PER_MASK = 1 << 10  # lexer states that a mask adds, measured: 0.25 kB
 _MAX_REASON_CHARACTERS = 500
 _TOO_COMPLEX = "the grammar is too complex to go on"
 _NO_TOKEN = "NoExtensionBias"  # the library's word for a place where no token is allowed
+_TOO_MANY_REFERENCES = "Schema intersection stack level exceeded"  # the library's words
 _NOTHING_FOLLOWS = "nothing can follow: a part of it allows no text, for example one that refers only to itself"
 
 
@@ -154,4 +156,5 @@ def unpacked(bits: npt.NDArray[np.uint8], vocab_size: int) -> npt.NDArray[np.boo
 def _reason(error: object) -> str:
     """Return the library's reason as one line, without its advice to approximate ``oneOf``, which would not enforce it."""
     text = str(error).partition(" Enable 'coerce_one_of'")[0].replace("<non-verbose/>", "")
+    text = text.replace(_TOO_MANY_REFERENCES, f"the schema {ENDLESS}")
     return " ".join(text.split())[:_MAX_REASON_CHARACTERS]

@@ -25,6 +25,7 @@ MAX_REPETITIONS = 10_000  # of a part of a regex, those around it multiplied
 MAX_CHOICES = 1024
 MAX_CHOICE_BYTES = 64 << 10  # of all choices
 MAX_GRAMMAR_BYTES = 64 << 10
+ENDLESS = "refers to itself without end, or through too many references"  # a schema, of which the library finds it
 
 _REGEX_PARTS = re.compile(  # an escape, a class, a bound, any other letter
     r"\\.?|\[\]?(?:\\.|[^\]\\])*\]?|\{(?P<bound>\s*\d+\s*(?:,(?:\s*\d+\s*)?)?)\}|.", re.DOTALL

@@ -13,7 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from core.errors import InvalidRequest
-from core.grammar.limits import check_limits
+from core.grammar.limits import ENDLESS, check_limits
 from core.grammar.tool_calls import CallSyntax, calls_schema, form_or_calls
 from core.wire.sampling import IGNORES_END, StructuredOutput
 from router.openai.requests import ChatCompletionRequest
@@ -85,13 +85,16 @@ def calls_form(tools: ToolUse) -> StructuredOutput:
 
 
 def in_words_of_tools(error: InvalidRequest, tools: ToolUse) -> InvalidRequest:
-    """Return why calls could not be compiled, with the place of a reference as the function at fault has it."""
+    """Return why calls could not be compiled, with the function at fault where it is known, and references as it has them."""
     text, names = error.message, list(tools.schemas)
-    found = _MOVED_POINTER.search(text) if tools.choice != "named" else None
-    named = tools.named if tools.choice == "named" else found[1] if found is not None else ""
-    if named not in names or "Pointer '" not in text:
-        return InvalidRequest(text, param="tools")
+    found = _MOVED_POINTER.search(text) if tools.choice != "named" and "Pointer '" in text else None
+    only = names[0] if len(names) == 1 else ""
+    named = tools.named or (found[1] if found is not None else only if ENDLESS in text else "")
+    if named not in names:
+        return InvalidRequest(f"the schema of a function {ENDLESS}" if ENDLESS in text else text, param="tools")
     place = f"tools[{names.index(named)}]"
+    if ENDLESS in text:
+        return InvalidRequest(f"the schema of {place}.function.parameters {ENDLESS}", param=place)
     if found is not None:
         text = f"{text[: found.start()]}'{found[2]}'{text[found.end() :]}"
     return InvalidRequest(f"{place}.function.parameters: {text}", param=place)

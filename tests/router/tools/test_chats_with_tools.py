@@ -256,6 +256,45 @@ async def test_a_reference_of_a_tool_to_nothing_is_told_as_the_client_wrote_it(w
     assert error["message"].endswith("Pointer '/$defs/B' does not exist")
 
 
+ENDLESS = {"type": "object", "$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+TIME = {"type": "function", "function": {"name": "time"}}
+WITHOUT_END = "refers to itself without end, or through too many references"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("tools", "fields", "param", "place"),
+    [
+        (TOOLS, {"tool_choice": "required"}, "tools", "a function"),
+        (TOOLS, {"tool_choice": TIME}, "tools[1]", "tools[1].function.parameters"),
+        (TOOLS, {"response_format": {"type": "json_object"}}, "tools", "a function"),
+        ([], {"tool_choice": "required"}, "tools[0]", "tools[0].function.parameters"),
+        ([], {"response_format": {"type": "json_object"}}, "tools[0]", "tools[0].function.parameters"),
+    ],
+)
+async def test_a_tool_whose_schema_refers_to_itself_without_end_is_told_so(with_tools, tools, fields, param, place):
+    tools = [*tools, {"type": "function", "function": {"name": "time", "parameters": ENDLESS}}]
+    error = (await with_tools("x", tools=tools, **fields)).json()["error"]
+    assert error["message"] == f"the schema of {place} {WITHOUT_END}"
+    assert error["param"] == param
+
+
+@pytest.mark.slow
+async def test_what_cannot_be_enforced_of_a_named_function_is_told_with_its_place(with_tools):
+    parameters = {"type": "object", "properties": {"days": {"type": "array", "uniqueItems": True}}}
+    tools = [*TOOLS, {"type": "function", "function": {"name": "time", "parameters": parameters}}]
+    error = (await with_tools("x", tools=tools, tool_choice=TIME)).json()["error"]
+    assert (error["param"], "uniqueItems" in error["message"]) == ("tools[1]", True)
+    assert error["message"].startswith("tools[1].function.parameters: ")
+
+
+@pytest.mark.slow
+async def test_a_form_whose_schema_refers_to_itself_without_end_is_told_so(with_tools):
+    schema = {"type": "json_schema", "json_schema": {"name": "f", "schema": ENDLESS}}
+    error = (await with_tools("x", response_format=schema)).json()["error"]
+    assert error["message"] == f"json_schema is not supported as it is: the schema {WITHOUT_END}"
+
+
 @pytest.mark.slow
 async def test_a_form_that_allows_no_text_is_refused_without_words_of_the_library(with_tools):
     schema = {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}}
