@@ -142,7 +142,7 @@ class ChatOutput:
         if self.form is None:
             return parser
         openings = [opening for syntax in self.format.syntaxes for opening in syntax.openings(list(tools.schemas))]
-        return FormOrCallsParser(openings, parser, is_form_json=self.form.kind in ("json_object", "json_schema"))
+        return FormOrCallsParser(openings, parser, form=self.form)
 
     def _add(self, piece: Piece, part: ChatPart, choice: _Choice, index: int) -> None:
         if isinstance(piece, str):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from core.grammar.limits import parse_choices
+from core.wire.sampling import StructuredOutput
 from router.tools.output import Piece, PieceCollector, ToolParser
 
 Opening = tuple[str, ...]  # parts of a text, with space between them if the model likes
@@ -15,13 +17,13 @@ _MOST_SPACE = 32  # in a row, as the grammar of calls has it (``core.grammar.tra
 class FormOrCallsParser:
     """Passes a text that begins as one of ``openings`` to the parser of calls, and any other on as it is.
 
-    ``is_form_json``: the form is JSON, so that the beginning of a call that is none of JSON is no text.
+    ``form``: what a cut beginning of a call may be the beginning of, and is text then; without one it is text.
     """
 
-    def __init__(self, openings: Sequence[Opening], calls: ToolParser, *, is_form_json: bool = False) -> None:
+    def __init__(self, openings: Sequence[Opening], calls: ToolParser, *, form: StructuredOutput | None = None) -> None:
         self._openings = openings
         self._calls = calls
-        self._is_form_json = is_form_json
+        self._form = form
         self._has_calls: bool | None = None  # None while it may still be either
         self._held = ""
 
@@ -40,8 +42,7 @@ class FormOrCallsParser:
         """Return what was held back."""
         if self._has_calls:
             return self._calls.finish()
-        is_text = not self._is_form_json or _may_begin_json(self._held)
-        return _as_text(self._held) if is_text else []
+        return _as_text(self._held) if self._form is None or _may_begin(self._form, self._held) else []
 
     @property
     def has_calls(self) -> bool:
@@ -71,6 +72,18 @@ def _begins(text: str, opening: Opening) -> bool | None:
         if not text.startswith(part, place):
             return None if part.startswith(text[place:]) else False
         place += len(part)
+    return True
+
+
+def _may_begin(form: StructuredOutput, text: str) -> bool:
+    """Return False if no text of the form begins so. Only choices and JSON tell; expressions and grammars are not asked."""
+    match form.kind:
+        case "choice":
+            return any(choice.startswith(text) for choice in parse_choices(form.value))
+        case "json_object":
+            return text.lstrip(_SPACE)[:1] in ("", "{")
+        case "json_schema":
+            return _may_begin_json(text)
     return True
 
 

@@ -174,19 +174,34 @@ def test_text_is_passed_on_as_soon_as_it_can_be_no_call():
     assert reader.push(": 1}") == [": 1}"]
 
 
+CHOICES = StructuredOutput(kind="choice", value='["a", "<b", "[TOOL"]')
+
+
 @pytest.mark.parametrize(
-    ("tool_format", "text", "is_text"),
+    ("tool_format", "text", "form", "is_text"),
     [
-        (HERMES, "<tool_", False),
-        (MISTRAL, "[TOOL", False),
-        (MISTRAL, "[", True),
-        (LLAMA3_JSON, '{"name": "wea', True),
-        (HERMES, " ", True),
+        (HERMES, "<tool_", "json_schema", False),
+        (MISTRAL, "[TOOL", "json_schema", False),
+        (MISTRAL, "[", "json_schema", True),
+        (MISTRAL, "[", "json_object", False),
+        (LLAMA3_JSON, '{"name": "wea', "json_schema", True),
+        (LLAMA3_JSON, '{"name": "wea', "json_object", True),
+        (LLAMA3_JSON, "<|python", "json_object", False),
+        (HERMES, " ", "json_schema", True),
+        (HERMES, "<tool_", "choice", False),
+        (HERMES, "<", "choice", True),
+        (MISTRAL, "[TOOL", "choice", True),
+        (MISTRAL, "[TOOL_", "choice", False),
+        (LLAMA3_JSON, '{"name": "weather", "parameters": ', "choice", False),
+        (FUNCTIONARY, "<function", "choice", False),
+        (HERMES, "<tool_", "regex", True),
+        (HERMES, "<tool_", "lark", True),
+        (HERMES, "<tool_", "structural_tag", True),
     ],
 )
-def test_the_beginning_of_a_call_that_is_none_of_json_is_no_text_of_a_form_in_json(tool_format, text, is_text):
+def test_a_cut_beginning_of_a_call_is_text_only_where_the_form_may_begin_so(tool_format, text, form, is_text):
     openings = [opening for syntax in tool_format.syntaxes for opening in syntax.openings(list(SCHEMAS))]
-    reader = FormOrCallsParser(openings, tool_format.parser(), is_form_json=True)
+    reader = FormOrCallsParser(openings, tool_format.parser(), form=CHOICES if form == "choice" else FORMS[form][0])
     assert reader.push(text) + reader.finish() == ([text] if is_text else [])
     assert pieces(tool_format, text) == [text]
 
