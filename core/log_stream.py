@@ -45,7 +45,7 @@ class LogStream:
         self._fd = fd
         self._write = write
         self._report = report
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # a signal handler that logs may come between two steps of a line
         self._kept = b""  # perhaps from within a line on
         self._num_lost = 0  # since the last line that is kept
         self._is_drained_by_thread = False
