@@ -21,6 +21,7 @@ from core.log_stream import LogSink, LogStream, open_log_stream
 
 MAX_VALUE_CHARS = 2_000
 MAX_TRACEBACK_CHARS = 20_000
+END_PATIENCE_S = 2.0  # for a reader that is late when the process ends
 _MAX_INT_BITS = 256  # longer integers become text, so that their length is bounded like any other
 
 _NEEDS_NO_QUOTES = re.compile(r"[^\s\"'=\\\x00-\x1f\x7f]+")
@@ -147,6 +148,12 @@ def _timestamp(record: logging.LogRecord) -> str:
 class ProcessLogHandler(logging.StreamHandler[LogSink]):
     """The one handler; its type is how a second ``configure_logging`` finds the first one's."""
 
+    def close(self) -> None:
+        """Wait a moment for a late reader: the last lines say why the process ends. ``logging.shutdown`` calls it."""
+        if isinstance(self.stream, LogStream):
+            self.stream.finish(END_PATIENCE_S)
+        super().close()
+
 
 def _report_of_lost_lines(formatter: logging.Formatter, num_lost: int) -> str:
     record = logging.makeLogRecord({"name": __name__, "levelno": logging.WARNING, "levelname": "WARNING"})
@@ -171,10 +178,3 @@ def configure_logging(level: str, process: str, stream: TextIO | None = None, *,
     root.setLevel(level)
     for name in _QUIET_LIBRARIES:
         logging.getLogger(name).setLevel(logging.WARNING)
-
-
-def finish_logging(patience_s: float) -> None:
-    """Wait a moment for a late reader: the last lines say why the process ends."""
-    for handler in logging.getLogger().handlers:
-        if isinstance(handler, ProcessLogHandler) and isinstance(handler.stream, LogStream):
-            handler.stream.finish(patience_s)

@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, NoReturn
 if TYPE_CHECKING:  # it takes longer to import than this module may
     import asyncio
 
-LOG_PATIENCE_S = 2.0  # at the end, for a reader of the log that is late
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -74,9 +73,9 @@ def _leave_to_loop(_number: int, _frame: FrameType | None) -> None:
 
 def exit_process(code: int) -> NoReturn:
     """End the process without the interpreter's teardown, after flushing its output."""
-    from core.log import finish_logging  # here, since this module is imported before any signal is handled
+    import logging  # not before the first signal is handled
 
-    finish_logging(LOG_PATIENCE_S)
+    logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):  # the reader is gone, or the stream is closed
             stream.flush()

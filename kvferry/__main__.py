@@ -28,6 +28,15 @@ def main() -> None:
         if is_process and isinstance(end.code, int | None):
             exit_process(end.code or 0)
         raise
+    except Exception:
+        if not is_process:
+            raise
+        import logging
+
+        from core.log import event
+
+        logging.getLogger(__name__).critical(event("process_bug"), exc_info=True)  # printing it could wait for a reader
+        exit_process(1)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import TextIO
 
 import pytest
 
-from core.log import configure_logging, event, finish_logging
+from core.log import configure_logging, event
 from core.log_stream import MAX_KEPT_BYTES, LogStream, open_log_stream
 
 LINE = "x" * 99 + "\n"
@@ -117,14 +117,15 @@ def test_the_number_of_lost_lines_has_a_line_of_the_log(ends):
     assert after == ["next"]
 
 
-def test_a_process_waits_at_its_end_for_a_reader_that_is_late():
+@pytest.mark.parametrize(("end", "exit_code"), [("exit_process(3)", 3), ("sys.exit(4)", 4), ("", 0)])
+def test_a_process_waits_at_its_end_for_a_reader_that_is_late(end, exit_code):
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     script = (
-        "import logging; from core.log import configure_logging; from core.process_signals import exit_process\n"
+        "import logging, sys; from core.log import configure_logging; from core.process_signals import exit_process\n"
         "configure_logging('INFO', 'p')\n"
         "for _ in range(500): logging.info('x' * 100)\n"
-        "print('logged', flush=True); logging.info('last'); exit_process(3)"
+        "print('logged', flush=True); logging.info('last')\n" + end
     )
     process = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, stderr=writer)
     os.close(writer)
@@ -132,7 +133,7 @@ def test_a_process_waits_at_its_end_for_a_reader_that_is_late():
     assert process.stdout.readline() == b"logged\n"
     with os.fdopen(reader) as log:
         lines = log.read().splitlines()
-    assert process.wait(DEADLINE_S) == 3
+    assert process.wait(DEADLINE_S) == exit_code
     assert len(lines) == 501
     assert lines[-1].endswith("message=last")
 
@@ -160,7 +161,7 @@ def test_a_closed_stderr_is_no_hindrance(monkeypatch):
     monkeypatch.setattr("sys.stderr", None)
     configure_logging("INFO", "p")
     logging.getLogger("tests.log_stream").info(event("nowhere"))
-    finish_logging(0.0)
+    logging.getLogger().handlers[-1].close()
 
 
 def test_without_a_reader_a_write_fails_as_it_did():

@@ -1,4 +1,4 @@
-"""A real router whose log nobody reads any more, as of a paused pager."""
+"""The log of a real process that nobody reads any more, as behind a paused pager, and its last lines."""
 
 from __future__ import annotations
 
@@ -50,3 +50,15 @@ def wait_for_health(url: str) -> None:
         except httpx.ConnectError:
             assert time.monotonic() < deadline
             time.sleep(0.1)
+
+
+def test_a_bug_that_ends_a_process_is_a_line_of_its_log():
+    script = (
+        "import sys, kvferry.cli, kvferry.__main__; from core.log import configure_logging; configure_logging('INFO', 'p');"
+        "sys.argv = ['kvferry', 'router']; kvferry.cli.main = lambda: 1 / 0; kvferry.__main__.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=DEADLINE_S, check=False)
+    assert done.returncode == 1
+    first, *others = done.stderr.splitlines()
+    assert "level=critical process=p logger=kvferry.__main__ event=process_bug" in first
+    assert others[-1] == "  ZeroDivisionError: division by zero"
