@@ -4,7 +4,9 @@ Owns writing without waiting, and the count of what is lost. Knows nothing of li
 
     line ──▶ written at once
        └───▶ kept, while there is no room ──▶ written by a thread, as it is read
-                └───▶ lost and counted, beyond ``MAX_KEPT_BYTES``
+                └───▶ lost and counted, beyond ``MAX_KEPT_LINES``
+
+There is no lock: a finalizer or a signal handler that logs may run in the middle of a line, on the thread that writes it.
 """
 
 from __future__ import annotations
@@ -16,11 +18,14 @@ import socket
 import stat
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
+from queue import SimpleQueue
 from typing import Protocol, TextIO
 
-MAX_KEPT_BYTES = 256 << 10
+MAX_KEPT_LINES = 1000
+_FINISH_POLL_S = 0.005
 
 Write = Callable[[bytes], int]  # writes a part, at least a byte; BlockingIOError = no room
 
@@ -38,28 +43,28 @@ class LogSink(Protocol):
 class LogStream:
     """Writes lines to ``fd`` by ``write``, which never waits. ``report`` makes the line that says how many were lost.
 
-    Any thread. The line of ``report`` is where the lost ones would have been.
+    One thread at a time, as handlers of a log see to. The line of ``report`` is where the lost ones would have been.
+    Raises: RuntimeError if no thread can be started.
     """
 
     def __init__(self, fd: int, write: Write, report: Callable[[int], str]) -> None:
         self._fd = fd
         self._write = write
         self._report = report
-        self._lock = threading.RLock()  # a signal handler that logs may come between two steps of a line
-        self._kept = b""  # perhaps from within a line on
-        self._num_lost = 0  # since the last line that is kept
-        self._is_drained_by_thread = False
+        self._kept: SimpleQueue[bytes] = SimpleQueue()
+        self._num_kept = self._num_written = 0  # each counted by one thread; equal = all that was kept is written
+        self._lost: deque[None] = deque()  # an entry for each line since the last report
+        threading.Thread(target=self._drain, name="kvferry-log", daemon=True).start()
 
     def write(self, text: str, /) -> int:
         """Write a line, keep it, or lose it. Raises: OSError as ``write`` does, for example without a reader."""
         data = text.encode(errors="backslashreplace")
-        with self._lock:
-            if self._num_lost or len(self._kept) + len(data) > max(MAX_KEPT_BYTES, len(data)):
-                self._num_lost += 1
-            else:
-                self._kept += data
-            if not self._is_drained_by_thread and not self._write_kept():
-                self._start_thread()
+        if self._lost or self._kept.qsize() >= MAX_KEPT_LINES:
+            self._lose()
+        elif self._num_kept != self._num_written:
+            self._keep(data)
+        elif rest := self._write_now(data):
+            self._keep(rest)
         return len(text)
 
     def flush(self) -> None:
@@ -68,44 +73,42 @@ class LogStream:
     def finish(self, patience_s: float) -> None:
         """Wait for a reader of what is kept, before the process ends."""
         deadline = time.monotonic() + patience_s
-        with contextlib.suppress(OSError):
-            while not self._write_when_there_is_room(max(0.0, deadline - time.monotonic())):
-                if time.monotonic() >= deadline:
-                    return
+        while (self._num_kept != self._num_written or self._lost) and time.monotonic() < deadline:
+            time.sleep(_FINISH_POLL_S)
 
-    def _start_thread(self) -> None:
-        with contextlib.suppress(RuntimeError):  # no thread can be started: the next line tries again
-            threading.Thread(target=self._drain, name="kvferry-log", daemon=True).start()
-            self._is_drained_by_thread = True
+    def _keep(self, data: bytes) -> None:
+        self._num_kept += 1
+        self._kept.put(data)
+
+    def _lose(self) -> None:
+        self._lost.append(None)
+        if self._kept.qsize() <= MAX_KEPT_LINES:
+            self._keep(b"")  # the thread may have looked for lost ones before
+
+    def _write_now(self, data: bytes) -> bytes:
+        """Write what fits now; return the rest."""
+        while data:
+            try:
+                data = data[self._write(data) :]
+            except BlockingIOError:
+                break
+        return data
 
     def _drain(self) -> None:
-        try:
-            while not self._write_when_there_is_room():
-                pass
-        except OSError:  # the next line raises it where it is logged
-            with self._lock:
-                self._kept, self._is_drained_by_thread = b"", False
+        while True:
+            self._write_patiently(self._kept.get())
+            while self._kept.empty() and (num_lost := len(self._lost)):
+                self._write_patiently(self._report(num_lost).encode())
+                for _ in range(num_lost):
+                    self._lost.popleft()
+            self._num_written += 1
 
-    def _write_when_there_is_room(self, timeout_s: float | None = None) -> bool:
-        """Write what fits once there is room; return True if nothing is left."""
+    def _write_patiently(self, data: bytes) -> None:
         poll = select.poll()
         poll.register(self._fd, select.POLLOUT)
-        poll.poll(None if timeout_s is None else timeout_s * 1e3)
-        with self._lock:
-            is_done = self._write_kept()
-            self._is_drained_by_thread &= not is_done
-            return is_done
-
-    def _write_kept(self) -> bool:
-        """Write what fits now; return True if nothing is left. The lock is held."""
-        while self._kept or self._num_lost:
-            if not self._kept:
-                self._kept, self._num_lost = self._report(self._num_lost).encode(), 0
-            try:
-                self._kept = self._kept[self._write(self._kept) :]
-            except BlockingIOError:
-                return False
-        return True
+        with contextlib.suppress(OSError):  # the next line raises it where it is logged
+            while data := self._write_now(data):
+                poll.poll()
 
 
 def open_log_stream(stream: TextIO, report: Callable[[int], str]) -> LogSink:
@@ -118,7 +121,7 @@ def open_log_stream(stream: TextIO, report: Callable[[int], str]) -> LogSink:
             return LogStream(fd, lambda data: connection.send(data, socket.MSG_DONTWAIT), report)
         if stat.S_ISFIFO(mode) or os.isatty(fd):
             return LogStream(fd, _without_waiting(fd), report)
-    except (OSError, ValueError):  # closed, or without a number
+    except (OSError, ValueError, RuntimeError):  # closed, without a number, or there can be no thread
         pass
     return stream
 
