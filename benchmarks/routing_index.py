@@ -23,10 +23,10 @@ from core.wire.contents import ContentReport
 from core.wire.kv import KVLayoutInfo
 from core.wire.messages import Generate, Register
 from core.wire.sampling import SamplingParams
+from router.contents.keys import chain_keys, prompt_chain
 from router.dispatch.members import GenerationWorker, WorkerKey
 from router.dispatch.policy import Demand, choose_route
 from router.dispatch.route_costs import RouteCosts
-from tests.support.prompt_keys import prompt_keys
 
 MODEL = b"model"
 BLOCK_SIZE = 16
@@ -143,7 +143,7 @@ def measure(num_workers: int, num_blocks: int, repeats: int) -> Measured:
     place_ms = {}
     for num_tokens in GOAL_MS:
         placements = Placements(costs, workers, num_tokens)
-        keys = prompt_keys(BlockHasher(MODEL), placements.tokens)
+        keys = chain_keys(prompt_chain(BlockHasher(MODEL), placements.tokens, ()), BLOCK_SIZE)
         for number, worker in enumerate(workers):
             reporter.report(worker, keys[: len(keys) // (1 + number % 7)].tobytes())
         place_ms[num_tokens] = best_ms(placements.place, repeats)

@@ -7,11 +7,8 @@ import io
 import socket
 import ssl
 import time
-from typing import TYPE_CHECKING, cast
+from typing import Any, cast
 from urllib.parse import urlsplit
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
 
 _MAX_BODY_BYTES = 16 << 20  # /metrics of a router with many workers
 
@@ -34,7 +31,7 @@ class _UntilDeadline(io.RawIOBase):
         """Return True: it is for reading."""
         return True
 
-    def readinto(self, buffer: WriteableBuffer) -> int | None:
+    def readinto(self, buffer: Any) -> int | None:  # noqa: ANN401 - as the stubs have it
         """Wait for the next piece, at most for the time that is left."""
         left_s = self._deadline - time.monotonic()
         if left_s <= 0:
