@@ -135,7 +135,7 @@ def test_a_request_that_is_resumed_before_the_next_step_is_sealed_again(producer
 
 
 @pytest.mark.parametrize("num_loaded", [32, 70])
-def test_a_request_that_another_connector_loads_anew_before_the_next_step_is_sealed_again(producer, caplog, num_loaded):
+def test_a_preempted_request_that_another_connector_loads_at_once_is_sealed_again(producer, caplog, num_loaded):
     """After a reset of the running requests, and beside a connector that loads: others may have its blocks meanwhile."""
     request, other = prompt_of("a"), prompt_of("b", first=500)
     (first,) = complete(producer, request, [3, 4, 5]).seals

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import socket
 
 import pytest
@@ -13,8 +12,8 @@ from core.wire.curve import derive_keys, new_cluster_key
 from core.wire.key_rotation import connect_with_each_key
 from core.wire.sockets import AsyncContext, SocketOptions, bind, dealer_socket, router_socket
 from core.worker.link_monitor import AWAY, SILENT, LinkMonitor
+from tests.support.polling import until
 
-WAIT_S = 20.0
 KEYS = {name: derive_keys(new_cluster_key(RandomIds())) for name in ("ours", "theirs")} | {"none": None}
 KEYS["both"] = KEYS["ours"].with_others([KEYS["theirs"]])
 
@@ -50,14 +49,6 @@ def connect(context):
         monitor.close()
         dealer.close(linger=0)
         monitor.close()  # also after its socket
-
-
-async def until(condition):
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from core.ids import RandomIds
 from core.wire.curve import derive_keys, new_cluster_key
 from core.wire.sockets import AsyncContext, SocketOptions, bind, router_socket
 from core.worker.router_sockets import RouterSockets
+from tests.support.polling import until
 
 WAIT_S = 10.0
 
@@ -198,11 +199,3 @@ def can_bind(router, address):
     except ConfigError:
         return False
     return True
-
-
-async def until(condition):
-    async with asyncio.timeout(WAIT_S):
-        while True:
-            if condition():
-                return
-            await asyncio.sleep(0.01)

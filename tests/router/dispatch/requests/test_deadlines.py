@@ -236,7 +236,7 @@ def test_a_request_ends_when_its_own_time_is_over(make_router):
 
 
 @pytest.mark.parametrize(("timeout_s", "setting"), [(3.0, "timeout_s"), (None, "router.request_timeout_s")])
-def test_a_worker_that_ends_a_request_at_its_deadline_is_told_as_the_router_would_say_it(make_router, timeout_s, setting):
+def test_a_deadline_that_a_worker_finds_over_is_told_as_the_router_says_it(make_router, timeout_s, setting):
     bench = make_router("p0", "d0")
     bench.do(bench.core.submit(bench.submission("r1", timeout_s=timeout_s), bench.now))
     bench.fails("p0", ErrorInfo(code="deadline_exceeded", message="over", http_status=504), "r1")
