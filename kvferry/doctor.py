@@ -54,11 +54,8 @@ def findings_of(config: KVFerryConfig, url: str = "", engines: Sequence[str] = (
     Raises:
         ConfigError: ``url`` or one of ``engines`` is no address of a server.
     """
-    from kvferry import (
-        doctor_checks,
-        doctor_peers,
-        doctor_vllm,
-    )  # when asked: every process of a cluster imports the command line
+    # Only when asked: every process of a cluster imports the command line.
+    from kvferry import doctor_checks, doctor_peers, doctor_vllm
 
     for each in engines:
         check_address(each, "--engine")

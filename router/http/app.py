@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hmac
 import logging
-from codecs import BOM_UTF8  # which some clients put before JSON
+from codecs import BOM_UTF8
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, TypeVar
@@ -84,7 +84,7 @@ class TypedBody(MsgspecDTO[msgspec.Struct]):
         """Return the decoded body."""
         connection = self.asgi_connection
         kind: type[msgspec.Struct] = connection.route_handler.parsed_data_field.annotation
-        return _decoded(value.removeprefix(BOM_UTF8), kind, connection.scope)
+        return _decoded(_without_mark(value), kind, connection.scope)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,9 +155,14 @@ def _cors(origins: Sequence[str]) -> CORSConfig | None:
     )
 
 
+def _without_mark(body: bytes) -> bytes:
+    """Return a body without the byte order mark that some clients put before JSON."""
+    return body.removeprefix(BOM_UTF8)
+
+
 def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
     async def read(path: str, request: Request[Any, Any, Any], kind: type[Generated]) -> tuple[Generated | EngineBody, Caller]:
-        content = (await request.body()).removeprefix(BOM_UTF8)
+        content = _without_mark(await request.body())
         caller = _caller(endpoints, request, None)
         body: Generated | EngineBody | None = await endpoints.engine_body(path, content, caller)
         body = body or _decoded(content, kind, request.scope)
@@ -186,7 +191,7 @@ def _generation_routes(endpoints: Endpoints) -> list[BaseRouteHandler]:
         return await endpoints.respond(data, _caller(endpoints, request, data.request_id))
 
     async def anthropics_body(path: str, request: Request[Any, Any, Any]) -> tuple[EngineBody, Caller]:
-        content = (await request.body()).removeprefix(BOM_UTF8)
+        content = _without_mark(await request.body())
         caller = _caller(endpoints, request, None)
         body = await endpoints.engine_body(path, content, caller)
         if body is None:
