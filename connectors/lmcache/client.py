@@ -26,6 +26,7 @@ from core.rate_limit import LimitedLog
 from core.wire.sockets import LOST_EVENTS, AsyncContext, AsyncSocket, SocketOptions, dealer_socket
 
 _MAX_ANSWER_BYTES = 1 << 20
+_MAX_ABANDONED = 256  # requests whose replies are still expected though nobody waits for them any more
 _OPTIONS = SocketOptions(max_message_bytes=MAX_MESSAGE_BYTES, high_water_mark=4096)
 
 _log = logging.getLogger(__name__)
@@ -43,6 +44,7 @@ class Calls:
         self.on_lost: Callable[[], None] = _do_nothing
         self.is_lost = False
         self._open: dict[int, asyncio.Future[object]] = {}
+        self._abandoned: dict[int, asyncio.Future[object]] = {}  # out of time or cancelled; the server may be busy with them
         self._last_uid = 0
 
     def post(self, operation: RequestType, *arguments: object) -> int:
@@ -66,17 +68,26 @@ class Calls:
             del self._open[uid]
             if reply.done():
                 reply.exception()  # retrieved, in case this task was cancelled
+            else:
+                self._abandon(uid, reply)
         if not reply.done():
             self.counts["unanswered_requests"] += 1
             raise TransferTimeout(f"no reply from the LMCache server in {timeout_s:g} s")
         return reply.result()
 
+    async def wait_for_replies(self, timeout_s: float) -> None:
+        """Wait until the server has replied to everything that it was asked, at most ``timeout_s``."""
+        replies = [*self._open.values(), *self._abandoned.values()]
+        if replies:
+            await asyncio.wait(replies, timeout=timeout_s)
+
     def on_reply(self, uid: int, result: object) -> None:
         """Take a reply in."""
         reply = self._open.get(uid)
-        if reply is None or reply.done():
+        if reply is None:
             self.counts["late_replies"] += 1
-        else:
+            reply = self._abandoned.pop(uid, None)
+        if reply is not None and not reply.done():
             reply.set_result(result)
 
     def lose(self) -> None:
@@ -86,6 +97,17 @@ class Calls:
         for reply in self._open.values():
             if not reply.done():
                 reply.set_exception(PeerUnreachable("the connection to the LMCache server is lost"))
+        for reply in self._abandoned.values():
+            reply.cancel()
+        self._abandoned.clear()
+
+    def _abandon(self, uid: int, reply: asyncio.Future[object]) -> None:
+        """Keep a request that may still be answered. Some never are: only the latest are kept."""
+        if self.is_lost:
+            return
+        self._abandoned[uid] = reply
+        if len(self._abandoned) > _MAX_ABANDONED:
+            del self._abandoned[next(iter(self._abandoned))]
 
 
 class LMCacheClient:

@@ -36,6 +36,9 @@ from core.log import event
 from core.metrics import read_gauge, read_labelled_counter
 from core.wire.sockets import AsyncContext
 
+_STOP_S = 1.0  # for the replies that are still missing when a worker stops
+_FAREWELL_S = 30.0  # for those of a server that was left: its sessions end once it goes on
+
 _log = logging.getLogger(__name__)
 
 
@@ -66,6 +69,7 @@ class LMCacheConnector(Connector):
         self._sealer = self._new_sealer()  # of the copying thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._staying: asyncio.Task[None] | None = None
+        self._farewells: set[asyncio.Task[None]] = set()  # to servers that were left
         self._zmq: AsyncContext | None = None
         self._copies: ThreadPoolExecutor | None = None
         self._allocated: Staging | None = None  # the latest
@@ -113,10 +117,13 @@ class LMCacheConnector(Connector):
             return
         self._loop = None  # later events do not reach the coroutines
         if self.server is not None:
-            await self.server.say_goodbye()
+            await self.server.say_goodbye(_STOP_S)
         if self._staying is not None:
             self._staying.cancel()
             await asyncio.gather(self._staying, return_exceptions=True)
+        for farewell in self._farewells:
+            farewell.cancel()
+        await asyncio.gather(*self._farewells, return_exceptions=True)
         if self._allocated is not None:
             self._allocated.unlink()
         if self._copies is not None:
@@ -153,8 +160,8 @@ class LMCacheConnector(Connector):
             server = RegisteredServer(client.calls, view, instance_id, settings, self._on_answer, self.worker.fail)
             self._open(server)
             error = await server.run()
-            self.server = self.scheduler.server = None
-            await server.say_goodbye()
+            self._part(server, client)
+            client = None
             return error
         except TimeoutError:
             return TransferTimeout("the LMCache server could not be reached in time")
@@ -169,6 +176,24 @@ class LMCacheConnector(Connector):
                 asyncio.get_running_loop().run_in_executor(self._copies, self._discard, staging)  # ``stop`` waits for it
             if client is not None:
                 await client.close()
+
+    def _part(self, server: RegisteredServer, client: LMCacheClient) -> None:
+        """Say goodbye to a server that is not used any more; meanwhile another registration may begin."""
+        farewell = asyncio.create_task(self._say_goodbye(server, client))
+        self._farewells.add(farewell)
+        farewell.add_done_callback(self._on_farewell)
+
+    @staticmethod
+    async def _say_goodbye(server: RegisteredServer, client: LMCacheClient) -> None:
+        try:
+            await server.say_goodbye(_FAREWELL_S)
+        finally:
+            await client.close()
+
+    def _on_farewell(self, farewell: asyncio.Task[None]) -> None:
+        self._farewells.discard(farewell)
+        if not farewell.cancelled() and (error := farewell.exception()) is not None:
+            self.worker.fail(error)
 
     def _allocate(self, name: str) -> Staging:
         """Return new staging memory. Runs on a thread that cannot be cancelled, so ``stop`` may run meanwhile."""

@@ -78,9 +78,9 @@ class PageLoads:
             return
         chunks = order.transfer.chunks
         session = server.sessions[chunks.span.session_id]
-        claimed = session.claim(chunks.start)
+        session.claim(chunks.start)
         load.task = server.spawn(self._run(load, server, session))
-        load.task.add_done_callback(lambda task: self._on_end(load, server, session, claimed, task))
+        load.task.add_done_callback(lambda task: self._on_end(load, server, session, task))
 
     def abort(self, request_id: str) -> None:
         """End the load of an aborted request, at once unless its blocks are being copied."""
@@ -106,17 +106,10 @@ class PageLoads:
         server.outlive(load.task)
         return await self._take(load.order, load.pages)
 
-    def _on_end(
-        self,
-        load: _Load,
-        server: RegisteredServer,
-        session: PromptSession,
-        claimed: tuple[int, int],
-        task: asyncio.Task[Faults],
-    ) -> None:
+    def _on_end(self, load: _Load, server: RegisteredServer, session: PromptSession, task: asyncio.Task[Faults]) -> None:
         """Give back what the load had, its pages once the server is done with them, and report its end."""
         if load.filling is None:
-            server.spawn(self._give_up(server, session, claimed))
+            server.spawn(self._give_up(server, session))
         else:
             load.filling.add_done_callback(lambda filling: self._on_filled(load, server, filling))
         if not task.cancelled():
@@ -145,13 +138,16 @@ class PageLoads:
         chunks = order.transfer.chunks
         try:
             key = server.settings.namespace.key(session.span, chunks.start, chunks.end)
+            session.claimed = None
             return is_done(await server.retrieve(key, order.transfer.page_lists(pages), chunks.num_skipped_tokens))
         finally:
             session.let_go()
 
     @staticmethod
-    async def _give_up(server: RegisteredServer, session: PromptSession, claimed: tuple[int, int]) -> None:
+    async def _give_up(server: RegisteredServer, session: PromptSession) -> None:
         """Free the locks of a load that has ended before the server was asked."""
+        claimed, session.claimed = session.claimed, None
+        assert claimed is not None, "a load that has not asked has consumed no locks"
         try:
             await server.free_locks(session, claimed)
         finally:

@@ -38,7 +38,7 @@ from core.ids import IdSource
 POLL_INTERVAL_S = 0.005  # between questions whether a lookup is done; a hit in the server's memory is done at once
 MAX_POLL_INTERVAL_S = 1.0  # once nobody waits for the answer, and each pause is twice the one before
 
-_GOODBYE_S = 0.2
+_GOODBYE_S = 0.2  # for the replies to the last requests of a kind
 _INSTANCE_BITS = 48
 _TP_SIZE = 1  # a field of former versions
 
@@ -63,24 +63,32 @@ class LMCacheSettings:
 class PromptSession:
     """A session of the server. ``locked`` are the tokens [start, end) whose locks must be freed once it is ``released``.
 
-    It is ``over`` once its request has ended and none of the ``num_open`` loads and saves in it goes on.
+    ``claimed`` are those of the load that has not asked the server yet, which consumes their locks. A session is ``over`` once
+    its request has ended and none of the ``num_open`` loads and saves in it goes on.
     """
 
     span: TokenSpan
     is_waited_for: bool
     locked: tuple[int, int] | None = None
+    claimed: tuple[int, int] | None = None
     num_open: int = 0
     is_ended: bool = False
     released: asyncio.Event = field(default_factory=asyncio.Event)
     over: asyncio.Event = field(default_factory=asyncio.Event)
 
-    def claim(self, start: int) -> tuple[int, int]:
-        """Take over the locks from token ``start`` on, and keep the session open, for a load."""
+    def claim(self, start: int) -> None:
+        """Set the locks from token ``start`` on apart, and keep the session open, for a load."""
         assert self.locked is not None, "a load follows a lookup that has found something"
         first, end = self.locked
         self.locked = (first, start) if first < start else None
+        self.claimed = (start, end)
         self.num_open += 1
-        return start, end
+
+    def take_locks(self) -> list[tuple[int, int]]:
+        """Return the tokens of all locks that nobody will consume, once."""
+        found = [tokens for tokens in (self.locked, self.claimed) if tokens is not None]
+        self.locked = self.claimed = None
+        return found
 
     def let_go(self) -> None:
         """Note that a load or save has ended."""
@@ -151,21 +159,31 @@ class RegisteredServer:
         self._cancel(error)
         self._left.set()
 
-    async def say_goodbye(self) -> None:
-        """End all sessions, unregister, and wait briefly for the reply: the server logs an error if it cannot deliver it.
+    async def say_goodbye(self, timeout_s: float) -> None:
+        """End all sessions and unregister, once the server has replied to what it was asked, or after ``timeout_s``.
 
-        Also of a server that was left because it was slow: else it would keep locks and sessions until it misses the worker.
+        It handles requests on several threads: a save that it handles after the end of its session would begin it again, for
+        nobody to end. Also for a server that was left because it was slow: else it would keep locks and sessions until it
+        misses the worker. Replies are waited for briefly, because the server logs an error if it cannot deliver one.
         """
         self._cancel(PeerUnreachable("this worker stops"))  # the connection stays open until the server is left
         if not self._calls.is_lost and not self._has_said_goodbye:
             self._has_said_goodbye = True
-            for session_id, session in self.sessions.items():
-                if session.locked is not None:
-                    self._calls.post(RequestType.FREE_LOOKUP_LOCKS, self._key(session, *session.locked), _TP_SIZE)
-                self._calls.post(RequestType.END_SESSION, session_id)
-            with contextlib.suppress(KVFerryError):
-                await self._calls.call(_GOODBYE_S, RequestType.UNREGISTER_KV_CACHE, self._instance_id)
+            await self._calls.wait_for_replies(timeout_s)
+            locks = [(session, tokens) for session in self.sessions.values() for tokens in session.take_locks()]
+            await self._say_last(RequestType.FREE_LOOKUP_LOCKS, [(self._key(session, *t), _TP_SIZE) for session, t in locks])
+            await self._say_last(RequestType.END_SESSION, [(session_id,) for session_id in self.sessions])
+            await self._say_last(RequestType.UNREGISTER_KV_CACHE, [(self._instance_id,)])
         self._left.set()
+
+    async def _say_last(self, operation: RequestType, arguments: Sequence[tuple[object, ...]]) -> None:
+        """Make requests of one kind, and wait briefly for their replies. Nothing if the connection is lost meanwhile."""
+        if self._calls.is_lost:
+            return
+        calls = (self._calls.call(_GOODBYE_S, operation, *each) for each in arguments)
+        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+            if isinstance(outcome, BaseException) and not isinstance(outcome, KVFerryError):
+                raise outcome
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine until the server is left."""
@@ -242,17 +260,16 @@ class RegisteredServer:
 
         A lookup that does not finish within ``transfer_deadline_s`` is abandoned, as is one without a reply.
         """
-        num_chunks = 0
+        session.locked = (0, num_tokens)  # perhaps, until the answer is here
         timer = asyncio.get_running_loop().call_later(self.settings.lookup_timeout_s, self._miss, session)
         try:
             await self._call(RequestType.LOOKUP, self._key(session, 0, num_tokens), _TP_SIZE)
-            num_chunks = await self._poll(session)
+            num_found = min(await self._poll(session) * self.view.geometry.chunk_size, len(session.span.token_ids))
+            session.locked = (0, num_found) if num_found else None
         except TransferTimeout:
-            pass  # the locks that it may have taken end by the server's clock
+            num_found = 0
         finally:
             timer.cancel()
-        num_found = min(num_chunks * self.view.geometry.chunk_size, len(session.span.token_ids))
-        session.locked = (0, num_found) if num_found else None
         self._tell(session, "lookup_hits" if num_found else "lookup_misses", num_found)
 
     async def _poll(self, session: PromptSession) -> int:

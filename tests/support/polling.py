@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable
 
 WAIT_S = 30.0
@@ -18,3 +19,16 @@ async def until(condition: Callable[[], object]) -> None:
     async with asyncio.timeout(WAIT_S):
         while not condition():  # noqa: ASYNC110  polls state of other threads
             await asyncio.sleep(_PAUSE_S)
+
+
+def wait_until(condition: Callable[[], object]) -> None:
+    """Return once the condition is true; for callers without an event loop, or that must not let theirs run.
+
+    Raises:
+        TimeoutError: it is not within ``WAIT_S``.
+    """
+    end = time.monotonic() + WAIT_S
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"not true within {WAIT_S:g} s: {condition}")
+        time.sleep(_PAUSE_S)

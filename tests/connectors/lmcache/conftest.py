@@ -56,6 +56,7 @@ from core.testing.hash_model import (
 )
 from core.wire.sampling import SamplingParams
 from tests.connectors.lmcache.played_server import FACTS, Played
+from tests.support.polling import wait_until
 
 BLOCK_SIZE = 32
 NUM_BLOCKS = 128
@@ -192,6 +193,11 @@ class HashEngine:
         return ask_status(self.connector._settings.http_address)["storage_manager"]["l1_manager"]["write_locked_count"]
 
 
+def is_idle(status: dict) -> bool:
+    """Return whether the server holds no session and no lock."""
+    return status["active_sessions"] == status["storage_manager"]["l1_manager"]["read_locked_count"] == 0
+
+
 def ask_status(http_address: str) -> dict:
     with urllib.request.urlopen(f"{http_address}/status", timeout=5) as response:
         return json.load(response)
@@ -258,6 +264,7 @@ class RawClient:
         self.sealer = PageSealer(77, layout_fingerprint(layout), BLOCK_SIZE, BlockDigester(layout.block_bytes))
         self.hasher = BlockHasher(fingerprint, HASH_BLOCK_SIZE)
         self.instance_id = RandomIds().bits(40)
+        self._http_address = server.http_address
         self._context = zmq.Context()
         self._socket = self._context.socket(zmq.DEALER)
         self._socket.setsockopt(zmq.RCVTIMEO, 5000)
@@ -289,10 +296,13 @@ class RawClient:
         return self.namespace.key(TokenSpan(session_id, token_ids), 0, len(token_ids), worker_id)
 
     def store(self, session_id: str, token_ids: Sequence[int], pages: Sequence[int]) -> bool:
+        """Save pages; return, once what is kept of them can be found, whether the server says that it has kept them."""
         key = self.key(session_id, token_ids)
-        return is_done(self.call(RequestType.STORE, key, self.instance_id, [list(pages)], EVENT))
+        is_kept = is_done(self.call(RequestType.STORE, key, self.instance_id, [list(pages)], EVENT))
+        wait_until(lambda: not ask_status(self._http_address)["storage_manager"]["l1_manager"]["write_locked_count"])
+        return is_kept
 
-    def hoard(self, num_chunks: int, server_status: Callable[[], dict]) -> list[CacheKey]:
+    def hoard(self, num_chunks: int) -> list[CacheKey]:
         """Have chunks kept and locked, so many at a time, until the server has no room; return the keys of the locks.
 
         Chunks that are not locked yet may also be gone because the server evicts once a second; but not three times in a row.
@@ -305,8 +315,6 @@ class RawClient:
             tokens = [number, *range(2 * BLOCK_SIZE * num_chunks - 1)]
             key = self.key(f"hoard-{self.instance_id}-{number}", tokens, None)
             assert self.store(key.request_id, tokens, pages), "it always says that it has kept them"
-            while server_status()["storage_manager"]["l1_manager"]["write_locked_count"]:
-                continue  # it answers before they can be found
             self.call(RequestType.LOOKUP, key, 1)
             while (found := self.call(RequestType.QUERY_PREFETCH_STATUS, key.request_id)) is None:
                 continue
@@ -343,12 +351,11 @@ def raw_client(lmcache_server, fingerprint):
 @pytest.fixture
 def full_server(lmcache_server, server_status):
     """Fill the server with what may not be evicted, to the last page; return a function that releases it."""
-    while (status := server_status())["active_sessions"] or status["storage_manager"]["l1_manager"]["read_locked_count"]:
-        continue  # what others have locked would be released, at some time, and make room
+    wait_until(lambda: is_idle(server_status()))  # what others have locked would be released, at some time, and make room
     sizes = {4 << 20: 4, 1 << 20: 1, 32 << 10: 1, 256: 1}  # bytes of a block, and chunks at a time
     clients = [RawClient(lmcache_server, b"hoard", block_bytes) for block_bytes in sizes]
     clients[0].clear()  # what others have left would be evicted, at some time, and make room
-    keys = [client.hoard(count, server_status) for client, count in zip(clients, sizes.values(), strict=True)]
+    keys = [client.hoard(count) for client, count in zip(clients, sizes.values(), strict=True)]
 
     def let_go() -> None:
         for client in clients:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import itertools
 from types import SimpleNamespace
@@ -55,6 +56,7 @@ class Played:
         self.answers: list[tuple[str, int]] = []
         self.ended: dict[str, SimpleNamespace] = {}
         self.is_closed = False  # the latest connection
+        self._stopping: asyncio.Task[None] | None = None
         self._numbers = itertools.count(1)
         monkeypatch.setattr(connectors.lmcache.connector, "fetch_facts", lambda *_: self.facts)
         monkeypatch.setattr(connectors.lmcache.connector, "LMCacheClient", self._new_client)
@@ -95,8 +97,14 @@ class Played:
         self.tick()
         assert not self.connector.is_connected
 
+    def begin_stop(self) -> asyncio.Task[None]:
+        if self._stopping is None:
+            self._stopping = self.loop.create_task(self.connector.stop())
+            self.tick()
+        return self._stopping
+
     def stop(self) -> None:
-        stopping = self.loop.create_task(self.connector.stop())
+        stopping = self.begin_stop()
         while not stopping.done():
             self.tick(0.1)
         self.loop.close()

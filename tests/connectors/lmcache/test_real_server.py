@@ -15,6 +15,7 @@ from core.errors import PeerUnreachable
 from core.request import NewRequest, Request
 from core.testing.hash_model import HashAttention, expected_kv, expected_tokens
 from core.wire.sampling import SamplingParams
+from tests.connectors.lmcache.conftest import is_idle
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio]
 
@@ -192,6 +193,14 @@ async def test_an_abort_leaves_neither_locks_nor_sessions(start_engine, server_s
         reader.core.abort_requests(["b"])
         await reader.settled()
         await until_idle(reader, server_status)
+
+
+async def test_a_worker_that_stops_with_a_save_under_way_leaves_no_session(start_engine, server_status):
+    async with start_engine() as observer:
+        for number in range(10):
+            async with start_engine() as engine:
+                await engine.run("a", [number, *range(900)])
+        await until_idle(observer, server_status)
 
 
 async def test_a_server_that_was_slow_for_a_while_keeps_no_locks_and_no_sessions(start_engine, lmcache_server, server_status):
@@ -375,7 +384,7 @@ async def test_a_worker_may_stop_in_the_moment_in_which_the_server_is_lost(start
     async with start_engine() as engine:
         connector, server = engine.connector, engine.connector.server
 
-        async def lose() -> None:
+        async def lose(_timeout_s: float) -> None:
             server.leave(PeerUnreachable("lost"))
 
         monkeypatch.setattr(server, "say_goodbye", lose)
@@ -428,12 +437,7 @@ async def find_what_is_saved(writer, reader) -> None:
 
 async def until_idle(engine, server_status) -> None:
     """Wait until the server holds no lock and no session."""
-
-    def is_idle() -> bool:
-        status = server_status()
-        return status["active_sessions"] == status["storage_manager"]["l1_manager"]["read_locked_count"] == 0
-
-    await engine.until(is_idle)
+    await engine.until(lambda: is_idle(server_status()))
 
 
 def _fields(prompt: list[int]) -> dict[str, object]:

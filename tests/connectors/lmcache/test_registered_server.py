@@ -7,11 +7,11 @@ import errno
 import pytest
 import zmq
 
-from connectors.lmcache.messages import ServerFacts
+from connectors.lmcache.messages import SavePages, ServerFacts
 from connectors.lmcache.wire import RequestType
 from core.errors import EngineDead
 from core.testing.hash_model import FULL, HashAttention
-from tests.connectors.lmcache.played_server import FACTS
+from tests.connectors.lmcache.played_server import FACTS, STORED
 
 # ---- the connection ----------------------------------------------------------------------------------------------------
 
@@ -126,8 +126,6 @@ def test_silence_is_a_reason_to_leave(played):
     rows[:] = 7
     played.tick(5.0)
     assert not played.connector.is_connected
-    assert not played.loop.jobs, "it may only be slow, and hear that this worker has left"
-    played.tick(0.2)
     (((staging,), _),) = played.loop.jobs  # of the copying thread
     staging.discard()
     assert not rows[1:-1].all(), "the server never unmaps it, so that the memory would be lost"
@@ -213,6 +211,7 @@ def test_a_lookup_that_fails_on_the_server_leaves_nothing_open(played):
     played.tick(1.0)
     played.tell(ended=["s"])
     played.tick(4.0)
+    played.answer(RequestType.FREE_LOOKUP_LOCKS)  # it may have locked something
     assert played.asks(RequestType.END_SESSION) == ["s"]
 
 
@@ -284,16 +283,107 @@ def test_a_load_that_never_began_gives_its_locks_back(played):
     played.server.staging.give_back(taken)
 
 
+# ---- farewells ---------------------------------------------------------------------------------------------------------
+
+
+def freed(played) -> list[tuple[str, int, int]]:
+    """Return the locks that the server is asked to free: session, and tokens [start, end)."""
+    keys = [arguments[0] for *_, kind, arguments in played.asked if kind is RequestType.FREE_LOOKUP_LOCKS]
+    return [(key["request_id"], key["start"], key["end"]) for key in keys]
+
+
 def test_leaving_ends_every_session(played):
     played.find(4)
     played.find(0, "t")
-    stopping = played.loop.create_task(played.connector.stop())
-    played.tick()
-    kinds = [kind for _, _, kind, _ in played.asked]
-    assert kinds.count(RequestType.END_SESSION) == 2
-    assert kinds.count(RequestType.FREE_LOOKUP_LOCKS) == 1
-    assert kinds[-1] is RequestType.UNREGISTER_KV_CACHE
+    stopping = played.begin_stop()
+    assert freed(played) == [("s", 0, 256)]
+    assert played.asks(RequestType.END_SESSION) is None, "the server may handle requests out of order"
+    played.answer(RequestType.FREE_LOOKUP_LOCKS)
+    assert [kind for *_, kind, _ in played.asked] == [RequestType.END_SESSION] * 2
+    played.answer(RequestType.END_SESSION)
+    played.answer(RequestType.END_SESSION)
+    assert [kind for *_, kind, _ in played.asked] == [RequestType.UNREGISTER_KV_CACHE]
     assert not stopping.done()
     assert not played.is_closed, "the reply has to be received"
     played.answer(RequestType.UNREGISTER_KV_CACHE)
     assert stopping.done()
+
+
+def test_a_worker_that_stops_ends_no_session_in_which_the_server_is_busy(played):
+    save = played.save()
+    played.tell(verdicts={save.number: True})
+    played.finish(SavePages)
+    played.begin_stop()
+    played.tick(0.9)
+    assert played.asks(RequestType.END_SESSION) is None, "a save that is handled after it would begin the session again"
+    played.answer(RequestType.STORE, STORED)
+    assert played.asks(RequestType.END_SESSION) == ["s"]
+
+
+def test_a_worker_that_stops_waits_for_a_silent_server_only_briefly(played):
+    save = played.save()
+    played.tell(verdicts={save.number: True})
+    played.finish(SavePages)
+    stopping = played.begin_stop()
+    played.tick(1.0)
+    assert played.asks(RequestType.END_SESSION) == ["s"]
+    for _ in range(2):
+        played.tick(0.2)
+    assert stopping.done()
+
+
+@pytest.mark.parametrize("last", [RequestType.LOOKUP, RequestType.QUERY_PREFETCH_STATUS])
+def test_a_lookup_that_is_under_way_when_a_worker_stops_keeps_no_locks(played, last):
+    played.look_up()
+    if last is RequestType.QUERY_PREFETCH_STATUS:
+        played.answer(RequestType.LOOKUP)
+    played.begin_stop()
+    assert not freed(played)
+    played.answer(last)
+    assert freed(played) == [("s", 0, 256)], "what it has found is not known here"
+
+
+def test_the_locks_of_a_load_that_never_asked_are_freed_when_a_worker_stops(played):
+    played.find(4)
+    played.find(4, "t")
+    played.server.staging.take_to_load(played.server.staging.load_capacity - 3)
+    played.load(start=64, request_id="waiting", name="t")
+    assert freed(played) == [("t", 0, 64)]
+    played.begin_stop()
+    played.answer(RequestType.FREE_LOOKUP_LOCKS)
+    assert freed(played) == [("s", 0, 256), ("t", 64, 256)]
+
+
+def test_a_slow_server_hears_of_the_end_of_its_sessions_when_it_goes_on(played):
+    save = played.save()
+    played.tell(verdicts={save.number: True})
+    played.finish(SavePages)
+    played.tick(2.0)
+    played.tick(5.0)  # no heartbeat
+    assert not played.connector.is_connected
+    played.tick(1.0)
+    played.answer(RequestType.REGISTER_KV_CACHE)
+    assert played.connector.is_connected, "nothing waits for the old connection"
+    assert played.asks(RequestType.END_SESSION) is None
+    played.answer(RequestType.PING, True)
+    assert played.asks(RequestType.END_SESSION) is None
+    played.answer(RequestType.STORE, STORED)
+    assert played.asks(RequestType.END_SESSION) == ["s"]
+    played.answer(RequestType.END_SESSION)
+    played.answer(RequestType.UNREGISTER_KV_CACHE)
+    assert played.is_closed
+
+
+def test_a_server_that_stays_silent_is_waited_for_in_vain_once(played):
+    played.find(0)
+    calls = played.calls
+    played.tick(2.0)
+    played.tick(5.0)
+    played.tick(29.0)
+    assert played.asks(RequestType.END_SESSION) is None
+    played.tick(1.0)
+    assert played.asks(RequestType.END_SESSION) == ["s"]
+    calls.lose()
+    played.tick(0.2)
+    assert played.asks(RequestType.UNREGISTER_KV_CACHE) is None, "there is nobody to tell"
+    assert played.is_closed
