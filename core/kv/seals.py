@@ -24,6 +24,7 @@ from typing import Any
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from core.constants import HASH_BLOCK_SIZE
 from core.wire.kv import KVLayoutInfo
@@ -131,7 +132,7 @@ class SealTable:
         self.layout_version = layout_version
         self._digest_blocks = digest_blocks
         self._words = memory.buffer.cast("Q")
-        self._rows = np.frombuffer(memory.buffer, dtype=np.uint8).reshape(-1, SEAL_BYTES)
+        self._rows = np.frombuffer(memory.buffer, dtype=np.dtype((np.void, SEAL_BYTES)))
 
     @property
     def has_digests(self) -> bool:
@@ -189,9 +190,9 @@ class SealTable:
         """Return a copy of an own or landing row."""
         return bytes(self.buffer[row * SEAL_BYTES : (row + 1) * SEAL_BYTES])
 
-    def rows(self, rows: Sequence[int]) -> bytes:
+    def rows(self, rows: Sequence[int] | npt.NDArray[np.int64]) -> bytes:
         """Return copies of own or landing rows, concatenated."""
-        return self._rows.take(rows, 0).tobytes()
+        return self._rows.take(rows).tobytes()
 
     def landing_rows(self, block_ids: Sequence[int], count: int) -> list[int]:
         """Return ``count`` rows for the seals of the peer's blocks that are read into these blocks, each a different row.

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from connectors.p2p.actions import (
@@ -51,6 +53,7 @@ class _OpenRead:
     region: int
     remote_rows: Sequence[int]
     local_rows: Sequence[int]
+    landing: npt.NDArray[np.int64] | None = None  # the local rows of a read of seals, as numpy takes them
     staged: StagedRows | None = None
     form: BlockForm | None = None  # of the staged blocks
     handle: int = -1
@@ -219,8 +222,7 @@ class TransferExecutor:
                     continue
                 read = self._reads.pop(self._read_ids.pop((transport.name, result.handle)))
                 error = result.error or self._why_too_early(read)
-                has_seals = error is None and read.region == SEAL_REGION
-                seals = self._seals.rows(read.local_rows) if has_seals else b""
+                seals = self._seals.rows(read.landing) if error is None and read.landing is not None else b""
                 ended.append(_EndedRead(read, error, seals, self._now()))
                 if self._peers.get(read.command.peer) is transport:
                     self._bytes_seen[read.command.peer] = transport.bytes_received(read.command.peer)
@@ -290,7 +292,7 @@ class TransferExecutor:
         """Read seals as soon as no read of their blocks is open."""
         landing = self._seals.landing_rows(command.local_rows, len(command.remote_rows))
         self._seals.clear_landing(landing)
-        read = _OpenRead(transport, command, SEAL_REGION, command.remote_rows, landing)
+        read = _OpenRead(transport, command, SEAL_REGION, command.remote_rows, landing, np.asarray(landing))
         if self._has_to_wait(read):
             self._next[command.read_id] = read
         else:
@@ -321,7 +323,7 @@ class TransferExecutor:
         else:
             rows = pool.rows(command.remote_rows)
             local = block_rows(staged.rows, pool.form.layout.num_planes)
-            self._start_or_report(_OpenRead(transport, command, POOL_REGION, rows, local, staged, pool.form))
+            self._start_or_report(_OpenRead(transport, command, POOL_REGION, rows, local, staged=staged, form=pool.form))
 
     def _num_staged_bytes(self, peer: PeerId) -> int:
         """Return how many bytes of the staging area a peer's open reads hold."""
