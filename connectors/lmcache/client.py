@@ -26,7 +26,7 @@ from core.rate_limit import LimitedLog
 from core.wire.sockets import LOST_EVENTS, AsyncContext, AsyncSocket, SocketOptions, dealer_socket
 
 _MAX_ANSWER_BYTES = 1 << 20
-_MAX_ABANDONED = 256  # requests whose replies are still expected though nobody waits for them any more
+_MAX_ABANDONED = 4096  # requests whose replies are still expected though nobody waits for them any more
 _OPTIONS = SocketOptions(max_message_bytes=MAX_MESSAGE_BYTES, high_water_mark=4096)
 
 _log = logging.getLogger(__name__)
@@ -75,11 +75,11 @@ class Calls:
             raise TransferTimeout(f"no reply from the LMCache server in {timeout_s:g} s")
         return reply.result()
 
-    async def wait_for_replies(self, timeout_s: float) -> None:
-        """Wait until the server has replied to everything that it was asked, at most ``timeout_s``."""
+    async def wait_for_replies(self) -> None:
+        """Wait until the server has replied to everything that it was asked, or is lost."""
         replies = [*self._open.values(), *self._abandoned.values()]
         if replies:
-            await asyncio.wait(replies, timeout=timeout_s)
+            await asyncio.wait(replies)
 
     def on_reply(self, uid: int, result: object) -> None:
         """Take a reply in."""
@@ -107,7 +107,7 @@ class Calls:
             return
         self._abandoned[uid] = reply
         if len(self._abandoned) > _MAX_ABANDONED:
-            del self._abandoned[next(iter(self._abandoned))]
+            self._abandoned.pop(next(iter(self._abandoned))).cancel()
 
 
 class LMCacheClient:

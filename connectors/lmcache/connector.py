@@ -69,7 +69,7 @@ class LMCacheConnector(Connector):
         self._sealer = self._new_sealer()  # of the copying thread
         self._loop: asyncio.AbstractEventLoop | None = None
         self._staying: asyncio.Task[None] | None = None
-        self._farewells: set[asyncio.Task[None]] = set()  # to servers that were left
+        self._farewells: dict[asyncio.Task[None], RegisteredServer] = {}  # to servers that were left
         self._zmq: AsyncContext | None = None
         self._copies: ThreadPoolExecutor | None = None
         self._allocated: Staging | None = None  # the latest
@@ -116,13 +116,11 @@ class LMCacheConnector(Connector):
         if self._loop is None:
             return
         self._loop = None  # later events do not reach the coroutines
-        if self.server is not None:
-            await self.server.say_goodbye(_STOP_S)
+        known = [*self._farewells.values(), *([self.server] if self.server is not None else [])]
+        await asyncio.gather(*(server.say_goodbye(_STOP_S) for server in known))
         if self._staying is not None:
             self._staying.cancel()
             await asyncio.gather(self._staying, return_exceptions=True)
-        for farewell in self._farewells:
-            farewell.cancel()
         await asyncio.gather(*self._farewells, return_exceptions=True)
         if self._allocated is not None:
             self._allocated.unlink()
@@ -180,7 +178,7 @@ class LMCacheConnector(Connector):
     def _part(self, server: RegisteredServer, client: LMCacheClient) -> None:
         """Say goodbye to a server that is not used any more; meanwhile another registration may begin."""
         farewell = asyncio.create_task(self._say_goodbye(server, client))
-        self._farewells.add(farewell)
+        self._farewells[farewell] = server
         farewell.add_done_callback(self._on_farewell)
 
     @staticmethod
@@ -191,7 +189,7 @@ class LMCacheConnector(Connector):
             await client.close()
 
     def _on_farewell(self, farewell: asyncio.Task[None]) -> None:
-        self._farewells.discard(farewell)
+        del self._farewells[farewell]
         if not farewell.cancelled() and (error := farewell.exception()) is not None:
             self.worker.fail(error)
 

@@ -132,7 +132,7 @@ class RegisteredServer:
         self._answer = answer
         self._fail = fail
         self._left = asyncio.Event()
-        self._has_said_goodbye = False
+        self._parting: tuple[asyncio.Task[None], asyncio.Task[None]] | None = None  # what it waits for, and all of it
         self._tasks: set[asyncio.Task[Any]] = set()
         self._load_turn = asyncio.Lock()
         self._pages_freed = asyncio.Event()
@@ -165,25 +165,47 @@ class RegisteredServer:
         It handles requests on several threads: a save that it handles after the end of its session would begin it again, for
         nobody to end. Also for a server that was left because it was slow: else it would keep locks and sessions until it
         misses the worker. Replies are waited for briefly, because the server logs an error if it cannot deliver one.
+        A second call may shorten the time of the first, and returns with it.
         """
         self._cancel(PeerUnreachable("this worker stops"))  # the connection stays open until the server is left
-        if not self._calls.is_lost and not self._has_said_goodbye:
-            self._has_said_goodbye = True
-            await self._calls.wait_for_replies(timeout_s)
-            locks = [(session, tokens) for session in self.sessions.values() for tokens in session.take_locks()]
-            await self._say_last(RequestType.FREE_LOOKUP_LOCKS, [(self._key(session, *t), _TP_SIZE) for session, t in locks])
-            await self._say_last(RequestType.END_SESSION, [(session_id,) for session_id in self.sessions])
+        if self._parting is None:
+            waiting = asyncio.create_task(self._calls.wait_for_replies())
+            self._parting = waiting, asyncio.create_task(self._part(waiting))
+        waiting, parting = self._parting
+        timer = asyncio.get_running_loop().call_later(timeout_s, waiting.cancel)
+        try:
+            await asyncio.shield(parting)
+        finally:
+            timer.cancel()
+
+    async def _part(self, waiting: asyncio.Task[None]) -> None:
+        """Say goodbye. A server that has not freed the locks stays registered until it misses this worker.
+
+        It unregisters out of turn, and frees no locks of a model that nobody has registered.
+        """
+        await asyncio.wait([waiting])
+        locks = [(session, tokens) for session in self.sessions.values() for tokens in session.take_locks()]
+        are_free = await self._say_last(
+            RequestType.FREE_LOOKUP_LOCKS, [(self._key(session, *tokens), _TP_SIZE) for session, tokens in locks]
+        )
+        await self._say_last(RequestType.END_SESSION, [(session_id,) for session_id in self.sessions])
+        if are_free:
             await self._say_last(RequestType.UNREGISTER_KV_CACHE, [(self._instance_id,)])
         self._left.set()
 
-    async def _say_last(self, operation: RequestType, arguments: Sequence[tuple[object, ...]]) -> None:
-        """Make requests of one kind, and wait briefly for their replies. Nothing if the connection is lost meanwhile."""
+    async def _say_last(self, operation: RequestType, arguments: Sequence[tuple[object, ...]]) -> bool:
+        """Make requests of one kind, and wait briefly for their replies; return whether all came.
+
+        No request is made once the connection is lost.
+        """
         if self._calls.is_lost:
-            return
+            return False
         calls = (self._calls.call(_GOODBYE_S, operation, *each) for each in arguments)
-        for outcome in await asyncio.gather(*calls, return_exceptions=True):
+        outcomes = await asyncio.gather(*calls, return_exceptions=True)
+        for outcome in outcomes:
             if isinstance(outcome, BaseException) and not isinstance(outcome, KVFerryError):
                 raise outcome
+        return not any(isinstance(outcome, KVFerryError) for outcome in outcomes)
 
     def spawn(self, coroutine: Coroutine[Any, Any, Any]) -> asyncio.Task[Any]:
         """Run a coroutine until the server is left."""

@@ -203,14 +203,23 @@ async def test_a_worker_that_stops_with_a_save_under_way_leaves_no_session(start
         await until_idle(observer, server_status)
 
 
+async def test_a_worker_that_stops_after_it_has_left_a_slow_server_leaves_nothing(start_engine, lmcache_server, server_status):
+    async with start_engine() as writer:
+        async with start_engine(request_timeout_s=1.0) as reader:
+            await find_what_is_saved(writer, reader)
+            lmcache_server.freeze()
+            await left(reader)
+        lmcache_server.thaw()
+        await writer.until(lambda: writer.connector.is_connected)
+        await until_idle(writer, server_status)
+
+
 async def test_a_server_that_was_slow_for_a_while_keeps_no_locks_and_no_sessions(start_engine, lmcache_server, server_status):
     async with start_engine() as writer, start_engine(request_timeout_s=1.0) as reader:
         await find_what_is_saved(writer, reader)
         lmcache_server.freeze()
         try:
-            async with asyncio.timeout(30.0):
-                while reader.connector.is_connected:  # noqa: ASYNC110 - without a step, which would begin the load
-                    await asyncio.sleep(0.05)
+            await left(reader)
         finally:
             lmcache_server.thaw()
         await reader.until(lambda: reader.connector.is_connected)
@@ -433,6 +442,13 @@ async def find_what_is_saved(writer, reader) -> None:
     reader.add("b", PROMPT)
     reader.step()
     await reader.answered()
+
+
+async def left(engine) -> None:
+    """Wait until an engine has left the server, without a step, which would begin the load."""
+    async with asyncio.timeout(30.0):
+        while engine.connector.is_connected:  # noqa: ASYNC110 - the connector's own tasks go on
+            await asyncio.sleep(0.05)
 
 
 async def until_idle(engine, server_status) -> None:

@@ -9,7 +9,7 @@ import zmq
 
 from connectors.lmcache.messages import SavePages, ServerFacts
 from connectors.lmcache.wire import RequestType
-from core.errors import EngineDead
+from core.errors import EngineDead, PeerUnreachable
 from core.testing.hash_model import FULL, HashAttention
 from tests.connectors.lmcache.played_server import FACTS, STORED
 
@@ -387,3 +387,58 @@ def test_a_server_that_stays_silent_is_waited_for_in_vain_once(played):
     played.tick(0.2)
     assert played.asks(RequestType.UNREGISTER_KV_CACHE) is None, "there is nobody to tell"
     assert played.is_closed
+
+
+def test_a_worker_that_stops_tells_also_the_servers_that_it_has_left(played):
+    played.find(4)
+    played.tick(2.0)
+    played.tick(5.0)
+    assert not played.connector.is_connected
+    assert not freed(played)
+    stopping = played.begin_stop()
+    played.tick(1.0)
+    assert freed(played) == [("s", 0, 256)], "the heartbeat has no answer yet, and there is no time for it"
+    played.answer(RequestType.FREE_LOOKUP_LOCKS)
+    played.answer(RequestType.END_SESSION)
+    played.answer(RequestType.UNREGISTER_KV_CACHE)
+    assert stopping.done()
+
+
+def test_a_server_that_may_still_have_locks_stays_registered(played):
+    played.find(4)
+    stopping = played.begin_stop()
+    assert freed(played) == [("s", 0, 256)]
+    played.tick(0.2)
+    assert played.asks(RequestType.END_SESSION) == ["s"]
+    played.answer(RequestType.END_SESSION)
+    assert stopping.done()
+    assert played.asks(RequestType.UNREGISTER_KV_CACHE) is None, "it unregisters out of turn, and would free nothing"
+
+
+def test_a_farewell_goes_on_if_the_server_is_left_meanwhile(played):
+    played.find(4)
+    server = played.connector.server
+    stopping = played.begin_stop()
+    server.leave(PeerUnreachable("lost"))
+    played.tick()
+    assert not played.is_closed
+    played.answer(RequestType.FREE_LOOKUP_LOCKS)
+    played.answer(RequestType.END_SESSION)
+    played.answer(RequestType.UNREGISTER_KV_CACHE)
+    assert stopping.done()
+    assert played.is_closed
+
+
+@pytest.mark.parametrize("how", ["stops", "leaves"])
+def test_locks_that_a_load_has_consumed_are_not_freed_again(played, how):
+    played.find(4)
+    played.load()
+    assert played.asks(RequestType.RETRIEVE) is not None
+    if how == "stops":
+        played.begin_stop()
+    else:
+        played.connector.server.leave(PeerUnreachable("doubt"))
+        played.tick()
+    played.answer(RequestType.RETRIEVE, STORED)
+    assert not freed(played), "locks have no owner: those of other readers would be freed"
+    assert played.asks(RequestType.END_SESSION) == ["s"]
