@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -34,6 +35,16 @@ def checker(setup):
     checker = GrammarChecker(lambda: setup, timeout_s=1.0)
     yield checker
     checker.close()
+
+
+def check_one_that_explodes(checker):
+    """Have it found too complex, again if the machine is so busy that it got less than its CPU time."""
+    is_known = False
+    while not is_known:
+        with contextlib.suppress(Overloaded):
+            with pytest.raises(InvalidRequest, match="too complex"):
+                checker.check(EXPLODES)
+            is_known = True
 
 
 @pytest.fixture
@@ -81,8 +92,7 @@ def is_gone(pid):
 def test_a_grammar_that_takes_too_long_is_refused_and_its_process_killed(checker):
     checker.check(regex("ab"))
     pid = checker.pid
-    with pytest.raises(InvalidRequest, match="too complex"):
-        checker.check(EXPLODES)
+    check_one_that_explodes(checker)
     assert is_gone(pid)
     checker.check(regex("abc"))
     assert checker.pid != pid
@@ -90,8 +100,7 @@ def test_a_grammar_that_takes_too_long_is_refused_and_its_process_killed(checker
 
 @pytest.mark.slow
 def test_a_grammar_that_comes_again_costs_nothing(checker):
-    with pytest.raises(InvalidRequest, match="too complex"):
-        checker.check(EXPLODES)
+    check_one_that_explodes(checker)
     assert checker.pid is None
     with pytest.raises(InvalidRequest, match="too complex"):
         checker.check(EXPLODES)
