@@ -134,7 +134,8 @@ class LMCacheConnector(Connector):
         while True:
             num_connections = self.counts["connections"]
             error = await self._use_server(settings)
-            if self.counts["connections"] > num_connections or not self._has_tried.is_set():
+            is_news = self.counts["connections"] > num_connections or not self._has_tried.is_set()
+            if is_news and self._loop is not None:  # else this worker has left it
                 _log.warning(event("lmcache_unavailable", code=error.code, error=error.message))
             self._has_tried.set()
             await asyncio.sleep(settings.retry_interval_s)

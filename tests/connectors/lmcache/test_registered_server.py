@@ -292,7 +292,7 @@ def freed(played) -> list[tuple[str, int, int]]:
     return [(key["request_id"], key["start"], key["end"]) for key in keys]
 
 
-def test_leaving_ends_every_session(played):
+def test_leaving_ends_every_session(played, caplog):
     played.find(4)
     played.find(0, "t")
     stopping = played.begin_stop()
@@ -307,6 +307,7 @@ def test_leaving_ends_every_session(played):
     assert not played.is_closed, "the reply has to be received"
     played.answer(RequestType.UNREGISTER_KV_CACHE)
     assert stopping.done()
+    assert "lmcache_unavailable" not in caplog.text
 
 
 def test_a_worker_that_stops_ends_no_session_in_which_the_server_is_busy(played):
