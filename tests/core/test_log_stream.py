@@ -21,7 +21,7 @@ from typing import TextIO
 
 import pytest
 
-from core.log import configure_logging, event
+from core.log import ProcessLogHandler, configure_logging, event
 from core.log_stream import MAX_KEPT_LINES, LogStream, open_log_stream
 
 LINE = "x" * 99 + "\n"
@@ -125,6 +125,8 @@ def test_the_number_of_lost_lines_has_a_line_of_the_log(ends):
     text = read_until(reader, "\n")
     while "event=log_lines_lost count=" not in text:
         text += read_until(reader, "\n")
+    (stream,) = [handler.stream for handler in logging.getLogger().handlers if isinstance(handler, ProcessLogHandler)]
+    stream.finish(DEADLINE_S)  # until then the next line would be lost as well
     log.info(event("next"))
     text += read_until(reader, "event=next\n")
     events = [line.partition("event=")[2].split() for line in text.splitlines()]
