@@ -47,12 +47,6 @@ class Calls:
         self._abandoned: dict[int, asyncio.Future[object]] = {}  # out of time or cancelled; the server may be busy with them
         self._last_uid = 0
 
-    def post(self, operation: RequestType, *arguments: object) -> int:
-        """Send a request and return its number."""
-        self._last_uid += 1
-        self.send(encode_call(self._last_uid, operation, *arguments))
-        return self._last_uid
-
     async def call(self, timeout_s: float, operation: RequestType, *arguments: object) -> object:
         """Send a request and return its result.
 
@@ -60,7 +54,9 @@ class Calls:
             TransferTimeout: no reply came in time.
             PeerUnreachable: the connection was lost.
         """
-        uid = self.post(operation, *arguments)
+        self._last_uid += 1
+        uid = self._last_uid
+        self.send(encode_call(uid, operation, *arguments))
         reply = self._open[uid] = asyncio.get_running_loop().create_future()
         try:
             await asyncio.wait([reply], timeout=timeout_s)  # unlike asyncio.timeout, keeps a reply that comes just in time

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
@@ -15,6 +14,7 @@ import pytest
 
 from core.clock import SystemClock
 from kvferry.processes import ChildSpec, ProcessKeeper
+from tests.support.polling import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -78,13 +78,6 @@ def pids_of(note):
     """Return the processes of the program, once it has started both."""
     wait_until(note.exists)
     return [psutil.Process(int(pid)) for pid in note.read_text().split()]
-
-
-def wait_until(condition):
-    end = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
 
 
 def all_gone(processes):

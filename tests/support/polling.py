@@ -21,14 +21,14 @@ async def until(condition: Callable[[], object]) -> None:
             await asyncio.sleep(_PAUSE_S)
 
 
-def wait_until(condition: Callable[[], object]) -> None:
+def wait_until(condition: Callable[[], object], timeout_s: float = WAIT_S) -> None:
     """Return once the condition is true; for callers without an event loop, or that must not let theirs run.
 
     Raises:
-        TimeoutError: it is not within ``WAIT_S``.
+        TimeoutError: it is not within ``timeout_s``.
     """
-    end = time.monotonic() + WAIT_S
+    end = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > end:
-            raise TimeoutError(f"not true within {WAIT_S:g} s: {condition}")
+            raise TimeoutError(f"not true within {timeout_s:g} s: {condition}")
         time.sleep(_PAUSE_S)

@@ -205,11 +205,13 @@ async def test_a_worker_that_stops_with_a_save_under_way_leaves_no_session(start
 
 async def test_a_worker_that_stops_after_it_has_left_a_slow_server_leaves_nothing(start_engine, lmcache_server, server_status):
     async with start_engine() as writer:
-        async with start_engine(request_timeout_s=1.0) as reader:
-            await find_what_is_saved(writer, reader)
-            lmcache_server.freeze()
-            await left(reader)
-        lmcache_server.thaw()
+        try:
+            async with start_engine(request_timeout_s=1.0) as reader:
+                await find_what_is_saved(writer, reader)
+                lmcache_server.freeze()
+                await until_left(reader)
+        finally:
+            lmcache_server.thaw()
         await writer.until(lambda: writer.connector.is_connected)
         await until_idle(writer, server_status)
 
@@ -219,7 +221,7 @@ async def test_a_server_that_was_slow_for_a_while_keeps_no_locks_and_no_sessions
         await find_what_is_saved(writer, reader)
         lmcache_server.freeze()
         try:
-            await left(reader)
+            await until_left(reader)
         finally:
             lmcache_server.thaw()
         await reader.until(lambda: reader.connector.is_connected)
@@ -444,7 +446,7 @@ async def find_what_is_saved(writer, reader) -> None:
     await reader.answered()
 
 
-async def left(engine) -> None:
+async def until_left(engine) -> None:
     """Wait until an engine has left the server, without a step, which would begin the load."""
     async with asyncio.timeout(30.0):
         while engine.connector.is_connected:  # noqa: ASYNC110 - the connector's own tasks go on

@@ -5,7 +5,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import httpx
 import psutil
@@ -16,6 +15,7 @@ from kvferry import LocalCluster
 from kvferry.demo_vllm import read_engine
 from kvferry.local import ProcessOptions
 from tests.support.plugin_wheel import build_wheel, unpack_wheel
+from tests.support.polling import wait_until
 from tests.support.tiny_models import VOCAB_SIZE
 from tests.support.vllm_engine import CPU_ENVIRONMENT, vllm_python
 
@@ -54,14 +54,7 @@ def cluster(served_model, tmp_path, variables):
         processes = [psutil.Process(pid) for pid in running.pids.values()]
         processes += [child for one in processes for child in one.children(recursive=True)]
         assert len(processes) >= 9  # a router, two agents; of each server a wrapper, the API, and a core at least
-    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes))
-
-
-def wait_until(holds):
-    end = time.monotonic() + WAIT_S
-    while not holds():
-        assert time.monotonic() < end
-        time.sleep(0.05)
+    wait_until(lambda: not any(one.is_running() and one.status() != psutil.STATUS_ZOMBIE for one in processes), WAIT_S)
 
 
 def answer(cluster, first_token):
@@ -77,16 +70,16 @@ def reading(cluster):
 def test_servers_hand_off_and_one_that_dies_is_replaced_at_the_same_address(cluster):
     first = answer(cluster, 1)
     assert first.status_code == 200, first.text
-    wait_until(lambda: reading(cluster).num_loads == 1)
+    wait_until(lambda: reading(cluster).num_loads == 1, WAIT_S)
     assert reading(cluster).num_verified_blocks == 10
     server = psutil.Process(cluster.pids["prefill-0-vllm"])
     core = next(child for child in server.children(recursive=True) if "EngineCore" in "".join(child.cmdline()))
     os.kill(core.pid, signal.SIGKILL)
-    wait_until(lambda: "prefill-0-vllm" in cluster.ends)
+    wait_until(lambda: "prefill-0-vllm" in cluster.ends, WAIT_S)
     cluster.wait_until_ready(WAIT_S)
     second = answer(cluster, 2)
     assert second.status_code == 200, second.text
-    wait_until(lambda: reading(cluster).num_loads == 2)
+    wait_until(lambda: reading(cluster).num_loads == 2, WAIT_S)
     assert reading(cluster).problems == {}
     again = answer(cluster, 1).json()
     assert again["choices"][0]["token_ids"] == first.json()["choices"][0]["token_ids"]
