@@ -34,7 +34,6 @@ from core.errors import (
 )
 from core.wire.early import PrefillProgress
 from core.wire.messages import Abort, EncodeDone, EncodeFailed, ErrorInfo, PrefillDone, RequestFailed, Tokens
-from router.dispatch import retries
 from router.dispatch.attempts import Attempts
 from router.dispatch.early_pulls import EarlyPullRelay
 from router.dispatch.encode_legs import EncodeLegs
@@ -60,6 +59,7 @@ from router.dispatch.request_state import (
     open_request,
 )
 from router.dispatch.restarts import Restarts
+from router.dispatch.retries import is_blameless, is_refusal, is_worth_a_retry
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.shares import EXTRA_SHARE, TenantShares
 from router.dispatch.types import Submission, Update
@@ -138,14 +138,14 @@ class Dispatcher:
         if num_open >= self._max_requests + (self._max_requests // EXTRA_SHARE if may_wait else 0):
             raise Overloaded(f"the router serves {num_open} requests, its limit: try again later")
         request = open_request(submission, now, self._request_timeout_s)
-        request.avoid |= avoid
+        request.retries.avoid |= avoid
         try:
             route = self.placement.route(request, now, self._waiting.kept_from(request, now))
         except Overloaded as error:
             if not may_wait:
                 raise
             self._open.add(request)
-            request.is_held = request.was_held = True
+            request.standing.is_held = request.standing.was_held = True
             return [*self._wait(request, error, now), *self.place_waiting(now)]
         self._open.add(request)
         return self._start(request, route, now)
@@ -247,8 +247,8 @@ class Dispatcher:
         request = self._attempts.get(message.request_id)
         if request is None or sender.key != request.current:
             return []
-        is_pause = retries.is_blameless(error) or retries.is_premature(request, error, now)
-        if is_pause or retries.is_worth_a_retry(error):
+        is_pause = is_blameless(error) or request.is_premature(error, now)
+        if is_pause or is_worth_a_retry(error):
             return self._retry(request, error, now, is_gone=True, is_free=is_pause)
         if request.attempt.has_handoff and request.attempt.prefill is not None:  # under the policy "fail"
             self._pairs.note((request.attempt.prefill, sender.key), fallback_reason(error.code), now)
@@ -280,7 +280,7 @@ class Dispatcher:
         if isinstance(member, GenerationWorker):
             self.restarts.on_joined(member, now)
         for request in self.requests.values():
-            retries.forgive(request, member.key)
+            request.retries.forgive(member.key)
         return self.place_waiting(now)
 
     def on_pause(self, lateness_s: float, now: float) -> None:
@@ -294,7 +294,7 @@ class Dispatcher:
         self.restarts.look(self._membership.workers, now)
         actions: list[DispatchAction] = []
         for request in list(self.requests.values()):
-            if now >= request.deadline:
+            if now >= request.deadline.at:
                 actions += self._open.fail(request, request.time_is_over(), now)
             elif request.encoding is not None and request.encoding.waiting and now >= request.encoding.deadline:
                 actions += self._encode_legs.give_up_all(request, TransferTimeout.code)
@@ -314,7 +314,7 @@ class Dispatcher:
 
     def _start(self, request: RequestState, route: Route, now: float) -> list[DispatchAction]:
         """Start a request on a route, from its beginning: first at encode workers if it has images for them."""
-        request.is_held = False
+        request.standing.is_held = False
         request.attempt.prefill = route.prefill.key if route.prefill else None
         request.attempt.decode = route.decode.key
         request.attempt.announces = self._early_pulls.is_wanted(route.decode, route.prefill)
@@ -341,17 +341,17 @@ class Dispatcher:
 
     def _restart(self, request: RequestState, now: float) -> list[DispatchAction]:
         """Start a request again from its beginning, before its first token."""
-        kept = self._waiting.kept_from(request, now) if request.gives_way else frozenset[WorkerKey]()
+        kept = self._waiting.kept_from(request, now) if request.standing.gives_way else frozenset[WorkerKey]()
         try:
             self.placement.check_room(request, now, kept)
             route = self.placement.route(request, now, kept)
         except (NoWorker, Overloaded) as error:
             previous = request.attempt.previous_error
-            if previous is not None and previous.code == Overloaded.code and not request.may_wait:
+            if previous is not None and previous.code == Overloaded.code and not request.standing.may_wait:
                 if isinstance(error, NoWorker) or not self._shares.is_below(request.submission.tenant, is_open=True):
                     return self._open.fail_with(request, previous, now)
-                request.was_held = True  # as it would have been if it had come now
-            request.is_held = request.was_held
+                request.standing.was_held = True  # as it would have been if it had come now
+            request.standing.is_held = request.standing.was_held
             return self._wait(request, error, now)
         except RequestError as error:
             return self._open.fail_with(request, request.attempt.previous_error or ErrorInfo.of(error), now)
@@ -369,7 +369,7 @@ class Dispatcher:
         actions = self._early_pulls.stop(request, decode.key) + self._handoffs.keep_or_release(request, decode)
         request.attempt.decode = decode.key
         request.attempt.has_handoff = request.handoff is not None
-        request.source = self.placement.source_for(request, decode)
+        request.placed.source = self.placement.source_for(request, decode)
         self._inflight.take(request, decode, request.num_live_choices)
         return [*actions, SendToWorker(decode.key, resuming_generate(request, now))]
 
@@ -415,7 +415,7 @@ class Dispatcher:
             return [*self._send_prompt(request, now)]
         self._inflight.free_all(request)
         request.attempt.prefill = request.attempt.decode = None
-        request.was_admitted = True  # as after the loss of a worker that has got the prompt
+        request.standing.was_admitted = True  # as after the loss of a worker that has got the prompt
         return self._restart(request, now)
 
     # ---- retries -----------------------------------------------------------------------------------------------------
@@ -460,31 +460,31 @@ class Dispatcher:
         """
         failed = request.current
         assert failed is not None, f"{request.request_id} has no worker that could have failed it"
-        kind = retries.kind_of(request)
+        kind = request.retry_kind
         actions: list[DispatchAction] = [*self._early_pulls.stop(request)]
         if not is_gone:
             actions.append(SendToWorker(failed, Abort(request_ids=(request.wire_id,), reason=error.code)))
-        is_refusal, is_of_one = retries.is_refusal(error), is_of_one_request(error)
-        is_refused_leg = is_refusal and request.has_begun and not request.attempt.shown  # after tokens it is a replay
-        request.was_admitted |= error.code != Overloaded.code
-        is_full_for_one_that_waits = error.code == Overloaded.code and request.may_wait
+        is_refused, is_of_one = is_refusal(error), is_of_one_request(error)
+        is_refused_leg = is_refused and request.has_begun and not request.attempt.shown  # after tokens it is a replay
+        request.standing.was_admitted |= error.code != Overloaded.code
+        is_full_for_one_that_waits = error.code == Overloaded.code and request.standing.may_wait
         waits_for_room = (is_refused_leg or is_full_for_one_that_waits) and not is_of_one  # to its deadline
-        if is_refusal and not request.has_begun:
+        if is_refused and not request.has_begun:
             self._encode_legs.on_prompt_refused(request)
-        if not waits_for_room and not ((is_free or is_refusal) and retries.take_free_retry(request, error, failed)):
-            request.blamed.append(failed)
+        if not waits_for_room and not ((is_free or is_refused) and request.retries.take_free(error, failed)):
+            request.retries.blamed.append(failed)
         if is_of_one:
-            request.refusing_until[failed] = now + retries.pause_s(request, failed)
-        request.avoid.add(failed)
+            request.retries.pause(failed, now)
+        request.retries.avoid.add(failed)
         self._attempts.begin_next(request, error, now)
         self._inflight.free_all(request)
-        if len(request.blamed) > self._max_retries:
+        if len(request.retries.blamed) > self._max_retries:
             return actions + self._open.fail_with(request, error, now)
         next_actions = self._continue(request, now)
         if request.error is None:
             if is_refused_leg:
-                request.num_refusals += 1
+                request.retries.num_refusals += 1
             else:
-                request.retried.append(kind)
+                request.retries.kinds.append(kind)
             actions.append(Retried(request.request_id, kind, error, failed, request.current))
         return actions + next_actions

@@ -37,7 +37,7 @@ class EncodeLegs:
         if request.encoding is not None or not request.submission.mm_features:
             return []  # later attempts use the embeddings of the first
         shares = self._share(request.submission.mm_features, reader)
-        request.encoding = Encoding(deadline=min(request.deadline, now + self._timeout_s), wire_id=request.wire_id)
+        request.encoding = Encoding(deadline=min(request.deadline.at, now + self._timeout_s), wire_id=request.wire_id)
         sends = []
         for encoder, features in shares:
             request.encoding.waiting[encoder.key] = frozenset(feature.identifier for feature in features)

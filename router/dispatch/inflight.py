@@ -29,7 +29,7 @@ class InflightCounts:
         worker.num_inflight_tokens += count * request.submission.num_tokens
         if is_reserved:
             worker.num_reserved += count
-            worker.reserved_until[request.request_id] = request.prompt_until
+            worker.reserved_until[request.request_id] = request.placed.prompt_until
         request.inflight[worker.key] = InflightCount(worker, count, is_reserved)
 
     def shrink(self, request: RequestState, key: WorkerKey | None, count: int) -> None:

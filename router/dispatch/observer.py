@@ -92,7 +92,7 @@ class RequestObserver:
         if timeline is None or timeline.request is None or timeline.is_placed:
             return
         timeline.is_placed = True
-        routing = timeline.request.routing
+        routing = timeline.request.placed.routing
         self._metrics.count_placement(routing.reason if routing is not None else BY_LOAD)
 
     def on_update(self, observed: ObservedRequest, update: Update) -> None:
@@ -144,7 +144,7 @@ class RequestObserver:
         self._metrics.count_tokens(len(request.submission.prompt_token_ids), request.num_output_tokens)
         if request.error is None:
             self._metrics.observe_success(seconds, [str(reason) for reason in request.finish_reasons])
-        for kind in sorted(set(request.retried)):
+        for kind in sorted(set(request.retries.kinds)):
             self._metrics.count_retried(kind, request.error.code if request.error else "served")
         trace_id = self.traces.end(request, now)
         self.timelines.end(request, now)
@@ -180,7 +180,7 @@ class RequestObserver:
             return
         if worker is not None:
             self.traffic.on_prompt(worker.engine_id, self._clock.now())
-        routing = routing_report(request) if request is not None and not request.retried else None
+        routing = routing_report(request) if request is not None and not request.retries.kinds else None
         if routing is not None and routing.ttft_ms is not None:
             self._metrics.observe_prediction(routing.predicted_ttft_ms, routing.ttft_ms)
 
@@ -244,7 +244,7 @@ def _log_end(request: RequestState, seconds: float, client_id: str, trace_id: st
             total_ms=seconds * 1e3,
             prefill=attempt.prefill.engine_id if attempt.prefill else "-",
             decode=attempt.decode.engine_id if attempt.decode and request.phase is not RequestPhase.PREFILL else "-",
-            retries=len(request.retried),
+            retries=len(request.retries.kinds),
             **_recomputed(request),
             **({"trace_id": trace_id} if trace_id else {}),
             **({"message": request.error.message} if request.error else {}),

@@ -20,7 +20,7 @@ from router.dispatch.membership import Membership
 from router.dispatch.offers import WorkerOffer, report, source_of
 from router.dispatch.pair_health import PairHealth
 from router.dispatch.policy import Demand, Route, choose_decode, choose_route, choose_successor, computing, local_candidates
-from router.dispatch.request_state import RequestPhase, RequestState, open_request
+from router.dispatch.request_state import Placed, RequestPhase, RequestState, open_request
 from router.dispatch.restarts import Restarts
 from router.dispatch.route_costs import RouteCosts
 from router.dispatch.sources import PrefixHolder, message_of, others_than
@@ -51,12 +51,10 @@ class Placement:
         """
         route, offers, slack_ms = self._find(request, now, kept)
         offer = offers.get(route.workers[0].key)
-        request.patience_ms = offer.patience_ms if offer is not None else 0.0
-        request.source = source_of(offer) if offer is not None else None
-        request.routing, request.prompt_until = None, 0.0
+        request.placed = Placed()
         if offer is not None:
-            request.prompt_until = now + offer.ttft_ms / 1e3
-            request.routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
+            routing = report(offer, offers.values(), is_local=route.is_local, slack_ms=slack_ms)
+            request.placed = Placed(routing, source_of(offer), now + offer.ttft_ms / 1e3, offer.patience_ms)
             self._costs.on_chosen(offer)
         return route
 
@@ -183,7 +181,7 @@ class Placement:
             return None
         if why := worker.why_unresponsive:
             return WorkerStalled(why) if self.can_move(request, now) else None
-        may_move = request.phase is RequestPhase.PREFILL and WorkerStalled.code not in request.free_retries
+        may_move = request.phase is RequestPhase.PREFILL and WorkerStalled.code not in request.retries.free
         why = worker.why_full(now) if may_move else ""
         return WorkerStalled(why) if why and self.can_begin_elsewhere(request, worker.key, now) else None
 
@@ -220,8 +218,8 @@ class Placement:
             num_tokens=request.submission.num_tokens,
             num_prompt_tokens=len(request.submission.prompt_token_ids),
             num_choices=request.num_live_choices,
-            avoid=frozenset(request.avoid),
-            refusing=request.refusing(now),
+            avoid=frozenset(request.retries.avoid),
+            refusing=request.retries.refusing(now),
             model_fingerprint=request.submission.model_fingerprint,
             bad_pairs=self._pairs.bad(now),
         )

@@ -16,7 +16,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Literal
 
 import msgspec
 
@@ -25,10 +24,10 @@ from core.wire.kv import KVHandoff, KVSource
 from core.wire.media import ECSource
 from core.wire.messages import ErrorInfo, FinishReason, RouterMessage, TransferUsage
 from router.dispatch.members import Member, WorkerKey
+from router.dispatch.retries import Retries, RetryKind
 from router.dispatch.timing import FirstTokenTiming, RoutingReport, SecondTokenTiming, total_cost
 from router.dispatch.types import Submission, Update, time_is_over, token_update
 
-RetryKind = Literal["prefill", "handoff", "replay"]
 LOCAL_PREFILL = "local"  # the outcome of a handoff that was not needed: the decode worker computed the prompt sooner
 NO_PREFILL = "no_prefill"  # the ``fallback_reason`` of a request that a decode worker serves alone
 
@@ -112,6 +111,51 @@ class Attempt:
 
 
 @dataclass(slots=True)
+class Deadline:
+    """When a request ends at the latest, in seconds of the router's clock."""
+
+    at: float
+    is_own: bool = False  # set by the client, not by the router
+    extended_s: float = 0.0  # by pauses of the router
+
+    def extend(self, pause_s: float) -> None:
+        """Extend it by a pause of the router, unless the client set it."""
+        if not self.is_own:
+            self.at += pause_s
+            self.extended_s += pause_s
+
+
+@dataclass(slots=True)
+class Standing:
+    """How a request that looks for room stands to others that do."""
+
+    is_held: bool = False  # it came when everything was full, and no worker has it
+    was_held: bool = False  # ... and is held again if the worker that it was given to refuses it, or is lost
+    was_admitted: bool = False  # it may have been: a worker began it, failed it otherwise than for lack of room, or was lost
+    waits_since: float = 0.0  # start of its wait for a worker, less the router's pauses
+
+    @property
+    def gives_way(self) -> bool:
+        """True if it takes no room that is kept for others. One that a worker may have had does, if it has lost that worker."""
+        return not self.was_admitted
+
+    @property
+    def may_wait(self) -> bool:
+        """True if it waits for room when a worker refuses it, instead of being refused itself."""
+        return self.was_held or self.was_admitted
+
+
+@dataclass(slots=True)
+class Placed:
+    """What is known of a request's latest placement. Times and costs only where they are predicted."""
+
+    routing: RoutingReport | None = None
+    source: KVSource | None = None  # where the worker may load the beginning of the prompt
+    prompt_until: float = 0.0  # when the prompt will be computed; 0 = not known
+    patience_ms: float = 0.0  # how long shorter prompts that come later may be computed first
+
+
+@dataclass(slots=True)
 class RequestState:
     """One running request. ``output_token_ids`` has one list per choice; times are seconds of the router's clock.
 
@@ -120,17 +164,14 @@ class RequestState:
     """
 
     submission: Submission
-    deadline: float
+    deadline: Deadline
     measurements: Measurements
     output_token_ids: list[list[int]]
     finish_reasons: list[FinishReason | None]
     attempt: Attempt = field(default_factory=Attempt)
     phase: RequestPhase = RequestPhase.PREFILL
     model_fingerprint: bytes = b""
-    routing: RoutingReport | None = None  # of its latest placement
-    source: KVSource | None = None  # where its worker may load the beginning of the prompt
-    prompt_until: float = 0.0  # when its prompt will be computed, as predicted by its latest placement; 0 = not known
-    patience_ms: float = 0.0  # how long shorter prompts that come later may be computed first
+    placed: Placed = field(default_factory=Placed)
     encoding: Encoding | None = None  # None before its encode leg
     ec_sources: dict[bytes, ECSource] = field(default_factory=dict)  # by identifier: where embeddings can be loaded
     has_report: bool = False  # the client has got the report of its prompt
@@ -140,19 +181,8 @@ class RequestState:
     fallback_reason: str = ""
     is_local: bool = False  # its decode worker computes the prompt, since that is sooner
     renew_at: float = 0.0  # when the lease of the handoff is renewed next
-    is_held: bool = False  # it came when everything was full, and no worker has it
-    was_held: bool = False  # ... and is held again if the worker that it was given to refuses it, or is lost
-    was_admitted: bool = False  # it may have been: a worker began it, failed it otherwise than for lack of room, or was lost
-    waits_since: float = 0.0  # start of its wait for a worker, less the router's pauses
-    has_own_deadline: bool = False  # set by the client, not by the router
-    extended_s: float = 0.0  # how much pauses of the router have extended the deadline
-    blamed: list[WorkerKey] = field(default_factory=list)  # the workers whose failures count against its retries
-    # Free retries since its last token, by reason; refusals of its grammar by worker.
-    free_retries: dict[str | WorkerKey, int] = field(default_factory=dict)
-    retried: list[RetryKind] = field(default_factory=list)  # its retries, without refusals
-    num_refusals: int = 0  # by decode workers that were full or draining, or could not compile its grammar then
-    avoid: set[WorkerKey] = field(default_factory=set)  # workers that failed it
-    refusing_until: dict[WorkerKey, float] = field(default_factory=dict)  # when workers that refused only it are asked again
+    standing: Standing = field(default_factory=Standing)
+    retries: Retries = field(default_factory=Retries)
     inflight: dict[WorkerKey, InflightCount] = field(default_factory=dict)
     error: ErrorInfo | None = None
 
@@ -188,27 +218,15 @@ class RequestState:
         """True if a decode worker began it alone because no prefill worker was available."""
         return self.fallback_reason == NO_PREFILL
 
-    @property
-    def gives_way(self) -> bool:
-        """True if it takes no room that is kept for others. One that a worker may have had does, if it has lost that worker."""
-        return not self.was_admitted
-
-    @property
-    def may_wait(self) -> bool:
-        """True if it waits for room when a worker refuses it, instead of being refused itself."""
-        return self.was_held or self.was_admitted
-
     def extend(self, pause_s: float) -> None:
         """Extend the deadlines by a pause of the router, except one that the client set."""
         if self.encoding is not None:
             self.encoding.deadline += pause_s
-        if not self.has_own_deadline:
-            self.deadline += pause_s
-            self.extended_s += pause_s
+        self.deadline.extend(pause_s)
 
     def time_is_over(self) -> DeadlineExceeded:
         """Return the error of its deadline."""
-        return time_is_over(self.deadline - self.arrival + self.submission.spent_s, is_own=self.has_own_deadline)
+        return time_is_over(self.deadline.at - self.arrival + self.submission.spent_s, is_own=self.deadline.is_own)
 
     def in_words_of_limit(self, error: ErrorInfo) -> ErrorInfo:
         """Return a worker's error; one about the deadline as the router has it, which knows who has set the limit."""
@@ -219,9 +237,16 @@ class RequestState:
         prefill = None if self.phase is RequestPhase.PREFILL else self.attempt.prefill
         return Attempt(number=self.attempt.number + 1, prefill=prefill, previous_error=previous_error)
 
-    def refusing(self, now: float) -> frozenset[WorkerKey]:
-        """Return the workers that have refused only this request, and are not asked again yet."""
-        return frozenset(key for key, until in self.refusing_until.items() if now < until)
+    def is_premature(self, error: ErrorInfo, now: float) -> bool:
+        """Return True if a worker ended it at a deadline that the router has since extended for its own pause."""
+        return error.code == DeadlineExceeded.code and self.deadline.extended_s > 0 and now < self.deadline.at
+
+    @property
+    def retry_kind(self) -> RetryKind:
+        """The kind of a retry in its current state."""
+        if not self.has_begun:
+            return "prefill"
+        return "replay" if self.has_decoded else "handoff"
 
     @property
     def live_choices(self) -> list[int]:
@@ -319,8 +344,10 @@ def open_request(submission: Submission, now: float, timeout_s: float) -> Reques
     """Return the state of a new request."""
     return RequestState(
         submission=submission,
-        deadline=now + submission.budget_s(timeout_s),
-        has_own_deadline=submission.timeout_s is not None and submission.timeout_s <= timeout_s,
+        deadline=Deadline(
+            at=now + submission.budget_s(timeout_s),
+            is_own=submission.timeout_s is not None and submission.timeout_s <= timeout_s,
+        ),
         measurements=Measurements(arrival=now),
         output_token_ids=[[] for _ in range(submission.n)],
         finish_reasons=[None] * submission.n,

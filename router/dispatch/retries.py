@@ -1,13 +1,15 @@
 """Whether a request may be retried on another worker after a failure, and whether the retry costs budget.
 
-``take_free_retry`` and ``forgive`` count in the request; the others change nothing.
+Owns what the failures of workers have cost one request. Knows neither its phase nor its messages.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+from typing import Literal
+
 from core.errors import (
     CorruptBlock,
-    DeadlineExceeded,
     LayoutMismatch,
     LeaseExpired,
     NotFound,
@@ -24,7 +26,8 @@ from core.errors import (
 )
 from core.wire.messages import ErrorInfo
 from router.dispatch.members import WorkerKey, is_of_one_request
-from router.dispatch.request_state import RequestState, RetryKind
+
+RetryKind = Literal["prefill", "handoff", "replay"]
 
 # The worker cannot take the request now. It has computed nothing, unless its drain took too long or the request's grammar could
 # not be had once more.
@@ -74,44 +77,50 @@ def is_blameless(error: ErrorInfo) -> bool:
     return error.code in _PAUSES
 
 
-def take_free_retry(request: RequestState, error: ErrorInfo, failed: WorkerKey) -> bool:
-    """Use a free retry; return False if the request has had too many since its last token.
+@dataclass(slots=True)
+class Retries:
+    """The retries of one request, and the workers that caused them. Times are seconds of the router's clock."""
 
-    The limit ends a request that stalls every engine, or that keeps moving between workers without a token. Each worker may
-    refuse its grammar as often as if there was no other.
-    """
-    if is_of_one_request(error):
-        return _count(request, failed) <= _FREE_IN_A_ROW
-    limit = _FREE_IN_A_ROW if error.code != WorkerStalled.code else _FREE_STALLS_IN_A_ROW
-    reason = _REFUSAL if is_refusal(error) else error.code
-    return _count(request, reason) <= limit
+    blamed: list[WorkerKey] = field(default_factory=list)  # the workers whose failures count against its retries
+    free: dict[str | WorkerKey, int] = field(
+        default_factory=dict
+    )  # since its last token, by reason; by worker those of its grammar
+    kinds: list[RetryKind] = field(default_factory=list)  # of all retries, without refusals
+    num_refusals: int = 0  # by decode workers that were full or draining, or could not compile its grammar then
+    avoid: set[WorkerKey] = field(default_factory=set)  # workers that failed it
+    refusing_until: dict[WorkerKey, float] = field(default_factory=dict)  # when workers that refused only it are asked again
 
+    def take_free(self, error: ErrorInfo, failed: WorkerKey) -> bool:
+        """Use a free retry; return False if the request has had too many since its last token.
 
-def pause_s(request: RequestState, failed: WorkerKey) -> float:
-    """Return for how many seconds a worker that has just refused only this request is not asked again; more each time."""
-    return _PAUSE_S * 2.0 ** min(request.free_retries[failed] - 1, _MAX_DOUBLINGS)
+        The limit ends a request that stalls every engine, or that keeps moving between workers without a token. Each worker may
+        refuse its grammar as often as if there was no other.
+        """
+        if is_of_one_request(error):
+            return self._count(failed) <= _FREE_IN_A_ROW
+        limit = _FREE_IN_A_ROW if error.code != WorkerStalled.code else _FREE_STALLS_IN_A_ROW
+        reason = _REFUSAL if is_refusal(error) else error.code
+        return self._count(reason) <= limit
 
+    def forgive(self, returned: WorkerKey) -> None:
+        """Give back the retries that the loss of a process has cost which is there again, unless that has come too often."""
+        if returned in self.blamed and self._count(_RETURN) <= _FREE_IN_A_ROW:
+            self.blamed = [key for key in self.blamed if key != returned]
 
-def forgive(request: RequestState, returned: WorkerKey) -> None:
-    """Give back the retries that the loss of a process has cost which is there again, unless that has come too often."""
-    if returned in request.blamed and _count(request, _RETURN) <= _FREE_IN_A_ROW:
-        request.blamed = [key for key in request.blamed if key != returned]
+    def pause(self, refusing: WorkerKey, now: float) -> None:
+        """Do not ask a worker for a while that has just refused only this request; for longer each time."""
+        self.refusing_until[refusing] = now + _PAUSE_S * 2.0 ** min(self.free[refusing] - 1, _MAX_DOUBLINGS)
 
+    def refusing(self, now: float) -> frozenset[WorkerKey]:
+        """Return the workers that have refused only this request, and are not asked again yet."""
+        return frozenset(key for key, until in self.refusing_until.items() if now < until)
 
-def is_premature(request: RequestState, error: ErrorInfo, now: float) -> bool:
-    """Return True if a worker ended the request at a deadline that the router has since extended for its own pause."""
-    return error.code == DeadlineExceeded.code and request.extended_s > 0 and now < request.deadline
+    def on_token(self) -> None:
+        """Count the free retries anew."""
+        self.free.clear()
 
-
-def kind_of(request: RequestState) -> RetryKind:
-    """Return the kind of a retry in the request's current state."""
-    if not request.has_begun:
-        return "prefill"
-    return "replay" if request.has_decoded else "handoff"
-
-
-def _count(request: RequestState, reason: str | WorkerKey) -> int:
-    """Count one more for this reason, or worker, and return how many there have been since the request's last token."""
-    number = request.free_retries.get(reason, 0) + 1
-    request.free_retries[reason] = number
-    return number
+    def _count(self, reason: str | WorkerKey) -> int:
+        """Count one more for this reason, or worker, and return how many there have been since the request's last token."""
+        number = self.free.get(reason, 0) + 1
+        self.free[reason] = number
+        return number

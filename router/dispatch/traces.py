@@ -118,7 +118,7 @@ class RequestTraces:
         found.span.add(
             {
                 "gen_ai.usage.output_tokens": request.num_output_tokens,
-                "kvferry.num_retries": len(request.retried),
+                "kvferry.num_retries": len(request.retries.kinds),
                 "kvferry.outcome": error or ",".join(sorted({str(reason) for reason in request.finish_reasons})),
             }
         )

@@ -55,7 +55,7 @@ class Waiting:
             return frozenset()
         kept, contexts = KeptRoom(self._membership.workers), self._contexts(now)
         for held in due:
-            kept.keep(_need(held, contexts), held.refusing(now))
+            kept.keep(_need(held, contexts), held.retries.refusing(now))
         return kept.workers()
 
     def turns(self, now: float) -> Iterator[RequestState]:
@@ -74,7 +74,7 @@ class Waiting:
         tried: _Tried = {}
         latest: dict[Need, _NoRoom] = {}  # why one that needs the same found none, whoever refuses it
         for request in sorted(self._requests.values(), key=self._order):
-            need, gives_way, refusing = _need(request, contexts), request.gives_way, request.refusing(now)
+            need, gives_way, refusing = _need(request, contexts), request.standing.gives_way, request.retries.refusing(now)
             why = None if request.has_begun else _why_in_vain(tried, need, kept, gives_way=gives_way)
             if why is None and refusing and not request.has_begun and need in latest:
                 why = latest[need] if not kept.may_begin(need, refusing, gives_way=gives_way) else None
@@ -115,12 +115,12 @@ class Waiting:
         """
         if request.request_id not in self._requests:
             self._requests[request.request_id] = request
-            request.waits_since = now
+            request.standing.waits_since = now
         self._errors[request.request_id] = error
         if is_only_busy:
-            request.waits_since = now
+            request.standing.waits_since = now
         patience_s = self._restarts.patience_s(_ROLES_THAT_GO_ON)
-        if now < request.waits_since + patience_s:
+        if now < request.standing.waits_since + patience_s:
             return None
         why = request.attempt.previous_error.message if request.attempt.previous_error else error.message
         return NoWorker(
@@ -131,12 +131,12 @@ class Waiting:
     def exclude_pause(self, lateness_s: float, now: float) -> None:
         """Exclude a pause of the router of this many seconds that ends now from the waits."""
         for request in self._requests.values():
-            request.waits_since = min(now, request.waits_since + lateness_s)
+            request.standing.waits_since = min(now, request.standing.waits_since + lateness_s)
 
 
 def _is_due(request: RequestState, now: float) -> bool:
     """Return True if a request is held for so long that the room it needs is kept for it."""
-    return request.is_held and now >= request.arrival + PASS_S
+    return request.standing.is_held and now >= request.arrival + PASS_S
 
 
 def _need(request: RequestState, contexts: Sequence[int]) -> Need:

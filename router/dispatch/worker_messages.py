@@ -29,7 +29,7 @@ def new_generate(request: RequestState, now: float) -> Generate:
     """Return the message that starts a request on a prefill worker, or on a worker that serves it alone."""
     is_prefill = request.phase is RequestPhase.PREFILL
     announces = is_prefill and request.attempt.announces
-    patience_ms = round(request.patience_ms)
+    patience_ms = round(request.placed.patience_ms)
     return msgspec.structs.replace(_message(request, now), handoff=is_prefill, patience_ms=patience_ms, announces=announces)
 
 
@@ -54,9 +54,9 @@ def _message(request: RequestState, now: float) -> Generate:
         priority=wanted.priority,
         tenant=wanted.tenant,
         cache_salt=wanted.cache_salt,
-        deadline_ms=max(1, round((request.deadline - now) * 1000)),
+        deadline_ms=max(1, round((request.deadline.at - now) * 1000)),
         kv_load_failure_policy=wanted.kv_load_failure_policy,
-        kv_source=request.source,
+        kv_source=request.placed.source,
         mm_features=wanted.mm_features,
         media=wanted.media,
         ec_sources=tuple(request.ec_sources.values()),
@@ -117,8 +117,8 @@ def apply_prefill_done(request: RequestState, message: PrefillDone, now: float) 
             now - measured.arrival, message.queue_ms, message.prefill_ms, measured.encode_s
         )
     is_repeated, request.has_report = request.has_report, True  # the request began again without a token
-    request.was_admitted = True
-    request.free_retries.clear()
+    request.standing.was_admitted = True
+    request.retries.on_token()
     updates = []
     for choice in message.choices:
         logprobs = (choice.logprobs,) if choice.logprobs is not None else None
@@ -148,7 +148,7 @@ def apply_plain_token(request: RequestState, item: Tokens) -> bool:
         return False
     output = request.output_token_ids[0]
     is_next = item.position == len(output) and item.position > 0
-    if not is_next or not request.attempt.shown or request.free_retries or request.finish_reasons[0] is not None:
+    if not is_next or not request.attempt.shown or request.retries.free or request.finish_reasons[0] is not None:
         return False
     output.append(item.token_ids[0])
     return True
@@ -191,7 +191,7 @@ def _check(request: RequestState, item: Tokens) -> None:
 
 def _note_shown(request: RequestState, index: int) -> None:
     """Record a token of a choice. Once every live choice has one, the handoff is read and its lease need not be renewed."""
-    request.free_retries.clear()
+    request.retries.on_token()
     request.attempt.shown.add(index)
     request.has_decoded = True
     if request.attempt.shown.issuperset(request.live_choices):
@@ -265,9 +265,9 @@ def _report(request: RequestState) -> HandoffReport | None:
         first_token=measurements.first_token,
         second_token=measurements.second_token,
         outcome=(measurements.handoff_cost.fallback_reason or success) if is_over else None,
-        num_retries=len(request.retried),
-        num_replays=request.retried.count("replay"),
-        num_refusals=request.num_refusals,
+        num_retries=len(request.retries.kinds),
+        num_replays=request.retries.kinds.count("replay"),
+        num_refusals=request.retries.num_refusals,
         routing=routing_report(request),
     )
 
@@ -275,11 +275,11 @@ def _report(request: RequestState) -> HandoffReport | None:
 def routing_report(request: RequestState) -> RoutingReport | None:
     """Return the prediction of the latest placement with what came true."""
     timing = request.measurements.first_token
-    if request.routing is None:
+    if request.placed.routing is None:
         return None
     alone_ms = request.measurements.alone_ttft_ms
     ttft_ms = timing.total_ms - (timing.encode_ms or 0.0) if timing is not None else alone_ms
-    pulled_tokens = request.measurements.pulled_tokens if request.routing.source else 0
+    pulled_tokens = request.measurements.pulled_tokens if request.placed.routing.source else 0
     return msgspec.structs.replace(
-        request.routing, hit_tokens=request.measurements.hit_tokens, pulled_tokens=pulled_tokens, ttft_ms=ttft_ms
+        request.placed.routing, hit_tokens=request.measurements.hit_tokens, pulled_tokens=pulled_tokens, ttft_ms=ttft_ms
     )

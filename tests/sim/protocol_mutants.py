@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import connectors.p2p.consumer.verification
 import router.dispatch.policy
-import router.dispatch.retries
 from connectors.p2p.consumer.held_leases import HeldLeases
 from connectors.p2p.consumer.inflight_reads import InflightReads
 from connectors.p2p.consumer.peers import Peers
@@ -37,6 +36,7 @@ from router.contents.reports import ReportedContents
 from router.dispatch.dispatcher import Dispatcher
 from router.dispatch.membership import Membership
 from router.dispatch.progress import WorkerProgress
+from router.dispatch.retries import Retries
 from router.dispatch.waiting import Waiting
 
 NUM_RUNS = 100
@@ -273,7 +273,7 @@ def never_trust_a_worker_again_that_has_stalled(patch: Patch) -> None:
 
 
 def let_pauses_cost_retries(patch: Patch) -> None:
-    patch(router.dispatch.retries, "take_free_retry", returns(False))
+    patch(Retries, "take_free", returns(False))
 
 
 def never_close_a_breaker(patch: Patch) -> None:

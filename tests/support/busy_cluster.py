@@ -150,7 +150,7 @@ class BusyCluster:
             at += 0.09
             error = ErrorInfo(code="peer_unreachable", message="gone")
             timelines.note_retry(Retried(request_id, "prefill", error, failed, request.attempt.prefill), at)
-            request.retried.append("prefill")
+            request.retries.kinds.append("prefill")
         timelines.note_leg(request_id, generate, request.attempt.prefill.engine_id, at)
         measured = request.measurements
         measured.first_token_at = at + 0.14
@@ -172,7 +172,7 @@ class BusyCluster:
         timelines.note_leg(request_id, decoding, decode, measured.first_token_at)
         measured.second_token, measured.costs[0] = second_token_timing(0.034, cost), (1, cost)
         request.output_token_ids, request.finish_reasons = [list(range(1, 33))], ["stop"]
-        request.routing = RoutingReport(
+        request.placed.routing = RoutingReport(
             reason="prefix", candidates=4, predicted_hit_tokens=1088, longest_hit_tokens=1088, predicted_ttft_ms=151.0
         )
         opened.outcome = "loaded"

@@ -37,7 +37,7 @@ def served(timelines: Timelines, request_id: str = "r1", client_id: str = "c1"):
     cost = TransferUsage(transport="shm", transferred_bytes=99, transfer_ms=5.0, verify_ms=1.0, queue_ms=2.0, first_step_ms=8.0)
     measured.second_token, measured.costs[0] = second_token_timing(0.02, cost), (1, cost)
     request.output_token_ids, request.finish_reasons = [[5, 6, 7]], ["stop"]
-    request.routing = RoutingReport(
+    request.placed.routing = RoutingReport(
         reason="prefix", candidates=2, predicted_hit_tokens=2, longest_hit_tokens=2, predicted_ttft_ms=90.0
     )
     opened.outcome = "loaded"

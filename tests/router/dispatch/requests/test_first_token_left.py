@@ -58,7 +58,7 @@ def test_another_decode_worker_reads_the_same_handoff(bench, how):
     assert len(bench.to("p0", Generate)) == 1, "nothing is computed again"
     assert bench.to("p0", Release) == []
     assert bench.kinds() == ["handoff"]
-    assert len(bench.core.dispatcher.requests["r1"].blamed) == (0 if how is FULL else 1)
+    assert len(bench.core.dispatcher.requests["r1"].retries.blamed) == (0 if how is FULL else 1)
     bench.tokens(0, 7, peer=second, request_id="r1.2", finish_reason="length")
     assert bench.output() == [7]
     bench.assert_idle()

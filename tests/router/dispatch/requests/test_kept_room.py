@@ -108,7 +108,7 @@ def held_with_grammars(bench, names, **fields):
     """Let a request of each of many keys be held, the grammar of each refused by another worker."""
     for number, name in enumerate(names):
         submit(bench, f"c{number}", 10 + number, **fields)
-        bench.core.dispatcher.requests[f"c{number}"].refusing_until[WorkerKey(name, 1)] = 100.0
+        bench.core.dispatcher.requests[f"c{number}"].retries.refusing_until[WorkerKey(name, 1)] = 100.0
     assert bench.core.dispatcher.num_waiting == len(names)
     bench.now = PASS_S
 

@@ -103,8 +103,8 @@ def test_a_prompt_that_reads_no_cache_expects_no_hit(make_bench):
     bench = make_bench("a0")
     for request_id in ("first", "again"):
         bench.submit(request_id, prompt=80)
-        predicted = bench.core.dispatcher.requests[request_id].routing.predicted_hit_tokens
+        predicted = bench.core.dispatcher.requests[request_id].placed.routing.predicted_hit_tokens
         bench.tokens(0, 7, request_id=request_id, peer="a0", usage=Usage(num_cached_tokens=predicted), finish_reason="length")
     assert predicted == 64
     bench.submit("whole", prompt=80, prompt_logprobs=0)
-    assert bench.core.dispatcher.requests["whole"].routing.predicted_hit_tokens == 0
+    assert bench.core.dispatcher.requests["whole"].placed.routing.predicted_hit_tokens == 0

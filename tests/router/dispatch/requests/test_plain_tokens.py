@@ -95,9 +95,9 @@ def test_a_token_gives_back_free_retries(make_bench):
     bench.prefill_done()
     bench.tokens(1, 7)
     request = bench.core.dispatcher.requests["r1"]
-    request.free_retries["stalled"] = 1
+    request.retries.free["stalled"] = 1
     bench.tokens(2, 8)
-    assert request.free_retries == {}
+    assert request.retries.free == {}
 
 
 def test_tokens_of_a_step_are_one_action(make_bench):

@@ -107,7 +107,7 @@ def test_refusals_before_the_first_token_cost_no_retry(make_bench, error, max_re
     for number, name in enumerate(("p0", "p1", "p2")):
         bench.fails(name, error, "r1" if not number else f"r1.{number + 1}")
     assert bench.generated("p3").request_id == "r1.4"
-    assert bench.core.dispatcher.requests["r1"].blamed == []
+    assert bench.core.dispatcher.requests["r1"].retries.blamed == []
 
 
 def test_prompt_that_is_refused_again_and_again_ends(make_bench):
@@ -189,7 +189,7 @@ def test_a_grammar_refused_after_the_first_token_is_tried_elsewhere(make_bench):
     bench = refused_by_d0(make_bench("p0", "d0", "d1"), GRAMMAR)
     assert (bench.generated("d1").request_id, bench.generated("d1").kv_handoff) == ("r1.2", bench.handoff())
     request = bench.core.dispatcher.requests["r1"]
-    assert (request.num_refusals, request.retried, request.blamed) == (1, [], [])
+    assert (request.retries.num_refusals, request.retries.kinds, request.retries.blamed) == (1, [], [])
 
 
 def test_a_worker_that_refuses_a_grammar_is_asked_again_later_and_later(make_bench):
@@ -228,7 +228,7 @@ def test_more_decode_workers_do_not_end_a_refused_grammar_sooner(make_bench, num
     while "r1" not in bench.ended:
         while request.current is not None and "r1" not in bench.ended:
             bench.fails(request.current.engine_id, GRAMMAR, request.wire_id)
-        pauses |= set() if pauses else {until - bench.now for until in request.refusing_until.values()}
+        pauses |= set() if pauses else {until - bench.now for until in request.retries.refusing_until.values()}
         bench.tick(bench.now + 0.5)
     assert pauses == {0.5}, "each worker is asked again as if it was the only one"
     assert bench.now > 190.0

@@ -165,7 +165,7 @@ def test_the_report_says_how_often_and_keeps_what_the_first_attempt_cost(make_be
     assert report.cost == loaded
     assert (report.num_retries, report.num_replays, report.num_refusals) == (1, 1, 1)
     assert [retried.successor.engine_id for retried in bench.retries] == ["d1", "d2"]
-    assert bench.ended["r1"].request.retried == ["replay"]
+    assert bench.ended["r1"].request.retries.kinds == ["replay"]
 
 
 def test_a_stream_that_a_drain_has_ended_is_a_replay_and_no_refusal(make_bench):
@@ -175,4 +175,4 @@ def test_a_stream_that_a_drain_has_ended_is_a_replay_and_no_refusal(make_bench):
     bench.tokens(1, 51)
     bench.fails("d0", DRAINING)
     request = bench.core.dispatcher.requests["r1"]
-    assert (request.retried, request.num_refusals, request.blamed) == (["replay"], 0, [])
+    assert (request.retries.kinds, request.retries.num_refusals, request.retries.blamed) == (["replay"], 0, [])

@@ -286,7 +286,7 @@ def test_refusals_after_the_first_token_are_not_counted_as_retries(make_bench):
     report = bench.updates["r1"][-1].handoff
     assert (report.num_retries, report.num_replays, report.num_refusals) == (1, 0, 2)
     bench.tokens(2, 52, request_id="r1.4", finish_reason="length")
-    assert bench.ended["r1"].request.retried == ["prefill"]
+    assert bench.ended["r1"].request.retries.kinds == ["prefill"]
 
 
 def test_a_request_with_a_token_waits_for_room_and_keeps_its_lease(make_bench):

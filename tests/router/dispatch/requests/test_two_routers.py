@@ -21,7 +21,7 @@ def place(make_bench):
         for name in ("p0", "p1", "d0"):
             bench.heartbeat(name, router_rank=rank, num_other_routers=num_others)
         bench.do(bench.core.submit(bench.submission(**fields), bench.now))
-        return prompts(bench)[0], bench.core.dispatcher.requests["r1"].routing.reason
+        return prompts(bench)[0], bench.core.dispatcher.requests["r1"].placed.routing.reason
 
     return chosen
 

@@ -28,7 +28,7 @@ def test_what_a_server_does_not_tell_of_its_cache_is_unknown(pair):
     pair.submit(prompt=80)
     pair.prefill_done(choices=(), num_cached_tokens=0, tells_hits=False)
     request = pair.core.dispatcher.requests["r1"]
-    assert (request.measurements.hit_tokens, request.routing.hit_tokens) == (None, None)
+    assert (request.measurements.hit_tokens, request.placed.routing.hit_tokens) == (None, None)
     assert pair.core.route_costs._workers[pair.core.membership.by_peer(b"p0").key].accuracy.real_tokens == 0
 
 
