@@ -22,7 +22,7 @@ from core.config import KVFerryConfig
 from core.config_router import RouterSection
 from core.errors import ConfigError, KVFerryError
 from core.wire.curve import ClusterKeys, secure_client
-from core.wire.key_rotation import HANDSHAKE_FAILED_EVENTS, connect_with_each_key, is_refusal, keys_of
+from core.wire.key_rotation import connect_with_each_key, keys_of
 from core.wire.sockets import split_tcp
 from kvferry.cluster_plan import is_for_serve
 from kvferry.connector_preflight import has_otlp_exporter
@@ -76,7 +76,7 @@ def _shake_hands(address: str, keys: ClusterKeys | None) -> bool | None:
         dealer.setsockopt(zmq.IPV6, 1)
         dealer.setsockopt(zmq.IMMEDIATE, 1)
         secure_client(dealer, keys)
-        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | HANDSHAKE_FAILED_EVENTS)
+        monitor = dealer.get_monitor_socket(zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED)
         connect_with_each_key(dealer, address, keys)
         try:
             return _outcome(monitor, num_keys=1 + len(keys.others if keys else ()))
@@ -91,7 +91,7 @@ def _outcome(monitor: zmq.Socket[bytes], num_keys: int) -> bool | None:
     for _ in range(num_keys):
         if not monitor.poll(int(max(0.0, deadline - time.monotonic()) * 1000)):
             return None
-        if not is_refusal(recv_monitor_message(monitor)):
+        if recv_monitor_message(monitor)["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED:
             return True
     return False
 

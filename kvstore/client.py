@@ -10,7 +10,9 @@ import logging
 import math
 import os
 import threading
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import zmq
@@ -22,8 +24,9 @@ from core.errors import ConfigError, KVFerryError, ProtocolError, VersionMismatc
 from core.ids import IdSource, new_hex_id
 from core.log import event
 from core.rate_limit import LimitedLog
+from core.wire.connections import ANNOUNCED_WITHIN_S, HANDSHAKE_FAILED_EVENTS, GivenUp, is_refusal
 from core.wire.curve import ClusterKeys
-from core.wire.key_rotation import HANDSHAKE_FAILED_EVENTS, connect_with_each_key, is_refusal
+from core.wire.key_rotation import connect_with_each_key
 from core.wire.sockets import SocketOptions, dealer_socket
 from kvstore.arena import ArenaView, map_arena
 from kvstore.client_actions import ClientAction, ClientOptions, CopyIn, MapArena, SendToStore
@@ -51,15 +54,14 @@ class StoreClient(StoreClientBase):
         self._last_arena: ArenaView | None = None  # until the link is lost, so that it is mapped once
         self._limited_log = LimitedLog(_log, clock.now)
         self._last_refusal = ""  # logged once
-        self._was_refused = False  # whether the last event of the monitor was a failed handshake
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
-        self._socket = dealer_socket(self._context, limits)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | HANDSHAKE_FAILED_EVENTS)
+        self._limits = SocketOptions(max_message_bytes=MAX_BLOCK_BYTES, high_water_mark=MAX_QUEUED_MESSAGES, keys=keys)
+        self._given_up = GivenUp()
+        self._was_refused = False  # whether the last end of a connection was a failed handshake
         try:
-            connect_with_each_key(self._socket, address, keys)
+            self._socket, self._monitor = self._connect()
         except zmq.ZMQError as error:
-            self._close_sockets()
+            self._context.destroy(linger=0)
             raise ConfigError(f"kvstore.address = {address!r} is unusable: {error}", param="kvstore.address") from None
         self._thread = threading.Thread(target=self._run, name="kvstore-client", daemon=True)
         self._thread.start()
@@ -82,20 +84,40 @@ class StoreClient(StoreClientBase):
             self._progress.notify_all()
             self._follow_all()
             self._wakeup.close()
-        self._close_sockets()
+        self._close_connection()
+        self._context.term()
 
     def _carry_out(self) -> None:
         self._wakeup.set()
 
+    def _connect(self) -> tuple[zmq.Socket[bytes], zmq.Socket[bytes]]:
+        """Return a socket that connects to the store, and its monitor. Raises: zmq.ZMQError."""
+        socket = dealer_socket(self._context, self._limits)
+        monitor = socket.get_monitor_socket(HANDSHAKE_FAILED_EVENTS | GivenUp.EVENTS)
+        connect_with_each_key(socket, self._address, self._limits.keys)
+        return socket, monitor
+
+    def _connect_again(self) -> None:
+        """Replace a socket that connects no more, as after a damaged frame. Without a file descriptor it is tried again."""
+        try:
+            socket, monitor = self._connect()
+        except zmq.ZMQError as error:
+            self._limited_log.warning("kvstore_not_reconnected", address=self._address, error=error)
+            return
+        self._close_connection()
+        self._socket, self._monitor, self._given_up, self._was_refused = socket, monitor, GivenUp(), False
+
     def _run(self) -> None:
-        poller = zmq.Poller()
-        for pollable in (self._wakeup.fd, self._monitor):
-            poller.register(pollable, zmq.POLLIN)
         while not self._is_closing:
+            poller = zmq.Poller()
+            for pollable in (self._wakeup.fd, self._monitor):
+                poller.register(pollable, zmq.POLLIN)
             wants_out = zmq.POLLOUT if self._machine.waits_for_link else 0
             poller.register(self._socket, zmq.POLLIN | wants_out)
             with self._lock:
                 timeout_s = max(0.0, self._machine.next_timer() - self._clock.now())
+            if self._given_up.is_possible:
+                timeout_s = min(timeout_s, ANNOUNCED_WITHIN_S)
             ready = dict(poller.poll(math.ceil(1000 * timeout_s)))
             self._wakeup.clear()
             try:
@@ -107,7 +129,10 @@ class StoreClient(StoreClientBase):
     def _turn(self, ready: dict[object, int]) -> None:
         now = self._clock.now()
         if self._monitor in ready:
-            self._take_link_event(is_refusal(recv_monitor_message(self._monitor)))
+            self._take_link_event(recv_monitor_message(self._monitor))
+        if self._given_up.look(now):
+            self._connect_again()
+            return
         if ready.get(self._socket, 0) & zmq.POLLOUT:
             with self._lock:
                 self._machine.on_link_up(now)
@@ -120,11 +145,14 @@ class StoreClient(StoreClientBase):
             self._progress.notify_all()
         self._follow_all()
 
-    def _take_link_event(self, is_refused: bool) -> None:
+    def _take_link_event(self, found: Mapping[str, Any]) -> None:
         """Handle the end of a link. An end that directly follows a failed handshake is that of a link that never existed."""
-        if not is_refused and not self._was_refused:
+        self._given_up.note(int(found["event"]))
+        is_refused = is_refusal(found)
+        if found["event"] == zmq.EVENT_DISCONNECTED and not self._was_refused:
             self._lose_link()
-        self._was_refused = is_refused
+        if found["event"] == zmq.EVENT_DISCONNECTED or is_refused:
+            self._was_refused = is_refused
 
     def _receive(self) -> bool:
         try:
@@ -214,12 +242,11 @@ class StoreClient(StoreClientBase):
             self._machine.on_link_lost(self._clock.now())
             self._progress.notify_all()
 
-    def _close_sockets(self) -> None:
+    def _close_connection(self) -> None:
         """Events stop first: ZeroMQ's thread blocks on an event without a reader."""
-        self._socket.disable_monitor()
+        self._socket.monitor(None, 0)
         self._monitor.close(linger=0)
         self._socket.close(linger=200)  # for the goodbye
-        self._context.term()
 
 
 def connect_store(

@@ -23,7 +23,8 @@ from connectors.lmcache.wire import MAX_MESSAGE_BYTES, RequestType, decode_reply
 from core.errors import ConnectorUnavailable, PeerUnreachable, ProtocolError, TransferTimeout
 from core.log import event
 from core.rate_limit import LimitedLog
-from core.wire.sockets import LOST_EVENTS, AsyncContext, AsyncSocket, SocketOptions, dealer_socket
+from core.wire.connections import LOST_EVENTS
+from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, dealer_socket
 
 _MAX_ANSWER_BYTES = 1 << 20
 _MAX_ABANDONED = 4096  # requests whose replies are still expected though nobody waits for them any more

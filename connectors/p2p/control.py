@@ -25,11 +25,11 @@ from core.errors import ConnectorUnavailable, KVFerryError, ProtocolError, Versi
 from core.log import event
 from core.rate_limit import LimitedLog
 from core.wire.codec import MAX_CONTROL_FRAME_BYTES, decode_control_frame, encode_control_message
+from core.wire.connections import LOST_EVENTS, is_refusal
 from core.wire.curve import ClusterKeys
-from core.wire.key_rotation import is_refusal, next_keys
+from core.wire.key_rotation import next_keys
 from core.wire.kv import ControlError, ControlMessage, refusal_of
 from core.wire.sockets import (
-    LOST_EVENTS,
     AsyncContext,
     AsyncSocket,
     SocketOptions,

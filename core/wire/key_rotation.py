@@ -8,10 +8,7 @@ a single key, the usual case, nothing here adds a byte. The procedure: docs/depl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
-
-import zmq
+from typing import TYPE_CHECKING
 
 from core.errors import ConfigError
 from core.wire.curve import ClusterKeys, derive_keys, use_client_keys
@@ -19,10 +16,6 @@ from core.wire.sockets import AnySocket
 
 if TYPE_CHECKING:
     from core.config_router import SecuritySection
-
-HANDSHAKE_FAILED_EVENTS = (
-    zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
 
 
 def keys_of(security: SecuritySection) -> ClusterKeys | None:
@@ -64,8 +57,3 @@ def connect_with_each_key(dealer: AnySocket, address: str, keys: ClusterKeys | N
         zeros += "0"
         use_client_keys(dealer, keys)
         dealer.connect(f"{host}:{zeros}{port}")
-
-
-def is_refusal(monitor_event: Mapping[str, Any]) -> bool:
-    """Return True if a monitor's message reports a failed handshake."""
-    return bool(int(monitor_event["event"]) & HANDSHAKE_FAILED_EVENTS)

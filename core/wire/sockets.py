@@ -25,16 +25,6 @@ AsyncSocket = zmq.asyncio.Socket
 AsyncContext = zmq.asyncio.Context
 AnySocket = TypeVar("AnySocket", bound="zmq.Socket[Any]")
 
-# Events of a socket's monitor: the connection has ended, or none was made.
-LOST_EVENTS = (
-    zmq.EVENT_DISCONNECTED
-    | zmq.EVENT_CLOSED
-    | zmq.EVENT_CONNECT_RETRIED
-    | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-    | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL
-    | zmq.EVENT_HANDSHAKE_FAILED_AUTH
-)
-
 # How long a socket that sends messages of several frames may take to close. With 0, libzmq aborts the process if a
 # connection breaks in the midst of such a message while the socket closes (errno_assert in session_base_t::clean_pipes).
 CLOSE_LINGER_MS = 200

@@ -8,6 +8,7 @@ raises costs its frame; a task that ends costs the worker, because a worker that
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
@@ -70,6 +71,7 @@ class RouterSockets:
         self._readers: dict[str, asyncio.Task[None]] = {}
         self._resolver: asyncio.Task[None] | None = None
         self._unresolved: set[str] = set()
+        self._has_broken = asyncio.Event()
 
     def start(self) -> None:
         """Start to connect."""
@@ -84,9 +86,9 @@ class RouterSockets:
         return not (isinstance(result, asyncio.Future) and result.done() and result.exception() is not None)
 
     def note_events(self) -> None:
-        """Read what ZeroMQ tells of the links; call it now and then."""
-        for monitor in self._monitors.values():
-            monitor.note_events()
+        """Read what ZeroMQ tells of the links, and have those made anew that have broken for good; call it now and then."""
+        if [link for link, monitor in self._monitors.items() if monitor.has_broken()]:  # asks each
+            self._has_broken.set()
 
     def why_unusable(self) -> dict[str, str]:
         """Return why names and links lead to no router, as far as is known; of a link that is connected the reason is empty."""
@@ -130,7 +132,10 @@ class RouterSockets:
             if not self._unresolved:  # a name service that is down proves nothing about the routers
                 for link in sorted(self._sockets.keys() - found):
                     await self._disconnect(link)
-            await asyncio.sleep(min(RESOLVE_RETRY_S, self._interval_s) if self._unresolved else self._interval_s)
+            self._has_broken.clear()
+            with contextlib.suppress(TimeoutError):
+                interval_s = min(RESOLVE_RETRY_S, self._interval_s) if self._unresolved else self._interval_s
+                await asyncio.wait_for(self._has_broken.wait(), interval_s)
 
     async def _resolve_all(self) -> set[str]:
         found: set[str] = set()

@@ -21,6 +21,7 @@ from core.errors import Cancelled, KVFerryError, NoWorker, ProtocolError
 from core.log import event
 from core.tracing import TraceContext, Tracer
 from core.wire import codec
+from core.wire.connections import Handshakes
 from core.wire.curve import ClusterKeys
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate, RouterMessage
@@ -43,7 +44,6 @@ from router.planner.gauges import add_planner_gauges
 logger = logging.getLogger(__name__)
 
 _PROMPTS_PER_TURN = 8  # prompts of one HTTP request that are started without a pause
-_HANDSHAKE_FAILED = zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL | zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_AUTH
 RECONNECT_S = 0.25  # a worker that only lost its connection has reconnected by then
 
 
@@ -172,7 +172,7 @@ class WorkerGateway:
         except KVFerryError:
             self._close()
             raise
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | _HANDSHAKE_FAILED)
+        self._monitor = self._socket.get_monitor_socket(Handshakes.EVENTS)
         reader = FrameReader(self._socket, self._clock, self._on_parts)
         work = (reader.run(), self._tick(reader), self._watch_connections(self._monitor))
         self._death = asyncio.get_running_loop().create_future()
@@ -316,20 +316,26 @@ class WorkerGateway:
 
         ZeroMQ reports that a connection was lost, but not whose; sending to that worker then fails.
         """
+        handshakes = Handshakes()
         while True:
-            self._note_event(await monitor.recv_multipart())
+            is_end = self._note_event(await monitor.recv_multipart(), handshakes)
+            if not is_end:
+                continue
             await asyncio.sleep(RECONNECT_S)
             while await monitor.poll(0):
-                self._note_event(await monitor.recv_multipart())
+                self._note_event(await monitor.recv_multipart(), handshakes)
             self._guard(self.core.probe_connections)
 
-    def _note_event(self, parts: list[bytes]) -> None:
-        """Count and log a failed handshake: a worker with another cluster key never connects, and retries forever."""
+    def _note_event(self, parts: list[bytes], handshakes: Handshakes) -> bool:
+        """Note what happened to a connection; return True if it has ended.
+
+        One without a handshake is counted and logged: a worker with another cluster key never connects, and retries forever.
+        """
         found = parse_monitor_message(parts)
-        if not found["event"] & _HANDSHAKE_FAILED:
-            return
-        self._metrics.count_refused_handshake()
-        self._peer_log.handshake_refused()
+        if handshakes.note(found, self._clock.now()):
+            self._metrics.count_refused_handshake()
+            self._peer_log.handshake_refused()
+        return bool(found["event"] == zmq.EVENT_DISCONNECTED)
 
     def _on_parts(self, parts: list[bytes]) -> None:
         """Handle one message of a worker; no message may stop the router."""

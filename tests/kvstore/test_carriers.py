@@ -16,7 +16,9 @@ from core.clock import SystemClock
 from core.config_workers import KVStoreSection
 from core.errors import ConfigError, PeerUnreachable
 from core.ids import RandomIds
+from core.wire.connections import is_refusal
 from core.wire.curve import derive_keys, new_cluster_key
+from core.wire.sockets import split_tcp
 from core.wire.version import encode_refusal
 from kvstore.build import machine_options, make_tiers
 from kvstore.client import StoreClient, connect_store, own_process, process_start_ticks
@@ -36,6 +38,7 @@ from kvstore.server import StoreServer
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.in_memory import DictTier
 from kvstore.testing.store_suite import NUM_SLOTS, put, read
+from tests.support.tcp_proxy import TcpProxy
 
 DEADLINE_S = 30.0
 
@@ -87,7 +90,7 @@ def test_only_holders_of_the_key_get_in():
 @pytest.mark.parametrize("age", ["old", "new"])
 def test_store_may_hold_either_key_while_it_changes(age, monkeypatch):
     refusals, taken = [], StoreClient._take_link_event
-    monkeypatch.setattr(StoreClient, "_take_link_event", lambda self, it: refusals.append(it) or taken(self, it))
+    monkeypatch.setattr(StoreClient, "_take_link_event", lambda self, it: refusals.append(is_refusal(it)) or taken(self, it))
     keys = {name: derive_keys(new_cluster_key(RandomIds())) for name in ("old", "new")}
     ring = keys["old"].with_others([keys["new"]])
     block = make_block(1)
@@ -97,6 +100,24 @@ def test_store_may_hold_either_key_while_it_changes(age, monkeypatch):
         eventually(lambda: refusals.count(True) >= 3, "the other key was never tried")  # none of it is a lost link
         assert member.is_connected
         assert read(member, [block.key]) == [bytes(block.content)]
+
+
+def test_a_damaged_frame_costs_the_link_and_the_client_makes_another():
+    """libzmq connects no more after one."""
+    keys = derive_keys(new_cluster_key(RandomIds()))
+    block = make_block(1)
+    with (
+        serving(keys) as (_, address),
+        TcpProxy(split_tcp(address)) as proxy,
+        client_at("tcp://{}:{}".format(*proxy.address), keys) as client,
+    ):
+        assert client.wait_until_connected(DEADLINE_S)
+        first = client._socket
+        proxy.damage_answers()
+        eventually(lambda: client._socket is not first, "the client kept the dead socket")
+        assert client.wait_until_connected(DEADLINE_S)
+        assert put(client, [block]).stored == [True]
+        assert read(client, [block.key]) == [bytes(block.content)]
 
 
 @pytest.mark.slow

@@ -54,6 +54,7 @@ class TcpProxy:
         self._wake_read, self._wake_write = os.pipe()
         self._bytes_left = math.inf  # of answers, until it is silent
         self._requests_pass = False  # even so
+        self._damages: bool | None = None  # the next piece of answers (True) or requests (False)
         self._is_closed = False
         self._thread = threading.Thread(target=self._run, name=f"tcp-proxy {self.address[1]}", daemon=True)
         self._thread.start()
@@ -79,6 +80,14 @@ class TcpProxy:
     def heal(self) -> None:
         """Let everything pass again, first of all what was sent meanwhile."""
         self._call(lambda: self._set_bytes_left(math.inf))
+
+    def damage_answers(self) -> None:
+        """Flip a bit in the next piece that the target sends."""
+        self._call(lambda: setattr(self, "_damages", True))
+
+    def damage_requests(self) -> None:
+        """Flip a bit in the next piece that is sent to the target."""
+        self._call(lambda: setattr(self, "_damages", False))
 
     def reset(self) -> None:
         """Break all connections, on both sides at once; new ones are carried."""
@@ -176,6 +185,8 @@ class TcpProxy:
             if not way.pending and not way.has_ended and way.source.fileno() in ready:
                 way.pending = way.source.recv(_PIECE_BYTES)
                 way.has_ended = not way.pending
+                if way.pending and self._damages is way.is_answer:
+                    way.pending, self._damages = _with_a_flipped_bit(way.pending), None
                 if way.has_ended:
                     self._end(way)
             if way.pending:
@@ -213,6 +224,10 @@ class TcpProxy:
     def _forget(self, way: _Way) -> None:
         """Take out both directions of a connection."""
         self._ways = [found for found in self._ways if found.source not in (way.source, way.sink)]
+
+
+def _with_a_flipped_bit(piece: bytes) -> bytes:
+    return piece[:-1] + bytes([piece[-1] ^ 1])
 
 
 def _close_with_reset(end: socket.socket) -> None:

@@ -35,9 +35,9 @@ from connectors.p2p.transport.tcp_server import (
 from connectors.pool_access import PoolAccess
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
 from core.ids import IdSource
+from core.wire.connections import LOST_EVENTS, is_refusal
 from core.wire.curve import ClusterKeys, secure_client
-from core.wire.key_rotation import is_refusal, next_keys
-from core.wire.sockets import LOST_EVENTS
+from core.wire.key_rotation import next_keys
 
 CHUNK_BYTES = 4 << 20
 WINDOW_BYTES = 16 << 20  # requested and not received yet, per peer

@@ -11,9 +11,10 @@ import zmq
 from core.errors import ConfigError, PeerUnreachable
 from core.ids import RandomIds
 from core.wire.curve import derive_keys, new_cluster_key
-from core.wire.sockets import AsyncContext, SocketOptions, bind, router_socket
+from core.wire.sockets import AsyncContext, SocketOptions, bind, router_socket, split_tcp
 from core.worker.router_sockets import RouterSockets
 from tests.support.polling import until
+from tests.support.tcp_proxy import TcpProxy
 
 WAIT_S = 10.0
 
@@ -199,3 +200,26 @@ def can_bind(router, address):
     except ConfigError:
         return False
     return True
+
+
+async def test_a_link_that_a_damaged_frame_has_ended_is_made_anew_at_once():
+    """libzmq connects no more after one."""
+    context = AsyncContext()
+    keys = derive_keys(new_cluster_key(RandomIds()))
+    router = router_socket(context, SocketOptions(max_message_bytes=1000, keys=keys))
+    with TcpProxy(split_tcp(bind(router, "tcp://127.0.0.1:0"))) as proxy:
+        link = "tcp://{}:{}".format(*proxy.address)
+        links = Links()
+        sockets = RouterSockets(["name"], links, Names(link).resolve, interval_s=3600.0, keys=keys)
+        sockets.start()
+        await until(lambda: sockets.why_unusable().get(link) == "")
+        sockets.send(link, b"hello")
+        peer, _ = await router.recv_multipart()
+        proxy.damage_answers()
+        await router.send_multipart([peer, b"damaged on the way"])
+        await until(lambda: sockets.note_events() or links.events == [f"+{link}", f"-{link}", f"+{link}"])
+        await until(lambda: sockets.why_unusable()[link] == "")
+        sockets.send(link, b"here again")
+        assert (await router.recv_multipart())[1] == b"here again"
+        await sockets.close(0.0)
+    context.destroy(linger=0)

@@ -1,0 +1,138 @@
+"""What is concluded from the events of ZeroMQ's monitors; and a damaged frame ends a connection, not the process."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import zmq
+from zmq.utils.monitor import recv_monitor_message
+
+from core.ids import RandomIds
+from core.wire.connections import ANNOUNCED_WITHIN_S, LOST_EVENTS, GivenUp, Handshakes
+from core.wire.curve import derive_keys, new_cluster_key
+from core.wire.sockets import SocketOptions, bind, dealer_socket, router_socket, split_tcp
+from tests.support.polling import wait_until
+from tests.support.tcp_proxy import TcpProxy
+
+ROOT = Path(__file__).parents[3]
+KEYS, OTHER_KEYS = (derive_keys(new_cluster_key(RandomIds())) for _ in range(2))
+ACCEPTED, SUCCEEDED, DISCONNECTED = zmq.EVENT_ACCEPTED, zmq.EVENT_HANDSHAKE_SUCCEEDED, zmq.EVENT_DISCONNECTED
+
+
+def note_all(handshakes, events, now=0.0):
+    return [handshakes.note({"event": event, "value": descriptor}, now) for event, descriptor in events]
+
+
+@pytest.mark.parametrize(
+    ("events", "num_strangers"),
+    [
+        ([(ACCEPTED, 7), (DISCONNECTED, 7)], 1),
+        ([(ACCEPTED, 7), (SUCCEEDED, 0), (DISCONNECTED, 7)], 0),
+        ([(ACCEPTED, 7), (SUCCEEDED, 0), (ACCEPTED, 8), (DISCONNECTED, 8), (DISCONNECTED, 7)], 1),
+        ([(ACCEPTED, 7), (ACCEPTED, 8), (DISCONNECTED, 7), (SUCCEEDED, 0), (DISCONNECTED, 8)], 1),
+        ([(ACCEPTED, 7), (DISCONNECTED, 7), (ACCEPTED, 7), (SUCCEEDED, 0), (DISCONNECTED, 7)], 1),
+        ([(ACCEPTED, 7), (ACCEPTED, 8), (SUCCEEDED, 0), (DISCONNECTED, 7), (DISCONNECTED, 8)], 1),  # whichever it was
+        ([(DISCONNECTED, 7)], 0),  # accepted before anybody listened
+    ],
+)
+def test_connections_that_end_without_a_handshake_are_counted(events, num_strangers):
+    assert sum(note_all(Handshakes(), events)) == num_strangers
+
+
+def test_an_old_connection_is_no_stranger_while_a_new_one_has_no_handshake_yet():
+    handshakes = Handshakes()
+    note_all(handshakes, [(ACCEPTED, 7), (SUCCEEDED, 0)])
+    assert note_all(handshakes, [(ACCEPTED, 8), (DISCONNECTED, 7), (DISCONNECTED, 8)], now=61.0) == [False, False, True]
+
+
+def test_the_end_of_a_connection_that_no_further_try_follows_was_the_last():
+    given_up = GivenUp()
+    given_up.note(zmq.EVENT_DISCONNECTED)
+    assert not given_up.look(10.0)
+    assert not given_up.look(10.0 + ANNOUNCED_WITHIN_S / 2)
+    assert given_up.look(10.0 + ANNOUNCED_WITHIN_S)
+
+
+@pytest.mark.parametrize("end", [zmq.EVENT_DISCONNECTED, zmq.EVENT_CLOSED])
+def test_an_end_that_a_further_try_follows_was_not_the_last(end):
+    given_up = GivenUp()
+    given_up.note(end)
+    assert not given_up.look(10.0)
+    given_up.note(zmq.EVENT_CONNECT_RETRIED)
+    assert not given_up.look(20.0)
+    given_up.note(end)
+    assert not given_up.look(30.0)  # a new one, that has just been seen
+
+
+def test_one_connection_of_several_may_have_been_given_up():
+    given_up = GivenUp()
+    given_up.note(zmq.EVENT_DISCONNECTED)
+    for now in range(3):  # the others are refused again and again
+        given_up.note(zmq.EVENT_DISCONNECTED)
+        given_up.note(zmq.EVENT_CONNECT_RETRIED)
+        has_given_up = given_up.look(float(now))
+    assert has_given_up
+
+
+@pytest.fixture
+def context():
+    with zmq.Context() as context:
+        yield context
+        context.destroy(linger=0)
+
+
+@pytest.mark.parametrize("keys", [OTHER_KEYS, None], ids=["another key", "no key"])
+def test_a_stranger_is_noticed_by_a_real_server_and_a_member_is_none(context, keys):
+    server = router_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
+    monitor, handshakes, found = server.get_monitor_socket(Handshakes.EVENTS), Handshakes(), []
+    address = bind(server, "tcp://127.0.0.1:0")
+
+    def look():
+        while monitor.poll(0):
+            message = recv_monitor_message(monitor)
+            found.append((int(message["event"]), handshakes.note(message, 0.0)))
+        return found
+
+    member = dealer_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
+    member.connect(address)
+    wait_until(lambda: (SUCCEEDED, False) in look())
+    stranger = dealer_socket(context, SocketOptions(max_message_bytes=1000, keys=keys))
+    stranger.connect(address)
+    wait_until(lambda: (DISCONNECTED, True) in look())
+    stranger.close(linger=0)
+    member.close(linger=0)
+    wait_until(lambda: (DISCONNECTED, False) in look())
+    server.monitor(None, 0)
+    monitor.close(linger=0)
+
+
+def test_a_damaged_frame_ends_the_connection_at_once(context):
+    server = router_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
+    server_monitor = server.get_monitor_socket(Handshakes.EVENTS)
+    with TcpProxy(split_tcp(bind(server, "tcp://127.0.0.1:0"))) as proxy:
+        client = dealer_socket(context, SocketOptions(max_message_bytes=1000, keys=KEYS))
+        client_monitor = client.get_monitor_socket(LOST_EVENTS)
+        client.connect("tcp://{}:{}".format(*proxy.address))
+        client.send(b"first")
+        assert server.poll(10_000)
+        server.recv_multipart()
+        proxy.damage_requests()
+        client.send(b"second")
+        for monitor in (server_monitor, client_monitor):
+            wait_until(lambda monitor=monitor: recv_monitor_message(monitor)["event"] == DISCONNECTED)
+            monitor.close(linger=0)
+        assert not server.poll(0)
+        for closed in (client, server):
+            closed.monitor(None, 0)
+            closed.close(linger=0)
+
+
+def test_no_monitor_asks_for_the_event_by_which_libzmq_loses_its_errno():
+    asks = re.compile(r"zmq\.EVENT_HANDSHAKE_FAILED_PROTOCOL|zmq\.EVENT_ALL|get_monitor_socket\(\)")
+    listed = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    shipped = [name for name in listed if not name.startswith(("tests/", "benchmarks/"))]
+    assert len(shipped) > 300
+    assert [name for name in shipped if asks.search((ROOT / name).read_text())] == []
