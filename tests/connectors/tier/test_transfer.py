@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from connectors.pool_access import open_pool
+from connectors.pool_access import HostPoolAccess, open_pool
 from connectors.reports import ALL_BLOCKS, LoadEnded
 from connectors.tier import transfer as mover_module
 from connectors.tier.messages import SaveEnded, SaveItem, SavesAreSlow, TierConnectorMetadata, TierLoad
@@ -273,6 +273,37 @@ def test_a_tier_that_continues_withholding_costs_no_more_than_the_deadline(regio
     clock.advance(1)
     (ended,) = drive(mover)
     assert (ended.error.code, ended.invalid_block_ids) == ("deadline", ALL_BLOCKS)
+
+
+class LandingPool(HostPoolAccess):
+    """A pool that blocks reach as they reach one on a device: nobody has looked at the bytes on their way."""
+
+    has_digests = True
+
+    def write_from(self, block_id, memory):
+        self._row(block_id)[:] = memory
+        return True
+
+    def digests(self, block_ids):
+        return [BlockDigester(self._block_bytes).digest(self._row(block_id)) for block_id in block_ids]
+
+
+@pytest.mark.parametrize("max_pins", [1, 2, 10])
+def test_blocks_that_landed_before_the_tier_withheld_more_are_verified(region, store, max_pins):
+    clock = FakeClock()
+    pool = LandingPool(region.buffer, region.block_bytes)
+    mover = TierTransfer("tier", store, pool, region.seals, region.block_bytes, clock)
+    items = [sealed(region, block_id) for block_id in range(1, 5)]
+    save(mover, *items)
+    for item in items[::2]:
+        store.blocks[item.key][0][7] ^= 1
+    store.max_pins = max_pins
+    load(mover, items, range(20, 24))
+    ended = []
+    while not ended:
+        ended = drive(mover)
+        clock.advance(mover_module.RETRY_S)
+    assert [(report.error.code, report.invalid_block_ids) for report in ended] == [("digest", (20, 22))]
 
 
 def test_blocks_that_a_tier_withholds_without_an_end_are_missing_in_time(region, store):
