@@ -122,6 +122,7 @@ class PullDriver:
         *,
         is_converted: bool = False,
         layout: KVLayoutInfo | None = None,
+        is_leased: bool = True,
     ) -> list[Action]:
         rows = tuple(range(self._next_row, self._next_row + num_rows))
         self._next_row += num_rows
@@ -131,9 +132,10 @@ class PullDriver:
         units = row_units(remote, rows, expected)
         if is_converted:
             units = tuple(replace(unit, copies=(TokenCopy(*unit.remote_rows, 0, *unit.local_rows, 0, 32),)) for unit in units)
-        request = PullRequest(request_id, ref, units, 32 * num_rows, deadline, layout)
+        request = PullRequest(request_id, ref, units, 32 * num_rows, deadline, layout, is_leased=is_leased)
         self.requests[request_id] = request
-        self.held.add(transfer_id)
+        if is_leased:
+            self.held.add(transfer_id)
         return self.take(self.protocol.start(request, self.now))
 
     def expect(self, transfer_id: str = "t", incarnation: int = 1, address: str = ADDRESS) -> list[Action]:

@@ -239,6 +239,13 @@ async def test_frames_of_strangers_are_counted_on_either_socket(start):
     assert [owner.count(name) for name in names] == [1, 1, 0]
 
 
+async def test_events_of_other_threads_after_the_stop_are_ignored(start):
+    owner = await start("prefill")
+    await owner.connector.stop()
+    await asyncio.to_thread(owner.connector.driver.post, LeaseGrant("t", "r", 1))
+    assert owner.connector.driver.agent is None
+
+
 # ---- beginnings of prompts
 
 

@@ -56,6 +56,16 @@ def test_lease_may_be_confirmed_before_the_handshake(pull):
     assert pull.actions(PostRead)
 
 
+def test_blocks_without_a_lease_are_read_without_a_question(pull):
+    """As those of a prompt that is still computed: their seals alone tell whether they were kept."""
+    (first,) = pull.start(is_leased=False)
+    assert isinstance(first.message, Handshake)
+    pull.accept()
+    pull.end_reads()
+    assert pull.usable_rows("r") == {0, 1, 2}
+    assert pull.messages(LeaseRenew) == []
+
+
 def test_load_without_rows_succeeds_at_once(pull):
     pull.start(num_rows=0)
     pull.accept()

@@ -10,8 +10,9 @@ import pytest
 from connectors.p2p.actions import CancelRead, ClosePeer, OpenPeer, PeerFailed, PeerLost, PeerOpened, ReadEnded
 from connectors.p2p.transfer.executor import TransferExecutor
 from connectors.p2p.transport.interface import POOL_REGION, SEAL_REGION
+from connectors.testing.inproc_transport import InprocTransport
 from core.errors import KVFerryError, PeerUnreachable, ProtocolError, TransferError
-from core.kv.seals import SEAL_BYTES, ExpectedSeal, decode_seal
+from core.kv.seals import SEAL_BYTES, ExpectedSeal, decode_seal, each_by_itself
 from tests.connectors.p2p.transfer.conftest import LAYOUT, NUM_ROWS, PEER, ROW_BYTES
 
 
@@ -27,6 +28,22 @@ def test_read_brings_the_rows_and_is_reported_once(world):
     assert world.has_row(5, 9)
     assert not world.ours.rows[[1, 2, 3, 4]].any()
     assert world.poll() == []
+
+
+def test_the_most_impatient_transport_tells_how_long_to_wait(world):
+    other = InprocTransport(world.fabric)
+    executor = TransferExecutor(
+        {"inproc": world.transport, "other": other}, world.our_seals, each_by_itself(world.digest), world.report, world.now
+    )
+    waits = {world.transport: None, other: None}
+    for transport in waits:
+        transport.max_wait_s = partial(waits.get, transport)
+    assert executor.max_wait_s() is None
+    waits[other] = 5.0
+    assert executor.max_wait_s() == 5.0
+    waits[world.transport] = 0.5
+    assert executor.max_wait_s() == 0.5
+    other.close()
 
 
 def test_reads_are_told_apart(world):
