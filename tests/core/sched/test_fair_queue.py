@@ -143,6 +143,19 @@ def test_cached_tokens_are_not_charged_and_output_is():
     assert [queue.pop_request().tenant for _ in range(3)] == [1, 1, 1]
 
 
+def test_a_prompt_that_is_cached_costs_its_tenant_nothing(make_world):
+    world = make_world(max_num_seqs=1)
+    prompt = world.prompt(100)
+    world.add("a0", prompt, tenant=1)
+    world.run()
+    world.add("a1", prompt, tenant=1)
+    world.add("a2", prompt, tenant=1)
+    world.add("b1", 50, tenant=2)
+    world.add("b2", 50, tenant=2)
+    world.run()
+    assert list(world.ends) == ["a0", "a1", "b1", "a2", "b2"]
+
+
 def test_the_output_of_a_request_that_waits_again_is_charged():
     queue = fill(FairRequestQueue("fcfs"), *flood(1, 5), *flood(2, 5))
     queue.pop_request()

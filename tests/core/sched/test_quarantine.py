@@ -80,6 +80,18 @@ def test_failed_request_ends_at_once_and_leaves_only_the_quarantine(world, load,
     world.assert_clean()
 
 
+def test_engine_goes_on_stepping_until_the_quarantine_has_ended(world, load, load_error):
+    load("a", 70, 64, kv_load_failure_policy="fail")
+    world.script.report.failed_recving["a"] = load_error
+    world.end_load_partly("a", late=[1, 3])
+    world.step()
+    world.step()  # tells the runner of the end
+    assert world.scheduler.has_requests()
+    world.end_quarantine()
+    world.step()
+    assert not world.scheduler.has_requests()
+
+
 def test_aborted_load_ends_at_once_and_leaves_only_the_quarantine(world, load):
     load("a", 70, 64)
     world.abort("a")

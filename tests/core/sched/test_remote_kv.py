@@ -192,6 +192,14 @@ def test_cost_of_a_load_without_its_request_is_forgotten(world, load):
     world.assert_clean()
 
 
+def test_cost_of_a_load_of_an_unknown_request_is_ignored(world):
+    world.add("a", 40)
+    world.script.report.transfer_usage["gone"] = USAGE
+    world.run()
+    assert world.scheduler.state.transfer_usage == {}
+    assert world.ends == {"a": "length"}
+
+
 def test_abort_while_loading_keeps_the_blocks_until_the_load_has_ended(world, load):
     load("a", 40, 32)
     assert world.abort("a") == ["a"]
