@@ -223,6 +223,12 @@ def test_engine_death_answers_every_request_and_ends_the_process(worker):
     assert worker.state.on_engine_death(ValueError("again")) == []
 
 
+def test_worker_whose_engine_has_died_does_not_leave_as_if_it_had_drained(worker):
+    worker.state.on_engine_death(ValueError("boom"))
+    assert not [action for action in worker.state.start_drain(1.0) if isinstance(action, Stop)]
+    assert not [action for action in worker.state.on_outputs([], 2.0) if isinstance(action, Stop)]
+
+
 # ---- leaving ---------------------------------------------------------------------------------------------------------
 
 
