@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from core.wire.messages import TransferUsage, Usage
+from core.errors import TransferTimeout
+from core.wire.messages import ErrorInfo, TransferUsage, Usage
 
 
 def serve(bench, request_id: str, reason: str = "") -> tuple[str, str]:
@@ -26,6 +27,20 @@ def test_a_pair_that_cannot_handoff_is_avoided_for_a_while(make_bench, reason):
     assert [serve(bench, f"s{number}")[1] for number in range(4)] == ["d1"] * 4
     bench.tick(120.0)
     assert {serve(bench, f"t{number}")[1] for number in range(4)} == {"d0", "d1"}
+
+
+def test_a_pair_whose_handoffs_end_requests_is_avoided_as_well(make_bench):
+    """Under the load failure policy "fail"."""
+    bench = make_bench("p0", "d0", "d1", max_requests=9)
+    for number in range(4):
+        if number % 2:
+            serve(bench, f"r{number}")
+            continue
+        bench.submit(f"r{number}")
+        bench.prefill_done(f"r{number}")
+        bench.fails("d0", ErrorInfo.of(TransferTimeout("late")), f"r{number}")
+        assert bench.error(f"r{number}").code == TransferTimeout.code
+    assert [serve(bench, f"s{number}")[1] for number in range(4)] == ["d1"] * 4
 
 
 def test_the_only_pair_is_used_however_often_it_fails(make_bench):

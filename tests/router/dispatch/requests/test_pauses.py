@@ -155,6 +155,19 @@ def test_a_router_that_is_always_late_leaves_a_stalled_worker(make_bench, gap_s)
     assert stalled == ["d0"]
 
 
+def test_a_router_that_is_late_every_other_time_leaves_a_stalled_worker(make_bench):
+    bench = make_bench("p0", "d0")
+    stalled_ms = 0.0
+    for number in range(100):
+        gap_s = 0.5 if number % 2 else 2.0
+        stalled_ms += 1e3 * gap_s
+        freeze(bench, gap_s)
+        bench.heartbeat("p0")
+        bench.heartbeat("d0", stalled_ms=stalled_ms)
+        bench.do(bench.core.on_timer(bench.now))
+    assert [member.key.engine_id for member in bench.core.membership.members if member.is_closed] == ["d0"]
+
+
 def test_a_router_that_pauses_now_and_then_is_settled_between(make_bench):
     pauses = make_bench("p0", "d0").core.membership.pauses
     now = 0.0

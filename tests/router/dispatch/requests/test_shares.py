@@ -98,6 +98,15 @@ def test_an_equal_share_is_not_exceeded_by_waiting(full):
         submit(full, "c4", CALM)
 
 
+def test_keys_whose_requests_have_ended_take_no_share(full):
+    for tenant in range(10, 14):
+        submit(full, f"k{tenant}", tenant)
+        finish(full, f"k{tenant}")
+    for number in range(4):
+        submit(full, f"c{number}", CALM)
+    assert full.core.dispatcher.num_waiting == 4
+
+
 def test_keys_with_fewer_open_requests_get_room_first(full):
     for name, tenant in (("c0", CALM), ("c1", CALM), ("t0", THIRD)):
         submit(full, name, tenant)
