@@ -72,6 +72,22 @@ def check_p2p(workers: Workers) -> None:
             raise ConfigError(f"{path} is empty: name at least one of {', '.join(P2P_TRANSPORTS)}", param=path)
 
 
+def check_prefix_caching(workers: Workers) -> None:
+    """Refuse workers that would load beginnings of prompts from each other, where none of them keeps any.
+
+    Raises:
+        ConfigError: that is so.
+    """
+    computing = [config for role, config in workers.values() if role != "encode"]
+    shares = any(config.connector.peer_prefixes for config in computing)
+    if shares and not any(config.cache.enable_prefix_caching for config in computing):
+        raise ConfigError(
+            "connector.peer_prefixes = true with cache.enable_prefix_caching = false: no worker keeps what others would load; "
+            "leave one of them out",
+            param="connector.peer_prefixes",
+        )
+
+
 def check_names(config: KVFerryConfig) -> None:
     """Look for the entry points of the named connectors. Nothing is imported.
 

@@ -26,7 +26,7 @@ from core.wire.key_rotation import keys_of
 from core.wire.sockets import is_loopback, split_tcp
 from kvferry import preflight, vllm_preflight
 from kvferry.cluster_plan import is_for_serve, workers_here
-from kvferry.connector_preflight import check_factories, check_names, check_p2p, check_redis
+from kvferry.connector_preflight import check_factories, check_names, check_p2p, check_prefix_caching, check_redis
 from kvferry.doctor_peers import check_lmcache_server, check_peers, check_redis_server, check_tracing, is_router_at_port
 from kvferry.doctor_transports import check_transports
 from kvferry.finding import Finding, Verdict
@@ -131,6 +131,7 @@ def check_connector(config: KVFerryConfig) -> Iterator[Finding]:
         check_names(config)
         if is_for_serve(config):
             check_p2p(workers_here(config))  # a single worker may be one that needs no transport
+            check_prefix_caching(workers_here(config))  # nor does it know what the others keep
         check_factories(config)
         check_redis(config)
     except ConfigError as error:

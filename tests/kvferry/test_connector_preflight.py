@@ -13,9 +13,11 @@ from core.config import load_config
 from core.errors import ConfigError
 from kvferry import LocalCluster, connector_preflight
 from kvferry.connector_preflight import check_factories, check_p2p
+from kvferry.doctor_checks import check_connector
 from kvferry.local import ProcessOptions
 from kvferry.preflight import check_process
 from kvferry.processes import ProcessKeeper
+from tests.kvferry.findings import verdicts
 
 MODULE = """
 import atexit
@@ -148,3 +150,30 @@ def test_a_worker_without_a_transport_does_not_start():
     with pytest.raises(ConfigError, match=r"connector\.transports is empty"):
         check_process("prefill", config)
     check_process("aggregated", config)
+
+
+def test_prefixes_of_peers_are_refused_where_no_worker_keeps_any(monkeypatch):
+    started = []
+    monkeypatch.setattr(ProcessKeeper, "start", lambda _keeper, spec: started.append(spec.name))
+    settings = ["connector.peer_prefixes=true", "cache.enable_prefix_caching=false"]
+    said = r"^connector\.peer_prefixes = true with cache\.enable_prefix_caching = false: .* leave one of them out"
+    with pytest.raises(ConfigError, match=said) as refused:
+        LocalCluster(load_config(assignments=[*settings, "router.port=0"])).start()
+    assert started == []
+    found = verdicts(check_connector, *settings)["connector"]
+    assert (found.verdict, found.text) == ("failure", refused.value.message)
+    assert verdicts(check_connector, *settings, "worker.engine_id=p0")["connector"].verdict == "ok", "others may keep some"
+
+
+@pytest.mark.parametrize(
+    ("tier", "said"),
+    [
+        ("connector={name: multi, connectors: [p2p, store]}", r"connector\.connectors with store"),
+        ("connector.name=offload", r"connector\.name with offload"),
+    ],
+)
+def test_a_tier_without_the_prefix_cache_that_it_prolongs_is_refused(tier, said):
+    said = rf"^{said} and cache\.enable_prefix_caching = false: .*; leave cache\.enable_prefix_caching out"
+    with pytest.raises(ConfigError, match=said) as refused:
+        load_config(assignments=["cache.enable_prefix_caching=false", tier])
+    assert refused.value.param == "cache.enable_prefix_caching"
