@@ -1,7 +1,7 @@
 """Checks of connectors before a start: that they exist, can be imported, and that their libraries are installed.
 
-Owns the process in which a connector of others is imported: it may load torch, which a supervisor must not, and the process has
-the import path of a worker. Each check raises a ConfigError that names setting, value and fix.
+Owns the process in which a connector of others, or NIXL, is imported: it may load torch, which a supervisor must not, and the
+process has the import path of a worker. Each check raises a ConfigError that names setting, value and fix.
 """
 
 from __future__ import annotations
@@ -24,23 +24,24 @@ from kvferry.reserved_memory import Workers, uses_kvstore
 
 _IMPORT_TIMEOUT_S = 120.0  # on a machine that reads torch from a cold disk
 _OUR_DISTRIBUTION = "kvferry"
-_LOAD = """
+_IMPORT = """
 import json, os, sys
-from connectors.registry import load_factory
 from core.errors import ConfigError
 from kvferry.child import die_with_parent
-answer_fd, parent_pid, group, name, setting = sys.argv[1:]
+answer_fd, parent_pid, its_import, statements, *arguments = sys.argv[1:]
 die_with_parent(int(parent_pid))
 reason = ""
 try:
-    load_factory(group, name, setting)
+    exec(statements)
 except ConfigError as error:
     reason = error.message
 except Exception as error:
-    reason = f"{setting} = {name!r}: its import fails: {type(error).__name__}: {' '.join(str(error).split())}"
+    reason = f"{its_import} fails: {type(error).__name__}: {' '.join(str(error).split())}"
 os.write(int(answer_fd), json.dumps(reason).encode())
 os._exit(0)  # before anything of theirs prints at the exit
 """
+_LOAD_FACTORY = "from connectors.registry import load_factory; load_factory(*arguments)"
+_LOAD_NIXL = "from connectors.p2p.transport.nixl import import_library; import_library()"
 
 
 def check_connectors(config: KVFerryConfig) -> None:
@@ -110,9 +111,26 @@ def check_factories(config: KVFerryConfig, environment: Mapping[str, str] = os.e
             found = find_entry_point(group, name, setting).dist
             if found is not None and found.name == _OUR_DISTRIBUTION:
                 continue
-        reason = _why_not_loadable(group, name, setting, environment)
+        reason = _why_not_loadable(f"{setting} = {name!r}: its import", environment, _LOAD_FACTORY, group, name, setting)
         if reason:
             raise ConfigError(reason, param=setting)
+
+
+def check_nixl(config: KVFerryConfig, environment: Mapping[str, str] = os.environ) -> None:
+    """Import NIXL where a worker would have no other transport, in a process that has this environment.
+
+    Raises:
+        ConfigError: it cannot be imported.
+    """
+    for path, names in used_transports(config).items():
+        reason = why_no_nixl(environment) if set(names) == {"nixl"} else ""
+        if reason:
+            raise ConfigError(f"{path} = nixl: {reason}; {INSTALL_HINT}, or use shm, tcp", param=path)
+
+
+def why_no_nixl(environment: Mapping[str, str] = os.environ) -> str:
+    """Return why a worker with this environment could not import NIXL, which is installed; "" if it could."""
+    return _why_not_loadable("the library's import", environment, _LOAD_NIXL)
 
 
 def used_transports(config: KVFerryConfig) -> dict[str, tuple[str, ...]]:
@@ -166,15 +184,14 @@ def _named(config: KVFerryConfig) -> Iterator[tuple[str, str, str]]:
         yield EC_CONNECTORS, config.ec_connector.name, "ec_connector.name"
 
 
-def _why_not_loadable(group: str, name: str, setting: str, environment: Mapping[str, str]) -> str:
-    """Return why a worker could not import a connector; "" if it could. What its import starts is ended.
+def _why_not_loadable(its_import: str, environment: Mapping[str, str], statements: str, *arguments: str) -> str:
+    """Return why a worker could not import something; "" if it could. What the import starts is ended.
 
     Answer and errors are files: a pipe would stay open as long as a process that the import starts.
     """
-    its_import = f"{setting} = {name!r}: its import"
     with tempfile.TemporaryFile() as answer, tempfile.TemporaryFile() as errors:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _LOAD, str(answer.fileno()), str(os.getpid()), group, name, setting],
+            [sys.executable, "-P", "-c", _IMPORT, str(answer.fileno()), str(os.getpid()), its_import, statements, *arguments],
             env=dict(environment),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,

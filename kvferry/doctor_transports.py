@@ -13,11 +13,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from connectors.p2p.transport.nixl import installed_module
+from connectors.p2p.transport.nixl import INSTALL_HINT, installed_module
 from connectors.p2p.transport.shm import ShmTransport
 from core.config import KVFerryConfig
 from core.ids import RandomIds
-from kvferry.connector_preflight import used_transports
+from kvferry.connector_preflight import used_transports, why_no_nixl
 from kvferry.finding import Finding
 
 
@@ -57,7 +57,10 @@ def _check_nixl() -> Iterator[Finding]:
     if installed_module() is None:
         yield Finding("transport nixl", "failure", "the library is not installed", "pip install 'kvferry[nixl]'")
         return
-    yield Finding("transport nixl", "ok", "the library is installed")
+    failure = why_no_nixl()
+    yield Finding("transport nixl", "failure" if failure else "ok", failure or "the library can be loaded", INSTALL_HINT)
+    if failure:
+        return
     reason = why_memory_of_others_cannot_be_read()
     fix = "allow ptrace between processes of one user (kernel.yama.ptrace_scope=0), or UCX goes by a slower way on one host"
     yield Finding("transport nixl", "warning" if reason else "ok", reason or "cross-memory attach is permitted", fix)

@@ -27,7 +27,7 @@ from core.model.vision_arch import parse_vision_arch
 from core.wire.key_rotation import keys_of
 from core.wire.messages import Role
 from core.wire.sockets import split_tcp
-from kvferry.connector_preflight import check_connectors, check_factories, check_p2p, check_prefix_caching
+from kvferry.connector_preflight import check_connectors, check_factories, check_nixl, check_p2p, check_prefix_caching
 from kvferry.listening import BindFailure, why_not_free
 from kvferry.machine import format_bytes, memory_limit_bytes, share_an_address, why_no_cuda, why_not_writable
 from kvferry.progress import shown_progress
@@ -74,6 +74,7 @@ def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[
     check_p2p(workers)
     check_prefix_caching(workers)
     check_factories(config, environment)
+    check_nixl(config, environment)
     check_ports(config, workers)
     check_folders(config, workers)
     check_device(config)

@@ -9,10 +9,11 @@ from contextlib import nullcontext
 import psutil
 import pytest
 
+from connectors.p2p.transport.nixl import MODULES
 from core.config import load_config
 from core.errors import ConfigError
-from kvferry import LocalCluster, connector_preflight
-from kvferry.connector_preflight import check_factories, check_p2p
+from kvferry import LocalCluster, connector_preflight, doctor_transports
+from kvferry.connector_preflight import check_factories, check_nixl, check_p2p
 from kvferry.doctor_checks import check_connector
 from kvferry.local import ProcessOptions
 from kvferry.preflight import check_process
@@ -124,6 +125,44 @@ def test_cluster_with_a_connector_that_cannot_be_imported_starts_nothing(name, e
     with pytest.raises(ConfigError, match=rf"^connector\.name = '{name}': "):
         LocalCluster(config, options=ProcessOptions(environment={"PYTHONPATH": environment["PYTHONPATH"]})).start()
     assert started == []
+
+
+@pytest.fixture
+def broken_nixl(tmp_path):
+    """An import path on which NIXL is installed and cannot be loaded."""
+    for name in MODULES:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise ImportError('libcudart.so: not found')")
+    return os.pathsep.join(filter(None, [str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+
+
+def test_cluster_of_nixl_alone_that_cannot_be_loaded_starts_nothing(broken_nixl, monkeypatch):
+    monkeypatch.setattr(connector_preflight, "installed_module", lambda: MODULES[0])
+    started = []
+    monkeypatch.setattr(ProcessKeeper, "start", lambda _keeper, spec: started.append(spec.name))
+    config = load_config(assignments=["connector.transports=nixl", "router.port=0"])
+    said = r"^connector\.transports = nixl: the library's import fails: ImportError: libcudart\.so: not found; pip install .*"
+    with pytest.raises(ConfigError, match=said):
+        LocalCluster(config, options=ProcessOptions(environment={"PYTHONPATH": broken_nixl})).start()
+    assert started == []
+
+
+@pytest.mark.parametrize(("transports", "verdict"), [("nixl", "failure"), ("nixl,tcp", "warning")])
+def test_nixl_that_cannot_be_loaded_is_found(transports, verdict, broken_nixl, monkeypatch):
+    monkeypatch.setattr(doctor_transports, "installed_module", lambda: MODULES[0])
+    monkeypatch.setenv("PYTHONPATH", broken_nixl)
+    found = verdicts(doctor_transports.check_transports, f"connector.transports={transports}")["transport nixl"]
+    assert (found.verdict, found.text) == (verdict, "the library's import fails: ImportError: libcudart.so: not found")
+    assert found.fix.startswith("pip install")
+
+
+def test_nixl_that_can_be_loaded_is_in_order(tmp_path):
+    for name in MODULES:
+        (tmp_path / name).mkdir()
+        for part in ("__init__", "_api", "_bindings"):
+            (tmp_path / name / f"{part}.py").touch()
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    check_nixl(load_config(assignments=["connector.transports=nixl"]), environment)
 
 
 @pytest.mark.parametrize(

@@ -245,9 +245,7 @@ class NixlTransport(Transport):
     def _load_library(self) -> None:
         set_default_environment("NIXL_LOG_LEVEL", "WARN")
         try:
-            module = installed_module() or MODULES[-1]
-            self._api = importlib.import_module(f"{module}._api")
-            bindings = importlib.import_module(f"{module}._bindings")
+            self._api, bindings = import_library()
         except ImportError as error:
             raise ConnectorUnavailable(f"NIXL cannot be loaded ({error}): {INSTALL_HINT}") from None
         names = [name for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")]
@@ -365,6 +363,16 @@ def _is_local(address: str) -> bool:
 def installed_module() -> str | None:
     """Return the name of the library's module, None if it is not installed. Loads nothing."""
     return next((name for name in MODULES if importlib.util.find_spec(name) is not None), None)
+
+
+def import_library() -> tuple[Any, Any]:
+    """Import the library; return its Python classes and its native module.
+
+    Raises:
+        ImportError: it is not installed, or lacks a library that it is linked against.
+    """
+    module = installed_module() or MODULES[-1]
+    return importlib.import_module(f"{module}._api"), importlib.import_module(f"{module}._bindings")
 
 
 @contextlib.contextmanager
