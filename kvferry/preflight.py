@@ -355,8 +355,21 @@ def check_attention(config: KVFerryConfig) -> None:
 
 
 def check_memory(config: KVFerryConfig, workers: Workers) -> None:
-    """Compare the memory that all processes reserve with this machine's."""
-    _check_fits(reservations(config, workers), "all processes together reserve")
+    """Compare the memory that all processes reserve with this machine's, and the huge pages that they cannot do without.
+
+    Raises:
+        ConfigError: they reserve more; names the setting of the largest part, or the one of the huge pages.
+    """
+    reserved = reservations(config, workers)
+    for each in reserved:
+        if each.huge_pages == "always" and each.lacks:
+            setting = f"{each.section}.huge_pages"
+            raise ConfigError(
+                f"{setting} = always: {each.lacks}; reserve them (vm.nr_hugepages, in Kubernetes also the limit hugepages-2Mi) "
+                "or set it to auto",
+                param=setting,
+            )
+    _check_fits(reserved, "all processes together reserve")
 
 
 def check_own_memory(role: Role | Literal["kvstore"], config: KVFerryConfig) -> None:

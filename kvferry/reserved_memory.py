@@ -1,7 +1,8 @@
 """The memory that the processes of this machine reserve beside their models: KV pools, offloaded blocks, stores.
 
-Owns which settings count, for which processes, and which of them get huge pages: these lie outside of other memory. Pools
-come first, then offloaded blocks, then stores, as long as there are enough pages.
+Owns which settings count, for which processes, and which of them get huge pages: these lie outside of other memory. The store
+that ``serve`` starts comes first, as it does there, then pools, offloaded blocks, and stores inside workers, as long as there
+are enough pages.
 """
 
 from __future__ import annotations
@@ -70,6 +71,8 @@ def _with_huge_pages(wishes: Iterable[Reservation]) -> list[Reservation]:
 
 def _wishes(config: KVFerryConfig, workers: Workers) -> Iterator[Reservation]:
     """Yield the reservations of the sections in use. A pool of ``cache.num_blocks`` has a size that depends on the model."""
+    if config.local.kvstore:
+        yield _store_wish(config, 1)
     with_pool = [section for role, section in workers.values() if role != "encode"]
     pools = [section.cache for section in with_pool if not section.cache.num_blocks]
     if pools and not computes_on_gpu(config):
@@ -83,7 +86,7 @@ def _wishes(config: KVFerryConfig, workers: Workers) -> Iterator[Reservation]:
         num_bytes = offload.memory_bytes * len(with_pool)
         yield Reservation("connector.offload", "connector.offload.memory_bytes", num_bytes, offload.huge_pages)
     num_stores = num_kvstores(config, workers)
-    if num_stores:
+    if num_stores and not config.local.kvstore:
         yield _store_wish(config, num_stores)
 
 

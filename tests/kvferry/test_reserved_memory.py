@@ -3,18 +3,22 @@
 import pytest
 
 from core.config import load_config
+from core.errors import ConfigError
 from core.memory_file import HugePageStock
-from kvferry import reserved_memory
+from kvferry import preflight, reserved_memory
 from kvferry.cluster_plan import workers_here
+from kvferry.preflight import check_memory
 from kvferry.reserved_memory import reserved_bytes
 
 GIB = 1 << 30
+OFFLOADED = ("connector.name=offload", "connector.offload.huge_pages=always")
 POOLS, OFFLOAD, STORE = "2 KV pools of 1 GiB", "connector.offload.memory_bytes", "kvstore.memory_bytes"
 
 
 @pytest.fixture(autouse=True)
 def processor_with_huge_pages(monkeypatch):
     monkeypatch.setattr(reserved_memory, "why_no_cuda", lambda: "none")
+    monkeypatch.setattr(preflight, "memory_limit_bytes", lambda: 64 * GIB)
     monkeypatch.setattr(reserved_memory, "huge_page_stock", lambda: HugePageStock(2 << 20, 2048, 1536))
 
 
@@ -49,3 +53,32 @@ def test_sections_take_their_huge_pages_from_one_stock():
     assert reserved(*offload, "cache.huge_pages=auto") == {OFFLOAD: 2 * GIB}
     smaller = ["cache.huge_pages=auto", "connector.offload.memory_bytes=512MiB"]
     assert reserved(*offload, *smaller) == {}
+
+
+def check(*assignments):
+    config = load_config(assignments=assignments)
+    check_memory(config, workers_here(config))
+
+
+@pytest.mark.parametrize(
+    ("assignments", "setting"),
+    [
+        (["cache.memory_bytes=2GiB", "cache.huge_pages=always"], "cache.huge_pages"),
+        ([*OFFLOADED, "connector.offload.memory_bytes=2GiB"], "connector.offload.huge_pages"),
+        (["local.kvstore=true", "kvstore.memory_bytes=4GiB", "kvstore.huge_pages=always"], "kvstore.huge_pages"),
+    ],
+)
+def test_huge_pages_that_a_cluster_cannot_do_without_are_missed_before_it_starts(assignments, setting):
+    said = rf"^{setting} = always: 2048 pages of 2048 kB are needed, 1536 of 2048 are free; reserve them .* or set it to auto$"
+    with pytest.raises(ConfigError, match=said) as refused:
+        check(*assignments)
+    assert refused.value.param == setting
+
+
+def test_huge_pages_are_given_in_the_order_in_which_the_processes_start():
+    store = ["local.kvstore=true", "kvstore.memory_bytes=2GiB", "kvstore.huge_pages=always"]
+    check("cache.memory_bytes=1GiB", "cache.huge_pages=auto", *store)
+    with pytest.raises(
+        ConfigError, match=r"^cache\.huge_pages = always: 1024 pages of 2048 kB are needed, 512 of 2048 are free"
+    ):
+        check("cache.memory_bytes=1GiB", "cache.huge_pages=always", *store)
