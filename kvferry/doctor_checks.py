@@ -34,6 +34,7 @@ from kvferry.listening import why_not_free
 from kvferry.machine import format_bytes, memory_limit_bytes, why_not_creatable
 from kvferry.models import is_cached
 from kvferry.reserved_memory import computes_on_gpu, reservations
+from kvferry.tier_preflight import check_own_store
 from router.http.tls import server_context
 
 MIN_FREE_DISK_BYTES = 2 << 30
@@ -141,8 +142,10 @@ def check_connector(config: KVFerryConfig) -> Iterator[Finding]:
 
 
 def check_disk(config: KVFerryConfig) -> Iterator[Finding]:
-    """Check that the store's folder could be written, without making it, and that no two stores share it."""
+    """Check that the store's folder could be written, without making it, that no two stores share it, and for its room."""
     try:
+        if config.local.kvstore:
+            check_own_store(config)
         preflight.check_folders(config, workers_here(config), why_not_creatable)
     except ConfigError as error:
         yield _refused("disk", error, config, "store")

@@ -18,7 +18,7 @@ from typing import Any, Literal
 from core.config import KVFerryConfig
 from core.config_router import RouterSection
 from core.config_workers import KVStoreSection
-from core.engine.kv_sizing import size_kv_cache
+from core.engine.kv_sizing import block_bytes_of, size_kv_cache
 from core.errors import ConfigError
 from core.model.arch import ModelArch, parse_arch
 from core.model.dtype_name import check_quantization, resolve_dtype_name
@@ -42,6 +42,7 @@ from kvferry.reserved_memory import (
 )
 from kvferry.roles import check_exposure
 from kvferry.router_plan import RouterPlan
+from kvferry.tier_preflight import check_own_store, check_tiers
 from router.http.client_table import networks_of
 from router.http.tls import server_context
 from router.images.hosts import HostRules
@@ -77,6 +78,8 @@ def check_cluster(config: KVFerryConfig, workers: Workers, environment: Mapping[
     check_nixl(config, environment)
     check_ports(config, workers)
     check_folders(config, workers)
+    if config.local.kvstore:
+        check_own_store(config)
     check_device(config)
     check_attention(config)
     check_memory(config, workers)
@@ -105,6 +108,7 @@ def check_process(role: Role | Literal["router", "kvstore", "agent"], config: KV
         return  # it needs the tokenizer alone: its workers may be engines that know other models
     if role == "kvstore":
         _check_all_bindable(list(_store_addresses(config)))
+        check_own_store(config)
         check_own_memory(role, config)
         return
     if role == "agent":
@@ -395,7 +399,7 @@ def _check_fits(reserved: Iterable[Reservation], who_reserves: str) -> None:
 
 
 def check_model(arch: ModelArch, workers: Workers) -> None:
-    """Compare the settings of every worker with the model: context length, blocks, quantization, and the size of the pool.
+    """Compare the settings of every worker with the model: context length, blocks, quantization, pool, and tiers.
 
     Pools of ``cache.num_blocks`` have a size that only the model tells, so that ``check_memory`` counts none of them.
     """
@@ -405,14 +409,16 @@ def check_model(arch: ModelArch, workers: Workers) -> None:
             continue
         is_gpu = computes_on_gpu(config)
         check_quantization(config.model, "cuda" if is_gpu else "cpu")
+        dtype = resolve_dtype_name(config.model.dtype, arch.dtype, "cuda" if is_gpu else "cpu")
+        dtype_bytes = _FLOAT32_BYTES if dtype == "float32" else _HALF_BYTES
         if is_gpu and not config.cache.num_blocks:
             _check_length(config, arch)  # the pool gets the rest of the GPU's memory
-            continue
-        dtype = resolve_dtype_name(config.model.dtype, arch.dtype, "cuda" if is_gpu else "cpu")
-        pool = size_kv_cache(config, arch, _FLOAT32_BYTES if dtype == "float32" else _HALF_BYTES).config
-        if config.cache.num_blocks and not is_gpu:
-            pool_bytes += pool.num_blocks * pool.block_bytes
-            _check_pools(config, pool_bytes, pool.block_bytes)
+        else:
+            pool = size_kv_cache(config, arch, dtype_bytes).config
+            if config.cache.num_blocks and not is_gpu:
+                pool_bytes += pool.num_blocks * pool.block_bytes
+                _check_pools(config, pool_bytes, pool.block_bytes)
+        check_tiers(config, block_bytes_of(arch, config.cache, dtype_bytes))
 
 
 def _check_pools(config: KVFerryConfig, pool_bytes: int, block_bytes: int) -> None:

@@ -65,7 +65,7 @@ async def _serve(
         on_death,
         keys,
     )
-    ops = OpsServer(_routes(server), setting="kvstore.ops_port")
+    ops = OpsServer(store_routes(server), setting="kvstore.ops_port")
     try:
         if config.block_bytes:
             server.machine.prepare(config.block_bytes)  # errors in the settings end the process here, not at the first client
@@ -82,7 +82,8 @@ async def _serve(
     return exit_code
 
 
-def _routes(server: StoreServer) -> dict[tuple[str, str], Callable[[], OpsResponse]]:
+def store_routes(server: StoreServer) -> dict[tuple[str, str], Callable[[], OpsResponse]]:
+    """Return what a store's operations port answers. One that is too small for its clients is alive, and not ready."""
     registry = CollectorRegistry()
     register_store_metrics(registry, server.machine, server.workers)
 
@@ -90,7 +91,13 @@ def _routes(server: StoreServer) -> dict[tuple[str, str], Callable[[], OpsRespon
         state = {"is_serving": server.is_serving, "clients": server.machine.num_clients}
         return OpsResponse.of_json(200 if server.is_serving else 503, state)
 
+    def ready() -> OpsResponse:
+        refusal = server.machine.refusal
+        if not refusal:
+            return health()
+        return OpsResponse.of_json(503, {"is_serving": False, "clients": server.machine.num_clients, "reason": refusal})
+
     def metrics() -> OpsResponse:
         return OpsResponse(200, generate_latest(registry), CONTENT_TYPE_LATEST)
 
-    return {("GET", "/health"): health, ("GET", "/ready"): health, ("GET", "/metrics"): metrics}
+    return {("GET", "/health"): health, ("GET", "/ready"): ready, ("GET", "/metrics"): metrics}

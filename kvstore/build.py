@@ -10,13 +10,13 @@ from pathlib import Path
 
 from core.clock import Clock
 from core.config_workers import KVStoreSection
-from core.errors import ConfigError, KVFerryError
+from core.errors import KVFerryError
 from core.ids import IdSource, new_incarnation
 from kvstore.arena import NONCE_BYTES, arena_bytes, create_arena, round_slot_bytes
+from kvstore.capacity import check_store
 from kvstore.embedded import EmbeddedStore
 from kvstore.eviction import make_policy
 from kvstore.memory import MemoryTier
-from kvstore.segments import holds_block
 from kvstore.server_state import ServerOptions
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskOptions, DiskTier
@@ -28,20 +28,11 @@ def machine_options(config: KVStoreSection, ids: IdSource) -> ServerOptions:
 
     def make_memory(block_bytes: int) -> MemoryTier:
         block_bytes = config.block_bytes or block_bytes
+        check_store(config, block_bytes)
         slot_bytes = round_slot_bytes(block_bytes)
         num_slots = config.memory_bytes // slot_bytes
-        while num_slots and arena_bytes(num_slots, slot_bytes) > config.memory_bytes:
+        while arena_bytes(num_slots, slot_bytes) > config.memory_bytes:
             num_slots -= 1
-        if num_slots < 1:
-            raise ConfigError(
-                f"kvstore.memory_bytes = {config.memory_bytes} does not hold one block of {slot_bytes} bytes",
-                param="kvstore.memory_bytes",
-            )
-        if config.disk_path and not holds_block(config.disk_bytes, config.disk_segment_bytes, block_bytes):
-            raise ConfigError(
-                f"kvstore.disk_bytes = {config.disk_bytes} does not hold one block of {block_bytes} bytes",
-                param="kvstore.disk_bytes",
-            )
         nonce = ids.bits(8 * NONCE_BYTES).to_bytes(NONCE_BYTES, "little")
         arena = create_arena(num_slots, slot_bytes, incarnation, nonce, config.huge_pages)
         return MemoryTier(arena, make_policy(config.eviction, num_slots))

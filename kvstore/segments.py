@@ -432,9 +432,11 @@ class SegmentLog:
             yield block, record
 
 
-def holds_block(capacity_bytes: int, segment_bytes: int, block_bytes: int) -> bool:
-    """Return whether a log of this capacity can hold a block of this size at all."""
-    return record_bytes(block_bytes) + _reserve_bytes(min(segment_bytes, capacity_bytes // MIN_SEGMENTS)) <= capacity_bytes
+def least_capacity_bytes(segment_bytes: int, block_bytes: int) -> int:
+    """Return the least capacity of a log with files of this size that can hold a block of this size at all."""
+    least_bytes = record_bytes(block_bytes) + _reserve_bytes(0)
+    # Half of a file, which is at most a quarter of the capacity: of 8 n + 1 to 8 n + 7 bytes a whole eighth, n.
+    return least_bytes + min(segment_bytes // 2, (least_bytes - 1) // (2 * MIN_SEGMENTS - 1))
 
 
 def _reserve_bytes(segment_bytes: int) -> int:

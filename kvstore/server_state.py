@@ -96,6 +96,8 @@ class ServerState:
         self.memory: MemoryTier | None = None
         self.tiering: Tiering | None = None
         self.counts: Counter[str] = Counter()
+        self.refusal = ""  # why there is no memory for a client that asks for it; for any thread
+        self._refused_at = 0.0
         self.rejected: Counter[str] = Counter()  # blocks that failed verification, by the error's code
 
     @property
@@ -181,7 +183,9 @@ class ServerState:
         return self._take_actions()
 
     def on_timer(self, now: float) -> list[Action]:
-        """End the sessions of clients that were silent for longer than the timeout."""
+        """End the sessions of clients that were silent for longer than the timeout, and forget one that was refused."""
+        if now - self._refused_at >= self._options.client_timeout_s:
+            self.refusal = ""
         for session in list(self._sessions.values()):
             if now - session.last_heard >= self._options.client_timeout_s:
                 self.counts["silent_clients"] += 1
@@ -237,7 +241,7 @@ class ServerState:
             if client == session.client or session.client_id == message.client_id:
                 self._end(session, may_still_write=False)
         self._reclaim(message.client_id)
-        memory = self.prepare(message.block_bytes)
+        memory = self._prepare_for(message, now)
         self._sessions[client] = _Session(client, message.client_id, now)
         arena: messages.ArenaFile | None = memory.arena.describe()
         self._send(
@@ -246,6 +250,17 @@ class ServerState:
                 session=message.session, incarnation=self.incarnation, slot_bytes=memory.arena.slot_bytes, arena=arena
             ),
         )
+
+    def _prepare_for(self, message: messages.Hello, now: float) -> MemoryTier:
+        """Return the memory; without any, remember why: the store is of use to nobody then, and looks healthy."""
+        try:
+            memory = self.prepare(message.block_bytes)
+        except KVFerryError as error:
+            if self.memory is None:
+                self.refusal, self._refused_at = error.message, now
+            raise
+        self.refusal = ""
+        return memory
 
     def _on_attach(self, session: _Session, message: messages.Attach) -> None:
         if self._open_memory().arena.nonce != message.nonce:

@@ -44,6 +44,15 @@ def size_kv_cache(config: KVFerryConfig, arch: ModelArch, dtype_bytes: int) -> K
     )
 
 
+def block_bytes_of(arch: ModelArch, section: CacheSection, dtype_bytes: int) -> int:
+    """Return the size of a block of the model's pool.
+
+    Raises:
+        ConfigError: the blocks do not fit the model's attention.
+    """
+    return KVCacheConfig(2, group_layers(layer_specs(arch, section.block_size, dtype_bytes))).block_bytes
+
+
 def max_in_flight_tokens(section: SchedulerSection) -> int:
     """Return how many tokens can be scheduled and not yet processed, over all concurrent steps."""
     num_steps = 2 if section.async_scheduling == "on" else 1  # scheduled before the output of the first is processed

@@ -1,5 +1,8 @@
 """A store's state machine whose clients and tiers are played by the test."""
 
+import math
+
+from core.errors import ConfigError
 from kvstore import messages as m
 from kvstore.arena import NONCE_BYTES, arena_bytes, write_header
 from kvstore.eviction import make_policy
@@ -18,8 +21,10 @@ INCARNATION = 77
 class Store:
     """A machine whose messages are passed by hand; jobs of tiers are done when the test says so."""
 
-    def __init__(self, *, tiers=(), write_back=False, policy="lru"):
+    def __init__(self, *, tiers=(), write_back=False, policy="lru", max_block_bytes=math.inf):
         def make_memory(block_bytes):
+            if block_bytes > max_block_bytes:
+                raise ConfigError(f"no room for a block of {block_bytes} bytes")
             memory = memoryview(bytearray(arena_bytes(NUM_SLOTS, BLOCK_BYTES)))
             write_header(memory, NUM_SLOTS, BLOCK_BYTES, INCARNATION, NONCE)
             return MemoryTier(MappableArena(memory, None), make_policy(policy, NUM_SLOTS))

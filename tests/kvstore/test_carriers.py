@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import json
 import logging
 import os
 import subprocess
@@ -20,6 +21,7 @@ from core.wire.connections import is_refusal
 from core.wire.curve import derive_keys, new_cluster_key
 from core.wire.sockets import split_tcp
 from core.wire.version import encode_refusal
+from kvferry.store_role import store_routes
 from kvstore.build import machine_options, make_tiers
 from kvstore.client import StoreClient, connect_store, own_process, process_start_ticks
 from kvstore.client_actions import ClientOptions
@@ -138,14 +140,18 @@ def test_blocks_that_do_not_fit_are_refused_and_the_reason_is_reported_once(capl
         ({"disk_bytes": BLOCK_BYTES // 2, "disk_segment_bytes": BLOCK_BYTES // 4}, "kvstore.disk_bytes"),
     ],
 )
-def test_store_without_room_for_one_block_says_so_in_its_own_log(settings, setting, caplog, tmp_path):
+def test_store_without_room_for_one_block_says_so_in_its_own_log_and_is_not_ready(settings, setting, caplog, tmp_path):
     """It learns the size of a block from its first client, and looks healthy until then."""
     settings |= {"disk_path": str(tmp_path)} if "disk_bytes" in settings else {}
-    with serving(**settings) as (_, address), client_at(address):
+    with serving(**settings) as (server, address), client_at(address):
+        routes = store_routes(server)
         eventually(lambda: "event=kvstore_client_refused" in caplog.text, "nobody is told")
         (line,) = [record.getMessage() for record in caplog.records if "kvstore_client_refused" in record.getMessage()]
         assert setting in line
         assert "does not hold one block" in line
+        health, ready = (routes["GET", path]() for path in ("/health", "/ready"))
+        assert (health.status, ready.status) == (200, 503)
+        assert json.loads(ready.body)["reason"].startswith(f"{setting} = ")
 
 
 def test_frames_of_another_version_are_refused_once_and_logged_once(caplog):

@@ -39,6 +39,25 @@ def test_blocks_that_do_not_fit_the_slots_are_refused_with_both_sizes(store):
     assert str(BLOCK_BYTES + 1) in reply.message.message
 
 
+def test_why_there_is_no_memory_is_remembered_while_a_client_asks_for_it():
+    store, hello = Store(max_block_bytes=BLOCK_BYTES), m.Hello(client_id="b", session=1, block_bytes=2 * BLOCK_BYTES)
+    (reply,) = store.say(b"b", hello)
+    assert store.machine.refusal == reply.message.message != ""
+    store.now = 4.0
+    store.say(b"b", hello)
+    store.now = 8.0
+    store.take(store.machine.on_timer(store.now))
+    assert store.machine.refusal, "it asks still"
+    store.now = 9.0
+    store.take(store.machine.on_timer(store.now))
+    assert store.machine.refusal == "", "it is gone"
+    store.say(b"b", hello)
+    store.greet(b"a")
+    assert store.machine.refusal == ""
+    store.say(b"b", hello)
+    assert store.machine.refusal == "", "others are served"
+
+
 def test_a_get_is_pinned_until_it_is_released(store):
     store.put(b"a", blocks_of(1, 2))
     store.get(b"a", blocks_of(1, 2), 5)

@@ -1,7 +1,5 @@
 """The disk tier under a store: restarts, corruption, and a disk that is too small."""
 
-import bisect
-
 import pytest
 
 from core.config_workers import KVStoreSection
@@ -10,7 +8,7 @@ from core.ids import SeededIds
 from core.kv.seals import SEAL_BYTES
 from kvstore.build import machine_options, make_tiers
 from kvstore.segment_file import PAGE_BYTES, record_bytes
-from kvstore.segments import SegmentLog, holds_block
+from kvstore.segments import SegmentLog, least_capacity_bytes
 from kvstore.testing.blocks import BLOCK_BYTES, make_block
 from kvstore.testing.store_suite import NUM_SLOTS, get, lookup, put, read
 
@@ -127,9 +125,8 @@ def test_a_disk_that_holds_no_block_is_refused(tmp_path):
 @pytest.mark.parametrize("segment_bytes", [1 << 12, 1 << 20, 1 << 30])
 @pytest.mark.parametrize("block_bytes", [1 << 10, 100_000, 1 << 20])
 def test_the_smallest_disk_that_is_accepted_holds_a_block(tmp_path, block_bytes, segment_bytes):
-    capacities = range(0, 4 << 20, 4096)
-    index = bisect.bisect_left(capacities, True, key=lambda size: holds_block(size, segment_bytes, block_bytes))
-    for capacity, is_held in ((capacities[index - 1], False), (capacities[index], True)):
+    least = least_capacity_bytes(segment_bytes, block_bytes)
+    for capacity, is_held in ((least - 1, False), (least, True)):
         log = SegmentLog(tmp_path / str(is_held), capacity, segment_bytes, SeededIds(1))
         assert log.append(make_block(1).key.pack(), bytes(SEAL_BYTES), memoryview(bytes(block_bytes))) is is_held
         log.close()
