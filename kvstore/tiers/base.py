@@ -43,6 +43,9 @@ class Tier(ABC):
 
     name: ClassVar[str]
 
+    def check(self) -> None:
+        """Say in the log if the tier cannot be used. Called once, on its thread, before its first job. Never raises."""
+
     @abstractmethod
     def knows(self, key: bytes) -> bool | None:
         """Return at once, from any thread, whether the tier has a block; None = unknown, call ``locate``."""

@@ -15,8 +15,9 @@ from typing import TypeVar
 
 from core.clock import Clock, SystemClock
 from core.config_checks import check_redis_url
-from core.errors import ConfigError, ConnectorUnavailable, CorruptBlock, Unavailable
+from core.errors import ConfigError, ConnectorUnavailable, CorruptBlock, KVFerryError, Unavailable
 from core.kv.seals import SEAL_BYTES
+from core.log import event
 from core.rate_limit import LimitedLog
 from kvstore.tiers.base import Tier, TierBlock
 
@@ -64,6 +65,19 @@ class RedisTier(Tier):
         self._clock = clock or SystemClock()
         self._limited_log = LimitedLog(_log, self._clock.now)
         self._resume_at = 0.0
+
+    def check(self) -> None:
+        """Look a block up: else nobody hears of a wrong password before the first block comes."""
+        try:
+            self.locate([b"check"])
+        except KVFerryError as error:
+            self._warn_unusable(error.message)
+        except Exception as error:  # of an option in the address that only connecting shows; it may be a password
+            self._warn_unusable(f"an option in it has a wrong value ({type(error).__name__})")
+
+    def _warn_unusable(self, reason: str) -> None:
+        fix = f"start it, or correct {_SETTING}; its password is kvstore.redis_password, $KVFERRY_REDIS_PASSWORD"
+        _log.warning(event("kvstore_redis_unusable", setting=_SETTING, reason=reason, fix=fix))
 
     def knows(self, key: bytes) -> None:
         """Return None: only the server knows."""

@@ -77,6 +77,7 @@ class TierExecutor:
             self._wake.notify()
 
     def _run(self) -> None:
+        self.tier.check()
         while (job := self._next_job()) is not None:
             self._runner.run(job)
             self._on_done(job)

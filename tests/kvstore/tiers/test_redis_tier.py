@@ -215,6 +215,33 @@ def test_a_password_of_any_letters_is_used_as_it_is(redis_process, embedded_stor
         assert read(store, [block.key]) == [bytes(block.content)]
 
 
+@pytest.mark.parametrize("mistake", ["a wrong password", "no password", "no server", "an option"])
+def test_a_store_whose_redis_cannot_be_used_says_so_once_at_its_start(mistake, redis_process, embedded_store, caplog):
+    redis_process.kill()
+    redis_process.password = "right"
+    if mistake != "no server":
+        redis_process.start()
+    url = redis_process.url + ("?socket_connect_timeout=-3" if mistake == "an option" else "")
+    password = {"no password": "", "a wrong password": "wrong"}.get(mistake, "right")
+    with embedded_store(redis_url=url, redis_password=password) as store:
+        pass
+    lines = [record.getMessage() for record in caplog.records]
+    assert len(lines) == 1
+    assert "event=kvstore_redis_unusable setting=kvstore.redis_url" in lines[0]
+    assert "kvstore.redis_password, $KVFERRY_REDIS_PASSWORD" in lines[0]
+    assert not any(word in lines[0] for word in ("right", "-3"))
+    assert store.workers[0].statistics().errors == 0
+
+
+def test_a_store_whose_redis_can_be_used_is_silent(redis_process, embedded_store, caplog):
+    redis_process.kill()
+    redis_process.password = "right"
+    redis_process.start()
+    with embedded_store(redis_url=redis_process.url, redis_password="right"):
+        pass
+    assert caplog.records == []
+
+
 @pytest.mark.parametrize(
     "url",
     [
