@@ -317,7 +317,7 @@ class KVCacheManager:
         self.block_pool.evict_blocks(block_ids)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached prefixes; False, with nothing changed, while any block is referenced."""
+        """As ``BlockPool.reset_prefix_cache``: for tests and benchmarks."""
         return self.block_pool.reset_prefix_cache()
 
     def take_events(self) -> list[KVCacheEvent]:

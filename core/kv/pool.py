@@ -384,12 +384,16 @@ class BlockPool:
         self.rewrite_blocks(rewritten)
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached content; False, with nothing changed, while any block is referenced."""
+        """Drop all hashes and seals; False, with nothing changed, while any block is referenced.
+
+        A worker never calls it: its weights do not change. Tests and benchmarks do, to compute or load the same prompt again.
+        """
         if self.num_free_blocks != self.num_usable_blocks:
             return False
         self.cached_blocks = _PrefixMap()
         for block in self.blocks:
             block.block_hash = None
+        self.break_seals(self.blocks)
         if self._enable_kv_cache_events:
             self._events.append(AllBlocksCleared())
         return True

@@ -319,6 +319,7 @@ class KVCacheMachine(RuleBasedStateMachine):
         assert self.manager.reset_prefix_cache() is is_idle
         if is_idle:
             self.model.pool.prefix.clear()
+            self.model.pool.sealed.clear()
 
     # ---- what always holds -----------------------------------------------------------------------------------------
 

@@ -417,6 +417,19 @@ def test_freed_blocks_keep_their_seals_until_they_are_reused(sealing, make_reque
     assert not any(sealing.block_pool.seals.sealed_generation(block_id) for block_id in ids)
 
 
+def test_a_reset_takes_all_seals_off_unless_it_is_refused(sealing, make_request):
+    request = make_request("a", range(40))
+    admit(sealing, request)
+    sealing.seal_blocks(request, 40)
+    ids = sealing.get_block_ids("a")[0]
+    assert not sealing.reset_prefix_cache()
+    assert sealed(sealing, "a") == [True, True, False]
+    sealing.free(request)
+    assert sealing.reset_prefix_cache()
+    assert not any(sealing.block_pool.seals.sealed_generation(block_id) for block_id in ids)
+    assert find_violations(sealing) == []
+
+
 @pytest.mark.parametrize(("num_tokens", "block", "num_tail"), [(40, 2, 8), (33, 2, 1), (15, 0, 15)])
 def test_the_last_block_of_a_handoff_is_sealed_for_its_tokens(sealing, make_request, hasher, num_tokens, block, num_tail):
     request = make_request("a", range(num_tokens))
