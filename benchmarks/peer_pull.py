@@ -98,7 +98,7 @@ class PeerRouter(PredictedTime):
         for worker, backlog in enumerate(self.backlogs):
             loading, own, _ = self._plan(request.num_tokens, self.accuracy[worker].credit(hits[worker]))
             wait, num_delayed = backlog.place_of(self._due(own, now_ms), now_ms)
-            costs.append(score(wait + loading, own, num_delayed, self.preferences[worker], self.reuse_weight))
+            costs.append(score(wait + loading, own, num_delayed, self.dislikes[worker], self.reuse_weight))
         return costs.index(min(costs))
 
     def note_placed(self, worker: int, number: int, request: TraceRequest, hit: int, now_ms: float) -> float:

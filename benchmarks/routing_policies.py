@@ -14,7 +14,7 @@ from routing_simulation import Contents, Job, PrefillMs, PrefillWorker, count_hi
 from kvferry.advise.trace import TraceRequest
 from router.routing.accuracy import HitAccuracy
 from router.routing.backlog import Backlog, QueuedPrompt
-from router.routing.cost import PATIENCE, REUSE_WEIGHT, patience_ms, preference_of, score
+from router.routing.cost import PATIENCE, REUSE_WEIGHT, dislike_of, patience_ms, score
 from router.routing.fit import PrefillFit
 
 
@@ -197,7 +197,7 @@ class PredictedTime(BaseRouter):
         self.reuse_weight = reuse_weight
         self.patience = patience
         self.fit = PrefillFit() if learns else None
-        self.preferences = [preference_of(worker, *rank) for worker in range(num_workers)]
+        self.dislikes = [dislike_of(worker, *rank) for worker in range(num_workers)]
         self.backlogs = [Backlog() for _ in range(num_workers)]
         self.others_until_ms = [0.0] * num_workers  # when each has computed the prompts of other routers
         self.accuracy = [HitAccuracy() for _ in range(num_workers)]
@@ -213,7 +213,7 @@ class PredictedTime(BaseRouter):
             own = self.own_ms(request.num_tokens, self.accuracy[worker].credit(hits[worker]))
             wait, num_delayed = backlog.place_of(self._due(own, now_ms), now_ms)
             wait += max(0.0, self.others_until_ms[worker] - now_ms)
-            costs.append(score(wait, own, num_delayed, self.preferences[worker], self.reuse_weight))
+            costs.append(score(wait, own, num_delayed, self.dislikes[worker], self.reuse_weight))
         return costs.index(min(costs))
 
     def note_placed(self, worker: int, number: int, request: TraceRequest, hit: int, now_ms: float) -> float:

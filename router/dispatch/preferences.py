@@ -11,7 +11,7 @@ from collections.abc import Mapping, Set
 
 from core.wire.messages import Heartbeat, Role
 from router.dispatch.members import GenerationWorker, WorkerKey
-from router.routing.cost import preference_of
+from router.routing.cost import dislike_of
 
 _ALONE = (0, 1)
 
@@ -65,7 +65,7 @@ class RouterPreferences:
         assert self._places is not None, "the workers are in order"
         rank, num_routers = self._views[worker]
         place = self._places.get(worker)
-        return place is not None and preference_of(place, rank, num_routers) > 0
+        return place is not None and dislike_of(place, rank, num_routers) > 0
 
 
 def _places_of(roles: Mapping[WorkerKey, Role]) -> dict[WorkerKey, int]:

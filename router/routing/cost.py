@@ -2,7 +2,7 @@
 
 The score of a worker, in ms, lowest is best:
 
-    score = wait + own * (1 + reuse_weight + num_delayed + PREFERENCE * preference)
+    score = wait + own * (1 + reuse_weight + num_delayed + DISLIKE_WEIGHT * dislike)
 
 ``wait`` is the time until the worker begins the prompt, ``own`` the time to compute it there: their sum is the predicted time
 to the first token. The rest is the externality. A prompt that misses the cache takes capacity from all later prompts, whatever
@@ -19,7 +19,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 REUSE_WEIGHT = 2.0  # flat between 1 and 4: see docs/routing.md
-PREFERENCE = 0.2  # of the own time: how much a router's preference among similar workers counts
+DISLIKE_WEIGHT = 0.2  # of the own time: what a prompt costs more at a worker that another router prefers
 PATIENCE = 4.0  # an overtaken prompt waits at most about this multiple of its own time more than in order of arrival
 
 
@@ -36,19 +36,17 @@ class PrefillTime:
         return self.base_ms + num_new * (self.token_ms + self.pair_ms * (num_hit + num_new / 2))
 
 
-def score(
-    wait_ms: float, own_ms: float, num_delayed: int, preference: float = 0.0, reuse_weight: float = REUSE_WEIGHT
-) -> float:
+def score(wait_ms: float, own_ms: float, num_delayed: int, dislike: float = 0.0, reuse_weight: float = REUSE_WEIGHT) -> float:
     """Return the cost of a placement, in ms: its predicted time to the first token and its externality."""
-    return wait_ms + own_ms * (1.0 + reuse_weight + num_delayed) + dislike_ms(own_ms, preference)
+    return wait_ms + own_ms * (1.0 + reuse_weight + num_delayed) + dislike_ms(own_ms, dislike)
 
 
-def dislike_ms(own_ms: float, preference: float = 1.0) -> float:
+def dislike_ms(own_ms: float, dislike: float = 1.0) -> float:
     """Return what a router's dislike of a worker adds to the score."""
-    return PREFERENCE * preference * own_ms
+    return DISLIKE_WEIGHT * dislike * own_ms
 
 
-def preference_of(worker_rank: int, router_rank: int, num_routers: int) -> float:
+def dislike_of(worker_rank: int, router_rank: int, num_routers: int) -> float:
     """Return this router's dislike of a worker: 0 for its share of the workers, 1 for the others'.
 
     Ranks are places in an order that all routers know, from 0. A single router likes all workers.

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router.routing.cost import PREFERENCE, PrefillTime, patience_ms, preference_of, score
+from router.routing.cost import DISLIKE_WEIGHT, PrefillTime, dislike_of, patience_ms, score
 
 TIME = PrefillTime(12, 0.05337, 2.30e-6)
 tokens = st.integers(0, 200_000)
@@ -48,8 +48,8 @@ def test_longer_prompts_are_due_later():
 
 @given(st.integers(1, 5), st.integers(0, 30))
 def test_each_worker_is_preferred_by_one_router(num_routers, worker):
-    assert [preference_of(worker, rank, num_routers) for rank in range(num_routers)].count(0.0) == 1
+    assert [dislike_of(worker, rank, num_routers) for rank in range(num_routers)].count(0.0) == 1
 
 
-def test_a_preference_counts_less_than_the_own_time():
-    assert 0 < score(0, 100, 0, preference=1.0) - score(0, 100, 0) == pytest.approx(PREFERENCE * 100)
+def test_a_dislike_counts_less_than_the_own_time():
+    assert 0 < score(0, 100, 0, dislike=1.0) - score(0, 100, 0) == pytest.approx(DISLIKE_WEIGHT * 100)
