@@ -5,19 +5,19 @@ Written only by ``core.kv.pool``; read by the KV cache managers and the connecto
 
 Life cycle. The state is derived from the fields, so that it can never disagree with them:
 
-| state     | fields               | enters by                               | leaves by                                |
-|-----------|----------------------|-----------------------------------------|------------------------------------------|
-| NULL      | is_null              | pool construction (block 0)             | never; stands for "no block" in a table  |
-| FREE      | ref_cnt = 0, no hash | construction, free of an unhashed block | allocation                               |
-| ALLOCATED | ref_cnt > 0, no hash | allocation (generation + 1)             | hashing, free                            |
-| FULL      | ref_cnt > 0, hashed  | hashing, or a hit on an EVICTABLE block | free, loss of the hash                   |
-| EVICTABLE | ref_cnt = 0, hashed  | free of a FULL block                    | a hit (same generation), reuse (new one) |
+| state     | fields               | enters by                               | leaves by                                 |
+|-----------|----------------------|-----------------------------------------|-------------------------------------------|
+| NULL      | is_null              | pool construction (block 0)             | never; stands for "no block" in a table   |
+| FREE      | ref_cnt = 0, no hash | construction, unhashed free, hash lost  | allocation                                |
+| ALLOCATED | ref_cnt > 0, no hash | allocation (generation + 1), hash lost  | hashing, free                             |
+| FULL      | ref_cnt > 0, hashed  | hashing, or a hit on an EVICTABLE block | free, hash lost                           |
+| EVICTABLE | ref_cnt = 0, hashed  | free of a FULL block                    | a hit (same generation), reuse, hash lost |
 
 A hit is not a reallocation: it adds a reference and keeps the generation. A lease, a pin or a transfer in flight is one more
 reference that no request holds (``BlockPool.touch``, later ``BlockPool.free_blocks``). While it lasts the block
 cannot be reused, even if its request ends. The states of a remote load are told apart by the holder of that
-reference, not by the pool. A block that loses its hash while referenced is ALLOCATED again; its generation grows whenever
-it will be rewritten in place, with or without its hash.
+reference, not by the pool. A block that loses its hash while referenced is ALLOCATED again, and otherwise FREE, at its place in
+the free queue; its generation grows when it is allocated, and whenever it will be rewritten in place, with or without its hash.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Fair shares between tenants: each has a queue of its own, and the tenant that has had the least service is next.
 
 Start-time fair queueing (Goyal et al., 1996) with tokens as the unit of service, as in the virtual token counter (Sheng et al.,
-OSDI 2024). Each tenant has a *tag*, the tokens that it has been served. A tenant that begins to wait takes the smallest tag of
-those that wait already, so idle time earns no credit. Smaller ``priority`` comes first, whoever sends it.
+OSDI 2024). Each tenant has a *tag*, the tokens that it has been served. When it begins to wait, a tag below the smallest one of
+those that wait already is raised to it, so idle time earns no credit; a higher one stays. Smaller ``priority`` comes first,
+whoever sends it.
 
     A sends 4 prompts of 100 tokens, then B sends 2         tag of A: 0 100 200 300, of B: 0 100
     served                                                   A B A B A A
