@@ -372,11 +372,6 @@ class Scheduler:
         return self.state.quarantined
 
     @property
-    def num_in_flight(self) -> int:
-        """Steps that are scheduled and not processed yet."""
-        return len(self.state.inflight_steps)
-
-    @property
     def pinned(self) -> list[int]:
         """Blocks that steps in flight keep for requests that have left or were rolled back, once for each reference."""
         return [block.block_id for step in self.state.inflight_steps for block in step.pinned]

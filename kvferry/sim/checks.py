@@ -234,7 +234,7 @@ class WorkerChecks:
     def _check_content(self) -> None:
         """Compare each hashed and each sealed block with the truth. Steps in flight hash their blocks before filling them."""
         seals = self._model.seals
-        has_computed = self._scheduler.num_in_flight == 0
+        has_computed = not self._scheduler.state.inflight_steps
         for block in self._scheduler.kv_cache_manager.block_pool.blocks[1:]:
             if block.block_hash is not None and has_computed:
                 self._compare(block.block_id, block.block_hash, block.group_id, "is a hit")

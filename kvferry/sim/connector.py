@@ -68,10 +68,14 @@ class SimConnector(SimDriver):
     def _report_prefix(self, report: PrefixReport) -> None:
         if isinstance(report, PrefixAnswered):
             self._ended_loads[f"prefix_{report.refusal or 'held'}"] += 1
-            pulls = self.scheduler.pulls
-            if report.handoff is not None and pulls is not None and pulls.asks_again(report.request_id):
+            if report.handoff is not None and self._has_asked_after_preemption(report.request_id):
                 self._ended_loads["prefix_held_after_preemption"] += 1
         self.worker.report(report)
+
+    def _has_asked_after_preemption(self, request_id: str) -> bool:
+        pulls = self.scheduler.pulls
+        asked = pulls._rounds.get(request_id) if pulls is not None else None
+        return asked is not None and asked.num_preemptions > 0
 
     def _submit(self, metadata: P2PConnectorMetadata) -> None:
         def on_step() -> None:

@@ -25,7 +25,7 @@ from core.wire.connections import Handshakes
 from core.wire.curve import ClusterKeys
 from core.wire.engine_calls import EngineCall
 from core.wire.messages import ErrorInfo, Generate, RouterMessage
-from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket, split_tcp
+from core.wire.sockets import AsyncContext, AsyncSocket, SocketOptions, bind, router_socket
 from router.dispatch.core import Action, RefuseVersion, RouterCore, RouterLimits, Transmit, requests_of
 from router.dispatch.engine_api import SHUTS_DOWN, EngineApi
 from router.dispatch.engine_calls import Answered
@@ -218,11 +218,6 @@ class WorkerGateway:
         if self._context is not None:
             self._context.term()
             self._context = None
-
-    @property
-    def worker_port(self) -> int:
-        """The port of the workers' socket."""
-        return split_tcp(self.worker_address)[1]
 
     @property
     def is_alive(self) -> bool:

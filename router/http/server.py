@@ -116,11 +116,6 @@ class Router:
         return f"{scheme}://[{host}]:{self.port}" if ":" in host else f"{scheme}://{host}:{self.port}"
 
     @property
-    def worker_port(self) -> int:
-        """The port that workers connect to."""
-        return self.gateway.worker_port
-
-    @property
     def worker_address(self) -> str:
         """The bound address for workers."""
         return self.gateway.worker_address

@@ -83,11 +83,6 @@ class PrefixPulls:
         self._post(AskPrefix(request.request_id, source, self._block_size, chain, patience_s))
         return True
 
-    def asks_again(self, request_id: str) -> bool:
-        """True if a request has asked since it was preempted."""
-        found = self._rounds.get(request_id)
-        return found is not None and found.num_preemptions > 0
-
     def take_answer(self, answer: PrefixAnswered) -> Request | None:
         """Return the request that an answer belongs to; None if it waits no more. An answer with a handoff is kept."""
         request = self._waiting.pop(answer.request_id, None)
