@@ -85,7 +85,7 @@ class RouterSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     max_retries: NonNegative = 2  # per request: how many workers may fail it; refusals, pauses, stalls come on top
     drain_timeout_s: Seconds = 30.0  # how long requests in flight may take to end when the router is asked to leave
     # How the worker that computes a prompt is chosen: by the predicted time to the first token, prefixes in its cache counted,
-    # or by its number of requests.
+    # or by the share of its slots or of its KV cache taken, whichever is larger.
     routing: Literal["predicted", "least_loaded"] = "predicted"
     local_prefill_itl_ms: Milliseconds = 0.0  # a decode worker computes a prompt if its steps stay within this; 0 = never
     worker_wait_s: Seconds = 10.0  # how long an accepted request waits for a worker that no supervisor is known to restart

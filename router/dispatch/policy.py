@@ -1,7 +1,7 @@
 """Which workers serve a request: the cheapest ones that fit together. Pure functions without I/O.
 
 What it costs to compute the prompt comes with the ``Demand``. Without costs, and among equal ones, the least loaded worker is
-chosen; the decode worker always is.
+chosen, by slots or by KV cache, whichever is fuller; the decode worker always is.
 
 Knows the workers (``router.dispatch.members``) and a request's ``Demand``, and no other state of requests.
 """
@@ -82,7 +82,7 @@ class Route:
 
     @property
     def load(self) -> float:
-        """The load of the fullest worker."""
+        """The load by slots of its fuller worker; the KV cache does not count."""
         return max(worker.load for worker in self.workers)
 
 
@@ -234,8 +234,8 @@ def _usable_beside(
 def choose_route(workers: Iterable[GenerationWorker], demand: Demand, absent: Sequence[GenerationWorker] = ()) -> Route:
     """Return the route that holds the request, has room for it, and is the cheapest.
 
-    The cheapest prefill worker with a partner is combined with its least loaded partner. The cost of a pair is that of its
-    prefill worker, and the load that of its more loaded worker; the load decides between equal costs.
+    The cheapest prefill worker with a partner is combined with its least loaded partner, and competes with the cheapest
+    aggregated worker. The cost of a pair is that of its prefill worker; between equal costs ``Route.load`` decides.
 
     Prefill workers whose leases leave no room for the prompt come after the others, since readers may take
     long. Among equals the worker picked least recently is chosen, and a pair before an aggregated worker. Pairs with failing
