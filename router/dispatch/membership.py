@@ -59,7 +59,10 @@ class Joined:
 
 @dataclass(frozen=True, slots=True)
 class Left:
-    """The worker's requests are lost. ``is_orderly`` after a goodbye; ``is_back`` if it reconnected and is still a member."""
+    """The worker has left, and its requests are lost. ``is_orderly`` after a goodbye.
+
+    With ``is_back`` only its requests are lost: it is still a member, by a new connection.
+    """
 
     worker: Member
     reason: str

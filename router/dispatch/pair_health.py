@@ -17,7 +17,7 @@ from router.dispatch.request_state import RequestState
 Pair = tuple[WorkerKey, WorkerKey]  # prefill, decode
 
 _UNREACHABLE = frozenset({fallback_reason(TransferTimeout.code), fallback_reason(PeerUnreachable.code)})
-_BAD_FROM = 1.5  # two failures within a half-life, or a failed probe
+_BAD_FROM = 1.5  # two failures within a half-life, or one soon after the pair is tried again
 _MAX_PENALTY = 6.0
 _LEAST = 0.1  # what is less counts no more
 _HALF_LIFE_S = 60.0

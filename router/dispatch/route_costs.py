@@ -1,6 +1,6 @@
 """What each worker would cost for a prompt: the predicted time of ``router.routing``, from the messages of all workers.
 
-Owns, for every worker, the backlog of prompts without a first token, and how true its claimed hits were; for every pool of
+Owns, for every worker, the backlog of prompts without a first token, and how true its claimed hits were; for every kind of
 equal workers, the fitted prefill time; and the index of contents (``router.contents``). Callers pass the time in seconds;
 predictions are in ms.
 """
@@ -36,12 +36,12 @@ _FIRST_CHOICE = "/0"  # after the id of its request
 _NO_HIT = Hit()
 _NO_PRICE = LoadPrice()
 
-_Pool = tuple[bytes, str]  # model fingerprint and role
+_Kind = tuple[bytes, str]  # model fingerprint and role
 
 
 @dataclass(slots=True)
 class _Worker:
-    pool: _Pool
+    kind: _Kind
     backlog: Backlog = field(default_factory=Backlog)
     step: StepTime = field(default_factory=StepTime)
     others_until_ms: float = 0.0  # when it would have computed the prompts that other routers had there at its last heartbeat
@@ -50,7 +50,7 @@ class _Worker:
 
     @property
     def is_special(self) -> bool:
-        """True if it differs from an idle worker of its pool with the same hit."""
+        """True if it differs from an idle worker of its kind with the same hit."""
         return bool(self.backlog.prompts) or self.others_until_ms > 0 or self.accuracy.is_wrong
 
     def wait_of_others_ms(self, now_ms: float) -> float:
@@ -79,9 +79,9 @@ class RouteCosts:
         self.observes_steps = False  # also without local prefills
         self.max_local_itl_ms = 0.0  # of requests beside a prompt that their decode worker computes; 0 = it computes none
         self._workers: dict[WorkerKey, _Worker] = {}
-        self._fits: dict[_Pool, PrefillFit] = {}
-        self._num_trials: dict[_Pool, int] = {}  # prompts that were sent with a source before the fit is settled
-        self._load_prices: dict[tuple[_Pool, str], LoadPrice] = {}  # by connector
+        self._fits: dict[_Kind, PrefillFit] = {}
+        self._num_trials: dict[_Kind, int] = {}  # prompts that were sent with a source before the fit is settled
+        self._load_prices: dict[tuple[_Kind, str], LoadPrice] = {}  # by connector
         self._placed: dict[str, _Placed] = {}  # by wire id
         self._unjudged: dict[str, _Placed] = {}  # computed by a worker that tells at the end of the answer what it had found
         self._offered: dict[str, OfferedLoad] = {}  # by role
@@ -119,10 +119,10 @@ class RouteCosts:
             if holders or (known is not None and known.is_special):
                 offers[key] = self._offer(worker, len(prompt), found, now, holders, tenant)
                 continue
-            kind = (facts.model_fingerprint, facts.role, facts.has_patience, found)
-            offer = alike.get(kind)
+            traits = (facts.model_fingerprint, facts.role, facts.has_patience, found)
+            offer = alike.get(traits)
             if offer is None:
-                offer = alike[kind] = self._offer(worker, len(prompt), found, now, tenant=tenant)
+                offer = alike[traits] = self._offer(worker, len(prompt), found, now, tenant=tenant)
             offers[key] = offer
         return offers
 
@@ -161,18 +161,18 @@ class RouteCosts:
         return best
 
     def prefill_time(self, worker: GenerationWorker) -> PrefillTime:
-        """Return the fitted prefill time of a worker's pool; before its first prompt, that of another role with the model."""
-        pool = _pool_of(worker)
-        own = self._fit(pool)
-        others = [fit for (model, _), fit in self._fits.items() if model == pool[0] and fit.num_seen]
+        """Return the fitted prefill time of a worker's kind; before its first prompt, that of another role with the model."""
+        kind = _kind_of(worker)
+        own = self._fit(kind)
+        others = [fit for (model, _), fit in self._fits.items() if model == kind[0] and fit.num_seen]
         return own.time if own.num_seen or not others else max(others, key=lambda fit: fit.num_seen).time
 
     def mean_error(self) -> float:
-        """Return the recent mean of |real - predicted| / predicted prefill time of the worst pool that has members.
+        """Return the recent mean of |real - predicted| / predicted prefill time, of the kind of worker for which it is largest.
 
-        Pools of too few measured prompts do not count; 0 if there are no others.
+        Kinds without a worker and those with too few measured prompts do not count; 0 if there are no others.
         """
-        fits = (self._fits.get(pool) for pool in {worker.pool for worker in self._workers.values()})
+        fits = (self._fits.get(kind) for kind in {worker.kind for worker in self._workers.values()})
         return max((fit.mean_error for fit in fits if fit is not None and fit.is_settled), default=0.0)
 
     # ---- load --------------------------------------------------------------------------------------------------------
@@ -209,14 +209,14 @@ class RouteCosts:
         known = self._worker(worker)
         time = self.prefill_time(worker)
         hit = known.accuracy.credit(min(found.tokens, max(0, num_tokens - 1)))
-        own_ms, loaded = self._own_ms(known.pool, time, num_tokens, hit, found)
+        own_ms, loaded = self._own_ms(known.kind, time, num_tokens, hit, found)
         alone_ms = own_ms
         transfer_ms, source = 0.0, self.sources.best(worker, hit, holders)
         declined = None
         if source is not None:
             num_held = min(hit + self.sources.trust.credit(source.holder.num_tokens - hit), num_tokens - 1)
             rest_ms = time.ms(num_tokens - num_held, num_held)
-            if self._tries_sources(known.pool):
+            if self._tries_sources(known.kind):
                 rest_ms = min(rest_ms, transfer.trial_rest_ms(time.ms(num_tokens, 0), num_tokens, num_tokens - num_held))
             if transfer.pays(source.transfer_ms, own_ms, rest_ms, self.sources.margin):
                 transfer_ms, own_ms, loaded = source.transfer_ms, rest_ms, 0
@@ -229,7 +229,7 @@ class RouteCosts:
         cost = score(wait_ms + transfer_ms, own_ms, num_delayed)
         return WorkerOffer(hit + loaded, patience, wait_ms, own_ms + transfer_ms, cost, source, alone_ms, declined)
 
-    def _own_ms(self, pool: _Pool, time: PrefillTime, num_tokens: int, hit: int, found: Hit) -> tuple[float, int]:
+    def _own_ms(self, kind: _Kind, time: PrefillTime, num_tokens: int, hit: int, found: Hit) -> tuple[float, int]:
         """Return the time to compute a prompt, and how many tokens of it are loaded from the tier that makes it shortest.
 
         Only after a hit that is believed in full: a tier's blocks follow those in the pool.
@@ -239,7 +239,7 @@ class RouteCosts:
         for tier in found.tiers if hit == found.tokens else ():
             loaded = min(tier.tokens, num_tokens - 1 - hit)
             rest_ms = time.ms(num_tokens - hit - loaded, hit + loaded)
-            price = self._load_prices.get((pool, tier.connector), _NO_PRICE)
+            price = self._load_prices.get((kind, tier.connector), _NO_PRICE)
             own_ms = rest_ms + price.ms(loaded, tier.medium, compute_ms - rest_ms)
             best = min(best, (own_ms, loaded))
         return best
@@ -264,8 +264,8 @@ class RouteCosts:
                 alone_since = None if known.backlog.prompts or known.wait_of_others_ms(now * 1e3) else now
                 known.backlog.add(message.request_id, prompt, now * 1e3)
                 self._offered.setdefault(worker.role, OfferedLoad()).add(offer.own_ms / 1e3, now)
-                if source is not None and self._tries_sources(pool := _pool_of(worker)):
-                    self._num_trials[pool] = self._num_trials.get(pool, 0) + 1
+                if source is not None and self._tries_sources(kind := _kind_of(worker)):
+                    self._num_trials[kind] = self._num_trials.get(kind, 0) + 1
                 num_predicted = max(hit.tokens, offer.hit_tokens)
                 self._unjudged.pop(message.request_id, None)
                 self._placed[message.request_id] = _Placed(worker.key, num_tokens, hit, num_predicted, alone_since, source)
@@ -362,7 +362,7 @@ class RouteCosts:
         placed = self._placed.get(request_id)
         known = self._workers.get(placed.worker) if placed is not None else None
         if known is not None and load.transport:
-            price = self._load_prices.setdefault((known.pool, load.transport), LoadPrice())
+            price = self._load_prices.setdefault((known.kind, load.transport), LoadPrice())
             price.observe(load.transferred_tokens, load.transfer_ms)
 
     def _note_source(self, request_id: str, loaded: TransferUsage | None) -> None:
@@ -385,7 +385,7 @@ class RouteCosts:
         num_cached = min(placed.num_predicted, placed.num_tokens - 1)
         if num_reported_cached is not None:
             num_cached = self._judge(placed, num_reported_cached)
-        self._fit(known.pool).observe(placed.num_tokens - num_cached, num_cached, prefill_ms)
+        self._fit(known.kind).observe(placed.num_tokens - num_cached, num_cached, prefill_ms)
 
     def _judge(self, placed: _Placed, num_reported_cached: int) -> int:
         """Compare what a worker's contents promised with what it found; return the latter, at most the prompt."""
@@ -420,7 +420,7 @@ class RouteCosts:
         self.preferences.join(worker)
         known = self._workers.get(worker.key)
         if known is not None:
-            known.pool = _pool_of(worker)
+            known.kind = _kind_of(worker)
 
     def forget(self, worker: WorkerKey) -> None:
         """Forget a worker that has left."""
@@ -441,17 +441,17 @@ class RouteCosts:
     def _worker(self, worker: GenerationWorker) -> _Worker:
         known = self._workers.get(worker.key)
         if known is None:
-            known = self._workers[worker.key] = _Worker(_pool_of(worker))
+            known = self._workers[worker.key] = _Worker(_kind_of(worker))
         return known
 
-    def _tries_sources(self, pool: _Pool) -> bool:
-        """Return True while too little is known of a pool to tell what a source saves."""
-        return not self._fit(pool).is_settled and self._num_trials.get(pool, 0) < transfer.MOST_TRIALS
+    def _tries_sources(self, kind: _Kind) -> bool:
+        """Return True while too little is known of a kind to tell what a source saves."""
+        return not self._fit(kind).is_settled and self._num_trials.get(kind, 0) < transfer.MOST_TRIALS
 
-    def _fit(self, pool: _Pool) -> PrefillFit:
-        fit = self._fits.get(pool)
+    def _fit(self, kind: _Kind) -> PrefillFit:
+        fit = self._fits.get(kind)
         if fit is None:
-            fit = self._fits[pool] = PrefillFit()
+            fit = self._fits[kind] = PrefillFit()
         return fit
 
 
@@ -459,5 +459,5 @@ def _key_of(source: KVSource) -> WorkerKey:
     return WorkerKey(source.engine_id, source.incarnation)
 
 
-def _pool_of(worker: GenerationWorker) -> _Pool:
+def _kind_of(worker: GenerationWorker) -> _Kind:
     return worker.facts.model_fingerprint, worker.role

@@ -1,4 +1,4 @@
-"""Learns the coefficients of a prefill's time from completed prompts, one pool of equal workers at a time.
+"""Learns the coefficients of a prefill's time from completed prompts, one kind of equal workers at a time.
 
 Recursive least squares with forgetting, kept as the sums of the normal equations, on relative errors: a prompt of 100 ms counts
 as much as one of 10 s. An observation whose error is far above the usual one counts less (Huber's weight), whether it took
@@ -32,7 +32,7 @@ _PRIOR_WEIGHT = 1e-4  # in observations: decides only what the observations leav
 
 @dataclass(slots=True)
 class PrefillFit:
-    """The estimate for one pool.
+    """The estimate for one kind of worker.
 
     ``mean_error`` is the recent mean of the errors, each as a share of the shorter time: 1 for half and for twice the time.
     """
