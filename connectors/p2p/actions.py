@@ -1,6 +1,7 @@
 """The messages inside the p2p connector: those of its scheduler side, and the actions and events of its agent.
 
-Plain values without behaviour. An agent's two machines take events and return actions, which the driver carries out in order:
+Plain values without behaviour. An agent's machines (``consumer``, ``producer``, ``asks``) take events and return actions, which
+the driver carries out in order:
 control messages on sockets, ``TransferCommand`` by ``TransferExecutor.execute``, ``Report`` by ``P2PConnectorWorker.report``.
 """
 

@@ -24,7 +24,7 @@ from core.wire.kv import PrefixHeld, PrefixRefused
 
 
 class P2PAgent:
-    """Consumer and producer of one worker.
+    """The three machines of one worker: ``consumer``, ``producer`` and ``asks``.
 
     ``transports`` are the names by which this worker can read, in order of preference. ``responder`` answers handshakes; it is
     None on a worker that serves no consumer.

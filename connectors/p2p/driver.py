@@ -1,6 +1,6 @@
 """``P2PDriver`` runs a ``P2PAgent`` in the event loop of a worker: ZeroMQ sockets, transports, transfer thread and clock.
 
-Decides nothing. Events go to the consumer or the producer by their type, and actions to the part that carries them out. Events
+Decides nothing. Events go to the machine of the agent for their type, and actions to the part that carries them out. Events
 of other threads arrive in their order, and before any question that came after them: a reader that was told of a lease finds
 it. If a machine raises, the worker ends, because requests may wait for actions that were lost. The driver knows a pool of
 blocks with seals and not their content: ``connectors.p2p.connector`` uses it for KV, ``connectors.ec.p2p`` for embeddings.

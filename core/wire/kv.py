@@ -1,7 +1,8 @@
-"""Messages of the KV control plane, between a decode worker and a prefill worker, and the handoff descriptor.
+"""Messages of the KV control plane, between a reader of blocks and their owner, and the handoff descriptor.
 
-Carried by the prefill worker's control socket (ZeroMQ ROUTER). Block bytes never travel here: they take the transport.
-Every message is encoded by ``core.wire.codec``, with a version byte and a size cap.
+The owner is a prefill worker, or any worker whose prefix cache others read. Carried by the owner's control socket (ZeroMQ
+ROUTER). Block bytes never travel here: they take the transport. Every message is encoded by ``core.wire.codec``, with a version
+byte and a size cap.
 """
 
 from __future__ import annotations
@@ -91,7 +92,7 @@ class KVLayoutInfo(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
 
 
 class KVHandoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The place of a prompt's KV cache on a prefill worker, and the time for which it is kept.
+    """The place of a prompt's KV cache on its owner, and the time for which it is kept.
 
     ``num_tokens`` prompt tokens are covered, the partial last block included. ``transfer_id`` names the handoff and its
     lease. ``lease_ms`` is a duration from the moment the message was made; clocks are never compared across processes. Without
@@ -127,7 +128,7 @@ class KVSource(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaults=True):
-    """Decode worker → prefill worker: my identity, my layout, and my transports in order of preference."""
+    """Reader → owner: my identity, my layout, and my transports in order of preference."""
 
     engine_id: Name
     incarnation: Unsigned64
@@ -139,7 +140,7 @@ class Handshake(msgspec.Struct, frozen=True, kw_only=True, tag="hs", omit_defaul
 
 
 class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag="hs_ok", omit_defaults=True):
-    """Prefill worker → decode worker: accepted, with the chosen transport and its metadata.
+    """Owner → reader: accepted, with the chosen transport and its metadata.
 
     ``transport_metadata`` is the transport's own msgpack (address, memory file, agent metadata); only the transport decodes it.
     """
@@ -155,7 +156,7 @@ class HandshakeReply(msgspec.Struct, frozen=True, kw_only=True, tag="hs_ok", omi
 
 
 class HandshakeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="hs_no", omit_defaults=True):
-    """Prefill worker → decode worker: refused, with both values in the message."""
+    """Owner → reader: refused, with both values in the message."""
 
     engine_id: Name
     incarnation: Unsigned64
@@ -164,14 +165,14 @@ class HandshakeRefused(msgspec.Struct, frozen=True, kw_only=True, tag="hs_no", o
 
 
 class LeaseRenew(msgspec.Struct, frozen=True, kw_only=True, tag="renew", omit_defaults=True):
-    """Decode worker → prefill worker: keep these handoffs alive. ``number`` comes back with the answer."""
+    """Reader → owner: keep these handoffs alive. ``number`` comes back with the answer."""
 
     transfer_ids: tuple[Name, ...]
     number: Count = 0
 
 
 class LeaseState(msgspec.Struct, frozen=True, kw_only=True, tag="lease", omit_defaults=True):
-    """Prefill worker → decode worker: the time left of each lease in ms; 0 = not held (any more). Names its question."""
+    """Owner → reader: the time left of each lease in ms; 0 = not held (any more). Names its question."""
 
     incarnation: Unsigned64
     left_ms: dict[str, WholeMilliseconds]
@@ -179,7 +180,7 @@ class LeaseState(msgspec.Struct, frozen=True, kw_only=True, tag="lease", omit_de
 
 
 class LeaseRelease(msgspec.Struct, frozen=True, kw_only=True, tag="release", omit_defaults=True):
-    """Decode worker (or router) → prefill worker: done with these handoffs. Idempotent; unknown ids are counted, no error."""
+    """Reader → owner: done with these handoffs. Idempotent; unknown ids are counted, no error."""
 
     transfer_ids: tuple[Name, ...]
     reason: Text = "loaded"

@@ -378,7 +378,7 @@ class PullProtocol:
         self._lose(peer_id, PeerUnreachable(f"{peer_id.address} was fenced because reads of it do not end"), now)
 
     def _fence_late_reads(self, peer_id: PeerId) -> None:
-        """Report to the log that late reads of a peer are about to become terminal, if there are any."""
+        """Stop counting the late reads of a peer, which are about to become terminal, and log it if there are any."""
         num_late_blocks = self._quarantine.num_blocks_of(peer_id)
         if num_late_blocks:
             self._emit(PeerFenced(peer_id, num_late_blocks))
@@ -412,7 +412,11 @@ class PullProtocol:
     # ---- the end -----------------------------------------------------------------------------------------------------
 
     def _on_deadline(self, load: Load, now: float) -> None:
-        """Report the failure now. A peer that sent no bytes meanwhile is frozen and is fenced; a slow one gets more time."""
+        """Report the failure now. A peer that sent no bytes meanwhile is frozen and is fenced; a slow one gets more time.
+
+        It is judged only if the load has waited for this transport for a whole ``transfer_deadline_s``: one with a shorter
+        deadline of its own breaks nothing.
+        """
         peer = self._peer_read_by(load)
         patience_s = self._settings.transfer_deadline_s
         is_slow = peer is not None and peer.last_progress_at > load.reading_since

@@ -66,7 +66,7 @@ class PrefixAsks:
         return [SendControl(order.source.control_address, question)]
 
     def cancel(self, order: CancelPrefixAsk, now: float) -> list[AskAction]:
-        """Forget the question of a request that has ended."""
+        """Forget the question of a request that no longer waits for the answer."""
         self._answered.pop(order.request_id, None)
         for number, found in list(self._open.items()):
             if found.order.request_id == order.request_id:

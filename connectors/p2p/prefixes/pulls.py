@@ -3,6 +3,8 @@
 A request asks when it is about to be admitted, and again after each preemption, if its source holds at least a block more than
 this worker. It waits for the answer without blocks. A source that has nothing to offer is followed by the next one, as long as
 the patience lasts that all share; without an answer by then it computes its prompt.
+
+A *prefix pull* is such a question and what is loaded by its answer. The load itself is a ``PullRequest``, as for a handoff.
 """
 
 from __future__ import annotations

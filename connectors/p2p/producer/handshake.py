@@ -1,4 +1,4 @@
-"""The prefill worker's half of the handshake: is this consumer compatible, and by which transport does it read?
+"""The producer's half of the handshake: is this consumer compatible, and by which transport does it read?
 
 Pure: takes a ``Handshake``, returns the answer. Knows the worker's own identity and the metadata of its transports; sockets
 belong to ``connectors.p2p.control``.
