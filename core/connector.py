@@ -178,7 +178,7 @@ class WorkerContext:
     config: KVFerryConfig
     role: Role
     engine_id: str  # stable name of the instance
-    incarnation: int  # number of this start of the instance
+    incarnation: int  # 64 random bits, new at every start of the process
     clock: Clock
     ids: IdSource
     metrics: CollectorRegistry

@@ -336,7 +336,7 @@ class SchedulerOutput:
     num_scheduled_tokens: dict[str, int] = field(default_factory=dict)
     total_num_scheduled_tokens: int = 0
     finished_req_ids: set[str] = field(default_factory=set)  # left since the last step; the runner drops them
-    preempted_req_ids: set[str] = field(default_factory=set)  # have lost their blocks; see above
+    preempted_req_ids: set[str] = field(default_factory=set)  # vLLM's name; all that have lost their blocks, see above
     has_sync_kv_loads: bool = False
     kv_connector_metadata: KVConnectorMetadata | None = None
     scheduled_encoder_inputs: dict[str, list[int]] = field(default_factory=dict)
@@ -447,7 +447,7 @@ class ModelRunnerOutput:
     failed_embeddings: dict[bytes, ErrorInfo] = field(default_factory=dict)
 
 
-# ---- scheduler → worker ----------------------------------------------------------------------------------------------
+# ---- engine → worker process -----------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -157,7 +157,7 @@ class KVEventPublisher:
 
 
 class _Replay:
-    """Answers requests for past batches on a thread of its own, which owns the ROUTER socket."""
+    """Answers requests for past batches on a thread of its own, which owns the ROUTER socket. vLLM calls it replay."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], router: zmq.Socket[bytes], topic: bytes) -> None:
         self._topic = topic

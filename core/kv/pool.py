@@ -244,7 +244,7 @@ class BlockPool:
     def free_blocks(self, ordered_blocks: Iterable[KVCacheBlock]) -> None:
         """Drop a reference of each block. Of those left without one, the first given is reused first.
 
-        Blocks without a hash are reused before all others; hashed ones queue up after them as evictable cache.
+        Those without a hash are reused before all blocks that are free by now; hashed ones queue up last, as evictable cache.
         """
         unhashed: list[KVCacheBlock] = []
         hashed: list[KVCacheBlock] = []

@@ -58,8 +58,8 @@ class KVPoolRegion:
     the calling thread use the device through other libraries (a CUDA context belongs to a thread). ``synchronize`` returns
     once the device has done all that any thread or library has given to it so far. ``pin_memory`` pins host memory, so that a
     copier can copy from it without a slot, and returns a function that unpins it, or None where pinning is not possible.
-    ``new_peer_memory`` returns what maps the pools of other processes on the same device, for one thread. All five are None for
-    a pool in host memory, the last also where the engine does not offer it.
+    ``new_peer_memory`` returns what maps the pools of other processes on the same device, for one thread. ``new_copier`` and
+    the four after it are None for a pool in host memory, ``new_peer_memory`` also where the engine does not offer it.
     """
 
     base_address: int

@@ -34,7 +34,9 @@ class _Outcome(Enum):
     LOADS = auto()  # holds blocks now; the connector fills them while others run
     SKIPPED = auto()  # KV or embeddings have not arrived, or the connector cannot tell yet
     EMPTY_HANDED = auto()  # its failed load has left nothing: it waits without blocks now
-    HELD_BACK = auto()  # too many loads are ahead of free slots; requests after it that need no load may run
+    # Too many loads are ahead of free slots, or an earlier load was held back in this step. Requests after it that need no load
+    # may run.
+    HELD_BACK = auto()
     NO_BLOCKS = auto()
 
 
@@ -74,7 +76,7 @@ def _resume_holders(state: SchedulerState, step: Step, step_skipped_kv_holding: 
             step_skipped_kv_holding.appendleft(request)
             holder_lacks_blocks |= outcome is _Outcome.NO_BLOCKS
     step.refuses_blocks |= holder_lacks_blocks
-    for request in empty_handed:  # at the head, as after a preemption: they were admitted before the requests that wait here
+    for request in empty_handed:  # as after a preemption: they were admitted before the requests that wait here
         state.waiting.requeue_request(request)
     return not holder_lacks_blocks
 

@@ -2,8 +2,8 @@
 
 Start-time fair queueing (Goyal et al., 1996) with tokens as the unit of service, as in the virtual token counter (Sheng et al.,
 OSDI 2024). Each tenant has a *tag*, the tokens that it has been served. When it begins to wait, a tag below the smallest one of
-those that wait already is raised to it, so idle time earns no credit; a higher one stays. Smaller ``priority`` comes first,
-whoever sends it.
+those that wait already is raised to it, so idle time earns no credit; a higher one stays. With policy ``priority`` the smallest
+``priority`` comes first, whoever sends it, and tags decide between equal ones.
 
     A sends 4 prompts of 100 tokens, then B sends 2         tag of A: 0 100 200 300, of B: 0 100
     served                                                   A B A B A A
@@ -167,7 +167,8 @@ class FairRequestQueue(RequestQueue):
     def _order(self, tenant: int, first: Request, tag: float) -> _Order:
         """Return the key by which the first requests of two tenants compare.
 
-        By priority, and then by the tag after its service instead of before it, so that short prompts come before long ones.
+        With the policy ``priority``: by priority, then by the tag *after* the service, so that short prompts come before long
+        ones. Else by the tag before it.
         """
         if self._is_by_priority:
             return first.priority, tag + first.num_tokens, first.arrival_time, self._starts[tenant]

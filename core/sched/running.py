@@ -177,7 +177,7 @@ def _choose_victim(state: SchedulerState) -> Request:
 
 
 def preempt(state: SchedulerState, step: Step, request: Request) -> None:
-    """Preempt a running request: free its blocks and put it at the head of the waiting queue, to be computed from the start.
+    """Preempt a running request: free its blocks and queue it again (``requeue_request``), to be computed from the start.
 
     A request already scheduled in this step is removed from it, and the blocks that the step would have filled lose the hashes
     they got in advance, since they will not be computed. Its embeddings are still computed, and released after the step.

@@ -13,11 +13,12 @@ from core.request import RequestStatus, SchedulerOutput
 from core.sched.state import SchedulerState
 
 
-def seal_computed_blocks(state: SchedulerState, scheduler_output: SchedulerOutput, failed: Container[str]) -> None:
+def seal_computed_blocks(state: SchedulerState, scheduler_output: SchedulerOutput, dropped: Container[str]) -> None:
     """Seal the blocks that the step has completed, for every request whose step was good.
 
-    ``failed`` requests seal nothing. Blocks of departed requests are sealed by ``core.sched.inflight_steps``. The loop runs
-    over every request of the step; most have not reached the end of a hash block and need one comparison only:
+    ``dropped`` requests, whose results of this step are discarded, seal nothing. Blocks of departed requests are sealed by
+    ``core.sched.inflight_steps``. The loop runs over every request of the step; most have not reached the end of a hash block
+    and need one comparison only:
 
         tokens  |------ before ------|- n -|       n = scheduled in this step
                               end of a block ^     passed in this step if C mod size < n, C = tokens computed now
@@ -32,7 +33,7 @@ def seal_computed_blocks(state: SchedulerState, scheduler_output: SchedulerOutpu
         if request is None:
             continue
         num_computed = request.num_computed_tokens - request.num_in_flight_tokens + num_scheduled
-        if num_computed % size >= num_scheduled or request.status is not running or request_id in failed:
+        if num_computed % size >= num_scheduled or request.status is not running or request_id in dropped:
             continue
         if async_scheduling:  # when the step was scheduled the block's last token was perhaps not known, nor its hash
             manager.cache_blocks(request, num_computed)

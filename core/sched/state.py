@@ -177,7 +177,7 @@ class Step:
     """One step in the making. ``scheduled`` holds the requests of ``output.num_scheduled_tokens``, in its order.
 
     ``lacks_blocks`` is set if a running request did not get its blocks at once: no request is admitted in this step.
-    ``refuses_blocks`` is set if a waiting one did not: no load begins after it, and no early pull.
+    ``refuses_blocks`` is set if a waiting request lacks blocks or its load is held back: no later load or early pull begins.
     ``synchronous_loads`` start in the step and are hits once it has run. While the step is in flight
     (``core.sched.inflight_steps``), ``void`` holds requests whose results are discarded, and ``pinned`` blocks that only the
     step still references. ``holders`` hold blocks and wait to run, newest first; loads that began in this step are included.

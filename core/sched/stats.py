@@ -26,7 +26,10 @@ def _counter(name: str, documentation: str) -> Any:  # noqa: ANN401
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineStats:
-    """Gauges are values of one moment; counters count since the start. Fields without a metric are for the simulation.
+    """Gauges are values of one moment; counters count since the start.
+
+    Two fields have no metric here: ``num_loading_blocks`` is for the simulation; ``num_load_fallbacks`` has labels, and is
+    published by ``core.worker.stats``.
 
     The first three are requests and add up to the unfinished ones. *Loading* blocks belong to unfinished requests that a
     transfer writes for; *parked* blocks belong to ended requests whose blocks a transfer still reads or writes; *early* blocks

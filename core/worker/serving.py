@@ -33,7 +33,7 @@ from core.worker.request_accounts import RequestAccounts
 from core.worker.role import RoleHandler, RoleOutput, split_choice_id
 from core.worker.served import Served, ServedRequests, num_choices
 
-logger = logging.getLogger("core.worker.state")  # the name in operators' filters; they need not know how a worker is divided
+logger = logging.getLogger("core.worker.state")  # for operators' filters: one name for all modules of a worker's state
 
 ROUTER_LOST = "aborted:router_lost"
 
