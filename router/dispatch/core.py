@@ -160,9 +160,13 @@ class RouterCore:
         """Why no request can be served; None if requests can be served."""
         return why_not_ready(self.membership.workers)
 
+    def is_settling(self, now: float) -> bool:
+        """True if this router was just paused, so that workers may reconnect soon."""
+        return self.membership.pauses.is_settling(now)
+
     def is_route_expected(self, now: float) -> bool:
         """True if there is no route, but this router was just paused, so that workers may reconnect soon."""
-        return self.membership.pauses.is_settling(now) and self.not_ready_reason is not None
+        return self.is_settling(now) and self.not_ready_reason is not None
 
     def retry_after_s(self, now: float) -> int:
         """Return after how many seconds a client that found no route should retry."""

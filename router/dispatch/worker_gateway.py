@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import zmq
@@ -246,25 +246,33 @@ class WorkerGateway:
 
     # ---- requests ----------------------------------------------------------------------------------------------------
 
-    async def open(self, client_id: str, submissions: Sequence[Submission], trace: TraceContext | None = None) -> Generation:
+    async def open(
+        self,
+        client_id: str,
+        submissions: Sequence[Submission],
+        wait: Callable[[], Awaitable[float]],
+        trace: TraceContext | None = None,
+    ) -> Generation:
         """Start all prompts of an HTTP request, or none. ``trace`` is the client's span. Yields to other tasks between prompts.
 
+        After a pause of this router a prompt may find no worker, since those that suit it are cut off, which may have come to
+        light only now. It is tried again after each ``wait``, which returns how much of its time is over then.
+
         Raises:
-            RequestError: one of the prompts cannot be served now.
+            RequestError: one of the prompts cannot be served now. Others as ``wait``.
         """
         generation = Generation(self, client_id, [submission.request_id for submission in submissions])
-        now = self._clock.now()
+        now, waiting = self._clock.now(), list(submissions)
         self.observer.on_arrival(submissions, client_id, trace, now)
         try:
-            for index, submission in enumerate(submissions):
+            for index in range(len(waiting)):
                 if index and index % _PROMPTS_PER_TURN == 0:
                     await asyncio.sleep(0)
-                if self._is_stopped:
-                    raise NoWorker(SHUTS_DOWN)
-                actions = self.core.submit(submission, now)
-                self._listeners[submission.request_id] = _Listener(
-                    generation, index, self.observer.on_placed(submission.request_id, now)
-                )
+                while (actions := self._submit(waiting[index], now)) is None:
+                    spent_s, now = await wait(), self._clock.now()
+                    waiting[index:] = [replace(submission, spent_s=spent_s) for submission in waiting[index:]]
+                request_id = waiting[index].request_id
+                self._listeners[request_id] = _Listener(generation, index, self.observer.on_placed(request_id, now))
                 self._perform(actions)
         except BaseException as error:  # a bug must not leave prompts without a client, either
             generation.abort("another prompt of the request was refused, or the request was given up")
@@ -274,9 +282,25 @@ class WorkerGateway:
             raise
         return generation
 
+    def _submit(self, submission: Submission, now: float) -> Sequence[Action] | None:
+        """Start a prompt; None if there is no worker for it, but one may reconnect soon. Raises as ``open``."""
+        if self._is_stopped:
+            raise NoWorker(SHUTS_DOWN)
+        try:
+            return self.core.submit(submission, now)
+        except NoWorker:
+            if self.core.is_settling(self._clock.now()):
+                return None
+            raise
+
     async def wait_for_route(self) -> None:
         """Wait while there is no route but one is expected, as after a pause of this router, when workers reconnect."""
         while not self._is_stopped and self.core.is_route_expected(self._clock.now()):
+            await self.wait_for_change()
+
+    async def wait_for_change(self) -> None:
+        """Wait until a message, a tick or a request may have changed what this router knows; not once it stops."""
+        if not self._is_stopped:
             self._has_changed.clear()
             await self._has_changed.wait()
 

@@ -324,7 +324,8 @@ class Endpoints:
             chat_output = splitting if isinstance(splitting, ChatOutput) else None
             shaper = ChatShaper(envelope, options, output, self._texts, chat_output)
         # Last, because a failure after this would have to abort workers.
-        generation = await self.gateway.open(caller.client_id, submissions, caller.trace)
+        wait = partial(self._time.wait_for_change, request.timeout_s, caller)
+        generation = await self.gateway.open(caller.client_id, submissions, wait, caller.trace)
         if isinstance(shaper, ResponsesShaper):
             answer: HttpAnswer = ResponsesAnswer(generation, output, shaper, caller, self._pool)
         elif isinstance(split, EngineBody) and isinstance(shaper, ChatShaper):

@@ -401,6 +401,12 @@ class RouterUnderTest:
         await self.until(lambda: member.peer != old_peer)
         old_socket.close(linger=0)
 
+    def find_cut_off(self) -> None:
+        """Let the router find that all workers have closed their connections, as they do while it is silent."""
+        gateway = self.router.gateway
+        for member in gateway.core.membership.members:
+            gateway._perform(gateway.core.on_unreachable(member.peer, gateway.now))
+
     async def unregistered(self, role: str = "decode", **facts: Any) -> FakeWorker:
         """Return a connected worker that has not registered."""
         worker = FakeWorker(self.context, self.router.worker_address, role, self.tokenizer, **facts)

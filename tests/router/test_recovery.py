@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from core.testing.clock import FakeClock
 from core.wire.messages import ErrorInfo, Generate
 
 pytestmark = pytest.mark.slow
@@ -122,6 +123,82 @@ async def test_a_request_that_comes_as_the_router_thaws_waits_for_its_workers(st
         response = await call
     assert response.status_code == 200, response.text
     assert response.json()["choices"][0]["text"] == "hello world"
+
+
+@pytest.fixture
+async def start_thawing(start_router):
+    """Start a router that was paused until now."""
+
+    async def start(*workers: dict):
+        clock = FakeClock()
+        under_test = await start_router(has_http=False, clock=clock)
+        for facts in workers:
+            await under_test.add(**facts)
+        await under_test.until(lambda: under_test.router.gateway.core.membership.pauses._last_tick is not None)
+        clock.advance(30.0)
+        return under_test
+
+    return start
+
+
+def call_at_prompt(under_test, monkeypatch, number: int, call) -> None:
+    """Call ``call`` as the router submits the prompt of this number for the first time."""
+    core, submitted = under_test.router.gateway.core, []
+    submit = core.submit
+
+    def submit_after(submission, now):
+        if submission.request_id not in submitted:
+            submitted.append(submission.request_id)
+            if len(submitted) == number:
+                call()
+        return submit(submission, now)
+
+    monkeypatch.setattr(core, "submit", submit_after)
+
+
+@pytest.mark.parametrize("number", [1, 9])
+async def test_a_prompt_whose_workers_are_found_cut_off_as_it_is_submitted_waits(start_thawing, monkeypatch, number):
+    under_test = await start_thawing({"role": "prefill"}, {"role": "decode"})
+    is_cut_off = asyncio.Event()
+    call_at_prompt(under_test, monkeypatch, number, lambda: (under_test.find_cut_off(), is_cut_off.set()))
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json={"prompt": ["p"] * number, "max_tokens": 50}))
+        await is_cut_off.wait()
+        for worker in under_test.workers:
+            await under_test.reconnect(worker)
+        response = await call
+    assert response.status_code == 200, response.text
+    assert [choice["text"] for choice in response.json()["choices"]] == ["hello world"] * number
+
+
+async def test_after_a_pause_a_request_waits_for_the_only_worker_that_holds_it(start_thawing, monkeypatch):
+    under_test = await start_thawing({"role": "aggregated", "max_model_len": 64}, {"role": "aggregated"})
+    under_test.find_cut_off()
+    is_submitted = asyncio.Event()
+    call_at_prompt(under_test, monkeypatch, 1, is_submitted.set)
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "p" * 99, "max_tokens": 50}))
+        await under_test.reconnect(under_test.workers[0])
+        await is_submitted.wait()
+        await under_test.reconnect(under_test.workers[1])
+        response = await call
+    assert response.status_code == 200, response.text
+
+
+@pytest.mark.parametrize(("timeout_s", "status"), [(1.0, 504), (None, 503)])
+async def test_the_wait_for_workers_that_are_cut_off_has_an_end(start_thawing, monkeypatch, timeout_s, status):
+    under_test = await start_thawing({"role": "aggregated"})
+    gateway, is_cut_off = under_test.router.gateway, asyncio.Event()
+    call_at_prompt(under_test, monkeypatch, 1, lambda: (under_test.find_cut_off(), is_cut_off.set()))
+    async with under_test.client() as client:
+        call = asyncio.create_task(client.post("/v1/completions", json={"prompt": "p", "timeout_s": timeout_s}))
+        await is_cut_off.wait()
+        while not call.done():
+            gateway._clock.advance(0.25)
+            await asyncio.sleep(0.02)
+        response = await call
+    assert response.status_code == status, response.text
+    assert (gateway.num_requests, len(gateway.core.dispatcher)) == (0, 0)
 
 
 async def test_a_prefill_worker_that_dies_before_the_first_token_costs_the_client_nothing(start_router):

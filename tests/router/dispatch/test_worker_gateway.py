@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+from unittest.mock import AsyncMock
 
 import pytest
 import zmq
@@ -322,7 +323,7 @@ async def test_a_stopped_gateway_refuses_requests_and_calls(served):
     await gateway.stop()
     submission = Submission(request_id="r", prompt_token_ids=(5,), sampling=SamplingParams(seed=7, max_tokens=2))
     with pytest.raises(NoWorker, match="shuts down"):
-        await gateway.open("client", [submission])
+        await gateway.open("client", [submission], AsyncMock())
     with pytest.raises(CallFailed, match="shuts down"):
         async with gateway.engine_api.call(worker, EngineCall(request_id="c", path="/x", body=b"{}", deadline_ms=2000)):
             pass
